@@ -1,0 +1,33 @@
+# make bench   install and run the main job: every data-parallel strategy beside torch's
+# make test    install, lint, run all tests (gloo ranks and interpreted Triton; GPU tests skip without a GPU)
+.PHONY: install bench test test-gpu test-commands lint clean
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@
+
+bench: install
+	$(BIN)/python launch/ddp_bench.py $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+
+test: lint
+	$(BIN)/python -m pytest -n 2 -m "not commands" $(ARGS)
+
+test-commands: install
+	$(BIN)/python -m pytest -m commands $(ARGS)
+
+test-gpu: install
+	$(BIN)/python -m pytest -m "gpu or multigpu" $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info outputs .pytest_cache .ruff_cache

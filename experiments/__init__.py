@@ -1,0 +1,1 @@
+"""One question per file: a config, a `run()` that returns records, a `main()`."""
