@@ -1,0 +1,95 @@
+"""On what and with which code a record was made. No host names, no paths: records are committed and
+published.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+
+def environment(device: torch.device | str) -> dict[str, str | int | None]:
+    """Versions and hardware, the same keys on every machine; what does not exist here is None.
+
+    Args:
+        device: the device that the measurements ran on; its type decides ``device_name`` and
+            ``device_count``.
+    """
+    device = torch.device(device)
+    on_cuda = device.type == "cuda"
+    nccl = torch.cuda.nccl.version() if on_cuda else None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version_of("triton"),
+        "cuda": torch.version.cuda if on_cuda else None,
+        "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl,
+        "device_name": torch.cuda.get_device_name(device) if on_cuda else _cpu_model(),
+        "device_count": torch.cuda.device_count() if on_cuda else 1,
+        "cpu_model": _cpu_model(),
+        "cpu_cores": _usable_cores(),
+        "cpu_threads_per_rank": torch.get_num_threads(),
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def commit(default: str | None = None) -> str | None:
+    """The git commit of the checkout that holds this file, with ``-dirty`` if it differs from that commit.
+
+    Dirty means: a tracked file changed, or an untracked ``.py`` file lies in the tree (results and notes
+    beside the code do not make a measurement irreproducible).
+
+    Args:
+        default: returned where git or the checkout is missing, such as a copied tree (``--commit``).
+    """
+    here = Path(__file__).resolve().parent
+    # An installed copy may lie inside somebody else's repository: only a tracked file tells that this one is
+    # ours.
+    if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return default
+    head = _git(here, "rev-parse", "HEAD")
+    top = _git(here, "rev-parse", "--show-toplevel")
+    if head is None or top is None:
+        return default
+    status = _git(Path(top), "status", "--porcelain", "--untracked-files=all") or ""
+    changes = [line for line in status.splitlines() if not line.startswith("??") or line.endswith(".py")]
+    return f"{head}-dirty" if changes else head
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Output of one git command in ``folder``, None if git is missing or refuses."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version_of(module: str) -> str | None:
+    try:
+        return importlib.import_module(module).__version__
+    except Exception:  # a broken installation is not importable either; it must not end a benchmark
+        return None
+
+
+def _cpu_model() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or None
+    names = [line.split(":", 1)[1].strip() for line in lines if line.lower().startswith("model name")]
+    return names[0] if names else platform.processor() or None
+
+
+def _usable_cores() -> int | None:
+    """Cores that this process may run on, which a container or taskset makes fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()

@@ -1,0 +1,204 @@
+"""``Record``: what one variant of one experiment measured. Every table, plot and README row is drawn from
+records.
+
+A metric's name carries its unit (``step_p50_ms``, ``peak_alloc_bytes``, ``algbw_gb_per_s``). A metric that
+was not measured is None, never a default; a metric that came out as NaN stays NaN, because that is a result.
+Text such as ``"OOM"`` is allowed where a number could not be had for a reason worth showing.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distlab.report.output import OutputFolder, atomic_path
+from distlab.report.provenance import commit, environment
+
+__all__ = [
+    "OutputFolder",
+    "Record",
+    "commit",
+    "environment",
+    "json_line",
+    "read_json",
+    "write_csv",
+    "write_json",
+]
+
+FORMAT = "distlab-records-1"
+
+# JSON has no NaN and no infinity; strings keep the file valid for every reader and come back as floats here.
+_SPECIAL_TO_FLOAT = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One variant's result.
+
+    Attributes:
+        experiment: name of the experiment, such as ``"ddp_bench"``.
+        variant: what was compared, such as ``"bucketed"``.
+        config: everything needed to run it again.
+        metrics: name with unit → number, None (not measured) or text (``"OOM"``).
+        environment: see `environment`.
+        commit: see `commit`.
+    """
+
+    experiment: str
+    variant: str
+    config: dict[str, Any]
+    metrics: dict[str, Any]
+    environment: dict[str, Any]
+    commit: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, numbers, strings and None; dtypes, devices and paths become strings.
+
+        Raises:
+            TypeError: a value has no plain form; the message says where it stands.
+        """
+        names = (field.name for field in dataclasses.fields(self))
+        return {name: _plain(getattr(self, name), name) for name in names}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Record:
+        """The inverse of `to_dict`. Raises ValueError if fields are missing, unknown or of the wrong kind."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"a record must be a mapping, got {type(data).__name__}")
+        names = {field.name for field in dataclasses.fields(cls)}
+        if set(data) != names:
+            raise ValueError(f"a record has exactly the fields {sorted(names)}, got {sorted(map(str, data))}")
+        for name in ("config", "metrics", "environment"):
+            if not isinstance(data[name], Mapping):
+                raise ValueError(f"record field {name!r} must be a mapping, got {type(data[name]).__name__}")
+        return cls(**data)
+
+
+def write_json(records: Iterable[Record], path: str | os.PathLike) -> None:
+    """Write records to ``path`` atomically: a file that exists is whole."""
+    body = {"format": FORMAT, "records": [_encode(record.to_dict()) for record in records]}
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: str | os.PathLike) -> list[Record]:
+    """Read what `write_json` wrote.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is truncated, or was not written by distlab; the message names the path.
+    """
+    try:
+        body = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # covers broken JSON and broken UTF-8
+        raise ValueError(f"{path} is truncated or not JSON ({error}): run the experiment again") from None
+    ours = isinstance(body, dict) and body.get("format") == FORMAT and isinstance(body.get("records"), list)
+    if not ours:
+        raise ValueError(f"{path} does not hold distlab records: expected an object with format {FORMAT!r}")
+    try:
+        return [Record.from_dict(_decode(record)) for record in body["records"]]
+    except ValueError as error:
+        raise ValueError(f"{path} holds a record that cannot be read: {error}") from None
+
+
+def write_csv(records: Sequence[Record], path: str | os.PathLike) -> None:
+    """Write one row per record, atomically: experiment, variant, commit, then ``config.*`` and ``metrics.*``
+    columns.
+
+    Columns are the union over all records in order of first appearance; None and absent values are empty, NaN
+    is ``nan``. Nested dictionaries become dotted columns, lists become JSON.
+    """
+    rows = []
+    for record in records:
+        plain = record.to_dict()
+        row = {name: plain[name] for name in ("experiment", "variant", "commit")}
+        rows.append(row | _flatten("config", plain["config"]) | _flatten("metrics", plain["metrics"]))
+    names = (name for row in rows for name in row)
+    columns = list(dict.fromkeys(["experiment", "variant", "commit", *names]))
+    # A stable sort by block: a config entry that only the second record has still stands before all metrics.
+    columns.sort(key=lambda name: {"config": 1, "metrics": 2}.get(name.split(".")[0], 0))
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, restval="")
+    writer.writeheader()
+    writer.writerows({name: "" if value is None else value for name, value in row.items()} for row in rows)
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(text.getvalue().encode("utf-8"))
+
+
+def json_line(experiment: str, records: Iterable[Record], out: str | os.PathLike | None) -> str:
+    """The compact last stdout line of a measuring command, valid JSON whatever was measured (NaN, inf →
+    null).
+
+    ``{"experiment": …, "records": [{"variant": …, "metrics": {…}}, …], "out": …}``; ``out`` is the results'
+    folder.
+    """
+    rows = [{"variant": record.variant, "metrics": record.to_dict()["metrics"]} for record in records]
+    body = {"experiment": experiment, "records": rows, "out": None if out is None else str(out)}
+    return json.dumps(_map_floats(body, lambda x: x if math.isfinite(x) else None), separators=(",", ":"))
+
+
+def _plain(value: Any, where: str) -> Any:
+    """``value`` in JSON's types, except that NaN and infinities stay floats."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return float(value) if isinstance(value, float) else int(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, torch.device | os.PathLike):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy scalars, 0-d tensors
+        return _plain(value.item(), where)
+    raise TypeError(f"{where} is a {type(value).__name__}, which a record cannot hold: store numbers or text")
+
+
+def _map_floats(value: Any, change) -> Any:
+    if isinstance(value, float):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_floats(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map_floats(item, change) for item in value]
+    return value
+
+
+def _encode(value: Any) -> Any:
+    names = {math.inf: "Infinity", -math.inf: "-Infinity"}
+    return _map_floats(value, lambda x: x if math.isfinite(x) else names.get(x, "NaN"))
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, str):
+        return _SPECIAL_TO_FLOAT.get(value, value)
+    if isinstance(value, dict):
+        return {key: _decode(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    return value
+
+
+def _flatten(prefix: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        name = f"{prefix}.{key}"
+        if isinstance(value, Mapping):
+            flat |= _flatten(name, value)
+        else:
+            flat[name] = json.dumps(_encode(value)) if isinstance(value, list) else value
+    return flat

@@ -1,0 +1,122 @@
+"""Tables from records: one list of columns, rendered as text for a terminal, Markdown for a README, LaTeX
+for a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+from distlab.report.record import Record
+
+STYLES = {"text": "simple", "markdown": "pipe", "latex": "latex_raw"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        key: where the value stands in the record: ``"variant"``, ``"commit"``, ``"metrics.step_p50_ms"``,
+            ``"config.batch"``; dots walk into nested dictionaries.
+        title: the heading, with the unit.
+        format: a format specification for numbers (``".1f"``, ``",d"``) or a function value → text.
+        scale: numbers are multiplied by it first; ``1 / 2**30`` shows bytes as GiB.
+        missing: shown for None and for an entry that the record lacks.
+        align: ``"left"`` or ``"right"``; None puts ``variant`` and ``experiment`` left and everything else
+            right.
+    """
+
+    key: str
+    title: str
+    format: str | Callable[[Any], str] = ""
+    scale: float = 1
+    missing: str = "n/a"
+    align: str | None = None
+
+    def __post_init__(self) -> None:
+        roots = ("experiment", "variant", "commit", "config", "metrics", "environment")
+        root, _, rest = self.key.partition(".")
+        if root not in roots or (root in roots[3:]) != bool(rest):
+            raise ValueError(
+                f"column key {self.key!r} points at nothing: use 'experiment', 'variant', 'commit', "
+                "'config.NAME', 'metrics.NAME' or 'environment.NAME'"
+            )
+        if self.align not in (None, "left", "right"):
+            raise ValueError(f"align must be 'left', 'right' or None, got {self.align!r}")
+
+    def text(self, record: Record) -> str:
+        """The cell of ``record``, not escaped. Text such as ``"OOM"`` is shown as it is."""
+        value: Any = record
+        for name in self.key.split("."):
+            value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+        if value is None:
+            return self.missing
+        if isinstance(value, str | bool):
+            return str(value)
+        if callable(self.format):
+            return self.format(value)
+        return format(value if self.scale == 1 else value * self.scale, self.format)
+
+
+def render(records: Sequence[Record], columns: Sequence[Column], style: str = "text") -> str:
+    """One table, one row per record in the given order.
+
+    Args:
+        style: ``"text"``, ``"markdown"`` (GitHub's pipes) or ``"latex"`` (a ``tabular`` that compiles with
+            pdflatex).
+
+    Raises:
+        ValueError: an unknown style, no columns, or a format that does not fit the value (names the column).
+    """
+    if style not in STYLES:
+        raise ValueError(f"unknown table style {style!r}: use one of {', '.join(map(repr, STYLES))}")
+    if not columns:
+        raise ValueError("a table needs at least one column")
+    escape = {"text": str, "markdown": _escape_markdown, "latex": escape_latex}[style]
+    rows = [[escape(_cell(column, record)) for column in columns] for record in records]
+    names = ("variant", "experiment")
+    aligns = [column.align or ("left" if column.key in names else "right") for column in columns]
+    return tabulate(
+        rows,
+        headers=[escape(column.title) for column in columns],
+        tablefmt=STYLES[style],
+        disable_numparse=True,  # cells are formatted already; tabulate must not turn "1.50" into 1.5
+        colalign=aligns if rows else None,
+    )
+
+
+def _cell(column: Column, record: Record) -> str:
+    try:
+        return column.text(record)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"column {column.key!r} of variant {record.variant!r}: {error}") from error
+
+
+def _escape_markdown(text: str) -> str:
+    for character in "\\|*<`":
+        text = text.replace(character, "\\" + character)
+    return " ".join(text.split())  # a line break would end the row
+
+
+# fmt: off
+_LATEX = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#",
+    "_": r"\_", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+    ">": r"\textgreater{}", "|": r"\textbar{}", "−": "$-$", "×": r"$\times$", "±": r"$\pm$", "≤": r"$\leq$",
+    "≥": r"$\geq$", "≈": r"$\approx$", "∞": r"$\infty$", "→": r"$\rightarrow$", "·": r"$\cdot$",
+    "Δ": r"$\Delta$", "µ": r"$\mu$", "μ": r"$\mu$", "²": r"$^2$", "³": r"$^3$", "–": "--", "—": "---",
+    "…": r"\ldots{}",
+}
+# fmt: on
+
+
+def escape_latex(text: str) -> str:
+    """``text`` with LaTeX's special characters escaped and the usual mathematical signs put into math mode.
+
+    One pass over the characters, so that a replacement is never escaped again.
+    """
+    return "".join(_LATEX.get(character, character) for character in " ".join(text.split()))

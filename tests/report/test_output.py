@@ -1,0 +1,57 @@
+"""An output folder fails early and clearly, and holds whole files only."""
+
+import re
+
+import pytest
+
+from distlab.report import OutputFolder
+from distlab.report.output import atomic_path
+
+
+def test_each_run_gets_its_own_folder(tmp_path):
+    folders = [OutputFolder(tmp_path, "ddp_bench").path for _ in range(3)]
+    assert len(set(folders)) == 3
+    assert all(re.fullmatch(r"\d{8}-\d{6}(-\d+)?", folder.name) for folder in folders)
+    assert all(folder.parent == tmp_path / "ddp_bench" and not list(folder.iterdir()) for folder in folders)
+
+
+def test_a_given_stamp_is_joined(tmp_path):
+    OutputFolder(tmp_path, "sweep", "first").write_text("a.txt", "µs")
+    assert (OutputFolder(tmp_path, "sweep", "first").path / "a.txt").read_text(encoding="utf-8") == "µs"
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file.ddp_bench.*--out"):
+        OutputFolder(tmp_path / "file", "ddp_bench")
+
+
+@pytest.mark.parametrize(
+    "experiment, stamp", [("", None), ("a/b", None), ("..", None), ("a", "x/y"), ("a", "")]
+)
+def test_names_that_leave_the_folder_are_refused(tmp_path, experiment, stamp):
+    with pytest.raises(ValueError, match="cannot name a folder"):
+        OutputFolder(tmp_path, experiment, stamp)
+
+
+@pytest.mark.parametrize("name", ["../a", "/tmp/a", "a/../../b", ""])
+def test_files_stay_inside(tmp_path, name):
+    with pytest.raises(ValueError, match="inside"):
+        OutputFolder(tmp_path, "e").write_text(name, "")
+
+
+def test_nothing_half_written_is_left(tmp_path):
+    folder = OutputFolder(tmp_path, "e")
+    target = folder.write_text("traces/a.json", "old")
+    with pytest.raises(RuntimeError), folder.path_for("traces/a.json") as temporary:
+        temporary.write_text("ne")
+        assert temporary.suffix == ".json" and target.read_text() == "old"
+        raise RuntimeError("killed in the middle")
+    assert target.read_text() == "old"
+    assert [entry.name for entry in target.parent.iterdir()] == ["a.json"]
+
+
+def test_a_library_that_writes_nothing_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError), atomic_path(tmp_path / "a.png"):
+        pass
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,145 @@
+"""Records survive the way to disk and back; what is written is whole and says what was not measured."""
+
+import csv
+import json
+import math
+import socket
+import subprocess
+
+import numpy
+import pytest
+import torch
+
+from distlab.report import (
+    Record,
+    commit,
+    environment,
+    json_line,
+    provenance,
+    read_json,
+    write_csv,
+    write_json,
+)
+
+
+def record(variant="bucketed", **metrics):
+    return Record("ddp_bench", variant, {"batch": 4, "model": {"layers": 2}}, metrics, {"torch": "2"}, None)
+
+
+def test_records_come_back_as_they_went(tmp_path):
+    path = tmp_path / "records.json"
+    records = [record(step_p50_ms=1.5, mfu_pct=None, status="OOM"), record("naive", step_p50_ms=2)]
+    write_json(records, path)
+    assert read_json(path) == records
+    assert [entry.name for entry in tmp_path.iterdir()] == ["records.json"]
+
+
+def test_a_nan_stays_a_nan_and_the_file_stays_json(tmp_path):
+    path = tmp_path / "records.json"
+    write_json([record(diff=math.nan, low=-math.inf)], path)
+    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    metrics = read_json(path)[0].metrics
+    assert math.isnan(metrics["diff"]) and metrics["low"] == -math.inf
+
+
+def test_values_of_torch_and_numpy_become_plain():
+    config = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "sizes": (1, 2)}
+    metrics = {"a_ms": numpy.float64(1.5), "n": torch.tensor(3), "b_ms": numpy.float32(0.5)}
+    plain = Record("e", "v", config, metrics, {}, None).to_dict()
+    assert plain["config"] == {"dtype": "bfloat16", "device": "cpu", "sizes": [1, 2]}
+    assert plain["metrics"] == {"a_ms": 1.5, "n": 3, "b_ms": 0.5}
+    assert type(plain["metrics"]["a_ms"]) is float
+
+
+def test_what_a_record_cannot_hold_is_named():
+    with pytest.raises(TypeError, match=r"metrics\.grad.*Tensor"):
+        record(grad=torch.zeros(3)).to_dict()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", '{"format": "distlab-re', "[]", '{"records": []}', '{"format": "distlab-records-1"}', "\x00"],
+)
+def test_a_truncated_or_foreign_file_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"broken\.json"):
+        read_json(path)
+
+
+@pytest.mark.parametrize("change", [{"metrics": 3}, {"extra": 1}])
+def test_a_foreign_record_inside_a_good_file_is_refused(tmp_path, change):
+    path = tmp_path / "broken.json"
+    body = {"format": "distlab-records-1", "records": [record().to_dict() | change]}
+    path.write_text(json.dumps(body))
+    with pytest.raises(ValueError, match=r"broken\.json"):
+        read_json(path)
+
+
+def test_csv_has_a_row_per_record_and_empty_cells_for_none(tmp_path):
+    path = tmp_path / "records.csv"
+    config, metrics = {"batch": 8, "late": 1}, {"x_ms": 2.5, "new_ms": 1}
+    second = Record("ddp_bench", 'a "quoted", one', config, metrics, {}, "abc")
+    write_csv([record(x_ms=1.5, mfu_pct=None), second], path)
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[:5] == ["experiment", "variant", "commit", "config.batch", "config.model.layers"]
+    assert list(rows[0])[5:] == ["config.late", "metrics.x_ms", "metrics.mfu_pct", "metrics.new_ms"]
+    assert rows[0]["metrics.x_ms"] == "1.5" and rows[0]["metrics.mfu_pct"] == "" == rows[0]["metrics.new_ms"]
+    assert rows[1]["variant"] == 'a "quoted", one' and rows[1]["commit"] == "abc"
+
+
+def test_the_json_line_is_one_line_and_always_json():
+    line = json_line("ddp_bench", [record(a_ms=math.nan, b_ms=1.0, c=None), record("flat")], "outputs/x")
+    assert "\n" not in line and "NaN" not in line
+    assert json.loads(line) == {
+        "experiment": "ddp_bench",
+        "records": [
+            {"variant": "bucketed", "metrics": {"a_ms": None, "b_ms": 1.0, "c": None}},
+            {"variant": "flat", "metrics": {}},
+        ],
+        "out": "outputs/x",
+    }
+
+
+def test_environment_names_the_machine_but_neither_host_nor_path():
+    found = environment("cpu")
+    assert found["torch"] == torch.__version__ and found["cpu_cores"] >= 1 and found["nccl"] is None
+    text = json.dumps(found)
+    assert socket.gethostname() not in text and '"/' not in text
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", *identity, "-C", str(folder), *arguments], check=True, capture_output=True)
+
+
+def test_commit_is_that_of_the_checkout_that_holds_the_code(tmp_path, monkeypatch):
+    code = tmp_path / "distlab" / "provenance.py"
+    code.parent.mkdir()
+    code.write_text("")
+    monkeypatch.setattr(provenance, "__file__", str(code))
+    assert commit() is None and commit(default="abc") == "abc"  # no repository at all
+
+    git(tmp_path, "init")
+    (tmp_path / "other.txt").write_text("")
+    git(tmp_path, "add", "other.txt")
+    git(tmp_path, "commit", "-m", "somebody else's repository")
+    assert commit() is None  # an untracked copy of the code: not our checkout
+
+    git(tmp_path, "add", "distlab")
+    git(tmp_path, "commit", "-m", "code")
+    clean = commit()
+    assert len(clean) == 40
+    (tmp_path / "results.json").write_text("")
+    assert commit() == clean  # results beside the code do not change what ran
+    (tmp_path / "distlab" / "new.py").write_text("")
+    assert commit() == f"{clean}-dirty"
+    (tmp_path / "distlab" / "new.py").unlink()
+    code.write_text("changed")
+    assert commit("abc") == f"{clean}-dirty"
+
+
+def test_commit_without_git_is_the_default(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert commit() is None and commit("abc") == "abc"

@@ -1,0 +1,79 @@
+"""Tables show what was measured, say what was not, and stay valid in each style."""
+
+import math
+
+import pytest
+
+from distlab.report import Column, Record, render
+from distlab.report.table import escape_latex
+
+COLUMNS = [
+    Column("variant", "variant"),
+    Column("metrics.step_p50_ms", "step p50 (ms)", ".2f"),
+    Column("metrics.peak_alloc_bytes", "peak (GiB)", ".1f", scale=2**-30),
+    Column("config.batch", "batch"),
+]
+
+
+def record(variant, step, peak=None):
+    metrics = {"step_p50_ms": step, "peak_alloc_bytes": peak}
+    return Record("e", variant, {"batch": 4}, metrics, {}, None)
+
+
+def cells(text, separator="|"):
+    return [cell.strip() for cell in text.strip().strip(separator).split(separator)]
+
+
+def test_numbers_are_formatted_and_gaps_are_said():
+    rows = [record("naive", 1.5, 3 * 2**30), record("flat", "OOM"), record("nan", math.nan)]
+    lines = render(rows, COLUMNS, "markdown").splitlines()
+    assert cells(lines[0]) == ["variant", "step p50 (ms)", "peak (GiB)", "batch"]
+    assert [cells(line) for line in lines[2:]] == [
+        ["naive", "1.50", "3.0", "4"],
+        ["flat", "OOM", "n/a", "4"],
+        ["nan", "nan", "n/a", "4"],
+    ]
+
+
+def test_an_absent_metric_is_not_measured():
+    assert "n/a" in render([record("naive", 1.0)], [Column("metrics.mfu_pct", "MFU")])
+
+
+def test_markdown_escapes_what_would_break_the_row():
+    text = render([record("a|b\nc*", 1.0)], [*COLUMNS[:1], Column("config.batch", "max |Δ|")], "markdown")
+    assert r"a\|b c\*" in text and r"max \|Δ\|" in text
+    assert len(text.splitlines()) == 3
+
+
+def test_latex_escapes_every_special_character_once():
+    assert escape_latex(r"50 % of a_b & {x} #1 $~^\ <|Δ|>") == (
+        r"50 \% of a\_b \& \{x\} \#1 \$\textasciitilde{}\textasciicircum{}\textbackslash{} "
+        r"\textless{}\textbar{}$\Delta$\textbar{}\textgreater{}"
+    )
+    text = render([record("torch_ddp", 1.0)], COLUMNS, "latex")
+    assert r"torch\_ddp" in text and text.startswith(r"\begin{tabular}{lrrr}")
+    assert text.isascii()
+
+
+def test_an_empty_table_still_has_its_headings():
+    for style in ("text", "markdown", "latex"):
+        assert "batch" in render([], COLUMNS, style)
+
+
+def test_a_format_may_be_a_function():
+    assert "2^2" in render([record("a", 1.0)], [Column("config.batch", "batch", lambda n: f"2^{n // 2}")])
+
+
+@pytest.mark.parametrize("key", ["metric.x", "metrics", "variant.x", "", "config."])
+def test_a_key_that_points_at_nothing_is_refused(key):
+    with pytest.raises(ValueError, match="points at nothing"):
+        Column(key, "title")
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="style 'html'"):
+        render([], COLUMNS, "html")
+    with pytest.raises(ValueError, match="at least one column"):
+        render([], [])
+    with pytest.raises(ValueError, match=r"step_p50_ms.*naive"):
+        render([record("naive", [1])], COLUMNS)
