@@ -1,0 +1,134 @@
+"""Which implementation of each operation the model uses.
+
+The Transformer calls its operations through an `Ops` record, so that a hand-written kernel takes the place of
+a torch operation without a line of the model changing. Everything here is plain torch; the functions double
+as the references that faster implementations are compared with.
+
+Shapes: `B` batch, `T` sequence, `V` vocabulary, `H` heads, `D` width of a head, `d` any width.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distlab.model.config import ATTENTION_CHOICES
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The operations of the Transformer besides its matrix products.
+
+    Attributes:
+        attention: `(q_BHTD, k_BHTD, v_BHTD) -> out_BHTD`, causal, scale 1/√D.
+        rms_norm: `(x, weight_d, eps) -> y`, over the last dimension.
+        swiglu: `(gate, up) -> silu(gate) * up`, any equal shapes.
+        rope: `(x, cos, sin) -> y`; x `(..., T, D)`, cos and sin `(T, D/2)` in fp32.
+        cross_entropy: `(logits_BTV, targets_BT) -> mean loss`, a scalar.
+    """
+
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    swiglu: Callable[[Tensor, Tensor], Tensor]
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    cross_entropy: Callable[[Tensor, Tensor], Tensor]
+
+
+def naive_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+    """Causal attention as the formula has it: softmax(q kᵀ/√D + mask) v, with the T×T scores in memory.
+
+    The softmax runs in fp32 (fp64 for fp64 inputs), the two products in the inputs' dtype or autocast's.
+
+    Returns:
+        `(B, H, T, D)` in the products' dtype.
+    """
+    T, D = q_BHTD.shape[-2:]
+    scores_BHTT = q_BHTD @ k_BHTD.transpose(-2, -1) / math.sqrt(D)
+    future_TT = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).triu(diagonal=1)
+    scores_BHTT = scores_BHTT.masked_fill(future_TT, float("-inf"))
+    weights_BHTT = scores_BHTT.softmax(dim=-1, dtype=torch.promote_types(scores_BHTT.dtype, torch.float32))
+    return weights_BHTT.to(v_BHTD.dtype) @ v_BHTD
+
+
+def sdpa_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+    """Causal attention by `torch.nn.functional.scaled_dot_product_attention`, which picks its own kernel."""
+    return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
+
+
+def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang & Sennrich 2019), statistics in fp32.
+
+    Returns:
+        The shape of x, in autocast's dtype where autocast is on (matrix products follow: casting here once
+        spares each of them its own cast), else in x's dtype.
+    """
+    device_type = x.device.type
+    out_dtype = x.dtype
+    # Like autocast itself, leave fp64 alone.
+    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+        out_dtype = torch.get_autocast_dtype(device_type)
+    # torch's fused kernel wants one dtype, and keeps its statistics in fp32 for bf16 and fp16 inputs.
+    common = torch.promote_types(x.dtype, weight_d.dtype)
+    return F.rms_norm(x.to(common), weight_d.shape, weight_d.to(common), eps).to(out_dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, the element-wise part of SwiGLU (Shazeer 2020); any two tensors of equal shape."""
+    return F.silu(gate) * up
+
+
+def rope_tables(context: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of position t times frequency theta^(-2i/D), both `(T, D/2)` in fp32."""
+    # Plain multiplications: a matrix product would be rounded to bf16 under autocast.
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    positions = torch.arange(context, device=device, dtype=torch.float32)
+    angles = positions[:, None] * (theta**-exponents)[None, :]
+    return angles.cos(), angles.sin()
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021): each pair (x_i, x_{i+D/2}) is turned by its position's
+    angle.
+
+    The pairs are the two halves of a head (GPT-NeoX and Llama's form), not neighbours: for a model that is
+    trained with it the two differ by a permutation of the columns of the projections.
+
+    Args:
+        x: queries or keys, `(..., T, D)`.
+        cos, sin: `(T, D/2)` in fp32, from `rope_tables`.
+
+    Returns:
+        The shape and dtype of x; computed in fp32.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean over all tokens of −log softmax(logits)[target], in fp32 (or fp64); targets of −100 are left out.
+
+    A function and not a method of the model: data-parallel wrappers see a model's `forward` only, so a loss
+    computed by another of its methods would go around them.
+    """
+    logits = logits_BTV.flatten(0, -2)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets_BT.flatten())
+
+
+_ATTENTION = {"naive": naive_attention, "sdpa": sdpa_attention}
+
+
+def get_ops(attention: str = "sdpa") -> Ops:
+    """The operations for a model.
+
+    Args:
+        attention: `naive` (plain torch, the reference) or `sdpa` (torch's fused kernels).
+
+    Raises:
+        ValueError: an implementation that does not exist (the message lists those that do).
+    """
+    if attention not in _ATTENTION:
+        raise ValueError(f"attention={attention!r}: choose one of {', '.join(ATTENTION_CHOICES)}")
+    return Ops(_ATTENTION[attention], rms_norm, swiglu, rope, cross_entropy)

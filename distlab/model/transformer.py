@@ -1,0 +1,185 @@
+"""A decoder-only Transformer language model, written for what happens around it.
+
+    tokens_BT → embedding → num_layers × [ x + attention(norm(x)) ; x + swiglu(norm(x)) ] → norm → head →
+    logits_BTV
+
+What a strategy may rely on, and tests hold:
+
+- *Registration order is execution order*, so that gradients become ready in exactly the reverse of
+  `parameters()`: buckets filled backwards leave in the order in which they are complete.
+- *No buffers.* The rotary tables are computed once per forward and handed down; torch DDP broadcasts buffers
+  on every forward, which would show up as communication that no strategy asked for.
+- *Blocks are the children of one `nn.ModuleList`* named `blocks`, the unit that sharding gathers; every
+  parameter is used by the `forward` of the module that owns it.
+- *Initialisation depends on the seed alone*, never on the rank or on what was drawn before.
+
+Shapes: `B` batch, `T` sequence, `d` d_model, `f` d_ff, `H` heads, `D` = d/H, `V` vocabulary. The model knows
+no ranks.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from distlab.model.config import ModelConfig
+from distlab.model.ops import Ops, get_ops, rope_tables
+
+
+class RMSNorm(nn.Module):
+    """`(..., d) -> (..., d)`; under autocast the output has autocast's dtype, see `ops.rms_norm`."""
+
+    def __init__(self, width: int, eps: float, ops: Ops, **factory) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, **factory))
+        self.eps = eps
+        self.ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention with rotary positions, `(B, T, d) -> (B, T, d)`."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.ops = ops
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False, **factory)
+        self.output = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
+
+    def forward(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        B, T, d = x_BTd.shape
+        qkv_3BHTD = self.qkv(x_BTd).view(B, T, 3, self.num_heads, d // self.num_heads).permute(2, 0, 3, 1, 4)
+        # Queries and keys are turned together: half the launches. Splitting once keeps backward at one
+        # concatenation.
+        qk_2BHTD, v_1BHTD = qkv_3BHTD.split([2, 1])
+        q_BHTD, k_BHTD = self.ops.rope(qk_2BHTD, cos, sin).unbind(0)
+        out_BHTD = self.ops.attention(q_BHTD, k_BHTD, v_1BHTD[0])
+        return self.output(out_BHTD.transpose(1, 2).reshape(B, T, d))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU, w2(silu(w1 x) · w3 x), `(B, T, d) -> (B, T, d)`; registered as executed: w1, w3, w2."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:
+        super().__init__()
+        self.ops = ops
+        self.w1 = nn.Linear(config.d_model, config.d_ff, bias=False, **factory)
+        self.w3 = nn.Linear(config.d_model, config.d_ff, bias=False, **factory)
+        self.w2 = nn.Linear(config.d_ff, config.d_model, bias=False, **factory)
+
+    def forward(self, x_BTd: Tensor) -> Tensor:
+        return self.w2(self.ops.swiglu(self.w1(x_BTd), self.w3(x_BTd)))
+
+
+class Block(nn.Module):
+    """One pre-norm layer, `(B, T, d) -> (B, T, d)`; cos and sin are the rotary tables, `(T, D/2)`."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps, ops, **factory)
+        self.attention = Attention(config, ops, **factory)
+        self.feed_forward_norm = RMSNorm(config.d_model, config.norm_eps, ops, **factory)
+        self.feed_forward = FeedForward(config, ops, **factory)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x_BTd = x_BTd + self.dropout(self.attention(self.attention_norm(x_BTd), cos, sin))
+        return x_BTd + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTd)))
+
+
+class TransformerLM(nn.Module):
+    """The language model of this lab.
+
+    Args:
+        config: its shape.
+        device: where the parameters are made (`None`: torch's default device). On `"meta"` nothing is
+            allocated; `.to_empty(device=…)` followed by `.reset_parameters(seed)` then gives what direct
+            construction gives.
+        dtype: of the parameters (`None`: torch's default).
+        seed: of the initial parameters.
+        checkpoint_blocks: recompute each block in backward instead of keeping its activations; may be changed
+            later through the attribute of this name.
+
+    Dropout draws from torch's global generator: seed that one per rank.
+
+    Raises:
+        ValueError: from `forward`, for tokens that are not `(B, T)` or longer than `context_length`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        checkpoint_blocks: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_blocks = checkpoint_blocks
+        # Everything is laid out on meta first: torch's own initialisation of 3.4 B parameters, thrown away a
+        # moment later, would take tens of seconds on a CPU core.
+        factory = {"device": "meta", "dtype": dtype}
+        ops = get_ops(config.attention)
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model, **factory)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, ops, **factory) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.d_model, config.norm_eps, ops, **factory)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False, **factory)
+        self._tie()
+        self.to_empty(device=torch.get_default_device() if device is None else device)
+        self.reset_parameters(seed)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Next-token logits: `(B, T)` integers → `(B, T, V)` in the parameters' dtype, or autocast's."""
+        if tokens_BT.ndim != 2 or tokens_BT.shape[1] > self.config.context_length:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens_BT.shape)}: expected (batch, sequence) with sequence at most "
+                f"context_length={self.config.context_length}; cut it, or raise context_length in the config"
+            )
+        config = self.config
+        cos, sin = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device)
+        x_BTd = self.dropout(self.embedding(tokens_BT))
+        for block in self.blocks:
+            if self.checkpoint_blocks and torch.is_grad_enabled():
+                x_BTd = checkpoint(block, x_BTd, cos, sin, use_reentrant=False)
+            else:
+                x_BTd = block(x_BTd, cos, sin)
+        return self.head(self.norm(x_BTd))
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int = 0) -> None:
+        """Draw every parameter anew from a generator of its own on the parameters' device.
+
+        Matrices are normal with std 0.02, the two projections that write to the residual stream with
+        0.02/√(2·num_layers) (Radford et al. 2019, GPT-2), norms are ones. The normal is not truncated: beyond
+        three standard deviations lie values of 0.06, which harm nothing, while cutting them costs several
+        more passes over billions of elements. Equal seeds give equal bits on one kind of device, whatever the
+        world size or rank; CPU and CUDA generators differ from each other. On meta nothing happens.
+        """
+        device = self.embedding.weight.device
+        if device.type == "meta":
+            return
+        generator = torch.Generator(device=device).manual_seed(seed)
+        residual_std = 0.02 / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                writes_residual = name.endswith(("attention.output.weight", "feed_forward.w2.weight"))
+                parameter.normal_(0.0, residual_std if writes_residual else 0.02, generator=generator)
+
+    def _tie(self) -> None:
+        if self.config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def _apply(self, fn, recurse: bool = True):
+        # Leaving meta (`to_empty`) makes a new Parameter per owner, which would silently untie the head.
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
