@@ -1,0 +1,91 @@
+"""The strategies, and the registry through which benchmarks and trainers find them by name.
+
+A new strategy is a file in this folder and an entry in `STRATEGIES`; everything that takes `--strategies`
+then knows it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from distlab.parallel.base import DataParallel
+from distlab.parallel.bucketed import BucketedDDP
+from distlab.parallel.flat import FlatDDP
+from distlab.parallel.local import Local
+from distlab.parallel.naive import NaiveDDP
+from distlab.parallel.overlap import OverlapDDP
+from distlab.parallel.torch_ddp import TorchDDP
+
+__all__ = [
+    "STRATEGIES",
+    "BucketedDDP",
+    "DataParallel",
+    "FlatDDP",
+    "Local",
+    "NaiveDDP",
+    "OverlapDDP",
+    "Strategy",
+    "TorchDDP",
+    "get_strategy",
+]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How to wrap a model.
+
+    Args:
+        name: as on the command line and in records.
+        build: `build(module, process_group=…)`, with `bucket_size_mb=…` too if it has buckets; returns a
+            wrapper with `forward`, `no_sync`, `finish_gradient_synchronization`, `sync_buffers`, `close`.
+        has_buckets: whether a bucket size means anything to it.
+        synchronizes: False for `local`, whose ranks drift apart.
+        is_peer: True for the implementations of torch that ours are measured against.
+    """
+
+    name: str
+    build: Callable[..., nn.Module]
+    has_buckets: bool = False
+    synchronizes: bool = True
+    is_peer: bool = False
+
+    def wrap(
+        self, module: nn.Module, process_group: ProcessGroup, bucket_size_mb: float | None = 25.0
+    ) -> nn.Module:
+        """Wrap `module`; the bucket size (MiB) is ignored by strategies without buckets."""
+        options = {"bucket_size_mb": bucket_size_mb} if self.has_buckets else {}
+        return self.build(module, process_group=process_group, **options)
+
+
+def _local(module: nn.Module, *, process_group: ProcessGroup) -> Local:
+    return Local(module)
+
+
+_TUNED = partial(TorchDDP, gradient_as_bucket_view=True, static_graph=True)
+
+STRATEGIES: dict[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("local", _local, synchronizes=False),
+        Strategy("naive", NaiveDDP),
+        Strategy("flat", FlatDDP),
+        Strategy("overlap", OverlapDDP),
+        Strategy("bucketed", BucketedDDP, has_buckets=True),
+        Strategy("torch-ddp", TorchDDP, has_buckets=True, is_peer=True),
+        Strategy("torch-ddp-tuned", _TUNED, has_buckets=True, is_peer=True),
+    )
+}
+
+
+def get_strategy(name: str) -> Strategy:
+    """Look a strategy up by name.
+
+    Raises:
+        ValueError: there is none of that name; the message lists those that exist.
+    """
+    if name not in STRATEGIES:
+        raise ValueError(f"strategy {name!r} is unknown; allowed: {', '.join(STRATEGIES)}")
+    return STRATEGIES[name]

@@ -1,0 +1,124 @@
+"""The single seam to torch.distributed: thin collectives that every strategy uses.
+
+Each returns a `Work` at once; `work.wait()` makes what follows see the result: on gloo it blocks the host, on
+NCCL it makes the current CUDA stream wait and the host goes on. Until then neither the tensor may be changed.
+
+Averaging. NCCL averages in the reduction (`ReduceOp.AVG`, which multiplies before it adds). gloo knows only
+sums, and a sum of fp16 gradients can overflow where their mean does not, so there the sender divides first.
+A sender that copies its gradient anyway can do this division in the copy: it multiplies with `mean_scale()`
+and passes `prescaled=True`.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+# torch 2.13 renamed these and warns about the old names; torch 2.11 has only the old ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
+    """The group itself, or the default group for None.
+
+    Raises:
+        RuntimeError: there is no default group yet.
+        ValueError: this process is not a member of the group.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "no process group: call torch.distributed.init_process_group(...) first, or use "
+                "`with distlab.comm.rank_context() as context:`"
+            )
+        return dist.group.WORLD
+    if not isinstance(group, ProcessGroup):  # torch hands non-members a sentinel instead of a group
+        raise ValueError(f"process_group={group!r}: this rank is not a member of the group")
+    return group
+
+
+def averages_in_reduction(device: torch.device, group: ProcessGroup) -> bool:
+    """Whether the backend that serves `device` knows `ReduceOp.AVG` for floating-point tensors."""
+    return group._get_backend(device).name() == "nccl"
+
+
+def mean_scale(device: torch.device, group: ProcessGroup) -> float:
+    """The factor a sender multiplies with before `all_reduce_mean(..., prescaled=True)`: 1 or 1/world size."""
+    return 1.0 if averages_in_reduction(device, group) else 1.0 / group.size()
+
+
+def all_reduce_mean(tensor: Tensor, group: ProcessGroup, *, prescaled: bool = False) -> Work:
+    """Replace `tensor` (contiguous, floating point, same shape on all ranks) by its mean over the ranks."""
+    return dist.all_reduce(tensor, _prepare(tensor, group, prescaled), group=group, async_op=True)
+
+
+def reduce_scatter_mean(
+    output: Tensor, input: Tensor, group: ProcessGroup, *, prescaled: bool = False
+) -> Work:
+    """Give rank r the r-th of N equal slices of the mean of `input`: `(N·n,)` → `output` `(n,)`."""
+    op = _prepare(input, group, prescaled)
+    return _reduce_scatter_single(output, input, op, group=group, async_op=True)
+
+
+def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
+    """Concatenate every rank's `input` `(n,)` in rank order into `output` `(N·n,)`."""
+    return _all_gather_single(output, input, group=group, async_op=True)
+
+
+def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Work:
+    """Overwrite `tensor` (contiguous) by that of rank `source`, counted within the group."""
+    return dist.broadcast(tensor, group=group, group_src=source, async_op=True)
+
+
+@torch.no_grad()
+def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup, *, source: int = 0) -> None:
+    """Overwrite all tensors, of any strides, by those of rank `source`, and wait.
+
+    Collectives do not bump a tensor's version counter: called between forward and backward, this would change
+    saved activations without autograd noticing.
+    """
+    in_flight = []
+    for tensor in tensors:
+        sent = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
+        in_flight.append((tensor, sent, broadcast(sent, group, source=source)))
+    for tensor, sent, work in in_flight:
+        work.wait()
+        if not tensor.is_contiguous():
+            tensor.copy_(sent)
+
+
+def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
+    """Every rank's picklable `value`, in rank order. Blocks."""
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def all_ranks_agree(condition: bool, device: torch.device, group: ProcessGroup) -> bool:
+    """True on every rank if `condition` is true on every rank, else False on every rank. Blocks.
+
+    An explicit flag is reduced because a NaN need not survive `ReduceOp.MAX` or `MIN` of the values themselves.
+    """
+    flag = torch.tensor([int(condition)], dtype=torch.int32, device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
+    return bool(flag.item())
+
+
+def sum_over_ranks(value: float, device: torch.device, group: ProcessGroup) -> float:
+    """The sum of a number over the ranks, in float64. Blocks."""
+    total = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(total, dist.ReduceOp.SUM, group=group)
+    return float(total.item())
+
+
+def _prepare(tensor: Tensor, group: ProcessGroup, prescaled: bool) -> dist.ReduceOp.RedOpType:
+    """Divide where the backend cannot average, and say which reduction then yields the mean."""
+    if averages_in_reduction(tensor.device, group):
+        return dist.ReduceOp.AVG
+    if not prescaled:
+        tensor.mul_(1.0 / group.size())
+    return dist.ReduceOp.SUM

@@ -1,0 +1,224 @@
+"""Gradients packed into buckets: the pure plan, and the buffers that execute it.
+
+A plan says which parameter lies where; it knows shapes and types, not tensors, and is tested in one process.
+`GradientBucket` holds the memory of one planned bucket:
+
+    | grad of parameter 7 | grad of parameter 6 | … | used flags, one element per parameter | padding |
+
+The flags ride along so that a parameter which some rank did not use needs no message of its own: after the
+mean, a flag above zero says "somebody used it".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter's gradient lies in its bucket.
+
+    Args:
+        index: the parameter's position in the list that was planned.
+        offset: first element within the bucket.
+        numel: number of elements.
+    """
+
+    index: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The layout of one bucket: slots, then one flag per slot, then padding to a multiple of the world size.
+
+    Args:
+        dtype: type of every element.
+        slots: in the order in which the gradients are expected.
+        world_size: the length is padded to a multiple of it, so that the bucket can be cut into equal shards.
+    """
+
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    world_size: int = 1
+
+    @property
+    def payload(self) -> int:
+        """Elements taken by gradients."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole bucket, flags and padding included."""
+        used = self.payload + len(self.slots)
+        return -(-used // self.world_size) * self.world_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes handed to the collective."""
+        return self.numel * self.dtype.itemsize
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """First and one-past-last element of the shard that `rank` owns."""
+        shard = self.numel // self.world_size
+        return rank * shard, (rank + 1) * shard
+
+
+def check_bucket_size(bucket_size_mb: float | None) -> None:
+    """Refuse a bucket size that is no positive number of MiB (None means unbounded).
+
+    Raises:
+        ValueError: it is not positive or not a number.
+    """
+    if bucket_size_mb is not None and not bucket_size_mb > 0:
+        raise ValueError(
+            f"bucket_size_mb={bucket_size_mb}: give a positive number of MiB, or None for one unbounded bucket"
+        )
+
+
+def plan_buckets(
+    numels: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    bucket_size_mb: float | None,
+    *,
+    order: Sequence[int] | None = None,
+    world_size: int = 1,
+) -> tuple[BucketPlan, ...]:
+    """Cut the parameters into buckets of one dtype each, of at most `bucket_size_mb` MiB of gradients.
+
+    Walks the parameters in `order` and closes a bucket before it would exceed the limit; a parameter larger
+    than the limit has a bucket of its own. Buckets are returned in the order in which their last parameter
+    comes, which is the order in which they can leave.
+
+    Args:
+        numels, dtypes: of each parameter, in registration order.
+        bucket_size_mb: limit in MiB, as torch's `bucket_cap_mb`; None for one unbounded bucket per dtype.
+        order: parameter indices in the order in which gradients are expected; default: reversed registration,
+            because backward visits a model's layers roughly from last to first.
+        world_size: every bucket's length is padded to a multiple of it.
+
+    Raises:
+        ValueError: a non-positive bucket size.
+    """
+    check_bucket_size(bucket_size_mb)
+    limit = float("inf") if bucket_size_mb is None else bucket_size_mb * MIB
+    order = range(len(numels) - 1, -1, -1) if order is None else order
+
+    open_slots: dict[torch.dtype, list[Slot]] = {}
+    closed: list[tuple[int, BucketPlan]] = []  # (position of the last parameter, bucket)
+    last_position: dict[torch.dtype, int] = {}
+
+    def close(dtype: torch.dtype) -> None:
+        closed.append((last_position[dtype], BucketPlan(dtype, tuple(open_slots.pop(dtype)), world_size)))
+
+    for position, index in enumerate(order):
+        dtype, numel = dtypes[index], numels[index]
+        slots = open_slots.get(dtype, [])
+        filled = slots[-1].offset + slots[-1].numel if slots else 0
+        if slots and (filled + numel) * dtype.itemsize > limit:
+            close(dtype)
+            filled = 0
+        open_slots.setdefault(dtype, []).append(Slot(index, filled, numel))
+        last_position[dtype] = position
+    for dtype in list(open_slots):
+        close(dtype)
+    return tuple(bucket for _, bucket in sorted(closed, key=lambda item: item[0]))
+
+
+def write_used_flags(flags: Tensor, parameters: Sequence[nn.Parameter], scale: float) -> None:
+    """Mark in `flags` `(P,)` which of the P parameters have a gradient here: `scale` if so, else 0."""
+    flags.fill_(scale)
+    for i, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            flags[i] = 0
+
+
+def adopt_foreign_gradients(
+    flags: Tensor, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
+) -> None:
+    """After the mean: give parameters unused here the mean of the others' gradients, if any rank used them.
+
+    Only a rank with an unused parameter reads a flag on the host; the usual step does not block.
+    """
+    for i, parameter in enumerate(parameters):
+        if parameter.grad is None and flags[i].item() > 0:
+            parameter.grad = gradients[i]
+
+
+class GradientBucket:
+    """The memory of one bucket: packs gradients, and turns each `.grad` into a view of the packed buffer.
+
+    Args:
+        plan: the layout.
+        parameters: all planned parameters, of which the plan's slots pick theirs.
+        scale: factor applied in the copy (`collectives.mean_scale`), so that averaging costs no pass of its own.
+    """
+
+    def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], scale: float):
+        self.plan = plan
+        self.parameters = [parameters[slot.index] for slot in plan.slots]
+        self.scale = scale
+        self.buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=self.parameters[0].device)
+        self.views = [
+            _view_like(self.buffer[slot.offset : slot.offset + slot.numel], parameter)
+            for slot, parameter in zip(plan.slots, self.parameters, strict=True)
+        ]
+        self.flags = self.buffer[plan.payload : plan.payload + len(plan.slots)]
+        self._packed = [False] * len(plan.slots)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every gradient has arrived."""
+        return all(self._packed)
+
+    @torch.no_grad()
+    def pack(self, position: int) -> None:
+        """Scale the gradient of the slot at `position`, copy it into the buffer, make `.grad` the view."""
+        parameter, view = self.parameters[position], self.views[position]
+        self._packed[position] = True
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is view:  # accumulated in place: after zero_grad(set_to_none=False), say
+            view.mul_(self.scale)
+        elif self.scale == 1.0:
+            parameter.grad = view.copy_(parameter.grad)
+        else:
+            parameter.grad = torch.mul(parameter.grad, self.scale, out=view)
+
+    @torch.no_grad()
+    def seal(self) -> Tensor:
+        """Pack what has not arrived, write the flags, and return the buffer, ready to be sent."""
+        for position, packed in enumerate(self._packed):
+            if not packed:
+                self.pack(position)
+        write_used_flags(self.flags, self.parameters, self.scale)
+        return self.buffer
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """After the mean has arrived: adopt gradients of parameters that only other ranks used; start anew."""
+        adopt_foreign_gradients(self.flags, self.parameters, self.views)
+        self._packed = [False] * len(self._packed)
+
+
+def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:
+    """View `flat` with the parameter's shape, and its strides where these cover the memory without holes.
+
+    autograd accumulates in place only into a gradient that is laid out like its parameter.
+    """
+    if parameter.is_contiguous():
+        return flat.view(parameter.shape)
+    strides_inner_first = sorted(
+        (stride, size) for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1
+    )
+    expected = 1
+    for stride, size in strides_inner_first:
+        if stride != expected:
+            return flat.view(parameter.shape)
+        expected *= size
+    return flat.as_strided(parameter.shape, parameter.stride())

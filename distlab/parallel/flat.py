@@ -1,0 +1,42 @@
+"""Flat data parallelism: after backward, all gradients in one buffer, one all-reduce.
+
+    compute        │ forward │ backward │ pack │                        │ optimizer │
+    communication  │         │          │      │ p0 p1 p2 … flags       │           │
+
+One large message runs at the link's full bandwidth, yet all of it is still exposed: it starts after backward.
+"""
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from distlab.comm import collectives
+from distlab.parallel.base import DataParallel
+from distlab.parallel.buckets import GradientBucket, plan_buckets
+
+
+class FlatDDP(DataParallel):
+    """Averages all gradients in one message per dtype in `finish_gradient_synchronization()`.
+
+    Args:
+        module: the model to wrap; see `DataParallel` for checks and errors.
+        process_group: default: the default group.
+    """
+
+    def __init__(self, module: nn.Module, *, process_group: ProcessGroup | None = None):
+        super().__init__(module, process_group=process_group)
+        plan = plan_buckets(
+            [parameter.numel() for parameter in self.trainable],
+            [parameter.dtype for parameter in self.trainable],
+            bucket_size_mb=None,
+        )
+        scale = collectives.mean_scale(self.device, self.process_group)
+        self._buckets = [GradientBucket(bucket, self.trainable, scale) for bucket in plan]
+
+    def _synchronize(self) -> None:
+        works = [
+            collectives.all_reduce_mean(bucket.seal(), self.process_group, prescaled=True)
+            for bucket in self._buckets
+        ]
+        for bucket, work in zip(self._buckets, works, strict=True):
+            work.wait()
+            bucket.unpack()

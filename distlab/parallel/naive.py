@@ -1,0 +1,42 @@
+"""Naive data parallelism: after backward, one blocking all-reduce per parameter.
+
+    compute        │ forward │ backward │                          │ optimizer │
+    communication  │         │          │ p0 │ p1 │ p2 │ … │ flags │           │
+
+Nothing overlaps, and each small message pays the full latency: the baseline that the others improve on.
+"""
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from distlab.comm import collectives
+from distlab.parallel.base import DataParallel
+from distlab.parallel.buckets import adopt_foreign_gradients, write_used_flags
+
+
+class NaiveDDP(DataParallel):
+    """Averages gradients one parameter at a time in `finish_gradient_synchronization()`.
+
+    Args:
+        module: the model to wrap; see `DataParallel` for checks and errors.
+        process_group: default: the default group.
+    """
+
+    def __init__(self, module: nn.Module, *, process_group: ProcessGroup | None = None):
+        super().__init__(module, process_group=process_group)
+        self._flags = torch.empty(len(self.trainable), device=self.device)
+
+    @torch.no_grad()
+    def _synchronize(self) -> None:
+        write_used_flags(self._flags, self.trainable, 1.0)
+        gradients = []
+        for parameter in self.trainable:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            sent = gradient.contiguous()
+            collectives.all_reduce_mean(sent, self.process_group).wait()
+            if sent is not gradient:
+                gradient.copy_(sent)
+            gradients.append(gradient)
+        collectives.all_reduce_mean(self._flags, self.process_group).wait()
+        adopt_foreign_gradients(self._flags, self.trainable, gradients)

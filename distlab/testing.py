@@ -1,0 +1,193 @@
+"""Run any function on N ranks inside pytest.
+
+    from distlab.testing import run_ranks
+    import torch, torch.distributed as dist
+
+    def sum_of_ranks(context):
+        value = torch.tensor([float(context.rank)])
+        dist.all_reduce(value, group=context.group)
+        return value.item()
+
+    def test_sum():
+        assert run_ranks(sum_of_ranks, 3) == [3.0, 3.0, 3.0]
+
+The function must be importable (defined at the top of a module), takes the rank's `RankContext` first, and its
+return value must be picklable. Rank processes are started once and reused by later calls, each with a fresh
+process group. A rank's exception is raised in the test with the rank's own traceback; a call that outlasts its
+deadline ends with the stacks of the ranks that hang. Processes of a failed call are killed, and the next call
+starts new ones.
+"""
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm import rank_context
+
+GRACE_S = 2.0  # after the first failure, time for the other ranks to report theirs
+
+
+class RanksFailed(RuntimeError):
+    """One or more ranks raised, died or hung. `failures` maps a rank to its traceback or fate."""
+
+    def __init__(self, failures: dict[int, str]):
+        super().__init__("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())))
+        self.failures = failures
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    deadline_s: float = 60.0,
+    group_timeout_s: float = 20.0,
+) -> list[Any]:
+    """Call `fn(context, *args)` on `world_size` ranks of one host and return their results in rank order.
+
+    Args:
+        fn: an importable function.
+        world_size: number of processes, one thread each.
+        args: picklable; every rank gets a copy.
+        backend: `gloo` (CPU) or `nccl` (rank r computes on `cuda:r`).
+        deadline_s: seconds after which the whole call fails and its processes are killed.
+        group_timeout_s: timeout of the process group, see `rank_context`.
+
+    Raises:
+        ValueError: `world_size` below one.
+        TypeError: `fn` or an argument cannot be pickled.
+        RanksFailed: a rank raised, died or outlasted the deadline.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: at least one rank")
+    try:
+        job = pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError) as error:
+        raise TypeError(f"run_ranks needs an importable function and picklable arguments: {error}") from error
+    ranks = _started_ranks(world_size)
+    with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
+        settings = (os.path.join(folder, "store"), world_size, backend, group_timeout_s)
+        for rank, process in enumerate(ranks):
+            process.send(pickle.dumps((rank, settings, job)))
+        results, failures = _collect(ranks, time.monotonic() + deadline_s, deadline_s)
+    if failures:
+        shut_down()
+        raise RanksFailed(failures)
+    return [results[rank] for rank in range(world_size)]
+
+
+class _Rank:
+    """A reusable rank process and the pipe to it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        self.pipe, theirs = context.Pipe()
+        self.stacks = tempfile.NamedTemporaryFile(prefix="distlab-stacks-", mode="r")  # noqa: SIM115
+        arguments = (theirs, list(sys.path), self.stacks.name)
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def send(self, message: bytes) -> None:
+        self.pipe.send_bytes(message)
+
+    def dump_stack(self) -> str:
+        """What the process is doing now, as Python stacks of its threads."""
+        if self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.2)
+        return self.stacks.read()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+        self.stacks.close()
+
+
+_ranks: list[_Rank] = []  # this process's rank processes, kept between calls
+
+
+def _started_ranks(world_size: int) -> list[_Rank]:
+    if any(not rank.process.is_alive() for rank in _ranks):
+        shut_down()
+    while len(_ranks) < world_size:
+        _ranks.append(_Rank())
+    return _ranks[:world_size]
+
+
+def shut_down() -> None:
+    """Kill the rank processes; the next `run_ranks` starts new ones."""
+    while _ranks:
+        _ranks.pop().kill()
+
+
+atexit.register(shut_down)
+
+
+def _collect(
+    ranks: list[_Rank], deadline: float, allowed_s: float
+) -> tuple[dict[int, Any], dict[int, str]]:
+    """Wait for every rank's answer; after a failure only for a moment more."""
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    waiting: dict[Connection, int] = {rank.pipe: number for number, rank in enumerate(ranks)}
+    while waiting and (remaining := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(waiting), timeout=remaining):
+            number = waiting.pop(pipe)
+            try:
+                succeeded, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                ranks[number].process.join()
+                succeeded, value = False, f"the process died, exit code {ranks[number].process.exitcode}"
+            if succeeded:
+                results[number] = value
+            else:
+                failures[number] = value
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    for number in waiting.values():
+        reason = "stopped after another rank's failure" if failures else f"no answer within {allowed_s:g} s"
+        failures[number] = f"{reason}; its stack was:\n{ranks[number].dump_stack()}"
+    return results, failures
+
+
+def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
+    """The life of a rank process: one job after another, until the pipe closes."""
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    with open(stacks, "w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+        while True:
+            try:
+                message = pipe.recv_bytes()
+            except EOFError:
+                return
+            try:
+                answer = pickle.dumps((True, _run_job(message)))
+            except BaseException:
+                answer = pickle.dumps((False, traceback.format_exc()))
+            pipe.send_bytes(answer)
+
+
+def _run_job(message: bytes) -> Any:
+    rank, (path, world_size, backend, timeout_s), job = pickle.loads(message)
+    fn, args = pickle.loads(job)
+    store = dist.FileStore(path, world_size)
+    with rank_context(
+        backend=backend, timeout_s=timeout_s, store=store, rank=rank, world_size=world_size
+    ) as context:
+        return fn(context, *args)

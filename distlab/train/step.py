@@ -1,0 +1,118 @@
+"""One training step, the same for every strategy: zero, forward and backward, finish, optimizer.
+
+    zero_grad ─ [micro-batch]×k ─ finish_gradient_synchronization ─ (clip, check) ─ optimizer.step
+                 the first k−1 under no_sync(): one synchronisation per optimizer step
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distlab.comm import RankContext, collectives
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+class TrainStep:
+    """Callable that trains on a list of micro-batches and returns the mean loss of this rank, detached.
+
+    Args:
+        model: a wrapper of `distlab.parallel` (anything with `no_sync` and `finish_gradient_synchronization`).
+        optimizer: over the wrapped model's parameters.
+        loss_fn: `loss_fn(model, batch)` → scalar loss, a mean over the batch.
+        autocast_dtype: run forward under `torch.autocast` with this type; None: in the parameters' own type.
+        max_grad_norm: clip the averaged gradients to this L2 norm.
+        skip_nonfinite: with a context, leave parameters and optimizer untouched in a step in which any rank
+            has a NaN or infinite gradient; all ranks decide alike. Reads a flag on the host.
+        context: this rank's context; needed for `skip_nonfinite` only.
+        mark: called with "forward_backward" and "optimizer" as each phase ends (see `measure.timing`).
+
+    Raises:
+        ValueError: `skip_nonfinite` without a context.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: LossFunction,
+        *,
+        autocast_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        context: RankContext | None = None,
+        mark: Callable[[str], None] | None = None,
+    ):
+        if skip_nonfinite and context is None:
+            raise ValueError("skip_nonfinite=True needs context=..., because all ranks must decide alike")
+        self.model = model
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.autocast_dtype = autocast_dtype
+        self.max_grad_norm = max_grad_norm
+        self.skip_nonfinite = skip_nonfinite
+        self.context = context
+        self.mark = mark or (lambda phase: None)
+        self.last_step_skipped = False
+
+    def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros(())
+        for number, batch in enumerate(micro_batches):
+            is_last = number == len(micro_batches) - 1
+            with nullcontext() if is_last else self.model.no_sync():
+                loss = self._forward(batch) / len(micro_batches)
+                loss.backward()
+            total = total.to(loss.device) + loss.detach()
+        self.model.finish_gradient_synchronization()
+        self.mark("forward_backward")
+        self._update()
+        self.mark("optimizer")
+        return total
+
+    def _forward(self, batch: Any) -> Tensor:
+        if self.autocast_dtype is None:
+            return self.loss_fn(self.model, batch)
+        device_type = next(self.model.parameters()).device.type
+        with torch.autocast(device_type, dtype=self.autocast_dtype):
+            return self.loss_fn(self.model, batch)
+
+    def _update(self) -> None:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.skip_nonfinite:
+            finite = gradients_are_finite(parameters)
+            device, group = parameters[0].device, self.context.group
+            self.last_step_skipped = not collectives.all_ranks_agree(finite, device, group)
+            if self.last_step_skipped:
+                return
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        self.optimizer.step()
+
+
+def gradients_are_finite(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether no gradient holds a NaN or an infinity (a NaN makes the sum of norms a NaN). Blocks on CUDA."""
+    norms = [torch.linalg.vector_norm(p.grad.detach().float()) for p in parameters if p.grad is not None]
+    return not norms or bool(torch.stack(norms).sum().isfinite().item())
+
+
+def token_mean_loss(loss_sum: Tensor, num_tokens: int, context: RankContext) -> Tensor:
+    """This rank's loss such that the *mean over ranks* is the mean over all tokens of all ranks.
+
+    For ragged batches: averaging per-rank means would weigh the tokens of a short batch more than others.
+
+    Args:
+        loss_sum: sum (not mean) of the token losses on this rank, scalar.
+        num_tokens: how many tokens it sums; may be 0 on some ranks.
+        context: this rank's context. One small blocking collective counts the tokens of all ranks.
+
+    Raises:
+        ValueError: no rank has a token (on every rank).
+    """
+    total = collectives.sum_over_ranks(num_tokens, loss_sum.device, context.group)
+    if total == 0:
+        raise ValueError("no rank has a token in this batch; nothing to average")
+    return loss_sum * (context.world_size / total)

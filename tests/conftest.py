@@ -1,0 +1,24 @@
+"""Shared set-up: one thread per process, hardware markers that skip with a reason, hypothesis without a clock."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+# A loaded two-core machine makes single examples slow; that is no failure of the property.
+settings.register_profile("distlab", deadline=None, derandomize=True)
+settings.load_profile("distlab")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus = torch.cuda.device_count()
+    for item in items:
+        if "multigpu" in item.keywords and gpus < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs 2 GPUs, this machine has {gpus}"))
+        elif "gpu" in item.keywords and gpus < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, this machine has none"))
