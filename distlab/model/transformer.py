@@ -1,7 +1,6 @@
 """A decoder-only Transformer language model, written for what happens around it.
 
-    tokens_BT → embedding → num_layers × [ x + attention(norm(x)) ; x + swiglu(norm(x)) ] → norm → head →
-    logits_BTV
+    tokens_BT → embedding → N × [ x + attention(norm(x)); x + swiglu(norm(x)) ] → norm → head → logits_BTV
 
 What a strategy may rely on, and tests hold:
 

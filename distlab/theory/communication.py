@@ -1,0 +1,193 @@
+"""What one training step sends, in closed form: collectives, their bytes, and the time a ring needs for them.
+
+Benchmarks assert these numbers against the recorded collectives, so each function states one strategy's rule
+anew, apart from the code that executes it: an agreement of the two means something.
+
+Bytes are payload, the size of the tensor handed to the collective on one rank. What then crosses the wires
+depends on the algorithm (`ring_all_reduce_seconds`).
+
+All functions take the trainable parameters of one model in registration order, a tied parameter once:
+`numels` are their elements and `itemsizes` the bytes per element of their gradients. Gradients share a buffer
+only with gradients of the same dtype; where two dtypes have one size (fp16 and bf16), tell them apart through
+`dtypes`, any hashable labels.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+MIB = 2**20
+FLAG_BYTES = 4  # a flag outside the buckets is one fp32 number
+
+
+@dataclass(frozen=True)
+class CommunicationVolume:
+    """What one rank hands to collectives in one step.
+
+    Args:
+        collectives: calls.
+        bytes: payload bytes of all calls together.
+    """
+
+    collectives: int
+    bytes: int
+
+
+def naive(
+    numels: Sequence[int], itemsizes: Sequence[int], *, dtypes: Sequence[Hashable] | None = None
+) -> CommunicationVolume:
+    """One all-reduce per parameter, and a last one of an fp32 "used" flag per parameter.
+
+    For P parameters: P + 1 calls, Σ numel·itemsize + 4·P bytes (for P = 0 nothing).
+
+    Raises:
+        ValueError: lists of different lengths, or a negative size.
+    """
+    dtypes = _check(numels, itemsizes, dtypes)
+    count = len(numels)
+    if not count:
+        return CommunicationVolume(0, 0)
+    gradients = sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
+    return CommunicationVolume(count + 1, gradients + FLAG_BYTES * count)
+
+
+def overlap(
+    numels: Sequence[int], itemsizes: Sequence[int], *, dtypes: Sequence[Hashable] | None = None
+) -> CommunicationVolume:
+    """The same messages as `naive`; only their time differs, they leave during backward."""
+    return naive(numels, itemsizes, dtypes=dtypes)
+
+
+def flat(
+    numels: Sequence[int], itemsizes: Sequence[int], *, dtypes: Sequence[Hashable] | None = None
+) -> CommunicationVolume:
+    """One all-reduce per dtype, of all its gradients and one flag element per parameter behind them.
+
+    Per dtype with P parameters: 1 call of (Σ numel + P)·itemsize bytes.
+
+    Raises:
+        ValueError: as `naive`.
+    """
+    return bucketed(numels, itemsizes, None, dtypes=dtypes)
+
+
+def bucketed(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    bucket_size_mb: float | None = 25.0,
+    *,
+    dtypes: Sequence[Hashable] | None = None,
+) -> CommunicationVolume:
+    """One all-reduce per bucket; buckets are filled in reverse registration order, each dtype its own.
+
+    A bucket closes before a gradient would push it past `bucket_size_mb`; a larger gradient has a bucket to
+    itself. Each bucket carries one flag element per parameter behind the gradients, which do not count
+    towards the limit. So the bytes, Σ (numel + 1)·itemsize, do not depend on the bucket size; the number of
+    calls does.
+
+    Args:
+        bucket_size_mb: limit in MiB; None for one unbounded bucket per dtype.
+
+    Raises:
+        ValueError: as `naive`, or a bucket size that is not positive.
+    """
+    dtypes = _check(numels, itemsizes, dtypes)
+    limit = float("inf") if bucket_size_mb is None else _positive_mib("bucket_size_mb", bucket_size_mb)
+    calls, filled = 0, {}
+    for numel, size, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
+        gradient = numel * size
+        if dtype not in filled or filled[dtype] + gradient > limit:
+            calls, filled[dtype] = calls + 1, 0
+        filled[dtype] += gradient
+    return CommunicationVolume(
+        calls, sum((numel + 1) * size for numel, size in zip(numels, itemsizes, strict=True))
+    )
+
+
+def torch_ddp(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    *,
+    first_bucket_mb: float = 1.0,
+    bucket_cap_mb: float = 25.0,
+    dtypes: Sequence[Hashable] | None = None,
+) -> CommunicationVolume:
+    """What torch's DistributedDataParallel sends from its second step on, all parameters used, no buffers.
+
+    torch rebuilds its buckets after the first step in the order in which gradients became ready, here reverse
+    registration order. A bucket closes *with* the gradient that brings it to its limit (so it may exceed it),
+    and per dtype the first bucket's limit differs from the others'. In the first step, with defaults, there
+    is one bucket per dtype. Source: `torch/nn/parallel/distributed.py` (`_BucketCapacityConfig`) and
+    `compute_bucket_assignment_by_size` in `torch/csrc/distributed/c10d/reducer.cpp`, 2.13.
+
+    Args:
+        first_bucket_mb: limit of the first bucket, MiB. torch has 1 only where `bucket_cap_mb` was left to
+            its default; where it was given, even as 25, the first limit is `bucket_cap_mb` too.
+        bucket_cap_mb: limit of the other buckets, MiB.
+
+    Raises:
+        ValueError: as `naive`, or a limit that is not positive.
+    """
+    dtypes = _check(numels, itemsizes, dtypes)
+    # torch truncates limits to whole bytes.
+    first = int(_positive_mib("first_bucket_mb", first_bucket_mb))
+    later = int(_positive_mib("bucket_cap_mb", bucket_cap_mb))
+    closed, filled = dict.fromkeys(dtypes, 0), {}
+    for numel, size, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
+        filled[dtype] = filled.get(dtype, 0) + numel * size
+        if filled[dtype] >= (later if closed[dtype] else first):
+            closed[dtype] += 1
+            del filled[dtype]
+    total = sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
+    return CommunicationVolume(sum(closed.values()) + len(filled), total)
+
+
+def ring_all_reduce_seconds(num_bytes: float, ranks: int, bandwidth: float, latency: float = 0.0) -> float:
+    """Time of a ring all-reduce: 2·(N−1)·latency + 2·(N−1)/N · S/W.
+
+    The S bytes are cut into N pieces. In N−1 rounds of reduce-scatter every rank passes one piece to its
+    neighbour, who adds its own; in N−1 rounds of all-gather the finished pieces go round. So each rank sends
+    2·(N−1) pieces of S/N bytes, all links busy at once, each round paying one latency. The volume per link
+    tends to 2·S/W however many ranks there are: the ring is bandwidth-optimal (Patarasuk & Yuan 2009), its
+    latency is not.
+
+    Args:
+        num_bytes: S, payload on each rank.
+        ranks: N.
+        bandwidth: W, bytes per second that one rank can send in one direction.
+        latency: seconds per round.
+
+    Returns:
+        Seconds; 0 for a single rank.
+
+    Raises:
+        ValueError: fewer than one rank, a bandwidth that is not positive, negative bytes or latency.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: must be at least 1")
+    if not bandwidth > 0:
+        raise ValueError(f"bandwidth={bandwidth}: must be positive, in bytes per second")
+    if num_bytes < 0 or latency < 0:
+        raise ValueError(f"num_bytes={num_bytes}, latency={latency}: must not be negative")
+    rounds = 2 * (ranks - 1)
+    return rounds * latency + rounds / ranks * num_bytes / bandwidth
+
+
+def _check(
+    numels: Sequence[int], itemsizes: Sequence[int], dtypes: Sequence[Hashable] | None
+) -> Sequence[Hashable]:
+    """The dtype labels; sizes tell dtypes apart where no labels were given."""
+    dtypes = itemsizes if dtypes is None else dtypes
+    if not len(numels) == len(itemsizes) == len(dtypes):
+        raise ValueError(
+            f"{len(numels)} numels, {len(itemsizes)} itemsizes, {len(dtypes)} dtypes: "
+            "give one of each per parameter"
+        )
+    if any(numel < 0 for numel in numels) or any(size < 1 for size in itemsizes):
+        raise ValueError("numels must not be negative and itemsizes must be at least 1 byte")
+    return dtypes
+
+
+def _positive_mib(name: str, mib: float) -> float:
+    if not mib > 0:
+        raise ValueError(f"{name}={mib}: give a positive number of MiB")
+    return mib * MIB

@@ -1,0 +1,128 @@
+"""The closed forms against worked examples, against torch's own rule and against the executed plan."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distlab.parallel.buckets import plan_buckets
+from distlab.theory.communication import (
+    CommunicationVolume,
+    bucketed,
+    flat,
+    naive,
+    overlap,
+    ring_all_reduce_seconds,
+    torch_ddp,
+)
+
+MIB = 2**20
+# Parameters as (numel, dtype); sizes around the limits below, ties included.
+PARAMETERS = st.lists(
+    st.tuples(
+        st.integers(0, 300) | st.sampled_from([32, 64, 128, 256]),
+        st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    ),
+    max_size=25,
+)
+LIMITS = st.sampled_from([1, 64, 100, 128, 256, 1000]) | st.integers(1, 2000)  # bytes
+
+
+def _split(parameters):
+    numels = [numel for numel, _ in parameters]
+    dtypes = [dtype for _, dtype in parameters]
+    return numels, [dtype.itemsize for dtype in dtypes], dtypes
+
+
+def test_worked_example():
+    # 4 fp32 parameters of 1 MiB, 1 MiB, 12 bytes and 2 MiB, limit 2 MiB; reversed: 2 MiB | 12 + 1 MiB | 1
+    # MiB.
+    numels, sizes = [MIB // 4, MIB // 4, 3, MIB // 2], [4] * 4
+    gradients = 4 * MIB + 12
+    assert naive(numels, sizes) == CommunicationVolume(5, gradients + 16)
+    assert overlap(numels, sizes) == naive(numels, sizes)
+    assert flat(numels, sizes) == CommunicationVolume(1, gradients + 16)
+    assert bucketed(numels, sizes, 2.0) == CommunicationVolume(3, gradients + 16)
+    # torch: the first bucket closes at 1 MiB, that is with the 2 MiB; the rest stays below 25 MiB.
+    assert torch_ddp(numels, sizes) == CommunicationVolume(2, gradients)
+
+
+def test_nothing_to_send():
+    for rule in (naive, overlap, flat, bucketed, torch_ddp):
+        assert rule([], []) == CommunicationVolume(0, 0)
+
+
+def test_dtypes_of_one_size_do_not_share_a_buffer():
+    assert flat([3, 5], [2, 2], dtypes=["fp16", "bf16"]).collectives == 2
+    assert flat([3, 5], [2, 2]).collectives == 1
+
+
+@given(PARAMETERS, LIMITS, LIMITS)
+@settings(max_examples=200, deadline=None)
+def test_torch_ddp_is_torchs_rule(parameters, first, later):
+    numels, sizes, dtypes = _split(parameters)
+    volume = torch_ddp(numels, sizes, first_bucket_mb=first / MIB, bucket_cap_mb=later / MIB, dtypes=dtypes)
+    if not parameters:
+        return
+    # As the reducer rebuilds: tensors in the order in which they became ready, limits first and later.
+    ready = [torch.empty(numel, dtype=dtype) for numel, dtype in reversed(parameters)]
+    order = list(range(len(parameters)))[::-1]
+    buckets, _ = dist._compute_bucket_assignment_by_size(ready, [first, later], [], order)
+    assert volume.collectives == len(buckets)
+    assert volume.bytes == sum(tensor.numel() * tensor.itemsize for tensor in ready)
+
+
+@given(PARAMETERS, st.none() | LIMITS)
+@settings(max_examples=200, deadline=None)
+def test_bucketed_is_what_the_plan_sends(parameters, limit):
+    numels, sizes, dtypes = _split(parameters)
+    limit_mb = None if limit is None else limit / MIB
+    plan = plan_buckets(numels, dtypes, limit_mb)
+    assert bucketed(numels, sizes, limit_mb, dtypes=dtypes) == CommunicationVolume(
+        len(plan), sum(bucket.num_bytes for bucket in plan)
+    )
+
+
+@given(PARAMETERS, LIMITS)
+@settings(deadline=None)
+def test_bucketed_lies_between_flat_and_one_call_per_parameter(parameters, limit):
+    numels, sizes, dtypes = _split(parameters)
+    volume = bucketed(numels, sizes, limit / MIB, dtypes=dtypes)
+    whole = flat(numels, sizes, dtypes=dtypes)
+    assert whole.collectives <= volume.collectives <= len(parameters)
+    assert volume.bytes == whole.bytes
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bucketed([1], [4], 0), "bucket_size_mb=0"),
+        (lambda: bucketed([1], [4], -1.0), "bucket_size_mb=-1"),
+        (lambda: torch_ddp([1], [4], bucket_cap_mb=0), "bucket_cap_mb=0"),
+        (lambda: torch_ddp([1], [4], first_bucket_mb=-1), "first_bucket_mb=-1"),
+        (lambda: naive([1, 2], [4]), "2 numels, 1 itemsizes"),
+        (lambda: flat([-1], [4]), "negative"),
+        (lambda: ring_all_reduce_seconds(1, 0, 1.0), "ranks=0"),
+        (lambda: ring_all_reduce_seconds(1, 2, 0.0), "bandwidth=0"),
+        (lambda: ring_all_reduce_seconds(-1, 2, 1.0), "num_bytes=-1"),
+    ],
+)
+def test_refusals_name_the_value(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@given(st.integers(2, 64), st.integers(1, 10**6))
+@settings(deadline=None)
+def test_ring_formula_counts_what_a_simulated_ring_sends(ranks, pieces):
+    # Walk the algorithm: 2·(N−1) rounds, in each of which a rank sends one of N pieces.
+    piece_bytes, latency, bandwidth = float(pieces), 3e-6, 1e9
+    seconds = 0.0
+    for _ in range(2 * (ranks - 1)):
+        seconds += latency + piece_bytes / bandwidth
+    assert ring_all_reduce_seconds(piece_bytes * ranks, ranks, bandwidth, latency) == pytest.approx(seconds)
+
+
+def test_ring_of_one_rank_costs_nothing():
+    assert ring_all_reduce_seconds(1e9, 1, 1e9, 1e-3) == 0.0
