@@ -1,0 +1,202 @@
+"""Clocks: repeated timings, phases inside a step, the slowest rank, and how sure a ratio of two timings is.
+
+On CUDA the clock is the stream's: events are recorded between kernels and read after one synchronisation at
+the end, so that timing a step adds no synchronisation to it. On the CPU it is `time.perf_counter`. All times
+are in ms.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+MIN_SAMPLES = 3  # below that p20 and p80 describe nothing
+MIN_PAIRS = 5  # below that a bootstrap interval of a median hardly varies
+
+
+class Ratio(NamedTuple):
+    """A ratio with its confidence interval ``[low, high]``."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def percentiles(samples: Sequence[float]) -> dict[str, float]:
+    """``{"p20": …, "p50": …, "p80": …}`` of the samples, in their unit, with linear interpolation.
+
+    Raises:
+        ValueError: fewer than three samples, or one that is not finite.
+    """
+    values = _checked(samples, MIN_SAMPLES, "percentiles")
+    return {f"p{percent}": float(np.percentile(values, percent)) for percent in (20, 50, 80)}
+
+
+def measure(
+    fn: Callable[[], object], *, warmup: int, repeats: int, device: torch.device | str
+) -> list[float]:
+    """Time ``repeats`` calls of ``fn`` after ``warmup`` untimed ones; one duration in ms per call.
+
+    On CUDA the calls are queued without waiting in between, as in training: a duration is the time between
+    the events before and after the call on the current stream.
+
+    Raises:
+        ValueError: a negative ``warmup`` or no ``repeats``.
+    """
+    if warmup < 0 or repeats < 1:
+        raise ValueError(f"measure needs warmup >= 0 and repeats >= 1, got {warmup} and {repeats}")
+    for _ in range(warmup):
+        fn()
+    timer = PhaseTimer(device)
+    timer.synchronize()  # what the warm-up queued must not be charged to the first repetition
+    for _ in range(repeats):
+        timer.start()
+        fn()
+        timer.mark("call")
+    return [step["call"] for step in timer.steps()]
+
+
+class PhaseTimer:
+    """Milliseconds of each phase of each step, without synchronising inside the step.
+
+    ::
+
+        timer = PhaseTimer(device)
+        for batch in batches:
+            timer.start()
+            loss = forward_and_backward(batch)
+            timer.mark("forward_backward")  # the phase that ends here
+            optimizer.step()
+            timer.mark("optimizer")
+        timer.steps()  # [{"forward_backward": 9.1, "optimizer": 2.0, "step": 11.1}, …]
+
+    On CUDA a mark is an event on the *current* stream: work on another stream counts only as far as the
+    current stream waits for it, which is what delays the step.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._marks: list[list[tuple[str, torch.cuda.Event | float]]] = []
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._marks.append([("", self._now())])
+
+    def mark(self, phase: str) -> None:
+        """End ``phase``, which began at the previous mark. A phase marked twice in a step is summed."""
+        if not self._marks:
+            raise ValueError(f"mark({phase!r}) before start(): call start() at the beginning of each step")
+        if not phase or phase == "step":
+            raise ValueError(f"a phase cannot be named {phase!r}: 'step' is the sum of all phases")
+        self._marks[-1].append((phase, self._now()))
+
+    def steps(self) -> list[dict[str, float]]:
+        """Phase → ms for each step so far, and ``"step"``: from its start to its last mark.
+
+        Synchronises the device once. The timings stay; `clear` forgets them.
+        """
+        self.synchronize()
+        return [self._resolve(marks) for marks in self._marks]
+
+    def clear(self) -> None:
+        """Forget all steps, such as those of the warm-up."""
+        self._marks.clear()
+
+    def synchronize(self) -> None:
+        """Wait for the device; nothing to wait for on the CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _now(self) -> torch.cuda.Event | float:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    @staticmethod
+    def _resolve(marks: list[tuple[str, torch.cuda.Event | float]]) -> dict[str, float]:
+        def between(begin, end) -> float:
+            return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
+
+        phases: dict[str, float] = {}
+        for (_, begin), (phase, end) in itertools.pairwise(marks):
+            phases[phase] = phases.get(phase, 0.0) + between(begin, end)
+        return phases | {"step": between(marks[0][1], marks[-1][1])}
+
+
+def slowest_rank(
+    samples: Sequence[float], group: dist.ProcessGroup | None, device: torch.device | str
+) -> list[float]:
+    """Element-wise maximum of the samples over the ranks of ``group``: a step is as slow as its slowest rank.
+
+    Every rank calls it with equally many samples and gets the same answer. One all-gather, not a MAX
+    reduction, because MAX may drop a NaN depending on the rank that holds it. Without a process group the
+    samples return.
+
+    Args:
+        group: the group, None for the default one.
+        device: where the group's backend wants its tensors: ``cuda`` for NCCL, ``cpu`` for gloo.
+    """
+    if not dist.is_initialized():
+        return [float(sample) for sample in samples]
+    mine = torch.tensor(list(samples), dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return torch.stack(everyone).amax(dim=0).tolist()  # amax keeps NaN
+
+
+def paired_ratio(
+    a: Sequence[float],
+    b: Sequence[float],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> Ratio:
+    """median(a) / median(b) with its percentile bootstrap interval, where ``a[i]`` and ``b[i]`` form a pair.
+
+    Pairs (two variants timed right after each other) are resampled jointly, so that drift of the machine,
+    which hits both, does not widen the interval (Efron & Tibshirani, *An Introduction to the Bootstrap*, ch.
+    13).
+
+    Raises:
+        ValueError: unequal lengths, fewer than five pairs, a sample that is not finite and positive, a
+            ``confidence`` outside (0, 1), or fewer than 100 ``resamples``.
+    """
+    first, second = (_checked(samples, MIN_PAIRS, "paired_ratio") for samples in (a, b))
+    if len(first) != len(second):
+        raise ValueError(f"paired_ratio needs pairs, got {len(first)} and {len(second)} samples")
+    if min(first.min(), second.min()) <= 0:
+        raise ValueError("paired_ratio needs positive samples")
+    if not 0 < confidence < 1 or resamples < 100:
+        raise ValueError(f"need 0 < confidence < 1 and resamples >= 100, got {confidence} and {resamples}")
+    picks = np.random.default_rng(seed).integers(len(first), size=(resamples, len(first)))
+    ratios = np.median(first[picks], axis=1) / np.median(second[picks], axis=1)
+    tail = 50 * (1 - confidence)
+    low, high = np.percentile(ratios, [tail, 100 - tail])
+    return Ratio(float(np.median(first) / np.median(second)), float(low), float(high))
+
+
+def noise_floor(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, seed: int = 0) -> float:
+    """The difference in % that two series of the *same* variant show: differences below it mean nothing.
+
+    The largest distance from 1 of their `paired_ratio`'s interval. Raises ValueError as `paired_ratio` does.
+    """
+    _, low, high = paired_ratio(a, b, confidence=confidence, seed=seed)
+    return 100 * max(abs(high - 1), abs(1 - low))
+
+
+def _checked(samples: Sequence[float], least: int, who: str) -> np.ndarray:
+    values = np.asarray(samples, dtype=np.float64)
+    if values.ndim != 1 or len(values) < least:
+        raise ValueError(f"{who} needs at least {least} samples, got {values.size}: time more repetitions")
+    if not np.isfinite(values).all():
+        raise ValueError(f"{who} got a sample that is not a finite number")
+    return values
