@@ -55,7 +55,7 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"d_model={self.d_model} / num_heads={self.num_heads}: heads have the odd width {self.head_dim}, "
+                f"d_model={self.d_model} / num_heads={self.num_heads}: heads of odd width {self.head_dim}, "
                 "but RoPE turns pairs of elements; choose num_heads so that the width is even"
             )
         for name in ("rope_theta", "norm_eps"):

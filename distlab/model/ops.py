@@ -67,8 +67,8 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     """
     device_type = x.device.type
     out_dtype = x.dtype
-    # Like autocast itself, leave fp64 alone.
-    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+    # Meta knows no autocast; and autocast itself leaves fp64 alone.
+    if not x.is_meta and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
         out_dtype = torch.get_autocast_dtype(device_type)
     # torch's fused kernel wants one dtype, and keeps its statistics in fp32 for bf16 and fp16 inputs.
     common = torch.promote_types(x.dtype, weight_d.dtype)

@@ -1,0 +1,184 @@
+"""What the GPUs can do, from their makers' documents: the only source of peaks in this lab.
+
+A device that is not listed has no peak here, and reports say n/a: a guessed peak gives an MFU of 152 %.
+Variants of one name differ (an "H100 PCIe" has 24 % fewer FLOP/s than an "H100 80GB HBM3"), so names are
+matched exactly.
+
+Units: bytes and KiB/MiB of two for memories on the chip, powers of ten for HBM, links and FLOP/s, as in the
+documents.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import torch
+
+KIB, MIB, GB, TERA = 2**10, 2**20, 10**9, 10**12
+
+
+@dataclass(frozen=True)
+class GPUSpec:
+    """One GPU model.
+
+    Attributes:
+        name: model and form factor.
+        sms: streaming multiprocessors enabled in the product.
+        registers_per_sm: 32-bit registers.
+        max_warps_per_sm: resident warps of 32 threads.
+        shared_memory_per_sm: most bytes an SM can give to shared memory.
+        shared_memory_per_block: most bytes one block can ask for (1 KiB per block is the system's).
+        l1_bytes: L1 and shared memory together, per SM.
+        l2_bytes: of the whole chip.
+        hbm_bytes: the datasheet's capacity in powers of ten; what torch reports as `total_memory` is a few
+            per cent more, and decides what fits.
+        hbm_bandwidth: bytes per second.
+        nvlink_bandwidth: bytes per second in one direction, all links (documents add both directions).
+        pcie_bandwidth: bytes per second in one direction, ×16, before protocol overhead.
+        peak: dense FLOP/s by dtype (`fp64 fp32 tf32 bf16 fp16`, `fp8` where present). fp32 is without tensor
+            cores, all others with them: what a matrix product in that dtype can reach.
+        source: the documents.
+    """
+
+    name: str
+    sms: int
+    registers_per_sm: int
+    max_warps_per_sm: int
+    shared_memory_per_sm: int
+    shared_memory_per_block: int
+    l1_bytes: int
+    l2_bytes: int
+    hbm_bytes: int
+    hbm_bandwidth: float
+    nvlink_bandwidth: float
+    pcie_bandwidth: float
+    peak: Mapping[str, float] = field(hash=False)
+    source: str
+
+
+def _tera(**peaks: float) -> Mapping[str, float]:
+    return MappingProxyType({dtype: value * TERA for dtype, value in peaks.items()})
+
+
+A100_SXM_40GB = GPUSpec(
+    name="A100 SXM 40GB",
+    sms=108,
+    registers_per_sm=65536,
+    max_warps_per_sm=64,
+    shared_memory_per_sm=164 * KIB,
+    shared_memory_per_block=163 * KIB,
+    l1_bytes=192 * KIB,
+    l2_bytes=40 * MIB,
+    hbm_bytes=40 * GB,
+    hbm_bandwidth=1555 * GB,
+    nvlink_bandwidth=300 * GB,
+    pcie_bandwidth=32 * GB,
+    peak=_tera(fp64=19.5, fp32=19.5, tf32=156, bf16=312, fp16=312),
+    source=(
+        "NVIDIA A100 Tensor Core GPU datasheet; NVIDIA A100 Tensor Core GPU Architecture white paper; "
+        "CUDA C++ Programming Guide, compute capability 8.0"
+    ),
+)
+
+A100_SXM_80GB = replace(A100_SXM_40GB, name="A100 SXM 80GB", hbm_bytes=80 * GB, hbm_bandwidth=2039 * GB)
+
+H100_SXM = GPUSpec(
+    name="H100 SXM",
+    sms=132,
+    registers_per_sm=65536,
+    max_warps_per_sm=64,
+    shared_memory_per_sm=228 * KIB,
+    shared_memory_per_block=227 * KIB,
+    l1_bytes=256 * KIB,
+    l2_bytes=50 * MIB,
+    hbm_bytes=80 * GB,
+    hbm_bandwidth=3350 * GB,
+    nvlink_bandwidth=450 * GB,
+    pcie_bandwidth=64 * GB,
+    # The datasheet's figures with sparsity, halved; digits after the point from the white paper.
+    peak=_tera(fp64=66.9, fp32=66.9, tf32=494.7, bf16=989.4, fp16=989.4, fp8=1978.9),
+    source=(
+        "NVIDIA H100 Tensor Core GPU datasheet; NVIDIA H100 Tensor Core GPU Architecture white paper; "
+        "CUDA C++ Programming Guide, compute capability 9.0"
+    ),
+)
+
+H100_PCIE = replace(
+    H100_SXM,
+    name="H100 PCIe",
+    sms=114,
+    hbm_bandwidth=2000 * GB,
+    nvlink_bandwidth=300 * GB,  # by a bridge to one neighbour
+    peak=_tera(fp64=51.2, fp32=51.2, tf32=378, bf16=756, fp16=756, fp8=1513),
+)
+
+H200_SXM = replace(
+    H100_SXM,
+    name="H200 SXM",
+    hbm_bytes=141 * GB,
+    hbm_bandwidth=4800 * GB,
+    source="NVIDIA H200 Tensor Core GPU datasheet; the chip is the H100's, see its white paper",
+)
+
+B200 = GPUSpec(
+    name="B200",
+    sms=148,
+    registers_per_sm=65536,
+    max_warps_per_sm=64,
+    shared_memory_per_sm=228 * KIB,
+    shared_memory_per_block=227 * KIB,
+    l1_bytes=256 * KIB,
+    l2_bytes=126 * MIB,
+    hbm_bytes=180 * GB,
+    hbm_bandwidth=8000 * GB,
+    nvlink_bandwidth=900 * GB,
+    pcie_bandwidth=64 * GB,
+    # An eighth of an HGX B200; where the datasheet says "with sparsity", half of that.
+    peak=_tera(fp64=37, fp32=75, tf32=1100, bf16=2250, fp16=2250, fp8=4500),
+    source=(
+        "NVIDIA HGX B200 and DGX B200 datasheets; NVIDIA Blackwell Tuning Guide, compute capability 10.0; "
+        "SM count and L2 from published device queries, not checked on a device here"
+    ),
+)
+
+# As `torch.cuda.get_device_name()` gives them, without the "NVIDIA " that recent drivers put in front.
+_BY_DEVICE_NAME = {
+    "A100-SXM4-40GB": A100_SXM_40GB,
+    "A100-SXM4-80GB": A100_SXM_80GB,
+    "H100 80GB HBM3": H100_SXM,
+    "H100 PCIe": H100_PCIE,
+    "H200": H200_SXM,
+    "B200": B200,
+}
+
+_DTYPE_NAMES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+
+
+def lookup(device_name: str) -> GPUSpec | None:
+    """The specification of a device by the name torch gives it, e.g. "NVIDIA H100 80GB HBM3"; None if
+    unknown.
+
+    Only whole names match: a slice of a GPU ("… MIG 1g.10gb") is not the GPU.
+    """
+    return _BY_DEVICE_NAME.get(device_name.removeprefix("NVIDIA "))
+
+
+def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
+    """Dense FLOP/s of a device in a dtype; None where the device, or the dtype on it, is unknown.
+
+    Args:
+        device_name: from `torch.cuda.get_device_name()`.
+        dtype: a torch dtype or one of `fp64 fp32 tf32 bf16 fp16 fp8`. fp32 means without tensor cores; where
+            `torch.backends.cuda.matmul.allow_tf32` is set, ask for `tf32`.
+    """
+    spec = lookup(device_name)
+    if spec is None:
+        return None
+    return spec.peak.get(_DTYPE_NAMES.get(dtype, "") if isinstance(dtype, torch.dtype) else dtype)

@@ -1,0 +1,76 @@
+"""The table of devices: names found and not found, figures that fit each other, and the device at hand."""
+
+import pytest
+import torch
+
+from distlab import hardware
+from distlab.hardware import lookup, peak_flops
+
+NAMES = [
+    "NVIDIA A100-SXM4-40GB",
+    "NVIDIA A100-SXM4-80GB",
+    "NVIDIA H100 80GB HBM3",
+    "NVIDIA H100 PCIe",
+    "NVIDIA H200",
+    "NVIDIA B200",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_known_devices(name):
+    spec = lookup(name)
+    assert spec is not None
+    assert lookup(name.removeprefix("NVIDIA ")) is spec  # older drivers leave the maker out
+    assert spec.source
+    hash(spec)
+
+
+def test_peaks_of_the_datasheets():
+    assert peak_flops("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989.4e12
+    assert peak_flops("NVIDIA H200", "bf16") == 989.4e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float16) == 312e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
+    assert lookup("NVIDIA H200").hbm_bandwidth == 4.8e12
+
+
+@pytest.mark.parametrize(
+    "name", ["cpu", "", "NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100 NVL"]
+)
+def test_unknown_devices_have_no_peak(name):
+    assert lookup(name) is None
+    assert peak_flops(name, torch.bfloat16) is None
+
+
+def test_unknown_dtypes_have_no_peak():
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp8") is None  # Ampere has none
+    assert peak_flops("NVIDIA H200", torch.int8) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_figures_fit_each_other(name):
+    spec = lookup(name)
+    assert spec.shared_memory_per_block < spec.shared_memory_per_sm < spec.l1_bytes
+    # Tensor cores halve with each doubling of the width.
+    assert spec.peak["tf32"] <= spec.peak["bf16"] / 2 * 1.001
+    assert spec.peak["bf16"] == spec.peak["fp16"]
+    assert spec.peak["fp32"] < spec.peak["tf32"]
+    # FLOP/s = SMs × FLOP per SM and cycle × clock: a slip of a power of ten shows as an absurd clock.
+    per_cycle = 128 * 2 if spec.peak["fp32"] > 20e12 else 64 * 2
+    assert 1.2e9 < spec.peak["fp32"] / (spec.sms * per_cycle) < 2.1e9
+    assert hardware.GB * 1000 < spec.hbm_bandwidth < hardware.GB * 10_000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_device_at_hand_is_what_the_table_says():
+    spec = lookup(torch.cuda.get_device_name())
+    if spec is None:
+        pytest.skip(f"{torch.cuda.get_device_name()} is not in the table")
+    properties = torch.cuda.get_device_properties(0)
+    assert properties.multi_processor_count == spec.sms
+    assert properties.regs_per_multiprocessor == spec.registers_per_sm
+    assert properties.max_threads_per_multi_processor == spec.max_warps_per_sm * 32
+    assert properties.shared_memory_per_multiprocessor == spec.shared_memory_per_sm
+    assert properties.shared_memory_per_block_optin == spec.shared_memory_per_block
+    assert properties.L2_cache_size == spec.l2_bytes
+    assert 0.9 * spec.hbm_bytes < properties.total_memory < 1.1 * spec.hbm_bytes
