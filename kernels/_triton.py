@@ -1,0 +1,45 @@
+"""The one place that knows where Triton kernels can run: on a GPU, in Triton's interpreter, or nowhere.
+
+Triton decides when a kernel is *decorated* whether it will be compiled or interpreted, by reading the
+environment variable TRITON_INTERPRET. So that variable has to be set before the first kernel module is imported,
+and this module records the decision once.
+
+- On a CUDA tensor the kernels are compiled.
+- With TRITON_INTERPRET=1 they run, slowly, in Triton's interpreter: the way the tests run on a CPU. Its bfloat16
+  arithmetic is wrong (it works on bit patterns), so bfloat16 is refused there.
+- Otherwise (a CPU, or no Triton at all) `runs_triton` is false and public functions use their plain-torch reference.
+"""
+
+import functools
+
+import torch
+
+try:
+    import triton
+except ImportError:  # Triton exists for Linux only
+    triton = None
+
+INTERPRETED: bool = bool(triton is not None and triton.knobs.runtime.interpret)
+
+
+def runs_triton(tensor: torch.Tensor) -> bool:
+    """Whether a kernel launched on this tensor would run: compiled on CUDA, or interpreted on a CPU."""
+    if triton is None:
+        return False
+    if INTERPRETED:
+        if tensor.dtype is torch.bfloat16:
+            raise ValueError(
+                f"Triton's interpreter computes bfloat16 wrongly (input on {tensor.device}): "
+                "use float32 or float16, or unset TRITON_INTERPRET"
+            )
+        return True
+    return tensor.is_cuda
+
+
+@functools.cache
+def generation(index: int | None = None) -> str:
+    """GPU generation of a CUDA device as `sm_90`; "interpreter" when kernels are interpreted."""
+    if INTERPRETED:
+        return "interpreter"
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"

@@ -1,0 +1,252 @@
+"""FlashAttention-2 backward in Triton: two deterministic passes over recomputed probabilities.
+
+With P = exp(s − LSE), s = scale · Q Kᵀ, and Δ_i = Σ_d dO_id O_id,
+
+    dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP − Δ)      dQ = scale · dS K      dK = scale · dSᵀ Q
+
+`delta_kernel` computes Δ and prepares LSE in units of log2. `dkdv_kernel` owns BLOCK_N keys and walks over query tiles
+with *transposed* scores, so that Pᵀ and dSᵀ are already the left operands of the next products and never leave the
+registers. `dq_kernel` owns BLOCK_M queries and walks over key tiles. Seven products instead of the five of a single
+pass, but no two programs add to the same address: results are bit-identical from run to run.
+
+Shapes as in forward.py; do like o; dq, dk, dv like q, k, v. Query heads that share a key head are summed inside one
+program of the dK/dV pass. FLOPs: 14·B·H·D per visible pair are computed (10 by convention). Bytes: q, k, v, o, do, lse
+once, dq, dk, dv once. Accumulators are fp32; Pᵀ, dS are rounded to the input type before their products.
+A query row without a visible key contributes nothing and receives zero.
+
+Source: Dao, FlashAttention-2 (2023), algorithm 2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .configs import Tile
+from .options import Problem
+from .ranges import load_rows, schedule, tile_range, visible
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+ROW_PADDING = 128  # Δ and LSE are padded to a multiple of this, so that tiles load them without a mask
+DELTA_ROWS = 64
+
+
+@triton.jit(do_not_specialize=["query_count"])
+def delta_kernel(o_ptr, do_ptr, lse_ptr, delta_ptr, lse2_ptr,
+                 stride_ob, stride_oh, stride_ot, stride_gb, stride_gh, stride_gt, heads, query_count, padded_count,
+                 HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Δ = rowsum(dO ∘ O) and LSE·log2(e). Padding and rows without keys get +inf, so that their P is exp2(−inf) = 0."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    bh = tl.program_id(1)
+    batch = (bh // heads).to(tl.int64)
+    head = (bh % heads).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    wide = rows.to(tl.int64)
+    o = load_rows(o_ptr + batch * stride_ob + head * stride_oh, wide, stride_ot, offs_d, query_count,
+                  HEAD_DIM, BLOCK_D, True)
+    do = load_rows(do_ptr + batch * stride_gb + head * stride_gh, wide, stride_gt, offs_d, query_count,
+                   HEAD_DIM, BLOCK_D, True)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    lse = tl.load(lse_ptr + bh.to(tl.int64) * query_count + rows, mask=rows < query_count, other=float("-inf"))
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+    tl.store(delta_ptr + bh.to(tl.int64) * padded_count + rows, delta)
+    tl.store(lse2_ptr + bh.to(tl.int64) * padded_count + rows, lse2)
+
+
+@triton.jit
+def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, stride_qt, stride_gt, cols, first, last,
+                  query_count, lo, hi, doc_lo, doc_hi, scale_log2,
+                  MASKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
+                  HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr):
+    """Fold the query tiles [first, last) into dk (still without the scale) and dv."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    q_base += first.to(tl.int64) * stride_qt
+    do_base += first.to(tl.int64) * stride_gt
+    for start in tl.range(first, last, BLOCK_M):
+        q = load_rows(q_base, offs_m, stride_qt, offs_d, query_count - start, HEAD_DIM, BLOCK_D, MASKED)
+        lse2 = tl.load(lse2_base + start + offs_m)
+        st = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        do = load_rows(do_base, offs_m, stride_gt, offs_d, query_count - start, HEAD_DIM, BLOCK_D, MASKED)
+        dpt = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        pt = tl.exp2(st * scale_log2 - lse2[None, :])
+        if MASKED:
+            seen = visible(cols[:, None], (start + offs_m)[None, :], query_count, hi, lo, doc_lo, doc_hi,
+                           HAS_HI, HAS_LO, HAS_DOC)
+            pt = tl.where(seen, pt, 0.0)
+        dv = tl.dot(pt.to(do.dtype), do, dv, input_precision=PRECISION)
+        delta = tl.load(delta_base + start + offs_m)
+        dst = pt * (dpt - delta[None, :])
+        dk = tl.dot(dst.to(q.dtype), q, dk, input_precision=PRECISION)
+        q_base += BLOCK_M * stride_qt
+        do_base += BLOCK_M * stride_gt
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["query_count", "key_count", "lo", "hi"])
+def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, dk_ptr, dv_ptr, doc_first, doc_last,
+                stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+                stride_gb, stride_gh, stride_gt, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh,
+                stride_dvt, kv_heads, query_count, key_count, padded_count, lo, hi, scale, scale_log2, batch_heads,
+                KV_GROUP: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
+                RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr):
+    """One program: BLOCK_N rows of dK and dV of one key head, over all query heads that read it."""
+    tile, bh = schedule(tl.program_id(0), tl.cdiv(key_count, BLOCK_N), batch_heads, HEAD_GROUP, False)
+    batch = (bh // kv_heads).to(tl.int64)
+    kv_head = (bh % kv_heads).to(tl.int64)
+    col0 = tile * BLOCK_N
+    wide0 = col0.to(tl.int64)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    cols = col0 + offs_n
+    k = load_rows(k_ptr + batch * stride_kb + kv_head * stride_kh + wide0 * stride_kt, offs_n, stride_kt, offs_d,
+                  key_count - col0, HEAD_DIM, BLOCK_D, True)
+    v = load_rows(v_ptr + batch * stride_vb + kv_head * stride_vh + wide0 * stride_vt, offs_n, stride_vt, offs_d,
+                  key_count - col0, HEAD_DIM, BLOCK_D, True)
+    doc_lo = cols[:, None]
+    doc_hi = cols[:, None]
+    if HAS_DOC:
+        doc_first += batch * key_count
+        doc_last += batch * key_count
+        doc_lo = tl.load(doc_first + cols, mask=cols < key_count, other=0)[:, None]
+        doc_hi = tl.load(doc_last + cols, mask=cols < key_count, other=0)[:, None]
+    begin, full_begin, full_end, end = tile_range(col0, key_count, query_count, hi, lo, doc_first, doc_last,
+                                                  BLOCK_N, BLOCK_M, HAS_HI, HAS_LO, HAS_DOC)
+
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for member in tl.range(0, KV_GROUP):
+        head = kv_head * KV_GROUP + member
+        q_base = q_ptr + batch * stride_qb + head * stride_qh
+        do_base = do_ptr + batch * stride_gb + head * stride_gh
+        stats = (batch * kv_heads * KV_GROUP + head) * padded_count
+        if HAS_HI or HAS_DOC:
+            dk, dv = _walk_queries(dk, dv, k, v, q_base, do_base, delta_ptr + stats, lse2_ptr + stats, stride_qt,
+                                   stride_gt, cols, begin, full_begin, query_count, lo, hi, doc_lo, doc_hi, scale_log2,
+                                   True, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION)
+        dk, dv = _walk_queries(dk, dv, k, v, q_base, do_base, delta_ptr + stats, lse2_ptr + stats, stride_qt,
+                               stride_gt, cols, full_begin, full_end, query_count, lo, hi, doc_lo, doc_hi, scale_log2,
+                               False, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION)
+        if HAS_LO or HAS_DOC or RAGGED:
+            dk, dv = _walk_queries(dk, dv, k, v, q_base, do_base, delta_ptr + stats, lse2_ptr + stats, stride_qt,
+                                   stride_gt, cols, full_end, end, query_count, lo, hi, doc_lo, doc_hi, scale_log2,
+                                   True, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION)
+
+    keep = (cols < key_count)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    dk_base = dk_ptr + batch * stride_dkb + kv_head * stride_dkh + wide0 * stride_dkt
+    tl.store(dk_base + offs_n[:, None] * stride_dkt + offs_d[None, :], (dk * scale).to(dk_ptr.dtype.element_ty), keep)
+    dv_base = dv_ptr + batch * stride_dvb + kv_head * stride_dvh + wide0 * stride_dvt
+    tl.store(dv_base + offs_n[:, None] * stride_dvt + offs_d[None, :], dv.to(dv_ptr.dtype.element_ty), keep)
+
+
+@triton.jit
+def _walk_keys(dq, q, do, lse2, delta, k_base, v_base, stride_kt, stride_vt, rows, first, last, key_count,
+               lo, hi, doc_lo, doc_hi, scale_log2,
+               MASKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
+               HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+    """Fold the key tiles [first, last) into dq (still without the scale)."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    k_base += first.to(tl.int64) * stride_kt
+    v_base += first.to(tl.int64) * stride_vt
+    for start in tl.range(first, last, BLOCK_N):
+        k = load_rows(k_base, offs_n, stride_kt, offs_d, key_count - start, HEAD_DIM, BLOCK_D, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        v = load_rows(v_base, offs_n, stride_vt, offs_d, key_count - start, HEAD_DIM, BLOCK_D, MASKED)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        p = tl.exp2(s * scale_log2 - lse2[:, None])
+        if MASKED:
+            seen = visible(rows[:, None], (start + offs_n)[None, :], key_count, lo, hi, doc_lo, doc_hi,
+                           HAS_LO, HAS_HI, HAS_DOC)
+            p = tl.where(seen, p, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        k_base += BLOCK_N * stride_kt
+        v_base += BLOCK_N * stride_vt
+    return dq
+
+
+@triton.jit(do_not_specialize=["query_count", "key_count", "lo", "hi"])
+def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, dq_ptr, doc_first, doc_last,
+              stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+              stride_gb, stride_gh, stride_gt, stride_dqb, stride_dqh, stride_dqt,
+              heads, query_count, key_count, padded_count, lo, hi, scale, scale_log2, batch_heads,
+              KV_GROUP: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
+              RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+              BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr):
+    """One program: BLOCK_M rows of one head's dQ."""
+    tile, bh = schedule(tl.program_id(0), tl.cdiv(query_count, BLOCK_M), batch_heads, HEAD_GROUP, HAS_HI)
+    batch = (bh // heads).to(tl.int64)
+    head = (bh % heads).to(tl.int64)
+    row0 = tile * BLOCK_M
+    wide0 = row0.to(tl.int64)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    rows = row0 + offs_m
+    q = load_rows(q_ptr + batch * stride_qb + head * stride_qh + wide0 * stride_qt, offs_m, stride_qt, offs_d,
+                  query_count - row0, HEAD_DIM, BLOCK_D, True)
+    do = load_rows(do_ptr + batch * stride_gb + head * stride_gh + wide0 * stride_gt, offs_m, stride_gt, offs_d,
+                   query_count - row0, HEAD_DIM, BLOCK_D, True)
+    stats = bh.to(tl.int64) * padded_count
+    lse2 = tl.load(lse2_ptr + stats + rows)
+    delta = tl.load(delta_ptr + stats + rows)
+    k_base = k_ptr + batch * stride_kb + (head // KV_GROUP) * stride_kh
+    v_base = v_ptr + batch * stride_vb + (head // KV_GROUP) * stride_vh
+    doc_lo = rows[:, None]
+    doc_hi = rows[:, None]
+    if HAS_DOC:
+        doc_first += batch * query_count
+        doc_last += batch * query_count
+        doc_lo = tl.load(doc_first + rows, mask=rows < query_count, other=0)[:, None]
+        doc_hi = tl.load(doc_last + rows, mask=rows < query_count, other=0)[:, None]
+    begin, full_begin, full_end, end = tile_range(row0, query_count, key_count, lo, hi, doc_first, doc_last,
+                                                  BLOCK_M, BLOCK_N, HAS_LO, HAS_HI, HAS_DOC)
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if HAS_LO or HAS_DOC:
+        dq = _walk_keys(dq, q, do, lse2, delta, k_base, v_base, stride_kt, stride_vt, rows, begin, full_begin,
+                        key_count, lo, hi, doc_lo, doc_hi, scale_log2, True, HAS_LO, HAS_HI, HAS_DOC,
+                        HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION)
+    dq = _walk_keys(dq, q, do, lse2, delta, k_base, v_base, stride_kt, stride_vt, rows, full_begin, full_end,
+                    key_count, lo, hi, doc_lo, doc_hi, scale_log2, False, HAS_LO, HAS_HI, HAS_DOC,
+                    HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION)
+    if HAS_HI or HAS_DOC or RAGGED:
+        dq = _walk_keys(dq, q, do, lse2, delta, k_base, v_base, stride_kt, stride_vt, rows, full_end, end,
+                        key_count, lo, hi, doc_lo, doc_hi, scale_log2, True, HAS_LO, HAS_HI, HAS_DOC,
+                        HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION)
+
+    dq_base = dq_ptr + batch * stride_dqb + head * stride_dqh + wide0 * stride_dqt
+    tl.store(dq_base + offs_m[:, None] * stride_dqt + offs_d[None, :], (dq * scale).to(dq_ptr.dtype.element_ty),
+             (rows < query_count)[:, None] & (offs_d < HEAD_DIM)[None, :])
+
+
+def launch_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+                    do: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, problem: Problem,
+                    dkdv_tile: Tile, dq_tile: Tile) -> None:
+    """Fill dq, dk and dv. Last dimensions contiguous, nothing empty."""
+    batch, heads, query_count, head_dim = q.shape
+    kv_heads, key_count = k.shape[1:3]
+    padded_count = triton.cdiv(query_count, ROW_PADDING) * ROW_PADDING
+    delta = torch.empty((batch, heads, padded_count), dtype=torch.float32, device=q.device)
+    lse2 = torch.empty_like(delta)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    delta_kernel[(padded_count // DELTA_ROWS, batch * heads)](
+        o, do, lse, delta, lse2, *o.stride()[:3], *do.stride()[:3], heads, query_count, padded_count,
+        HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=DELTA_ROWS)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
+    counts = (query_count, key_count, padded_count, problem.lo, problem.hi, problem.scale,
+              problem.scale * LOG2_E.value)
+    shared = {
+        "KV_GROUP": heads // kv_heads, "HAS_LO": problem.has_lo, "HAS_HI": problem.has_hi, "HAS_DOC": problem.has_doc,
+        "HEAD_DIM": head_dim, "BLOCK_D": block_d, "PRECISION": problem.precision,
+    }
+    dkdv_kernel[(triton.cdiv(key_count, dkdv_tile.block_n) * batch * kv_heads,)](
+        q, k, v, do, delta, lse2, dk, dv, problem.doc_first, problem.doc_last, *strides, *dk.stride()[:3],
+        *dv.stride()[:3], kv_heads, *counts, batch * kv_heads, RAGGED=query_count % dkdv_tile.block_m != 0,
+        BLOCK_M=dkdv_tile.block_m, BLOCK_N=dkdv_tile.block_n, HEAD_GROUP=dkdv_tile.head_group, **shared,
+        **dkdv_tile.launch_options())
+    dq_kernel[(triton.cdiv(query_count, dq_tile.block_m) * batch * heads,)](
+        q, k, v, do, delta, lse2, dq, problem.doc_first, problem.doc_last, *strides, *dq.stride()[:3],
+        heads, *counts, batch * heads, RAGGED=key_count % dq_tile.block_n != 0,
+        BLOCK_M=dq_tile.block_m, BLOCK_N=dq_tile.block_n, HEAD_GROUP=dq_tile.head_group, **shared,
+        **dq_tile.launch_options())

@@ -1,0 +1,144 @@
+"""Attention as people call it: two autograd Functions and one plain function.
+
+The Functions are the outermost layer: casts under autocast and reshaping happen inside them, and
+`o.grad_fn.saved_tensors` shows what is kept for backward: q, k, v, o and the log-sum-exp, nothing of size T².
+
+Shapes: q (B, T, D) or (B, H, T, D); k and v (B, Tk, D) or (B, Hk, Tk, D), H a multiple of Hk.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..cost import Cost
+from . import ops, tiled
+from .options import DTYPES, Problem, band, check_inputs, check_options, document_bounds, visible_pairs
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast floating inputs to autocast's type where it is on, as torch's own attention does."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
+
+
+def _four_d(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t if t.dim() == 4 else t.unsqueeze(1) for t in tensors)
+
+
+def _setup(ctx, q: Tensor, k: Tensor, is_causal: bool, scale: float | None, window: int | None, alignment: str,
+           precision: str, document_ids: Tensor | None) -> None:
+    """Check the options and leave on ctx what both passes need of them."""
+    check_options(q, k, is_causal, scale, window, alignment, precision, document_ids)
+    lo, hi = band(q.shape[-2], k.shape[-2], is_causal, window, alignment)
+    first, last = (None, None) if document_ids is None else document_bounds(document_ids)
+    ctx.band, ctx.documents = (lo, hi), (first, last)
+    ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    ctx.precision = precision
+
+
+class FlashAttention2(Function):
+    """Triton FlashAttention-2: `apply(q, k, v, is_causal=False)` → o, of q's shape.
+
+    Further positional options: scale, window, alignment, precision, document_ids; see `flash_attention`. Where Triton
+    cannot run the plain-torch tiles are used instead. Saved: q, k, v, o, and the log-sum-exp of shape `q.shape[:-1]`.
+
+    Source: Dao, FlashAttention-2 (2023).
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="ieee",
+                document_ids=None):
+        ctx.input_dtypes = q.dtype, k.dtype, v.dtype
+        q, k, v = _autocast(q, k, v)
+        check_inputs(q, k, v)
+        _setup(ctx, q, k, is_causal, scale, window, alignment, precision, document_ids)
+        o, lse = ops.forward_op(*_four_d(q, k, v), *ctx.band, ctx.scale, precision, *ctx.documents)
+        o, lse = o.view(q.shape), lse.view(q.shape[:-1])
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        grads = ops.backward_op(*_four_d(q, k, v, o), lse.view(_four_d(q)[0].shape[:-1]), *_four_d(do.to(o.dtype)),
+                                *ctx.band, ctx.scale, ctx.precision, *ctx.documents)
+        dq, dk, dv = (g.view(x.shape).to(dtype)
+                      for g, x, dtype in zip(grads, (q, k, v), ctx.input_dtypes, strict=True))
+        return dq, dk, dv, None, None, None, None, None, None
+
+
+class FlashAttention2PyTorch(Function):
+    """The same algorithm in plain torch tiles (`tiled.py`), on any device; float64 too, for `gradcheck`."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="ieee",
+                document_ids=None):
+        ctx.input_dtypes = q.dtype, k.dtype, v.dtype
+        q, k, v = _autocast(q, k, v)
+        check_inputs(q, k, v, (*DTYPES, torch.float64))
+        _setup(ctx, q, k, is_causal, scale, window, alignment, precision, document_ids)
+        o, lse = tiled.forward(*_four_d(q, k, v), Problem(ctx.band, ctx.scale, precision, *ctx.documents))
+        o, lse = o.view(q.shape), lse.view(q.shape[:-1])
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        problem = Problem(ctx.band, ctx.scale, ctx.precision, *ctx.documents)
+        grads = tiled.backward(*_four_d(q, k, v, o), lse, do, problem)
+        dq, dk, dv = (g.view(x.shape).to(dtype)
+                      for g, x, dtype in zip(grads, (q, k, v), ctx.input_dtypes, strict=True))
+        return dq, dk, dv, None, None, None, None, None, None
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
+                    window: int | None = None, alignment: str = "top-left", precision: str = "ieee",
+                    document_ids: Tensor | None = None) -> Tensor:
+    """softmax(scale · q kᵀ + mask) v, without the (T, T) matrix in memory; differentiable in q, k and v.
+
+    Args:
+        q: (B, T, D) or (B, H, T, D), fp32, fp16 or bf16, any strides; 1 ≤ D ≤ 256. Under autocast, cast inside.
+        k, v: (B, Tk, D) or (B, Hk, Tk, D); H a multiple of Hk (grouped-query, multi-query for Hk = 1).
+        causal: query i sees keys j ≤ i + shift.
+        scale: factor of the scores, above 0; None means D ** -0.5.
+        window: query i sees only keys with |j − (i + shift)| ≤ window (itself and `window` positions on each side,
+            the later ones only if not causal); None means no window.
+        alignment: where query 0 stands when Tq ≠ Tk: "top-left" aligns the first positions (shift = 0), "bottom-right"
+            the last ones (shift = Tk − Tq), as for decoding with a cache.
+        precision: products of fp32 inputs: "ieee" fp32, "tf32x3" (three TF32 products, near fp32), or "tf32".
+        document_ids: (B, T) integers for packed sequences, Tq = Tk: positions see each other only within one run of
+            equal ids.
+
+    Returns:
+        (B, T, D) or (B, H, T, D) in q's type (autocast's under autocast). Rows that see no key are 0.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+
+    Source: Dao, FlashAttention-2 (2023). On CUDA tensors, and with TRITON_INTERPRET=1, the Triton kernels run; on other
+    devices the plain-torch tiles. The gradient of a gradient is not defined.
+    """
+    return FlashAttention2.apply(q, k, v, causal, scale, window, alignment, precision, document_ids)
+
+
+def cost(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: torch.dtype, *, causal: bool = False,
+         window: int | None = None, alignment: str = "top-left", backward: bool = False) -> Cost:
+    """FLOPs and bytes one pass must do at the least.
+
+    Args:
+        q_shape, k_shape: as for `flash_attention`.
+        backward: the backward instead of the forward; counted by convention as five products (2.5 × the forward).
+    """
+    *outer, query_count, head_dim = q_shape
+    rows = query_count * int(torch.Size(outer).numel())
+    pairs = visible_pairs(query_count, k_shape[-2], *band(query_count, k_shape[-2], causal, window, alignment))
+    flops = 4 * torch.Size(outer).numel() * head_dim * pairs
+    q_bytes = rows * head_dim * dtype.itemsize
+    k_bytes = torch.Size(k_shape).numel() * dtype.itemsize
+    lse_bytes = 4 * rows
+    if backward:  # read q, k, v, o, do, lse; write dq, dk, dv
+        return Cost(2.5 * flops, 4 * q_bytes + 4 * k_bytes + lse_bytes)
+    return Cost(flops, 2 * q_bytes + 2 * k_bytes + lse_bytes)

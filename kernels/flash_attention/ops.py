@@ -1,0 +1,81 @@
+"""The launches as `torch.library` custom operators, so that `torch.compile` sees two opaque calls and no graph break.
+
+Both take (B, H, T, D) tensors and run the Triton kernels where those can run, the tiled plain-torch code elsewhere.
+They have no autograd formula: `function.py` holds the autograd Functions.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .. import _triton
+from . import configs, tiled
+from .options import Problem, visible_pairs
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    """The kernels take any strides but need a contiguous last dimension; an expanded dO, say, is copied here."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+@torch.library.custom_op("distlab_kernels::flash_attention_forward", mutates_args=())
+def forward_op(q: Tensor, k: Tensor, v: Tensor, lo: int | None, hi: int | None, scale: float, precision: str,
+               doc_first: Tensor | None, doc_last: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q (B, H, Tq, D), k and v (B, Hk, Tk, D) → o like q, lse (B, H, Tq) fp32."""
+    problem = Problem((lo, hi), scale, precision, doc_first, doc_last)
+    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+    o = torch.empty_like(q)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    if q.numel() == 0 or k.numel() == 0:
+        return o.zero_(), lse.fill_(float("-inf"))
+    if not _triton.runs_triton(q):
+        o_tiled, lse_tiled = tiled.forward(q, k, v, problem)
+        return o.copy_(o_tiled), lse.copy_(lse_tiled)
+    from .forward import launch_forward  # Triton may be missing where this is never reached
+
+    launch_forward(q, k, v, o, lse, problem, configs.choose("forward", q, k, problem.has_hi))
+    return o, lse
+
+
+@forward_op.register_fake
+def _(q, k, v, lo, hi, scale, precision, doc_first, doc_last):
+    return torch.empty_like(_rows_contiguous(q)), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("distlab_kernels::flash_attention_backward", mutates_args=())
+def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, lo: int | None, hi: int | None,
+                scale: float, precision: str, doc_first: Tensor | None, doc_last: Tensor | None,
+                ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v from what the forward saved and do (B, H, Tq, D)."""
+    problem = Problem((lo, hi), scale, precision, doc_first, doc_last)
+    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    if not _triton.runs_triton(q):
+        for out, grad in zip((dq, dk, dv), tiled.backward(q, k, v, o, lse, do, problem), strict=True):
+            out.copy_(grad)
+        return dq, dk, dv
+    from .backward import launch_backward
+
+    launch_backward(q, k, v, _rows_contiguous(o), lse.contiguous(), _rows_contiguous(do), dq, dk, dv, problem,
+                    configs.choose("dkdv", q, k, problem.has_hi), configs.choose("dq", q, k, problem.has_hi))
+    return dq, dk, dv
+
+
+@backward_op.register_fake
+def _(q, k, v, o, lse, do, lo, hi, scale, precision, doc_first, doc_last):
+    return tuple(torch.empty_like(_rows_contiguous(x)) for x in (q, k, v))
+
+
+@register_flop_formula(torch.ops.distlab_kernels.flash_attention_forward)
+def forward_flops(q, k, v, lo, hi, *_, out_shape=None, **__) -> int:
+    """Two products per visible pair; document masks are not looked into."""
+    batch, heads, query_count, head_dim = q
+    return 4 * batch * heads * head_dim * visible_pairs(query_count, k[2], lo, hi)
+
+
+@register_flop_formula(torch.ops.distlab_kernels.flash_attention_backward)
+def backward_flops(q, k, v, o, lse, do, lo, hi, *_, out_shape=None, **__) -> int:
+    """Five products per visible pair, the convention, although the two-pass backward computes seven."""
+    return forward_flops(q, k, v, lo, hi) * 5 // 2

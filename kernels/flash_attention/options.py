@@ -1,0 +1,144 @@
+"""What one attention call means: the mask as a band, the scale, the arithmetic; and the checks on what users pass."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PRECISIONS = ("ieee", "tf32x3", "tf32")
+ALIGNMENTS = ("top-left", "bottom-right")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call in the form the kernels take: key k is visible to query q iff q − lo ≤ k ≤ q + hi, same document.
+
+    Args:
+        lo, hi: the band; None leaves that side open.
+        doc_first, doc_last: (B, T) int32, first and one past the last position of each position's document, or None.
+        scale: multiplies Q Kᵀ; positive.
+        precision: arithmetic of fp32 products, one of PRECISIONS; without effect on fp16 and bf16.
+    """
+
+    band: tuple[int | None, int | None]
+    scale: float
+    precision: str = "ieee"
+    doc_first: torch.Tensor | None = None
+    doc_last: torch.Tensor | None = None
+
+    @property
+    def has_lo(self) -> bool:
+        return self.band[0] is not None
+
+    @property
+    def has_hi(self) -> bool:
+        return self.band[1] is not None
+
+    @property
+    def has_doc(self) -> bool:
+        return self.doc_first is not None
+
+    @property
+    def lo(self) -> int:
+        return self.band[0] if self.has_lo else 0
+
+    @property
+    def hi(self) -> int:
+        return self.band[1] if self.has_hi else 0
+
+
+def band(query_count: int, key_count: int, causal: bool, window: int | None,
+         alignment: str) -> tuple[int | None, int | None]:
+    """(lo, hi) of the band; `shift` is where query 0 stands among the keys."""
+    shift = key_count - query_count if alignment == "bottom-right" else 0
+    lo = None if window is None else window - shift
+    hi = shift if causal else (None if window is None else window + shift)
+    return lo, hi
+
+
+def visible_pairs(query_count: int, key_count: int, lo: int | None, hi: int | None) -> int:
+    """Number of (query, key) pairs in the band, in closed form: Σ_q |[max(0, q − lo), min(T_k − 1, q + hi)]|."""
+
+    def below(offset: int) -> int:
+        """Σ_q min(max(q + offset, 0), T_k): keys before position q + offset, summed over queries."""
+        start = min(max(-offset, 0), query_count)  # first query that sees one
+        stop = min(max(key_count - offset, start), query_count)  # first query that sees all
+        rising = (start + offset + stop - 1 + offset) * (stop - start) // 2
+        return rising + (query_count - stop) * key_count
+
+    upper = query_count * key_count if hi is None else below(hi + 1)
+    lower = 0 if lo is None else below(-lo)
+    return max(upper - lower, 0)
+
+
+def document_bounds(document_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and one past the last position of the run of equal ids around each position; (B, T) → two (B, T) int32."""
+    count = document_ids.shape[1]
+    position = torch.arange(count, device=document_ids.device).expand(document_ids.shape)
+    changes = document_ids[:, 1:] != document_ids[:, :-1]
+    edge = torch.ones_like(document_ids[:, :1], dtype=torch.bool)
+    first = torch.where(torch.cat([edge, changes], 1), position, 0).cummax(1).values
+    after = torch.where(torch.cat([changes, edge], 1), position + 1, count)
+    last = after.flip(1).cummin(1).values.flip(1)
+    return first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
+
+
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+    """Raise for tensors that do not belong together; the message names the argument and what is allowed."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in dtypes:
+            allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+            raise ValueError(f"{name} has dtype {tensor.dtype}; allowed: {allowed}")
+    if q.dim() not in (3, 4):
+        raise ValueError(f"q has shape {tuple(q.shape)}; allowed: (batch, seq, d) or (batch, heads, seq, d)")
+    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"q has head dim {q.shape[-1]}; allowed: 1 to {MAX_HEAD_DIM}")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}; all inputs must be on one device")
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}, q {q.dtype}; all inputs must have one dtype")
+        if tensor.dim() != q.dim():
+            raise ValueError(f"{name} has {tensor.dim()} dimensions, q {q.dim()}; all inputs must have as many")
+        if tensor.shape[-1] != q.shape[-1]:
+            raise ValueError(f"{name} has head dim {tensor.shape[-1]}, q {q.shape[-1]}; they must be equal")
+        if tensor.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has batch {tensor.shape[0]}, q {q.shape[0]}; they must be equal")
+    if k.shape != v.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they must be equal")
+    if q.dim() == 4 and q.shape[1] != k.shape[1]:
+        if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+            raise ValueError(f"k has {k.shape[1]} heads and q {q.shape[1]}; q's must be a multiple of k's")
+
+
+def check_options(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, window: int | None,
+                  alignment: str, precision: str, document_ids: torch.Tensor | None) -> None:
+    """Raise for option values that are not allowed; tensors have passed `check_inputs`."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}")
+    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale is {scale!r}; allowed: a finite number above 0, or None for 1/sqrt(head dim)")
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, int | torch.SymInt):
+            raise TypeError(f"window must be an int or None, got {window!r}")
+        if window < 0:
+            raise ValueError(f"window is {window}; allowed: 0 or more, or None for no window")
+    if alignment not in ALIGNMENTS:
+        raise ValueError(f"alignment is {alignment!r}; allowed: {', '.join(ALIGNMENTS)}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; allowed: {', '.join(PRECISIONS)}")
+    if document_ids is None:
+        return
+    if not isinstance(document_ids, torch.Tensor) or document_ids.is_floating_point():
+        raise TypeError("document_ids must be an integer tensor or None")
+    if document_ids.device != q.device:
+        raise ValueError(f"document_ids is on {document_ids.device}, q on {q.device}; they must be on one device")
+    if q.shape[-2] != k.shape[-2]:
+        raise ValueError(f"document_ids needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}")
+    if tuple(document_ids.shape) != (q.shape[0], q.shape[-2]):
+        raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}; allowed: (batch, seq) = "
+                         f"({q.shape[0]}, {q.shape[-2]})")

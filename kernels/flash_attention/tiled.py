@@ -1,0 +1,100 @@
+"""FlashAttention-2 in plain torch: the tiled algorithm, to be read beside the paper's pseudocode.
+
+Shapes inside this file: q (B, Hk, G, Tq, D), k and v (B, Hk, 1, Tk, D), where G query heads share one key head;
+lse (B, Hk, G, Tq). Statistics are float32, or float64 for float64 inputs (which makes `gradcheck` possible).
+It runs on any device and is what the public function uses on a CPU. It is a reference, not fast.
+
+Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from .options import Problem
+
+BLOCK = 64
+
+
+def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(B, H, T, D) tensors → the grouped shapes above, in the type of the statistics."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    groups = q.shape[1] // max(k.shape[1], 1)
+    return q.to(wide).unflatten(1, (k.shape[1], groups)), k.to(wide).unsqueeze(2), v.to(wide).unsqueeze(2)
+
+
+def _seen(rows: torch.Tensor, cols: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """The mask of one tile, (1 or B, 1, 1, rows, cols)."""
+    distance = cols[None, :] - rows[:, None]
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if problem.has_lo:
+        seen &= distance >= -problem.lo
+    if problem.has_hi:
+        seen &= distance <= problem.hi
+    seen = seen[None]
+    if problem.has_doc:
+        seen = seen & (cols >= problem.doc_first[:, rows, None]) & (cols < problem.doc_last[:, rows, None])
+    return seen[:, None, None]
+
+
+def _tiles(count: int, device: torch.device) -> Iterator[torch.Tensor]:
+    for start in range(0, count, BLOCK):
+        yield torch.arange(start, min(start + BLOCK, count), device=device)
+
+
+def _skipped(rows: torch.Tensor, cols: torch.Tensor, problem: Problem) -> bool:
+    """Whether the band hides the whole tile, so that it is never visited."""
+    above = problem.has_hi and cols[0] > rows[-1] + problem.hi
+    below = problem.has_lo and cols[-1] < rows[0] - problem.lo
+    return bool(above or below)
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, H, Tq, D), k and v (B, Hk, Tk, D) → o like q, lse (B, H, Tq) in float32 (float64 for float64)."""
+    out_dtype = q.dtype
+    q, k, v = _grouped(q, k, v)
+    o = torch.zeros_like(q)
+    lse = q.new_full(q.shape[:-1], float("-inf"))
+    for rows in _tiles(q.shape[-2], q.device):
+        row_max = q.new_full((*q.shape[:-2], len(rows)), float("-inf"))
+        row_sum = torch.zeros_like(row_max)
+        acc = torch.zeros_like(q[..., rows, :])
+        for cols in _tiles(k.shape[-2], q.device):
+            if _skipped(rows, cols, problem):
+                continue
+            s = problem.scale * q[..., rows, :] @ k[..., cols, :].mT
+            s = s.masked_fill(~_seen(rows, cols, problem), float("-inf"))
+            new_max = torch.maximum(row_max, s.amax(-1))
+            shift = new_max.masked_fill(new_max == float("-inf"), 0.0)  # no key seen yet: any finite shift will do
+            p = torch.exp(s - shift[..., None])
+            shrink = torch.exp(row_max - shift)
+            row_sum = row_sum * shrink + p.sum(-1)
+            acc = acc * shrink[..., None] + p @ v[..., cols, :]
+            row_max = new_max
+        empty = row_sum == 0
+        o[..., rows, :] = acc / row_sum.masked_fill(empty, 1.0)[..., None]
+        lse[..., rows] = (row_max + torch.log(row_sum)).masked_fill(empty, float("-inf"))
+    return o.flatten(1, 2).to(out_dtype), lse.flatten(1, 2)
+
+
+def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+             do: torch.Tensor, problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Recompute P from the log-sum-exp, tile by tile, and return dq, dk, dv in the types of q, k, v."""
+    out_dtype = q.dtype
+    q, k, v = _grouped(q, k, v)
+    do = do.to(q.dtype).reshape(q.shape)
+    delta = (do * o.to(q.dtype).reshape(q.shape)).sum(-1)
+    lse = lse.reshape(delta.shape).masked_fill(lse.reshape(delta.shape) == float("-inf"), float("inf"))
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for cols in _tiles(k.shape[-2], q.device):
+        for rows in _tiles(q.shape[-2], q.device):
+            if _skipped(rows, cols, problem):
+                continue
+            s = problem.scale * q[..., rows, :] @ k[..., cols, :].mT
+            p = torch.exp(s - lse[..., rows, None]).masked_fill(~_seen(rows, cols, problem), 0.0)
+            dv[..., cols, :] += (p.mT @ do[..., rows, :]).sum(2, keepdim=True)
+            dp = do[..., rows, :] @ v[..., cols, :].mT
+            ds = p * (dp - delta[..., rows, None])
+            dq[..., rows, :] += problem.scale * ds @ k[..., cols, :]
+            dk[..., cols, :] += problem.scale * (ds.mT @ q[..., rows, :]).sum(2, keepdim=True)
+    return dq.flatten(1, 2).to(out_dtype), dk.squeeze(2).to(out_dtype), dv.squeeze(2).to(out_dtype)
