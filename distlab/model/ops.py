@@ -1,8 +1,8 @@
 """Which implementation of each operation the model uses.
 
 The Transformer calls its operations through an `Ops` record, so that a hand-written kernel takes the place of
-a torch operation without a line of the model changing. Everything here is plain torch; the functions double
-as the references that faster implementations are compared with.
+a torch operation without a line of the model changing. The functions here are plain torch and
+double as the references that faster implementations are compared with.
 
 Shapes: `B` batch, `T` sequence, `V` vocabulary, `H` heads, `D` width of a head, `d` any width.
 """
@@ -10,6 +10,7 @@ Shapes: `B` batch, `T` sequence, `V` vocabulary, `H` heads, `D` width of a head,
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -117,18 +118,31 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets_BT.flatten())
 
 
-_ATTENTION = {"naive": naive_attention, "sdpa": sdpa_attention}
+def _flash_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """This lab's Triton kernel, imported only when asked for: the other choices work without Triton."""
+    if not torch.cuda.is_available():
+        raise ValueError("attention='flash' needs a CUDA device and there is none; choose sdpa or naive")
+    try:
+        from kernels.flash_attention import flash_attention
+    except ImportError as error:
+        raise ValueError(f"attention='flash' needs Triton ({error}); install it, or choose sdpa") from error
+    return partial(flash_attention, causal=True)
 
 
 def get_ops(attention: str = "sdpa") -> Ops:
     """The operations for a model.
 
     Args:
-        attention: `naive` (plain torch, the reference) or `sdpa` (torch's fused kernels).
+        attention: `naive` (plain torch, the reference), `sdpa` (torch's fused kernels) or `flash`
+            (`kernels.flash_attention`; CUDA only).
 
     Raises:
-        ValueError: an implementation that does not exist (the message lists those that do).
+        ValueError: no such implementation, or one that cannot run here; the message says what to choose.
     """
-    if attention not in _ATTENTION:
+    if attention not in ATTENTION_CHOICES:
         raise ValueError(f"attention={attention!r}: choose one of {', '.join(ATTENTION_CHOICES)}")
-    return Ops(_ATTENTION[attention], rms_norm, swiglu, rope, cross_entropy)
+    if attention == "flash":
+        function = _flash_attention()
+    else:
+        function = naive_attention if attention == "naive" else sdpa_attention
+    return Ops(function, rms_norm, swiglu, rope, cross_entropy)

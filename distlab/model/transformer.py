@@ -26,6 +26,27 @@ from distlab.model.config import ModelConfig
 from distlab.model.ops import Ops, get_ops, rope_tables
 
 
+class Linear(nn.Linear):
+    """`nn.Linear` without bias whose weight is left as it is allocated.
+
+    The model draws all parameters itself. torch's own initialisation, thrown away a moment later, would take
+    tens of seconds for 3.4 B parameters on a CPU core, and would move the global generator.
+    """
+
+    def __init__(self, inputs: int, outputs: int, **factory) -> None:
+        super().__init__(inputs, outputs, bias=False, **factory)
+
+    def reset_parameters(self) -> None:
+        """Nothing: see `TransformerLM.reset_parameters`."""
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` left as it is allocated, like `Linear`."""
+
+    def reset_parameters(self) -> None:
+        """Nothing: see `TransformerLM.reset_parameters`."""
+
+
 class RMSNorm(nn.Module):
     """`(..., d) -> (..., d)`; under autocast the output has autocast's dtype, see `ops.rms_norm`."""
 
@@ -46,8 +67,8 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.ops = ops
-        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False, **factory)
-        self.output = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
+        self.qkv = Linear(config.d_model, 3 * config.d_model, **factory)
+        self.output = Linear(config.d_model, config.d_model, **factory)
 
     def forward(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, T, d = x_BTd.shape
@@ -66,9 +87,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:
         super().__init__()
         self.ops = ops
-        self.w1 = nn.Linear(config.d_model, config.d_ff, bias=False, **factory)
-        self.w3 = nn.Linear(config.d_model, config.d_ff, bias=False, **factory)
-        self.w2 = nn.Linear(config.d_ff, config.d_model, bias=False, **factory)
+        self.w1 = Linear(config.d_model, config.d_ff, **factory)
+        self.w3 = Linear(config.d_model, config.d_ff, **factory)
+        self.w2 = Linear(config.d_ff, config.d_model, **factory)
 
     def forward(self, x_BTd: Tensor) -> Tensor:
         return self.w2(self.ops.swiglu(self.w1(x_BTd), self.w3(x_BTd)))
@@ -121,17 +142,14 @@ class TransformerLM(nn.Module):
         super().__init__()
         self.config = config
         self.checkpoint_blocks = checkpoint_blocks
-        # Everything is laid out on meta first: torch's own initialisation of 3.4 B parameters, thrown away a
-        # moment later, would take tens of seconds on a CPU core.
-        factory = {"device": "meta", "dtype": dtype}
+        factory = {"device": device, "dtype": dtype}
         ops = get_ops(config.attention)
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model, **factory)
+        self.embedding = Embedding(config.vocab_size, config.d_model, **factory)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, ops, **factory) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps, ops, **factory)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False, **factory)
+        self.head = Linear(config.d_model, config.vocab_size, **factory)
         self._tie()
-        self.to_empty(device=torch.get_default_device() if device is None else device)
         self.reset_parameters(seed)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:

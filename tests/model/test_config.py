@@ -1,0 +1,70 @@
+"""Sizes: the closed form of the parameter count, and what is refused."""
+
+import pytest
+
+from distlab.model import PRESETS, ModelConfig, TransformerLM, preset
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", PRESETS)
+def test_num_parameters_is_what_the_model_has(name, tied):
+    config = preset(name, tie_embeddings=tied)
+    model = TransformerLM(config, device="meta")
+    assert config.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_true_sizes_behind_the_names():
+    assert round(PRESETS["10B"].num_parameters / 1e9, 1) == 12.8
+    assert round(PRESETS["xl"].num_parameters / 1e9, 2) == 3.41
+    assert round(PRESETS["medium"].num_parameters / 1e9, 2) == 0.42
+
+
+def test_presets_of_the_handouts():
+    shapes = {name: (c.d_model, c.d_ff, c.num_layers, c.num_heads) for name, c in PRESETS.items()}
+    assert shapes.pop("tiny")
+    assert shapes == {
+        "small": (768, 3072, 12, 12),
+        "medium": (1024, 4096, 24, 16),
+        "large": (1280, 5120, 36, 20),
+        "xl": (2560, 10240, 32, 32),
+        "10B": (4608, 12288, 50, 36),
+        "gpt2-xl": (1600, 6400, 48, 25),
+    }
+    assert {c.vocab_size for c in PRESETS.values()} == {10_000}
+
+
+def test_overrides_replace_and_are_checked():
+    assert preset("small", context_length=64).context_length == 64
+    assert PRESETS["small"].context_length == 512
+    with pytest.raises(ValueError, match=r"dropout=1\.5"):
+        preset("small", dropout=1.5)
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(ValueError, match=r"'huge'.*tiny.*small.*10B.*gpt2-xl"):
+        preset("huge")
+    with pytest.raises(ValueError, match=r"'depth'.*d_model.*num_layers"):
+        preset("small", depth=3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("d_model", 0, "d_model=0"),
+        ("num_layers", 1.5, r"num_layers=1\.5"),
+        ("vocab_size", True, "vocab_size=True"),
+        ("num_heads", 3, "not a multiple of num_heads=3"),
+        ("num_heads", 64, "odd width 1"),
+        ("context_length", -1, "context_length=-1"),
+        ("rope_theta", 0.0, "rope_theta"),
+        ("norm_eps", float("nan"), "norm_eps=nan"),
+        ("dropout", -0.1, "dropout"),
+        ("dropout", float("nan"), "dropout=nan"),
+        ("attention", "fast", "naive, sdpa, flash"),
+    ],
+)
+def test_refusals_say_what_is_allowed(field, value, message):
+    good = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    ModelConfig(**good)
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**{**good, field: value})

@@ -1,0 +1,148 @@
+"""Each operation against its formula, and how it behaves under autocast."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from distlab.model import get_ops, ops
+
+# fp32 sums of a few dozen terms of size 1 taken in another order: errors of a few 1e-7 each.
+FP32 = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def _qkv(*shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def _explicit_attention(q, k, v):
+    """One query at a time, over the keys it may see."""
+    rows = []
+    for t in range(q.shape[-2]):
+        scores = (k[..., : t + 1, :] * q[..., t : t + 1, :]).sum(-1) / math.sqrt(q.shape[-1])
+        rows.append((torch.softmax(scores, -1)[..., None] * v[..., : t + 1, :]).sum(-2))
+    return torch.stack(rows, dim=-2)
+
+
+@pytest.mark.parametrize("name", ["naive", "sdpa"])
+def test_attention_and_its_gradients(name):
+    inputs = _qkv(2, 3, 17, 8)
+    expected = _explicit_attention(*inputs)
+    out = get_ops(name).attention(*inputs)
+    torch.testing.assert_close(out, expected, **FP32)
+    upstream = torch.linspace(-1, 1, out.numel()).view_as(out)
+    for ours, theirs in zip(
+        torch.autograd.grad(out, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, **FP32)
+
+
+def test_naive_attention_keeps_its_softmax_in_fp32():
+    q, k, v = _qkv(1, 1, 64, 16, dtype=torch.bfloat16)
+    out = ops.naive_attention(q, k, v)
+    exact = ops.naive_attention(q.double(), k.double(), v.double())
+    assert out.dtype is torch.bfloat16
+    # Scores, weights and result are each rounded to bf16, by up to 2^-8 = 0.4 % of values of size 1 to 4.
+    torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
+
+
+def test_flash_is_refused_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"CUDA device.*choose sdpa"):
+        get_ops("flash")
+
+
+def test_flash_is_causal_attention(monkeypatch):
+    pytest.importorskip("kernels.flash_attention")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    inputs = _qkv(1, 2, 20, 16)
+    # On CPU tensors the kernel's plain-torch tiles answer.
+    torch.testing.assert_close(get_ops("flash").attention(*inputs), _explicit_attention(*inputs), **FP32)
+
+
+def test_unknown_attention_lists_the_choices():
+    with pytest.raises(ValueError, match=r"'fast'.*naive, sdpa, flash"):
+        get_ops("fast")
+
+
+def test_rms_norm_formula():
+    x = torch.randn(3, 5, 16, dtype=torch.float64)
+    weight = torch.randn(16, dtype=torch.float64)
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 0.1).sqrt() * weight
+    torch.testing.assert_close(ops.rms_norm(x, weight, 0.1), expected)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_under_autocast_is_quiet_and_precise(x_dtype):
+    x = (torch.randn(4, 1024) * 1000).to(x_dtype)
+    weight = torch.rand(1024) + 0.5
+    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16):
+        warnings.simplefilter("error")
+        out = ops.rms_norm(x, weight, 1e-5)
+    assert out.dtype is torch.bfloat16
+    exact = ops.rms_norm(x.double(), weight.double(), 1e-5)
+    # Statistics in fp32: only the result is rounded, by at most half a unit in bf16's last place, 2^-8.
+    torch.testing.assert_close(out.double(), exact, atol=0, rtol=2**-7.99)
+
+
+def test_rms_norm_without_autocast_keeps_the_dtype_of_its_input():
+    weight = torch.ones(8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert ops.rms_norm(torch.ones(2, 8, dtype=dtype), weight, 1e-5).dtype is dtype
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops.rms_norm(torch.ones(2, 8, dtype=torch.float64), weight, 1e-5).dtype is torch.float64
+
+
+def test_rope_turns_by_the_distance_only():
+    # Dot products of turned queries and keys depend on the difference of their positions: shift both by one.
+    D, T = 8, 12
+    cos, sin = ops.rope_tables(T, D, 100.0, torch.device("cpu"))
+    q, k = torch.randn(D), torch.randn(D)
+    turned_q = ops.rope(q.expand(T, D), cos, sin)
+    turned_k = ops.rope(k.expand(T, D), cos, sin)
+    products = turned_q @ turned_k.T
+    torch.testing.assert_close(products[1:, 1:], products[:-1, :-1], **FP32)
+    assert not torch.allclose(products[0, 1], products[1, 0], atol=1e-3)
+    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(T), **FP32)
+    torch.testing.assert_close(turned_q[0], q)
+
+
+def test_rope_angles():
+    # Pair i of position t is turned by t·theta^(-2i/D): one plane at a time, as complex numbers.
+    D, T, theta = 6, 5, 50.0
+    x = torch.randn(2, T, D, dtype=torch.float64)
+    cos, sin = ops.rope_tables(T, D, theta, torch.device("cpu"))
+    assert cos.dtype is torch.float32
+    out = ops.rope(x, cos, sin)
+    for i in range(D // 2):
+        angle = torch.arange(T, dtype=torch.float64) * theta ** (-2 * i / D)
+        turned = torch.complex(x[..., i], x[..., i + D // 2]) * torch.polar(torch.ones_like(angle), angle)
+        torch.testing.assert_close(out[..., i], turned.real, **FP32)
+        torch.testing.assert_close(out[..., i + D // 2], turned.imag, **FP32)
+
+
+def test_rope_tables_stay_exact_under_autocast():
+    expected = ops.rope_tables(512, 64, 10_000.0, torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        for ours, theirs in zip(
+            ops.rope_tables(512, 64, 10_000.0, torch.device("cpu")), expected, strict=True
+        ):
+            assert torch.equal(ours, theirs)
+
+
+def test_swiglu_formula():
+    gate, up = torch.randn(3, 4), torch.randn(3, 4)
+    torch.testing.assert_close(ops.swiglu(gate, up), gate / (1 + (-gate).exp()) * up)
+
+
+def test_cross_entropy_is_the_token_mean_in_fp32():
+    logits, targets = torch.randn(2, 3, 7).bfloat16(), torch.tensor([[1, 2, 3], [4, 5, -100]])
+    loss = ops.cross_entropy(logits, targets)
+    assert loss.dtype is torch.float32
+    picked = F.log_softmax(logits.float(), -1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(loss, -picked.flatten()[:-1].mean())

@@ -1,0 +1,282 @@
+"""The model, and what data parallelism relies on: order, no buffers, seeds, torch's tools."""
+
+import contextlib
+import math
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
+from distlab.model.ops import rms_norm, rope_tables
+
+CONFIG = ModelConfig(d_model=32, d_ff=48, num_layers=2, num_heads=2, vocab_size=61, context_length=16)
+
+
+def _config(**changes):
+    return ModelConfig(**{**vars(CONFIG), **changes})
+
+
+def _batch(T=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    sequence = torch.randint(CONFIG.vocab_size, (3, T + 1), generator=generator)
+    return sequence[:, :-1], sequence[:, 1:]
+
+
+def _gradients(model, autocast=False):
+    tokens, targets = _batch()
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        loss = cross_entropy(model(tokens), targets)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def _explicit_logits(model, tokens):
+    """The formula of the module's docstring written out, one head and one position at a time."""
+    p = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    config, T = model.config, tokens.shape[1]
+    cos, sin = (table.double() for table in rope_tables(T, config.head_dim, config.rope_theta, tokens.device))
+    half, D = config.head_dim // 2, config.head_dim
+
+    def turn(x):
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    x = p["embedding.weight"][tokens]
+    for i in range(config.num_layers):
+        block = {name.removeprefix(f"blocks.{i}."): value for name, value in p.items()}
+        h = rms_norm(x, block["attention_norm.weight"], config.norm_eps) @ block["attention.qkv.weight"].T
+        heads = []
+        for head in range(config.num_heads):
+            q, k, v = (part[..., head * D : (head + 1) * D] for part in h.chunk(3, dim=-1))
+            q, k = turn(q), turn(k)
+            seen = [
+                torch.softmax(q[:, t : t + 1] @ k[:, : t + 1].transpose(1, 2) / math.sqrt(D), -1)
+                @ v[:, : t + 1]
+                for t in range(T)
+            ]
+            heads.append(torch.cat(seen, dim=1))
+        x = x + torch.cat(heads, dim=-1) @ block["attention.output.weight"].T
+        h = rms_norm(x, block["feed_forward_norm.weight"], config.norm_eps)
+        gate, up = h @ block["feed_forward.w1.weight"].T, h @ block["feed_forward.w3.weight"].T
+        x = x + (gate * gate.sigmoid() * up) @ block["feed_forward.w2.weight"].T
+    return rms_norm(x, p["norm.weight"], config.norm_eps) @ p["head.weight"].T
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+def test_forward_is_the_formula(attention):
+    model = TransformerLM(_config(attention=attention), dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():  # initial matrices are too small to show a mistake
+            parameter.add_(torch.randn_like(parameter) / 4)
+    tokens, _ = _batch()
+    # The rotary tables are fp32 on both sides; all else is fp64.
+    torch.testing.assert_close(model(tokens), _explicit_logits(model, tokens), atol=1e-9, rtol=1e-9)
+
+
+def test_the_future_is_not_seen():
+    model = TransformerLM(CONFIG, dtype=torch.float64)
+    tokens, _ = _batch()
+    changed = tokens.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % CONFIG.vocab_size
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.equal(before[:, 9], after[:, 9])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("checkpoint_blocks", [False, True])
+@pytest.mark.parametrize(
+    "changes", [{}, {"attention": "naive"}, {"dropout": 0.1}, {"tie_embeddings": True}], ids=str
+)
+def test_gradients_become_ready_in_reverse_registration_order(changes, checkpoint_blocks, autocast):
+    model = TransformerLM(_config(**changes), checkpoint_blocks=checkpoint_blocks)
+    ready = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
+    _gradients(model, autocast)
+    assert ready == [name for name, _ in model.named_parameters()][::-1]
+
+
+def test_there_is_nothing_but_parameters_to_keep_in_step():
+    model = TransformerLM(CONFIG)
+    assert list(model.buffers()) == []
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert isinstance(model.blocks, torch.nn.ModuleList)
+
+
+def _put(parameter, value, *_):
+    """A hook that overwrites a parameter."""
+    parameter.data.copy_(value)
+
+
+def test_every_parameter_is_used_by_its_owners_forward_only():
+    # Sharding gathers a module's weight around that module's forward: elsewhere there is none.
+    model = TransformerLM(CONFIG)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            full = parameter.detach().clone()
+            module.register_forward_pre_hook(partial(_put, parameter, full))
+            module.register_forward_hook(partial(_put, parameter, float("nan") * full))
+            parameter.data.fill_(float("nan"))
+            assert name == "weight"
+    with torch.no_grad():
+        assert torch.equal(model(_batch()[0]), TransformerLM(CONFIG)(_batch()[0]))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_by_way_of_meta_is_direct_construction(tied):
+    config = _config(tie_embeddings=tied)
+    direct = TransformerLM(config, seed=5)
+    late = TransformerLM(config, device="meta")
+    assert all(parameter.is_meta for parameter in late.parameters())
+    late.to_empty(device="cpu")
+    late.reset_parameters(5)
+    for (name, ours), (_, theirs) in zip(late.named_parameters(), direct.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert (late.head.weight is late.embedding.weight) == tied
+    assert (direct.head.weight is direct.embedding.weight) == tied
+
+
+def test_parameters_depend_on_the_seed_alone():
+    torch.manual_seed(1)
+    first = TransformerLM(CONFIG, seed=3)
+    drawn = torch.rand(())
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(()), drawn)  # construction left the global generator alone
+    second = TransformerLM(CONFIG, seed=3)
+    other = TransformerLM(CONFIG, seed=4)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert not torch.equal(first.head.weight, other.head.weight)
+
+
+def test_initial_spread():
+    model = TransformerLM(_config(d_model=128, d_ff=256, num_layers=8))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert torch.equal(parameter, torch.ones_like(parameter))
+            continue
+        writes_residual = name.endswith(("output.weight", "w2.weight"))
+        expected = 0.02 / math.sqrt(16) if writes_residual else 0.02
+        # A standard deviation of n numbers is off by about 1/sqrt(2n), here below 0.8 %; five of those.
+        assert parameter.std().item() == pytest.approx(expected, rel=0.04), name
+        assert abs(parameter.mean().item()) < 5 * expected / math.sqrt(parameter.numel()), name
+    # So the untrained model knows nothing: its loss is ln V.
+    loss, _ = _gradients(model)
+    assert loss.item() == pytest.approx(math.log(CONFIG.vocab_size), abs=0.1)
+
+
+def test_device_and_dtype_of_construction():
+    model = TransformerLM(CONFIG, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model(_batch()[0]).dtype is torch.bfloat16
+    with torch.device("meta"):
+        assert next(TransformerLM(CONFIG).parameters()).is_meta
+    with FakeTensorMode():
+        fake = TransformerLM(preset("10B"), device="cpu")
+        assert fake(torch.zeros(4, 512, dtype=torch.int64)).shape == (4, 512, 10_000)
+
+
+def test_checkpointed_blocks_change_nothing():
+    # Dropout included: recomputation must draw the same mask.
+    model = TransformerLM(_config(dropout=0.2))
+    torch.manual_seed(7)
+    loss, gradients = _gradients(model)
+    model.checkpoint_blocks = True
+    torch.manual_seed(7)
+    again, recomputed = _gradients(model)
+    assert torch.equal(loss, again)
+    assert all(torch.equal(gradients[name], recomputed[name]) for name in gradients)
+
+
+def test_checkpointed_blocks_save_activations():
+    def saved_elements(checkpoint_blocks):
+        count = 0
+
+        def pack(tensor):
+            nonlocal count
+            count += tensor.numel()
+            return tensor
+
+        model = TransformerLM(CONFIG, checkpoint_blocks=checkpoint_blocks)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(_batch()[0])
+        return count
+
+    assert saved_elements(True) < saved_elements(False) / 2
+
+
+def test_dropout_draws_from_the_global_generator():
+    model = TransformerLM(_config(dropout=0.5))
+    tokens, _ = _batch()
+
+    def run(seed):
+        torch.manual_seed(seed)
+        return model(tokens)
+
+    assert torch.equal(run(0), run(0))
+    assert not torch.equal(run(0), run(1))
+    model.eval()
+    assert torch.equal(run(0), run(1))
+
+
+def test_autocast_is_quiet_and_close():
+    model = TransformerLM(CONFIG)
+    loss, gradients = _gradients(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        low_loss, low_gradients = _gradients(model, autocast=True)
+    assert all(gradient.dtype is torch.float32 for gradient in low_gradients.values())
+    assert low_loss.item() == pytest.approx(loss.item(), rel=1e-2)
+    for name, gradient in gradients.items():
+        # bf16 rounds each product by up to 2^-8 = 0.4 %; some ten of them lie one behind another.
+        error = (low_gradients[name] - gradient).norm() / gradient.norm()
+        assert error < 0.05, name
+
+
+@pytest.mark.parametrize("checkpoint_blocks", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiles_without_graph_break(checkpoint_blocks, autocast):
+    model = TransformerLM(CONFIG, checkpoint_blocks=checkpoint_blocks)
+    loss, gradients = _gradients(model, autocast)
+    torch.compiler.reset()
+    # fullgraph=True raises at a break; aot_eager runs the traced forward and backward with torch's kernels.
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    tokens, targets = _batch()
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        compiled_loss = cross_entropy(compiled(tokens), targets)
+    compiled_loss.backward()
+    # The traced backward may sum in another order; bf16 then differs in its last place.
+    tolerance = 2e-2 if autocast else 1e-5
+    torch.testing.assert_close(compiled_loss.detach(), loss, atol=tolerance, rtol=tolerance)
+    for name, parameter in model.named_parameters():
+        difference = (parameter.grad - gradients[name]).norm()
+        assert difference <= tolerance * gradients[name].norm(), name
+
+
+def test_wrong_tokens_are_refused():
+    model = TransformerLM(CONFIG)
+    with pytest.raises(ValueError, match=r"\(1, 17\).*context_length=16"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"\(5,\).*\(batch, sequence\)"):
+        model(torch.zeros(5, dtype=torch.int64))
+    assert model(torch.zeros(1, 5, dtype=torch.int64)).shape == (1, 5, CONFIG.vocab_size)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_same_seed_gives_the_same_model_and_flash_agrees():
+    config = _config(d_model=128, num_heads=2, context_length=128, attention="flash")
+    model = TransformerLM(config, device="cuda", seed=1)
+    reference = TransformerLM(_config(**{**vars(config), "attention": "naive"}), device="cuda", seed=1)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    tokens = torch.randint(config.vocab_size, (2, 128), device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        logits, expected = model(tokens), reference(tokens)
+    # Two honest bf16 attentions: each rounds by up to 2^-8 at several places.
+    error = (logits - expected).float().norm() / expected.float().norm()
+    assert error < 0.02

@@ -1,0 +1,102 @@
+"""Synthetic data: a pure function of seed, rank and step."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.model import ModelConfig, TransformerLM, cross_entropy
+from distlab.train.data import SyntheticTokens
+
+
+def _data(seed=0, rank=0, vocab_size=97, batch_size=3, context_length=11, **options):
+    return SyntheticTokens(vocab_size, batch_size, context_length, seed=seed, rank=rank, **options)
+
+
+@given(st.integers(1, 50), st.integers(1, 4), st.integers(1, 20), st.integers(0, 10**12), st.integers(1, 60))
+def test_shapes_range_and_successors(vocab_size, batch_size, context_length, step, branching):
+    data = _data(
+        vocab_size=vocab_size, batch_size=batch_size, context_length=context_length, branching=branching
+    )
+    tokens, targets = data.batch(step)
+    assert tokens.shape == targets.shape == (batch_size, context_length)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert tokens.is_contiguous()
+    assert targets.is_contiguous()
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert min(tokens.min(), targets.min()) >= 0
+    assert max(tokens.max(), targets.max()) < vocab_size
+    # Every target is one of the possible successors: 1 … branching further on.
+    assert ((targets - tokens - 1) % vocab_size < min(branching, vocab_size)).all()
+
+
+def test_a_batch_does_not_depend_on_what_was_drawn_before():
+    straight, jumping = _data(), _data()
+    torch.manual_seed(0)
+    expected = [straight.batch(step) for step in range(5)]
+    for step in (4, 1, 4, 0, 3, 2):
+        torch.manual_seed(step)  # nor on torch's generator
+        tokens, targets = jumping.batch(step)
+        assert torch.equal(tokens, expected[step][0])
+        assert torch.equal(targets, expected[step][1])
+
+
+def test_seeds_ranks_and_steps_all_matter():
+    batches = {
+        tuple(_data(seed=seed, rank=rank).batch(step)[0].flatten().tolist())
+        for seed in range(4)
+        for rank in range(4)
+        for step in range(4)
+    }
+    assert len(batches) == 64
+
+
+def test_all_tokens_are_equally_frequent():
+    tokens, _ = _data(vocab_size=16, batch_size=64, context_length=64).batch(0)
+    counts = torch.bincount(tokens.flatten(), minlength=16).double()
+    # 64 starts, each followed by a walk of about ten rounds over 16 tokens: within a third of the mean.
+    assert (counts / counts.mean() - 1).abs().max() < 1 / 3
+
+
+def test_it_can_be_learnt_down_to_its_floor():
+    data = _data(vocab_size=8, batch_size=16, context_length=16, branching=2)
+    assert data.loss_floor == pytest.approx(math.log(2))
+    model = TransformerLM(ModelConfig(32, 64, 1, 2, vocab_size=8, context_length=16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(60):
+        tokens, targets = data.batch(step)
+        loss = cross_entropy(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # From ln 8 = 2.08 to near ln 2 = 0.69; below it would mean that targets leak into tokens.
+    assert data.loss_floor - 0.05 < loss.item() < data.loss_floor + 0.15
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": -1}, "seed=-1"),
+        ({"rank": -1}, "rank=-1"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"context_length": 0}, "context_length=0"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"branching": 0}, "branching=0"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(ValueError, match=message):
+        _data(**options)
+    with pytest.raises(ValueError, match="step=-1"):
+        _data().batch(-1)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_the_same_batch():
+    tokens, targets = _data(device="cuda").batch(3)
+    expected = _data().batch(3)
+    assert tokens.is_cuda
+    assert torch.equal(tokens.cpu(), expected[0])
+    assert torch.equal(targets.cpu(), expected[1])
