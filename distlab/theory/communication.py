@@ -111,13 +111,15 @@ def torch_ddp(
     bucket_cap_mb: float = 25.0,
     dtypes: Sequence[Hashable] | None = None,
 ) -> CommunicationVolume:
-    """What torch's DistributedDataParallel sends from its second step on, all parameters used, no buffers.
+    """What torch's DistributedDataParallel sends once it has settled, all parameters used, no buffers.
 
-    torch rebuilds its buckets after the first step in the order in which gradients became ready, here reverse
-    registration order. A bucket closes *with* the gradient that brings it to its limit (so it may exceed it),
-    and per dtype the first bucket's limit differs from the others'. In the first step, with defaults, there
-    is one bucket per dtype. Source: `torch/nn/parallel/distributed.py` (`_BucketCapacityConfig`) and
-    `compute_bucket_assignment_by_size` in `torch/csrc/distributed/c10d/reducer.cpp`, 2.13.
+    torch rebuilds its buckets in the order in which gradients became ready, here reverse registration order.
+    A bucket closes *with* the gradient that brings it to its limit (so it may exceed it), and per dtype the
+    first bucket's limit differs from the others'. Settled means from the third step on, with `static_graph`
+    from the fourth: until then there is one bucket per dtype, the rebuilding step also broadcasts the new
+    order, and the first step of a static graph also all-reduces which parameters are used. Source:
+    `torch/nn/parallel/distributed.py` (`_BucketCapacityConfig`) and `compute_bucket_assignment_by_size` in
+    `torch/csrc/distributed/c10d/reducer.cpp`, 2.13; the steps were seen there.
 
     Args:
         first_bucket_mb: limit of the first bucket, MiB. torch has 1 only where `bucket_cap_mb` was left to
