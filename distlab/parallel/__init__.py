@@ -6,7 +6,6 @@ then knows it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -17,7 +16,7 @@ from distlab.parallel.flat import FlatDDP
 from distlab.parallel.local import Local
 from distlab.parallel.naive import NaiveDDP
 from distlab.parallel.overlap import OverlapDDP
-from distlab.parallel.torch_ddp import TorchDDP
+from distlab.parallel.torch_ddp import TorchDDP, tuned_torch_ddp
 
 __all__ = [
     "STRATEGIES",
@@ -64,8 +63,6 @@ def _local(module: nn.Module, *, process_group: ProcessGroup) -> Local:
     return Local(module)
 
 
-_TUNED = partial(TorchDDP, gradient_as_bucket_view=True, static_graph=True)
-
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
@@ -74,8 +71,8 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("flat", FlatDDP),
         Strategy("overlap", OverlapDDP),
         Strategy("bucketed", BucketedDDP, has_buckets=True),
-        Strategy("torch-ddp", TorchDDP, has_buckets=True, is_peer=True),
-        Strategy("torch-ddp-tuned", _TUNED, has_buckets=True, is_peer=True),
+        Strategy("torch-ddp", TorchDDP, is_peer=True),
+        Strategy("torch-ddp-tuned", tuned_torch_ddp, has_buckets=True, is_peer=True),
     )
 }
 

@@ -18,25 +18,16 @@ class TorchDDP(nn.Module):
 
     Args:
         module: the model to wrap.
-        bucket_size_mb: torch's `bucket_cap_mb`; None for one unbounded bucket.
         process_group: default: the default group.
-        options: passed on, e.g. `gradient_as_bucket_view=True, static_graph=True`.
+        options: torch's own, e.g. `bucket_cap_mb=100.0, gradient_as_bucket_view=True, static_graph=True`. With
+            none, torch's defaults: buckets of 25 MiB after a first one of 1 MiB.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        bucket_size_mb: float | None = 25.0,
-        *,
-        process_group: ProcessGroup | None = None,
-        **options: Any,
-    ):
-        check_bucket_size(bucket_size_mb)
+    def __init__(self, module: nn.Module, *, process_group: ProcessGroup | None = None, **options: Any):
         super().__init__()
         self.module = module
-        cap = UNBOUNDED_MB if bucket_size_mb is None else bucket_size_mb
         group = collectives.resolve_group(process_group)
-        self.ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=cap, **options)
+        self.ddp = DistributedDataParallel(module, process_group=group, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.ddp(*args, **kwargs)
@@ -55,3 +46,24 @@ class TorchDDP(nn.Module):
         """Detach torch's hooks, so that the module can be wrapped again."""
         self.ddp._remove_autograd_hooks()
         del self.ddp
+
+
+def tuned_torch_ddp(
+    module: nn.Module, bucket_size_mb: float | None = 25.0, *, process_group: ProcessGroup | None = None
+) -> TorchDDP:
+    """torch DDP as its documentation advises where the graph never changes.
+
+    Gradients are views of the buckets (no copy back) and the graph is declared static (no search for unused
+    parameters, and buckets rebuilt in observed order). Giving `bucket_cap_mb`, even torch's own 25, makes the
+    first bucket as large as the others.
+
+    Args:
+        bucket_size_mb: torch's `bucket_cap_mb`, MiB; None for one unbounded bucket.
+
+    Raises:
+        ValueError: a bucket size that is not positive.
+    """
+    check_bucket_size(bucket_size_mb)
+    cap = UNBOUNDED_MB if bucket_size_mb is None else bucket_size_mb
+    options = {"bucket_cap_mb": cap, "gradient_as_bucket_view": True, "static_graph": True}
+    return TorchDDP(module, process_group=process_group, **options)

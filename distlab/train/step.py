@@ -12,8 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from distlab.comm import RankContext, collectives
+from distlab.model.ops import cross_entropy
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross-entropy of a language model on `(tokens_BT, targets_BT)`."""
+    tokens_BT, targets_BT = batch
+    return cross_entropy(model(tokens_BT), targets_BT)
 
 
 class TrainStep:

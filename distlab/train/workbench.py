@@ -1,0 +1,258 @@
+"""Time strategies against each other on one model: attach, warm up, time, detach, in rounds.
+
+A 3.4 B model with its optimizer does not fit a GPU once per strategy, and timing one strategy after the other
+lets the machine's drift decide. So there is one model and one optimizer, and in each round every variant is
+attached in turn. The same bench also answers what a timing must not stand without: what was sent, what the
+profiler saw, and whether the result equals training in one process.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distlab.comm import RankContext, collectives
+from distlab.measure.memory import peak_memory
+from distlab.measure.recorder import CollectiveRecorder
+from distlab.measure.timing import PhaseTimer, slowest_rank
+from distlab.measure.trace import profile_steps
+from distlab.model.config import ModelConfig, preset
+from distlab.model.transformer import TransformerLM
+from distlab.parallel import Strategy, get_strategy
+from distlab.train.data import SyntheticTokens
+from distlab.train.step import TrainStep, next_token_loss
+
+PHASES = ("forward_backward", "optimizer", "step")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A strategy with its bucket size, as one row of a table.
+
+    Args:
+        name: of the row; the strategy's, with the bucket size appended where several are compared.
+        strategy: how the model is wrapped.
+        bucket_size_mb: MiB; ignored by strategies without buckets.
+    """
+
+    name: str
+    strategy: Strategy
+    bucket_size_mb: float | None = 25.0
+
+    def wrap(self, module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+        return self.strategy.wrap(module, group, self.bucket_size_mb)
+
+
+def variants(strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None]) -> list[Variant]:
+    """Every strategy by name, those with buckets once per bucket size (`bucketed-100` where several are given).
+
+    Raises:
+        ValueError: an unknown strategy.
+    """
+    rows = []
+    for strategy in map(get_strategy, strategies):
+        sizes = bucket_sizes_mb if strategy.has_buckets else bucket_sizes_mb[:1]
+        for size in sizes:
+            label = "unbounded" if size is None else f"{size:g}"
+            name = f"{strategy.name}-{label}" if len(sizes) > 1 else strategy.name
+            rows.append(Variant(name, strategy, size))
+    return rows
+
+
+@dataclass
+class Timing:
+    """Samples in ms, each that of the slowest rank, in the order in which they were taken.
+
+    `phases` maps `forward_backward` (synchronisation included), `optimizer` and `step` to equally long lists.
+    """
+
+    phases: dict[str, list[float]]
+    peak_alloc_bytes: int | None = None
+    out_of_memory: bool = False
+
+    @staticmethod
+    def empty() -> "Timing":
+        return Timing({phase: [] for phase in PHASES})
+
+
+class Workbench:
+    """One model, one AdamW, synthetic data, and the variants that are attached to them in turn.
+
+    Args:
+        context: this rank.
+        config: the model.
+        batch_size: sequences per rank.
+        autocast_dtype: type of the computation over fp32 parameters; None for fp32.
+        seed: of parameters and data.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        config: ModelConfig,
+        *,
+        batch_size: int,
+        autocast_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ):
+        self.context = context
+        self.autocast_dtype = autocast_dtype
+        self.model = TransformerLM(config, device=context.device, seed=seed)
+        # A small rate: hundreds of steps on the same few batches must not let the loss run away.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        data = SyntheticTokens(
+            config.vocab_size,
+            batch_size,
+            config.context_length,
+            seed=seed,
+            rank=context.rank,
+            device=context.device,
+        )
+        self._batches = [data.batch(step) for step in range(4)]
+
+    @contextmanager
+    def attached(
+        self, variant: Variant, mark: Callable[[str], None] | None = None
+    ) -> Iterator[Callable[[], None]]:
+        """Wrap the model; yields a function that trains one step; unwraps and frees whatever happens."""
+        wrapper = variant.wrap(self.model, self.context.group)
+        train = TrainStep(
+            wrapper, self.optimizer, next_token_loss, autocast_dtype=self.autocast_dtype, mark=mark
+        )
+        steps_done = 0
+
+        def step() -> None:
+            nonlocal steps_done
+            train([self._batches[steps_done % len(self._batches)]])
+            steps_done += 1
+
+        try:
+            yield step
+        except RuntimeError as error:
+            if is_out_of_memory(error):  # complete what was begun, so that all ranks have sent the same
+                wrapper.finish_gradient_synchronization()
+            raise
+        finally:
+            wrapper.close()
+            self.optimizer.zero_grad(set_to_none=True)
+            del wrapper, train
+            gc.collect()  # torch DDP keeps its buckets alive through a reference cycle
+
+    def time_rounds(
+        self,
+        rows: Sequence[Variant],
+        *,
+        rounds: int,
+        warmup: int,
+        steps: int,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> dict[str, Timing]:
+        """Time `rounds` × `steps` steps of every variant, interleaved; sample i of all variants form a pair.
+
+        A variant that does not fit in memory on some rank is marked so on all, and left out from then on.
+        """
+        timings = {variant.name: Timing.empty() for variant in rows}
+        for round_number in range(rounds):
+            shift = round_number % len(rows)  # nobody always runs first after a pause
+            for variant in [*rows[shift:], *rows[:shift]]:
+                if not timings[variant.name].out_of_memory:
+                    progress(f"round {round_number + 1}/{rounds}: {variant.name}")
+                    self._time_block(variant, warmup, steps, timings[variant.name])
+        return timings
+
+    def _time_block(self, variant: Variant, warmup: int, steps: int, timing: Timing) -> None:
+        timer = PhaseTimer(self.context.device)
+        fits = True
+        with peak_memory(self.context.device) as memory:
+            try:
+                with self.attached(variant, mark=timer.mark) as step:
+                    for number in range(warmup + steps):
+                        if number == warmup:
+                            dist.barrier(self.context.group)
+                            timer.clear()
+                        timer.start()
+                        step()
+                    samples = timer.steps()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                fits = False
+        if not collectives.all_ranks_agree(fits, self.context.device, self.context.group):
+            timing.out_of_memory = True
+            return
+        timing.peak_alloc_bytes = _largest(memory.peak_alloc_bytes, timing.peak_alloc_bytes)
+        for phase in PHASES:
+            slowest = slowest_rank(
+                [sample[phase] for sample in samples], self.context.group, self.context.device
+            )
+            timing.phases[phase].extend(slowest)
+
+    def record_collectives(self, variant: Variant) -> CollectiveRecorder:
+        """What one step sends, once the strategy has settled (torch DDP agrees on new buckets in its third)."""
+        with self.attached(variant) as step:
+            for _ in range(3):
+                step()
+            with CollectiveRecorder() as recorder:
+                step()
+        return recorder
+
+    def profile(self, variant: Variant, path: Path, steps: int = 3) -> None:
+        """Write the profiler's trace of a few steps of this rank to `path`."""
+        with self.attached(variant) as step:
+            step()
+            profile_steps(
+                step,
+                steps=steps,
+                path=path,
+                rank=self.context.rank,
+                world_size=self.context.world_size,
+                device=self.context.device,
+            )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocator, of a GPU or of the host, could not give what was asked for."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _largest(*values: int | None) -> int | None:
+    known = [value for value in values if value is not None]
+    return max(known) if known else None
+
+
+def parameter_difference(context: RankContext, variant: Variant, *, steps: int, seed: int = 0) -> float:
+    """Largest |Δparameter| over ranks and parameters after k steps, against training in one process.
+
+    On the tiny preset, in fp32, with plain SGD (AdamW would turn a rounding error into a step of ±lr). Ranks
+    start from different weights, so a missing broadcast shows; the reference runs the same micro-batches one
+    after the other and sums their gradients in rank order.
+    """
+    config = replace(preset("tiny"), context_length=32)
+    model = TransformerLM(config, device=context.device, seed=seed + context.rank)
+    reference = TransformerLM(config, device=context.device, seed=seed)
+    wrapper = variant.wrap(model, context.group)
+    train = TrainStep(wrapper, torch.optim.SGD(model.parameters(), lr=0.1), next_token_loss)
+    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    data = [
+        SyntheticTokens(config.vocab_size, 2, 32, seed=seed, rank=rank, device=context.device)
+        for rank in range(context.world_size)
+    ]
+    for number in range(steps):
+        train([data[context.rank].batch(number)])
+        reference_optimizer.zero_grad()
+        for source in data:
+            next_token_loss(reference, source.batch(number)).backward()
+        for parameter in reference.parameters():
+            parameter.grad /= context.world_size
+        reference_optimizer.step()
+    wrapper.close()
+    difference = max(
+        (mine - theirs).abs().max().item()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True)
+    )
+    return max(collectives.gather_objects(difference, context.group))

@@ -1,0 +1,358 @@
+"""What does gradient synchronisation cost, and how much of it can be hidden?
+
+Times no communication at all (`local`), the hand-written strategies and torch's DDP in one run, interleaved so
+that drift hits all alike, and explains each: what it sent (checked against the closed form), how long
+communication ran and how much of that compute covered (from the profiler), and whether its result equals
+training in one process.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from distlab.comm import RankContext, collectives
+from distlab.hardware import peak_flops
+from distlab.measure.overlap import analyse, lanes
+from distlab.measure.timing import MIN_PAIRS, noise_floor, paired_ratio, percentiles
+from distlab.measure.trace import load_trace
+from distlab.model.config import ModelConfig, preset
+from distlab.parallel import STRATEGIES
+from distlab.parallel.torch_ddp import UNBOUNDED_MB
+from distlab.report import plot
+from distlab.report.record import OutputFolder, Record, commit, environment, write_csv, write_json
+from distlab.report.table import Column, render
+from distlab.theory import communication
+from distlab.theory.compute import mfu, step_flops
+from distlab.train.workbench import Timing, Variant, Workbench, is_out_of_memory, parameter_difference, variants
+
+NAME = "ddp_bench"
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+OOM = "OOM"
+
+
+@dataclass(frozen=True)
+class DDPBenchConfig:
+    """What to run.
+
+    Args:
+        size: model preset; `tiny` suits CPUs.
+        batch: sequences per rank.
+        context: tokens per sequence; None for the preset's.
+        dtype: `fp32`, or `bf16`/`fp16` autocast over fp32 parameters.
+        strategies: names of the registry.
+        bucket_sizes_mb: MiB; with several, each strategy with buckets has a row per size. None is unbounded.
+        warmup, steps, rounds: untimed and timed steps per round, and rounds; a variant has steps·rounds samples.
+        check_steps: steps of the comparison with one process; 0 leaves it out.
+        seed: of parameters and data.
+
+    Raises:
+        ValueError: a value that is not allowed; the message says what is.
+    """
+
+    size: str = "tiny"
+    batch: int = 4
+    context: int | None = None
+    dtype: str = "fp32"
+    strategies: tuple[str, ...] = tuple(STRATEGIES)
+    bucket_sizes_mb: tuple[float | None, ...] = (4.0,)
+    warmup: int = 2
+    steps: int = 5
+    rounds: int = 3
+    check_steps: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
+        if not self.strategies or not self.bucket_sizes_mb:
+            raise ValueError("give at least one strategy and one bucket size")
+        for name, least in (("batch", 1), ("steps", 1), ("rounds", 1), ("warmup", 1), ("check_steps", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if self.steps * self.rounds < MIN_PAIRS:
+            raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
+        for size in self.bucket_sizes_mb:
+            if size is not None and not size > 0:
+                raise ValueError(f"bucket size {size}: must be a positive number of MiB, or 'none'")
+        variants(self.strategies, self.bucket_sizes_mb)
+        self.model()
+
+    def model(self) -> ModelConfig:
+        overrides = {} if self.context is None else {"context_length": self.context}
+        return preset(self.size, **overrides)
+
+
+def run(
+    config: DDPBenchConfig,
+    context: RankContext,
+    folder: OutputFolder | None = None,
+    *,
+    default_commit: str | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Record]:
+    """Measure every variant; call it on every rank. All ranks return the same records.
+
+    Args:
+        folder: where each rank writes its traces; None profiles nothing and leaves those metrics None.
+        default_commit: for a machine without git.
+        progress: called with a line now and then.
+
+    Raises:
+        MemoryError: the model with this batch does not fit even without communication.
+    """
+    rows = variants(config.strategies, config.bucket_sizes_mb)
+    model_config = config.model()
+    differences = {}
+    for variant in rows if config.check_steps else []:
+        if variant.strategy.synchronizes:
+            progress(f"checking {variant.name} against one process")
+            differences[variant.name] = parameter_difference(context, variant, steps=config.check_steps)
+    progress(f"building {config.size}: {model_config.num_parameters / 1e6:,.1f} M parameters")
+    try:
+        bench = Workbench(
+            context,
+            model_config,
+            batch_size=config.batch,
+            autocast_dtype=DTYPES[config.dtype],
+            seed=config.seed,
+        )
+        timings = bench.time_rounds(
+            rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=progress
+        )
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise MemoryError(_does_not_fit(config, context)) from error
+        raise
+    if all(timing.out_of_memory for timing in timings.values()):
+        raise MemoryError(_does_not_fit(config, context))
+
+    records = []
+    facts = {"environment": environment(context.device), "commit": commit(default_commit)}
+    shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
+    shared |= {"num_parameters": model_config.num_parameters, "context": model_config.context_length}
+    reference = timings.get("local")
+    for variant in rows:
+        timing = timings[variant.name]
+        if timing.out_of_memory:
+            metrics = {"step_p50_ms": OOM}
+        else:
+            progress(f"explaining {variant.name}")
+            metrics = _timing_metrics(config, context, timing, reference)
+            metrics |= _peer_ratio(timing, timings)
+            metrics |= _sent(bench, variant)
+            metrics |= _overlap(bench, variant, folder)
+            metrics["max_abs_param_diff"] = differences.get(variant.name)
+        own = {"bucket_size_mb": variant.bucket_size_mb if variant.strategy.has_buckets else None}
+        records.append(Record(NAME, variant.name, shared | own, metrics, **facts))
+    # Clocks differ between ranks by what the profiler adds; the table is rank 0's.
+    return collectives.gather_objects(records, context.group)[0]
+
+
+def _does_not_fit(config: DDPBenchConfig, context: RankContext) -> str:
+    return (
+        f"{config.size} with batch {config.batch} × context {config.model().context_length} in {config.dtype} "
+        f"does not fit in the memory of {context.device} on rank {context.rank}: "
+        "pass a smaller --batch, --context or --size"
+    )
+
+
+def _timing_metrics(
+    config: DDPBenchConfig, context: RankContext, timing: Timing, reference: Timing | None
+) -> dict[str, float | int | None]:
+    metrics: dict[str, float | int | None] = {}
+    for phase, samples in timing.phases.items():
+        metrics |= {f"{phase}_{p}_ms": value for p, value in percentiles(samples).items()}
+    step_ms = metrics["step_p50_ms"]
+    model = config.model()
+    shape = {"batch": config.batch, "context": model.context_length, "vocab_size": model.vocab_size}
+    shape |= {"d_model": model.d_model, "d_ff": model.d_ff, "num_layers": model.num_layers}
+    peak = None
+    if context.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(context.device), DTYPES[config.dtype] or torch.float32)
+    share = mfu(step_flops(**shape), step_ms / 1e3, peak)
+    tokens = config.batch * model.context_length * context.world_size
+    metrics["tokens_per_s"] = tokens / (step_ms / 1e3)
+    metrics["mfu_pct"] = None if share is None else 100 * share
+    metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes
+    has_reference = reference is not None and not reference.out_of_memory
+    local_ms = percentiles(reference.phases["step"])["p50"] if has_reference else None
+    metrics["exposed_comm_ms"] = None if local_ms is None else step_ms - local_ms
+    samples = timing.phases["step"]
+    if len(samples) >= 2 * MIN_PAIRS:  # the same variant against itself: even against odd steps
+        half = len(samples) // 2
+        metrics["noise_floor_pct"] = noise_floor(samples[0::2][:half], samples[1::2][:half])
+    return metrics
+
+
+def _peer_ratio(timing: Timing, timings: dict[str, Timing]) -> dict[str, float]:
+    """This variant's step over that of torch DDP's fastest row, paired step by step, with its 95 % interval."""
+    peers = [t for name, t in timings.items() if name.startswith("torch-ddp") and not t.out_of_memory]
+    if not peers:
+        return {}
+    best = min(peers, key=lambda peer: percentiles(peer.phases["step"])["p50"])
+    ratio = paired_ratio(timing.phases["step"], best.phases["step"])
+    return {"vs_torch_ddp": ratio.ratio, "vs_torch_ddp_low": ratio.low, "vs_torch_ddp_high": ratio.high}
+
+
+def closed_form(variant: Variant, module: nn.Module) -> communication.CommunicationVolume | None:
+    """What theory says one step of this variant sends; None where no closed form is registered."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    numels = [parameter.numel() for parameter in trainable]
+    sizes = [parameter.element_size() for parameter in trainable]
+    bucket_mb = variant.bucket_size_mb
+    cap = UNBOUNDED_MB if bucket_mb is None else bucket_mb
+    forms: dict[str, Callable[[], communication.CommunicationVolume]] = {
+        "local": lambda: communication.CommunicationVolume(0, 0),
+        "naive": lambda: communication.naive(numels, sizes),
+        "flat": lambda: communication.flat(numels, sizes),
+        "overlap": lambda: communication.overlap(numels, sizes),
+        "bucketed": lambda: communication.bucketed(numels, sizes, bucket_mb),
+        "torch-ddp": lambda: communication.torch_ddp(numels, sizes),
+        "torch-ddp-tuned": lambda: communication.torch_ddp(
+            numels, sizes, first_bucket_mb=cap, bucket_cap_mb=cap
+        ),
+    }
+    form = forms.get(variant.strategy.name)
+    return form() if form else None
+
+
+def _sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
+    """Collectives and bytes of one step, counted, beside the closed form."""
+    recorder = bench.record_collectives(variant)
+    expected = closed_form(variant, bench.model)
+    metrics: dict[str, int | bool | None] = {
+        "collectives_per_step": recorder.count,
+        "comm_bytes_per_step": recorder.total_bytes,
+        "predicted_collectives_per_step": expected.collectives if expected else None,
+        "predicted_comm_bytes_per_step": expected.bytes if expected else None,
+    }
+    metrics["volume_as_predicted"] = (
+        (recorder.count, recorder.total_bytes) == (expected.collectives, expected.bytes) if expected else None
+    )
+    return metrics
+
+
+def _overlap(bench: Workbench, variant: Variant, folder: OutputFolder | None) -> dict[str, float | None]:
+    """Communication time and the share of it that compute covers, from this rank's trace."""
+    if folder is None:
+        return {"comm_ms": None, "comm_share_pct": None, "overlap_pct": None}
+    path = trace_path(folder, variant.name, bench.context.rank)
+    bench.profile(variant, path)
+    seen = analyse(load_trace(path))
+    return {
+        "comm_ms": seen.comm_ms,
+        "comm_share_pct": 100 * seen.comm_ms / seen.step_ms,
+        "overlap_pct": seen.overlap_pct,
+        "uncovered_comm_ms": seen.uncovered_comm_ms,
+        "profiled_step_ms": seen.step_ms,
+    }
+
+
+def trace_path(folder: OutputFolder, variant: str, rank: int) -> Path:
+    return folder.path / f"trace_{variant}_rank{rank}.json.gz"
+
+
+COLUMNS = [
+    Column("variant", "strategy"),
+    Column("metrics.step_p20_ms", "step p20 ms", ".1f"),
+    Column("metrics.step_p50_ms", "p50", ".1f"),
+    Column("metrics.step_p80_ms", "p80", ".1f"),
+    Column("metrics.forward_backward_p50_ms", "fwd+bwd+sync ms", ".1f"),
+    Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f"),
+    Column("metrics.exposed_comm_ms", "exposed ms", ".1f"),
+    Column("metrics.comm_ms", "comm ms", ".1f"),
+    Column("metrics.comm_share_pct", "of step %", ".0f"),
+    Column("metrics.overlap_pct", "overlap %", ".0f"),
+    Column("metrics.collectives_per_step", "calls", "d"),
+    Column("metrics.comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
+    Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
+    Column("metrics.mfu_pct", "MFU %", ".1f"),
+    Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+    Column("metrics.vs_torch_ddp", "÷ torch", ".3f"),
+    Column("metrics.vs_torch_ddp_high", "≤ (95 %)", ".3f"),
+    Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
+]
+
+
+def headline(records: Sequence[Record]) -> str:
+    """One line that says what the table below it was measured on."""
+    config, env = records[0].config, records[0].environment
+    floors = [record.metrics.get("noise_floor_pct") for record in records if record.variant == "local"]
+    floor = f"; noise floor {floors[0]:.1f} %" if floors and floors[0] is not None else ""
+    return (
+        f"{config['size']} ({config['num_parameters'] / 1e6:,.1f} M parameters), batch {config['batch']} × "
+        f"context {config['context']} per rank, {config['dtype']}, {config['world_size']} × "
+        f"{env['device_name']} ({config['backend']}), torch {env['torch']}{floor}"
+    )
+
+
+def write(records: Sequence[Record], folder: OutputFolder, context: RankContext) -> None:
+    """Records, tables and pictures into the folder; call it on one rank."""
+    write_json(records, folder.path / "records.json")
+    write_csv(records, folder.path / "records.csv")
+    folder.write_text("table.md", f"{headline(records)}\n\n{render(records, COLUMNS, 'markdown')}\n")
+    folder.write_text("table.tex", render(records, COLUMNS, "latex") + "\n")
+    draw_step_times(records, folder.path / "step_time.png")
+    rows = {}
+    for record in records:
+        path = trace_path(folder, record.variant, context.rank)
+        if path.exists():
+            rows[record.variant] = lanes(load_trace(path))
+    if rows:
+        title = f"One step of rank {context.rank} under the profiler: {headline(records)}"
+        plot.timeline(folder.path / "timeline.png", rows, title=title)
+
+
+def draw_step_times(records: Sequence[Record], path: Path) -> None:
+    """Stacked bars: compute, exposed communication, optimizer; whiskers from p20 to p80 of the step."""
+    local = next((r.metrics for r in records if r.variant == "local"), None)
+    compute_ms = local.get("forward_backward_p50_ms") if local else None
+    parts: dict[str, list[float | str | None]] = {"compute": [], "exposed communication": [], "optimizer": []}
+    whiskers: list[tuple[float, float] | None] = []
+    for record in records:
+        metrics = record.metrics
+        if metrics["step_p50_ms"] == OOM or compute_ms is None:
+            cells = [OOM if metrics["step_p50_ms"] == OOM else None] * 3
+            whiskers.append(None)
+        else:
+            both, update = metrics["forward_backward_p50_ms"], metrics["optimizer_p50_ms"]
+            cells = [compute_ms, both - compute_ms, update]
+            whiskers.append((metrics["step_p20_ms"], metrics["step_p80_ms"]))
+        for part, cell in zip(parts.values(), cells, strict=True):
+            part.append(cell)
+    labels = [record.variant for record in records]
+    title = f"Where a step's time goes: {headline(records)}"
+    plot.stacked_bars(path, labels, parts, title=title, unit="ms", whiskers=whiskers)
+
+
+def wrong_rows(records: Sequence[Record]) -> list[str]:
+    """What is wrong with the results, one line each: volumes off the closed form, parameters off the reference."""
+    problems = []
+    for record in records:
+        metrics = record.metrics
+        if metrics.get("volume_as_predicted") is False:
+            problems.append(
+                f"{record.variant}: sent {metrics['collectives_per_step']} collectives, "
+                f"{metrics['comm_bytes_per_step']} bytes; the closed form says "
+                f"{metrics['predicted_collectives_per_step']} and {metrics['predicted_comm_bytes_per_step']}"
+            )
+        difference = metrics.get("max_abs_param_diff")
+        if difference is not None and not difference < 1e-5:  # fp32 SGD at rate 0.1: some 1e-8 from rounding
+            problems.append(f"{record.variant}: parameters differ from one process by {difference:.1e}")
+    return problems
+
+
+def progress_to_stderr(context: RankContext) -> Callable[[str], None]:
+    """A function that prints a line with the seconds since now, on rank 0 alone."""
+    begin = time.monotonic()
+
+    def progress(text: str) -> None:
+        if context.is_main:
+            print(f"[{time.monotonic() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    return progress

@@ -1,0 +1,73 @@
+"""What every entry point does around its experiment: start ranks, make the context, say clearly what failed."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm import RankContext, RankEnvironment, rank_context
+from distlab.comm.context import choose_device
+
+USAGE_ERROR = 2
+# What a user can mend. Anything else is our mistake and keeps its traceback.
+USER_ERRORS = (ValueError, OSError, MemoryError)
+
+
+def default_ranks(backend: str | None) -> int:
+    """One rank per GPU, or two on a machine without."""
+    gpus = torch.cuda.device_count() if backend != "gloo" else 0
+    return gpus or 2
+
+
+def start_ranks(script: str, arguments: Sequence[str], ranks: int, backend: str | None) -> None:
+    """Replace this process by torchrun with `ranks` processes of `script`; does not return.
+
+    Raises:
+        ValueError: fewer than one rank, or more NCCL ranks than GPUs.
+    """
+    if ranks < 1:
+        raise ValueError(f"--nproc {ranks}: at least one rank")
+    choose_device(backend, 0, ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, and torchrun need not warn of it
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    sys.stdout.flush()
+    os.execv(sys.executable, [*torchrun, script, *arguments])
+
+
+def run_rank(
+    work: Callable[[RankContext], int], *, backend: str | None, timeout_s: float, name: str
+) -> int:
+    """Run `work` on this rank inside its context; turn exceptions into one clear message and an exit code."""
+    place = RankEnvironment.read()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    try:
+        with rank_context(backend=backend, timeout_s=timeout_s) as context:
+            return work(context)
+    except USER_ERRORS as error:
+        if place.rank == 0:  # every rank came to the same conclusion; it is said once
+            print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+        return USAGE_ERROR
+    except dist.DistError as error:
+        print(lost_peer(name, place.rank, timeout_s, error), file=sys.stderr, flush=True)
+        return 1
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        print(lost_peer(name, place.rank, timeout_s, error), file=sys.stderr, flush=True)
+        return 1
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether gloo says that another rank is gone; it raises plain RuntimeErrors."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "timed out")
+    return any(sign in str(error) for sign in signs)
+
+
+def lost_peer(name: str, rank: int, timeout_s: float, error: Exception) -> str:
+    first_line = str(error).strip().splitlines()[0]
+    return (
+        f"{name}: rank {rank} lost another rank: it died, or did not join a collective within {timeout_s:g} s "
+        f"(--timeout). Look for that rank's own message. ({first_line})"
+    )

@@ -1,0 +1,138 @@
+"""Compare the data-parallel strategies on this machine.
+
+    python launch/ddp_bench.py                                      all GPUs, or two CPU ranks
+    python launch/ddp_bench.py --nproc 4
+    torchrun --standalone --nproc_per_node=2 launch/ddp_bench.py
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+
+import torch
+
+from distlab.comm import RankContext, RankEnvironment, collectives
+from distlab.model.config import PRESETS
+from distlab.parallel import STRATEGIES
+from distlab.report.record import OutputFolder, json_line
+from distlab.report.table import render
+from experiments import ddp_bench
+from experiments.ddp_bench import DDPBenchConfig
+from launch.common import USAGE_ERROR, default_ranks, run_rank, start_ranks
+
+
+def parser() -> argparse.ArgumentParser:
+    on_gpu = torch.cuda.is_available()
+    gpu = DDPBenchConfig(size="medium", dtype="bf16", bucket_sizes_mb=(25.0,), warmup=3, steps=10)
+    default = gpu if on_gpu else DDPBenchConfig()
+    p = argparse.ArgumentParser(
+        "ddp_bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--size", default=default.size, help=f"model preset: {', '.join(PRESETS)} [%(default)s]")
+    p.add_argument("--batch", type=int, default=default.batch, help="sequences per rank [%(default)s]")
+    p.add_argument("--context", type=int, help="tokens per sequence [the preset's]")
+    p.add_argument("--dtype", default=default.dtype, help="fp32, or bf16/fp16 autocast [%(default)s]")
+    p.add_argument("--strategies", default="all", help=f"comma-separated: {', '.join(STRATEGIES)} [all]")
+    p.add_argument(
+        "--bucket-size-mb",
+        nargs="+",
+        type=_bucket_size,
+        default=default.bucket_sizes_mb,
+        help="MiB per bucket, one or several; 'none' for unbounded [%(default)s]",
+    )
+    p.add_argument("--warmup", type=int, default=default.warmup, help="untimed steps per round [%(default)s]")
+    p.add_argument("--steps", type=int, default=default.steps, help="timed steps per round [%(default)s]")
+    p.add_argument("--rounds", type=int, default=default.rounds, help="interleaved rounds [%(default)s]")
+    p.add_argument(
+        "--check-steps", type=int, default=default.check_steps, help="steps beside one process [%(default)s]"
+    )
+    p.add_argument("--seed", type=int, default=0, help="of parameters and data [%(default)s]")
+    p.add_argument("--nproc", type=int, help="start this many ranks [GPUs, or 2 on a CPU]")
+    p.add_argument("--backend", choices=("nccl", "gloo"), help="[nccl where there are GPUs]")
+    p.add_argument("--timeout", type=float, default=60.0, help="seconds a collective may take [%(default)s]")
+    p.add_argument("--out", default="outputs", help="folder for results [%(default)s]")
+    p.add_argument("--commit", help="recorded where git is missing")
+    p.add_argument("--json", action="store_true", help="print the JSON line only")
+    return p
+
+
+def _bucket_size(text: str) -> float | None:
+    return None if text == "none" else float(text)
+
+
+def config_from(args: argparse.Namespace) -> DDPBenchConfig:
+    names = tuple(STRATEGIES) if args.strategies == "all" else tuple(args.strategies.split(","))
+    return DDPBenchConfig(
+        size=args.size,
+        batch=args.batch,
+        context=args.context,
+        dtype=args.dtype,
+        strategies=names,
+        bucket_sizes_mb=tuple(args.bucket_size_mb),
+        warmup=args.warmup,
+        steps=args.steps,
+        rounds=args.rounds,
+        check_steps=args.check_steps,
+        seed=args.seed,
+    )
+
+
+def bench(context: RankContext, config: DDPBenchConfig, args: argparse.Namespace) -> int:
+    progress = ddp_bench.progress_to_stderr(context)
+    if context.world_size == 1:
+        progress("one rank: nothing is communicated. For more: python launch/ddp_bench.py --nproc 2")
+    folder = shared_folder(context, args.out)
+    if context.is_main:
+        settings = dataclasses.asdict(config) | {"world_size": context.world_size}
+        folder.write_text("config.json", json.dumps(settings, indent=2) + "\n")
+    records = ddp_bench.run(config, context, folder, default_commit=args.commit, progress=progress)
+    if not context.is_main:
+        return 0
+    ddp_bench.write(records, folder, context)
+    problems = ddp_bench.wrong_rows(records)
+    if not args.json:
+        print(f"{ddp_bench.headline(records)}\n\n{render(records, ddp_bench.COLUMNS)}\n")
+        for problem in problems:
+            print(f"WRONG: {problem}")
+        print(f"\ntable, records, pictures and traces: {folder.path}")
+    print(json_line(ddp_bench.NAME, records, folder.path), flush=True)
+    return 1 if problems else 0
+
+
+def shared_folder(context: RankContext, root: str) -> OutputFolder:
+    """Rank 0 makes the folder, the others join it; if it cannot be written, every rank raises."""
+    made: OutputFolder | OSError | None = None
+    if context.is_main:
+        try:
+            made = OutputFolder(root, ddp_bench.NAME)
+        except OSError as error:
+            made = error
+    made = collectives.gather_objects(made, context.group)[0]
+    if isinstance(made, OSError):
+        raise made
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(arguments)
+    place = RankEnvironment.read()
+    try:
+        config = config_from(args)
+        if not place.launched:
+            start_ranks(__file__, arguments, args.nproc or default_ranks(args.backend), args.backend)
+    except ValueError as error:
+        if place.rank == 0:
+            print(f"ddp_bench: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return run_rank(
+        lambda context: bench(context, config, args),
+        backend=args.backend,
+        timeout_s=args.timeout,
+        name="ddp_bench",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Models and per-rank losses for the contract suite, and the one-process reference they are held against.
+
+Every rank trains on different data and starts from different weights, so that a missing broadcast or a missing
+reduction cannot pass unnoticed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class TwoBranches(nn.Module):
+    """A trunk and two heads; a forward uses the head it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(6, 8)
+        self.left = nn.Linear(8, 3)
+        self.right = nn.Linear(8, 3)
+        self.never = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        hidden = F.relu(self.trunk(x))
+        return getattr(self, branch)(hidden)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.middle = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.embedding(tokens))))
+
+
+class MixedTypes(nn.Module):
+    """fp32, bf16 and fp64 parameters: three buckets' worth of types in one model."""
+
+    def __init__(self):
+        super().__init__()
+        self.fp32 = nn.Linear(6, 5)
+        self.bf16 = nn.Linear(5, 5).to(torch.bfloat16)
+        self.fp64 = nn.Linear(5, 2).to(torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fp64(self.bf16(self.fp32(x).to(torch.bfloat16)).to(torch.float64))
+
+
+class OddStrides(nn.Module):
+    """A transposed weight, a channels_last convolution and a weight with holes between its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.transposed = nn.Parameter(torch.randn(8, 6).mul(0.3).t())
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.sliced = nn.Parameter(torch.randn(4, 10).mul(0.3)[:, ::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = (x @ self.transposed)[:, :3, None, None].expand(-1, 3, 5, 5)
+        return self.conv(image).mean((2, 3)) @ self.sliced
+
+
+def _frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def _plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def _batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def _inputs(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def _square_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
+    return model(_inputs(rank, step).to(device)).square().mean()
+
+
+def _token_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
+    tokens = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(1000 * rank + step))
+    logits = model(tokens.to(device))
+    return F.cross_entropy(logits.flatten(0, 1), tokens.to(device).roll(1, 1).flatten())
+
+
+def _branch_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
+    """Rank 1 uses the right head where the others use the left, so their gradients become ready differently."""
+    branch = "right" if (rank + step) % 2 else "left"
+    return model(_inputs(rank, step).to(device), branch).square().mean()
+
+
+def _same_branch_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
+    """All ranks use the left head: the right one is unused everywhere."""
+    return model(_inputs(rank, step).to(device), "left").square().mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    """`build()` makes the model from the global generator, `loss(model, rank, step, device)` a step's loss."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int, int, torch.device], Tensor] = _square_loss
+
+
+CASES = {
+    "plain": Case(_plain),
+    "tied": Case(Tied, _token_loss),
+    "frozen": Case(_frozen),
+    "unused-on-some": Case(TwoBranches, _branch_loss),
+    "unused-everywhere": Case(TwoBranches, _same_branch_loss),
+    "batch-norm": Case(_batch_norm),
+    "mixed-dtypes": Case(MixedTypes),
+    "odd-strides": Case(OddStrides),
+}
+
+
+def build(case: str, seed: int, device: torch.device) -> nn.Module:
+    torch.manual_seed(seed)
+    return CASES[case].build().to(device)
+
+
+class Reference:
+    """The same micro-batches in one process: one replica per rank, gradients summed in rank order.
+
+    Args:
+        case: name of the case.
+        world_size: how many ranks to imitate.
+        lr: of plain SGD.
+    """
+
+    def __init__(self, case: str, world_size: int, device: torch.device, lr: float = 0.1):
+        self.case, self.device = CASES[case], device
+        # Built anew, not copied: deepcopy closes the holes between strided rows, and the product rounds differently.
+        self.replicas = [build(case, 0, device) for _ in range(world_size)]
+        self.optimizers = [torch.optim.SGD(_trainable(replica), lr=lr) for replica in self.replicas]
+
+    def backward(self, step: int) -> None:
+        """Run every rank's micro-batch of this step, adding to the replicas' gradients."""
+        for rank, replica in enumerate(self.replicas):
+            self.case.loss(replica, rank, step, self.device).backward()
+
+    def average(self) -> list[Tensor | None]:
+        """The mean gradients, in the order of the trainable parameters; also put into every replica."""
+        means = [
+            _mean([parameter.grad for parameter in same])
+            for same in zip(*map(_trainable, self.replicas), strict=True)
+        ]
+        for replica in self.replicas:
+            for parameter, mean in zip(_trainable(replica), means, strict=True):
+                parameter.grad = None if mean is None else mean.clone()
+        return means
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    @torch.no_grad()
+    def follow(self, model: nn.Module) -> None:
+        """Take over a model's parameters, so that the next step compares that step's rounding alone."""
+        for replica in self.replicas:
+            for mine, theirs in zip(replica.parameters(), model.parameters(), strict=True):
+                mine.copy_(theirs)
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _mean(gradients: list[Tensor | None]) -> Tensor | None:
+    """Sum in rank order, None as zero, then divide; None if all are None."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
+        return None
+    total = torch.zeros_like(present[0])
+    for gradient in gradients:
+        if gradient is not None:
+            total += gradient
+    return total / len(gradients)
