@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
+from distlab.measure import trace
 from distlab.measure.overlap import analyse, lanes, phases, step_windows, total
 from distlab.measure.trace import load_trace, profile_steps
 from distlab.testing import run_ranks
@@ -114,6 +115,23 @@ def test_a_step_that_fails_leaves_no_trace(tmp_path):
     with pytest.raises(ValueError, match="steps >= 1"):
         profile_steps(broken, steps=0, **settings)
     assert not list(tmp_path.iterdir())
+
+
+def test_ranks_of_two_hosts_with_one_process_id_stay_apart():
+    files = []
+    for rank in range(2):
+        meta = {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}}
+        raw = {
+            "host_name": "h",
+            "traceName": "/x",
+            "traceEvents": [meta, {"ph": "X", "pid": 7}, {"ph": "X", "pid": "Spans"}],
+        }
+        files.append(trace._with_rank(raw, rank, 2, "nccl"))
+        assert files[rank]["distributedInfo"] == {"backend": "nccl", "rank": rank, "world_size": 2}
+        assert set(files[rank]) == {"traceEvents", "distributedInfo"}
+    first, second = ([entry["pid"] for entry in file["traceEvents"]] for file in files)
+    assert first[0] == first[1] and second[0] == second[1]
+    assert not set(first) & set(second)
 
 
 def profiled_ddp(context, folder):

@@ -1,5 +1,7 @@
 """Pictures are drawn from numbers alone, look the same each time, and show what could not be measured."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +63,12 @@ def test_the_whisker_stands_on_the_total(tmp_path, drawn):
     assert [tuple(point) for point in segment] == [(4.5, 0.0), (6.0, 0.0)]
 
 
+def test_parts_stand_one_after_the_other_and_negative_ones_are_not_drawn(tmp_path, drawn):
+    stacked_bars(tmp_path / "a.png", LABELS[:2], {n: v[:2] for n, v in PARTS.items()}, title="", unit="ms")
+    bars = sorted((bar.get_y(), bar.get_x(), bar.get_width()) for bar in drawn[0].axes[0].patches)
+    assert [(x, width) for _, x, width in bars] == [(0, 6), (6, 0), (0, 6), (6, 3)]
+
+
 def test_timeline_has_a_row_per_strategy_and_says_when_nothing_was_sent(tmp_path, drawn):
     path = tmp_path / "timeline.png"
     timeline(path, ROWS, title="One step", marks={"naive": [("forward", 0, 4), ("backward", 4, 10)]})
@@ -101,8 +109,5 @@ def test_mistakes_are_refused_and_leave_no_file(tmp_path):
 
 
 def test_importing_the_package_does_not_import_matplotlib():
-    import subprocess
-    import sys
-
     code = "import sys, distlab.report.plot; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
