@@ -134,7 +134,7 @@ def _stacked_bar(
 
 def timeline(
     path: str | os.PathLike,
-    rows: Mapping[str, Mapping[str, Iterable[Any]]],
+    rows: Mapping[str, Mapping[str, Sequence[Any]]],
     *,
     title: str,
     marks: Mapping[str, Sequence[tuple[str, float, float]]] | None = None,
@@ -171,7 +171,8 @@ def timeline(
     axes.set_xlim(0, end * 1.01 or 1)
     axes.set_xlabel("time since the start of the step (ms)")
     axes.grid(axis="x", color=_FAINT, linewidth=0.5)
-    legend = [(LANES[lane][2], COLOURS[lane]) for lane in LANES if lane in lanes]
+    drawn = {lane for content in rows.values() for lane, spans in content.items() if spans}
+    legend = [(LANES[lane][2], COLOURS[lane]) for lane in LANES if lane in drawn]
     _finish(figure, axes, path, title, legend)
 
 

@@ -12,7 +12,7 @@ from distlab.report.plot import stacked_bars, timeline
 PARTS = {"compute": [6.0, 6.0, None, 6.0], "exposed communication": [-0.1, 3.0, "OOM", None]}
 LABELS = ["local", "naive", "flat", "fsdp"]
 ROWS = {
-    "local": {"compute": [(0, 10)]},
+    "local": {"compute": [(0, 10)], "copies": []},
     "naive": {
         "compute": [(0, 6), (6, 10)],
         "communication": [SimpleNamespace(start_ms=8, end_ms=14)],
@@ -76,6 +76,12 @@ def test_timeline_has_a_row_per_strategy_and_says_when_nothing_was_sent(tmp_path
     axes = drawn[0].axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["local", "naive"]
     assert {"forward", "backward", "no communication"} == set(texts(drawn[0]))
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == [
+        "compute",
+        "communication, covered by compute",
+        "communication, exposed",
+    ]  # no copies ran
     assert "ms" in axes.get_xlabel() and axes.get_xlim()[0] == 0 and axes.get_xlim()[1] >= 14
 
 
