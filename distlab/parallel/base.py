@@ -76,9 +76,7 @@ class DataParallel(nn.Module):
         """Call the wrapped module; any arguments, any result."""
         if torch.is_grad_enabled() and self._synchronize_next_backward:
             if self._in_backward:
-                # The last backward ended in an exception. Complete its collectives, so that all ranks have
-                # issued the same sequence again, before this step begins; its gradients are worthless.
-                self.finish_gradient_synchronization()
+                self._recover()
             self._pending = True
         return self.module(*args, **kwargs)
 
@@ -153,6 +151,13 @@ class DataParallel(nn.Module):
     def _backward_ended(self) -> None:
         """Called by autograd at the end of a backward that raised nothing."""
         self._in_backward = False
+
+    def _recover(self) -> None:
+        """After a backward that raised: complete its collectives, so that all ranks have issued the same
+        sequence again, and drop its gradients, which are worthless."""
+        self.finish_gradient_synchronization()
+        for parameter in self.trainable:
+            parameter.grad = None
 
     def _check_trainable(self) -> None:
         if not self.trainable:

@@ -1,0 +1,162 @@
+"""Several backward passes per step: no_sync, and what happens without it."""
+
+import pytest
+import torch
+from torch import nn
+
+from distlab.comm import RankContext
+from tests.parallel.cases import CASES, Reference, build
+from tests.parallel.test_contract import BACKENDS, STRATEGIES, assert_equals_reference, run
+
+
+def accumulate(context: RankContext, strategy: str, case: str, set_to_none: bool) -> None:
+    model = build(case, context.rank, context.device)
+    wrapper = STRATEGIES[strategy](model, process_group=context.group)
+    reference = Reference(case, context.world_size, context.device)
+    loss = CASES[case].loss
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for micro in range(3):
+            if micro < 2:
+                with wrapper.no_sync():
+                    loss(wrapper, context.rank, 10 * step + micro, context.device).backward()
+            else:
+                loss(wrapper, context.rank, 10 * step + micro, context.device).backward()
+            reference.backward(10 * step + micro)
+        wrapper.finish_gradient_synchronization()
+        expected = reference.average()
+        gradients = [parameter.grad for parameter in trainable]
+        assert_equals_reference(
+            [g for g, e in zip(gradients, expected, strict=True) if e is not None],
+            [e for e in expected if e is not None],
+            context.world_size,
+        )
+        optimizer.step()
+        reference.step()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("case", ["plain", "tied", "unused-on-some"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_sync_accumulates_and_the_next_backward_sends_the_sum(strategy, case, set_to_none, backend):
+    """RELIABILITY 8. In "unused-on-some" a rank uses a head in an earlier micro-batch only."""
+    run(accumulate, 2, strategy, case, set_to_none, backend=backend)
+
+
+def exception_inside_no_sync(context: RankContext, strategy: str) -> None:
+    model = build("plain", 0, context.device)
+    wrapper = STRATEGIES[strategy](model, process_group=context.group)
+    with pytest.raises(KeyError), wrapper.no_sync():
+        raise KeyError("user code")
+    wrapper(torch.full((1, 6), float(context.rank))).sum().backward()
+    wrapper.finish_gradient_synchronization()
+    mine = [parameter.grad.clone() for parameter in model.parameters()]
+    reference = build("plain", 0, context.device)
+    for rank in range(2):
+        (reference(torch.full((1, 6), float(rank))).sum() / 2).backward()
+    for gradient, parameter in zip(mine, reference.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_sync_restores_itself_after_an_exception(strategy):
+    """RELIABILITY 8."""
+    run(exception_inside_no_sync, 2, strategy)
+
+
+def two_forwards_one_backward(context: RankContext, strategy: str) -> None:
+    model = build("plain", 0, context.device)
+    wrapper = STRATEGIES[strategy](model, process_group=context.group)
+    inputs = [torch.full((2, 6), context.rank + offset) for offset in (1.0, 2.0)]
+    (wrapper(inputs[0]).square().mean() + wrapper(inputs[1]).mean()).backward()
+    wrapper.finish_gradient_synchronization()
+    whole = build("plain", 0, context.device)
+    for rank in range(2):
+        one, two = (torch.full((2, 6), rank + offset) for offset in (1.0, 2.0))
+        ((whole(one).square().mean() + whole(two).mean()) / 2).backward()
+    for mine, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_several_forwards_and_one_backward(strategy):
+    """RELIABILITY 9."""
+    run(two_forwards_one_backward, 2, strategy)
+
+
+def second_backward(context: RankContext, strategy: str) -> str:
+    wrapper = STRATEGIES[strategy](build("plain", 0, context.device), process_group=context.group)
+    wrapper(torch.ones(1, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match="became ready twice") as caught:
+        wrapper(torch.ones(1, 6)).sum().backward()
+    wrapper.finish_gradient_synchronization()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_second_synchronised_backward_before_finish_raises(strategy):
+    """RELIABILITY 9: correct or an error; here an error that says no_sync()."""
+    assert "no_sync()" in run(second_backward, 2, strategy)[0]
+
+
+def accumulation_without_zeroing(context: RankContext, strategy: str) -> None:
+    """Gradients that stay: the averaged ones of step 1 plus those of step 2, averaged, on every rank."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    wrapper = STRATEGIES[strategy](model, process_group=context.group)
+    for expected in (1.5, 3.0):  # inputs 1 and 2 on the two ranks: mean gradient 1.5 per step
+        wrapper(torch.tensor([[float(context.rank + 1)]])).sum().backward()
+        wrapper.finish_gradient_synchronization()
+        assert model.weight.grad.item() == expected
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_without_zero_grad_synchronised_steps_add_up(strategy):
+    run(accumulation_without_zeroing, 2, strategy)
+
+
+def unused_everywhere_under_adamw(context: RankContext, strategy: str) -> tuple[float, float]:
+    model = build("unused-everywhere", 0, context.device)
+    before = model.never.weight.detach().clone()
+    wrapper = STRATEGIES[strategy](model, process_group=context.group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    CASES["unused-everywhere"].loss(wrapper, context.rank, 0, context.device).backward()
+    wrapper.finish_gradient_synchronization()
+    optimizer.step()
+    assert model.never.weight.grad is None
+    assert torch.equal(model.never.weight, before)  # a zero gradient would have let weight decay act
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_parameter_nobody_used_is_left_alone_by_adamw(strategy):
+    """RELIABILITY 7."""
+    run(unused_everywhere_under_adamw, 2, strategy)
+
+
+def finish_twice_and_without_backward(context: RankContext, strategy: str) -> None:
+    from distlab.measure.recorder import CollectiveRecorder
+
+    model = build("plain", 0, context.device)
+    wrapper = STRATEGIES[strategy](model, process_group=context.group)
+    with CollectiveRecorder() as recorder:
+        wrapper.finish_gradient_synchronization()
+        with torch.no_grad():
+            wrapper(torch.ones(1, 6))
+        wrapper.finish_gradient_synchronization()
+    assert recorder.calls == []
+    wrapper(torch.ones(1, 6) * context.rank).sum().backward()
+    wrapper.finish_gradient_synchronization()
+    once = [parameter.grad.clone() for parameter in model.parameters()]
+    with CollectiveRecorder() as recorder:
+        wrapper.finish_gradient_synchronization()
+    assert recorder.calls == []
+    assert all(torch.equal(a, p.grad) for a, p in zip(once, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_finish_is_idempotent_and_silent_without_backward(strategy):
+    """RELIABILITY 19."""
+    run(finish_twice_and_without_backward, 2, strategy)

@@ -1,0 +1,156 @@
+"""Exceptions, deaths, delays and ranks that stop early: an error within the timeout, and never a wrong result."""
+
+import functools
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distlab.comm import RankContext, collectives
+from distlab.testing import RanksFailed, run_ranks
+from tests.parallel.cases import CASES, build
+from tests.parallel.test_contract import BACKENDS, STRATEGIES, assert_same_on_all_ranks, run
+
+TIMEOUT_S = 4.0
+
+
+class Fragile(nn.Module):
+    """Raises in the backward of its middle when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, fail: bool) -> Tensor:
+        hidden = self.middle(self.first(x))
+        if fail:
+            hidden.register_hook(_raise_memory_error)
+        return self.last(hidden)
+
+
+def _raise_memory_error(_: Tensor) -> Tensor:
+    raise MemoryError("injected in backward")
+
+
+def fail_then_go_on(context: RankContext, strategy: str, failing: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    wrapper = STRATEGIES[strategy](Fragile(), process_group=context.group)
+    twin = Fragile()
+    twin.load_state_dict(wrapper.module.state_dict())
+    x = torch.full((2, 4), context.rank + 1.0)
+    if context.rank in failing:
+        with pytest.raises(MemoryError, match="injected"):  # the original error, not one of communication
+            wrapper(x, fail=True).sum().backward()
+    else:
+        wrapper(x, fail=False).sum().backward()
+        wrapper.finish_gradient_synchronization()
+    wrapper.zero_grad()
+    wrapper(x, fail=False).sum().backward()
+    wrapper.finish_gradient_synchronization()
+    for rank in range(2):
+        (twin(torch.full((2, 4), rank + 1.0), fail=False).sum() / 2).backward()
+    for mine, expected in zip(wrapper.module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)
+    assert_same_on_all_ranks([p.grad for p in wrapper.module.parameters()], context)
+
+
+@pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all-ranks", "one-rank"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_step_after_an_exception_in_backward_is_right(strategy, failing):
+    """RELIABILITY 20: the original error surfaces, and no stale handle or gradient reaches the next attempt."""
+    run(fail_then_go_on, 2, strategy, failing)
+
+
+def die_in_backward(context: RankContext, strategy: str, how: str) -> None:
+    model = build("plain", 0, context.device)
+    wrapper = STRATEGIES[strategy](model, process_group=context.group)
+    for step in range(3):
+        if step == 1 and context.rank == 1:
+            list(model.parameters())[2].register_hook(lambda _: _end(how))
+        CASES["plain"].loss(wrapper, context.rank, step, context.device).backward()
+        wrapper.finish_gradient_synchronization()
+
+
+def _end(how: str) -> None:
+    if how == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "sleep":
+        time.sleep(60)
+    raise RuntimeError("injected failure")
+
+
+@pytest.mark.parametrize("how", ["sigkill", "exception", "sleep"])
+@pytest.mark.parametrize("strategy", ["naive", "bucketed"])
+def test_a_lost_rank_makes_the_other_fail_within_the_timeout(strategy, how):
+    """RELIABILITY 20 and its fault table: kill, exception, a sleep past the timeout; no hang."""
+    begin = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(die_in_backward, 2, strategy, how, group_timeout_s=TIMEOUT_S)
+    assert time.monotonic() - begin < TIMEOUT_S + 12  # + the start of two processes
+    assert 0 in caught.value.failures
+    expected = {"sigkill": "exit code -9", "exception": "injected failure", "sleep": "in _end"}[how]
+    assert expected in caught.value.failures[1]
+
+
+def uneven_steps(context: RankContext, strategy: str) -> None:
+    wrapper = STRATEGIES[strategy](build("plain", 0, context.device), process_group=context.group)
+    for step in range(3 if context.rank == 0 else 2):  # rank 1 runs out of data
+        CASES["plain"].loss(wrapper, context.rank, step, context.device).backward()
+        wrapper.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("strategy", ["naive", "bucketed"])
+def test_a_rank_that_runs_out_of_data_is_an_error_for_the_others(strategy):
+    """RELIABILITY 15: unequal numbers of steps end before the timeout with an error, not a hang or a success."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(uneven_steps, 2, strategy, group_timeout_s=TIMEOUT_S)
+    assert "RuntimeError" in caught.value.failures[0]
+
+
+def train_with_delays(context: RankContext, strategy: str, steps: int, delay_seed: int | None) -> list[Tensor]:
+    """Train; with a seed, sleep up to 50 ms at random in gradient hooks and around collectives."""
+    chance = random.Random(None if delay_seed is None else 100 * delay_seed + context.rank)
+
+    def maybe_sleep(*_) -> None:
+        if delay_seed is not None and chance.random() < 0.15:
+            time.sleep(chance.uniform(0, 0.05))
+
+    model = build("unused-on-some", context.rank, context.device)
+    for parameter in model.parameters():
+        parameter.register_hook(maybe_sleep)
+    send = collectives.all_reduce_mean
+
+    @functools.wraps(send)
+    def slow_send(*args, **kwargs):
+        maybe_sleep()
+        work = send(*args, **kwargs)
+        maybe_sleep()
+        return work
+
+    collectives.all_reduce_mean = slow_send
+    try:
+        wrapper = STRATEGIES[strategy](model, process_group=context.group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for step in range(steps):
+            optimizer.zero_grad()
+            CASES["unused-on-some"].loss(wrapper, context.rank, step, context.device).backward()
+            wrapper.finish_gradient_synchronization()
+            optimizer.step()
+    finally:
+        collectives.all_reduce_mean = send
+    assert_same_on_all_ranks(list(model.parameters()), context)
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed"])
+def test_random_delays_over_100_steps_change_no_bit(strategy, backend):
+    """The fault table's delays: 0–50 ms in hooks and collectives, ranks that use different parameters."""
+    calm = run(train_with_delays, 2, strategy, 100, None, backend=backend)
+    shaken = run(train_with_delays, 2, strategy, 100, 1, backend=backend, deadline_s=180)
+    for before, after in zip(calm[0], shaken[0], strict=True):
+        assert torch.equal(before, after)
