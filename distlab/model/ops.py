@@ -27,7 +27,7 @@ class Ops:
         attention: `(q_BHTD, k_BHTD, v_BHTD) -> out_BHTD`, causal, scale 1/√D.
         rms_norm: `(x, weight_d, eps) -> y`, over the last dimension.
         swiglu: `(gate, up) -> silu(gate) * up`, any equal shapes.
-        rope: `(x, cos, sin) -> y`; x `(..., T, D)`, cos and sin `(T, D/2)` in fp32.
+        rope: `(x, cos, sin) -> y`; x `(..., T, D)`, cos and sin `(T, D)` in fp32 from `rope_tables`.
         cross_entropy: `(logits_BTV, targets_BT) -> mean loss`, a scalar.
     """
 
@@ -72,8 +72,10 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     if not x.is_meta and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
         out_dtype = torch.get_autocast_dtype(device_type)
     # torch's fused kernel wants one dtype, and keeps its statistics in fp32 for bf16 and fp16 inputs.
-    common = torch.promote_types(x.dtype, weight_d.dtype)
-    return F.rms_norm(x.to(common), weight_d.shape, weight_d.to(common), eps).to(out_dtype)
+    if x.dtype != weight_d.dtype:
+        common = torch.promote_types(x.dtype, weight_d.dtype)
+        x, weight_d = x.to(common), weight_d.to(common)
+    return F.rms_norm(x, weight_d.shape, weight_d, eps).to(out_dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -82,12 +84,17 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rope_tables(context: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of position t times frequency theta^(-2i/D), both `(T, D/2)` in fp32."""
+    """cos and sin of the angle t·theta^(-2i/D) of position t and pair i, laid out for `rope`.
+
+    Returns:
+        Two tables `(T, D)` in fp32: (cos | cos) and (−sin | sin), a half for each element of a pair.
+    """
     # Plain multiplications: a matrix product would be rounded to bf16 under autocast.
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     positions = torch.arange(context, device=device, dtype=torch.float32)
     angles = positions[:, None] * (theta**-exponents)[None, :]
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -99,13 +106,14 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: queries or keys, `(..., T, D)`.
-        cos, sin: `(T, D/2)` in fp32, from `rope_tables`.
+        cos, sin: `(T, D)` in fp32, from `rope_tables`; the first half of sin is negative.
 
     Returns:
         The shape and dtype of x; computed in fp32.
     """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    # Rolling by half a head puts each element's partner in its place: five kernels, where turning the halves
+    # apart takes eight, and as many less in backward. In eager mode launches are what this costs.
+    return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Attention(nn.Module):
         # concatenation.
         qk_2BHTD, v_1BHTD = qkv_3BHTD.split([2, 1])
         q_BHTD, k_BHTD = self.ops.rope(qk_2BHTD, cos, sin).unbind(0)
-        out_BHTD = self.ops.attention(q_BHTD, k_BHTD, v_1BHTD[0])
+        out_BHTD = self.ops.attention(q_BHTD, k_BHTD, v_1BHTD.squeeze(0))
         return self.output(out_BHTD.transpose(1, 2).reshape(B, T, d))
 
 
@@ -96,7 +96,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer, `(B, T, d) -> (B, T, d)`; cos and sin are the rotary tables, `(T, D/2)`."""
+    """One pre-norm layer, `(B, T, d) -> (B, T, d)`; cos and sin are the rotary tables, `(T, D)`."""
 
     def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:
         super().__init__()

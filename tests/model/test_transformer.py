@@ -43,7 +43,8 @@ def _explicit_logits(model, tokens):
 
     def turn(x):
         a, b = x[..., :half], x[..., half:]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        c, s = cos[:, :half], sin[:, half:]
+        return torch.cat((a * c - b * s, b * c + a * s), -1)
 
     x = p["embedding.weight"][tokens]
     for i in range(config.num_layers):
