@@ -99,7 +99,7 @@ def profile_steps(
         if on_cuda:
             torch.cuda.synchronize(device)
 
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         synchronize()
         for name in ["distlab:warmup"] * warmup + [STEP] * steps:
             with record_function(name):
