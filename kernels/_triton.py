@@ -10,7 +10,10 @@ and this module records the decision once.
 - Otherwise (a CPU, or no Triton at all) `runs_triton` is false and public functions use their plain-torch reference.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -43,3 +46,25 @@ def generation(index: int | None = None) -> str:
         return "interpreter"
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}"
+
+
+_compiled: list[Any] | None = None
+
+
+@contextlib.contextmanager
+def compile_only() -> Iterator[list[Any]]:
+    """Within, `launch` compiles without running; yields the growing list of Triton's compiled kernels."""
+    global _compiled
+    _compiled = []
+    try:
+        yield _compiled
+    finally:
+        _compiled = None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """`kernel[grid](*args, **options)`; every launch in this package goes through here."""
+    if _compiled is None:
+        kernel[grid](*args, **options)
+    else:
+        _compiled.append(kernel.warmup(*args, grid=grid, **options))

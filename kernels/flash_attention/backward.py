@@ -17,13 +17,17 @@ A query row without a visible key contributes nothing and receives zero.
 Source: Dao, FlashAttention-2 (2023), algorithm 2.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
+from .._triton import launch
 from .configs import Tile
+from .descriptors import flat_descriptor, row_descriptors
 from .options import Problem
-from .ranges import load_rows, schedule, tile_range, visible
+from .ranges import head_origin, load_rows, load_tile, schedule, tile_range, visible
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 ROW_PADDING = 128  # Δ and LSE are padded to a multiple of this, so that tiles load them without a mask
@@ -53,20 +57,35 @@ def delta_kernel(o_ptr, do_ptr, lse_ptr, delta_ptr, lse2_ptr,
 
 
 @triton.jit
-def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, stride_qt, stride_gt, cols, first, last,
+def load_stats(base, desc, start, offs, stats0, TMA: tl.constexpr):
+    """LSE or Δ of the queries from `start` on."""
+    if TMA:
+        return desc.load([stats0 + start])
+    return tl.load(base + start + offs)
+
+
+@triton.jit
+def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, q_desc, do_desc, delta_desc, lse2_desc,
+                  q_row0, q_col0, do_row0, do_col0, stats0, stride_qt, stride_gt, cols, first, last,
                   query_count, lo, hi, doc_lo, doc_hi, scale_log2,
                   MASKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
-                  HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr):
+                  HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+                  TMA: tl.constexpr):
     """Fold the query tiles [first, last) into dk (still without the scale) and dv."""
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     q_base += first.to(tl.int64) * stride_qt
     do_base += first.to(tl.int64) * stride_gt
     for start in tl.range(first, last, BLOCK_M):
-        q = load_rows(q_base, offs_m, stride_qt, offs_d, query_count - start, HEAD_DIM, BLOCK_D, MASKED)
-        lse2 = tl.load(lse2_base + start + offs_m)
+        q = load_tile(q_base, q_desc, start, offs_m, stride_qt, offs_d, query_count, q_row0, q_col0, HEAD_DIM,
+                      BLOCK_D, MASKED, TMA)
+        lse2 = load_stats(lse2_base, lse2_desc, start, offs_m, stats0, TMA)
+        do = load_tile(do_base, do_desc, start, offs_m, stride_gt, offs_d, query_count, do_row0, do_col0, HEAD_DIM,
+                       BLOCK_D, MASKED, TMA)
+        delta = load_stats(delta_base, delta_desc, start, offs_m, stats0, TMA)
+        # every wait for a load stands before the first product: a wait between asynchronous products makes ptxas
+        # serialise them
         st = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        do = load_rows(do_base, offs_m, stride_gt, offs_d, query_count - start, HEAD_DIM, BLOCK_D, MASKED)
         dpt = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         pt = tl.exp2(st * scale_log2 - lse2[None, :])
         if MASKED:
@@ -74,7 +93,6 @@ def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, stride_q
                            HAS_HI, HAS_LO, HAS_DOC)
             pt = tl.where(seen, pt, 0.0)
         dv = tl.dot(pt.to(do.dtype), do, dv, input_precision=PRECISION)
-        delta = tl.load(delta_base + start + offs_m)
         dst = pt * (dpt - delta[None, :])
         dk = tl.dot(dst.to(q.dtype), q, dk, input_precision=PRECISION)
         q_base += BLOCK_M * stride_qt
@@ -83,13 +101,13 @@ def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, stride_q
 
 
 @triton.jit(do_not_specialize=["query_count", "key_count", "lo", "hi"])
-def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, dk_ptr, dv_ptr, doc_first, doc_last,
+def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_desc, delta_desc, lse2_desc, dk_ptr, dv_ptr, doc_first, doc_last,
                 stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                 stride_gb, stride_gh, stride_gt, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh,
                 stride_dvt, kv_heads, query_count, key_count, padded_count, lo, hi, scale, scale_log2, batch_heads,
                 KV_GROUP: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
                 RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr):
+                BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """One program: BLOCK_N rows of dK and dV of one key head, over all query heads that read it."""
     tile, bh = schedule(tl.program_id(0), tl.cdiv(key_count, BLOCK_N), batch_heads, HEAD_GROUP, False)
     batch = (bh // kv_heads).to(tl.int64)
@@ -117,20 +135,28 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, dk_ptr, dv_ptr
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in tl.range(0, KV_GROUP):
         head = kv_head * KV_GROUP + member
-        q_base = q_ptr + batch * stride_qb + head * stride_qh
-        do_base = do_ptr + batch * stride_gb + head * stride_gh
+        q_start = batch * stride_qb + head * stride_qh
+        do_start = batch * stride_gb + head * stride_gh
+        q_row0, q_col0 = head_origin(q_start, stride_qt, TMA)
+        do_row0, do_col0 = head_origin(do_start, stride_gt, TMA)
         stats = (batch * kv_heads * KV_GROUP + head) * padded_count
         if HAS_HI or HAS_DOC:
-            dk, dv = _walk_queries(dk, dv, k, v, q_base, do_base, delta_ptr + stats, lse2_ptr + stats, stride_qt,
+            dk, dv = _walk_queries(dk, dv, k, v, q_ptr + q_start, do_ptr + do_start, delta_ptr + stats,
+ lse2_ptr + stats, q_desc, do_desc, delta_desc, lse2_desc, q_row0, q_col0, do_row0, do_col0,
+ stats.to(tl.int32), stride_qt,
                                    stride_gt, cols, begin, full_begin, query_count, lo, hi, doc_lo, doc_hi, scale_log2,
-                                   True, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION)
-        dk, dv = _walk_queries(dk, dv, k, v, q_base, do_base, delta_ptr + stats, lse2_ptr + stats, stride_qt,
+                                   True, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION, TMA)
+        dk, dv = _walk_queries(dk, dv, k, v, q_ptr + q_start, do_ptr + do_start, delta_ptr + stats,
+ lse2_ptr + stats, q_desc, do_desc, delta_desc, lse2_desc, q_row0, q_col0, do_row0, do_col0,
+ stats.to(tl.int32), stride_qt,
                                stride_gt, cols, full_begin, full_end, query_count, lo, hi, doc_lo, doc_hi, scale_log2,
-                               False, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION)
+                               False, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION, TMA)
         if HAS_LO or HAS_DOC or RAGGED:
-            dk, dv = _walk_queries(dk, dv, k, v, q_base, do_base, delta_ptr + stats, lse2_ptr + stats, stride_qt,
+            dk, dv = _walk_queries(dk, dv, k, v, q_ptr + q_start, do_ptr + do_start, delta_ptr + stats,
+ lse2_ptr + stats, q_desc, do_desc, delta_desc, lse2_desc, q_row0, q_col0, do_row0, do_col0,
+ stats.to(tl.int32), stride_qt,
                                    stride_gt, cols, full_end, end, query_count, lo, hi, doc_lo, doc_hi, scale_log2,
-                                   True, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION)
+                                   True, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION, TMA)
 
     keep = (cols < key_count)[:, None] & (offs_d < HEAD_DIM)[None, :]
     dk_base = dk_ptr + batch * stride_dkb + kv_head * stride_dkh + wide0 * stride_dkt
@@ -140,19 +166,22 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, dk_ptr, dv_ptr
 
 
 @triton.jit
-def _walk_keys(dq, q, do, lse2, delta, k_base, v_base, stride_kt, stride_vt, rows, first, last, key_count,
-               lo, hi, doc_lo, doc_hi, scale_log2,
+def _walk_keys(dq, q, do, lse2, delta, k_base, v_base, k_desc, v_desc, k_row0, k_col0, v_row0, v_col0,
+               stride_kt, stride_vt, rows, first, last, key_count, lo, hi, doc_lo, doc_hi, scale_log2,
                MASKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
-               HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+               HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+               TMA: tl.constexpr):
     """Fold the key tiles [first, last) into dq (still without the scale)."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     k_base += first.to(tl.int64) * stride_kt
     v_base += first.to(tl.int64) * stride_vt
     for start in tl.range(first, last, BLOCK_N):
-        k = load_rows(k_base, offs_n, stride_kt, offs_d, key_count - start, HEAD_DIM, BLOCK_D, MASKED)
+        k = load_tile(k_base, k_desc, start, offs_n, stride_kt, offs_d, key_count, k_row0, k_col0, HEAD_DIM, BLOCK_D,
+                      MASKED, TMA)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        v = load_rows(v_base, offs_n, stride_vt, offs_d, key_count - start, HEAD_DIM, BLOCK_D, MASKED)
+        v = load_tile(v_base, v_desc, start, offs_n, stride_vt, offs_d, key_count, v_row0, v_col0, HEAD_DIM, BLOCK_D,
+                      MASKED, TMA)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         p = tl.exp2(s * scale_log2 - lse2[:, None])
         if MASKED:
@@ -167,13 +196,13 @@ def _walk_keys(dq, q, do, lse2, delta, k_base, v_base, stride_kt, stride_vt, row
 
 
 @triton.jit(do_not_specialize=["query_count", "key_count", "lo", "hi"])
-def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, dq_ptr, doc_first, doc_last,
+def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, dq_ptr, doc_first, doc_last,
               stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
               stride_gb, stride_gh, stride_gt, stride_dqb, stride_dqh, stride_dqt,
               heads, query_count, key_count, padded_count, lo, hi, scale, scale_log2, batch_heads,
               KV_GROUP: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
               RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-              BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr):
+              BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """One program: BLOCK_M rows of one head's dQ."""
     tile, bh = schedule(tl.program_id(0), tl.cdiv(query_count, BLOCK_M), batch_heads, HEAD_GROUP, HAS_HI)
     batch = (bh // heads).to(tl.int64)
@@ -190,8 +219,10 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, dq_ptr, doc_firs
     stats = bh.to(tl.int64) * padded_count
     lse2 = tl.load(lse2_ptr + stats + rows)
     delta = tl.load(delta_ptr + stats + rows)
-    k_base = k_ptr + batch * stride_kb + (head // KV_GROUP) * stride_kh
-    v_base = v_ptr + batch * stride_vb + (head // KV_GROUP) * stride_vh
+    k_start = batch * stride_kb + (head // KV_GROUP) * stride_kh
+    v_start = batch * stride_vb + (head // KV_GROUP) * stride_vh
+    k_row0, k_col0 = head_origin(k_start, stride_kt, TMA)
+    v_row0, v_col0 = head_origin(v_start, stride_vt, TMA)
     doc_lo = rows[:, None]
     doc_hi = rows[:, None]
     if HAS_DOC:
@@ -204,49 +235,90 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, dq_ptr, doc_firs
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if HAS_LO or HAS_DOC:
-        dq = _walk_keys(dq, q, do, lse2, delta, k_base, v_base, stride_kt, stride_vt, rows, begin, full_begin,
+        dq = _walk_keys(dq, q, do, lse2, delta, k_ptr + k_start, v_ptr + v_start, k_desc, v_desc,
+ k_row0, k_col0, v_row0, v_col0, stride_kt, stride_vt, rows, begin, full_begin,
                         key_count, lo, hi, doc_lo, doc_hi, scale_log2, True, HAS_LO, HAS_HI, HAS_DOC,
-                        HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION)
-    dq = _walk_keys(dq, q, do, lse2, delta, k_base, v_base, stride_kt, stride_vt, rows, full_begin, full_end,
+                        HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, TMA)
+    dq = _walk_keys(dq, q, do, lse2, delta, k_ptr + k_start, v_ptr + v_start, k_desc, v_desc,
+ k_row0, k_col0, v_row0, v_col0, stride_kt, stride_vt, rows, full_begin, full_end,
                     key_count, lo, hi, doc_lo, doc_hi, scale_log2, False, HAS_LO, HAS_HI, HAS_DOC,
-                    HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION)
+                    HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, TMA)
     if HAS_HI or HAS_DOC or RAGGED:
-        dq = _walk_keys(dq, q, do, lse2, delta, k_base, v_base, stride_kt, stride_vt, rows, full_end, end,
+        dq = _walk_keys(dq, q, do, lse2, delta, k_ptr + k_start, v_ptr + v_start, k_desc, v_desc,
+ k_row0, k_col0, v_row0, v_col0, stride_kt, stride_vt, rows, full_end, end,
                         key_count, lo, hi, doc_lo, doc_hi, scale_log2, True, HAS_LO, HAS_HI, HAS_DOC,
-                        HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION)
+                        HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, TMA)
 
     dq_base = dq_ptr + batch * stride_dqb + head * stride_dqh + wide0 * stride_dqt
     tl.store(dq_base + offs_m[:, None] * stride_dqt + offs_d[None, :], (dq * scale).to(dq_ptr.dtype.element_ty),
              (rows < query_count)[:, None] & (offs_d < HEAD_DIM)[None, :])
 
 
-def launch_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-                    do: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, problem: Problem,
-                    dkdv_tile: Tile, dq_tile: Tile) -> None:
-    """Fill dq, dk and dv. Last dimensions contiguous, nothing empty."""
+@dataclass(frozen=True)
+class Saved:
+    """What the backward kernels read: (B, H, T, D) tensors, and (B, H, padded Tq) Δ and LSE·log2(e)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    do: torch.Tensor
+    delta: torch.Tensor
+    lse2: torch.Tensor
+
+    def counts(self) -> tuple[int, int, int]:
+        return self.q.shape[2], self.k.shape[2], self.delta.shape[2]
+
+
+def _block_d(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _constants(saved: Saved, problem: Problem) -> dict[str, int | bool | str]:
+    head_dim = saved.q.shape[3]
+    return {
+        "KV_GROUP": saved.q.shape[1] // saved.k.shape[1], "HAS_LO": problem.has_lo, "HAS_HI": problem.has_hi,
+        "HAS_DOC": problem.has_doc, "HEAD_DIM": head_dim, "BLOCK_D": _block_d(head_dim),
+        "PRECISION": problem.precision,
+    }
+
+
+def launch_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+                 do: torch.Tensor) -> Saved:
+    """Run `delta_kernel` on what the forward saved (last dimensions contiguous, nothing empty)."""
     batch, heads, query_count, head_dim = q.shape
-    kv_heads, key_count = k.shape[1:3]
     padded_count = triton.cdiv(query_count, ROW_PADDING) * ROW_PADDING
     delta = torch.empty((batch, heads, padded_count), dtype=torch.float32, device=q.device)
     lse2 = torch.empty_like(delta)
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    delta_kernel[(padded_count // DELTA_ROWS, batch * heads)](
-        o, do, lse, delta, lse2, *o.stride()[:3], *do.stride()[:3], heads, query_count, padded_count,
-        HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=DELTA_ROWS)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
-    counts = (query_count, key_count, padded_count, problem.lo, problem.hi, problem.scale,
-              problem.scale * LOG2_E.value)
-    shared = {
-        "KV_GROUP": heads // kv_heads, "HAS_LO": problem.has_lo, "HAS_HI": problem.has_hi, "HAS_DOC": problem.has_doc,
-        "HEAD_DIM": head_dim, "BLOCK_D": block_d, "PRECISION": problem.precision,
-    }
-    dkdv_kernel[(triton.cdiv(key_count, dkdv_tile.block_n) * batch * kv_heads,)](
-        q, k, v, do, delta, lse2, dk, dv, problem.doc_first, problem.doc_last, *strides, *dk.stride()[:3],
-        *dv.stride()[:3], kv_heads, *counts, batch * kv_heads, RAGGED=query_count % dkdv_tile.block_m != 0,
-        BLOCK_M=dkdv_tile.block_m, BLOCK_N=dkdv_tile.block_n, HEAD_GROUP=dkdv_tile.head_group, **shared,
-        **dkdv_tile.launch_options())
-    dq_kernel[(triton.cdiv(query_count, dq_tile.block_m) * batch * heads,)](
-        q, k, v, do, delta, lse2, dq, problem.doc_first, problem.doc_last, *strides, *dq.stride()[:3],
-        heads, *counts, batch * heads, RAGGED=key_count % dq_tile.block_n != 0,
-        BLOCK_M=dq_tile.block_m, BLOCK_N=dq_tile.block_n, HEAD_GROUP=dq_tile.head_group, **shared,
-        **dq_tile.launch_options())
+    launch(delta_kernel, (padded_count // DELTA_ROWS, batch * heads), o, do, lse, delta, lse2,
+           *o.stride()[:3], *do.stride()[:3], heads, query_count, padded_count,
+           HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), BLOCK_M=DELTA_ROWS)
+    return Saved(q, k, v, do, delta, lse2)
+
+
+def launch_dkdv(saved: Saved, dk: torch.Tensor, dv: torch.Tensor, problem: Problem, tile: Tile) -> None:
+    """Fill dk and dv."""
+    q, k, v, do, delta, lse2 = saved.q, saved.k, saved.v, saved.do, saved.delta, saved.lse2
+    batch, kv_heads, key_count = k.shape[:3]
+    q_desc, do_desc = row_descriptors((q, do), tile.block_m) if tile.tma else (None, None)
+    use_tma = q_desc is not None
+    delta_desc, lse2_desc = (flat_descriptor(x, tile.block_m) if use_tma else None for x in (delta, lse2))
+    launch(dkdv_kernel, (triton.cdiv(key_count, tile.block_n) * batch * kv_heads,),
+           q, k, v, do, delta, lse2, q_desc, do_desc, delta_desc, lse2_desc, dk, dv,
+           problem.doc_first, problem.doc_last, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
+           *dk.stride()[:3], *dv.stride()[:3], kv_heads, *saved.counts(), problem.lo, problem.hi,
+           problem.scale, problem.scale * LOG2_E.value, batch * kv_heads,
+           RAGGED=q.shape[2] % tile.block_m != 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+           HEAD_GROUP=tile.head_group, TMA=use_tma, **_constants(saved, problem), **tile.launch_options())
+
+
+def launch_dq(saved: Saved, dq: torch.Tensor, problem: Problem, tile: Tile) -> None:
+    """Fill dq."""
+    q, k, v, do, delta, lse2 = saved.q, saved.k, saved.v, saved.do, saved.delta, saved.lse2
+    batch, heads, query_count = q.shape[:3]
+    k_desc, v_desc = row_descriptors((k, v), tile.block_n) if tile.tma else (None, None)
+    launch(dq_kernel, (triton.cdiv(query_count, tile.block_m) * batch * heads,),
+           q, k, v, do, delta, lse2, k_desc, v_desc, dq, problem.doc_first, problem.doc_last,
+           *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
+           heads, *saved.counts(), problem.lo, problem.hi, problem.scale, problem.scale * LOG2_E.value, batch * heads,
+           RAGGED=k.shape[2] % tile.block_n != 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+           HEAD_GROUP=tile.head_group, TMA=k_desc is not None, **_constants(saved, problem), **tile.launch_options())

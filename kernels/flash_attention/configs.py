@@ -1,14 +1,21 @@
-"""Tile shapes and launch parameters of the three attention kernels, by GPU, type, head dim, mask and length."""
+"""Tile shapes and launch parameters of the three attention kernels, by GPU, type, head dim, mask and size.
+
+TABLE is frozen: found with `experiments/tune_flash_attention.py`, so that nobody waits for a search at start. A GPU
+that is not in it gets a small search among CANDIDATES at the first call of each kind.
+"""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
 from .._triton import generation
+from .options import Problem
 
 KERNELS = ("forward", "dkdv", "dq")
+FEW_ROWS = 16384  # batch·heads·length up to which a GPU is not full with tiles of 64 rows, and smaller ones may win
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,7 @@ class Tile:
         warps, stages: warps per program, depth of the software pipeline.
         head_group: heads that advance together, so that their K and V stay in the L2.
         maxnreg: register limit per thread, or None.
+        tma: load the tiles of the inner loop through tensor descriptors where the layout allows it.
     """
 
     block_m: int
@@ -28,6 +36,7 @@ class Tile:
     stages: int = 2
     head_group: int = 1
     maxnreg: int | None = None
+    tma: bool = False
 
     def launch_options(self) -> dict[str, int]:
         options = {"num_warps": self.warps, "num_stages": self.stages}
@@ -36,9 +45,48 @@ class Tile:
         return options
 
 
+@dataclass(frozen=True)
+class Key:
+    """What a configuration depends on.
+
+    Args:
+        gpu: as `_triton.generation` names it.
+        bits: of the element type; fp16 and bf16 share their configurations.
+        precision: of fp32 products; "ieee" for the 16-bit types, where it has no effect.
+        head_dim: rounded up to a power of two, at least 16.
+        causal: whether later keys are hidden.
+        few: at most FEW_ROWS query rows in the whole call.
+    """
+
+    gpu: str
+    bits: int
+    precision: str
+    head_dim: int
+    causal: bool
+    few: bool
+
+
+TABLE: dict[Key, tuple[Tile, Tile, Tile]] = {}
+for _D in (16, 32, 64, 128, 256):
+    for _c in (False, True):
+        for _f in (False, True):
+            if _D <= 64:
+                TABLE[Key("sm_90", 16, "ieee", _D, _c, _f)] = (Tile(64, 128, 4, 2, 4, tma=True), Tile(64, 64, 4, 3, 2, tma=True), Tile(64, 128, 4, 3, 1, tma=True))
+            elif _D == 128:
+                TABLE[Key("sm_90", 16, "ieee", _D, _c, _f)] = (Tile(64, 64, 4, 3, 2, tma=True), Tile(64, 64, 4, 2, 4, tma=True), Tile(128, 64, 8, 4, 2))
+            else:
+                TABLE[Key("sm_90", 16, "ieee", _D, _c, _f)] = (Tile(64, 32, 4, 2, tma=True), Tile(32, 64, 8, 2, tma=True), Tile(64, 32, 4, 2, tma=True))
+            for _p in ("ieee", "tf32x3", "tf32"):
+                TABLE[Key("sm_90", 32, _p, _D, _c, _f)] = (Tile(32, 32, 4, 2),) * 3 if _D <= 128 else (Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
+
+CANDIDATES = {
+    16: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+    32: (Tile(32, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+}
 INTERPRETED_TILES = {"forward": Tile(32, 16), "dkdv": Tile(16, 32), "dq": Tile(32, 16)}
 
 _forced: dict[str, Tile] = {}
+_searched: dict[tuple[str, Key], Tile] = {}
 
 
 @contextlib.contextmanager
@@ -53,13 +101,54 @@ def forced(**tiles: Tile) -> Iterator[None]:
         _forced.update(before)
 
 
-def choose(kernel: str, q: torch.Tensor, k: torch.Tensor, causal: bool) -> Tile:
-    """The tile for `kernel`, one of KERNELS."""
+def key_of(q: torch.Tensor, problem: Problem) -> Key:
+    batch, heads, count, head_dim = q.shape
+    bits = 8 * q.element_size()
+    return Key(
+        gpu=generation(q.device.index),
+        bits=bits,
+        precision=problem.precision if bits == 32 else "ieee",
+        head_dim=max(16, 1 << (head_dim - 1).bit_length()),
+        causal=problem.has_hi,
+        few=batch * heads * count <= FEW_ROWS,
+    )
+
+
+def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile], None]) -> Tile:
+    """The tile for `kernel`, one of KERNELS; `run` launches it with a tile and may be called to measure."""
     if kernel in _forced:
         return _forced[kernel]
-    if generation(q.device.index) == "interpreter":
+    key = key_of(q, problem)
+    if key.gpu == "interpreter":
         return INTERPRETED_TILES[kernel]
-    wide = q.shape[-1] > 64
-    if q.dtype is torch.float32 or q.shape[-1] > 128:
-        return Tile(64, 32, warps=4 if not wide else 8, stages=2)
-    return Tile(64, 64, warps=4, stages=2)
+    if key in TABLE:
+        return TABLE[key][KERNELS.index(kernel)]
+    if (kernel, key) not in _searched:
+        if torch.cuda.is_current_stream_capturing():
+            return CANDIDATES[key.bits][-1]  # nothing can be measured now: the one that fits everywhere
+        _searched[kernel, key] = _fastest(CANDIDATES[key.bits], run)
+    return _searched[kernel, key]
+
+
+def _fastest(tiles: tuple[Tile, ...], run: Callable[[Tile], None]) -> Tile:
+    """Time each tile that compiles and fits; median of five, in the order given."""
+    best, best_ms, failure = None, float("inf"), None
+    for tile in tiles:
+        try:
+            run(tile)
+            times = []
+            for _ in range(5):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                run(tile)
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end))
+        except Exception as error:  # out of shared memory or registers, or a tile this GPU's compiler refuses
+            failure = error
+            continue
+        if median(times) < best_ms:
+            best, best_ms = tile, median(times)
+    if best is None:
+        raise RuntimeError("no attention configuration runs on this GPU") from failure
+    return best

@@ -21,26 +21,30 @@ import torch
 import triton
 import triton.language as tl
 
+from .._triton import launch
 from .configs import Tile
+from .descriptors import row_descriptors
 from .options import Problem
-from .ranges import load_rows, schedule, tile_range, visible
+from .ranges import head_origin, load_rows, load_tile, schedule, tile_range, visible
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _walk_keys(acc, row_sum, row_max, q, k_base, v_base, stride_kt, stride_vt, rows, first, last, key_count,
-               lo, hi, doc_lo, doc_hi, scale_log2,
+def _walk_keys(acc, row_sum, row_max, q, k_base, v_base, k_desc, v_desc, k_row0, k_col0, v_row0, v_col0,
+               stride_kt, stride_vt, rows, first, last, key_count, lo, hi, doc_lo, doc_hi, scale_log2,
                MASKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
-               HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+               HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+               TMA: tl.constexpr):
     """Fold the key tiles [first, last) into (acc, row_sum, row_max); row_max is in units of log2."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     k_base += first.to(tl.int64) * stride_kt
     v_base += first.to(tl.int64) * stride_vt
     for start in tl.range(first, last, BLOCK_N):
-        k = load_rows(k_base, offs_n, stride_kt, offs_d, key_count - start, HEAD_DIM, BLOCK_D, MASKED)
+        k = load_tile(k_base, k_desc, start, offs_n, stride_kt, offs_d, key_count, k_row0, k_col0, HEAD_DIM, BLOCK_D,
+                      MASKED, TMA)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
             seen = visible(rows[:, None], (start + offs_n)[None, :], key_count, lo, hi, doc_lo, doc_hi,
@@ -55,7 +59,8 @@ def _walk_keys(acc, row_sum, row_max, q, k_base, v_base, stride_kt, stride_vt, r
         shrink = tl.exp2(row_max - shift)
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        v = load_rows(v_base, offs_n, stride_vt, offs_d, key_count - start, HEAD_DIM, BLOCK_D, MASKED)
+        v = load_tile(v_base, v_desc, start, offs_n, stride_vt, offs_d, key_count, v_row0, v_col0, HEAD_DIM, BLOCK_D,
+                      MASKED, TMA)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         row_max = new_max
         k_base += BLOCK_N * stride_kt
@@ -64,19 +69,21 @@ def _walk_keys(acc, row_sum, row_max, q, k_base, v_base, stride_kt, stride_vt, r
 
 
 @triton.jit(do_not_specialize=["query_count", "key_count", "lo", "hi"])
-def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, doc_first, doc_last,
+def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_first, doc_last,
                    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                    stride_ob, stride_oh, stride_ot, heads, query_count, key_count, lo, hi, scale_log2, batch_heads,
                    KV_GROUP: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
                    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr):
+                   HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """One program: BLOCK_M rows of one head's output and log-sum-exp."""
     tile, bh = schedule(tl.program_id(0), tl.cdiv(query_count, BLOCK_M), batch_heads, HEAD_GROUP, HAS_HI)
     batch = (bh // heads).to(tl.int64)
     head = (bh % heads).to(tl.int64)
     q_base = q_ptr + batch * stride_qb + head * stride_qh
-    k_base = k_ptr + batch * stride_kb + (head // KV_GROUP) * stride_kh
-    v_base = v_ptr + batch * stride_vb + (head // KV_GROUP) * stride_vh
+    k_start = batch * stride_kb + (head // KV_GROUP) * stride_kh
+    v_start = batch * stride_vb + (head // KV_GROUP) * stride_vh
+    k_row0, k_col0 = head_origin(k_start, stride_kt, TMA)
+    v_row0, v_col0 = head_origin(v_start, stride_vt, TMA)
     o_base = o_ptr + batch * stride_ob + head * stride_oh
 
     row0 = tile * BLOCK_M
@@ -100,15 +107,18 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, doc_first, doc_last,
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if HAS_LO or HAS_DOC:
-        acc, row_sum, row_max = _walk_keys(acc, row_sum, row_max, q, k_base, v_base, stride_kt, stride_vt, rows,
+        acc, row_sum, row_max = _walk_keys(acc, row_sum, row_max, q, k_ptr + k_start, v_ptr + v_start, k_desc, v_desc,
+ k_row0, k_col0, v_row0, v_col0, stride_kt, stride_vt, rows,
                                            begin, full_begin, key_count, lo, hi, doc_lo, doc_hi, scale_log2,
-                                           True, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION)
-    acc, row_sum, row_max = _walk_keys(acc, row_sum, row_max, q, k_base, v_base, stride_kt, stride_vt, rows,
+                                           True, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, TMA)
+    acc, row_sum, row_max = _walk_keys(acc, row_sum, row_max, q, k_ptr + k_start, v_ptr + v_start, k_desc, v_desc,
+ k_row0, k_col0, v_row0, v_col0, stride_kt, stride_vt, rows,
                                        full_begin, full_end, key_count, lo, hi, doc_lo, doc_hi, scale_log2,
-                                       False, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION)
-    acc, row_sum, row_max = _walk_keys(acc, row_sum, row_max, q, k_base, v_base, stride_kt, stride_vt, rows,
+                                       False, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, TMA)
+    acc, row_sum, row_max = _walk_keys(acc, row_sum, row_max, q, k_ptr + k_start, v_ptr + v_start, k_desc, v_desc,
+ k_row0, k_col0, v_row0, v_col0, stride_kt, stride_vt, rows,
                                        full_end, end, key_count, lo, hi, doc_lo, doc_hi, scale_log2,
-                                       True, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION)
+                                       True, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, TMA)
 
     safe_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc / safe_sum[:, None]
@@ -124,12 +134,14 @@ def launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.T
     """Fill o and lse. Tensors as in the module docstring, last dimension contiguous, nothing empty."""
     batch, heads, query_count, head_dim = q.shape
     grid = (triton.cdiv(query_count, tile.block_m) * batch * heads,)
-    forward_kernel[grid](
-        q, k, v, o, lse, problem.doc_first, problem.doc_last,
+    k_desc, v_desc = row_descriptors((k, v), tile.block_n) if tile.tma else (None, None)
+    launch(
+        forward_kernel, grid, q, k, v, k_desc, v_desc, o, lse, problem.doc_first, problem.doc_last,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
         heads, query_count, k.shape[2], problem.lo, problem.hi, problem.scale * LOG2_E.value, batch * heads,
         KV_GROUP=heads // k.shape[1], HAS_LO=problem.has_lo, HAS_HI=problem.has_hi, HAS_DOC=problem.has_doc,
         HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, HEAD_GROUP=tile.head_group, PRECISION=problem.precision,
+        TMA=k_desc is not None,
         **tile.launch_options(),
     )

@@ -12,7 +12,16 @@ from torch.autograd import Function
 
 from ..cost import Cost
 from . import ops, tiled
-from .options import DTYPES, Problem, band, check_inputs, check_options, document_bounds, visible_pairs
+from .options import (
+    DTYPES,
+    Problem,
+    band,
+    check_inputs,
+    check_options,
+    check_types,
+    document_bounds,
+    visible_pairs,
+)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -50,6 +59,7 @@ class FlashAttention2(Function):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="ieee",
                 document_ids=None):
+        check_types(q, k, v)
         ctx.input_dtypes = q.dtype, k.dtype, v.dtype
         q, k, v = _autocast(q, k, v)
         check_inputs(q, k, v)
@@ -75,6 +85,7 @@ class FlashAttention2PyTorch(Function):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="ieee",
                 document_ids=None):
+        check_types(q, k, v)
         ctx.input_dtypes = q.dtype, k.dtype, v.dtype
         q, k, v = _autocast(q, k, v)
         check_inputs(q, k, v, (*DTYPES, torch.float64))

@@ -4,6 +4,8 @@ Both take (B, H, T, D) tensors and run the Triton kernels where those can run, t
 They have no autograd formula: `function.py` holds the autograd Functions.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -33,7 +35,8 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, lo: int | None, hi: int | None, 
         return o.copy_(o_tiled), lse.copy_(lse_tiled)
     from .forward import launch_forward  # Triton may be missing where this is never reached
 
-    launch_forward(q, k, v, o, lse, problem, configs.choose("forward", q, k, problem.has_hi))
+    run = partial(launch_forward, q, k, v, o, lse, problem)
+    run(configs.choose("forward", q, problem, run))
     return o, lse
 
 
@@ -56,10 +59,12 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
         for out, grad in zip((dq, dk, dv), tiled.backward(q, k, v, o, lse, do, problem), strict=True):
             out.copy_(grad)
         return dq, dk, dv
-    from .backward import launch_backward
+    from .backward import launch_delta, launch_dkdv, launch_dq
 
-    launch_backward(q, k, v, _rows_contiguous(o), lse.contiguous(), _rows_contiguous(do), dq, dk, dv, problem,
-                    configs.choose("dkdv", q, k, problem.has_hi), configs.choose("dq", q, k, problem.has_hi))
+    saved = launch_delta(q, k, v, _rows_contiguous(o), lse.contiguous(), _rows_contiguous(do))
+    for kernel, run in (("dkdv", partial(launch_dkdv, saved, dk, dv, problem)),
+                        ("dq", partial(launch_dq, saved, dq, problem))):
+        run(configs.choose(kernel, q, problem, run))
     return dq, dk, dv
 
 

@@ -85,11 +85,16 @@ def document_bounds(document_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
 
 
+def check_types(q: object, k: object, v: object) -> None:
+    """Raise unless all three are tensors."""
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+
+
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     """Raise for tensors that do not belong together; the message names the argument and what is allowed."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.dtype not in dtypes:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
             raise ValueError(f"{name} has dtype {tensor.dtype}; allowed: {allowed}")

@@ -88,3 +88,23 @@ def load_rows(base, offs, stride, offs_d, row_limit, HEAD_DIM: tl.constexpr, BLO
     if HEAD_DIM == BLOCK_D:
         return tl.load(ptrs)
     return tl.load(ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def head_origin(start, stride, TMA: tl.constexpr):
+    """Row and column, in a matrix with rows of `stride` elements, of the element `start`: see descriptors.py."""
+    if TMA:
+        return (start // stride).to(tl.int32), (start % stride).to(tl.int32)
+    return 0, 0
+
+
+@triton.jit
+def load_tile(base, desc, start, offs, stride, offs_d, row_limit, row0, col0, HEAD_DIM: tl.constexpr,
+              BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr, TMA: tl.constexpr):
+    """Rows [start, start + len(offs)) of one head: through its tensor descriptor, or by pointers from `base`.
+
+    `base` already points to row `start`; (row0, col0) is where the head begins in the descriptor's matrix.
+    """
+    if TMA:
+        return desc.load([row0 + start, col0])
+    return load_rows(base, offs, stride, offs_d, row_limit - start, HEAD_DIM, BLOCK_D, CHECK_ROWS)

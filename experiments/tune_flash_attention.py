@@ -1,0 +1,237 @@
+"""Find tile shapes for the attention kernels, or report what the shipped ones use.
+
+    python experiments/tune_flash_attention.py --shape 1,16,16384,64 --dtype bfloat16        # search on this GPU
+    python experiments/tune_flash_attention.py --report                                      # registers, spills, smem
+
+The search takes the three kernels one by one: it compiles every candidate in parallel, drops those that spill or do not
+fit, times the rest (a few repetitions, then more for the leaders) and checks each against the first candidate on
+poisoned outputs. A second round varies the head grouping and the register limit around the leaders. Nothing is changed:
+the winners are printed as rows for `kernels/flash_attention/configs.py`, and everything measured is written to --out.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import pathlib
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from statistics import median
+
+import torch
+
+from kernels._triton import compile_only
+from kernels.flash_attention import backward, configs, forward
+from kernels.flash_attention.configs import Tile
+from kernels.flash_attention.options import Problem
+
+SHARED_MEMORY_LIMIT = 227 * 1024
+SPILL_LIMIT = {"float32": 1024, "float16": 128, "bfloat16": 128}  # bytes per thread; fp32 tiles rarely fit whole
+LEADERS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One shape to tune for: q, k, v of (batch, heads, length, head_dim)."""
+
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    dtype: str
+    causal: bool
+    precision: str = "ieee"
+
+    def problem(self) -> Problem:
+        return Problem((None, 0 if self.causal else None), self.head_dim**-0.5, self.precision)
+
+    def tensor(self, device: str) -> torch.Tensor:
+        shape = (self.batch, self.heads, self.length, self.head_dim)
+        return torch.randn(shape, device=device, dtype=getattr(torch, self.dtype))
+
+
+class Bench:
+    """Inputs of one case and a launcher per kernel, which fills `outputs[kernel]`."""
+
+    def __init__(self, case: Case, device: str = "cuda"):
+        self.problem = case.problem()
+        self.q, self.k, self.v, self.do, self.o = (case.tensor(device) for _ in range(5))
+        self.lse = torch.empty(self.q.shape[:-1], device=device, dtype=torch.float32)
+        self.first, self.second = (torch.empty_like(self.q) for _ in range(2))
+        if device == "cuda":
+            self.launch("forward", first_guess(case))
+            self.o.copy_(self.first)
+            self.saved = backward.launch_delta(self.q, self.k, self.v, self.o, self.lse, self.do)
+        else:
+            padded = torch.empty(*self.lse.shape[:2], -(-case.length // 128) * 128, device=device)
+            self.saved = backward.Saved(self.q, self.k, self.v, self.do, padded, padded)
+
+    def launch(self, kernel: str, tile: Tile) -> None:
+        if kernel == "forward":
+            forward.launch_forward(self.q, self.k, self.v, self.first, self.lse, self.problem, tile)
+        elif kernel == "dkdv":
+            backward.launch_dkdv(self.saved, self.first, self.second, self.problem, tile)
+        else:
+            backward.launch_dq(self.saved, self.first, self.problem, tile)
+
+    def outputs(self, kernel: str, tile: Tile) -> tuple[torch.Tensor, ...]:
+        self.first.fill_(float("nan"))
+        self.second.fill_(float("nan"))
+        self.launch(kernel, tile)
+        return tuple(x.float() for x in ((self.first, self.second) if kernel == "dkdv" else (self.first,)))
+
+
+def compile_candidate(job: tuple[Case, str, Tile]) -> dict[str, int] | str:
+    """Compile without running; registers, spilled bytes and shared memory, or why it cannot be used."""
+    case, kernel, tile = job
+    try:
+        bench = Bench(case, "meta")
+        with compile_only() as compiled:
+            bench.launch(kernel, tile)
+        return resources(compiled[-1])
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:80] if str(error).strip() else ''}"
+
+
+def resources(compiled) -> dict[str, int]:
+    """Registers per thread, spilled bytes per thread and shared memory of a compiled kernel."""
+    compiled._init_handles()
+    return {"registers": compiled.n_regs, "spilled_bytes": 4 * compiled.n_spills,
+            "shared_bytes": compiled.metadata.shared}
+
+
+def device_ms(run: Callable[[], None], repetitions: int) -> float:
+    """Median device time in ms; the L2 is left as it is, since every case here is larger."""
+    times = []
+    for _ in range(repetitions):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        times.append((begin, end))
+    torch.cuda.synchronize()
+    return median(begin.elapsed_time(end) for begin, end in times)
+
+
+def first_guess(case: Case) -> Tile:
+    """A tile that fits every head dim and type, to compare the others with."""
+    return Tile(32, 16, 4, 1) if case.dtype == "float32" else Tile(64, 32, 4, 2)
+
+
+def shapes(kernel: str, case: Case, narrow: bool) -> list[Tile]:
+    """First round: every tile shape and pipeline depth that could fit, or only the likely ones (`narrow`)."""
+    few = case.batch * case.heads * case.length <= configs.FEW_ROWS
+    if case.dtype == "float32":
+        owns, others, depths, ways = (32, 64), (32, 64), (2, 3), (False,)
+        owns = (16, *owns) if few else owns
+        if not narrow:
+            owns, others, ways = (16, 32, 64, 128), (16, 32, 64, 128), (False, True)
+    else:
+        owns, others, depths, ways = (64, 128), (64, 128) if case.head_dim <= 128 else (32, 64), (2, 3), (True,)
+        owns = (32, *owns) if few else owns
+        if not narrow:
+            others, depths, ways = (32, 64, 128), (2, 3, 4), (False, True)
+    tiles = []
+    for own, other, warps, stages, tma in itertools.product(owns, others, (2, 4, 8), depths, ways):
+        most = 8 if case.dtype == "float32" and own >= 32 else max(4, own // 16)
+        if not (2 if own <= 32 else 4) <= warps <= most:
+            continue
+        m, n = (other, own) if kernel == "dkdv" else (own, other)
+        tiles.append(Tile(m, n, warps, stages, tma=tma))
+    return tiles
+
+
+def variations(tile: Tile, case: Case, narrow: bool) -> list[Tile]:
+    """Second round: head grouping and register limits around one leader."""
+    groups = [g for g in ((4,) if narrow else (2, 4, 8, 16)) if g <= case.batch * case.heads]
+    limits = () if narrow else {2: (), 4: (96, 128, 168), 8: (128, 168)}[tile.warps]
+    made = [dataclasses.replace(tile, head_group=g) for g in groups]
+    made += [dataclasses.replace(tile, maxnreg=r) for r in limits]
+    return made + [dataclasses.replace(tile, maxnreg=r, head_group=groups[-1]) for r in limits if groups]
+
+
+def measure(bench: Bench, kernel: str, jobs: list[Tile], found: list[dict], reference: tuple[torch.Tensor, ...],
+            case: Case, pool: ProcessPoolExecutor) -> None:
+    """Append one row per usable tile to `found`: time, resources, error against the reference outputs."""
+    best = min((row["ms"] for row in found), default=float("inf"))
+    for tile, use in zip(jobs, pool.map(compile_candidate, [(case, kernel, t) for t in jobs]), strict=True):
+        row = {"kernel": kernel, "tile": dataclasses.asdict(tile)}
+        if isinstance(use, str) or use["shared_bytes"] > SHARED_MEMORY_LIMIT or use["spilled_bytes"] > SPILL_LIMIT[case.dtype]:
+            found.append(row | {"ms": float("inf"), "why": use})
+            continue
+        try:
+            outputs = bench.outputs(kernel, tile)
+            error = max(((x - r).norm() / r.norm()).item() for x, r in zip(outputs, reference, strict=True))
+            ms = device_ms(lambda t=tile: bench.launch(kernel, t), 3)
+            if ms < 1.15 * best:
+                ms = device_ms(lambda t=tile: bench.launch(kernel, t), 12)
+        except Exception as problem:
+            found.append(row | {"ms": float("inf"), "why": str(problem)[:120]})
+            continue
+        best = min(best, ms)
+        found.append(row | use | {"ms": ms, "rms_error": error})
+
+
+def tune(case: Case, kernels: list[str], narrow: bool, pool: ProcessPoolExecutor) -> list[dict]:
+    """All rows of all kernels for one case."""
+    bench = Bench(case)
+    rows = []
+    for kernel in kernels:
+        found: list[dict] = []
+        reference = bench.outputs(kernel, first_guess(case))
+        measure(bench, kernel, shapes(kernel, case, narrow), found, reference, case, pool)
+        leaders = sorted(found, key=lambda r: r["ms"])[: 2 if narrow else LEADERS]
+        more = [t for row in leaders for t in variations(Tile(**row["tile"]), case, narrow)]
+        measure(bench, kernel, more, found, reference, case, pool)
+        rows += sorted(found, key=lambda r: r["ms"])
+    return rows
+
+
+def show(case: Case, rows: list[dict], top: int) -> None:
+    """Print the best rows of each kernel and the counts of the rest."""
+    print(f"\n{case}")
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        mine = [row for row in rows if row["kernel"] == kernel]
+        usable = [row for row in mine if row["ms"] < float("inf")]
+        print(f"  {kernel}: {len(mine)} candidates, {len(usable)} usable")
+        for row in usable[:top]:
+            tile = ", ".join(f"{k}={v}" for k, v in row["tile"].items() if v is not None and v is not False)
+            print(f"    {row['ms']:8.4f} ms  regs {row['registers']:3d} spill {row['spilled_bytes']:4d} "
+                  f"smem {row['shared_bytes']:6d}  err {row['rms_error']:.1e}  {tile}")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", help="batch,heads,length,head_dim; may be repeated")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--precision", default="ieee", help="of float32 products: ieee, tf32x3, tf32")
+    parser.add_argument("--full", action="store_true", help="without the causal mask")
+    parser.add_argument("--kernels", nargs="+", default=list(configs.KERNELS), choices=configs.KERNELS)
+    parser.add_argument("--narrow", action="store_true", help="only the likely candidates")
+    parser.add_argument("--top", type=int, default=6, help="rows to print per kernel")
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("outputs/tune_flash_attention"))
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    if not torch.cuda.is_available():
+        print("tuning needs a GPU", file=sys.stderr)
+        return 1
+    options.out.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
+        for shape in options.shape or ["1,16,16384,64"]:
+            case = Case(*map(int, shape.split(",")), options.dtype, not options.full, options.precision)
+            rows = tune(case, options.kernels, options.narrow, pool)
+            show(case, rows, options.top)
+            name = f"{shape.replace(',', 'x')}_{options.dtype}_{options.precision}{'_full' * options.full}.json"
+            (options.out / name).write_text(json.dumps({"case": dataclasses.asdict(case), "rows": rows}))
+            torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Attention written down directly, in float64 and with the whole score matrix: what every test compares with."""
+
+import torch
+
+
+def mask(query_count, key_count, *, causal=False, window=None, alignment="top-left", document_ids=None,
+         device="cpu"):
+    """True where a key is visible; (1 or B, 1, Tq, Tk)."""
+    shift = key_count - query_count if alignment == "bottom-right" else 0
+    query = torch.arange(query_count, device=device)[:, None] + shift
+    key = torch.arange(key_count, device=device)[None, :]
+    seen = torch.ones(query_count, key_count, dtype=torch.bool, device=device)
+    if causal:
+        seen &= key <= query
+    if window is not None:
+        seen &= (key - query).abs() <= window
+    seen = seen[None, None]
+    if document_ids is not None:
+        changes = torch.nn.functional.pad((document_ids[:, 1:] != document_ids[:, :-1]).long(), (1, 0)).cumsum(1)
+        seen = seen & (changes[:, None, :, None] == changes[:, None, None, :])
+    return seen
+
+
+def attention(q, k, v, *, scale=None, **options):
+    """softmax(scale · q kᵀ) v for (B, H, T, D) or (B, T, D) inputs, in their type; rows without keys are 0."""
+    if q.dim() == 3:
+        return attention(q[:, None], k[:, None], v[:, None], scale=scale, **options)[:, 0]
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    seen = mask(q.shape[-2], k.shape[-2], device=q.device, **options)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    shift = scores.amax(-1, keepdim=True).detach() if k.shape[-2] else torch.zeros_like(scores[..., :1])
+    weights = torch.exp(scores - shift.masked_fill(shift == float("-inf"), 0.0)).masked_fill(~seen, 0.0)
+    total = weights.sum(-1, keepdim=True)
+    return weights / total.masked_fill(total == 0, 1.0) @ v
+
+
+def log_sum_exp(q, k, *, scale=None, **options):
+    """log Σ exp over visible keys, (B, H, Tq), −inf where none is visible."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    seen = mask(q.shape[-2], k.shape[-2], device=q.device, **options)
+    return scores.masked_fill(~seen, float("-inf")).logsumexp(-1)
+
+
+def with_gradients(fn, q, k, v, do):
+    """(o, dq, dk, dv) of `fn(q, k, v)` for the output gradient do."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    o = fn(q, k, v)
+    return o.detach(), *torch.autograd.grad(o, (q, k, v), do)
+
+
+def in_float64(q, k, v, do, **options):
+    """The reference's (o, dq, dk, dv) in float64."""
+    return with_gradients(lambda *x: attention(*x, **options), *(x.double() for x in (q, k, v, do)))
+
+
+def rms(x):
+    return x.double().pow(2).mean().sqrt().item()

@@ -1,0 +1,308 @@
+"""FlashAttention-2 on small shapes: in Triton's interpreter on a CPU, compiled where there is a GPU.
+
+fp32 tolerance 2e-5: sums of at most a few hundred terms of order 1, each rounded to 6e-8, in another order than the
+float64 reference. fp16 tolerance 4e-3: P, dS and the results are rounded to 11 bits.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from kernels._triton import INTERPRETED
+from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch, configs, flash_attention
+from kernels.flash_attention.configs import Tile
+
+from .attention_reference import attention, in_float64, log_sum_exp, with_gradients
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
+BOTH = pytest.mark.parametrize("function", [FlashAttention2, FlashAttention2PyTorch], ids=["triton", "torch"])
+
+
+def inputs(batch, heads, kv_heads, query_count, key_count, head_dim, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    q = draw(batch, heads, query_count, head_dim)
+    k, v = draw(batch, kv_heads, key_count, head_dim), draw(batch, kv_heads, key_count, head_dim)
+    return q, k, v, draw(batch, heads, query_count, head_dim)
+
+
+def apply(function, *, causal=False, scale=None, window=None, alignment="top-left", document_ids=None):
+    return lambda q, k, v: function.apply(q, k, v, causal, scale, window, alignment, "ieee", document_ids)
+
+
+def check(function, tensors, **options):
+    """Output and gradients against float64."""
+    ours = with_gradients(apply(function, **options), *tensors)
+    expected = in_float64(*tensors, **options)
+    tolerance = TOLERANCE[tensors[0].dtype]
+    for name, x, y in zip(("o", "dq", "dk", "dv"), ours, expected, strict=True):
+        assert x.dtype == tensors[0].dtype
+        torch.testing.assert_close(x.double(), y, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# RELIABILITY 35: lengths and head dims that are no multiples of a tile, q longer and shorter than k
+@BOTH
+@pytest.mark.parametrize(
+    ("query_count", "key_count", "head_dim", "causal"),
+    [(1, 1, 16, False), (2, 17, 16, True), (17, 2, 16, True), (97, 33, 16, False), (33, 97, 40, True),
+     (64, 64, 59, True), (40, 40, 80, False), (20, 36, 111, True), (33, 17, 128, True)],
+)
+def test_lengths_and_head_dims(function, query_count, key_count, head_dim, causal):
+    check(function, inputs(1, 1, 1, query_count, key_count, head_dim), causal=causal)
+
+
+@BOTH
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_and_multi_query(function, kv_heads):
+    check(function, inputs(2, 4, kv_heads, 20, 33, 16), causal=True)
+
+
+@BOTH
+@pytest.mark.parametrize("causal", [False, True])
+def test_fp16(function, causal):
+    check(function, inputs(1, 2, 2, 40, 40, 32, torch.float16), causal=causal)
+
+
+# RELIABILITY 37: both alignments, both ways; rows without a key are 0 with log-sum-exp −inf and finite gradients
+@BOTH
+@pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
+@pytest.mark.parametrize(("query_count", "key_count"), [(20, 50), (50, 20)])
+def test_alignment(function, query_count, key_count, alignment):
+    tensors = inputs(1, 2, 1, query_count, key_count, 16)
+    check(function, tensors, causal=True, alignment=alignment)
+    q, k, v = (x.requires_grad_() for x in tensors[:3])
+    o = apply(function, causal=True, alignment=alignment)(q, k, v)
+    (lse,) = (x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1])
+    expected = log_sum_exp(q.double(), k.double(), causal=True, alignment=alignment)
+    torch.testing.assert_close(lse.double(), expected, atol=2e-5, rtol=2e-5)
+    hidden = expected == float("-inf")
+    assert hidden.any() == (alignment == "bottom-right" and query_count > key_count)
+    assert (o[hidden] == 0).all()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("query_count", "key_count", "window", "causal", "alignment"),
+    [(97, 97, 20, True, "top-left"), (97, 97, 20, False, "top-left"), (70, 70, 0, False, "top-left"),
+     (30, 97, 3, False, "bottom-right"), (97, 30, 5, True, "top-left"), (97, 30, 5, False, "bottom-right")],
+)
+def test_window(function, query_count, key_count, window, causal, alignment):
+    check(function, inputs(1, 2, 1, query_count, key_count, 16), causal=causal, window=window, alignment=alignment)
+
+
+@BOTH
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 9)])
+def test_documents(function, causal, window):
+    ids = torch.tensor([0] * 5 + [1] * 60 + [2] + [0] * 31, device=DEVICE).repeat(2, 1)
+    ids[1] = torch.arange(97, device=DEVICE) // 33
+    check(function, inputs(2, 2, 1, 97, 97, 16), causal=causal, window=window, document_ids=ids)
+
+
+@BOTH
+def test_scale(function):
+    check(function, inputs(1, 1, 1, 20, 20, 16), scale=0.5, causal=True)
+
+
+# RELIABILITY 38: no keys, no queries, no batch
+@BOTH
+@pytest.mark.parametrize("empty", ["keys", "queries", "batch"])
+def test_empty(function, empty):
+    tensors = inputs(0 if empty == "batch" else 2, 2, 1, 0 if empty == "queries" else 5, 0 if empty == "keys" else 7, 16)
+    q, k, v = (x.requires_grad_() for x in tensors[:3])
+    o = apply(function)(q, k, v)
+    assert o.shape == q.shape
+    assert (o == 0).all()
+    (lse,) = (x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1])
+    assert (lse == float("-inf")).all()
+    grads = torch.autograd.grad(o, (q, k, v), tensors[3])
+    for grad, x in zip(grads, (q, k, v), strict=True):
+        assert grad.shape == x.shape
+        assert (grad == 0).all()
+
+
+# RELIABILITY 39: large logits stay finite; nothing outside the tensors is read
+@BOTH
+def test_large_logits(function):
+    q, k, v, do = inputs(1, 1, 1, 20, 20, 16)
+    q, k = q * 100, k * 100  # scores of about ±1e4
+    check_finite = with_gradients(apply(function, causal=True), q, k, v, do)
+    assert all(x.isfinite().all() for x in check_finite)
+    torch.testing.assert_close(check_finite[0].double(), in_float64(q, k, v, do, causal=True)[0], atol=2e-2, rtol=0)
+
+
+@BOTH
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_guard_bands_are_unread(function, causal):
+    def guarded(x):
+        buffer = torch.full((x.shape[0], x.shape[1] + 2, x.shape[2] + 60, x.shape[3] + 16), float("nan"), device=DEVICE)
+        inner = buffer[:, 1:-1, 20:-40, 8:-8]
+        inner.copy_(x)
+        return inner
+
+    check(function, tuple(guarded(x) for x in inputs(1, 2, 2, 21, 37, 24)), causal=causal)
+
+
+# RELIABILITY 40: any strides, also of do
+@BOTH
+def test_strides(function):
+    def transposed(x):  # (B, T, H, D) in memory
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    tensors = inputs(2, 2, 2, 20, 20, 16)
+    check(function, tuple(transposed(x) for x in tensors), causal=True)
+    check(function, tuple(x.mT.contiguous().mT for x in tensors), causal=True)
+    check(function, (*tensors[:3], tensors[3][:1, :1, :1, :1].expand(2, 2, 20, 16)), causal=True)
+
+
+@BOTH
+def test_three_dimensions(function):
+    q, k, v, do = (x[:, 0] for x in inputs(3, 1, 1, 20, 33, 16))
+    check(function, (q, k, v, do), causal=True)
+    saved = apply(function)(q.requires_grad_(), k, v).grad_fn.saved_tensors
+    assert [tuple(x.shape) for x in saved if x.shape == q.shape[:-1]] == [(3, 20)]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "packed"])
+def test_tensor_descriptors(layout):
+    """The descriptor path of every kernel, for the layouts it claims to take."""
+    q, k, v, do = inputs(2, 2, 1 if layout == "contiguous" else 2, 64, 64, 16)
+    if layout == "transposed":
+        q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do))
+    if layout == "packed":
+        packed = torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2)  # (B, T, 3, H, D)
+        q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    tile = Tile(32, 16, tma=True)
+    from kernels.flash_attention.descriptors import row_descriptors
+
+    assert None not in row_descriptors((q, k, v, do), 32)
+    assert row_descriptors((q, k[:, :, :40]), 32) == (None, None)  # the tail tile would read the next head
+    with configs.forced(forward=tile, dkdv=tile, dq=tile):
+        check(FlashAttention2, (q, k, v, do), causal=True)
+
+
+def test_heads_advance_in_groups():
+    """Grouped scheduling with a last, smaller group visits every tile of every head."""
+    tile = Tile(16, 16, head_group=2)
+    with configs.forced(forward=tile, dkdv=tile, dq=tile):
+        check(FlashAttention2, inputs(1, 3, 3, 33, 33, 16), causal=True)
+
+
+# RELIABILITY 43
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradcheck(causal):
+    q, k, v = (x.double().requires_grad_() for x in inputs(1, 2, 1, 5, 7, 4)[:3])
+    assert torch.autograd.gradcheck(apply(FlashAttention2PyTorch, causal=causal, window=3), (q, k, v))
+
+
+def test_triton_agrees_with_tiled_torch():
+    tensors = inputs(1, 2, 1, 50, 50, 24)
+    ours, tiled = (with_gradients(apply(f, causal=True), *tensors) for f in (FlashAttention2, FlashAttention2PyTorch))
+    for x, y in zip(ours, tiled, strict=True):
+        torch.testing.assert_close(x, y, atol=5e-6, rtol=5e-6)
+
+
+def test_repeats_are_bit_identical():
+    tensors = inputs(2, 2, 1, 33, 33, 16)
+    first, second = (with_gradients(apply(FlashAttention2, causal=True), *tensors) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_compile_without_graph_break():
+    q, k, v, do = inputs(1, 2, 2, 17, 17, 16)
+    compiled = torch.compile(FlashAttention2.apply, fullgraph=True)
+    ours = with_gradients(lambda q, k, v: compiled(q, k, v, True), q, k, v, do)
+    eager = with_gradients(lambda q, k, v: FlashAttention2.apply(q, k, v, True), q, k, v, do)
+    for x, y in zip(ours, eager, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_compile_of_the_public_function():
+    q, k, v, do = inputs(1, 2, 1, 17, 20, 16)
+    options = {"causal": True, "window": 5, "alignment": "bottom-right"}
+    compiled = torch.compile(lambda *x: flash_attention(*x, **options), fullgraph=True, backend="aot_eager")
+    for x, y in zip(with_gradients(compiled, q, k, v, do), in_float64(q, k, v, do, **options), strict=True):
+        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5)
+
+
+def test_autocast_casts_inside_and_returns_gradients_in_the_input_type():
+    q, k, v, do = inputs(1, 2, 2, 20, 20, 16)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    with torch.autocast(DEVICE, torch.float16):
+        o = flash_attention(q, k, v, causal=True)
+    assert o.dtype is torch.float16
+    grads = torch.autograd.grad(o, (q, k, v), do.half())
+    assert {g.dtype for g in grads} == {torch.float32}
+    for x, y in zip((o, *grads), in_float64(q, k, v, do, causal=True), strict=True):
+        torch.testing.assert_close(x.double(), y, atol=6e-3, rtol=6e-3)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    q, k, v, do = inputs(1, 1, 1, 20, 20, 16)
+
+    def block(q, k, v):
+        return flash_attention(q * 2, k, v, causal=True)
+
+    plain = with_gradients(block, q, k, v, do)
+    again = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = checkpoint(block, *again, use_reentrant=reentrant)
+    o.backward(do)
+    for x, y in zip((o, *(t.grad for t in again)), plain, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_gradient_of_the_gradient_raises():
+    q, k, v, do = inputs(1, 1, 1, 5, 5, 16)
+    q, do = q.requires_grad_(), do.requires_grad_()
+    (dq,) = torch.autograd.grad(flash_attention(q, k, v), q, do, create_graph=True)
+    with pytest.raises(RuntimeError, match="flash_attention_backward"):
+        dq.sum().backward()
+
+
+def test_flops_are_counted():
+    q, k, v, do = inputs(1, 2, 1, 20, 20, 16)
+    q.requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        flash_attention(q, k, v, causal=True).backward(do)
+    pairs = 20 * 21 // 2
+    assert counter.get_total_flops() == 2 * 16 * pairs * (4 + 10)
+
+
+def test_plain_cpu_runs_the_tiled_reference():
+    """Without a GPU and without the interpreter the public function still works, and never imports a kernel."""
+    script = """
+import sys, torch
+from kernels._triton import INTERPRETED
+from kernels.flash_attention import flash_attention
+assert not INTERPRETED
+q, k, v = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3))
+o = flash_attention(q, k, v, causal=True)
+o.sum().backward()
+expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+torch.testing.assert_close(o, expected)
+assert "kernels.flash_attention.forward" not in sys.modules
+"""
+    environment = {"PATH": "", "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=120)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="bfloat16 is only refused by the interpreter")
+def test_interpreter_refuses_bfloat16():
+    q = torch.randn(1, 1, 4, 16, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="bfloat16"):
+        flash_attention(q, q.clone(), q.clone())
+
+
+def test_reference_itself():
+    """The reference agrees with torch's own attention where both apply."""
+    q, k, v, _ = inputs(1, 2, 2, 20, 20, 16)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(attention(q, k, v, causal=True), expected, atol=1e-5, rtol=1e-5)

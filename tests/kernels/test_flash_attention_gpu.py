@@ -1,0 +1,206 @@
+"""FlashAttention-2 compiled on a GPU: many shapes, every shipped configuration, determinism, 64-bit offsets, memory.
+
+Errors are measured against float64 and judged by the error of attention computed by PyTorch in the same type on the
+same inputs: at most 2 × (output) or 3 × (gradients) its maximum plus 1e-5, and at most 1.5 × its RMS plus 1e-7.
+"""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels._triton import generation
+from kernels.flash_attention import FlashAttention2, configs, flash_attention
+from kernels.flash_attention.options import Problem
+
+from .attention_reference import attention, in_float64, rms, with_gradients
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def inputs(batch, heads, kv_heads, query_count, key_count, head_dim, dtype, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+    return (draw(batch, heads, query_count, head_dim), draw(batch, kv_heads, key_count, head_dim),
+            draw(batch, kv_heads, key_count, head_dim), draw(batch, heads, query_count, head_dim))
+
+
+def judge(ours, peer, exact):
+    """The rule of the module docstring for (o, dq, dk, dv)."""
+    for name, x, p, y in zip(("o", "dq", "dk", "dv"), ours, peer, exact, strict=True):
+        x, p = x.double(), p.double()
+        assert x.isfinite().all(), name
+        times = 2 if name == "o" else 3
+        assert (x - y).abs().max() <= times * (p - y).abs().max() + 1e-5, name
+        assert rms(x - y) <= 1.5 * rms(p - y) + 1e-7, name
+
+
+def random_options(draw, query_count, key_count):
+    options = {"causal": draw.random() < 0.5}
+    if draw.random() < 0.25:
+        options["window"] = draw.choice([0, 1, 17, 64, 300])
+    if draw.random() < 0.3:
+        options["alignment"] = "bottom-right"
+    return options
+
+
+# RELIABILITY 35, 36: lengths from one to a thousand, q and k of different lengths, any head dim
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 40, 59, 64, 80, 111, 128, 256])
+def test_random_shapes(head_dim, dtype):
+    draw = random.Random(f"{head_dim} {dtype}")
+    lengths = [1, 2, 17, 97, 113, 128, 200, 203, 256, 512, 1023, 1024, 1025]
+    for seed in range(14):
+        query_count, key_count = draw.choice(lengths), draw.choice(lengths)
+        kv_heads = draw.choice([1, 2])
+        heads = kv_heads * draw.choice([1, 3])
+        options = random_options(draw, query_count, key_count)
+        tensors = inputs(draw.choice([1, 2]), heads, kv_heads, query_count, key_count, head_dim, dtype, seed)
+        exact = in_float64(*tensors, **options)
+        peer = with_gradients(lambda *x, o=options: attention(*x, **o), *tensors)
+        judge(with_gradients(lambda *x, o=options: flash_attention(*x, **o), *tensors), peer, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_accuracy_beside_sdpa(head_dim, causal, dtype):
+    """RELIABILITY 36, against torch's own fused attention."""
+    tensors = inputs(2, 4, 4, 1024, 1024, head_dim, dtype)
+    exact = in_float64(*tensors, causal=causal)
+    peer = with_gradients(lambda *x: F.scaled_dot_product_attention(*x, is_causal=causal), *tensors)
+    judge(with_gradients(lambda *x: flash_attention(*x, causal=causal), *tensors), peer, exact)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_documents(head_dim):
+    tensors = inputs(2, 2, 1, 700, 700, head_dim, torch.bfloat16)
+    ids = torch.randint(0, 2, (2, 700), device="cuda").cumsum(1) // 50
+    options = {"causal": True, "document_ids": ids}
+    exact = in_float64(*tensors, **options)
+    peer = with_gradients(lambda *x: attention(*x, **options), *tensors)
+    judge(with_gradients(lambda *x: flash_attention(*x, **options), *tensors), peer, exact)
+
+
+def shipped():
+    return [pytest.param(key, kernel, id=f"{key}-{kernel}") for key in configs.TABLE for kernel in configs.KERNELS]
+
+
+@pytest.mark.parametrize(("key", "kernel"), shipped())
+def test_every_shipped_configuration(key, kernel):
+    """Several seeds, outputs poisoned before each run, against float64; the tile must not depend on luck."""
+    if key.gpu != generation(torch.cuda.current_device()):
+        pytest.skip(f"a configuration for {key.gpu}, this is {generation(torch.cuda.current_device())}")
+    from kernels.flash_attention import backward, forward
+
+    tile = configs.TABLE[key][configs.KERNELS.index(kernel)]
+    problem = Problem((None, 0 if key.causal else None), key.head_dim**-0.5, key.precision)
+    dtype = torch.float32 if key.bits == 32 else torch.bfloat16
+    tolerance = {"tf32": 5e-3, "ieee": 1e-5, "tf32x3": 1e-5}[key.precision] if key.bits == 32 else 1e-2
+    for seed in range(4):
+        q, k, v, do = inputs(1, 3, 3, 640, 640, key.head_dim, dtype, seed)
+        o, dq, dk, dv = in_float64(q, k, v, do, causal=key.causal)
+        first, second = torch.full_like(q, float("nan")), torch.full_like(q, float("nan"))
+        lse = torch.full(q.shape[:-1], float("nan"), device="cuda")
+        forward.launch_forward(q, k, v, first, lse, problem,
+                               tile if kernel == "forward" else configs.choose("forward", q, k, key.causal))
+        saved = backward.launch_delta(q, k, v, first.clone(), lse, do)
+        expected = {"forward": (o,), "dkdv": (dk, dv), "dq": (dq,)}[kernel]
+        if kernel != "forward":
+            first.fill_(float("nan"))
+        if kernel == "dkdv":
+            backward.launch_dkdv(saved, first, second, problem, tile)
+        elif kernel == "dq":
+            backward.launch_dq(saved, first, problem, tile)
+        for x, y in zip((first, second), expected, strict=False):
+            assert rms(x.double() - y) <= tolerance * rms(y)
+
+
+# RELIABILITY 39
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_logits(dtype):
+    for length in (1, 2, 3, 97):
+        q, k, v, do = inputs(2, 2, 2, length, length, 64, dtype)
+        for causal in (False, True):
+            results = with_gradients(lambda *x, c=causal: flash_attention(*x, causal=c), q * 35, k * 35, v, do)
+            assert all(x.isfinite().all() for x in results)
+
+
+# RELIABILITY 41
+def test_repeats_are_bit_identical():
+    tensors = inputs(60, 2, 2, 300, 300, 64, torch.bfloat16)
+    first = with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors)
+    for _ in range(100):
+        again = with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+# RELIABILITY 42
+def test_more_than_two_to_the_31_elements():
+    """The last heads of a tensor whose offsets need 64 bits equal the same heads computed alone."""
+    tensors = inputs(1, 1, 1, 1, 1, 64, torch.bfloat16)  # the generator only; the large ones are filled in place
+    shape = (2**16 + 16, 1, 512, 64)
+    assert torch.Size(shape).numel() > 2**31
+    q, k, v, do = (torch.randn(shape, device="cuda", dtype=tensors[0].dtype) for _ in range(4))
+    whole = with_gradients(lambda *x: flash_attention(*x, causal=True), q, k, v, do)
+    alone = with_gradients(lambda *x: flash_attention(*x, causal=True), *(x[-8:].clone() for x in (q, k, v, do)))
+    for x, y in zip(whole, alone, strict=True):
+        torch.testing.assert_close(x[-8:], y)
+
+
+def test_rows_more_than_two_to_the_31_elements_apart():
+    """One head whose last row lies beyond 2³¹ elements; a window keeps the arithmetic small."""
+    length, width = 2**16, 2**15 + 64
+    buffer = torch.empty(length, width, device="cuda", dtype=torch.bfloat16)
+    assert (length - 1) * width > 2**31
+    buffer[:, :192].normal_()
+    q, k, v = (buffer[None, None, :, i * 64:(i + 1) * 64] for i in range(3))
+    do = torch.randn(1, 1, length, 64, device="cuda", dtype=torch.bfloat16)
+    strided = with_gradients(lambda *x: flash_attention(*x, causal=True, window=100), q, k, v, do)
+    packed = with_gradients(lambda *x: flash_attention(*x, causal=True, window=100),
+                            *(x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)), do)
+    for x, y in zip(strided, packed, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_memory_grows_linearly():
+    peaks = []
+    for length in (4096, 8192, 16384):
+        q, k, v, do = (x.requires_grad_() for x in inputs(1, 4, 4, length, length, 64, torch.bfloat16))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        flash_attention(q, k, v, causal=True).backward(do.detach())
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= 2.05 * peaks[0]
+    assert peaks[2] <= 2.05 * peaks[1]
+
+
+def test_compile_in_bf16_under_autocast():
+    q, k, v, do = inputs(1, 2, 2, 300, 300, 64, torch.float32)
+    compiled = torch.compile(FlashAttention2.apply, fullgraph=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        ours = with_gradients(lambda q, k, v: compiled(q, k, v, True).float(), q, k, v, do)
+    for x, y in zip(ours, in_float64(q, k, v, do, causal=True), strict=True):
+        assert x.dtype is torch.float32
+        assert rms(x.double() - y) <= 2e-2 * rms(y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cuda_graph_capture(dtype):
+    """Nothing on the way to the kernels waits for the GPU."""
+    tensors = inputs(1, 2, 1, 256, 256, 64, dtype)
+    q, k, v = (x.requires_grad_() for x in tensors[:3])
+    expected = with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = flash_attention(q, k, v, causal=True)
+        grads = torch.autograd.grad(o, (q, k, v), tensors[3])
+    graph.replay()
+    for x, y in zip((o, *grads), expected, strict=True):
+        assert torch.equal(x, y)

@@ -1,0 +1,100 @@
+"""What `flash_attention` refuses, and the pure arithmetic of its masks."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch, cost, flash_attention
+from kernels.flash_attention.options import band, document_bounds, visible_pairs
+
+from .attention_reference import mask
+
+Q = torch.zeros(2, 4, 5, 16)
+K = torch.zeros(2, 2, 7, 16)
+
+
+# RELIABILITY 44: the message names the argument and what is allowed
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((Q, K, K.to("meta")), "v is on meta, q on cpu"),
+        ((Q, K.half(), K), "k has dtype torch.float16, q torch.float32"),
+        ((Q.double(), K.double(), K.double()), "q has dtype torch.float64; allowed: float32, float16, bfloat16"),
+        ((Q.int(), K.int(), K.int()), "q has dtype torch.int32; allowed"),
+        ((Q[0, 0], K[0, 0], K[0, 0]), r"q has shape \(5, 16\); allowed"),
+        ((Q, K[0], K[0]), "k has 3 dimensions, q 4"),
+        ((Q, K[..., :8], K[..., :8]), "k has head dim 8, q 16"),
+        ((Q, K[:1], K[:1]), "k has batch 1, q 2"),
+        ((Q, K, K[:, :, :6]), "v has shape"),
+        ((Q[:, :3], K, K), "k has 2 heads and q 3"),
+        ((Q, K[:, :0], K[:, :0]), "k has 0 heads and q 4"),
+        ((torch.zeros(1, 1, 5, 257),) * 3, "q has head dim 257; allowed: 1 to 256"),
+        ((torch.zeros(1, 1, 5, 0),) * 3, "q has head dim 0; allowed: 1 to 256"),
+    ],
+)
+@pytest.mark.parametrize("function", [FlashAttention2, FlashAttention2PyTorch])
+def test_tensors_that_do_not_fit(function, arguments, message):
+    if function is FlashAttention2PyTorch and "float64" in message:
+        return  # the reference takes float64
+    with pytest.raises(ValueError, match=message):
+        function.apply(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"window": -1}, ValueError, "window is -1; allowed: 0 or more"),
+        ({"window": 1.5}, TypeError, "window must be an int"),
+        ({"window": True}, TypeError, "window must be an int"),
+        ({"scale": 0.0}, ValueError, "scale is 0.0; allowed"),
+        ({"scale": float("nan")}, ValueError, "scale is nan; allowed"),
+        ({"causal": 1}, TypeError, "causal must be True or False"),
+        ({"alignment": "left"}, ValueError, "alignment is 'left'; allowed: top-left, bottom-right"),
+        ({"precision": "fp8"}, ValueError, "precision is 'fp8'; allowed: ieee, tf32x3, tf32"),
+        ({"document_ids": torch.zeros(2, 5)}, TypeError, "document_ids must be an integer tensor"),
+        ({"document_ids": torch.zeros(2, 5).long()}, ValueError, "document_ids needs as many queries as keys"),
+    ],
+)
+def test_options_that_are_not_allowed(options, error, message):
+    with pytest.raises(error, match=message):
+        flash_attention(Q, K, K, **options)
+
+
+def test_document_ids_must_have_the_shape_of_the_sequence():
+    with pytest.raises(ValueError, match=r"document_ids has shape \(5,\); allowed: \(batch, seq\) = \(2, 5\)"):
+        flash_attention(Q, Q, Q, document_ids=torch.zeros(5).long())
+
+
+def test_not_a_tensor():
+    with pytest.raises(TypeError, match=r"k must be a torch\.Tensor, got list"):
+        flash_attention(Q, [1], K)
+
+
+@given(
+    query_count=st.integers(0, 40), key_count=st.integers(0, 40), causal=st.booleans(),
+    window=st.none() | st.integers(0, 45), alignment=st.sampled_from(["top-left", "bottom-right"]),
+)
+def test_visible_pairs_counts_the_mask(query_count, key_count, causal, window, alignment):
+    limits = band(query_count, key_count, causal, window, alignment)
+    expected = mask(query_count, key_count, causal=causal, window=window, alignment=alignment).sum().item()
+    assert visible_pairs(query_count, key_count, *limits) == expected
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=6, max_size=6), min_size=1, max_size=3))
+def test_document_bounds_are_the_runs_of_equal_ids(ids):
+    first, last = document_bounds(torch.tensor(ids))
+    for row, begins, ends in zip(ids, first.tolist(), last.tolist(), strict=True):
+        for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            assert begin <= i < end
+            assert len(set(row[begin:end])) == 1
+            assert begin == 0 or row[begin - 1] != row[i]
+            assert end == len(row) or row[end] != row[i]
+
+
+def test_cost_of_the_record_configuration():
+    shape = (1, 16, 16384, 64)
+    forward = cost(shape, shape, torch.bfloat16, causal=True)
+    assert forward.flops == 4 * 16 * 64 * (16384 * 16385 // 2)
+    assert forward.bytes == 4 * 2 * 16 * 16384 * 64 + 4 * 16 * 16384
+    assert cost(shape, shape, torch.bfloat16, causal=True, backward=True).flops == 2.5 * forward.flops
