@@ -139,9 +139,7 @@ def shut_down() -> None:
 atexit.register(shut_down)
 
 
-def _collect(
-    ranks: list[_Rank], deadline: float, allowed_s: float
-) -> tuple[dict[int, Any], dict[int, str]]:
+def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dict[int, Any], dict[int, str]]:
     """Wait for every rank's answer; after a failure only for a moment more."""
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}

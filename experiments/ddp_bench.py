@@ -28,7 +28,14 @@ from distlab.report.record import OutputFolder, Record, commit, environment, wri
 from distlab.report.table import Column, render
 from distlab.theory import communication
 from distlab.theory.compute import mfu, step_flops
-from distlab.train.workbench import Timing, Variant, Workbench, is_out_of_memory, parameter_difference, variants
+from distlab.train.workbench import (
+    Timing,
+    Variant,
+    Workbench,
+    is_out_of_memory,
+    parameter_difference,
+    variants,
+)
 
 NAME = "ddp_bench"
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -124,7 +131,7 @@ def run(
         timings = bench.time_rounds(
             rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=progress
         )
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             raise MemoryError(_does_not_fit(config, context)) from error
         raise

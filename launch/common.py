@@ -1,11 +1,14 @@
 """What every entry point does around its experiment: start ranks, make the context, say clearly what failed."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from distlab.comm import RankContext, RankEnvironment, rank_context
 from distlab.comm.context import choose_device
@@ -21,8 +24,11 @@ def default_ranks(backend: str | None) -> int:
     return gpus or 2
 
 
-def start_ranks(script: str, arguments: Sequence[str], ranks: int, backend: str | None) -> None:
-    """Replace this process by torchrun with `ranks` processes of `script`; does not return.
+def start_ranks(script: str, arguments: Sequence[str], ranks: int, backend: str | None) -> int:
+    """Run `ranks` processes of `script` under torchrun's agent, in this process, and wait for them.
+
+    Returns:
+        0, or the exit code of the rank that failed first, after a line that says which and how.
 
     Raises:
         ValueError: fewer than one rank, or more NCCL ranks than GPUs.
@@ -31,14 +37,29 @@ def start_ranks(script: str, arguments: Sequence[str], ranks: int, backend: str 
         raise ValueError(f"--nproc {ranks}: at least one rank")
     choose_device(backend, 0, ranks)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, and torchrun need not warn of it
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    sys.stdout.flush()
-    os.execv(sys.executable, [*torchrun, script, *arguments])
+    options = ["--standalone", f"--nproc_per_node={ranks}"]
+    try:
+        torchrun.run(torchrun.parse_args([*options, script, *_without_nproc(arguments)]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode != USAGE_ERROR:  # a usage error has had its message
+            how = f"signal {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else "an error"
+            print(f"rank {rank} ended with {how} (exit code {failure.exitcode})", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    return 0
 
 
-def run_rank(
-    work: Callable[[RankContext], int], *, backend: str | None, timeout_s: float, name: str
-) -> int:
+def _without_nproc(arguments: Sequence[str]) -> list[str]:
+    """The arguments without `--nproc N`, which torchrun would take for an abbreviation of its own option."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument != "--nproc" and not argument.startswith("--nproc="):
+            kept.append(argument)
+        skip = argument == "--nproc"
+    return kept
+
+
+def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout_s: float, name: str) -> int:
     """Run `work` on this rank inside its context; turn exceptions into one clear message and an exit code."""
     place = RankEnvironment.read()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -1,8 +1,8 @@
 """Compare the data-parallel strategies on this machine.
 
-    python launch/ddp_bench.py                                      all GPUs, or two CPU ranks
-    python launch/ddp_bench.py --nproc 4
-    torchrun --standalone --nproc_per_node=2 launch/ddp_bench.py
+python launch/ddp_bench.py                                      all GPUs, or two CPU ranks
+python launch/ddp_bench.py --nproc 4
+torchrun --standalone --nproc_per_node=2 launch/ddp_bench.py
 """
 
 import argparse
@@ -121,7 +121,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = config_from(args)
         if not place.launched:
-            start_ranks(__file__, arguments, args.nproc or default_ranks(args.backend), args.backend)
+            ranks = default_ranks(args.backend) if args.nproc is None else args.nproc
+            return start_ranks(__file__, arguments, ranks, args.backend)
     except ValueError as error:
         if place.rank == 0:
             print(f"ddp_bench: error: {error}", file=sys.stderr)

@@ -138,6 +138,7 @@ def rank_context(
         # Communication kernels must get onto SMs that computation keeps busy: a high-priority stream
         # lets a bucket start when the next thread block retires instead of when the queue drains.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout  # options given by hand are taken as they are, their timeout too
     dist.init_process_group(
         backend,
         store=store,

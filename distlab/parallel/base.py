@@ -172,7 +172,9 @@ class DataParallel(nn.Module):
             )
         for name, parameter in zip(self.trainable_names, self.trainable, strict=True):
             if not parameter.is_floating_point():
-                raise ValueError(f"'{name}' is {parameter.dtype}; only floating-point parameters are averaged")
+                raise ValueError(
+                    f"'{name}' is {parameter.dtype}; only floating-point parameters are averaged"
+                )
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
             if any(isinstance(hook, _GradientHook) and hook.owner() is not None for hook in hooks.values()):
                 raise ValueError(

@@ -1,5 +1,6 @@
 """torch's DistributedDataParallel behind the interface of our strategies, so that one loop drives both."""
 
+import gc
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -46,6 +47,7 @@ class TorchDDP(nn.Module):
         """Detach torch's hooks, so that the module can be wrapped again."""
         self.ddp._remove_autograd_hooks()
         del self.ddp
+        gc.collect()  # a reference cycle would keep its buckets' memory
 
 
 def tuned_torch_ddp(

@@ -1,7 +1,7 @@
 """One training step, the same for every strategy: zero, forward and backward, finish, optimizer.
 
-    zero_grad ─ [micro-batch]×k ─ finish_gradient_synchronization ─ (clip, check) ─ optimizer.step
-                 the first k−1 under no_sync(): one synchronisation per optimizer step
+zero_grad ─ [micro-batch]×k ─ finish_gradient_synchronization ─ (clip, check) ─ optimizer.step
+             the first k−1 under no_sync(): one synchronisation per optimizer step
 """
 
 from collections.abc import Callable, Sequence

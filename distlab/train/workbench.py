@@ -6,11 +6,11 @@ attached in turn. The same bench also answers what a timing must not stand witho
 profiler saw, and whether the result equals training in one process.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from distlab.parallel import Strategy, get_strategy
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import TrainStep, next_token_loss
 
+T = TypeVar("T")
 PHASES = ("forward_backward", "optimizer", "step")
 
 
@@ -128,20 +129,19 @@ class Workbench:
 
         def step() -> None:
             nonlocal steps_done
-            train([self._batches[steps_done % len(self._batches)]])
+            try:
+                train([self._batches[steps_done % len(self._batches)]])
+            except (RuntimeError, MemoryError) as error:
+                if is_out_of_memory(error):  # complete what was begun, so that all ranks have sent the same
+                    wrapper.finish_gradient_synchronization()
+                raise
             steps_done += 1
 
         try:
             yield step
-        except RuntimeError as error:
-            if is_out_of_memory(error):  # complete what was begun, so that all ranks have sent the same
-                wrapper.finish_gradient_synchronization()
-            raise
         finally:
             wrapper.close()
             self.optimizer.zero_grad(set_to_none=True)
-            del wrapper, train
-            gc.collect()  # torch DDP keeps its buckets alive through a reference cycle
 
     def time_rounds(
         self,
@@ -167,30 +167,36 @@ class Workbench:
 
     def _time_block(self, variant: Variant, warmup: int, steps: int, timing: Timing) -> None:
         timer = PhaseTimer(self.context.device)
-        fits = True
-        with peak_memory(self.context.device) as memory:
-            try:
-                with self.attached(variant, mark=timer.mark) as step:
-                    for number in range(warmup + steps):
-                        if number == warmup:
-                            dist.barrier(self.context.group)
-                            timer.clear()
-                        timer.start()
-                        step()
-                    samples = timer.steps()
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                fits = False
-        if not collectives.all_ranks_agree(fits, self.context.device, self.context.group):
-            timing.out_of_memory = True
-            return
+        with peak_memory(self.context.device) as memory, ExitStack() as stack:
+            step = self._if_it_fits(lambda: stack.enter_context(self.attached(variant, mark=timer.mark)))
+            timer.start()
+            if step is None or self._if_it_fits(lambda: step() or True) is None:
+                timing.out_of_memory = True
+                return
+            for number in range(1, warmup + steps):
+                if number == warmup:
+                    dist.barrier(self.context.group)
+                    timer.clear()
+                timer.start()
+                step()
+            samples = timer.steps()
         timing.peak_alloc_bytes = _largest(memory.peak_alloc_bytes, timing.peak_alloc_bytes)
         for phase in PHASES:
-            slowest = slowest_rank(
-                [sample[phase] for sample in samples], self.context.group, self.context.device
-            )
-            timing.phases[phase].extend(slowest)
+            mine = [sample[phase] for sample in samples]
+            timing.phases[phase].extend(slowest_rank(mine, self.context.group, self.context.device))
+
+    def _if_it_fits(self, action: Callable[[], T]) -> T | None:
+        """The action's result, or None on every rank if some rank ran out of memory in it."""
+        result, fits = None, True
+        try:
+            result = action()
+            if self.context.device.type == "cuda":
+                torch.cuda.synchronize(self.context.device)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            fits = False
+        return result if collectives.all_ranks_agree(fits, self.context.device, self.context.group) else None
 
     def record_collectives(self, variant: Variant) -> CollectiveRecorder:
         """What one step sends, once the strategy has settled (torch DDP agrees on new buckets in its third)."""
@@ -215,9 +221,10 @@ class Workbench:
             )
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocator, of a GPU or of the host, could not give what was asked for."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or "can't allocate memory" in str(error)
 
 
 def _largest(*values: int | None) -> int | None:

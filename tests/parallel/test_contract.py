@@ -17,7 +17,9 @@ STRATEGIES = {
     "naive": NaiveDDP,
     "flat": FlatDDP,
     "overlap": OverlapDDP,
-    "bucketed": lambda module, **kw: BucketedDDP(module, bucket_size_mb=1e-4, **kw),  # 104 bytes: many buckets
+    "bucketed": lambda module, **kw: BucketedDDP(
+        module, bucket_size_mb=1e-4, **kw
+    ),  # 104 bytes: many buckets
     "bucketed-unbounded": lambda module, **kw: BucketedDDP(module, bucket_size_mb=None, **kw),
 }
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]

@@ -111,7 +111,9 @@ def test_a_rank_that_runs_out_of_data_is_an_error_for_the_others(strategy):
     assert "RuntimeError" in caught.value.failures[0]
 
 
-def train_with_delays(context: RankContext, strategy: str, steps: int, delay_seed: int | None) -> list[Tensor]:
+def train_with_delays(
+    context: RankContext, strategy: str, steps: int, delay_seed: int | None
+) -> list[Tensor]:
     """Train; with a seed, sleep up to 50 ms at random in gradient hooks and around collectives."""
     chance = random.Random(None if delay_seed is None else 100 * delay_seed + context.rank)
 

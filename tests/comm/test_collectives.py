@@ -1,0 +1,84 @@
+"""The collectives give the mean, in every form a strategy uses, and wait only when asked to."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.comm import RankContext, collectives
+from distlab.testing import run_ranks
+from tests.parallel.test_contract import BACKENDS, run
+
+
+def means(context: RankContext) -> None:
+    group, device, n = context.group, context.device, context.world_size
+    mean = (n + 1) / 2
+    plain = torch.full((5,), context.rank + 1.0, device=device)
+    collectives.all_reduce_mean(plain, group).wait()
+    assert torch.allclose(plain, torch.full_like(plain, mean))
+
+    scaled = torch.full((5,), (context.rank + 1.0) * collectives.mean_scale(device, group), device=device)
+    collectives.all_reduce_mean(scaled, group, prescaled=True).wait()
+    assert torch.equal(scaled, plain)
+
+    whole = torch.arange(n * 3.0, device=device) + context.rank
+    shard = torch.empty(3, device=device)
+    collectives.reduce_scatter_mean(shard, whole, group).wait()
+    first = 3.0 * context.rank + (n - 1) / 2
+    assert torch.allclose(shard, torch.arange(first, first + 3, device=device))
+
+    gathered = torch.empty(2 * n, device=device)
+    collectives.all_gather(gathered, torch.full((2,), float(context.rank), device=device), group).wait()
+    assert gathered.tolist() == [float(rank) for rank in range(n) for _ in range(2)]
+
+    value = torch.full((2,), float(context.rank), device=device)
+    collectives.broadcast(value, group, source=n - 1).wait()
+    assert value.tolist() == [n - 1.0] * 2
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_collective_gives_its_mean_or_its_copy(world_size, backend):
+    run(means, world_size, backend=backend)
+
+
+def agreements(context: RankContext) -> tuple:
+    group, device = context.group, context.device
+    matrix = torch.full((2, 3), float(context.rank), device=device).t()  # not contiguous
+    collectives.broadcast_all([matrix], group)
+    return (
+        collectives.all_ranks_agree(True, device, group),
+        collectives.all_ranks_agree(context.rank != 1, device, group),
+        collectives.sum_over_ranks(context.rank + 0.5, device, group),
+        collectives.gather_objects({"rank": context.rank}, group),
+        matrix.sum().item(),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_come_to_one_answer(backend):
+    for answer in run(agreements, 2, backend=backend):
+        assert answer == (True, False, 2.0, [{"rank": 0}, {"rank": 1}], 0.0)
+
+
+def unfinished(context: RankContext) -> bool:
+    """On gloo `all_reduce_mean` returns before the slow peer has joined: it does not block."""
+    if context.rank == 1:
+        import time
+
+        time.sleep(0.5)
+    work = collectives.all_reduce_mean(torch.ones(4), context.group)
+    pending = not work.is_completed()
+    work.wait()
+    return pending
+
+
+def test_a_collective_returns_before_it_is_done():
+    assert run_ranks(unfinished, 2)[0]
+
+
+def test_no_group_is_an_error_that_says_how_to_get_one():
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        collectives.resolve_group(None)

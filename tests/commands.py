@@ -1,0 +1,28 @@
+"""Run a command of this repository as a user would, from the checkout."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment with the checkout importable, and without the marks of an outer torchrun."""
+    outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    inherited = {key: value for key, value in os.environ.items() if key not in outer}
+    return inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def python(*arguments: str | os.PathLike, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """`python arguments…` in the repository's root; raises if it outlasts `timeout` seconds."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT, env=environment()
+    )
+
+
+def torchrun(*arguments: str | os.PathLike, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """`torchrun --standalone arguments…` in the repository's root."""
+    return python("-m", "torch.distributed.run", "--standalone", *arguments, timeout=timeout)

@@ -1,0 +1,210 @@
+"""The main job: its numbers, its files, and what it says to bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distlab.comm import RankContext
+from distlab.parallel import NaiveDDP
+from distlab.report.record import OutputFolder, Record, read_json
+from distlab.testing import run_ranks
+from distlab.train import workbench
+from distlab.train.workbench import Workbench, parameter_difference, variants
+from experiments import ddp_bench
+from experiments.ddp_bench import DDPBenchConfig
+from tests.commands import ROOT, environment, python, torchrun
+
+SMOKE = DDPBenchConfig(
+    batch=1, context=16, bucket_sizes_mb=(1.0,), warmup=1, steps=5, rounds=1, check_steps=1
+)
+SMOKE_ARGUMENTS = ["--batch=1", "--context=16", "--warmup=1", "--steps=3", "--rounds=2", "--check-steps=1"]
+
+
+def smoke(context: RankContext, root: str) -> list[Record]:
+    folder = OutputFolder(root, ddp_bench.NAME, "run")
+    records = ddp_bench.run(SMOKE, context, folder)
+    if context.is_main:
+        ddp_bench.write(records, folder, context)
+    return records
+
+
+def test_every_row_is_complete_checked_and_written(tmp_path):
+    records, others = run_ranks(smoke, 2, str(tmp_path))
+    assert [r.to_dict() for r in records] == [r.to_dict() for r in others]
+    by_name = {record.variant: record.metrics for record in records}
+    assert list(by_name) == list(SMOKE.strategies)
+    assert ddp_bench.wrong_rows(records) == []
+    for name, metrics in by_name.items():
+        assert metrics["volume_as_predicted"] is True, name
+        phases = metrics["forward_backward_p50_ms"] + metrics["optimizer_p50_ms"]
+        assert metrics["step_p20_ms"] <= metrics["step_p50_ms"] <= metrics["step_p80_ms"]
+        assert phases == pytest.approx(metrics["step_p50_ms"], rel=0.5), name
+        if name != "local":
+            assert metrics["max_abs_param_diff"] < 1e-6
+            assert metrics["comm_ms"] > 0 and 0 <= metrics["overlap_pct"] <= 100
+    assert by_name["local"]["comm_bytes_per_step"] == 0 and by_name["local"]["comm_ms"] == 0
+    assert by_name["naive"]["collectives_per_step"] == by_name["overlap"]["collectives_per_step"] > 30
+    folder = tmp_path / "ddp_bench" / "run"
+    assert [r.to_dict() for r in read_json(folder / "records.json")] == [r.to_dict() for r in records]
+    written = {path.name for path in folder.iterdir()}
+    assert {"records.csv", "table.md", "table.tex", "step_time.png", "timeline.png"} <= written
+    assert {f"trace_naive_rank{rank}.json.gz" for rank in range(2)} <= written
+
+
+def test_several_bucket_sizes_make_a_row_each_where_there_are_buckets():
+    rows = variants(["flat", "bucketed", "torch-ddp", "torch-ddp-tuned"], [25.0, None])
+    assert [row.name for row in rows] == [
+        *["flat", "bucketed-25", "bucketed-unbounded"],
+        *["torch-ddp", "torch-ddp-tuned-25", "torch-ddp-tuned-unbounded"],
+    ]
+
+
+def wrong_strategy(context: RankContext) -> float:
+    """A naive DDP that never reduces the gradient of the last parameter."""
+
+    class Forgetful(NaiveDDP):
+        def _synchronize(self) -> None:
+            last = self.trainable[-1]
+            own, last.grad = last.grad, torch.zeros_like(last)
+            super()._synchronize()
+            last.grad = own
+
+    (naive,) = variants(["naive"], [None])
+    broken = replace(naive, strategy=replace(naive.strategy, build=Forgetful))
+    return parameter_difference(context, broken, steps=2)
+
+
+def test_a_broken_synchronisation_is_printed_as_wrong():
+    difference = run_ranks(wrong_strategy, 2)[0]
+    metrics = {"max_abs_param_diff": difference, "volume_as_predicted": True}
+    (problem,) = ddp_bench.wrong_rows([Record("ddp_bench", "naive", {}, metrics, {}, None)])
+    assert "differ from one process" in problem
+
+
+def out_of_memory_on_one_rank(context: RankContext) -> dict[str, bool]:
+    """Rank 1's overlap row runs out of memory in backward; the others' rows go on."""
+    config = SMOKE.model()
+    bench = Workbench(context, config, batch_size=1)
+    original = workbench.TrainStep.__call__
+
+    def failing(self, batches):
+        if type(self.model).__name__ != "OverlapDDP" or context.rank == 0:
+            return original(self, batches)
+        handle = bench.model.norm.weight.register_hook(_no_memory)
+        try:
+            return original(self, batches)
+        finally:
+            handle.remove()
+
+    workbench.TrainStep.__call__ = failing
+    try:
+        rows = variants(["naive", "overlap", "bucketed"], [1.0])
+        timings = bench.time_rounds(rows, rounds=2, warmup=1, steps=1)
+    finally:
+        workbench.TrainStep.__call__ = original
+    return {name: timing.out_of_memory for name, timing in timings.items()}
+
+
+def _no_memory(_: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("injected")
+
+
+def test_a_row_without_memory_says_so_and_the_sweep_goes_on():
+    for answer in run_ranks(out_of_memory_on_one_rank, 2):
+        assert answer == {"naive": False, "overlap": True, "bucketed": False}
+
+
+def test_an_oom_row_is_shown_as_oom(tmp_path):
+    config = {"size": "xl", "num_parameters": 1e9, "batch": 1, "context": 2, "dtype": "fp32"}
+    config |= {"world_size": 2, "backend": "nccl"}
+    env = {"device_name": "some GPU", "torch": "2"}
+    local = {f"{p}_p50_ms": 3.0 for p in ("step", "forward_backward", "optimizer")}
+    local |= {"step_p20_ms": 2.9, "step_p80_ms": 3.1}
+    records = [
+        Record("ddp_bench", "local", config, local, env, None),
+        Record("ddp_bench", "flat", config, {"step_p50_ms": "OOM"}, env, None),
+    ]
+    assert "OOM" in ddp_bench.render(records, ddp_bench.COLUMNS)
+    ddp_bench.draw_step_times(records, tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").stat().st_size > 1000
+
+
+def test_plain_python_starts_its_ranks_and_ends_with_one_line_of_json(tmp_path):
+    arguments = ["--nproc=2", "--backend=gloo", "--strategies=local,bucketed", f"--out={tmp_path}"]
+    done = python("launch/ddp_bench.py", *arguments, *SMOKE_ARGUMENTS)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["experiment"] == "ddp_bench"
+    assert [record["variant"] for record in answer["records"]] == ["local", "bucketed"]
+    assert answer["records"][1]["metrics"]["step_p50_ms"] > 0
+    assert "bucketed" in done.stdout and "round 1/2" in done.stderr and "round" not in done.stdout
+
+
+def test_torchrun_with_one_rank_runs_and_says_how_to_get_more(tmp_path):
+    done = torchrun(
+        "launch/ddp_bench.py", "--backend=gloo", "--strategies=local,flat", "--json", f"--out={tmp_path}",
+        *SMOKE_ARGUMENTS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "--nproc 2" in done.stderr
+    assert len(done.stdout.splitlines()) == 1 and json.loads(done.stdout)
+
+
+BAD_INPUT = {
+    "strategy": (["--strategies=naive,buckted"], "'buckted' is unknown; allowed: local, naive"),
+    "size": (["--size=huge"], "'huge'"),
+    "dtype": (["--dtype=int8"], "'int8' is unknown; allowed: fp32, bf16, fp16"),
+    "bucket": (["--bucket-size-mb", "0"], "bucket size 0.0: must be a positive number of MiB"),
+    "ranks": (["--nproc=3", "--backend=nccl"], "nccl"),
+    "batch": (["--batch=0"], "batch=0: must be at least 1"),
+    "output": (["--nproc=2", "--backend=gloo", "--out=/dev/null/results"], "pass --out"),
+    "memory": (
+        ["--nproc=1", "--backend=gloo", "--batch=100000000", "--check-steps=0"],
+        "does not fit in the memory of cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD_INPUT)
+def test_bad_input_gives_one_clear_message_and_a_non_zero_exit(mistake, tmp_path):
+    arguments, expected = BAD_INPUT[mistake]
+    out = [] if mistake == "output" else [f"--out={tmp_path}"]
+    done = python("launch/ddp_bench.py", *arguments, *out)
+    assert done.returncode != 0
+    messages = [line for line in done.stderr.splitlines() if "ddp_bench: error:" in line]
+    assert len(messages) == 1 and expected in messages[0], done.stderr
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "config.json"]
+    assert left == []
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of a process's children, oldest first."""
+    listed = f"/proc/{pid}/task/{pid}/children"
+    with open(listed) as file:
+        return [int(child) for child in file.read().split()]
+
+
+def test_a_killed_rank_ends_the_run_with_a_message_and_nothing_half_written(tmp_path):
+    """RELIABILITY's fault table: SIGKILL of a rank mid-run."""
+    command = [sys.executable, "launch/ddp_bench.py", "--nproc=2", "--backend=gloo", f"--out={tmp_path}"]
+    command += ["--rounds=1000", "--check-steps=0", "--timeout=8"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stderr:
+        if "round 1/1000: flat" in line:
+            break
+    os.kill(children(process.pid)[-1], signal.SIGKILL)
+    begin = time.monotonic()
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode != 0 and time.monotonic() - begin < 45
+    assert "SIGKILL" in errors or "lost another rank" in errors
+    assert output == ""
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"config.json"}

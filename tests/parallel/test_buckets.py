@@ -1,0 +1,102 @@
+"""The bucket plan, tested in one process, and the buffers that execute it."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from distlab.parallel.buckets import MIB, GradientBucket, plan_buckets
+from distlab.theory import communication
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+parameters = st.lists(st.tuples(st.integers(1, 3000), st.sampled_from(DTYPES)), min_size=1, max_size=20)
+limits = st.one_of(st.none(), st.floats(1e-5, 1e-2))
+
+
+@given(parameters, limits, st.integers(1, 5), st.randoms())
+def test_a_plan_holds_every_parameter_once_within_its_limit(sizes, limit, world_size, chance):
+    numels, dtypes = [n for n, _ in sizes], [d for _, d in sizes]
+    order = list(range(len(sizes)))
+    chance.shuffle(order)
+    plan = plan_buckets(numels, dtypes, limit, order=order, world_size=world_size)
+
+    assert sorted(slot.index for bucket in plan for slot in bucket.slots) == list(range(len(sizes)))
+    for bucket in plan:
+        expected_offset = 0
+        for slot in bucket.slots:  # contiguous, of one type
+            assert (slot.offset, slot.numel) == (expected_offset, numels[slot.index])
+            assert dtypes[slot.index] is bucket.dtype
+            expected_offset += slot.numel
+        size = bucket.payload * bucket.dtype.itemsize
+        assert limit is None or len(bucket.slots) == 1 or size <= limit * MIB
+        assert bucket.numel % world_size == 0 and bucket.numel >= bucket.payload + len(bucket.slots)
+        shards = [bucket.shard_range(rank) for rank in range(world_size)]
+        assert shards[0][0] == 0 and shards[-1][1] == bucket.numel
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(shards))
+
+    position = {index: place for place, index in enumerate(order)}
+    last = [max(position[slot.index] for slot in bucket.slots) for bucket in plan]
+    assert last == sorted(last)  # buckets leave in the order in which they fill up
+
+
+@given(parameters, limits)
+def test_a_plan_sends_what_the_closed_form_says(sizes, limit):
+    numels, dtypes = [n for n, _ in sizes], [d for _, d in sizes]
+    plan = plan_buckets(numels, dtypes, limit)
+    volume = communication.bucketed(numels, [d.itemsize for d in dtypes], limit, dtypes=dtypes)
+    assert (len(plan), sum(bucket.num_bytes for bucket in plan)) == (volume.collectives, volume.bytes)
+
+
+def test_buckets_follow_reversed_registration_order_and_their_limit():
+    mib = MIB // 4  # elements of fp32 in one MiB
+    plan = plan_buckets([mib, mib, 5 * mib, mib, mib], [torch.float32] * 5, 2.0)
+    assert [[slot.index for slot in bucket.slots] for bucket in plan] == [[4, 3], [2], [1, 0]]
+
+
+@pytest.mark.parametrize("size", [0, -1.0, math.nan])
+def test_a_bucket_size_must_be_positive(size):
+    with pytest.raises(ValueError, match="positive number of MiB"):
+        plan_buckets([1], [torch.float32], size)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_packing_scales_once_and_makes_the_gradient_a_view(scale):
+    weights = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))]
+    (plan,) = plan_buckets([6, 4], [torch.float32] * 2, None)
+    bucket = GradientBucket(plan, weights, scale)
+    weights[1].grad = torch.full((4,), 8.0)
+    bucket.pack(0)  # position 0 is the last registered parameter
+    assert weights[1].grad is bucket.views[0]
+    assert torch.equal(weights[1].grad, torch.full((4,), 8.0 * scale))
+    assert not bucket.is_full
+    sent = bucket.seal()  # weights[0] has no gradient: zeros, and a flag of 0
+    assert torch.equal(sent, torch.tensor([8.0 * scale] * 4 + [0.0] * 6 + [scale, 0.0]))
+    bucket.flags.copy_(torch.tensor([1.0, 0.5]))  # as if another rank had used weights[0]
+    bucket.unpack()
+    assert weights[0].grad is bucket.views[1]
+
+
+def test_a_gradient_that_is_the_view_already_is_scaled_in_place_once_per_step():
+    weight = nn.Parameter(torch.zeros(2))
+    (plan,) = plan_buckets([2], [torch.float32], None)
+    bucket = GradientBucket(plan, [weight], 0.5)
+    for expected in (0.5, 0.75):  # 1·½, then (0.5 + 1)·½
+        weight.grad = torch.ones(2) if weight.grad is None else weight.grad.add_(1)
+        bucket.pack(0)
+        bucket.seal()
+        assert weight.grad.tolist() == [expected] * 2
+        bucket.unpack()
+
+
+def test_views_take_over_a_dense_parameter_s_strides_and_no_others():
+    transposed = nn.Parameter(torch.zeros(3, 2).t())
+    holey = nn.Parameter(torch.zeros(2, 6)[:, ::2])
+    plan = plan_buckets([6, 6], [torch.float32] * 2, None)
+    bucket = GradientBucket(plan[0], [transposed, holey], 1.0)
+    by_parameter = dict(zip([slot.index for slot in plan[0].slots], bucket.views, strict=True))
+    assert by_parameter[0].stride() == transposed.stride()
+    assert by_parameter[1].is_contiguous()
