@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
@@ -22,11 +21,10 @@ from distlab.measure.timing import MIN_PAIRS, noise_floor, paired_ratio, percent
 from distlab.measure.trace import load_trace
 from distlab.model.config import ModelConfig, preset
 from distlab.parallel import STRATEGIES
-from distlab.parallel.torch_ddp import UNBOUNDED_MB
 from distlab.report import plot
 from distlab.report.record import OutputFolder, Record, commit, environment, write_csv, write_json
 from distlab.report.table import Column, render
-from distlab.theory import communication
+from distlab.theory.communication import step_volume
 from distlab.theory.compute import mfu, step_flops
 from distlab.train.workbench import (
     Timing,
@@ -206,32 +204,16 @@ def _peer_ratio(timing: Timing, timings: dict[str, Timing]) -> dict[str, float]:
     return {"vs_torch_ddp": ratio.ratio, "vs_torch_ddp_low": ratio.low, "vs_torch_ddp_high": ratio.high}
 
 
-def closed_form(variant: Variant, module: nn.Module) -> communication.CommunicationVolume | None:
-    """What theory says one step of this variant sends; None where no closed form is registered."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    numels = [parameter.numel() for parameter in trainable]
-    sizes = [parameter.element_size() for parameter in trainable]
-    bucket_mb = variant.bucket_size_mb
-    cap = UNBOUNDED_MB if bucket_mb is None else bucket_mb
-    forms: dict[str, Callable[[], communication.CommunicationVolume]] = {
-        "local": lambda: communication.CommunicationVolume(0, 0),
-        "naive": lambda: communication.naive(numels, sizes),
-        "flat": lambda: communication.flat(numels, sizes),
-        "overlap": lambda: communication.overlap(numels, sizes),
-        "bucketed": lambda: communication.bucketed(numels, sizes, bucket_mb),
-        "torch-ddp": lambda: communication.torch_ddp(numels, sizes),
-        "torch-ddp-tuned": lambda: communication.torch_ddp(
-            numels, sizes, first_bucket_mb=cap, bucket_cap_mb=cap
-        ),
-    }
-    form = forms.get(variant.strategy.name)
-    return form() if form else None
-
-
 def _sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
     """Collectives and bytes of one step, counted, beside the closed form."""
     recorder = bench.record_collectives(variant)
-    expected = closed_form(variant, bench.model)
+    trainable = [parameter for parameter in bench.model.parameters() if parameter.requires_grad]
+    expected = step_volume(
+        variant.strategy.name,
+        [parameter.numel() for parameter in trainable],
+        [parameter.element_size() for parameter in trainable],
+        bucket_size_mb=variant.bucket_size_mb,
+    )
     metrics: dict[str, int | bool | None] = {
         "collectives_per_step": recorder.count,
         "comm_bytes_per_step": recorder.total_bytes,

@@ -143,6 +143,37 @@ def torch_ddp(
     return CommunicationVolume(sum(closed.values()) + len(filled), total)
 
 
+def step_volume(
+    strategy: str,
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    *,
+    bucket_size_mb: float | None = 25.0,
+    dtypes: Sequence[Hashable] | None = None,
+) -> CommunicationVolume | None:
+    """The closed form of a strategy by its registered name; None where there is none for it.
+
+    Args:
+        strategy: such as `bucketed` or `torch-ddp-tuned`.
+        bucket_size_mb: MiB, None for unbounded; ignored by strategies without buckets.
+
+    Raises:
+        ValueError: as `naive`.
+    """
+    sizes = {"numels": numels, "itemsizes": itemsizes, "dtypes": dtypes}
+    cap = float(2**40) if bucket_size_mb is None else bucket_size_mb
+    forms = {
+        "local": lambda: CommunicationVolume(0, 0),
+        "naive": lambda: naive(**sizes),
+        "flat": lambda: flat(**sizes),
+        "overlap": lambda: overlap(**sizes),
+        "bucketed": lambda: bucketed(bucket_size_mb=bucket_size_mb, **sizes),
+        "torch-ddp": lambda: torch_ddp(**sizes),
+        "torch-ddp-tuned": lambda: torch_ddp(first_bucket_mb=cap, bucket_cap_mb=cap, **sizes),
+    }
+    return forms[strategy]() if strategy in forms else None
+
+
 def ring_all_reduce_seconds(num_bytes: float, ranks: int, bandwidth: float, latency: float = 0.0) -> float:
     """Time of a ring all-reduce: 2·(N−1)·latency + 2·(N−1)/N · S/W.
 

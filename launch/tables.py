@@ -1,0 +1,52 @@
+"""Redraw the tables and pictures of README.md and docs/ from the committed records (`make tables`).
+
+With `--check` nothing is written; the exit code is 1 if a page is out of date.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from distlab.report.embed import embed_tables
+from distlab.report.record import read_json
+from distlab.report.table import Column, render
+from experiments import ddp_bench
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS: dict[str, list[Column]] = {ddp_bench.NAME: ddp_bench.COLUMNS}
+
+
+def table_of(source: str) -> str:
+    """Headline, table and command of a file of records."""
+    records = read_json(ROOT / source)
+    experiment = records[0].experiment
+    if experiment not in COLUMNS:
+        raise ValueError(f"{source}: no columns are known for records of {experiment!r}")
+    commit = (records[0].commit or "unknown")[:12]
+    note = f"{ddp_bench.headline(records)} (commit {commit}, [{Path(source).name}]({source}))"
+    return f"{note}\n\n{render(records, COLUMNS[experiment], 'markdown')}"
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    check = parser.parse_args().check
+    stale = []
+    for page in pages():
+        old = page.read_text(encoding="utf-8")
+        new = embed_tables(old, table_of)
+        if new != old:
+            stale.append(page.relative_to(ROOT))
+            if not check:
+                page.write_text(new, encoding="utf-8")
+    for page in stale:
+        print(f"{page}: {'out of date; run make tables' if check else 'redrawn'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
