@@ -53,6 +53,7 @@ class DDPBenchConfig:
         bucket_sizes_mb: MiB; with several, each strategy with buckets has a row per size. None is unbounded.
         warmup, steps, rounds: untimed and timed steps per round, and rounds; a variant has steps·rounds samples.
         check_steps: steps of the comparison with one process; 0 leaves it out.
+        profile_steps: steps per trace; the median one is shown. 0 leaves traces and what they tell out.
         seed: of parameters and data.
 
     Raises:
@@ -69,6 +70,7 @@ class DDPBenchConfig:
     steps: int = 5
     rounds: int = 3
     check_steps: int = 4
+    profile_steps: int = 3
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -76,7 +78,14 @@ class DDPBenchConfig:
             raise ValueError(f"dtype {self.dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
         if not self.strategies or not self.bucket_sizes_mb:
             raise ValueError("give at least one strategy and one bucket size")
-        for name, least in (("batch", 1), ("steps", 1), ("rounds", 1), ("warmup", 1), ("check_steps", 0)):
+        for name, least in (
+            ("batch", 1),
+            ("steps", 1),
+            ("rounds", 1),
+            ("warmup", 1),
+            ("check_steps", 0),
+            ("profile_steps", 0),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
         if self.steps * self.rounds < MIN_PAIRS:
@@ -150,7 +159,7 @@ def run(
             metrics = _timing_metrics(config, context, timing, reference)
             metrics |= _peer_ratio(timing, timings)
             metrics |= _sent(bench, variant)
-            metrics |= _overlap(bench, variant, folder)
+            metrics |= _overlap(bench, variant, folder, config.profile_steps)
             metrics["max_abs_param_diff"] = differences.get(variant.name)
         own = {"bucket_size_mb": variant.bucket_size_mb if variant.strategy.has_buckets else None}
         records.append(Record(NAME, variant.name, shared | own, metrics, **facts))
@@ -226,12 +235,14 @@ def _sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
     return metrics
 
 
-def _overlap(bench: Workbench, variant: Variant, folder: OutputFolder | None) -> dict[str, float | None]:
+def _overlap(
+    bench: Workbench, variant: Variant, folder: OutputFolder | None, steps: int
+) -> dict[str, float | None]:
     """Communication time and the share of it that compute covers, from this rank's trace."""
-    if folder is None:
+    if folder is None or steps == 0:
         return {"comm_ms": None, "comm_share_pct": None, "overlap_pct": None}
     path = trace_path(folder, variant.name, bench.context.rank)
-    bench.profile(variant, path)
+    bench.profile(variant, path, steps)
     seen = analyse(load_trace(path))
     return {
         "comm_ms": seen.comm_ms,

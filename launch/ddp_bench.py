@@ -47,6 +47,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--check-steps", type=int, default=default.check_steps, help="steps beside one process [%(default)s]"
     )
+    p.add_argument(
+        "--profile-steps",
+        type=int,
+        default=default.profile_steps,
+        help="steps per trace, 0 for none [%(default)s]",
+    )
     p.add_argument("--seed", type=int, default=0, help="of parameters and data [%(default)s]")
     p.add_argument("--nproc", type=int, help="start this many ranks [GPUs, or 2 on a CPU]")
     p.add_argument("--backend", choices=("nccl", "gloo"), help="[nccl where there are GPUs]")
@@ -74,6 +80,7 @@ def config_from(args: argparse.Namespace) -> DDPBenchConfig:
         steps=args.steps,
         rounds=args.rounds,
         check_steps=args.check_steps,
+        profile_steps=args.profile_steps,
         seed=args.seed,
     )
 

@@ -207,7 +207,7 @@ class Workbench:
                 step()
         return recorder
 
-    def profile(self, variant: Variant, path: Path, steps: int = 3) -> None:
+    def profile(self, variant: Variant, path: Path, steps: int) -> None:
         """Write the profiler's trace of a few steps of this rank to `path`."""
         with self.attached(variant) as step:
             step()

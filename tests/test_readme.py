@@ -1,0 +1,43 @@
+"""The pages: tables as their records say, links that lead somewhere, files that the tree names."""
+
+import re
+
+import pytest
+
+from distlab.report.embed import embed_tables
+from launch import tables
+from tests.commands import ROOT
+
+PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_drawn_from_their_records(page):
+    text = page.read_text(encoding="utf-8")
+    assert embed_tables(text, tables.table_of) == text, "run make tables"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_of_this_repository(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_tree_in_the_readme_exists():
+    """Every path that the annotated tree names is there."""
+    tree = re.search(r"```text\n(distlab/.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    folders: list[str] = []
+    for line in tree.group(1).splitlines()[0:]:
+        indent, name = re.match(r"( *)(\S+)", line).groups()
+        depth = len(indent) // 2
+        folders[depth:] = [name.rstrip("/")]
+        for sibling in re.match(r" *((?:\S+\.py|\S+/)(?: (?:\S+\.py|\S+/))*)", line).group(1).split():
+            path = ROOT.joinpath(*folders[:depth], sibling)
+            assert path.exists(), f"README names {path.relative_to(ROOT)}"
+
+
+def test_a_marker_without_its_end_is_an_error():
+    with pytest.raises(ValueError, match="end table"):
+        embed_tables("<!-- table a.json -->\n", str)
