@@ -30,11 +30,14 @@ from .options import Problem
 from .ranges import head_origin, load_rows, load_tile, schedule, tile_range, visible
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+# integers not worth a compilation per value
+DKDV_COUNTS = ["kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads"]
+DQ_COUNTS = ["heads", *DKDV_COUNTS[1:]]
 ROW_PADDING = 128  # Δ and LSE are padded to a multiple of this, so that tiles load them without a mask
 DELTA_ROWS = 64
 
 
-@triton.jit(do_not_specialize=["query_count"])
+@triton.jit(do_not_specialize=["heads", "query_count", "padded_count"])
 def delta_kernel(o_ptr, do_ptr, lse_ptr, delta_ptr, lse2_ptr,
                  stride_ob, stride_oh, stride_ot, stride_gb, stride_gh, stride_gt, heads, query_count, padded_count,
                  HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
@@ -100,12 +103,12 @@ def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, q_desc, 
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["query_count", "key_count", "lo", "hi"])
+@triton.jit(do_not_specialize=DKDV_COUNTS)
 def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_desc, delta_desc, lse2_desc, dk_ptr, dv_ptr, doc_first, doc_last,
                 stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                 stride_gb, stride_gh, stride_gt, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh,
-                stride_dvt, kv_heads, query_count, key_count, padded_count, lo, hi, scale, scale_log2, batch_heads,
-                KV_GROUP: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
+                stride_dvt, kv_heads, kv_group, query_count, key_count, padded_count, lo, hi, scale, scale_log2, batch_heads,
+                HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
                 RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """One program: BLOCK_N rows of dK and dV of one key head, over all query heads that read it."""
@@ -133,13 +136,13 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_des
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in tl.range(0, KV_GROUP):
-        head = kv_head * KV_GROUP + member
+    for member in tl.range(0, kv_group):
+        head = kv_head * kv_group + member
         q_start = batch * stride_qb + head * stride_qh
         do_start = batch * stride_gb + head * stride_gh
         q_row0, q_col0 = head_origin(q_start, stride_qt, TMA)
         do_row0, do_col0 = head_origin(do_start, stride_gt, TMA)
-        stats = (batch * kv_heads * KV_GROUP + head) * padded_count
+        stats = (batch * kv_heads * kv_group + head) * padded_count
         if HAS_HI or HAS_DOC:
             dk, dv = _walk_queries(dk, dv, k, v, q_ptr + q_start, do_ptr + do_start, delta_ptr + stats,
  lse2_ptr + stats, q_desc, do_desc, delta_desc, lse2_desc, q_row0, q_col0, do_row0, do_col0,
@@ -195,12 +198,12 @@ def _walk_keys(dq, q, do, lse2, delta, k_base, v_base, k_desc, v_desc, k_row0, k
     return dq
 
 
-@triton.jit(do_not_specialize=["query_count", "key_count", "lo", "hi"])
+@triton.jit(do_not_specialize=DQ_COUNTS)
 def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, dq_ptr, doc_first, doc_last,
               stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
               stride_gb, stride_gh, stride_gt, stride_dqb, stride_dqh, stride_dqt,
-              heads, query_count, key_count, padded_count, lo, hi, scale, scale_log2, batch_heads,
-              KV_GROUP: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
+              heads, kv_group, query_count, key_count, padded_count, lo, hi, scale, scale_log2, batch_heads,
+              HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
               RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """One program: BLOCK_M rows of one head's dQ."""
@@ -219,8 +222,8 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, 
     stats = bh.to(tl.int64) * padded_count
     lse2 = tl.load(lse2_ptr + stats + rows)
     delta = tl.load(delta_ptr + stats + rows)
-    k_start = batch * stride_kb + (head // KV_GROUP) * stride_kh
-    v_start = batch * stride_vb + (head // KV_GROUP) * stride_vh
+    k_start = batch * stride_kb + (head // kv_group) * stride_kh
+    v_start = batch * stride_vb + (head // kv_group) * stride_vh
     k_row0, k_col0 = head_origin(k_start, stride_kt, TMA)
     v_row0, v_col0 = head_origin(v_start, stride_vt, TMA)
     doc_lo = rows[:, None]
@@ -276,7 +279,7 @@ def _block_d(head_dim: int) -> int:
 def _constants(saved: Saved, problem: Problem) -> dict[str, int | bool | str]:
     head_dim = saved.q.shape[3]
     return {
-        "KV_GROUP": saved.q.shape[1] // saved.k.shape[1], "HAS_LO": problem.has_lo, "HAS_HI": problem.has_hi,
+        "HAS_LO": problem.has_lo, "HAS_HI": problem.has_hi,
         "HAS_DOC": problem.has_doc, "HEAD_DIM": head_dim, "BLOCK_D": _block_d(head_dim),
         "PRECISION": problem.precision,
     }
@@ -305,7 +308,7 @@ def launch_dkdv(saved: Saved, dk: torch.Tensor, dv: torch.Tensor, problem: Probl
     launch(dkdv_kernel, (triton.cdiv(key_count, tile.block_n) * batch * kv_heads,),
            q, k, v, do, delta, lse2, q_desc, do_desc, delta_desc, lse2_desc, dk, dv,
            problem.doc_first, problem.doc_last, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-           *dk.stride()[:3], *dv.stride()[:3], kv_heads, *saved.counts(), problem.lo, problem.hi,
+           *dk.stride()[:3], *dv.stride()[:3], kv_heads, q.shape[1] // kv_heads, *saved.counts(), problem.lo, problem.hi,
            problem.scale, problem.scale * LOG2_E.value, batch * kv_heads,
            RAGGED=q.shape[2] % tile.block_m != 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
            HEAD_GROUP=tile.head_group, TMA=use_tma, **_constants(saved, problem), **tile.launch_options())
@@ -319,6 +322,6 @@ def launch_dq(saved: Saved, dq: torch.Tensor, problem: Problem, tile: Tile) -> N
     launch(dq_kernel, (triton.cdiv(query_count, tile.block_m) * batch * heads,),
            q, k, v, do, delta, lse2, k_desc, v_desc, dq, problem.doc_first, problem.doc_last,
            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
-           heads, *saved.counts(), problem.lo, problem.hi, problem.scale, problem.scale * LOG2_E.value, batch * heads,
+           heads, heads // k.shape[1], *saved.counts(), problem.lo, problem.hi, problem.scale, problem.scale * LOG2_E.value, batch * heads,
            RAGGED=k.shape[2] % tile.block_n != 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
            HEAD_GROUP=tile.head_group, TMA=k_desc is not None, **_constants(saved, problem), **tile.launch_options())

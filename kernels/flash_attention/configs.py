@@ -77,7 +77,7 @@ for _D in (16, 32, 64, 128, 256):
             else:
                 TABLE[Key("sm_90", 16, "ieee", _D, _c, _f)] = (Tile(64, 32, 4, 2, tma=True), Tile(32, 64, 8, 2, tma=True), Tile(64, 32, 4, 2, tma=True))
             for _p in ("ieee", "tf32x3", "tf32"):
-                TABLE[Key("sm_90", 32, _p, _D, _c, _f)] = (Tile(32, 32, 4, 2),) * 3 if _D <= 128 else (Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
+                TABLE[Key("sm_90", 32, _p, _D, _c, _f)] = (Tile(32, 32, 4 if _D <= 64 else 8, 2),) * 3 if _D <= 128 else (Tile(32, 16, 8, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1))
 
 CANDIDATES = {
     16: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),

@@ -29,6 +29,7 @@ from .ranges import head_origin, load_rows, load_tile, schedule, tile_range, vis
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+COUNTS = ["heads", "query_count", "key_count", "lo", "hi", "batch_heads"]  # not worth a compilation per value
 
 
 @triton.jit
@@ -68,11 +69,12 @@ def _walk_keys(acc, row_sum, row_max, q, k_base, v_base, k_desc, v_desc, k_row0,
     return acc, row_sum, row_max
 
 
-@triton.jit(do_not_specialize=["query_count", "key_count", "lo", "hi"])
+@triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_first, doc_last,
                    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-                   stride_ob, stride_oh, stride_ot, heads, query_count, key_count, lo, hi, scale_log2, batch_heads,
-                   KV_GROUP: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
+                   stride_ob, stride_oh, stride_ot, heads, kv_group, query_count, key_count, lo, hi, scale_log2,
+                   batch_heads,
+                   HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
                    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                    HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """One program: BLOCK_M rows of one head's output and log-sum-exp."""
@@ -80,8 +82,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
     batch = (bh // heads).to(tl.int64)
     head = (bh % heads).to(tl.int64)
     q_base = q_ptr + batch * stride_qb + head * stride_qh
-    k_start = batch * stride_kb + (head // KV_GROUP) * stride_kh
-    v_start = batch * stride_vb + (head // KV_GROUP) * stride_vh
+    k_start = batch * stride_kb + (head // kv_group) * stride_kh
+    v_start = batch * stride_vb + (head // kv_group) * stride_vh
     k_row0, k_col0 = head_origin(k_start, stride_kt, TMA)
     v_row0, v_col0 = head_origin(v_start, stride_vt, TMA)
     o_base = o_ptr + batch * stride_ob + head * stride_oh
@@ -138,8 +140,8 @@ def launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.T
     launch(
         forward_kernel, grid, q, k, v, k_desc, v_desc, o, lse, problem.doc_first, problem.doc_last,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
-        heads, query_count, k.shape[2], problem.lo, problem.hi, problem.scale * LOG2_E.value, batch * heads,
-        KV_GROUP=heads // k.shape[1], HAS_LO=problem.has_lo, HAS_HI=problem.has_hi, HAS_DOC=problem.has_doc,
+        heads, heads // k.shape[1], query_count, k.shape[2], problem.lo, problem.hi, problem.scale * LOG2_E.value,
+        batch * heads, HAS_LO=problem.has_lo, HAS_HI=problem.has_hi, HAS_DOC=problem.has_doc,
         HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, HEAD_GROUP=tile.head_group, PRECISION=problem.precision,
         TMA=k_desc is not None,

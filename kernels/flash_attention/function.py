@@ -6,6 +6,8 @@ The Functions are the outermost layer: casts under autocast and reshaping happen
 Shapes: q (B, T, D) or (B, H, T, D); k and v (B, Tk, D) or (B, Hk, Tk, D), H a multiple of Hk.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -57,7 +59,7 @@ class FlashAttention2(Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="ieee",
+    def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="tf32x3",
                 document_ids=None):
         check_types(q, k, v)
         ctx.input_dtypes = q.dtype, k.dtype, v.dtype
@@ -83,7 +85,7 @@ class FlashAttention2PyTorch(Function):
     """The same algorithm in plain torch tiles (`tiled.py`), on any device; float64 too, for `gradcheck`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="ieee",
+    def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="tf32x3",
                 document_ids=None):
         check_types(q, k, v)
         ctx.input_dtypes = q.dtype, k.dtype, v.dtype
@@ -105,8 +107,52 @@ class FlashAttention2PyTorch(Function):
         return dq, dk, dv, None, None, None, None, None, None
 
 
+@functools.cache
+def _compiled_whole_matrix_backward():
+    """torch.compile of the backward written with (T, T) matrices."""
+
+    def backward(q, k, v, o, lse, do, scale, causal):
+        s = (q @ k.mT).float() * scale
+        if causal:
+            s = s.masked_fill(torch.ones_like(s[0, 0], dtype=torch.bool).triu(1), float("-inf"))
+        p = torch.exp(s - lse[..., None])
+        delta = (do.float() * o.float()).sum(-1, keepdim=True)
+        dv = p.to(q.dtype).mT @ do
+        ds = (p * ((do @ v.mT).float() - delta) * scale).to(q.dtype)
+        return ds @ k, ds.mT @ q, dv
+
+    return torch.compile(backward)
+
+
+class FlashAttention2CompiledBackward(Function):
+    """A lesson and a row in benchmarks: the Triton forward with a `torch.compile`d backward.
+
+    `apply(q, k, v, is_causal=False)`, as many key as query heads, Tq = Tk. What is *saved* is as small as in
+    `FlashAttention2`, but the backward builds (T, T) matrices: the memory of its peak grows with T².
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        check_types(q, k, v)
+        check_inputs(q, k, v)
+        if q.shape != k.shape:
+            raise ValueError(f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they must be equal here")
+        _setup(ctx, q, k, is_causal, None, None, "top-left", "tf32x3", None)
+        o, lse = ops.forward_op(*_four_d(q, k, v), *ctx.band, ctx.scale, ctx.precision, None, None)
+        ctx.save_for_backward(q, k, v, o.view(q.shape), lse.view(q.shape[:-1]))
+        return o.view(q.shape)
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        lse = lse.view(_four_d(q)[0].shape[:-1])
+        grads = _compiled_whole_matrix_backward()(*_four_d(q, k, v, o), lse, *_four_d(do), ctx.scale,
+                                                  ctx.band[1] is not None)
+        return *(g.view(q.shape) for g in grads), None
+
+
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
-                    window: int | None = None, alignment: str = "top-left", precision: str = "ieee",
+                    window: int | None = None, alignment: str = "top-left", precision: str = "tf32x3",
                     document_ids: Tensor | None = None) -> Tensor:
     """softmax(scale · q kᵀ + mask) v, without the (T, T) matrix in memory; differentiable in q, k and v.
 
@@ -119,7 +165,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
             the later ones only if not causal); None means no window.
         alignment: where query 0 stands when Tq ≠ Tk: "top-left" aligns the first positions (shift = 0), "bottom-right"
             the last ones (shift = Tk − Tq), as for decoding with a cache.
-        precision: products of fp32 inputs: "ieee" fp32, "tf32x3" (three TF32 products, near fp32), or "tf32".
+        precision: how the GPU multiplies fp32 inputs: "tf32x3", three TF32 products, as exact as fp32 here and several
+            times as fast; "ieee", fp32 units; "tf32", one product with 11 bits. fp16 and bf16 do not depend on it.
         document_ids: (B, T) integers for packed sequences, Tq = Tk: positions see each other only within one run of
             equal ids.
 

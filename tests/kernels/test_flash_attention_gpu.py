@@ -1,7 +1,9 @@
 """FlashAttention-2 compiled on a GPU: many shapes, every shipped configuration, determinism, 64-bit offsets, memory.
 
 Errors are measured against float64 and judged by the error of attention computed by PyTorch in the same type on the
-same inputs: at most 2 × (output) or 3 × (gradients) its maximum plus 1e-5, and at most 1.5 × its RMS plus 1e-7.
+same inputs: at most 2 × (output) or 3 × (gradients) its maximum plus 1e-5, and at most 1.5 × its RMS plus 1e-6. A
+gradient that is zero in exact arithmetic, that of a softmax over one key, has to stay below 1e-3: PyTorch gets an exact
+zero there, the flash algorithm the difference of two sums in different order, added up over the queries.
 """
 
 import random
@@ -36,46 +38,60 @@ def judge(ours, peer, exact):
     for name, x, p, y in zip(("o", "dq", "dk", "dv"), ours, peer, exact, strict=True):
         x, p = x.double(), p.double()
         assert x.isfinite().all(), name
-        times = 2 if name == "o" else 3
-        assert (x - y).abs().max() <= times * (p - y).abs().max() + 1e-5, name
-        assert rms(x - y) <= 1.5 * rms(p - y) + 1e-7, name
+        worst, limit = (x - y).abs().max(), (2 if name == "o" else 3) * (p - y).abs().max() + 1e-5
+        if name in ("dq", "dk") and rms(y) < 1e-9:
+            assert worst <= 1e-3, (name, worst)
+            continue
+        assert worst <= limit, (name, worst, limit)
+        assert rms(x - y) <= 1.5 * rms(p - y) + 1e-6, (name, rms(x - y), rms(p - y))
 
 
-def random_options(draw, query_count, key_count):
-    options = {"causal": draw.random() < 0.5}
-    if draw.random() < 0.25:
-        options["window"] = draw.choice([0, 1, 17, 64, 300])
-    if draw.random() < 0.3:
-        options["alignment"] = "bottom-right"
-    return options
+def random_cases(name, count):
+    """`count` reproducible (tensor sizes, options), from one to a thousand rows, q and k of different lengths."""
+    draw = random.Random(name)
+    lengths = [1, 2, 17, 97, 113, 128, 200, 203, 256, 512, 1023, 1024, 1025]
+    for _ in range(count):
+        kv_heads = draw.choice([1, 2])
+        sizes = (draw.choice([1, 2]), kv_heads * draw.choice([1, 3]), kv_heads, draw.choice(lengths),
+                 draw.choice(lengths))
+        options = {"causal": draw.random() < 0.5}
+        if draw.random() < 0.25:
+            options["window"] = draw.choice([0, 1, 17, 64, 300])
+        if draw.random() < 0.3:
+            options["alignment"] = "bottom-right"
+        yield sizes, options
 
 
-# RELIABILITY 35, 36: lengths from one to a thousand, q and k of different lengths, any head dim
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# RELIABILITY 35, 36
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 40, 59, 64, 80, 111, 128, 256])
 def test_random_shapes(head_dim, dtype):
-    draw = random.Random(f"{head_dim} {dtype}")
-    lengths = [1, 2, 17, 97, 113, 128, 200, 203, 256, 512, 1023, 1024, 1025]
-    for seed in range(14):
-        query_count, key_count = draw.choice(lengths), draw.choice(lengths)
-        kv_heads = draw.choice([1, 2])
-        heads = kv_heads * draw.choice([1, 3])
-        options = random_options(draw, query_count, key_count)
-        tensors = inputs(draw.choice([1, 2]), heads, kv_heads, query_count, key_count, head_dim, dtype, seed)
-        exact = in_float64(*tensors, **options)
-        peer = with_gradients(lambda *x, o=options: attention(*x, **o), *tensors)
-        judge(with_gradients(lambda *x, o=options: flash_attention(*x, **o), *tensors), peer, exact)
+    for seed, (sizes, options) in enumerate(random_cases(f"{head_dim} {dtype}", 16)):
+        check_beside_eager(inputs(*sizes, head_dim, dtype, seed), options, {})
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32x3"])
+@pytest.mark.parametrize("head_dim", [16, 40, 64])
+def test_random_shapes_in_fp32(head_dim, precision):
+    for seed, (sizes, options) in enumerate(random_cases(f"{head_dim} {precision}", 8)):
+        check_beside_eager(inputs(*sizes, head_dim, torch.float32, seed), options, {"precision": precision})
+
+
+def check_beside_eager(tensors, options, arithmetic):
+    exact = in_float64(*tensors, **options)
+    peer = with_gradients(lambda *x: attention(*x, **options), *tensors)
+    judge(with_gradients(lambda *x: flash_attention(*x, **options, **arithmetic), *tensors), peer, exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_accuracy_beside_sdpa(head_dim, causal, dtype):
-    """RELIABILITY 36, against torch's own fused attention."""
+    """RELIABILITY 36, against torch's own fused attention; fp32 in ieee arithmetic on both sides."""
     tensors = inputs(2, 4, 4, 1024, 1024, head_dim, dtype)
     exact = in_float64(*tensors, causal=causal)
     peer = with_gradients(lambda *x: F.scaled_dot_product_attention(*x, is_causal=causal), *tensors)
-    judge(with_gradients(lambda *x: flash_attention(*x, causal=causal), *tensors), peer, exact)
+    judge(with_gradients(lambda *x: flash_attention(*x, causal=causal, precision="ieee"), *tensors), peer, exact)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -108,8 +124,7 @@ def test_every_shipped_configuration(key, kernel):
         o, dq, dk, dv = in_float64(q, k, v, do, causal=key.causal)
         first, second = torch.full_like(q, float("nan")), torch.full_like(q, float("nan"))
         lse = torch.full(q.shape[:-1], float("nan"), device="cuda")
-        forward.launch_forward(q, k, v, first, lse, problem,
-                               tile if kernel == "forward" else configs.choose("forward", q, k, key.causal))
+        forward.launch_forward(q, k, v, first, lse, problem, configs.TABLE[key][0])
         saved = backward.launch_delta(q, k, v, first.clone(), lse, do)
         expected = {"forward": (o,), "dkdv": (dk, dv), "dq": (dq,)}[kernel]
         if kernel != "forward":
