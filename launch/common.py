@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,18 @@ def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout
             raise
         print(lost_peer(name, place.rank, timeout_s, error), file=sys.stderr, flush=True)
         return 1
+
+
+def leave_process(code: int) -> NoReturn:
+    """End this rank with `code`, without the interpreter's shutdown.
+
+    One of gloo's threads may still be about to release the last collective's tensors. That needs Python's lock,
+    and asking for it during the shutdown aborts a process whose work was done (exit code −6), which torchrun
+    takes for a failure.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def is_lost_peer(error: RuntimeError) -> bool:

@@ -19,7 +19,7 @@ from distlab.report.record import OutputFolder, json_line
 from distlab.report.table import render
 from experiments import ddp_bench
 from experiments.ddp_bench import DDPBenchConfig
-from launch.common import USAGE_ERROR, default_ranks, run_rank, start_ranks
+from launch.common import USAGE_ERROR, default_ranks, leave_process, run_rank, start_ranks
 
 
 def parser() -> argparse.ArgumentParser:
@@ -143,4 +143,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_process(main())
