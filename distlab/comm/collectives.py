@@ -9,7 +9,7 @@ A sender that copies its gradient anyway can do this division in the copy: it mu
 and passes `prescaled=True`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from torch.distributed import ProcessGroup, Work
 # torch 2.13 renamed these and warns about the old names; torch 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+COALESCED_BYTES = 25 * 2**20
 
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
@@ -89,6 +92,46 @@ def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup, *, source: int
         work.wait()
         if not tensor.is_contiguous():
             tensor.copy_(sent)
+
+
+@torch.no_grad()
+def broadcast_coalesced(tensors: Sequence[Tensor], group: ProcessGroup, *, source: int = 0) -> "Coalesced":
+    """Overwrite all tensors by those of rank `source` through few large messages; returns at once.
+
+    Tensors of one dtype are copied into buffers of at most `COALESCED_BYTES` (a larger tensor has its own), so
+    that hundreds of small parameters do not pay a latency each. `wait()` copies them back.
+    """
+    batches: dict[torch.dtype, list[list[Tensor]]] = {}
+    for tensor in tensors:
+        of_dtype = batches.setdefault(tensor.dtype, [[]])
+        filled = sum(t.numel() for t in of_dtype[-1]) * tensor.element_size()
+        if of_dtype[-1] and filled + tensor.numel() * tensor.element_size() > COALESCED_BYTES:
+            of_dtype.append([])
+        of_dtype[-1].append(tensor)
+    sent = []
+    for batch in (batch for of_dtype in batches.values() for batch in of_dtype):
+        buffer = torch.cat([tensor.detach().flatten() for tensor in batch])
+        sent.append((batch, buffer, broadcast(buffer, group, source=source)))
+    return Coalesced(sent, is_source=group.rank() == source)
+
+
+class Coalesced:
+    """Messages in flight that carry several tensors each."""
+
+    def __init__(self, sent: list[tuple[list[Tensor], Tensor, Work]], is_source: bool):
+        self._sent = sent
+        self._is_source = is_source
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Wait for the messages; ranks other than the source copy them into their tensors."""
+        for batch, buffer, work in self._sent:
+            work.wait()
+            if not self._is_source:
+                pieces = buffer.split([tensor.numel() for tensor in batch])
+                for tensor, piece in zip(batch, pieces, strict=True):
+                    tensor.detach().copy_(piece.view(tensor.shape))
+        self._sent = []
 
 
 def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:

@@ -16,6 +16,7 @@ from distlab.parallel.flat import FlatDDP
 from distlab.parallel.local import Local
 from distlab.parallel.naive import NaiveDDP
 from distlab.parallel.overlap import OverlapDDP
+from distlab.parallel.sharded_optimizer import ShardedOptimizer
 from distlab.parallel.torch_ddp import TorchDDP, tuned_torch_ddp
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Local",
     "NaiveDDP",
     "OverlapDDP",
+    "ShardedOptimizer",
     "Strategy",
     "TorchDDP",
     "get_strategy",

@@ -46,7 +46,7 @@ class DataParallel(nn.Module):
         self.trainable_names = [name for name, parameter in named if parameter.requires_grad]
         self.trainable = [parameter for _, parameter in named if parameter.requires_grad]
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
-        self._check_ranks_agree()
+        check_ranks_agree(module, self.process_group)
         self._check_trainable()
         self.device = self.trainable[0].device
         collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
@@ -189,22 +189,28 @@ class DataParallel(nn.Module):
                     "not be averaged: close() this wrapper and wrap the module again"
                 )
 
-    def _check_ranks_agree(self) -> None:
-        """Before anything is sent: every rank must hold the same list of tensors, else all raise the same error."""
-        mine = [
-            (name, tuple(t.shape), str(t.dtype), t.stride(), t.requires_grad)
-            for name, t in [*self.module.named_parameters(), *self.module.named_buffers()]
-        ]
-        theirs = collectives.gather_objects(mine, self.process_group)
-        for rank, other in enumerate(theirs):
-            if other == theirs[0]:
-                continue
-            length = min(len(other), len(theirs[0]))
-            first = next((i for i in range(length) if other[i] != theirs[0][i]), length)
-            raise ValueError(
-                f"ranks hold different models: entry {first} is {_describe(theirs[0], first)} on rank 0 and "
-                f"{_describe(other, first)} on rank {rank}; build the same model on every rank"
-            )
+
+def check_ranks_agree(module: nn.Module, group: ProcessGroup) -> None:
+    """Before anything is sent: every rank must hold the same parameters and buffers.
+
+    Raises:
+        ValueError: the same one on every rank; it names the first tensor that differs in name, shape, type,
+            strides or `requires_grad`.
+    """
+    mine = [
+        (name, tuple(t.shape), str(t.dtype), t.stride(), t.requires_grad)
+        for name, t in [*module.named_parameters(), *module.named_buffers()]
+    ]
+    theirs = collectives.gather_objects(mine, group)
+    for rank, other in enumerate(theirs):
+        if other == theirs[0]:
+            continue
+        length = min(len(other), len(theirs[0]))
+        first = next((i for i in range(length) if other[i] != theirs[0][i]), length)
+        raise ValueError(
+            f"ranks hold different models: entry {first} is {_describe(theirs[0], first)} on rank 0 and "
+            f"{_describe(other, first)} on rank {rank}; build the same model on every rank"
+        )
 
 
 def _describe(entries: list[tuple], index: int) -> str:

@@ -1,0 +1,268 @@
+"""ShardedOptimizer: an ordinary optimizer to its user, a share of the state on each rank."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from distlab.comm import RankContext
+from distlab.measure.recorder import CollectiveRecorder
+from distlab.parallel import BucketedDDP, ShardedOptimizer
+from tests.parallel.cases import CASES, build
+from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw-foreach": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "foreach": True}),
+    "adamw-fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.01}),
+}
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    """The same averaged gradients on every rank, as after a DDP's synchronisation."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        set_gradients(model, step)
+        optimizer.step()
+
+
+def assert_equal_parameters(one: nn.Module, other: nn.Module) -> None:
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def parity(context: RankContext, name: str, case: str) -> None:
+    cls, options = OPTIMIZERS[name]
+    model, plain = build(case, 0, context.device), build(case, 0, context.device)
+    sharded = ShardedOptimizer(model.parameters(), cls, process_group=context.group, **options)
+    reference = cls(plain.parameters(), **options)
+    train(model, sharded, range(5))
+    train(plain, reference, range(5))
+    assert_equal_parameters(model, plain)
+    assert_same_on_all_ranks(list(model.parameters()), context)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parity_with_the_unsharded_optimizer(name, world_size, backend):
+    """RELIABILITY 21: bit for bit, whatever the optimizer and its implementation."""
+    run(parity, world_size, name, "plain", backend=backend)
+
+
+@pytest.mark.parametrize("case", ["tied", "frozen", "mixed-dtypes", "odd-strides"])
+def test_parity_with_tied_frozen_mixed_and_strided_parameters(case):
+    """RELIABILITY 21."""
+    run(parity, 2, "adam", case)
+
+
+def shares(context: RankContext) -> tuple[int, int, int, int]:
+    model = nn.Sequential(*(nn.Linear(width, width) for width in (3, 40, 7, 25, 31, 12)))
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.Adam, process_group=context.group)
+    train(model, optimizer, range(1))
+    state = sum(value.numel() for s in optimizer.state.values() for value in s.values() if value.ndim > 0)
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    return state, sum(sizes), max(sizes), len(optimizer.state)
+
+
+def test_state_is_divided_evenly():
+    """RELIABILITY 22: loads differ by at most the largest parameter; together the state is whole, once."""
+    answers = run(shares, 3)
+    loads = [state // 2 for state, *_ in answers]  # Adam keeps two numbers per element
+    _, total, largest, _ = answers[0]
+    assert sum(loads) == total
+    assert max(loads) - min(loads) <= largest
+
+
+def more_ranks_than_parameters(context: RankContext) -> int:
+    model, plain = nn.Linear(2, 2), nn.Linear(2, 2)
+    plain.load_state_dict({key: torch.ones_like(value) for key, value in plain.state_dict().items()})
+    model.load_state_dict(plain.state_dict())
+    sharded = ShardedOptimizer(model.parameters(), torch.optim.AdamW, process_group=context.group)
+    train(model, sharded, range(2))
+    train(plain, torch.optim.AdamW(plain.parameters()), range(2))
+    assert_equal_parameters(model, plain)
+    return len(sharded.state)
+
+
+def test_more_ranks_than_parameters():
+    """RELIABILITY 23."""
+    assert sorted(run(more_ranks_than_parameters, 4)) == [0, 0, 1, 1]
+
+
+def groups(model: nn.Sequential) -> list[dict]:
+    return [
+        {"params": model[0].parameters(), "lr": 0.1},
+        {"params": list(model[2].parameters()), "weight_decay": 0.3},
+    ]
+
+
+def schedule(context: RankContext) -> None:
+    """Two groups, a scheduler, a late group, and the learning rate after loading."""
+    model, plain = build("plain", 0, context.device), build("plain", 0, context.device)
+    sharded = ShardedOptimizer(groups(model), torch.optim.AdamW, process_group=context.group, lr=0.01)
+    reference = torch.optim.AdamW(groups(plain), lr=0.01)
+    for m, optimizer in ((model, sharded), (plain, reference)):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": m[4].parameters(), "lr": 0.05})
+                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            train(m, optimizer, range(step, step + 1))
+            scheduler.step()
+    assert_equal_parameters(model, plain)
+
+    sharded.load_state_dict(sharded.state_dict())
+    reference.load_state_dict(reference.state_dict())
+    for optimizer in (sharded, reference):
+        optimizer.param_groups[0]["lr"] = 0.7  # after load_state_dict, which replaces the groups' dicts
+    train(model, sharded, range(9, 10))
+    train(plain, reference, range(9, 10))
+    assert_equal_parameters(model, plain)
+
+
+def test_groups_schedulers_and_late_groups():
+    """RELIABILITY 24."""
+    run(schedule, 2)
+
+
+def late_equals_upfront(context: RankContext) -> None:
+    one, two = build("plain", 0, context.device), build("plain", 0, context.device)
+    upfront = ShardedOptimizer(groups(one), torch.optim.AdamW, process_group=context.group, lr=0.01)
+    late = ShardedOptimizer(groups(two)[:1], torch.optim.AdamW, process_group=context.group, lr=0.01)
+    late.add_param_group(groups(two)[1])
+    train(one, upfront, range(3))
+    train(two, late, range(3))
+    assert_equal_parameters(one, two)
+
+
+def test_a_late_group_equals_an_upfront_one():
+    """RELIABILITY 24."""
+    run(late_equals_upfront, 2)
+
+
+def inputs(context: RankContext) -> None:
+    model = nn.Linear(2, 2)
+    ShardedOptimizer((p for p in model.parameters()), torch.optim.SGD, process_group=context.group, lr=0.1)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        ShardedOptimizer([], torch.optim.SGD, process_group=context.group, lr=0.1)
+    with pytest.raises(TypeError):
+        ShardedOptimizer([1.0], torch.optim.SGD, process_group=context.group, lr=0.1)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        twice = [{"params": model.parameters()}, {"params": model.parameters()}]
+        ShardedOptimizer(twice, torch.optim.SGD, process_group=context.group, lr=0.1)
+
+
+def test_parameters_come_as_generators_and_mistakes_are_refused():
+    """RELIABILITY 25."""
+    run(inputs, 2)
+
+
+def save(context: RankContext) -> dict:
+    model = build("plain", 0, context.device)
+    sharded = ShardedOptimizer(groups(model), torch.optim.AdamW, process_group=context.group, lr=0.01)
+    train(model, sharded, range(3))
+    plain = torch.optim.AdamW(groups(copy.deepcopy(model)), lr=0.01)
+    plain.load_state_dict(sharded.state_dict())  # the unsharded optimizer takes it as it is
+    return {"model": model.state_dict(), "optimizer": sharded.state_dict()}
+
+
+def resume(context: RankContext, saved: dict) -> list[torch.Tensor]:
+    model = build("plain", 1, context.device)
+    model.load_state_dict(saved["model"])
+    sharded = ShardedOptimizer(groups(model), torch.optim.AdamW, process_group=context.group, lr=0.9)
+    sharded.load_state_dict(saved["optimizer"])
+    train(model, sharded, range(3, 5))
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_a_state_saved_at_two_ranks_resumes_at_any_number():
+    """RELIABILITY 26."""
+    plain = build("plain", 0, torch.device("cpu"))
+    train(plain, torch.optim.AdamW(groups(plain), lr=0.01), range(5))
+    saved = run(save, 2)[0]
+    for world_size in (1, 3, 4):
+        for mine, expected in zip(run(resume, world_size, saved)[0], plain.parameters(), strict=True):
+            assert torch.equal(mine, expected)
+
+
+def foreign_state(context: RankContext) -> None:
+    model = build("plain", 0, context.device)
+    sharded = ShardedOptimizer(groups(model), torch.optim.AdamW, process_group=context.group, lr=0.01)
+    other = torch.optim.AdamW(model.parameters(), lr=0.01).state_dict()
+    with pytest.raises(ValueError, match=r"saved groups hold \[6\] parameters, this optimizer's \[2, 2\]"):
+        sharded.load_state_dict(other)
+
+
+def test_a_state_of_other_groups_is_refused():
+    run(foreign_state, 2)
+
+
+def closure_and_arguments(context: RankContext) -> tuple[float, int]:
+    model = build("plain", 0, context.device)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, process_group=context.group, lr=0.1)
+    calls = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 6)).square().sum()
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    second = optimizer.step(closure=closure)
+    assert second < first
+    return calls
+
+
+def test_a_closure_runs_once_per_rank_and_its_loss_is_returned():
+    """RELIABILITY 27."""
+    assert run(closure_and_arguments, 2) == [2, 2]
+
+
+def few_messages(context: RankContext) -> tuple[int, int]:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, process_group=context.group, lr=0.1)
+    set_gradients(model, 0)
+    with CollectiveRecorder() as recorder:
+        optimizer.step()
+    return recorder.by_op()["broadcast"]
+
+
+def test_updates_travel_coalesced():
+    """Forty parameters, two owners: two broadcasts of all bytes together."""
+    assert run(few_messages, 2) == [(2, 20 * 20 * 4)] * 2
+
+
+def beside_a_ddp(context: RankContext) -> None:
+    model, plain = build("plain", context.rank, context.device), build("plain", 0, context.device)
+    wrapper = BucketedDDP(model, process_group=context.group)
+    sharded = ShardedOptimizer(model.parameters(), torch.optim.AdamW, process_group=context.group, lr=0.01)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for step in range(3):
+        sharded.zero_grad()
+        reference.zero_grad()
+        CASES["plain"].loss(wrapper, context.rank, step, context.device).backward()
+        wrapper.finish_gradient_synchronization()
+        for rank in range(2):
+            (CASES["plain"].loss(plain, rank, step, context.device) / 2).backward()
+        sharded.step()
+        reference.step()
+    assert_equal_parameters(model, plain)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_trains_with_a_ddp_like_one_process(backend):
+    run(beside_a_ddp, 2, backend=backend)
