@@ -19,6 +19,7 @@ A variant that refuses a type says so, one that runs out of memory says OOM, and
 import argparse
 import dataclasses
 import gc
+import itertools
 import sys
 import time
 import warnings
@@ -31,8 +32,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distlab.measure.timing import percentiles
-from distlab.report import Column, OutputFolder, Record, commit, environment, json_line, read_json, render
-from distlab.report import write_csv, write_json
+from distlab.report import (
+    Column,
+    OutputFolder,
+    Record,
+    commit,
+    environment,
+    json_line,
+    read_json,
+    render,
+    write_csv,
+    write_json,
+)
 from kernels.flash_attention import FlashAttention2, FlashAttention2CompiledBackward, cost
 
 EXPERIMENT = "attention_sweep"
@@ -176,7 +187,7 @@ def replay_ms(run: Callable[[], object], repeats: int) -> list[float]:
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
 
 
 def host_ms(run: Callable[[], object], repeats: int) -> list[float]:

@@ -1,12 +1,16 @@
 """Find tile shapes for the attention kernels, or report what the shipped ones use.
 
-    python experiments/tune_flash_attention.py --shape 1,16,16384,64 --dtype bfloat16        # search on this GPU
-    python experiments/tune_flash_attention.py --report                                      # registers, spills, smem
+    python experiments/tune_flash_attention.py --shape 1,16,16384,64         # search for one shape on this GPU
+    python experiments/tune_flash_attention.py --standard half --narrow --table table.py
+    python experiments/tune_flash_attention.py --report                      # registers, spills, shared memory
 
-The search takes the three kernels one by one: it compiles every candidate in parallel, drops those that spill or do not
-fit, times the rest (a few repetitions, then more for the leaders) and checks each against the first candidate on
-poisoned outputs. A second round varies the head grouping and the register limit around the leaders. Nothing is changed:
-the winners are printed as rows for `kernels/flash_attention/configs.py`, and everything measured is written to --out.
+The search takes the three kernels one by one: it compiles every candidate in parallel, drops those that spill or do
+not fit, times the rest and checks each against a small tile on poisoned outputs. A second round varies the head
+grouping and the register limit around the leaders, and the best six are timed again in turns, for longer, because a
+chip that gets hot slows all kernels. Everything measured is written to --out; --table writes a new
+`kernels/flash_attention/table.py` in which the winners have replaced their rows. Nothing else changes.
+
+The report compiles every row of the table for an H100 and needs no GPU; its figures depend on the Triton version.
 """
 
 import argparse
@@ -15,15 +19,33 @@ import itertools
 import json
 import multiprocessing
 import pathlib
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 
-from kernels._triton import compile_only
-from kernels.flash_attention import backward, configs, forward
+from distlab.report import (
+    Column,
+    OutputFolder,
+    Record,
+    commit,
+    environment,
+    json_line,
+    render,
+    write_csv,
+    write_json,
+)
+from kernels._triton import compile_only, generation
+from kernels.flash_attention import backward_launch as backward
+from kernels.flash_attention import configs, forward, table
 from kernels.flash_attention.configs import Tile
 from kernels.flash_attention.options import Problem
 
@@ -85,6 +107,19 @@ class Bench:
         return tuple(x.float() for x in ((self.first, self.second) if kernel == "dkdv" else (self.first,)))
 
 
+class Hopper:
+    """What Triton has to know of a GPU to compile for an H100 where there is none."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
 def compile_candidate(job: tuple[Case, str, Tile]) -> dict[str, int] | str:
     """Compile without running; registers, spilled bytes and shared memory, or why it cannot be used."""
     case, kernel, tile = job
@@ -94,14 +129,23 @@ def compile_candidate(job: tuple[Case, str, Tile]) -> dict[str, int] | str:
             bench.launch(kernel, tile)
         return resources(compiled[-1])
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:80] if str(error).strip() else ''}"
+        reason = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {reason[0][:80] if reason else ''}"
 
 
-def resources(compiled) -> dict[str, int]:
-    """Registers per thread, spilled bytes per thread and shared memory of a compiled kernel."""
-    compiled._init_handles()
-    return {"registers": compiled.n_regs, "spilled_bytes": 4 * compiled.n_spills,
-            "shared_bytes": compiled.metadata.shared}
+def resources(compiled: CompiledKernel) -> dict[str, int]:
+    """Registers and bytes of stack (spilled registers) per thread, and shared memory, as `cuobjdump` reads them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout + text.stderr)
+    return {"registers": int(found[1]), "spilled_bytes": int(found[2]), "shared_bytes": compiled.metadata.shared}
+
+
+def usable(use: dict[str, int], case: Case) -> bool:
+    return use["shared_bytes"] <= SHARED_MEMORY_LIMIT and use["spilled_bytes"] <= SPILL_LIMIT[case.dtype]
 
 
 def device_ms(run: Callable[[], None], repetitions: int) -> float:
@@ -181,7 +225,7 @@ def measure(bench: Bench, kernel: str, jobs: list[Tile], found: list[dict], refe
     best = min((row["ms"] for row in found), default=float("inf"))
     for tile, use in zip(jobs, pool.map(compile_candidate, [(case, kernel, t) for t in jobs]), strict=True):
         row = {"kernel": kernel, "tile": dataclasses.asdict(tile)}
-        if isinstance(use, str) or use["shared_bytes"] > SHARED_MEMORY_LIMIT or use["spilled_bytes"] > SPILL_LIMIT[case.dtype]:
+        if isinstance(use, str) or not usable(use, case):
             found.append(row | {"ms": float("inf"), "why": use})
             continue
         try:
@@ -224,38 +268,117 @@ def show(case: Case, rows: list[dict], top: int) -> None:
         print(f"  {kernel}: {len(mine)} candidates, {len(usable)} usable")
         for row in usable[:top]:
             tile = ", ".join(f"{k}={v}" for k, v in row["tile"].items() if v is not None and v is not False)
-            print(f"    {row.get('sustained_ms', float('nan')):8.4f} ms ({row['ms']:.4f} alone)  regs {row['registers']:3d} spill {row['spilled_bytes']:4d} "
-                  f"smem {row['shared_bytes']:6d}  err {row['rms_error']:.1e}  {tile}")
+            print(f"    {row.get('sustained_ms', float('nan')):8.4f} ms ({row['ms']:.4f} alone)  "
+                  f"regs {row['registers']:3d} spill {row['spilled_bytes']:4d} smem {row['shared_bytes']:6d}  "
+                  f"err {row['rms_error']:.1e}  {tile}")
+
+
+def report() -> list[Record]:
+    """One record per key and kernel of the shipped table: registers, spilled bytes, shared memory."""
+    triton.runtime.driver.set_active(Hopper())
+    records = []
+    where = environment("cpu")
+    for key, *tiles in ((key, *configs.TABLE[key]) for key in configs.TABLE):
+        rows = 1 if key.few else 16
+        case = Case(1, rows, 4096, key.head_dim, "float32" if key.bits == 32 else "bfloat16", key.causal, key.precision)
+        for kernel, tile in zip(configs.KERNELS, tiles, strict=True):
+            use = compile_candidate((case, kernel, tile))
+            metrics = use if isinstance(use, dict) else {"status": use}
+            config = dataclasses.asdict(key) | {"kernel": kernel} | dataclasses.asdict(tile)
+            records.append(Record("flash_attention_resources", kernel, config, metrics, where, commit()))
+    return records
+
+
+REPORT_COLUMNS = [
+    Column("config.bits", "bits"), Column("config.precision", "precision"), Column("config.head_dim", "d"),
+    Column("config.causal", "causal"), Column("config.few", "few rows"), Column("variant", "kernel"),
+    Column("config.block_m", "block m"), Column("config.block_n", "block n"), Column("config.warps", "warps"),
+    Column("config.stages", "stages"), Column("config.tma", "tma"), Column("metrics.registers", "registers"),
+    Column("metrics.spilled_bytes", "spilled B"), Column("metrics.shared_bytes", "shared B", ",d"),
+]
+
+
+def table_source(rows: tuple) -> str:
+    """The text of table.py for these rows; its docstring is kept."""
+    lines = [f'"""{table.__doc__}"""', "", "ROWS = ("]
+    for key, origin, *tiles in rows:
+        lines.append(f'    ({key!r}, "{origin}",'.replace("'", '"'))
+        lines.append("     " + ", ".join(repr(tile) for tile in tiles) + "),")
+    return "\n".join([*lines, ")", ""])
+
+
+def merge(rows: tuple, case: Case, found: list[dict]) -> tuple:
+    """ROWS with the winners of one case in the place of their key."""
+    bench = Bench(case, "meta")
+    key = dataclasses.replace(configs.key_of(bench.q, bench.problem), gpu=generation())
+    best = [min((r for r in found if r["kernel"] == kernel and "sustained_ms" in r), key=lambda r: r["sustained_ms"])
+            for kernel in configs.KERNELS]
+    shape = "x".join(map(str, (case.batch, case.heads, case.length, case.head_dim)))
+    origin = f"{shape}: {' '.join(format(row['sustained_ms'], '.3f') for row in best)} ms"
+    new = (dataclasses.astuple(key), origin, *(tuple(row["tile"].values()) for row in best))
+    return (*(row for row in rows if row[0] != new[0]), new)
+
+
+STANDARD = {  # batch, heads, length, head dim; the small ones have few rows in the sense of configs.FEW_ROWS
+    "half": [(1, 16, 16384, 64), (1, 16, 16384, 128), (1, 16, 8192, 32), (1, 16, 8192, 16), (1, 4, 8192, 256),
+             (1, 1, 4096, 64), (1, 1, 4096, 128), (1, 1, 4096, 32), (1, 1, 4096, 16), (1, 1, 4096, 256)],
+    "full": [(1, 16, 16384, 64), (1, 16, 16384, 128)],
+    "single": [(1, 16, 8192, 64), (1, 1, 4096, 64), (1, 16, 8192, 128), (1, 1, 4096, 128), (1, 16, 8192, 32),
+               (1, 1, 4096, 32), (1, 16, 8192, 16), (1, 1, 4096, 16)],
+}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", help="batch,heads,length,head_dim; may be repeated")
+    parser.add_argument("--standard", choices=STANDARD, help="a list of shapes; half and single are causal")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--precision", default="ieee", help="of float32 products: ieee, tf32x3, tf32")
     parser.add_argument("--full", action="store_true", help="without the causal mask")
     parser.add_argument("--kernels", nargs="+", default=list(configs.KERNELS), choices=configs.KERNELS)
     parser.add_argument("--narrow", action="store_true", help="only the likely candidates")
-    parser.add_argument("--top", type=int, default=6, help="rows to print per kernel")
+    parser.add_argument("--top", type=int, default=2, help="rows to print per kernel")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("outputs/tune_flash_attention"))
+    parser.add_argument("--table", type=pathlib.Path, help="write a table.py with the winners; needs all kernels")
+    parser.add_argument("--report", action="store_true", help="no search: what the shipped configurations use")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("outputs"))
     return parser.parse_args(argv)
+
+
+def search(options: argparse.Namespace) -> None:
+    """Tune for every shape asked for, one file of everything measured per shape."""
+    folder = OutputFolder(options.out, "tune_flash_attention").path
+    asked = [tuple(map(int, shape.split(","))) for shape in options.shape or []]
+    shapes_asked = asked + STANDARD.get(options.standard, []) or [(1, 16, 16384, 64)]
+    causal = not (options.full or options.standard == "full")
+    rows = table.ROWS
+    with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
+        for shape in shapes_asked:
+            case = Case(*shape, options.dtype, causal, options.precision)
+            found = tune(case, options.kernels, options.narrow, pool)
+            show(case, found, options.top)
+            name = "x".join(map(str, shape)) + f"_{options.dtype}_{options.precision}{'' if causal else '_full'}.json"
+            (folder / name).write_text(json.dumps({"case": dataclasses.asdict(case), "rows": found}))
+            if options.table:
+                rows = merge(rows, case, found)
+                options.table.write_text(table_source(rows))
+            torch.cuda.empty_cache()
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
+    if options.report:
+        records = report()
+        folder = OutputFolder(options.out, "flash_attention_resources").path
+        write_json(records, folder / "records.json")
+        write_csv(records, folder / "records.csv")
+        print(render(records, REPORT_COLUMNS))
+        print(json_line("flash_attention_resources", records, folder))
+        return 0
     if not torch.cuda.is_available():
-        print("tuning needs a GPU", file=sys.stderr)
+        print("tuning needs a GPU (--report does not)", file=sys.stderr)
         return 1
-    options.out.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
-        for shape in options.shape or ["1,16,16384,64"]:
-            case = Case(*map(int, shape.split(",")), options.dtype, not options.full, options.precision)
-            rows = tune(case, options.kernels, options.narrow, pool)
-            show(case, rows, options.top)
-            name = f"{shape.replace(',', 'x')}_{options.dtype}_{options.precision}{'_full' * options.full}.json"
-            (options.out / name).write_text(json.dumps({"case": dataclasses.asdict(case), "rows": rows}))
-            torch.cuda.empty_cache()
+    search(options)
     return 0
 
 

@@ -1,8 +1,9 @@
 """The one place that knows where Triton kernels can run: on a GPU, in Triton's interpreter, or nowhere.
 
-Triton decides when a kernel is *decorated* whether it will be compiled or interpreted, by reading the
-environment variable TRITON_INTERPRET. So that variable has to be set before the first kernel module is imported,
-and this module records the decision once.
+Triton decides when a kernel is *decorated* whether it will be compiled or interpreted, by reading the environment
+variable TRITON_INTERPRET, and its own library is decorated when Triton is imported. So the variable has to be set
+before that. This module does not import Triton, and the public functions import their kernels when they first need
+them: importing a package of kernels decides nothing.
 
 - On a CUDA tensor the kernels are compiled.
 - With TRITON_INTERPRET=1 they run, slowly, in Triton's interpreter: the way the tests run on a CPU. Its bfloat16
@@ -12,40 +13,46 @@ and this module records the decision once.
 
 import contextlib
 import functools
+import importlib.util
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-try:
-    import triton
-except ImportError:  # Triton exists for Linux only
-    triton = None
 
-INTERPRETED: bool = bool(triton is not None and triton.knobs.runtime.interpret)
+@functools.cache
+def installed() -> bool:
+    """Whether there is a Triton; it exists for Linux only."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether kernels are interpreted: TRITON_INTERPRET, read as Triton reads it."""
+    return installed() and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:
     """Whether a kernel launched on this tensor would run: compiled on CUDA, or interpreted on a CPU."""
-    if triton is None:
-        return False
-    if INTERPRETED:
+    if interpreted():
         if tensor.dtype is torch.bfloat16:
             raise ValueError(
                 f"Triton's interpreter computes bfloat16 wrongly (input on {tensor.device}): "
                 "use float32 or float16, or unset TRITON_INTERPRET"
             )
         return True
-    return tensor.is_cuda
+    return tensor.is_cuda and installed()
 
 
 @functools.cache
-def generation(index: int | None = None) -> str:
-    """GPU generation of a CUDA device as `sm_90`; "interpreter" when kernels are interpreted."""
-    if INTERPRETED:
-        return "interpreter"
+def _capability(index: int | None) -> str:
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}"
+
+
+def generation(index: int | None = None) -> str:
+    """GPU generation of a CUDA device as `sm_90`; "interpreter" when kernels are interpreted."""
+    return "interpreter" if interpreted() else _capability(index)
 
 
 _compiled: list[Any] | None = None

@@ -17,17 +17,10 @@ A query row without a visible key contributes nothing and receives zero.
 Source: Dao, FlashAttention-2 (2023), algorithm 2.
 """
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 
-from .._triton import launch
-from .configs import Tile
-from .descriptors import flat_descriptor, row_descriptors
-from .options import Problem
-from .ranges import head_origin, load_rows, load_tile, schedule, tile_range, visible
+from .ranges import head_origin, load_rows, load_tile, phase_range, schedule, tile_range, visible
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # integers not worth a compilation per value
@@ -42,8 +35,9 @@ def delta_kernel(o_ptr, do_ptr, lse_ptr, delta_ptr, lse2_ptr,
                  stride_ob, stride_oh, stride_ot, stride_gb, stride_gh, stride_gt, heads, query_count, padded_count,
                  HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
     """Δ = rowsum(dO ∘ O) and LSE·log2(e). Padding and rows without keys get +inf, so that their P is exp2(−inf) = 0."""
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    bh = tl.program_id(1)
+    tiles = padded_count // BLOCK_M  # one grid dimension: only the first may exceed 65,535
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    bh = tl.program_id(0) // tiles
     batch = (bh // heads).to(tl.int64)
     head = (bh % heads).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
@@ -69,12 +63,12 @@ def load_stats(base, desc, start, offs, stats0, TMA: tl.constexpr):
 
 @triton.jit
 def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, q_desc, do_desc, delta_desc, lse2_desc,
-                  q_row0, q_col0, do_row0, do_col0, stats0, stride_qt, stride_gt, cols, first, last,
-                  query_count, lo, hi, doc_lo, doc_hi, scale_log2,
+                  q_row0, q_col0, do_row0, do_col0, stats0, stride_qt, stride_gt, dq_base, cols, first, last,
+                  query_count, key_count, lo, hi, doc_lo, doc_hi, scale_log2,
                   MASKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
-                  TMA: tl.constexpr):
-    """Fold the query tiles [first, last) into dk (still without the scale) and dv."""
+                  TMA: tl.constexpr, FUSED: tl.constexpr):
+    """Fold the query tiles [first, last) into dk (still without the scale) and dv; FUSED adds to dq in memory too."""
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     q_base += first.to(tl.int64) * stride_qt
@@ -98,20 +92,31 @@ def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, q_desc, 
         dv = tl.dot(pt.to(do.dtype), do, dv, input_precision=PRECISION)
         dst = pt * (dpt - delta[None, :])
         dk = tl.dot(dst.to(q.dtype), q, dk, input_precision=PRECISION)
+        if FUSED:
+            dst = tl.where((cols < key_count)[:, None], dst, 0.0)  # past the last key P is anything, even infinite
+            dq = tl.dot(tl.trans(dst.to(q.dtype)), k, input_precision=PRECISION)
+            rows = start + offs_m
+            tl.atomic_add(dq_base + rows[:, None] * HEAD_DIM + offs_d[None, :], dq,
+                          mask=(rows < query_count)[:, None] & (offs_d < HEAD_DIM)[None, :], sem="relaxed")
         q_base += BLOCK_M * stride_qt
         do_base += BLOCK_M * stride_gt
     return dk, dv
 
 
 @triton.jit(do_not_specialize=DKDV_COUNTS)
-def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_desc, delta_desc, lse2_desc, dk_ptr, dv_ptr, doc_first, doc_last,
+def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_desc, delta_desc, lse2_desc,
+                dk_ptr, dv_ptr, dq_ptr, doc_first, doc_last,
                 stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                 stride_gb, stride_gh, stride_gt, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh,
-                stride_dvt, kv_heads, kv_group, query_count, key_count, padded_count, lo, hi, scale, scale_log2, batch_heads,
-                HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
+                stride_dvt, kv_heads, kv_group, query_count, key_count, padded_count, lo, hi, scale, scale_log2,
+                batch_heads, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
                 RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
-    """One program: BLOCK_N rows of dK and dV of one key head, over all query heads that read it."""
+                BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+                FUSED: tl.constexpr):
+    """One program: BLOCK_N rows of dK and dV of one key head, over all query heads that read it.
+
+    FUSED: also add this program's share of dQ / scale to the fp32 (B, H, Tq, D) tensor at dq_ptr.
+    """
     tile, bh = schedule(tl.program_id(0), tl.cdiv(key_count, BLOCK_N), batch_heads, HEAD_GROUP, False)
     batch = (bh // kv_heads).to(tl.int64)
     kv_head = (bh % kv_heads).to(tl.int64)
@@ -143,23 +148,15 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_des
         q_row0, q_col0 = head_origin(q_start, stride_qt, TMA)
         do_row0, do_col0 = head_origin(do_start, stride_gt, TMA)
         stats = (batch * kv_heads * kv_group + head) * padded_count
-        if HAS_HI or HAS_DOC:
-            dk, dv = _walk_queries(dk, dv, k, v, q_ptr + q_start, do_ptr + do_start, delta_ptr + stats,
- lse2_ptr + stats, q_desc, do_desc, delta_desc, lse2_desc, q_row0, q_col0, do_row0, do_col0,
- stats.to(tl.int32), stride_qt,
-                                   stride_gt, cols, begin, full_begin, query_count, lo, hi, doc_lo, doc_hi, scale_log2,
-                                   True, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION, TMA)
-        dk, dv = _walk_queries(dk, dv, k, v, q_ptr + q_start, do_ptr + do_start, delta_ptr + stats,
- lse2_ptr + stats, q_desc, do_desc, delta_desc, lse2_desc, q_row0, q_col0, do_row0, do_col0,
- stats.to(tl.int32), stride_qt,
-                               stride_gt, cols, full_begin, full_end, query_count, lo, hi, doc_lo, doc_hi, scale_log2,
-                               False, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION, TMA)
-        if HAS_LO or HAS_DOC or RAGGED:
-            dk, dv = _walk_queries(dk, dv, k, v, q_ptr + q_start, do_ptr + do_start, delta_ptr + stats,
- lse2_ptr + stats, q_desc, do_desc, delta_desc, lse2_desc, q_row0, q_col0, do_row0, do_col0,
- stats.to(tl.int32), stride_qt,
-                                   stride_gt, cols, full_end, end, query_count, lo, hi, doc_lo, doc_hi, scale_log2,
-                                   True, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION, TMA)
+        dq_base = dq_ptr + (batch * kv_heads * kv_group + head) * query_count * HEAD_DIM
+        for phase in tl.static_range(3):  # tiles cut by the mask, full tiles, tiles cut by the mask
+            first, last = phase_range(phase, begin, full_begin, full_end, end)
+            if phase == 1 or (phase == 0 and (HAS_HI or HAS_DOC)) or (phase == 2 and (HAS_LO or HAS_DOC or RAGGED)):
+                dk, dv = _walk_queries(
+                    dk, dv, k, v, q_ptr + q_start, do_ptr + do_start, delta_ptr + stats, lse2_ptr + stats,
+                    q_desc, do_desc, delta_desc, lse2_desc, q_row0, q_col0, do_row0, do_col0, stats.to(tl.int32),
+                    stride_qt, stride_gt, dq_base, cols, first, last, query_count, key_count, lo, hi, doc_lo, doc_hi,
+                    scale_log2, phase != 1, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION, TMA, FUSED)
 
     keep = (cols < key_count)[:, None] & (offs_d < HEAD_DIM)[None, :]
     dk_base = dk_ptr + batch * stride_dkb + kv_head * stride_dkh + wide0 * stride_dkt
@@ -237,91 +234,14 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, 
                                                   BLOCK_M, BLOCK_N, HAS_LO, HAS_HI, HAS_DOC)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if HAS_LO or HAS_DOC:
-        dq = _walk_keys(dq, q, do, lse2, delta, k_ptr + k_start, v_ptr + v_start, k_desc, v_desc,
- k_row0, k_col0, v_row0, v_col0, stride_kt, stride_vt, rows, begin, full_begin,
-                        key_count, lo, hi, doc_lo, doc_hi, scale_log2, True, HAS_LO, HAS_HI, HAS_DOC,
-                        HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, TMA)
-    dq = _walk_keys(dq, q, do, lse2, delta, k_ptr + k_start, v_ptr + v_start, k_desc, v_desc,
- k_row0, k_col0, v_row0, v_col0, stride_kt, stride_vt, rows, full_begin, full_end,
-                    key_count, lo, hi, doc_lo, doc_hi, scale_log2, False, HAS_LO, HAS_HI, HAS_DOC,
-                    HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, TMA)
-    if HAS_HI or HAS_DOC or RAGGED:
-        dq = _walk_keys(dq, q, do, lse2, delta, k_ptr + k_start, v_ptr + v_start, k_desc, v_desc,
- k_row0, k_col0, v_row0, v_col0, stride_kt, stride_vt, rows, full_end, end,
-                        key_count, lo, hi, doc_lo, doc_hi, scale_log2, True, HAS_LO, HAS_HI, HAS_DOC,
-                        HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, TMA)
+    for phase in tl.static_range(3):
+        first, last = phase_range(phase, begin, full_begin, full_end, end)
+        if phase == 1 or (phase == 0 and (HAS_LO or HAS_DOC)) or (phase == 2 and (HAS_HI or HAS_DOC or RAGGED)):
+            dq = _walk_keys(
+                dq, q, do, lse2, delta, k_ptr + k_start, v_ptr + v_start, k_desc, v_desc, k_row0, k_col0, v_row0,
+                v_col0, stride_kt, stride_vt, rows, first, last, key_count, lo, hi, doc_lo, doc_hi, scale_log2,
+                phase != 1, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, TMA)
 
     dq_base = dq_ptr + batch * stride_dqb + head * stride_dqh + wide0 * stride_dqt
     tl.store(dq_base + offs_m[:, None] * stride_dqt + offs_d[None, :], (dq * scale).to(dq_ptr.dtype.element_ty),
              (rows < query_count)[:, None] & (offs_d < HEAD_DIM)[None, :])
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What the backward kernels read: (B, H, T, D) tensors, and (B, H, padded Tq) Δ and LSE·log2(e)."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    do: torch.Tensor
-    delta: torch.Tensor
-    lse2: torch.Tensor
-
-    def counts(self) -> tuple[int, int, int]:
-        return self.q.shape[2], self.k.shape[2], self.delta.shape[2]
-
-
-def _block_d(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
-
-
-def _constants(saved: Saved, problem: Problem) -> dict[str, int | bool | str]:
-    head_dim = saved.q.shape[3]
-    return {
-        "HAS_LO": problem.has_lo, "HAS_HI": problem.has_hi,
-        "HAS_DOC": problem.has_doc, "HEAD_DIM": head_dim, "BLOCK_D": _block_d(head_dim),
-        "PRECISION": problem.precision,
-    }
-
-
-def launch_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-                 do: torch.Tensor) -> Saved:
-    """Run `delta_kernel` on what the forward saved (last dimensions contiguous, nothing empty)."""
-    batch, heads, query_count, head_dim = q.shape
-    padded_count = triton.cdiv(query_count, ROW_PADDING) * ROW_PADDING
-    delta = torch.empty((batch, heads, padded_count), dtype=torch.float32, device=q.device)
-    lse2 = torch.empty_like(delta)
-    launch(delta_kernel, (padded_count // DELTA_ROWS, batch * heads), o, do, lse, delta, lse2,
-           *o.stride()[:3], *do.stride()[:3], heads, query_count, padded_count,
-           HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), BLOCK_M=DELTA_ROWS)
-    return Saved(q, k, v, do, delta, lse2)
-
-
-def launch_dkdv(saved: Saved, dk: torch.Tensor, dv: torch.Tensor, problem: Problem, tile: Tile) -> None:
-    """Fill dk and dv."""
-    q, k, v, do, delta, lse2 = saved.q, saved.k, saved.v, saved.do, saved.delta, saved.lse2
-    batch, kv_heads, key_count = k.shape[:3]
-    q_desc, do_desc = row_descriptors((q, do), tile.block_m) if tile.tma else (None, None)
-    use_tma = q_desc is not None
-    delta_desc, lse2_desc = (flat_descriptor(x, tile.block_m) if use_tma else None for x in (delta, lse2))
-    launch(dkdv_kernel, (triton.cdiv(key_count, tile.block_n) * batch * kv_heads,),
-           q, k, v, do, delta, lse2, q_desc, do_desc, delta_desc, lse2_desc, dk, dv,
-           problem.doc_first, problem.doc_last, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-           *dk.stride()[:3], *dv.stride()[:3], kv_heads, q.shape[1] // kv_heads, *saved.counts(), problem.lo, problem.hi,
-           problem.scale, problem.scale * LOG2_E.value, batch * kv_heads,
-           RAGGED=q.shape[2] % tile.block_m != 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-           HEAD_GROUP=tile.head_group, TMA=use_tma, **_constants(saved, problem), **tile.launch_options())
-
-
-def launch_dq(saved: Saved, dq: torch.Tensor, problem: Problem, tile: Tile) -> None:
-    """Fill dq."""
-    q, k, v, do, delta, lse2 = saved.q, saved.k, saved.v, saved.do, saved.delta, saved.lse2
-    batch, heads, query_count = q.shape[:3]
-    k_desc, v_desc = row_descriptors((k, v), tile.block_n) if tile.tma else (None, None)
-    launch(dq_kernel, (triton.cdiv(query_count, tile.block_m) * batch * heads,),
-           q, k, v, do, delta, lse2, k_desc, v_desc, dq, problem.doc_first, problem.doc_last,
-           *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
-           heads, heads // k.shape[1], *saved.counts(), problem.lo, problem.hi, problem.scale, problem.scale * LOG2_E.value, batch * heads,
-           RAGGED=k.shape[2] % tile.block_n != 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-           HEAD_GROUP=tile.head_group, TMA=k_desc is not None, **_constants(saved, problem), **tile.launch_options())

@@ -1,18 +1,19 @@
 """Tile shapes and launch parameters of the three attention kernels, by GPU, type, head dim, mask and size.
 
-TABLE is frozen: found with `experiments/tune_flash_attention.py`, so that nobody waits for a search at start. A GPU
-that is not in it gets a small search among CANDIDATES at the first call of each kind.
+TABLE is frozen: found with `experiments/tune_flash_attention.py` and kept in table.py, so that nobody waits for a
+search at start. A GPU that is not in it gets a small search among CANDIDATES at the first call of each kind.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 
 from .._triton import generation
 from .options import Problem
+from .table import ROWS
 
 KERNELS = ("forward", "dkdv", "dq")
 FEW_ROWS = 16384  # batch·heads·length up to which a GPU is not full with tiles of 64 rows, and smaller ones may win
@@ -66,22 +67,18 @@ class Key:
     few: bool
 
 
-TABLE: dict[Key, tuple[Tile, Tile, Tile]] = {}
-for _D in (16, 32, 64, 128, 256):
-    for _c in (False, True):
-        for _f in (False, True):
-            if _D <= 64:
-                TABLE[Key("sm_90", 16, "ieee", _D, _c, _f)] = (Tile(64, 128, 4, 2, 4, tma=True), Tile(64, 64, 4, 3, 2, tma=True), Tile(64, 128, 4, 3, 1, tma=True))
-            elif _D == 128:
-                TABLE[Key("sm_90", 16, "ieee", _D, _c, _f)] = (Tile(64, 64, 4, 3, 2, tma=True), Tile(64, 64, 4, 2, 4, tma=True), Tile(128, 64, 8, 4, 2))
-            else:
-                TABLE[Key("sm_90", 16, "ieee", _D, _c, _f)] = (Tile(64, 32, 4, 2, tma=True), Tile(32, 64, 8, 2, tma=True), Tile(64, 32, 4, 2, tma=True))
-            for _p in ("ieee", "tf32x3", "tf32"):
-                TABLE[Key("sm_90", 32, _p, _D, _c, _f)] = (Tile(32, 32, 4 if _D <= 64 else 8, 2),) * 3 if _D <= 128 else (Tile(32, 16, 8, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1))
+TABLE: dict[Key, tuple[Tile, Tile, Tile]] = {
+    Key(*key): (Tile(*forward), Tile(*dkdv), Tile(*dq)) for key, _, forward, dkdv, dq in ROWS
+}
 
 CANDIDATES = {
     16: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
     32: (Tile(32, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+}
+FUSED_TILES = {  # of the dK/dV pass when it adds to dQ as well, by head dim; 16-bit types on sm_90
+    64: Tile(64, 128, 8, 2, tma=True),
+    128: Tile(32, 128, 8, 2, tma=True),
+    256: Tile(32, 64, 8, 2, tma=True),
 }
 INTERPRETED_TILES = {"forward": Tile(32, 16), "dkdv": Tile(16, 32), "dq": Tile(32, 16)}
 
@@ -114,6 +111,15 @@ def key_of(q: torch.Tensor, problem: Problem) -> Key:
     )
 
 
+def lookup(key: Key) -> tuple[Tile, Tile, Tile] | None:
+    """The row of TABLE for a key. Without one of their own, full masks share the causal row and tf32 that of tf32x3."""
+    precision = "tf32x3" if key.precision == "tf32" else key.precision
+    for near in (key, replace(key, causal=True), replace(key, causal=True, precision=precision)):
+        if near in TABLE:
+            return TABLE[near]
+    return None
+
+
 def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile], None]) -> Tile:
     """The tile for `kernel`, one of KERNELS; `run` launches it with a tile and may be called to measure."""
     if kernel in _forced:
@@ -121,13 +127,22 @@ def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile],
     key = key_of(q, problem)
     if key.gpu == "interpreter":
         return INTERPRETED_TILES[kernel]
-    if key in TABLE:
-        return TABLE[key][KERNELS.index(kernel)]
+    row = lookup(key)
+    if row is not None:
+        return row[KERNELS.index(kernel)]
     if (kernel, key) not in _searched:
         if torch.cuda.is_current_stream_capturing():
             return CANDIDATES[key.bits][-1]  # nothing can be measured now: the one that fits everywhere
         _searched[kernel, key] = _fastest(CANDIDATES[key.bits], run)
     return _searched[kernel, key]
+
+
+def choose_fused(q: torch.Tensor, problem: Problem, run: Callable[[Tile], None]) -> Tile:
+    """The tile of the fused backward; types and GPUs without one of their own take that of the dK/dV pass."""
+    key = key_of(q, problem)
+    if "dkdv" in _forced or key.gpu != "sm_90" or key.bits == 32:
+        return choose("dkdv", q, problem, run)
+    return FUSED_TILES[max(64, key.head_dim)]
 
 
 def _fastest(tiles: tuple[Tile, ...], run: Callable[[Tile], None]) -> Tile:

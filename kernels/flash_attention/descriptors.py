@@ -10,6 +10,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT_BYTES = 16  # of the base address and of every row
+MAX_COORDINATE = 2**31  # coordinates are int32
 
 
 def _matrix_width(x: torch.Tensor) -> int | None:
@@ -39,7 +40,10 @@ def row_descriptors(tensors: tuple[torch.Tensor, ...], block_rows: int) -> tuple
         width = _matrix_width(x)
         if width is None or count % block_rows or head_dim & (head_dim - 1) or head_dim < ALIGNMENT_BYTES:
             return nothing
+        # the furthest element, in units of rows
         last = (batch - 1) * x.stride(0) + (heads - 1) * x.stride(1) + (count - 1) * width
+        if last // width >= MAX_COORDINATE or width >= MAX_COORDINATE:
+            return nothing
         made.append(TensorDescriptor(x, [last // width + 1, width], [width, 1], [block_rows, head_dim]))
     return tuple(made)
 

@@ -25,7 +25,7 @@ from .._triton import launch
 from .configs import Tile
 from .descriptors import row_descriptors
 from .options import Problem
-from .ranges import head_origin, load_rows, load_tile, schedule, tile_range, visible
+from .ranges import head_origin, load_rows, load_tile, phase_range, schedule, tile_range, visible
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -75,8 +75,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
                    stride_ob, stride_oh, stride_ot, heads, kv_group, query_count, key_count, lo, hi, scale_log2,
                    batch_heads,
                    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
-                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
+                   RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """One program: BLOCK_M rows of one head's output and log-sum-exp."""
     tile, bh = schedule(tl.program_id(0), tl.cdiv(query_count, BLOCK_M), batch_heads, HEAD_GROUP, HAS_HI)
     batch = (bh // heads).to(tl.int64)
@@ -108,19 +108,13 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if HAS_LO or HAS_DOC:
-        acc, row_sum, row_max = _walk_keys(acc, row_sum, row_max, q, k_ptr + k_start, v_ptr + v_start, k_desc, v_desc,
- k_row0, k_col0, v_row0, v_col0, stride_kt, stride_vt, rows,
-                                           begin, full_begin, key_count, lo, hi, doc_lo, doc_hi, scale_log2,
-                                           True, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, TMA)
-    acc, row_sum, row_max = _walk_keys(acc, row_sum, row_max, q, k_ptr + k_start, v_ptr + v_start, k_desc, v_desc,
- k_row0, k_col0, v_row0, v_col0, stride_kt, stride_vt, rows,
-                                       full_begin, full_end, key_count, lo, hi, doc_lo, doc_hi, scale_log2,
-                                       False, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, TMA)
-    acc, row_sum, row_max = _walk_keys(acc, row_sum, row_max, q, k_ptr + k_start, v_ptr + v_start, k_desc, v_desc,
- k_row0, k_col0, v_row0, v_col0, stride_kt, stride_vt, rows,
-                                       full_end, end, key_count, lo, hi, doc_lo, doc_hi, scale_log2,
-                                       True, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, TMA)
+    for phase in tl.static_range(3):  # tiles cut by the mask, full tiles, tiles cut by the mask
+        first, last = phase_range(phase, begin, full_begin, full_end, end)
+        if phase == 1 or (phase == 0 and (HAS_LO or HAS_DOC)) or (phase == 2 and (HAS_HI or HAS_DOC or RAGGED)):
+            acc, row_sum, row_max = _walk_keys(
+                acc, row_sum, row_max, q, k_ptr + k_start, v_ptr + v_start, k_desc, v_desc, k_row0, k_col0, v_row0,
+                v_col0, stride_kt, stride_vt, rows, first, last, key_count, lo, hi, doc_lo, doc_hi, scale_log2,
+                phase != 1, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_N, PRECISION, TMA)
 
     safe_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc / safe_sum[:, None]
@@ -144,6 +138,6 @@ def launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.T
         batch * heads, HAS_LO=problem.has_lo, HAS_HI=problem.has_hi, HAS_DOC=problem.has_doc,
         HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, HEAD_GROUP=tile.head_group, PRECISION=problem.precision,
-        TMA=k_desc is not None,
+        TMA=k_desc is not None, RAGGED=k.shape[2] % tile.block_n != 0,
         **tile.launch_options(),
     )

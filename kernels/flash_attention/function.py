@@ -39,33 +39,35 @@ def _four_d(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _setup(ctx, q: Tensor, k: Tensor, is_causal: bool, scale: float | None, window: int | None, alignment: str,
-           precision: str, document_ids: Tensor | None) -> None:
+           precision: str, document_ids: Tensor | None, backward: str) -> None:
     """Check the options and leave on ctx what both passes need of them."""
-    check_options(q, k, is_causal, scale, window, alignment, precision, document_ids)
+    check_options(q, k, is_causal, scale, window, alignment, precision, document_ids, backward)
     lo, hi = band(q.shape[-2], k.shape[-2], is_causal, window, alignment)
     first, last = (None, None) if document_ids is None else document_bounds(document_ids)
     ctx.band, ctx.documents = (lo, hi), (first, last)
     ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     ctx.precision = precision
+    ctx.fused = backward == "fused"
 
 
 class FlashAttention2(Function):
     """Triton FlashAttention-2: `apply(q, k, v, is_causal=False)` → o, of q's shape.
 
-    Further positional options: scale, window, alignment, precision, document_ids; see `flash_attention`. Where Triton
-    cannot run the plain-torch tiles are used instead. Saved: q, k, v, o, and the log-sum-exp of shape `q.shape[:-1]`.
+    Further positional options: scale, window, alignment, precision, document_ids, backward; see `flash_attention`.
+    Where Triton cannot run the plain-torch tiles are used instead. Saved: q, k, v, o, and the log-sum-exp of shape
+    `q.shape[:-1]`.
 
     Source: Dao, FlashAttention-2 (2023).
     """
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="tf32x3",
-                document_ids=None):
+                document_ids=None, backward="two-pass"):
         check_types(q, k, v)
         ctx.input_dtypes = q.dtype, k.dtype, v.dtype
         q, k, v = _autocast(q, k, v)
         check_inputs(q, k, v)
-        _setup(ctx, q, k, is_causal, scale, window, alignment, precision, document_ids)
+        _setup(ctx, q, k, is_causal, scale, window, alignment, precision, document_ids, backward)
         o, lse = ops.forward_op(*_four_d(q, k, v), *ctx.band, ctx.scale, precision, *ctx.documents)
         o, lse = o.view(q.shape), lse.view(q.shape[:-1])
         ctx.save_for_backward(q, k, v, o, lse)
@@ -75,10 +77,10 @@ class FlashAttention2(Function):
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
         grads = ops.backward_op(*_four_d(q, k, v, o), lse.view(_four_d(q)[0].shape[:-1]), *_four_d(do.to(o.dtype)),
-                                *ctx.band, ctx.scale, ctx.precision, *ctx.documents)
+                                *ctx.band, ctx.scale, ctx.precision, *ctx.documents, ctx.fused)
         dq, dk, dv = (g.view(x.shape).to(dtype)
                       for g, x, dtype in zip(grads, (q, k, v), ctx.input_dtypes, strict=True))
-        return dq, dk, dv, None, None, None, None, None, None
+        return dq, dk, dv, *[None] * 7
 
 
 class FlashAttention2PyTorch(Function):
@@ -86,12 +88,12 @@ class FlashAttention2PyTorch(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="tf32x3",
-                document_ids=None):
+                document_ids=None, backward="two-pass"):
         check_types(q, k, v)
         ctx.input_dtypes = q.dtype, k.dtype, v.dtype
         q, k, v = _autocast(q, k, v)
         check_inputs(q, k, v, (*DTYPES, torch.float64))
-        _setup(ctx, q, k, is_causal, scale, window, alignment, precision, document_ids)
+        _setup(ctx, q, k, is_causal, scale, window, alignment, precision, document_ids, backward)
         o, lse = tiled.forward(*_four_d(q, k, v), Problem(ctx.band, ctx.scale, precision, *ctx.documents))
         o, lse = o.view(q.shape), lse.view(q.shape[:-1])
         ctx.save_for_backward(q, k, v, o, lse)
@@ -104,7 +106,7 @@ class FlashAttention2PyTorch(Function):
         grads = tiled.backward(*_four_d(q, k, v, o), lse, do, problem)
         dq, dk, dv = (g.view(x.shape).to(dtype)
                       for g, x, dtype in zip(grads, (q, k, v), ctx.input_dtypes, strict=True))
-        return dq, dk, dv, None, None, None, None, None, None
+        return dq, dk, dv, *[None] * 7
 
 
 @functools.cache
@@ -137,7 +139,7 @@ class FlashAttention2CompiledBackward(Function):
         check_inputs(q, k, v)
         if q.shape != k.shape:
             raise ValueError(f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they must be equal here")
-        _setup(ctx, q, k, is_causal, None, None, "top-left", "tf32x3", None)
+        _setup(ctx, q, k, is_causal, None, None, "top-left", "tf32x3", None, "two-pass")
         o, lse = ops.forward_op(*_four_d(q, k, v), *ctx.band, ctx.scale, ctx.precision, None, None)
         ctx.save_for_backward(q, k, v, o.view(q.shape), lse.view(q.shape[:-1]))
         return o.view(q.shape)
@@ -153,7 +155,7 @@ class FlashAttention2CompiledBackward(Function):
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
                     window: int | None = None, alignment: str = "top-left", precision: str = "tf32x3",
-                    document_ids: Tensor | None = None) -> Tensor:
+                    document_ids: Tensor | None = None, backward: str = "two-pass") -> Tensor:
     """softmax(scale · q kᵀ + mask) v, without the (T, T) matrix in memory; differentiable in q, k and v.
 
     Args:
@@ -169,6 +171,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
             times as fast; "ieee", fp32 units; "tf32", one product with 11 bits. fp16 and bf16 do not depend on it.
         document_ids: (B, T) integers for packed sequences, Tq = Tk: positions see each other only within one run of
             equal ids.
+        backward: "two-pass", bit-identical from run to run, or "fused", five products instead of seven with dQ summed
+            by atomic additions, so that its last bits change.
 
     Returns:
         (B, T, D) or (B, H, T, D) in q's type (autocast's under autocast). Rows that see no key are 0.
@@ -179,7 +183,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
     Source: Dao, FlashAttention-2 (2023). On CUDA tensors, and with TRITON_INTERPRET=1, the Triton kernels run; on other
     devices the plain-torch tiles. The gradient of a gradient is not defined.
     """
-    return FlashAttention2.apply(q, k, v, causal, scale, window, alignment, precision, document_ids)
+    return FlashAttention2.apply(q, k, v, causal, scale, window, alignment, precision, document_ids, backward)
 
 
 def cost(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: torch.dtype, *, causal: bool = False,

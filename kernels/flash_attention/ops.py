@@ -5,6 +5,7 @@ They have no autograd formula: `function.py` holds the autograd Functions.
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from torch.utils.flop_counter import register_flop_formula
 from .. import _triton
 from . import configs, tiled
 from .options import Problem, visible_pairs
+
+if TYPE_CHECKING:
+    from .backward_launch import Saved
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
@@ -47,9 +51,9 @@ def _(q, k, v, lo, hi, scale, precision, doc_first, doc_last):
 
 @torch.library.custom_op("distlab_kernels::flash_attention_backward", mutates_args=())
 def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, lo: int | None, hi: int | None,
-                scale: float, precision: str, doc_first: Tensor | None, doc_last: Tensor | None,
+                scale: float, precision: str, doc_first: Tensor | None, doc_last: Tensor | None, fused: bool,
                 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v from what the forward saved and do (B, H, Tq, D)."""
+    """Gradients of q, k, v from what the forward saved and do (B, H, Tq, D), in two passes or `fused` in one."""
     problem = Problem((lo, hi), scale, precision, doc_first, doc_last)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -59,17 +63,32 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
         for out, grad in zip((dq, dk, dv), tiled.backward(q, k, v, o, lse, do, problem), strict=True):
             out.copy_(grad)
         return dq, dk, dv
-    from .backward import launch_delta, launch_dkdv, launch_dq
+    from .backward_launch import launch_delta, launch_dkdv, launch_dq
 
     saved = launch_delta(q, k, v, _rows_contiguous(o), lse.contiguous(), _rows_contiguous(do))
+    if fused:
+        _launch_fused(saved, dq, dk, dv, problem)
+        return dq, dk, dv
     for kernel, run in (("dkdv", partial(launch_dkdv, saved, dk, dv, problem)),
                         ("dq", partial(launch_dq, saved, dq, problem))):
         run(configs.choose(kernel, q, problem, run))
     return dq, dk, dv
 
 
+def _launch_fused(saved: "Saved", dq: Tensor, dk: Tensor, dv: Tensor, problem: Problem) -> None:
+    """One pass; programs add their shares of dQ in fp32 in whatever order they come."""
+    from .backward_launch import launch_dkdv
+
+    def run(tile: configs.Tile) -> Tensor:
+        dq_sum = torch.zeros(dq.shape, dtype=torch.float32, device=dq.device)
+        launch_dkdv(saved, dk, dv, problem, tile, dq_sum)
+        return dq_sum
+
+    dq.copy_(run(configs.choose_fused(saved.q, problem, run)).mul_(problem.scale))
+
+
 @backward_op.register_fake
-def _(q, k, v, o, lse, do, lo, hi, scale, precision, doc_first, doc_last):
+def _(q, k, v, o, lse, do, lo, hi, scale, precision, doc_first, doc_last, fused):
     return tuple(torch.empty_like(_rows_contiguous(x)) for x in (q, k, v))
 
 

@@ -9,6 +9,7 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 ALIGNMENTS = ("top-left", "bottom-right")
+BACKWARDS = ("two-pass", "fused")
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tupl
 
 
 def check_options(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, window: int | None,
-                  alignment: str, precision: str, document_ids: torch.Tensor | None) -> None:
+                  alignment: str, precision: str, document_ids: torch.Tensor | None, backward: str) -> None:
     """Raise for option values that are not allowed; tensors have passed `check_inputs`."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
@@ -136,6 +137,8 @@ def check_options(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float |
         raise ValueError(f"alignment is {alignment!r}; allowed: {', '.join(ALIGNMENTS)}")
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; allowed: {', '.join(PRECISIONS)}")
+    if backward not in BACKWARDS:
+        raise ValueError(f"backward is {backward!r}; allowed: {', '.join(BACKWARDS)}")
     if document_ids is None:
         return
     if not isinstance(document_ids, torch.Tensor) or document_ids.is_floating_point():

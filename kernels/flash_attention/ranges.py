@@ -63,6 +63,16 @@ def tile_range(start, own_count, other_count, lo, hi, doc_first, doc_last, OWN: 
 
 
 @triton.jit
+def phase_range(phase: tl.constexpr, begin, full_begin, full_end, end):
+    """The part of `tile_range`'s result that belongs to phase 0 (masked), 1 (full) or 2 (masked)."""
+    if phase == 0:
+        return begin, full_begin
+    if phase == 1:
+        return full_begin, full_end
+    return full_end, end
+
+
+@triton.jit
 def visible(own, other, other_count, lo, hi, own_doc_first, own_doc_last,
             HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr):
     """The mask of a tile; `own` and `other` are positions shaped to broadcast against each other."""

@@ -12,8 +12,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels._triton import INTERPRETED
-from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch, configs, flash_attention
+from kernels._triton import interpreted, runs_triton
+from kernels.flash_attention import (
+    FlashAttention2,
+    FlashAttention2CompiledBackward,
+    FlashAttention2PyTorch,
+    configs,
+    flash_attention,
+)
 from kernels.flash_attention.configs import Tile
 
 from .attention_reference import attention, in_float64, log_sum_exp, with_gradients
@@ -34,13 +40,14 @@ def inputs(batch, heads, kv_heads, query_count, key_count, head_dim, dtype=torch
     return q, k, v, draw(batch, heads, query_count, head_dim)
 
 
-def apply(function, *, causal=False, scale=None, window=None, alignment="top-left", document_ids=None):
-    return lambda q, k, v: function.apply(q, k, v, causal, scale, window, alignment, "ieee", document_ids)
+def apply(function, *, causal=False, scale=None, window=None, alignment="top-left", document_ids=None,
+          backward="two-pass"):
+    return lambda q, k, v: function.apply(q, k, v, causal, scale, window, alignment, "ieee", document_ids, backward)
 
 
-def check(function, tensors, **options):
+def check(function, tensors, backward="two-pass", **options):
     """Output and gradients against float64."""
-    ours = with_gradients(apply(function, **options), *tensors)
+    ours = with_gradients(apply(function, backward=backward, **options), *tensors)
     expected = in_float64(*tensors, **options)
     tolerance = TOLERANCE[tensors[0].dtype]
     for name, x, y in zip(("o", "dq", "dk", "dv"), ours, expected, strict=True):
@@ -115,7 +122,8 @@ def test_scale(function):
 @BOTH
 @pytest.mark.parametrize("empty", ["keys", "queries", "batch"])
 def test_empty(function, empty):
-    tensors = inputs(0 if empty == "batch" else 2, 2, 1, 0 if empty == "queries" else 5, 0 if empty == "keys" else 7, 16)
+    counts = {"queries": (0, 7), "keys": (5, 0), "batch": (5, 7)}[empty]
+    tensors = inputs(0 if empty == "batch" else 2, 2, 1, *counts, 16)
     q, k, v = (x.requires_grad_() for x in tensors[:3])
     o = apply(function)(q, k, v)
     assert o.shape == q.shape
@@ -195,6 +203,23 @@ def test_heads_advance_in_groups():
         check(FlashAttention2, inputs(1, 3, 3, 33, 33, 16), causal=True)
 
 
+@pytest.mark.parametrize(
+    ("query_count", "key_count", "options"),
+    [(33, 33, {"causal": True}), (20, 50, {}), (50, 20, {"causal": True, "alignment": "bottom-right"}),
+     (50, 50, {"window": 5}), (50, 50, {"document_ids": (torch.arange(50) // 20)[None].to(DEVICE)})],
+)
+def test_fused_backward(query_count, key_count, options):
+    check(FlashAttention2, inputs(1, 4, 2, query_count, key_count, 24), backward="fused", **options)
+
+
+def test_fused_backward_ignores_what_lies_past_the_last_key():
+    """There P = exp(0 − LSE) overflows when all real scores are very negative; infinity · zero must not enter dQ."""
+    q, k, v, do = inputs(1, 1, 1, 20, 20, 16)
+    q, k = q.abs() * 20, -k.abs() * 20
+    check_finite = with_gradients(apply(FlashAttention2, backward="fused"), q, k, v, do)
+    assert all(x.isfinite().all() for x in check_finite)
+
+
 # RELIABILITY 43
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradcheck(causal):
@@ -244,6 +269,15 @@ def test_autocast_casts_inside_and_returns_gradients_in_the_input_type():
         torch.testing.assert_close(x.double(), y, atol=6e-3, rtol=6e-3)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_compiled_backward_is_the_same_function(causal):
+    q, k, v, do = inputs(1, 2, 2, 20, 20, 16)
+    torch._dynamo.reset()
+    ours = with_gradients(lambda *x: FlashAttention2CompiledBackward.apply(*x, causal), q, k, v, do)
+    for x, y in zip(ours, in_float64(q, k, v, do, causal=causal), strict=True):
+        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant):
     q, k, v, do = inputs(1, 1, 1, 20, 20, 16)
@@ -276,13 +310,18 @@ def test_flops_are_counted():
     assert counter.get_total_flops() == 2 * 16 * pairs * (4 + 10)
 
 
+def test_these_tests_run_the_kernels():
+    """Not the plain-torch fallback, whatever was imported before."""
+    assert runs_triton(torch.zeros(1, device=DEVICE))
+
+
 def test_plain_cpu_runs_the_tiled_reference():
     """Without a GPU and without the interpreter the public function still works, and never imports a kernel."""
     script = """
 import sys, torch
-from kernels._triton import INTERPRETED
+from kernels._triton import interpreted
 from kernels.flash_attention import flash_attention
-assert not INTERPRETED
+assert not interpreted()
 q, k, v = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3))
 o = flash_attention(q, k, v, causal=True)
 o.sum().backward()
@@ -294,7 +333,7 @@ assert "kernels.flash_attention.forward" not in sys.modules
     subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=120)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="bfloat16 is only refused by the interpreter")
+@pytest.mark.skipif(not interpreted(), reason="bfloat16 is only refused by the interpreter")
 def test_interpreter_refuses_bfloat16():
     q = torch.randn(1, 1, 4, 16, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="bfloat16"):

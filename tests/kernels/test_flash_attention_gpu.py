@@ -70,6 +70,12 @@ def test_random_shapes(head_dim, dtype):
         check_beside_eager(inputs(*sizes, head_dim, dtype, seed), options, {})
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_random_shapes_with_the_fused_backward(head_dim):
+    for seed, (sizes, options) in enumerate(random_cases(f"{head_dim} fused", 10)):
+        check_beside_eager(inputs(*sizes, head_dim, torch.bfloat16, seed), options, {"backward": "fused"})
+
+
 @pytest.mark.parametrize("precision", ["ieee", "tf32x3"])
 @pytest.mark.parametrize("head_dim", [16, 40, 64])
 def test_random_shapes_in_fp32(head_dim, precision):
@@ -113,7 +119,8 @@ def test_every_shipped_configuration(key, kernel):
     """Several seeds, outputs poisoned before each run, against float64; the tile must not depend on luck."""
     if key.gpu != generation(torch.cuda.current_device()):
         pytest.skip(f"a configuration for {key.gpu}, this is {generation(torch.cuda.current_device())}")
-    from kernels.flash_attention import backward, forward
+    from kernels.flash_attention import backward_launch as backward
+    from kernels.flash_attention import forward
 
     tile = configs.TABLE[key][configs.KERNELS.index(kernel)]
     problem = Problem((None, 0 if key.causal else None), key.head_dim**-0.5, key.precision)

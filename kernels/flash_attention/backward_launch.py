@@ -1,0 +1,86 @@
+"""Launchers of the backward kernels; their math and shapes are in backward.py."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from .._triton import launch
+from .backward import DELTA_ROWS, LOG2_E, ROW_PADDING, delta_kernel, dkdv_kernel, dq_kernel
+from .configs import Tile
+from .descriptors import MAX_COORDINATE, flat_descriptor, row_descriptors
+from .options import Problem
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the backward kernels read: (B, H, T, D) tensors, and (B, H, padded Tq) Δ and LSE·log2(e)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    do: torch.Tensor
+    delta: torch.Tensor
+    lse2: torch.Tensor
+
+    def counts(self) -> tuple[int, int, int]:
+        return self.q.shape[2], self.k.shape[2], self.delta.shape[2]
+
+
+def _block_d(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _constants(saved: Saved, problem: Problem) -> dict[str, int | bool | str]:
+    head_dim = saved.q.shape[3]
+    return {
+        "HAS_LO": problem.has_lo, "HAS_HI": problem.has_hi,
+        "HAS_DOC": problem.has_doc, "HEAD_DIM": head_dim, "BLOCK_D": _block_d(head_dim),
+        "PRECISION": problem.precision,
+    }
+
+
+def launch_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+                 do: torch.Tensor) -> Saved:
+    """Run `delta_kernel` on what the forward saved (last dimensions contiguous, nothing empty)."""
+    batch, heads, query_count, head_dim = q.shape
+    padded_count = triton.cdiv(query_count, ROW_PADDING) * ROW_PADDING
+    delta = torch.empty((batch, heads, padded_count), dtype=torch.float32, device=q.device)
+    lse2 = torch.empty_like(delta)
+    launch(delta_kernel, (padded_count // DELTA_ROWS * batch * heads,), o, do, lse, delta, lse2,
+           *o.stride()[:3], *do.stride()[:3], heads, query_count, padded_count,
+           HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), BLOCK_M=DELTA_ROWS)
+    return Saved(q, k, v, do, delta, lse2)
+
+
+def launch_dkdv(saved: Saved, dk: torch.Tensor, dv: torch.Tensor, problem: Problem, tile: Tile,
+                dq_sum: torch.Tensor | None = None) -> None:
+    """Fill dk and dv; with `dq_sum`, zeros of (B, H, Tq, D) in fp32, add dQ / scale to it in the same pass."""
+    q, k, v, do, delta, lse2 = saved.q, saved.k, saved.v, saved.do, saved.delta, saved.lse2
+    batch, kv_heads, key_count = k.shape[:3]
+    tma = tile.tma and delta.numel() < MAX_COORDINATE
+    q_desc, do_desc = row_descriptors((q, do), tile.block_m) if tma else (None, None)
+    use_tma = q_desc is not None
+    delta_desc, lse2_desc = (flat_descriptor(x, tile.block_m) if use_tma else None for x in (delta, lse2))
+    launch(dkdv_kernel, (triton.cdiv(key_count, tile.block_n) * batch * kv_heads,),
+           q, k, v, do, delta, lse2, q_desc, do_desc, delta_desc, lse2_desc, dk, dv, dv if dq_sum is None else dq_sum,
+           problem.doc_first, problem.doc_last, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
+           *dk.stride()[:3], *dv.stride()[:3], kv_heads, q.shape[1] // kv_heads, *saved.counts(),
+           problem.lo, problem.hi, problem.scale, problem.scale * LOG2_E.value, batch * kv_heads,
+           RAGGED=q.shape[2] % tile.block_m != 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+           HEAD_GROUP=tile.head_group, TMA=use_tma, FUSED=dq_sum is not None, **_constants(saved, problem),
+           **tile.launch_options())
+
+
+def launch_dq(saved: Saved, dq: torch.Tensor, problem: Problem, tile: Tile) -> None:
+    """Fill dq."""
+    q, k, v, do, delta, lse2 = saved.q, saved.k, saved.v, saved.do, saved.delta, saved.lse2
+    batch, heads, query_count = q.shape[:3]
+    k_desc, v_desc = row_descriptors((k, v), tile.block_n) if tile.tma else (None, None)
+    launch(dq_kernel, (triton.cdiv(query_count, tile.block_m) * batch * heads,),
+           q, k, v, do, delta, lse2, k_desc, v_desc, dq, problem.doc_first, problem.doc_last,
+           *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
+           heads, heads // k.shape[1], *saved.counts(), problem.lo, problem.hi,
+           problem.scale, problem.scale * LOG2_E.value, batch * heads,
+           RAGGED=k.shape[2] % tile.block_n != 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+           HEAD_GROUP=tile.head_group, TMA=k_desc is not None, **_constants(saved, problem), **tile.launch_options())

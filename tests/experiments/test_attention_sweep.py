@@ -1,0 +1,102 @@
+"""The attention experiments: their rows, resuming, predictions and the table they rewrite, without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from distlab.report import Record, read_json, write_json
+from experiments import attention_sweep as sweep
+from kernels.flash_attention import table
+
+
+def record(variant, length, ms):
+    config = {"length": length, "head_dim": 16, "dtype": "float32"}
+    return Record(sweep.EXPERIMENT, variant, config, {"fwd_bwd_device_p50_ms": ms, "status": "ok"}, {}, None)
+
+
+def test_smoke_rows_are_right_and_complete():
+    records = sweep.run(sweep.SMOKE)
+    assert [r.variant for r in records] == ["naive", "sdpa", "ours"]
+    for row in records:
+        assert row.metrics["status"] == "ok"
+        assert row.metrics["max_abs_error"] < 1e-5
+        assert row.metrics["max_abs_grad_error"] < 1e-5
+        assert row.metrics["host_p50_ms"] > 0
+
+
+def test_a_cut_off_sweep_resumes(tmp_path):
+    path = tmp_path / "records.json"
+    first = sweep.run(sweep.SMOKE, path)
+    write_json(first[:2], path)  # as if the run had ended after two rows
+    again = sweep.run(sweep.SMOKE, path)
+    assert again[:2] == read_json(path)[:2] == first[:2]
+    assert [r.variant for r in again] == ["naive", "sdpa", "ours"]
+
+
+def test_a_variant_that_fails_is_a_row_and_not_the_end(monkeypatch):
+    def refuse(variant, length, device):
+        if variant == "sdpa":
+            raise RuntimeError("no kernel for this type\nand more")
+        if variant == "naive":
+            raise torch.OutOfMemoryError("too large")
+        return sweep.naive
+
+    monkeypatch.setattr(sweep, "build", refuse)
+    statuses = {r.variant: r.metrics["status"] for r in sweep.run(sweep.SMOKE)}
+    assert statuses == {"naive": "OOM", "sdpa": "RuntimeError: no kernel for this type", "ours": "ok"}
+
+
+def test_wrong_results_show_in_the_error_columns(monkeypatch):
+    monkeypatch.setattr(sweep, "build", lambda *_: lambda q, k, v: sweep.naive(q, k, v) * 1.5)
+    assert all(r.metrics["max_abs_error"] > 0.1 for r in sweep.run(sweep.SMOKE))
+
+
+def test_exact_agrees_with_autograd_in_float64():
+    q, k, v, do = (torch.randn(1, 1, 50, 16, dtype=torch.float64) for _ in range(4))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    o = sweep.naive(q, k, v)
+    expected = (o, *torch.autograd.grad(o, (q, k, v), do))
+    for x, y in zip(sweep.exact(q, k, v, do, rows=16), expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_crossovers_name_the_peer_that_wins():
+    records = [record("ours", 128, 2.0), record("naive", 128, 1.0), record("ours", 256, 2.0), record("naive", 256, 3.0)]
+    assert sweep.crossovers(records) == ["float32 d=16: a peer is faster at 128 (naive 1.0000 ms, ours 2.0000)"]
+    assert "fastest at every length" in sweep.crossovers(records[2:])[0]
+    assert "no device times" in sweep.crossovers([record("ours", 128, None)])[0]
+
+
+def test_predicted_memory_is_quadratic_for_naive_and_linear_for_ours():
+    small, large = (sweep.predicted_memory("naive", 8, t, 64, torch.float32)[1] for t in (8192, 16384))
+    assert 3.9 < large / small <= 4.0
+    small, large = (sweep.predicted_memory("ours", 8, t, 64, torch.float32)[1] for t in (8192, 16384))
+    assert large == 2 * small
+    before, _ = sweep.predicted_memory("ours", 8, 1024, 64, torch.float32)
+    assert before == 5 * 8 * 1024 * 64 * 4 + 8 * 1024 * 4  # q, k, v, o, do and the log-sum-exp
+
+
+def test_command_prints_a_table_and_one_line_of_json(tmp_path, capsys):
+    assert sweep.main(["--smoke", "--memory", "--out", str(tmp_path), "--stamp", "run"]) == 0
+    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert last["experiment"] == "attention_sweep"
+    assert (tmp_path / "attention_sweep" / "run" / "records.csv").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about the message without a GPU")
+def test_without_a_gpu_the_command_says_so(tmp_path, capsys):
+    assert sweep.main(["--quick", "--out", str(tmp_path)]) == 1
+    assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_the_table_file_is_what_the_tuner_writes(tmp_path):
+    """table.py is never edited by hand: writing its rows gives the file itself. Run apart, as the tuner compiles."""
+    script = ("from experiments.tune_flash_attention import table, table_source\n"
+              "assert table_source(table.ROWS) == open(table.__file__, encoding='utf-8').read()")
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=120)
+    assert len({row[0] for row in table.ROWS}) == len(table.ROWS)
