@@ -16,7 +16,6 @@ The report compiles every row of the table for an H100 and needs no GPU; its fig
 import argparse
 import dataclasses
 import itertools
-import json
 import multiprocessing
 import pathlib
 import re
@@ -277,7 +276,7 @@ def report() -> list[Record]:
     """One record per key and kernel of the shipped table: registers, spilled bytes, shared memory."""
     triton.runtime.driver.set_active(Hopper())
     records = []
-    where = environment("cpu")
+    where, code = environment("cpu"), commit()
     for key, *tiles in ((key, *configs.TABLE[key]) for key in configs.TABLE):
         rows = 1 if key.few else 16
         case = Case(1, rows, 4096, key.head_dim, "float32" if key.bits == 32 else "bfloat16", key.causal, key.precision)
@@ -285,7 +284,7 @@ def report() -> list[Record]:
             use = compile_candidate((case, kernel, tile))
             metrics = use if isinstance(use, dict) else {"status": use}
             config = dataclasses.asdict(key) | {"kernel": kernel} | dataclasses.asdict(tile)
-            records.append(Record("flash_attention_resources", kernel, config, metrics, where, commit()))
+            records.append(Record("flash_attention_resources", kernel, config, metrics, where, code))
     return records
 
 
@@ -319,6 +318,19 @@ def merge(rows: tuple, case: Case, found: list[dict]) -> tuple:
     return (*(row for row in rows if row[0] != new[0]), new)
 
 
+def to_records(case: Case, found: list[dict], commit_id: str | None) -> list[Record]:
+    """Everything measured for one case; a tile that could not be used has the reason in `status`."""
+    where, code = environment("cuda"), commit(commit_id)
+    records = []
+    for row in found:
+        metrics = {name: value for name, value in row.items() if name not in ("kernel", "tile", "why")}
+        if metrics["ms"] == float("inf"):
+            metrics = {"status": str(row["why"])}
+        config = dataclasses.asdict(case) | row["tile"]
+        records.append(Record("tune_flash_attention", row["kernel"], config, metrics, where, code))
+    return records
+
+
 STANDARD = {  # batch, heads, length, head dim; the small ones have few rows in the sense of configs.FEW_ROWS
     "half": [(1, 16, 16384, 64), (1, 16, 16384, 128), (1, 16, 8192, 32), (1, 16, 8192, 16), (1, 4, 8192, 256),
              (1, 1, 4096, 64), (1, 1, 4096, 128), (1, 1, 4096, 32), (1, 1, 4096, 16), (1, 1, 4096, 256)],
@@ -341,6 +353,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
     parser.add_argument("--table", type=pathlib.Path, help="write a table.py with the winners; needs all kernels")
     parser.add_argument("--report", action="store_true", help="no search: what the shipped configurations use")
+    parser.add_argument("--commit", help="recorded where the tree has no git")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("outputs"))
     return parser.parse_args(argv)
 
@@ -358,7 +371,7 @@ def search(options: argparse.Namespace) -> None:
             found = tune(case, options.kernels, options.narrow, pool)
             show(case, found, options.top)
             name = "x".join(map(str, shape)) + f"_{options.dtype}_{options.precision}{'' if causal else '_full'}.json"
-            (folder / name).write_text(json.dumps({"case": dataclasses.asdict(case), "rows": found}))
+            write_json(to_records(case, found, options.commit), folder / name)
             if options.table:
                 rows = merge(rows, case, found)
                 options.table.write_text(table_source(rows))
