@@ -171,6 +171,7 @@ class Case:
 
 def replay_ms(run: Callable[[], object], repeats: int) -> list[float]:
     """Device time in ms of `repeats` replays of `run`, captured as a CUDA graph after two warm-ups."""
+    torch.cuda.empty_cache()  # what earlier calls cached is of no use to the graph's own pool
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -187,6 +188,8 @@ def replay_ms(run: Callable[[], object], repeats: int) -> list[float]:
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
+    del graph
+    torch.cuda.empty_cache()
     return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
 
 

@@ -306,10 +306,10 @@ def table_source(rows: tuple) -> str:
     return "\n".join([*lines, ")", ""])
 
 
-def merge(rows: tuple, case: Case, found: list[dict]) -> tuple:
+def merge(rows: tuple, case: Case, found: list[dict], gpu: str) -> tuple:
     """ROWS with the winners of one case in the place of their key."""
     bench = Bench(case, "meta")
-    key = dataclasses.replace(configs.key_of(bench.q, bench.problem), gpu=generation())
+    key = configs.key_of(bench.q, bench.problem, gpu)
     best = [min((r for r in found if r["kernel"] == kernel and "sustained_ms" in r), key=lambda r: r["sustained_ms"])
             for kernel in configs.KERNELS]
     shape = "x".join(map(str, (case.batch, case.heads, case.length, case.head_dim)))
@@ -373,7 +373,7 @@ def search(options: argparse.Namespace) -> None:
             name = "x".join(map(str, shape)) + f"_{options.dtype}_{options.precision}{'' if causal else '_full'}.json"
             write_json(to_records(case, found, options.commit), folder / name)
             if options.table:
-                rows = merge(rows, case, found)
+                rows = merge(rows, case, found, generation())
                 options.table.write_text(table_source(rows))
             torch.cuda.empty_cache()
 

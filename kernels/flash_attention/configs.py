@@ -98,11 +98,12 @@ def forced(**tiles: Tile) -> Iterator[None]:
         _forced.update(before)
 
 
-def key_of(q: torch.Tensor, problem: Problem) -> Key:
+def key_of(q: torch.Tensor, problem: Problem, gpu: str | None = None) -> Key:
+    """The key of a call with this q; `gpu` is that of q's device unless given."""
     batch, heads, count, head_dim = q.shape
     bits = 8 * q.element_size()
     return Key(
-        gpu=generation(q.device.index),
+        gpu=gpu or generation(q.device.index),
         bits=bits,
         precision=problem.precision if bits == 32 else "ieee",
         head_dim=max(16, 1 << (head_dim - 1).bit_length()),

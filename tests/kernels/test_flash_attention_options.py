@@ -1,12 +1,14 @@
 """What `flash_attention` refuses, and the pure arithmetic of its masks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch, cost, flash_attention
-from kernels.flash_attention.options import band, document_bounds, visible_pairs
+from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch, configs, cost, flash_attention
+from kernels.flash_attention.options import Problem, band, document_bounds, visible_pairs
 
 from .attention_reference import mask
 
@@ -99,3 +101,29 @@ def test_cost_of_the_record_configuration():
     assert forward.flops == 4 * 16 * 64 * (16384 * 16385 // 2)
     assert forward.bytes == 4 * 2 * 16 * 16384 * 64 + 4 * 16 * 16384
     assert cost(shape, shape, torch.bfloat16, causal=True, backward=True).flops == 2.5 * forward.flops
+
+
+def test_a_gpu_on_which_nothing_runs_says_so(monkeypatch):
+    """Unknown GPUs search among a few tiles; when all of them fail, the last failure is the cause."""
+    monkeypatch.setattr(configs, "generation", lambda index: "sm_00")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def run(tile):
+        raise ValueError(f"no room for {tile.block_m} rows")
+
+    with pytest.raises(RuntimeError, match="no attention configuration runs on this GPU") as error:
+        configs.choose("forward", Q, Problem((None, None), 1.0), run)
+    assert "rows" in str(error.value.__cause__)
+
+
+def test_keys_share_rows_only_in_the_documented_way():
+    causal = configs.Key("sm_90", 32, "tf32x3", 64, True, False)
+    assert configs.lookup(replace(causal, causal=False, precision="tf32")) == configs.TABLE[causal]
+    assert configs.lookup(replace(causal, gpu="sm_00")) is None
+    for key in configs.TABLE:
+        assert key.head_dim in (16, 32, 64, 128, 256)
+    for bits, precision in ((16, "ieee"), (32, "ieee"), (32, "tf32x3"), (32, "tf32")):  # no call on sm_90 searches
+        for head_dim in (16, 32, 64, 128, 256):
+            for few in (False, True):
+                for is_causal in (False, True):
+                    assert configs.lookup(configs.Key("sm_90", bits, precision, head_dim, is_causal, few)) is not None
