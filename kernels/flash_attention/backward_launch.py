@@ -7,7 +7,7 @@ import triton
 
 from .._triton import launch
 from .backward import DELTA_ROWS, LOG2_E, ROW_PADDING, delta_kernel, dkdv_kernel, dq_kernel
-from .configs import Tile
+from .configs import POINTER_TILES, Tile
 from .descriptors import MAX_COORDINATE, flat_descriptor, row_descriptors
 from .options import Problem
 
@@ -61,6 +61,8 @@ def launch_dkdv(saved: Saved, dk: torch.Tensor, dv: torch.Tensor, problem: Probl
     tma = tile.tma and delta.numel() < MAX_COORDINATE
     q_desc, do_desc = row_descriptors((q, do), tile.block_m) if tma else (None, None)
     use_tma = q_desc is not None
+    if tile.tma and not use_tma:
+        tile = POINTER_TILES.get(("dkdv", _block_d(q.shape[3])), tile)
     delta_desc, lse2_desc = (flat_descriptor(x, tile.block_m) if use_tma else None for x in (delta, lse2))
     launch(dkdv_kernel, (triton.cdiv(key_count, tile.block_n) * batch * kv_heads,),
            q, k, v, do, delta, lse2, q_desc, do_desc, delta_desc, lse2_desc, dk, dv, dv if dq_sum is None else dq_sum,
@@ -77,6 +79,8 @@ def launch_dq(saved: Saved, dq: torch.Tensor, problem: Problem, tile: Tile) -> N
     q, k, v, do, delta, lse2 = saved.q, saved.k, saved.v, saved.do, saved.delta, saved.lse2
     batch, heads, query_count = q.shape[:3]
     k_desc, v_desc = row_descriptors((k, v), tile.block_n) if tile.tma else (None, None)
+    if tile.tma and k_desc is None:
+        tile = POINTER_TILES.get(("dq", _block_d(q.shape[3])), tile)
     launch(dq_kernel, (triton.cdiv(query_count, tile.block_m) * batch * heads,),
            q, k, v, do, delta, lse2, k_desc, v_desc, dq, problem.doc_first, problem.doc_last,
            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],

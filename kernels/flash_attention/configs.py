@@ -80,6 +80,15 @@ FUSED_TILES = {  # of the dK/dV pass when it adds to dQ as well, by head dim; 16
     128: Tile(32, 128, 8, 2, tma=True),
     256: Tile(32, 64, 8, 2, tma=True),
 }
+# Instead of a tile made for descriptors where the layout or the length rules them out: addresses in registers would
+# make it spill. By (kernel, padded head dim); other tiles stay as they are.
+POINTER_TILES = {
+    ("forward", 128): Tile(128, 64, 8, 3),
+    ("dkdv", 128): Tile(32, 64, 4, 3),
+    ("dq", 128): Tile(128, 64, 8, 3),
+    ("dkdv", 256): Tile(32, 32, 4, 2),
+    ("dq", 256): Tile(64, 32, 8, 2),
+}
 INTERPRETED_TILES = {"forward": Tile(32, 16), "dkdv": Tile(16, 32), "dq": Tile(32, 16)}
 
 _forced: dict[str, Tile] = {}

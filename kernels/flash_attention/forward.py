@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from .._triton import launch
-from .configs import Tile
+from .configs import POINTER_TILES, Tile
 from .descriptors import row_descriptors
 from .options import Problem
 from .ranges import head_origin, load_rows, load_tile, phase_range, schedule, tile_range, visible
@@ -129,14 +129,17 @@ def launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.T
                    problem: Problem, tile: Tile) -> None:
     """Fill o and lse. Tensors as in the module docstring, last dimension contiguous, nothing empty."""
     batch, heads, query_count, head_dim = q.shape
-    grid = (triton.cdiv(query_count, tile.block_m) * batch * heads,)
+    block_d = max(16, triton.next_power_of_2(head_dim))
     k_desc, v_desc = row_descriptors((k, v), tile.block_n) if tile.tma else (None, None)
+    if tile.tma and k_desc is None:
+        tile = POINTER_TILES.get(("forward", block_d), tile)
+    grid = (triton.cdiv(query_count, tile.block_m) * batch * heads,)
     launch(
         forward_kernel, grid, q, k, v, k_desc, v_desc, o, lse, problem.doc_first, problem.doc_last,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
         heads, heads // k.shape[1], query_count, k.shape[2], problem.lo, problem.hi, problem.scale * LOG2_E.value,
         batch * heads, HAS_LO=problem.has_lo, HAS_HI=problem.has_hi, HAS_DOC=problem.has_doc,
-        HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        HEAD_DIM=head_dim, BLOCK_D=block_d,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, HEAD_GROUP=tile.head_group, PRECISION=problem.precision,
         TMA=k_desc is not None, RAGGED=k.shape[2] % tile.block_n != 0,
         **tile.launch_options(),

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 def _rows_contiguous(x: Tensor) -> Tensor:
     """The kernels take any strides but need a contiguous last dimension; an expanded dO, say, is copied here."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Head dims that are no multiple of 16 would be loaded element by element: such tensors are copied and padded."""
+    return tuple(F.pad(x, (0, -x.shape[-1] % 16)) if x.shape[-1] % 16 else _rows_contiguous(x) for x in tensors)
 
 
 @torch.library.custom_op("distlab_kernels::flash_attention_forward", mutates_args=())
@@ -39,9 +45,12 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, lo: int | None, hi: int | None, 
         return o.copy_(o_tiled), lse.copy_(lse_tiled)
     from .forward import launch_forward  # Triton may be missing where this is never reached
 
-    run = partial(launch_forward, q, k, v, o, lse, problem)
+    head_dim = q.shape[-1]
+    q, k, v = _aligned(q, k, v)
+    out = o if head_dim == q.shape[-1] else torch.empty_like(q)
+    run = partial(launch_forward, q, k, v, out, lse, problem)
     run(configs.choose("forward", q, problem, run))
-    return o, lse
+    return o if out is o else o.copy_(out[..., :head_dim]), lse
 
 
 @forward_op.register_fake
@@ -65,13 +74,19 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
         return dq, dk, dv
     from .backward_launch import launch_delta, launch_dkdv, launch_dq
 
-    saved = launch_delta(q, k, v, _rows_contiguous(o), lse.contiguous(), _rows_contiguous(do))
+    head_dim = q.shape[-1]
+    q, k, v, o, do = _aligned(q, k, v, o, do)
+    outs = (dq, dk, dv) if head_dim == q.shape[-1] else tuple(torch.empty_like(x) for x in (q, k, v))
+    saved = launch_delta(q, k, v, o, lse.contiguous(), do)
     if fused:
-        _launch_fused(saved, dq, dk, dv, problem)
-        return dq, dk, dv
-    for kernel, run in (("dkdv", partial(launch_dkdv, saved, dk, dv, problem)),
-                        ("dq", partial(launch_dq, saved, dq, problem))):
-        run(configs.choose(kernel, q, problem, run))
+        _launch_fused(saved, *outs, problem)
+    else:
+        for kernel, run in (("dkdv", partial(launch_dkdv, saved, outs[1], outs[2], problem)),
+                            ("dq", partial(launch_dq, saved, outs[0], problem))):
+            run(configs.choose(kernel, q, problem, run))
+    if outs[0] is not dq:
+        for grad, out in zip((dq, dk, dv), outs, strict=True):
+            grad.copy_(out[..., :head_dim])
     return dq, dk, dv
 
 
