@@ -54,6 +54,12 @@ def mean_scale(device: torch.device, group: ProcessGroup) -> float:
     return 1.0 if averages_in_reduction(device, group) else 1.0 / group.size()
 
 
+def shards_in_place(device: torch.device, group: ProcessGroup) -> bool:
+    """Whether a reduce-scatter may write to its rank's slice of the input, and an all-gather read from its slice
+    of the output. NCCL documents it; gloo gives wrong results without an error."""
+    return averages_in_reduction(device, group)
+
+
 def all_reduce_mean(tensor: Tensor, group: ProcessGroup, *, prescaled: bool = False) -> Work:
     """Replace `tensor` (contiguous, floating point, same shape on all ranks) by its mean over the ranks."""
     return dist.all_reduce(tensor, _prepare(tensor, group, prescaled), group=group, async_op=True)
@@ -149,6 +155,13 @@ def all_ranks_agree(condition: bool, device: torch.device, group: ProcessGroup) 
     flag = torch.tensor([int(condition)], dtype=torch.int32, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
     return bool(flag.item())
+
+
+def sum_tensor(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """The element-wise sum over the ranks, as a new tensor; the host waits on gloo, the stream on NCCL."""
+    total = tensor.clone()
+    dist.all_reduce(total, dist.ReduceOp.SUM, group=group)
+    return total
 
 
 def sum_over_ranks(value: float, device: torch.device, group: ProcessGroup) -> float:

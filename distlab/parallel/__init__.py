@@ -18,6 +18,7 @@ from distlab.parallel.naive import NaiveDDP
 from distlab.parallel.overlap import OverlapDDP
 from distlab.parallel.sharded_optimizer import ShardedOptimizer
 from distlab.parallel.torch_ddp import TorchDDP, tuned_torch_ddp
+from distlab.parallel.zero1 import ZeroOptimizer
 
 __all__ = [
     "STRATEGIES",
@@ -30,6 +31,7 @@ __all__ = [
     "ShardedOptimizer",
     "Strategy",
     "TorchDDP",
+    "ZeroOptimizer",
     "get_strategy",
 ]
 

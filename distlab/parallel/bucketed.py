@@ -16,12 +16,22 @@ seen to arrive (here: reversed registration order throughout); and a parameter u
 there unless `find_unused_parameters` is given, which costs a walk through the graph in every step.
 """
 
-from torch import nn
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from distlab.comm import collectives
 from distlab.parallel.base import DataParallel
-from distlab.parallel.buckets import BucketPlan, GradientBucket, check_bucket_size, plan_buckets
+from distlab.parallel.buckets import (
+    BucketPlan,
+    GradientBucket,
+    adopt_foreign_gradients,
+    check_bucket_size,
+    plan_buckets,
+    write_used_flags,
+)
 
 
 class BucketedDDP(DataParallel):
@@ -46,10 +56,18 @@ class BucketedDDP(DataParallel):
     ):
         check_bucket_size(bucket_size_mb)
         super().__init__(module, process_group=process_group)
+        self.bucket_size_mb = bucket_size_mb
+        self._in_flight: list[Work] = []
+        self.gradient_shards: list[Tensor] | None = None
+        self._lay_out()
+
+    def _lay_out(self, **padding: Any) -> None:
+        """Plan the buckets and take their memory."""
         self.plan: tuple[BucketPlan, ...] = plan_buckets(
             [parameter.numel() for parameter in self.trainable],
             [parameter.dtype for parameter in self.trainable],
-            bucket_size_mb,
+            self.bucket_size_mb,
+            **padding,
         )
         scale = collectives.mean_scale(self.device, self.process_group)
         self._buckets = [GradientBucket(bucket, self.trainable, scale) for bucket in self.plan]
@@ -58,7 +76,19 @@ class BucketedDDP(DataParallel):
             for bucket in self._buckets
             for position, slot in enumerate(bucket.plan.slots)
         }
-        self._in_flight: list[Work] = []
+
+    def shard_gradients(self) -> None:
+        """From now on reduce-scatter the buckets: each rank gets its slice of every mean and nothing else.
+
+        `gradient_shards[b]` then holds this rank's slice of bucket b after `finish_gradient_synchronization()`,
+        and `.grad` only says whether any rank used the parameter. The used flags go in one message of their own.
+        """
+        self._lay_out(world_size=self.process_group.size(), has_flags=False)
+        own = [slice(*bucket.shard_range(self.process_group.rank())) for bucket in self.plan]
+        in_place = collectives.shards_in_place(self.device, self.process_group)
+        slices = [bucket.buffer[cut] for bucket, cut in zip(self._buckets, own, strict=True)]
+        self.gradient_shards = slices if in_place else [torch.empty_like(piece) for piece in slices]
+        self._flags = torch.empty(len(self.trainable), device=self.device)
 
     def _gradient_ready(self, index: int) -> None:
         bucket, position = self._place[index]
@@ -67,8 +97,14 @@ class BucketedDDP(DataParallel):
             self._issue_next()
 
     def _issue_next(self) -> None:
-        bucket = self._buckets[len(self._in_flight)]
-        work = collectives.all_reduce_mean(bucket.seal(), self.process_group, prescaled=True)
+        number = len(self._in_flight)
+        buffer, group = self._buckets[number].seal(), self.process_group
+        if self.gradient_shards is None:
+            work = collectives.all_reduce_mean(buffer, group, prescaled=True)
+        else:
+            work = collectives.reduce_scatter_mean(
+                self.gradient_shards[number], buffer, group, prescaled=True
+            )
         self._in_flight.append(work)
 
     def _synchronize(self) -> None:
@@ -78,3 +114,12 @@ class BucketedDDP(DataParallel):
         for bucket, work in zip(self._buckets, in_flight, strict=True):
             work.wait()
             bucket.unpack()
+        if self.gradient_shards is not None:
+            self._share_flags()
+
+    @torch.no_grad()
+    def _share_flags(self) -> None:
+        write_used_flags(self._flags, self.trainable, 1.0)
+        collectives.all_reduce_mean(self._flags, self.process_group).wait()
+        views = {index: bucket.views[position] for index, (bucket, position) in self._place.items()}
+        adopt_foreign_gradients(self._flags, self.trainable, [views[i] for i in range(len(views))])

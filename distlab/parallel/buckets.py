@@ -41,11 +41,13 @@ class BucketPlan:
         dtype: type of every element.
         slots: in the order in which the gradients are expected.
         world_size: the length is padded to a multiple of it, so that the bucket can be cut into equal shards.
+        has_flags: False leaves the flags out, for who sends them apart.
     """
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
     world_size: int = 1
+    has_flags: bool = True
 
     @property
     def payload(self) -> int:
@@ -55,7 +57,7 @@ class BucketPlan:
     @property
     def numel(self) -> int:
         """Elements of the whole bucket, flags and padding included."""
-        used = self.payload + len(self.slots)
+        used = self.payload + (len(self.slots) if self.has_flags else 0)
         return -(-used // self.world_size) * self.world_size
 
     @property
@@ -67,6 +69,19 @@ class BucketPlan:
         """First and one-past-last element of the shard that `rank` owns."""
         shard = self.numel // self.world_size
         return rank * shard, (rank + 1) * shard
+
+    def segments(self, rank: int) -> list[tuple[Slot, int, int]]:
+        """The pieces of parameters that lie in the shard of `rank`: (slot, first, one past last element of it)."""
+        low, high = self.shard_range(rank)
+        cuts = [(slot, max(low - slot.offset, 0), min(high - slot.offset, slot.numel)) for slot in self.slots]
+        return [(slot, start, stop) for slot, start, stop in cuts if start < stop]
+
+    def views(self, buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Of a buffer `(numel,)`, the part of each slot, shaped and laid out like its parameter."""
+        return [
+            _view_like(buffer[slot.offset : slot.offset + slot.numel], parameter)
+            for slot, parameter in zip(self.slots, parameters, strict=True)
+        ]
 
 
 def check_bucket_size(bucket_size_mb: float | None) -> None:
@@ -88,6 +103,7 @@ def plan_buckets(
     *,
     order: Sequence[int] | None = None,
     world_size: int = 1,
+    has_flags: bool = True,
 ) -> tuple[BucketPlan, ...]:
     """Cut the parameters into buckets of one dtype each, of at most `bucket_size_mb` MiB of gradients.
 
@@ -101,6 +117,7 @@ def plan_buckets(
         order: parameter indices in the order in which gradients are expected; default: reversed registration,
             because backward visits a model's layers roughly from last to first.
         world_size: every bucket's length is padded to a multiple of it.
+        has_flags: whether each bucket carries its parameters' used flags.
 
     Raises:
         ValueError: a non-positive bucket size.
@@ -114,7 +131,8 @@ def plan_buckets(
     last_position: dict[torch.dtype, int] = {}
 
     def close(dtype: torch.dtype) -> None:
-        closed.append((last_position[dtype], BucketPlan(dtype, tuple(open_slots.pop(dtype)), world_size)))
+        bucket = BucketPlan(dtype, tuple(open_slots.pop(dtype)), world_size, has_flags)
+        closed.append((last_position[dtype], bucket))
 
     for position, index in enumerate(order):
         dtype, numel = dtypes[index], numels[index]
@@ -164,11 +182,8 @@ class GradientBucket:
         self.parameters = [parameters[slot.index] for slot in plan.slots]
         self.scale = scale
         self.buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=self.parameters[0].device)
-        self.views = [
-            _view_like(self.buffer[slot.offset : slot.offset + slot.numel], parameter)
-            for slot, parameter in zip(plan.slots, self.parameters, strict=True)
-        ]
-        self.flags = self.buffer[plan.payload : plan.payload + len(plan.slots)]
+        self.views = plan.views(self.buffer, self.parameters)
+        self.flags = self.buffer[plan.payload : plan.payload + len(plan.slots)] if plan.has_flags else None
         self._packed = [False] * len(plan.slots)
 
     @property
@@ -196,13 +211,15 @@ class GradientBucket:
         for position, packed in enumerate(self._packed):
             if not packed:
                 self.pack(position)
-        write_used_flags(self.flags, self.parameters, self.scale)
+        if self.flags is not None:
+            write_used_flags(self.flags, self.parameters, self.scale)
         return self.buffer
 
     @torch.no_grad()
     def unpack(self) -> None:
         """After the mean has arrived: adopt gradients of parameters that only other ranks used; start anew."""
-        adopt_foreign_gradients(self.flags, self.parameters, self.views)
+        if self.flags is not None:
+            adopt_foreign_gradients(self.flags, self.parameters, self.views)
         self._packed = [False] * len(self._packed)
 
 

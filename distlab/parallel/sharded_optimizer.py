@@ -19,13 +19,13 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
+from distlab.parallel.mirror import MirroredOptimizer, options_of, to_cpu
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(MirroredOptimizer):
     """Any optimizer, its state divided among the ranks.
 
-    `param_groups` holds all parameters, so that LR schedulers and `zero_grad` see an ordinary optimizer; an inner
-    optimizer holds the same groups with this rank's parameters. `state` is the inner one's.
+    `param_groups` holds all parameters, `state` that of this rank's.
 
     Args:
         params: parameters or groups of them, the same on every rank; gradients are averaged by the caller.
@@ -47,14 +47,7 @@ class ShardedOptimizer(Optimizer):
         self._group = collectives.resolve_group(process_group)
         self._owner: dict[nn.Parameter, int] = {}
         self._load = [0] * self._group.size()  # elements owned by each rank
-        self._inner: Optimizer | None = None  # torch's constructor calls our add_param_group before it exists
-        super().__init__(params, dict(kwargs))
-        self._assign([parameter for group in self.param_groups for parameter in group["params"]])
-        self._inner = optimizer_cls([self._mine(group) for group in self.param_groups], **kwargs)
-        self.defaults = self._inner.defaults
-        for group in self.param_groups:
-            self._complete(group)
-        self.state = self._inner.state
+        super().__init__(params, optimizer_cls, kwargs)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -77,16 +70,6 @@ class ShardedOptimizer(Optimizer):
             messages.wait()
         return loss
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, during training too; call it on every rank alike."""
-        super().add_param_group(param_group)
-        if self._inner is None:
-            return
-        group = self.param_groups[-1]
-        self._assign(group["params"])
-        self._inner.add_param_group(self._mine(group))
-        self._complete(group)
-
     def state_dict(self) -> dict[str, Any]:
         """The state of all parameters, in the form of the unsharded optimizer, which can load it.
 
@@ -94,8 +77,8 @@ class ShardedOptimizer(Optimizer):
         """
         self._copy_options_inwards()
         mine = {
-            index: {key: _to_cpu(value) for key, value in self.state[parameter].items()}
-            for index, parameter in enumerate(self._all_parameters())
+            index: to_cpu(self.state[parameter])
+            for index, parameter in enumerate(_parameters(self))
             if parameter in self.state
         }
         state: dict[int, Any] = {}
@@ -104,8 +87,7 @@ class ShardedOptimizer(Optimizer):
         groups, start = [], 0
         for group in self.param_groups:
             count = len(group["params"])
-            options = {key: value for key, value in group.items() if key != "params"}
-            groups.append(options | {"params": list(range(start, start + count))})
+            groups.append(options_of(group) | {"params": list(range(start, start + count))})
             start += count
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
@@ -123,24 +105,13 @@ class ShardedOptimizer(Optimizer):
         index_of = {}  # the saved optimizer's numbering, which need not begin at 0 → ours
         for group in saved:
             index_of |= {number: len(index_of) + i for i, number in enumerate(group["params"])}
-        parameters = self._all_parameters()
-        for group, source in zip(self.param_groups, saved, strict=True):
-            group.update({key: value for key, value in source.items() if key != "params"})
-        self._copy_options_inwards()
-
-        inner = self._inner.state_dict()
-        place = {parameter: number for number, parameter in enumerate(_parameters(self._inner))}
-        inner["state"] = {
-            place[parameters[index_of[number]]]: value
-            for number, value in state_dict["state"].items()
-            if parameters[index_of[number]] in place
-        }
-        self._inner.load_state_dict(inner)  # casts each tensor to its parameter's type and device
-        self.state = self._inner.state
+        parameters = _parameters(self)
+        state = {parameters[index_of[number]]: value for number, value in state_dict["state"].items()}
+        self._load_inner(saved, state)
 
     # -- who owns what -------------------------------------------------------------------------------------
 
-    def _assign(self, parameters: list[nn.Parameter]) -> None:
+    def _take(self, parameters: list[nn.Parameter]) -> None:
         """Largest first, each to the rank that owns least: loads differ by at most the largest parameter."""
         for parameter in sorted(parameters, key=lambda p: -p.numel()):
             rank = min(range(len(self._load)), key=self._load.__getitem__)
@@ -152,23 +123,6 @@ class ShardedOptimizer(Optimizer):
         rank = self._group.rank()
         return group | {"params": [p for p in group["params"] if self._owner[p] == rank]}
 
-    def _all_parameters(self) -> list[nn.Parameter]:
-        return _parameters(self)
-
-    def _complete(self, group: dict[str, Any]) -> None:
-        """Give a group the options that only the inner optimizer's defaults know."""
-        for key, value in self.defaults.items():
-            group.setdefault(key, value)
-
-    def _copy_options_inwards(self) -> None:
-        """What a scheduler or the user changed in our groups (lr, weight decay, …) holds for the inner ones."""
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update({key: value for key, value in outer.items() if key != "params"})
-
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,280 @@
+"""ZeroOptimizer: the same training as an unsharded optimizer, with a share of state and work on each rank."""
+
+import pytest
+import torch
+from torch import nn
+
+from distlab.comm import RankContext
+from distlab.measure.recorder import CollectiveRecorder
+from distlab.parallel import BucketedDDP, NaiveDDP, ZeroOptimizer
+from distlab.parallel.mirror import is_elementwise
+from tests.parallel.cases import CASES, Reference, build
+from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
+
+SMALL = 1e-4  # MiB: 104 bytes, so that a toy has several buckets
+
+
+def zero(model: nn.Module, context: RankContext, cls=torch.optim.SGD, size: float | None = SMALL, **options):
+    wrapper = BucketedDDP(model, size, process_group=context.group)
+    return wrapper, ZeroOptimizer(wrapper, cls, **options)
+
+
+def like_sgd_in_one_process(context: RankContext, case: str, steps: int) -> None:
+    model = build(case, context.rank, context.device)
+    wrapper, optimizer = zero(model, context, lr=0.1)
+    reference = Reference(case, context.world_size, context.device, lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        CASES[case].loss(wrapper, context.rank, step, context.device).backward()
+        wrapper.finish_gradient_synchronization()
+        optimizer.step()
+        reference.backward(step)
+        reference.average()
+        reference.step()
+        if context.world_size > 2:
+            optimizer.synchronize()
+            for mine, expected in zip(model.parameters(), reference.replicas[0].parameters(), strict=True):
+                assert_close(mine, expected)
+            reference.follow(model)
+    optimizer.synchronize()
+    assert_same_on_all_ranks(list(model.parameters()), context)
+    if context.world_size <= 2:
+        for mine, expected in zip(model.parameters(), reference.replicas[0].parameters(), strict=True):
+            if (
+                case == "odd-strides"
+            ):  # the flat buffer closes the holes between rows: products round differently
+                assert_close(mine, expected)
+            else:
+                assert torch.equal(mine, expected)
+
+
+def assert_close(mine: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within some 64 ulp: N − 1 additions in another order, in each of up to ten steps."""
+    ulps = 64 * torch.finfo(mine.dtype).eps
+    torch.testing.assert_close(mine, expected, rtol=ulps, atol=ulps)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_ten_steps_of_sgd_equal_one_process(case, world_size, backend):
+    """RELIABILITY 21: bit for bit at two ranks; padding, tied, frozen, unused and strided parameters included."""
+    run(like_sgd_in_one_process, world_size, case, 10, backend=backend)
+
+
+def adamw_losses(context: RankContext, size: float | None) -> None:
+    """AdamW amplifies rounding (a gradient near zero decides a step of ±lr), so losses are compared, loosely."""
+    model, plain = build("plain", context.rank, context.device), build("plain", 0, context.device)
+    wrapper, optimizer = zero(model, context, torch.optim.AdamW, size, lr=0.01)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for step in range(20):
+        optimizer.zero_grad()
+        loss = CASES["plain"].loss(wrapper, context.rank, step, context.device)
+        expected = CASES["plain"].loss(plain, context.rank, step, context.device)
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+        loss.backward()
+        wrapper.finish_gradient_synchronization()
+        optimizer.step()
+        reference.zero_grad()
+        for rank in range(context.world_size):
+            (CASES["plain"].loss(plain, rank, step, context.device) / context.world_size).backward()
+        reference.step()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [SMALL, None])
+def test_adamw_follows_the_unsharded_losses(size, backend):
+    """RELIABILITY 21."""
+    run(adamw_losses, 2, size, backend=backend)
+
+
+def shares(context: RankContext) -> tuple[int, int]:
+    model = build("plain", 0, context.device)
+    wrapper, optimizer = zero(model, context, torch.optim.Adam, None, lr=0.1)
+    CASES["plain"].loss(wrapper, context.rank, 0, context.device).backward()
+    wrapper.finish_gradient_synchronization()
+    optimizer.step()
+    held = sum(v.numel() for s in optimizer.state.values() for v in s.values() if v.ndim > 0)
+    return held, sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_state_is_a_world_size_th():
+    """RELIABILITY 22: all elements once, and no rank more than its even share."""
+    answers = run(shares, 3)
+    total = answers[0][1]
+    assert sum(held for held, _ in answers) == 2 * total
+    assert max(held for held, _ in answers) <= 2 * -(-total // 3)
+
+
+def groups(model: nn.Sequential) -> list[dict]:
+    return [
+        {"params": model[0].parameters(), "lr": 0.1},
+        {"params": [*model[2].parameters(), *model[4].parameters()]},
+    ]
+
+
+def schedule(context: RankContext) -> None:
+    model, plain = build("plain", 0, context.device), build("plain", 0, context.device)
+    wrapper, optimizer = zero(model, context, lr=0.01, params=groups(model), momentum=0.9)
+    reference = torch.optim.SGD(groups(plain), lr=0.01, momentum=0.9)
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer, reference)]
+    for step in range(4):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        CASES["plain"].loss(wrapper, 0, step, context.device).backward()
+        CASES["plain"].loss(plain, 0, step, context.device).backward()
+        wrapper.finish_gradient_synchronization()
+        optimizer.step()
+        reference.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    optimizer.synchronize()
+    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_groups_and_schedulers():
+    """RELIABILITY 24: both ranks train on the same data here, so the mean is the local gradient."""
+    run(schedule, 2)
+
+
+def clip(context: RankContext) -> None:
+    model, plain = build("plain", 0, context.device), build("plain", 0, context.device)
+    wrapper, optimizer = zero(model, context, lr=0.1)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    CASES["plain"].loss(wrapper, 0, 0, context.device).backward()
+    CASES["plain"].loss(plain, 0, 0, context.device).backward()
+    wrapper.finish_gradient_synchronization()
+    norm = optimizer.clip_grad_norm_(0.01)
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    torch.testing.assert_close(norm, expected)
+    optimizer.step()
+    reference.step()
+    optimizer.synchronize()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_clipping_over_shards_equals_clipping_the_whole(backend):
+    run(clip, 2, backend=backend)
+
+
+def save(context: RankContext) -> dict:
+    model = build("plain", 0, context.device)
+    wrapper, optimizer = zero(model, context, torch.optim.AdamW, lr=0.01)
+    train_alike(wrapper, optimizer, range(3), context)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    plain = build("plain", 1, context.device)
+    unsharded = torch.optim.AdamW(plain.parameters(), lr=0.5)
+    unsharded.load_state_dict(saved["optimizer"])  # names serve torch as ids
+    return saved
+
+
+def resume(context: RankContext, saved: dict) -> list[torch.Tensor]:
+    model = build("plain", 1, context.device)
+    model.load_state_dict(saved["model"])
+    wrapper, optimizer = zero(model, context, torch.optim.AdamW, None, lr=0.9)
+    optimizer.load_state_dict(saved["optimizer"])
+    train_alike(wrapper, optimizer, range(3, 5), context)
+    return [parameter.detach() for parameter in model.state_dict().values()]
+
+
+def train_alike(wrapper: BucketedDDP, optimizer: ZeroOptimizer, steps: range, context: RankContext) -> None:
+    """Every rank on rank 0's data: the mean of equal gradients is exact at any power of two."""
+    for step in steps:
+        optimizer.zero_grad()
+        CASES["plain"].loss(wrapper, 0, step, context.device).backward()
+        wrapper.finish_gradient_synchronization()
+        optimizer.step()
+
+
+def test_a_state_saved_at_two_ranks_resumes_at_any_number():
+    """RELIABILITY 26: what is stored is unpadded and by name."""
+    plain = build("plain", 0, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for step in range(5):
+        optimizer.zero_grad()
+        CASES["plain"].loss(plain, 0, step, torch.device("cpu")).backward()
+        optimizer.step()
+    saved = run(save, 2)[0]
+    assert saved["optimizer"]["state"]["0.weight"]["exp_avg"].shape == (8, 6)
+    for world_size in (1, 2, 4):
+        for mine, expected in zip(run(resume, world_size, saved)[0], plain.parameters(), strict=True):
+            assert torch.equal(mine, expected)
+
+
+def sent(context: RankContext) -> tuple[dict, list[int]]:
+    model = build("plain", 0, context.device)
+    wrapper, optimizer = zero(model, context, lr=0.1)
+    for step in range(2):
+        with CollectiveRecorder() as recorder:
+            optimizer.zero_grad()
+            CASES["plain"].loss(wrapper, context.rank, step, context.device).backward()
+            wrapper.finish_gradient_synchronization()
+            optimizer.step()
+    optimizer.synchronize()
+    return recorder.by_op(), [bucket.num_bytes for bucket in wrapper.plan]
+
+
+def test_a_step_sends_a_reduce_scatter_and_an_all_gather_per_bucket():
+    for by_op, sizes in run(sent, 2):
+        assert by_op["reduce_scatter"] == by_op["all_gather"] == (len(sizes), sum(sizes))
+        assert by_op["all_reduce"] == (1, 4 * 6)  # the flags of six parameters
+        assert set(by_op) == {"reduce_scatter", "all_gather", "all_reduce"}
+
+
+def waits_in_forward(context: RankContext) -> None:
+    """The next forward may begin at once; `state_dict` of the module waits too."""
+    model = build("plain", 0, context.device)
+    wrapper, optimizer = zero(model, context, lr=0.1)
+    train_alike(wrapper, optimizer, range(1), context)
+    assert optimizer._slices._gathering
+    wrapper(torch.ones(1, 6))
+    assert not optimizer._slices._gathering  # every layer waited for its own
+    train_alike(wrapper, optimizer, range(1, 2), context)
+    model.state_dict()
+    assert not optimizer._slices._gathering
+
+
+def test_parameters_are_gathered_under_the_next_forward():
+    run(waits_in_forward, 2)
+
+
+class Normalised(torch.optim.SGD):
+    """People's own: divides the gradient by its tensor's norm, so it is not element-wise."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.grad / parameter.grad.norm()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Rprop"]
+)
+def test_elementwise_optimizers_are_recognised(name):
+    assert is_elementwise(getattr(torch.optim, name), {"lr": 0.01}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.Adafactor, Normalised])
+def test_others_are_recognised_too(cls):
+    assert not is_elementwise(cls, {"lr": 0.01}, torch.device("cpu"))
+
+
+def refusals(context: RankContext) -> None:
+    wrapper = BucketedDDP(nn.Linear(2, 2), process_group=context.group)
+    with pytest.raises(ValueError, match=r"Normalised is not element-wise.*ShardedOptimizer"):
+        ZeroOptimizer(wrapper, Normalised, lr=0.1)
+    with pytest.raises(TypeError, match="takes over a BucketedDDP"):
+        ZeroOptimizer(NaiveDDP(nn.Linear(2, 2), process_group=context.group), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="not among those that the wrapped module trains"):
+        ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1, params=[nn.Parameter(torch.ones(1))])
+    twice = [{"params": wrapper.trainable}, {"params": wrapper.trainable}]
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1, params=twice)
+
+
+def test_mistakes_are_refused():
+    run(refusals, 2)
