@@ -17,13 +17,16 @@ A variant that refuses a type says so, one that runs out of memory says OOM, and
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import itertools
+import multiprocessing
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -315,6 +318,24 @@ def run(config: Config, path: Path | None = None, commit_id: str | None = None) 
     return records
 
 
+def warm_one(job: tuple[Config, int, int, str, str]) -> None:
+    """Compile what one row needs, into the caches on disk; failures show when the row is measured."""
+    config, length, head_dim, dtype, variant = job
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        case = Case(config, length, head_dim, dtype, judged=False)
+        case.both(build(variant, length, config.device))
+        case.forward(build(variant, length, config.device))
+
+
+def warm(config: Config, workers: int) -> None:
+    """Compile the compiled variants of all rows in parallel processes, before anything is timed."""
+    variants = [v for v in config.variants if v in ("compiled", "flex", "ours-compiled-backward", "ours")]
+    jobs = [(config, *row) for row in itertools.product(config.lengths, config.head_dims, config.dtypes, variants)]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(warm_one, jobs))
+
+
 def crossovers(records: list[Record]) -> list[str]:
     """Per head dim and type: the peers' best by length, and where ours is the fastest of all."""
     lines = []
@@ -408,6 +429,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dims", type=int, nargs="+")
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--variants", nargs="+", choices=Config().variants)
+    parser.add_argument("--warm", type=int, default=0, help="processes that compile everything before the timing")
     parser.add_argument("--out", default="outputs", help="folder of all results")
     parser.add_argument("--stamp", help="name of this run; a name that exists is resumed")
     parser.add_argument("--commit", help="recorded where the tree has no git")
@@ -429,6 +451,8 @@ def main(argv: list[str] | None = None) -> int:
         print("the attention sweep needs a GPU (--smoke runs a few seconds on a CPU)", file=sys.stderr)
         return 1
     folder = OutputFolder(options.out, EXPERIMENT, options.stamp)
+    if options.warm:
+        warm(config, options.warm)
     records = run(config, folder.path / "records.json", commit(options.commit))
     report(records, folder, config.memory)
     print(json_line(EXPERIMENT, records, folder.path))

@@ -87,6 +87,11 @@ def test_command_prints_a_table_and_one_line_of_json(tmp_path, capsys):
     assert (tmp_path / "attention_sweep" / "run" / "records.csv").exists()
 
 
+def test_warming_up_survives_variants_that_fail():
+    sweep.warm(sweep.SMOKE, 1)
+    assert sweep.warm_one((sweep.SMOKE, 32, 16, "float32", "no such variant")) is None
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about the message without a GPU")
 def test_without_a_gpu_the_command_says_so(tmp_path, capsys):
     assert sweep.main(["--quick", "--out", str(tmp_path)]) == 1
