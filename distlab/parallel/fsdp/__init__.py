@@ -1,0 +1,9 @@
+"""Fully sharded data parallelism: parameters, gradients and optimizer state cut into one piece per rank.
+
+`units.py` plans (what is gathered together, what lies where), `shards.py` holds the memory and talks to the
+collectives, `order.py` keeps the ranks in step, `wrapper.py` decides when.
+"""
+
+from distlab.parallel.fsdp.wrapper import FSDP
+
+__all__ = ["FSDP"]

@@ -1,0 +1,263 @@
+"""The memory of FSDP: flat buffers that are gathered and freed, master shards, and replicated vectors.
+
+A flat buffer's storage is resized to zero bytes when it is freed and back before it is gathered. The tensor
+objects stay, so what autograd saved in forward is valid again in backward without any bookkeeping; and the full
+parameters have version counters apart from the buffer's, so that autograd does not take the refill for a
+modification.
+
+On CUDA everything here is issued from the computing stream. A collective starts after what that stream holds
+at its issue, and `wait()` makes the stream wait for the collective: so memory that the stream freed may be
+gathered into at once, and memory that a collective uses is freed only after `wait()`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+
+from distlab.comm import collectives
+from distlab.parallel.buckets import GradientBucket, plan_buckets
+from distlab.parallel.fsdp.units import Entry, FlatPlan, UnitPlan
+
+
+class FlatShard:
+    """Parameters of one unit that share their types: this rank's master slice, and the buffer to gather into.
+
+    Args:
+        entries: the parameters, alike in both dtypes and in `requires_grad`.
+        device: where shards and buffers lie.
+    """
+
+    def __init__(self, entries: Sequence[Entry], device: torch.device, group: ProcessGroup):
+        self.entries = list(entries)
+        self.group = group
+        self.rank = group.rank()
+        self.plan = FlatPlan(tuple(entry.parameter.numel() for entry in entries), group.size())
+        self.trainable = entries[0].parameter.requires_grad
+        self.master = torch.zeros(self.plan.slice_numel, dtype=entries[0].master_dtype, device=device)
+        self.buffer = torch.empty(self.plan.numel, dtype=entries[0].compute_dtype, device=device)
+        # What forward sees, and what the optimizer sees: views of the buffer, and views of the master slice.
+        # `.data` gives each full parameter a version counter of its own, which no gather moves.
+        self.full = [nn.Parameter(view.data, self.trainable) for view in self._views(self.buffer)]
+        self.pieces = [nn.Parameter(view, self.trainable) for view in self._slices(self.master)]
+        self.buffer.untyped_storage().resize_(0)
+        self._gathering: tuple[Work, Tensor] | None = None
+        self._unsent: Tensor | None = None  # full gradients that no_sync() left, in the master's type
+        self._reducing: tuple[Work, Tensor, Tensor] | None = None
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """`(plan.numel,)` → one view per parameter, of its shape."""
+        places = zip(self.entries, self.plan.offsets, self.plan.numels, strict=True)
+        return [entry.unflatten(flat[offset : offset + numel]) for entry, offset, numel in places]
+
+    def _slices(self, flat: Tensor) -> list[Tensor]:
+        """`(plan.slice_numel,)` → one 1-D view per parameter: its piece, perhaps empty."""
+        places = (self.plan.place(index, self.rank) for index in range(len(self.entries)))
+        return [flat[first:last] for first, last in places]
+
+    @torch.no_grad()
+    def load(self, index: int, full: Tensor) -> None:
+        """Overwrite this rank's piece of parameter `index` by its part of `full` (the parameter's shape)."""
+        first, last = self.plan.piece(index, self.rank)
+        self.pieces[index].copy_(self.entries[index].flatten(full)[first:last])
+
+    @torch.no_grad()
+    def gather_masters(self) -> list[Tensor]:
+        """Every parameter in full, in the masters' type and its own shape. Blocks; needs the memory of both."""
+        flat = torch.empty(self.plan.numel, dtype=self.master.dtype, device=self.master.device)
+        collectives.all_gather(flat, self.master, self.group).wait()
+        return [view.clone() for view in self._views(flat)]
+
+    # -- parameters ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def issue_gather(self) -> None:
+        """Allocate the buffer and start to gather it, cast to the compute dtype before it is sent."""
+        self.buffer.untyped_storage().resize_(self.buffer.numel() * self.buffer.element_size())
+        sent = self.master.to(self.buffer.dtype)
+        self._gathering = (collectives.all_gather(self.buffer, sent, self.group), sent)
+
+    def wait_gather(self) -> None:
+        if self._gathering is not None:
+            self._gathering[0].wait()
+            self._gathering = None
+
+    def free(self) -> None:
+        self.wait_gather()  # the collective may still be writing
+        self.buffer.untyped_storage().resize_(0)
+
+    # -- gradients -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Add the full parameters' gradients to the flat gradient, in the masters' type, and drop them.
+
+        A parameter without a gradient counts as zero.
+        """
+        fresh = self._unsent is None
+        if self._unsent is None:
+            self._unsent = torch.empty(self.plan.numel, dtype=self.master.dtype, device=self.master.device)
+        targets, gradients = [], []
+        for entry, parameter, view in zip(self.entries, self.full, self._views(self._unsent), strict=True):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                if fresh:
+                    view.zero_()
+            elif gradient.layout is not torch.strided:
+                raise TypeError(
+                    f"the gradient of '{entry.name}' is sparse; FSDP averages dense gradients: "
+                    "build the embedding with sparse=False"
+                )
+            else:
+                targets.append(view)
+                gradients.append(gradient)
+        if targets and fresh:
+            torch._foreach_copy_(targets, gradients)
+        elif targets:
+            torch._foreach_add_(targets, gradients)
+
+    @torch.no_grad()
+    def issue_reduce(self) -> None:
+        """Start to send the flat gradient; this rank will receive its slice of the mean."""
+        assert self._reducing is None, "one reduce-scatter of a shard at a time"
+        if self._unsent is None:
+            return
+        received = torch.empty_like(self.master)
+        work = collectives.reduce_scatter_mean(received, self._unsent, self.group)
+        self._reducing, self._unsent = (work, received, self._unsent), None
+
+    @torch.no_grad()
+    def finish_reduce(self) -> None:
+        """Wait, and put the means into the pieces' `.grad` (added to what is there)."""
+        if self._reducing is None:
+            return
+        work, received, _ = self._reducing
+        work.wait()
+        self._reducing = None
+        for piece, gradient in zip(self.pieces, self._slices(received), strict=True):
+            if piece.grad is None:
+                piece.grad = gradient
+            else:
+                piece.grad += gradient
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that were not sent (after an exception, or on zero_grad)."""
+        self._unsent = None
+        for parameter in self.full:
+            parameter.grad = None
+
+
+class Unit:
+    """Parameters that are gathered and freed together, because one module's forward needs them.
+
+    Args:
+        plan: which module and parameters.
+        device, group: see `FlatShard`.
+    """
+
+    def __init__(self, index: int, plan: UnitPlan, device: torch.device, group: ProcessGroup):
+        self.index, self.name, self.module = index, plan.name, plan.module
+        kinds: dict[tuple, list[Entry]] = {}
+        for entry in plan.entries:
+            key = (entry.compute_dtype, entry.master_dtype, entry.parameter.requires_grad)
+            kinds.setdefault(key, []).append(entry)
+        self.shards = [FlatShard(entries, device, group) for entries in kinds.values()]
+        self.trainable = [shard for shard in self.shards if shard.trainable]
+        self.within = {id(module) for module in plan.module.modules()}
+        self.allocated = False  # buffers exist, perhaps still being gathered
+        self.uses = 0  # forwards whose backward has not come
+        self.touched = False  # backward has reached it since its gradients were last packed
+
+    def issue_gather(self) -> None:
+        if not self.allocated:
+            self.allocated = True
+            for shard in self.shards:
+                shard.issue_gather()
+
+    def wait_gather(self) -> None:
+        """Make the full parameters usable, and what the module's attributes find."""
+        for shard in self.shards:
+            shard.wait_gather()
+            for entry, parameter in zip(shard.entries, shard.full, strict=True):
+                entry.install(parameter)
+
+    def free(self) -> None:
+        # Attributes find the pieces again: reading a freed buffer would end the process, not raise.
+        if self.allocated:
+            self.allocated = False
+            for shard in self.shards:
+                for entry in shard.entries:
+                    entry.uninstall()
+                shard.free()
+
+    def register(self) -> None:
+        """Let `parameters()` yield the pieces."""
+        for shard in self.shards:
+            for entry, piece in zip(shard.entries, shard.pieces, strict=True):
+                entry.register(piece)
+
+
+class Replicated:
+    """Small parameters, whole on every rank; all their gradients are averaged in one all-reduce per dtype.
+
+    Where the module computes in another type than the master's, its attributes find a copy in that type,
+    which `refresh()` brings up to date; the copy's gradient is moved to the master as soon as it is complete.
+    """
+
+    def __init__(self, entries: Sequence[Entry], device: torch.device, group: ProcessGroup):
+        self.entries = list(entries)
+        self.group = group
+        self.masters = [self._master(entry, device) for entry in entries]
+        self._casts: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for entry, master in zip(entries, self.masters, strict=True):
+            entry.register(master)
+            if entry.compute_dtype != master.dtype:
+                copy = nn.Parameter(master.detach().to(entry.compute_dtype), master.requires_grad)
+                if copy.requires_grad:
+                    copy.register_post_accumulate_grad_hook(_MoveGradient(master))
+                entry.install(copy)
+                self._casts.append((copy, master))
+        self.trainable = [master for master in self.masters if master.requires_grad]
+        numels, dtypes = [p.numel() for p in self.trainable], [p.dtype for p in self.trainable]
+        scale = collectives.mean_scale(device, group)
+        self._buckets = [
+            GradientBucket(plan, self.trainable, scale) for plan in plan_buckets(numels, dtypes, None)
+        ]
+
+    @staticmethod
+    def _master(entry: Entry, device: torch.device) -> nn.Parameter:
+        parameter = entry.parameter
+        if parameter.is_meta:
+            full = torch.empty_like(parameter, device=device, dtype=entry.master_dtype)
+        else:
+            full = parameter.detach().to(entry.master_dtype)
+        return nn.Parameter(full, parameter.requires_grad)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Cast the masters anew. Through `.data`, because a forward before this one may have saved the copy."""
+        if self._casts:
+            torch._foreach_copy_(
+                [copy.data for copy, _ in self._casts], [master for _, master in self._casts]
+            )
+
+    def average(self) -> None:
+        """Replace every `.grad` by its mean over ranks; None stays where no rank has a gradient. Blocks."""
+        works = [
+            collectives.all_reduce_mean(bucket.seal(), self.group, prescaled=True) for bucket in self._buckets
+        ]
+        for bucket, work in zip(self._buckets, works, strict=True):
+            work.wait()
+            bucket.unpack()
+
+
+class _MoveGradient:
+    """A hook: adds the gradient of a low-precision copy to its master's and drops it."""
+
+    def __init__(self, master: nn.Parameter):
+        self.master = master
+
+    def __call__(self, copy: nn.Parameter) -> None:
+        gradient, copy.grad = copy.grad.to(self.master.dtype), None
+        self.master.grad = gradient if self.master.grad is None else self.master.grad + gradient

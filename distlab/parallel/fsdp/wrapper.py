@@ -1,0 +1,265 @@
+"""Fully sharded data parallelism (ZeRO stage 3): each rank keeps 1/N of parameters, gradients and optimizer state.
+
+One step with units A, B, C; `ag` gathers a unit's parameters, `rs` reduce-scatters its gradients:
+
+    compute        │    A    │    B    │    C    │    C'   │    B'   │    A'   │      │ optimizer │
+    communication  │ag A│ag B│ag C│              │ag C│ag B│ag A│rs C│rs B│         │rs A│
+    gathered       │   A B   │   B C   │    C    │   C B   │   B A   │    A    │
+
+A unit is fetched while the one before it computes, freed after its forward, fetched again for its backward,
+and its gradients leave while the next one computes. `schedule.py` says when, `shards.py` holds the memory.
+
+Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps; Rajbhandari et al. 2020 (ZeRO) call
+it stage 3. `docs/fsdp.md` states memory, precision and limits.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.comm import collectives
+from distlab.parallel.base import DataParallel, check_ranks_agree
+from distlab.parallel.fsdp.checks import find_device, refuse_older_optimizer
+from distlab.parallel.fsdp.deferred import initialize_in_turn, materialize_buffers
+from distlab.parallel.fsdp.schedule import Schedule, in_backward
+from distlab.parallel.fsdp.shards import Replicated, Unit
+from distlab.parallel.fsdp.units import Entry, is_sharded, list_entries, plan_units
+
+
+class FSDP(nn.Module):
+    """Shards a module's matrices over the ranks and replicates its vectors.
+
+    `parameters()` yields what the optimizer steps: this rank's 1-D pieces (perhaps empty) and the replicated
+    vectors, in fp32 (fp64 stays fp64), under the module's own names. `state_dict()` holds exactly these and the
+    buffers: a sharded state, to be loaded on the same rank at the same world size; `gather_full_params()` and
+    `load_full_params()` are for any other. Build the optimizer after wrapping, of a kind that works element by
+    element (SGD, Adam, AdamW).
+
+    Args:
+        module: any `nn.Module` on one device; construction takes rank 0's parameters and buffers.
+        compute_dtype: type in which parameters are sent and used in forward and backward; every module that
+            owns parameters also gets its floating-point inputs in it (BatchNorm keeps its own type).
+            Gradients are reduced in the masters' type. None: the types of the module.
+        process_group: default: the default group.
+        init_fn: for a module built on meta: `init_fn(module)` writes every parameter, in registration order, as
+            `lambda model: model.reset_parameters(seed)` does; see `deferred.py`. Ranks must draw alike.
+        device: where to make the pieces of a module built on meta.
+
+    Raises:
+        ValueError: no parameters, several devices, a compute type that is no float, a module wrapped already,
+            an optimizer that holds its parameters, a module on meta without `init_fn` and `device`, or ranks
+            that disagree on the model (then on every rank).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        process_group: ProcessGroup | None = None,
+        init_fn: Callable[[nn.Module], Any] | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        if compute_dtype is not None and not getattr(compute_dtype, "is_floating_point", False):
+            raise ValueError(
+                f"compute_dtype={compute_dtype!r}: give a floating-point torch.dtype such as torch.bfloat16, or None"
+            )
+        self.module = module
+        self.process_group = collectives.resolve_group(process_group)
+        entries = list_entries(module, compute_dtype)
+        self._names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        self.device = find_device(entries, init_fn, device)
+        refuse_older_optimizer(entries)
+        check_ranks_agree(module, self.process_group)
+        deferred = entries[0].parameter.is_meta
+        if not deferred:
+            collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
+        self._shard(entries)
+        if deferred:
+            materialize_buffers(module, self.device)
+            initialize_in_turn(module, self._shards, init_fn)
+            collectives.broadcast_all([*self._replicated.masters, *module.buffers()], self.process_group)
+        for unit in self._units:
+            unit.register()
+        self._schedule = Schedule(self._units, self.process_group)
+        if compute_dtype is not None:
+            self._schedule.cast_inputs({owner: e.compute_dtype for e in entries for owner, _ in e.owners})
+
+    def _shard(self, entries: list[Entry]) -> None:
+        """Cut the matrices into pieces unit by unit, and let go of the full parameters."""
+        plans = plan_units(self.module, entries)
+        self._units: list[Unit] = []
+        for index, plan in enumerate(plans):
+            unit = Unit(index, plan, self.device, self.process_group)
+            self._units.append(unit)
+            for shard in unit.shards:
+                for position, entry in enumerate(shard.entries):
+                    if not entry.parameter.is_meta:
+                        shard.load(position, entry.parameter.detach())
+                    entry.forget_values()
+            unit.register()
+        self._shards = [shard for unit in self._units for shard in unit.shards]
+        small = [entry for entry in entries if not is_sharded(entry)]
+        self._replicated = Replicated(small, self.device, self.process_group)
+
+    # -- the public face -----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module; any arguments, any result. Without gradients it needs no finish."""
+        if in_backward():  # this very call is being recomputed
+            return self.module(*args, **kwargs)
+        if self._schedule.backward_failed:
+            self._recover()
+        self._replicated.refresh()
+        with self._schedule.forward_pass(self.module.training):
+            return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep full gradients here (as large as the masters); the next one outside
+        sends the sum."""
+        before, self._schedule.synchronize = self._schedule.synchronize, False
+        try:
+            yield
+        finally:
+            self._schedule.synchronize = before
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait until the `.grad` of every piece and every replicated parameter is the mean over ranks.
+
+        Call it on every rank after backward, before clipping and the optimizer's step. Without a synchronised
+        forward since the last call it does nothing. In a unit that ran, a parameter without a gradient has a
+        gradient of zero; in a unit that ran on no rank it stays None.
+
+        Raises:
+            ValueError: a parameter was frozen or unfrozen after wrapping.
+        """
+        if not self._schedule.pending:
+            return
+        self._check_still_frozen()
+        self._schedule.finish()
+        self._replicated.average()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their joint 2-norm, over all ranks' pieces, is at most `max_norm`.
+
+        The same arithmetic as `torch.nn.utils.clip_grad_norm_` on the unsharded model: call it after
+        `finish_gradient_synchronization()`, on every rank. Nothing waits on the host for the result.
+
+        Returns:
+            The norm before clipping, 0-dim fp32, the same on every rank; inf or nan if a gradient is.
+        """
+        pieces = [piece.grad for shard in self._shards for piece in shard.pieces if piece.grad is not None]
+        small = [master.grad for master in self._replicated.trainable if master.grad is not None]
+        square = _square_sum(pieces, self.device)
+        total = collectives.sum_tensor(square, self.process_group) + _square_sum(small, self.device)
+        norm = total.sqrt().float()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if pieces or small:
+            torch._foreach_mul_([*pieces, *small], scale)
+        return norm
+
+    @torch.no_grad()
+    def gather_full_params(self) -> dict[str, Tensor]:
+        """Every parameter in full on every rank: original names and shapes, masters' type (fp32), no padding.
+
+        A tied parameter stands under each of its names, one tensor. Call it on every rank; needs the memory of
+        the whole model in fp32.
+        """
+        found = {}
+        for shard in self._shards:
+            for entry, full in zip(shard.entries, shard.gather_masters(), strict=True):
+                found.update(dict.fromkeys(entry.names, full))
+        for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
+            found.update(dict.fromkeys(entry.names, master.detach().clone()))
+        return {name: found[name] for name in self._names}
+
+    @torch.no_grad()
+    def load_full_params(self, parameters: Mapping[str, Tensor]) -> None:
+        """The inverse of `gather_full_params()`: each rank takes its pieces out of the full tensors.
+
+        No communication. Of a tied parameter one name suffices.
+
+        Raises:
+            ValueError: a parameter is missing or has another shape.
+        """
+        for entry, load in self._loaders():
+            name = next((name for name in entry.names if name in parameters), None)
+            if name is None:
+                raise ValueError(f"load_full_params: '{entry.name}' is missing")
+            if parameters[name].shape != entry.parameter.shape:
+                raise ValueError(
+                    f"load_full_params: '{name}' has shape {tuple(parameters[name].shape)}, "
+                    f"the model's is {tuple(entry.parameter.shape)}"
+                )
+            load(parameters[name])
+
+    def _loaders(self) -> Iterator[tuple[Entry, Callable[[Tensor], Any]]]:
+        for shard in self._shards:
+            for index, entry in enumerate(shard.entries):
+                yield entry, partial(shard.load, index)
+        for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
+            yield entry, master.copy_
+
+    def sync_buffers(self) -> None:
+        """Overwrite all buffers (BatchNorm statistics, say) by those of rank 0. Blocks."""
+        collectives.broadcast_all(self.module.buffers(), self.process_group)
+
+    def relearn_order(self) -> None:
+        """Forget in which order units ran: the next pass of each kind is compared between ranks again."""
+        self._schedule.forget_orders()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`, and drop what `no_sync()` accumulated, which no optimizer sees."""
+        super().zero_grad(set_to_none)
+        for shard in self._shards:
+            shard.drop_gradients()
+
+    def close(self) -> None:
+        """Detach every hook and give the module full parameters again, on every rank, in the masters' type."""
+        full = self.gather_full_params()
+        self._schedule.close()
+        for entry, _ in self._loaders():
+            entry.uninstall()
+            entry.register(nn.Parameter(full[entry.name], entry.parameter.requires_grad))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
+        probe = torch.empty(0, dtype=torch.float32, device=self.device)
+        after = fn(probe)
+        if after.dtype != probe.dtype or after.device != probe.device:
+            raise TypeError(
+                "FSDP cannot move to another device or type: move the module before wrapping it, and choose the "
+                "type of computation by compute_dtype"
+            )
+        return self
+
+    __getstate__ = DataParallel.__getstate__
+
+    def _recover(self) -> None:
+        """After a backward that raised: forget it and its gradients. All ranks must have failed at one place;
+        otherwise those that wait fail within the group's timeout."""
+        self._schedule.recover()
+        self.zero_grad()
+
+    def _check_still_frozen(self) -> None:
+        for shard in self._shards:
+            for entry, piece in zip(shard.entries, shard.pieces, strict=True):
+                if piece.requires_grad != shard.trainable:
+                    raise ValueError(
+                        f"requires_grad of '{entry.name}' changed after wrapping, which would not reach its unit: "
+                        "close() this wrapper, change it, and wrap the module again"
+                    )
+
+
+def _square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of the squares of all elements, 0-dim fp64."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(gradients, 2)).double().square().sum()
