@@ -20,6 +20,7 @@ from distlab.measure.overlap import analyse, lanes
 from distlab.measure.timing import MIN_PAIRS, noise_floor, paired_ratio, percentiles
 from distlab.measure.trace import load_trace
 from distlab.model.config import ModelConfig, preset
+from distlab.model.transformer import TransformerLM
 from distlab.parallel import STRATEGIES
 from distlab.report import plot
 from distlab.report.record import OutputFolder, Record, commit, environment, write_csv, write_json
@@ -216,12 +217,14 @@ def _peer_ratio(timing: Timing, timings: dict[str, Timing]) -> dict[str, float]:
 def _sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
     """Collectives and bytes of one step, counted, beside the closed form."""
     recorder = bench.record_collectives(variant)
-    trainable = [parameter for parameter in bench.model.parameters() if parameter.requires_grad]
+    shapes = TransformerLM(bench.config, device="meta").parameters()
+    sizes = [(parameter.numel(), parameter.element_size()) for parameter in shapes]
     expected = step_volume(
         variant.strategy.name,
-        [parameter.numel() for parameter in trainable],
-        [parameter.element_size() for parameter in trainable],
+        [numel for numel, _ in sizes],
+        [itemsize for _, itemsize in sizes],
         bucket_size_mb=variant.bucket_size_mb,
+        world_size=bench.context.world_size,
     )
     metrics: dict[str, int | bool | None] = {
         "collectives_per_step": recorder.count,

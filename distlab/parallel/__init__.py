@@ -6,9 +6,12 @@ then knows it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
 
 from distlab.parallel.base import DataParallel
 from distlab.parallel.bucketed import BucketedDDP
@@ -36,14 +39,23 @@ __all__ = [
 ]
 
 
+MakeOptimizer = Callable[..., Optimizer]
+
+
+def _plain_optimizer(wrapper: nn.Module, optimizer_cls: type[Optimizer], **options: Any) -> Optimizer:
+    return optimizer_cls(wrapper.parameters(), **options)
+
+
 @dataclass(frozen=True)
 class Strategy:
-    """How to wrap a model.
+    """How to wrap a model, and which optimizer then steps it.
 
     Args:
         name: as on the command line and in records.
         build: `build(module, process_group=…)`, with `bucket_size_mb=…` too if it has buckets; returns a
             wrapper with `forward`, `no_sync`, `finish_gradient_synchronization`, `sync_buffers`, `close`.
+        optimizer: `optimizer(wrapper, optimizer_cls, **options)`; by default `optimizer_cls` over the wrapper's
+            parameters.
         has_buckets: whether a bucket size means anything to it.
         synchronizes: False for `local`, whose ranks drift apart.
         is_peer: True for the implementations of torch that ours are measured against.
@@ -51,6 +63,7 @@ class Strategy:
 
     name: str
     build: Callable[..., nn.Module]
+    optimizer: MakeOptimizer = _plain_optimizer
     has_buckets: bool = False
     synchronizes: bool = True
     is_peer: bool = False
@@ -67,6 +80,15 @@ def _local(module: nn.Module, *, process_group: ProcessGroup) -> Local:
     return Local(module)
 
 
+def _sharded(wrapper: BucketedDDP, optimizer_cls: type[Optimizer], **options: Any) -> ShardedOptimizer:
+    return ShardedOptimizer(wrapper.parameters(), optimizer_cls, wrapper.process_group, **options)
+
+
+def _torch_zero(wrapper: TorchDDP, optimizer_cls: type[Optimizer], **options: Any) -> Optimizer:
+    group = wrapper.ddp.process_group
+    return ZeroRedundancyOptimizer(wrapper.parameters(), optimizer_cls, process_group=group, **options)
+
+
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
@@ -75,8 +97,11 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("flat", FlatDDP),
         Strategy("overlap", OverlapDDP),
         Strategy("bucketed", BucketedDDP, has_buckets=True),
+        Strategy("sharded-optimizer", BucketedDDP, _sharded, has_buckets=True),
+        Strategy("zero1", BucketedDDP, ZeroOptimizer, has_buckets=True),
         Strategy("torch-ddp", TorchDDP, is_peer=True),
         Strategy("torch-ddp-tuned", tuned_torch_ddp, has_buckets=True, is_peer=True),
+        Strategy("torch-zero", tuned_torch_ddp, _torch_zero, has_buckets=True, is_peer=True),
     )
 }
 

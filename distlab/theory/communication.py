@@ -90,16 +90,9 @@ def bucketed(
     Raises:
         ValueError: as `naive`, or a bucket size that is not positive.
     """
-    dtypes = _check(numels, itemsizes, dtypes)
-    limit = float("inf") if bucket_size_mb is None else _positive_mib("bucket_size_mb", bucket_size_mb)
-    calls, filled = 0, {}
-    for numel, size, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
-        gradient = numel * size
-        if dtype not in filled or filled[dtype] + gradient > limit:
-            calls, filled[dtype] = calls + 1, 0
-        filled[dtype] += gradient
+    buckets = _bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
     return CommunicationVolume(
-        calls, sum((numel + 1) * size for numel, size in zip(numels, itemsizes, strict=True))
+        len(buckets), sum((numel + 1) * size for numel, size in zip(numels, itemsizes, strict=True))
     )
 
 
@@ -143,12 +136,69 @@ def torch_ddp(
     return CommunicationVolume(sum(closed.values()) + len(filled), total)
 
 
+def zero1(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    bucket_size_mb: float | None = 25.0,
+    *,
+    world_size: int,
+    dtypes: Sequence[Hashable] | None = None,
+) -> CommunicationVolume:
+    """Per bucket a reduce-scatter of the gradients and an all-gather of the parameters; one message of flags.
+
+    Buckets are filled as in `bucketed`, without flags, and padded to a multiple of the world size; the flags go in
+    an fp32 all-reduce of 4 bytes per parameter. For B buckets: 2·B + 1 calls.
+
+    Raises:
+        ValueError: as `bucketed`, or fewer than one rank.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: must be at least 1")
+    buckets = _bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
+    padded = sum(-(-numel // world_size) * world_size * size for numel, size in buckets)
+    return CommunicationVolume(2 * len(buckets) + 1, 2 * padded + FLAG_BYTES * len(numels))
+
+
+def sharded_optimizer(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    bucket_size_mb: float | None = 25.0,
+    *,
+    world_size: int,
+    message_mb: float = 25.0,
+    dtypes: Sequence[Hashable] | None = None,
+) -> CommunicationVolume:
+    """What `bucketed` sends, and every parameter once more: broadcast by its owner in messages of one dtype.
+
+    Parameters go to the rank that owns least, largest first; an owner's, in that order of assignment, share
+    messages of at most `message_mb` MiB (a larger one has its own).
+
+    Raises:
+        ValueError: as `bucketed`, or fewer than one rank.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: must be at least 1")
+    gradients = bucketed(numels, itemsizes, bucket_size_mb, dtypes=dtypes)
+    labels = _check(numels, itemsizes, dtypes)
+    loads, filled, calls = [0] * world_size, {}, 0
+    for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
+        owner = loads.index(min(loads))
+        loads[owner] += numels[index]
+        key, size = (owner, labels[index]), numels[index] * itemsizes[index]
+        if key not in filled or filled[key] + size > message_mb * MIB:
+            calls, filled[key] = calls + 1, 0
+        filled[key] += size
+    parameters = sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
+    return CommunicationVolume(gradients.collectives + calls, gradients.bytes + parameters)
+
+
 def step_volume(
     strategy: str,
     numels: Sequence[int],
     itemsizes: Sequence[int],
     *,
     bucket_size_mb: float | None = 25.0,
+    world_size: int = 2,
     dtypes: Sequence[Hashable] | None = None,
 ) -> CommunicationVolume | None:
     """The closed form of a strategy by its registered name; None where there is none for it.
@@ -156,6 +206,7 @@ def step_volume(
     Args:
         strategy: such as `bucketed` or `torch-ddp-tuned`.
         bucket_size_mb: MiB, None for unbounded; ignored by strategies without buckets.
+        world_size: number of ranks, for strategies that pad or divide.
 
     Raises:
         ValueError: as `naive`.
@@ -168,6 +219,10 @@ def step_volume(
         "flat": lambda: flat(**sizes),
         "overlap": lambda: overlap(**sizes),
         "bucketed": lambda: bucketed(bucket_size_mb=bucket_size_mb, **sizes),
+        "zero1": lambda: zero1(bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes),
+        "sharded-optimizer": lambda: sharded_optimizer(
+            bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes
+        ),
         "torch-ddp": lambda: torch_ddp(**sizes),
         "torch-ddp-tuned": lambda: torch_ddp(first_bucket_mb=cap, bucket_cap_mb=cap, **sizes),
     }
@@ -218,6 +273,25 @@ def _check(
     if any(numel < 0 for numel in numels) or any(size < 1 for size in itemsizes):
         raise ValueError("numels must not be negative and itemsizes must be at least 1 byte")
     return dtypes
+
+
+def _bucket_payloads(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    bucket_size_mb: float | None,
+    dtypes: Sequence[Hashable] | None,
+) -> list[tuple[int, int]]:
+    """(elements of gradients, bytes per element) of each bucket of the greedy rule of `bucketed`."""
+    dtypes = _check(numels, itemsizes, dtypes)
+    limit = float("inf") if bucket_size_mb is None else _positive_mib("bucket_size_mb", bucket_size_mb)
+    closed, filled = [], {}
+    for numel, size, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
+        before = filled.get(dtype, (0, size))[0]
+        if before and (before + numel) * size > limit:
+            closed.append(filled.pop(dtype))
+            before = 0
+        filled[dtype] = (before + numel, size)
+    return closed + list(filled.values())
 
 
 def _positive_mib(name: str, mib: float) -> float:

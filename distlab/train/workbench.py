@@ -1,9 +1,11 @@
-"""Time strategies against each other on one model: attach, warm up, time, detach, in rounds.
+"""Time strategies against each other: attach, warm up, time, detach, in rounds.
 
 A 3.4 B model with its optimizer does not fit a GPU once per strategy, and timing one strategy after the other
-lets the machine's drift decide. So there is one model and one optimizer, and in each round every variant is
-attached in turn. The same bench also answers what a timing must not stand without: what was sent, what the
-profiler saw, and whether the result equals training in one process.
+lets the machine's drift decide. So in each round every variant is attached in turn. Attaching makes the model
+anew, from the same seed and directly on the device (a second or less): strategies that shard parameters or
+optimizer state keep none of what another left, and the peak of memory is each one's own. The same bench also
+answers what a timing must not stand without: what was sent, what the profiler saw, and whether the result equals
+training in one process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +84,7 @@ class Timing:
 
 
 class Workbench:
-    """One model, one AdamW, synthetic data, and the variants that are attached to them in turn.
+    """One kind of model, AdamW, synthetic data, and the variants that are attached in turn.
 
     Args:
         context: this rank.
@@ -102,10 +104,9 @@ class Workbench:
         seed: int = 0,
     ):
         self.context = context
+        self.config = config
         self.autocast_dtype = autocast_dtype
-        self.model = TransformerLM(config, device=context.device, seed=seed)
-        # A small rate: hundreds of steps on the same few batches must not let the loss run away.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.seed = seed
         data = SyntheticTokens(
             config.vocab_size,
             batch_size,
@@ -120,11 +121,12 @@ class Workbench:
     def attached(
         self, variant: Variant, mark: Callable[[str], None] | None = None
     ) -> Iterator[Callable[[], None]]:
-        """Wrap the model; yields a function that trains one step; unwraps and frees whatever happens."""
-        wrapper = variant.wrap(self.model, self.context.group)
-        train = TrainStep(
-            wrapper, self.optimizer, next_token_loss, autocast_dtype=self.autocast_dtype, mark=mark
-        )
+        """Build, wrap and optimize the model; yields a function that trains one step; frees it all at the end."""
+        model = TransformerLM(self.config, device=self.context.device, seed=self.seed)
+        wrapper = variant.wrap(model, self.context.group)
+        # A small rate: hundreds of steps on the same few batches must not let the loss run away.
+        optimizer = variant.strategy.optimizer(wrapper, torch.optim.AdamW, lr=1e-5, fused=True)
+        train = TrainStep(wrapper, optimizer, next_token_loss, autocast_dtype=self.autocast_dtype, mark=mark)
         steps_done = 0
 
         def step() -> None:
@@ -141,7 +143,6 @@ class Workbench:
             yield step
         finally:
             wrapper.close()
-            self.optimizer.zero_grad(set_to_none=True)
 
     def time_rounds(
         self,
@@ -243,7 +244,8 @@ def parameter_difference(context: RankContext, variant: Variant, *, steps: int, 
     model = TransformerLM(config, device=context.device, seed=seed + context.rank)
     reference = TransformerLM(config, device=context.device, seed=seed)
     wrapper = variant.wrap(model, context.group)
-    train = TrainStep(wrapper, torch.optim.SGD(model.parameters(), lr=0.1), next_token_loss)
+    optimizer = variant.strategy.optimizer(wrapper, torch.optim.SGD, lr=0.1)
+    train = TrainStep(wrapper, optimizer, next_token_loss)
     reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     data = [
         SyntheticTokens(config.vocab_size, 2, 32, seed=seed, rank=rank, device=context.device)
@@ -257,9 +259,17 @@ def parameter_difference(context: RankContext, variant: Variant, *, steps: int, 
         for parameter in reference.parameters():
             parameter.grad /= context.world_size
         reference_optimizer.step()
+    expected = dict(reference.named_parameters())
+    mine = full_parameters(wrapper, optimizer)
+    difference = max((mine[name] - expected[name]).abs().max().item() for name in expected)
     wrapper.close()
-    difference = max(
-        (mine - theirs).abs().max().item()
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True)
-    )
     return max(collectives.gather_objects(difference, context.group))
+
+
+def full_parameters(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Every parameter, whole and up to date, by its name in the wrapped model. On every rank alike."""
+    if hasattr(wrapper, "gather_full_params"):
+        return wrapper.gather_full_params()
+    if hasattr(optimizer, "synchronize"):
+        optimizer.synchronize()
+    return dict(wrapper.module.named_parameters())
