@@ -3,11 +3,18 @@
 `gather_full_params()` is what is compared: never the pieces, whose boundaries are nobody's business.
 """
 
+import copy
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distlab.comm import RankContext, collectives
+from distlab.measure.recorder import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
 from tests.parallel.cases import CASES, Reference, build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
@@ -88,3 +95,433 @@ def test_ten_sgd_steps_equal_the_micro_batch_reference(case, world_size, backend
     """RELIABILITY 28, 29, 30 and the contract's 1, 2, 4, 5, 7, 17: bit for bit at two ranks, None where unused."""
     steps = 10 if world_size == 2 else 3
     run(train_beside_reference, world_size, case, steps, True, backend=backend)
+
+
+@pytest.mark.parametrize("case", ["plain", "tied", "frozen"])
+def test_zeroed_gradients_work_like_dropped_ones(case):
+    """The contract's 11: zero_grad(set_to_none=False) accumulates into zeros."""
+    run(train_beside_reference, 2, case, 3, False)
+
+
+class OwnLinear(nn.Module):
+    """As people write it in a course: a weight, a product, no cast."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) * inputs**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+class OwnEmbedding(nn.Module):
+    def __init__(self, rows: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.weight[tokens]
+
+
+class OwnRMSNorm(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        return (wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * self.weight).to(x.dtype)
+
+
+class OwnBlock(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.up, self.down = OwnRMSNorm(width), OwnLinear(width, 13), OwnLinear(13, width)
+        self.bias = nn.Parameter(torch.randn(width) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x)))) + self.bias
+
+
+class OwnModel(nn.Module):
+    """Seven columns and eleven rows: nothing divides by two, three or four."""
+
+    def __init__(self, tied: bool = False, frozen: tuple[str, ...] = ()):
+        super().__init__()
+        self.embedding = OwnEmbedding(11, 7)
+        self.blocks = nn.ModuleList(OwnBlock(7) for _ in range(3))
+        self.norm = OwnRMSNorm(7)
+        self.head = OwnLinear(7, 11)
+        if tied:
+            self.head.weight = self.embedding.weight
+        for name in frozen:
+            self.get_parameter(name).requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def own_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
+    tokens = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(1000 * rank + step)).to(
+        device
+    )
+    return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def own_model(seed: int, device: torch.device, **options) -> OwnModel:
+    torch.manual_seed(seed)
+    return OwnModel(**options).to(device)
+
+
+class OneProcess:
+    """The micro-batches of all ranks on copies of one fp32 model, averaged in rank order; any optimizer.
+
+    Args:
+        make: builds the model, each time with the same values.
+        compute_dtype: the copies have this type; gradients are averaged in fp32.
+    """
+
+    def __init__(self, make, world_size: int, optimizer_cls, compute_dtype=None, **options):
+        self.model = make()
+        self.replicas = [make().to(compute_dtype or torch.float32) for _ in range(world_size)]
+        self.optimizer = optimizer_cls([p for p in self.model.parameters() if p.requires_grad], **options)
+
+    def backward(self, loss) -> float:
+        """`loss(model, rank)` on every replica; afterwards the model has the mean gradients."""
+        for replica in self.replicas:
+            replica.load_state_dict(self.model.state_dict())
+        losses = [loss(replica, rank) for rank, replica in enumerate(self.replicas)]
+        for value in losses:
+            value.backward()
+        for mine, *same in zip(
+            self.model.parameters(), *(r.parameters() for r in self.replicas), strict=True
+        ):
+            if mine.requires_grad and any(p.grad is not None for p in same):
+                total = torch.zeros_like(mine)
+                for parameter in same:
+                    total += 0 if parameter.grad is None else parameter.grad.float()
+                mine.grad = total / len(same)
+        return sum(value.item() for value in losses) / len(losses)
+
+    def zero_grad(self) -> None:
+        for model in [self.model, *self.replicas]:
+            model.zero_grad()
+
+
+def own_classes(context: RankContext, dtype: torch.dtype | None, options: dict, steps: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fsdp = FSDP(own_model(context.rank, context.device, **options), dtype, process_group=context.group)
+        trainable = [p for p in fsdp.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trainable, lr=0.1)
+        one = OneProcess(
+            lambda: own_model(0, context.device, **options),
+            context.world_size,
+            torch.optim.SGD,
+            dtype,
+            lr=0.1,
+        )
+        for step in range(steps):
+            optimizer.zero_grad()
+            own_loss(fsdp, context.rank, step, context.device).backward()
+            fsdp.finish_gradient_synchronization()
+            assert_shards_are_well_formed(fsdp)
+            assert all(p.grad is not None for p in trainable)
+            assert all(p.dtype == torch.float32 for p in fsdp.parameters())
+            optimizer.step()
+            one.zero_grad()
+            one.backward(lambda model, rank, step=step: own_loss(model, rank, step, context.device))
+            one.optimizer.step()
+        full = fsdp.gather_full_params()
+    expected = dict(one.model.named_parameters(remove_duplicate=False))
+    assert list(full) == list(expected)
+    for name, parameter in expected.items():
+        assert full[name].shape == parameter.shape and full[name].dtype == torch.float32
+        if not parameter.requires_grad:
+            assert torch.equal(full[name], parameter)  # frozen: rank 0's, not moved
+        elif context.world_size == 2:  # in fp16 too: the same products in fp16, the same sums in fp32
+            assert torch.equal(full[name], parameter), name
+        else:
+            torch.testing.assert_close(full[name], parameter, rtol=1e-5, atol=1e-6)
+    assert_same_on_all_ranks(list(full.values()), context)
+
+
+OPTIONS = {
+    "plain": {},
+    "tied": {"tied": True},
+    "frozen-unit": {"frozen": ("blocks.1.up.weight", "blocks.1.down.weight", "blocks.1.bias")},
+    "frozen-part": {"frozen": ("blocks.0.up.weight", "blocks.2.norm.weight", "embedding.weight")},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
+def test_own_classes_train_without_a_warning(dtype, options, backend):
+    """RELIABILITY 28, 30, 31: fp32 masters and gradients, whatever the type of computation."""
+    run(own_classes, 2, dtype, OPTIONS[options], 10, backend=backend)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_rows_that_the_world_size_does_not_divide(world_size):
+    """RELIABILITY 29: 7, 11 and 13 rows over 3 and 4 ranks; names, shapes and values come back unpadded."""
+    run(own_classes, world_size, None, {}, 3)
+
+
+class FewRows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 1), nn.Linear(1, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def fewer_elements_than_ranks(context: RankContext) -> list[int]:
+    torch.manual_seed(context.rank)
+    fsdp = FSDP(FewRows().to(context.device), process_group=context.group)
+    optimizer = torch.optim.AdamW(fsdp.parameters(), lr=0.1, foreach=True)
+    before = fsdp.gather_full_params()
+    fsdp(torch.ones(2, 2, device=context.device)).square().sum().backward()
+    fsdp.finish_gradient_synchronization()
+    assert_shards_are_well_formed(fsdp)
+    assert fsdp.clip_grad_norm_(1.0).isfinite()
+    optimizer.step()
+    after = fsdp.gather_full_params()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    return [piece.numel() for piece in fsdp.parameters()]
+
+
+def test_a_rank_may_own_nothing_of_a_parameter():
+    """RELIABILITY 29: two elements on four ranks; empty pieces are stepped, clipped and gathered like others."""
+    sizes = run(fewer_elements_than_ranks, 4)
+    assert sorted(rank_sizes[0] for rank_sizes in sizes) == [0, 0, 1, 1]
+
+
+def adamw_losses(context: RankContext) -> None:
+    fsdp = FSDP(own_model(context.rank, context.device), process_group=context.group)
+    optimizer = torch.optim.AdamW(fsdp.parameters(), lr=1e-2)
+    one = OneProcess(lambda: own_model(0, context.device), context.world_size, torch.optim.AdamW, lr=1e-2)
+    for step in range(20):
+        optimizer.zero_grad()
+        loss = own_loss(fsdp, context.rank, step, context.device)
+        loss.backward()
+        fsdp.finish_gradient_synchronization()
+        optimizer.step()
+        one.zero_grad()
+        expected = one.backward(lambda model, rank, step=step: own_loss(model, rank, step, context.device))
+        one.optimizer.step()
+        mean = sum(collectives.gather_objects(loss.item(), context.group)) / context.world_size
+        # Adam divides by the gradient's own size, so an ulp of a tiny gradient may move its parameter by a
+        # good part of lr. Few parameters are so; the loss, a mean over all, stays within 1e-4.
+        assert mean == pytest.approx(expected, abs=1e-4), step
+    # Adam's state too: each rank holds its pieces' moments, which are those of the unsharded optimizer.
+    expected_state = {n: one.optimizer.state[p] for n, p in one.model.named_parameters()}
+    for shard in fsdp._shards:
+        for index, entry in enumerate(shard.entries):
+            first, last = shard.plan.piece(index, shard.rank)
+            moment = entry.flatten(expected_state[entry.name]["exp_avg"])[first:last]
+            torch.testing.assert_close(
+                optimizer.state[shard.pieces[index]]["exp_avg"], moment, rtol=1e-3, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_adamw_follows_the_unsharded_optimizer(world_size):
+    """RELIABILITY 28: losses over 20 steps, and Adam's first moment."""
+    run(adamw_losses, world_size)
+
+
+def clip_beside_unsharded(context: RankContext, max_norm: float) -> None:
+    fsdp = FSDP(own_model(context.rank, context.device, tied=True), process_group=context.group)
+    one = OneProcess(
+        lambda: own_model(0, context.device, tied=True), context.world_size, torch.optim.SGD, lr=0.1
+    )
+    own_loss(fsdp, context.rank, 0, context.device).backward()
+    fsdp.finish_gradient_synchronization()
+    one.backward(lambda model, rank: own_loss(model, rank, 0, context.device))
+    norm = fsdp.clip_grad_norm_(max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(one.model.parameters(), max_norm)
+    # Two sums of about 400 squares in different orders, the square root halves the relative error.
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    gradients = full_gradients(fsdp, context)
+    for name, parameter in one.model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)
+    assert_same_on_all_ranks([norm], context)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("max_norm", [0.1, 100.0])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_clipping_is_that_of_the_unsharded_model(world_size, max_norm, backend):
+    """RELIABILITY 32: each replicated parameter counts once, padding not at all, a tied weight once."""
+    run(clip_beside_unsharded, world_size, max_norm, backend=backend)
+
+
+def accumulate(context: RankContext, dtype: torch.dtype | None, zero_first: bool) -> None:
+    fsdp = FSDP(own_model(context.rank, context.device), dtype, process_group=context.group)
+    one = OneProcess(lambda: own_model(0, context.device), context.world_size, torch.optim.SGD, dtype, lr=0.1)
+    if zero_first:  # an accumulation that is given up leaves nothing behind
+        with fsdp.no_sync():
+            own_loss(fsdp, context.rank, 9, context.device).backward()
+        fsdp.zero_grad()
+    with pytest.raises(KeyError), fsdp.no_sync():
+        raise KeyError  # no_sync() restores itself
+    for step in range(3):
+        with fsdp.no_sync() if step < 2 else nullcontext(), CollectiveRecorder() as recorder:
+            own_loss(fsdp, context.rank, step, context.device).backward()
+        assert ("reduce_scatter" in recorder.by_op()) == (step == 2)
+    fsdp.finish_gradient_synchronization()
+
+    def three_losses(model, rank):
+        for step in range(2):
+            own_loss(model, rank, step, context.device).backward()
+        return own_loss(model, rank, 2, context.device)
+
+    one.backward(three_losses)
+    gradients = full_gradients(fsdp, context)
+    for name, parameter in one.model.named_parameters():
+        if dtype is None:
+            assert torch.equal(gradients[name], parameter.grad), name
+        else:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=0.02, atol=4e-3)
+
+
+@pytest.mark.parametrize("zero_first", [False, True], ids=["", "after-zero_grad"])
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
+def test_no_sync_accumulates_in_full_and_sends_once(dtype, zero_first):
+    """The contract's 8: the sum of three micro-batches, bit for bit, with one reduce-scatter per unit."""
+    run(accumulate, 2, dtype, zero_first)
+
+
+class Heads(nn.Module):
+    """A trunk and two heads that one batch uses and another does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, heads: str) -> Tensor:
+        x = torch.relu(self.trunk(x))
+        return sum(getattr(self, head)(x) for head in heads.split())
+
+
+def used_only_under_no_sync(context: RankContext) -> None:
+    torch.manual_seed(0)
+    model = Heads().to(context.device)
+    twin = copy.deepcopy(model)
+    fsdp = FSDP(model, process_group=context.group)
+    x = torch.full((2, 6), 1.0 + context.rank, device=context.device)
+    with fsdp.no_sync():
+        fsdp(x, "left").sum().backward()
+    fsdp.relearn_order()
+    fsdp(x, "right").sum().backward()
+    fsdp.finish_gradient_synchronization()
+    for rank in range(context.world_size):
+        x = torch.full((2, 6), 1.0 + rank, device=context.device)
+        (twin(x, "left").sum() / context.world_size).backward()
+        (twin(x, "right").sum() / context.world_size).backward()
+    for name, gradient in full_gradients(fsdp, context).items():
+        torch.testing.assert_close(gradient, twin.get_parameter(name).grad)
+
+
+def test_a_unit_that_only_an_earlier_micro_batch_used_is_sent_too():
+    """The contract's 8."""
+    run(used_only_under_no_sync, 2)
+
+
+def several_passes(context: RankContext, how: str) -> None:
+    fsdp = FSDP(own_model(context.rank, context.device), process_group=context.group)
+    one = OneProcess(lambda: own_model(0, context.device), context.world_size, torch.optim.SGD, lr=0.1)
+    for step in range(0, 4, 2):  # the second time the order is known and units are fetched ahead
+        fsdp.zero_grad()
+        one.zero_grad()
+        losses = [own_loss(fsdp, context.rank, step + i, context.device) for i in range(2)]
+        if how == "one-backward":
+            sum(losses).backward()
+        elif how == "two-backwards":
+            for loss in losses:
+                loss.backward()
+        else:
+            sum(losses).backward(retain_graph=True)
+            fsdp.zero_grad()
+            sum(losses).backward()
+        fsdp.finish_gradient_synchronization()
+        one.backward(
+            lambda m, r, s=step: own_loss(m, r, s, context.device) + own_loss(m, r, s + 1, context.device)
+        )
+        gradients = full_gradients(fsdp, context)
+        for name, parameter in one.model.named_parameters():
+            # Two means added, or one sum averaged: a rounding or two apart.
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("how", ["one-backward", "two-backwards", "retained-graph"])
+def test_several_forwards_before_backward(how):
+    """The contract's 9."""
+    run(several_passes, 2, how)
+
+
+class Recurrent(nn.Module):
+    """One block used three times, twice in a row and once after another."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6, bias=False)])
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        a, b = self.layers
+        x = torch.tanh(a(torch.tanh(a(x))))
+        y = torch.tanh(b(x))
+        return {"out": a(y), "aux": [y, 3], "mask": y > 0}
+
+
+def recurrent(context: RankContext) -> None:
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        out = model(torch.full((2, 6), 0.1 + rank, device=context.device))
+        return out["out"].square().sum() + out["aux"][0].sum()
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Recurrent().to(context.device)
+
+    fsdp, one = FSDP(make(), process_group=context.group), OneProcess(make, 2, torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        fsdp.zero_grad()
+        one.zero_grad()
+        loss(fsdp, context.rank).backward()
+        fsdp.finish_gradient_synchronization()
+        one.backward(loss)
+        gradients = full_gradients(fsdp, context)
+        for name, parameter in one.model.named_parameters():
+            assert torch.equal(gradients[name], parameter.grad), name
+
+
+def test_a_unit_that_runs_several_times_and_nested_outputs():
+    """The contract's 9 and 19: its gradient leaves once, complete."""
+    run(recurrent, 2)
+
+
+def evaluate(context: RankContext) -> None:
+    fsdp = FSDP(own_model(context.rank, context.device), process_group=context.group)
+    twin = own_model(0, context.device)
+    tokens = torch.arange(10, device=context.device).view(2, 5)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(fsdp.eval()(tokens), twin(tokens))
+    with torch.inference_mode():
+        assert torch.equal(fsdp(tokens), twin(tokens))
+    assert not any(unit.allocated for unit in fsdp._units)
+    with CollectiveRecorder() as recorder:
+        fsdp.finish_gradient_synchronization()
+        fsdp.finish_gradient_synchronization()
+    assert recorder.count == 0
+    assert torch.equal(fsdp.train()(tokens), twin(tokens))
+
+
+def test_evaluation_gathers_and_frees_and_needs_no_finish():
+    """The contract's 19."""
+    run(evaluate, 2)

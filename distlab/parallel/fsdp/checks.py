@@ -1,13 +1,33 @@
-"""What FSDP refuses before it touches the module."""
+"""What FSDP refuses, with what to do instead."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from distlab.parallel.fsdp.units import Entry
+from distlab.parallel.fsdp.shards import FlatShard
+from distlab.parallel.fsdp.units import Entry, is_piece
+
+
+def check_compute_dtype(dtype: Any) -> None:
+    """Raises ValueError for what is neither None nor a floating-point `torch.dtype`."""
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise ValueError(
+            f"compute_dtype={dtype!r}: give a floating-point torch.dtype such as torch.bfloat16, or None"
+        )
+
+
+def check_still_frozen(shards: Sequence[FlatShard]) -> None:
+    """Raises ValueError for a piece that was frozen or unfrozen, of which its unit knows nothing."""
+    for shard in shards:
+        for entry, piece in zip(shard.entries, shard.pieces, strict=True):
+            if piece.requires_grad != shard.trainable:
+                raise ValueError(
+                    f"requires_grad of '{entry.name}' changed after wrapping, which would not reach its unit: "
+                    "close() this wrapper, change it, and wrap the module again"
+                )
 
 
 def find_device(
@@ -35,13 +55,34 @@ def find_device(
     return found
 
 
-def refuse_older_optimizer(entries: list[Entry]) -> None:
+def refuse_parameters(entries: list[Entry]) -> None:
+    """What would be lost without a word when parameters are replaced by pieces.
+
+    Raises:
+        ValueError: parameters that are pieces already, that carry hooks, that a recurrent module keeps in a
+            list of its own, or that an optimizer holds.
+    """
+    for entry in entries:
+        parameter = entry.parameter
+        if is_piece(parameter):
+            raise ValueError(f"FSDP: '{entry.name}' is wrapped already: call close() on that wrapper first")
+        if getattr(parameter, "_post_accumulate_grad_hooks", None) or parameter._backward_hooks:
+            raise ValueError(
+                f"FSDP: '{entry.name}' carries a gradient hook (of a data-parallel wrapper, perhaps), which would "
+                "never fire again: remove it, or close() that wrapper, first"
+            )
+        if any(isinstance(owner, nn.RNNBase) for owner, _ in entry.owners):
+            raise ValueError(
+                f"FSDP: '{entry.name}' belongs to a torch.nn recurrent module, which computes with a list of "
+                "parameters of its own; FSDP serves modules that use their attributes"
+            )
+    _refuse_older_optimizer(entries)
+
+
+def _refuse_older_optimizer(entries: list[Entry]) -> None:
     """An optimizer made before wrapping would step full parameters that are in use no more, without an error.
 
     It is found among the objects that Python's garbage collector tracks; one that is garbage does not count.
-
-    Raises:
-        ValueError: there is one.
     """
     mine = {id(entry.parameter) for entry in entries}
     for attempt in range(2):

@@ -170,6 +170,7 @@ class Schedule:
     def _reduce(self, unit: Unit) -> None:
         """The unit's gradients are complete: collect them, and send them unless inside no_sync()."""
         unit.touched = False
+        self.receive()  # frees the flat gradient of the unit before, so that there is one at a time
         for shard in unit.trainable:
             shard.pack()
         if self.synchronize:
@@ -177,13 +178,13 @@ class Schedule:
             self._send(unit)
 
     def _send(self, unit: Unit) -> None:
-        """One unit's gradients are in flight at a time: a second flat gradient would cost as much memory again."""
-        self._receive()
+        self.receive()
         for shard in unit.trainable:
             shard.issue_reduce()
         self._in_flight = unit
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
+        """Wait for the gradients in flight and put them into `.grad`."""
         if self._in_flight is not None:
             for shard in self._in_flight.trainable:
                 shard.finish_reduce()
@@ -195,7 +196,7 @@ class Schedule:
         for unit in self.units:
             self._send(unit)
             unit.uses = 0
-        self._receive()
+        self.receive()
 
     @property
     def backward_failed(self) -> bool:
@@ -206,7 +207,7 @@ class Schedule:
         """Forget a backward that raised."""
         self._backward_task = None
         self._free_all()
-        self._receive()
+        self.receive()
         for unit in self.units:
             unit.uses, unit.touched = 0, False
 

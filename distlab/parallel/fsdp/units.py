@@ -120,8 +120,9 @@ class Entry:
         for module, attribute in self.owners:
             module.__dict__.pop(attribute, None)
 
-    def register(self, parameter: nn.Parameter) -> None:
+    def register(self, parameter: nn.Parameter, *, made_by_fsdp: bool = True) -> None:
         """Make `parameter` what `parameters()` and `state_dict()` yield here."""
+        parameter.made_by_fsdp = made_by_fsdp
         for module, attribute in self.owners:
             module._parameters[attribute] = parameter
 
@@ -139,7 +140,7 @@ def list_entries(module: nn.Module, compute_dtype: torch.dtype | None) -> list[E
     """Every distinct parameter in registration order, with all its names and owners.
 
     Raises:
-        ValueError: the module has no parameters, or is wrapped by an FSDP already.
+        ValueError: the module has no parameters.
     """
     entries: dict[nn.Parameter, Entry] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
@@ -167,6 +168,11 @@ def _compute_dtype(
     """BatchNorm keeps its type, because its running statistics do; so do integers."""
     keeps = isinstance(owner, nn.modules.batchnorm._BatchNorm) or not parameter.is_floating_point()
     return parameter.dtype if compute_dtype is None or keeps else compute_dtype
+
+
+def is_piece(parameter: nn.Parameter) -> bool:
+    """Whether this parameter stands for one that an FSDP took over."""
+    return getattr(parameter, "made_by_fsdp", False)
 
 
 def is_sharded(entry: Entry) -> bool:

@@ -23,11 +23,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
-from distlab.parallel.base import DataParallel, check_ranks_agree
-from distlab.parallel.fsdp.checks import find_device, refuse_older_optimizer
+from distlab.parallel.base import DataParallel, _refuse_assigned_parameters, check_ranks_agree
+from distlab.parallel.fsdp.checks import (
+    check_compute_dtype,
+    check_still_frozen,
+    find_device,
+    refuse_parameters,
+)
 from distlab.parallel.fsdp.deferred import initialize_in_turn, materialize_buffers
+from distlab.parallel.fsdp.replicated import Replicated
 from distlab.parallel.fsdp.schedule import Schedule, in_backward
-from distlab.parallel.fsdp.shards import Replicated, Unit
+from distlab.parallel.fsdp.shards import Unit
 from distlab.parallel.fsdp.units import Entry, is_sharded, list_entries, plan_units
 
 
@@ -66,16 +72,13 @@ class FSDP(nn.Module):
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        if compute_dtype is not None and not getattr(compute_dtype, "is_floating_point", False):
-            raise ValueError(
-                f"compute_dtype={compute_dtype!r}: give a floating-point torch.dtype such as torch.bfloat16, or None"
-            )
+        check_compute_dtype(compute_dtype)
         self.module = module
         self.process_group = collectives.resolve_group(process_group)
         entries = list_entries(module, compute_dtype)
         self._names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         self.device = find_device(entries, init_fn, device)
-        refuse_older_optimizer(entries)
+        refuse_parameters(entries)
         check_ranks_agree(module, self.process_group)
         deferred = entries[0].parameter.is_meta
         if not deferred:
@@ -87,6 +90,9 @@ class FSDP(nn.Module):
             collectives.broadcast_all([*self._replicated.masters, *module.buffers()], self.process_group)
         for unit in self._units:
             unit.register()
+        trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.trainable_names, self.trainable = [n for n, _ in trainable], [p for _, p in trainable]
+        self._load_check = module.register_load_state_dict_post_hook(_refuse_assigned_parameters(self))
         self._schedule = Schedule(self._units, self.process_group)
         if compute_dtype is not None:
             self._schedule.cast_inputs({owner: e.compute_dtype for e in entries for owner, _ in e.owners})
@@ -103,7 +109,7 @@ class FSDP(nn.Module):
                     if not entry.parameter.is_meta:
                         shard.load(position, entry.parameter.detach())
                     entry.forget_values()
-            unit.register()
+            unit.register()  # lets go of the full parameters before the next unit takes memory
         self._shards = [shard for unit in self._units for shard in unit.shards]
         small = [entry for entry in entries if not is_sharded(entry)]
         self._replicated = Replicated(small, self.device, self.process_group)
@@ -142,7 +148,7 @@ class FSDP(nn.Module):
         """
         if not self._schedule.pending:
             return
-        self._check_still_frozen()
+        check_still_frozen(self._shards)
         self._schedule.finish()
         self._replicated.average()
 
@@ -191,14 +197,11 @@ class FSDP(nn.Module):
             ValueError: a parameter is missing or has another shape.
         """
         for entry, load in self._loaders():
-            name = next((name for name in entry.names if name in parameters), None)
-            if name is None:
-                raise ValueError(f"load_full_params: '{entry.name}' is missing")
-            if parameters[name].shape != entry.parameter.shape:
-                raise ValueError(
-                    f"load_full_params: '{name}' has shape {tuple(parameters[name].shape)}, "
-                    f"the model's is {tuple(entry.parameter.shape)}"
-                )
+            name = next((name for name in entry.names if name in parameters), entry.name)
+            given, needed = tuple(getattr(parameters.get(name), "shape", ())), tuple(entry.parameter.shape)
+            if name not in parameters or given != needed:
+                found = f"has shape {given}" if name in parameters else "is missing"
+                raise ValueError(f"load_full_params: '{name}' {found}; the model's has shape {needed}")
             load(parameters[name])
 
     def _loaders(self) -> Iterator[tuple[Entry, Callable[[Tensor], Any]]]:
@@ -218,6 +221,7 @@ class FSDP(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`, and drop what `no_sync()` accumulated, which no optimizer sees."""
+        self._schedule.receive()  # else gradients in flight would be added later
         super().zero_grad(set_to_none)
         for shard in self._shards:
             shard.drop_gradients()
@@ -226,9 +230,11 @@ class FSDP(nn.Module):
         """Detach every hook and give the module full parameters again, on every rank, in the masters' type."""
         full = self.gather_full_params()
         self._schedule.close()
+        self._load_check.remove()
         for entry, _ in self._loaders():
             entry.uninstall()
-            entry.register(nn.Parameter(full[entry.name], entry.parameter.requires_grad))
+            whole = nn.Parameter(full[entry.name], entry.parameter.requires_grad)
+            entry.register(whole, made_by_fsdp=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
         probe = torch.empty(0, dtype=torch.float32, device=self.device)
@@ -247,15 +253,6 @@ class FSDP(nn.Module):
         otherwise those that wait fail within the group's timeout."""
         self._schedule.recover()
         self.zero_grad()
-
-    def _check_still_frozen(self) -> None:
-        for shard in self._shards:
-            for entry, piece in zip(shard.entries, shard.pieces, strict=True):
-                if piece.requires_grad != shard.trainable:
-                    raise ValueError(
-                        f"requires_grad of '{entry.name}' changed after wrapping, which would not reach its unit: "
-                        "close() this wrapper, change it, and wrap the module again"
-                    )
 
 
 def _square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
