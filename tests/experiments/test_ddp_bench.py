@@ -97,7 +97,7 @@ def out_of_memory_on_one_rank(context: RankContext) -> dict[str, bool]:
     def failing(self, batches):
         if type(self.model).__name__ != "OverlapDDP" or context.rank == 0:
             return original(self, batches)
-        handle = bench.model.norm.weight.register_hook(_no_memory)
+        handle = self.model.module.norm.weight.register_hook(_no_memory)
         try:
             return original(self, batches)
         finally:

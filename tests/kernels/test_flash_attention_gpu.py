@@ -1,9 +1,12 @@
 """FlashAttention-2 compiled on a GPU: many shapes, every shipped configuration, determinism, 64-bit offsets, memory.
 
 Errors are measured against float64 and judged by the error of attention computed by PyTorch in the same type on the
-same inputs: at most 2 × (output) or 3 × (gradients) its maximum plus 1e-5, and at most 1.5 × its RMS plus 1e-6. A
-gradient that is zero in exact arithmetic, that of a softmax over one key, has to stay below 1e-3: PyTorch gets an exact
-zero there, the flash algorithm the difference of two sums in different order, added up over the queries.
+same inputs: at most 2 × (output) or 3 × (gradients) its maximum plus what rounding the exact result costs (half an
+ulp of its largest value, at least 1e-5), and at most 1.5 × its RMS plus 1e-6. In fp32, where random shapes are judged
+beside attention written out with the whole score matrix, the RMS may be 3 × as large: that form keeps the normalised
+softmax, which every flash backward, torch's fused one too, computes again from the log-sum-exp; beside torch's it is
+1.5 × here too. A gradient that is zero in exact arithmetic, that of a softmax over one key, has to stay below 1e-3:
+PyTorch gets an exact zero there, the flash algorithm the difference of two sums in different order.
 """
 
 import random
@@ -33,17 +36,18 @@ def inputs(batch, heads, kv_heads, query_count, key_count, head_dim, dtype, seed
             draw(batch, kv_heads, key_count, head_dim), draw(batch, heads, query_count, head_dim))
 
 
-def judge(ours, peer, exact):
+def judge(ours, peer, exact, rms_factor=1.5):
     """The rule of the module docstring for (o, dq, dk, dv)."""
     for name, x, p, y in zip(("o", "dq", "dk", "dv"), ours, peer, exact, strict=True):
+        rounding = max(1e-5, torch.finfo(x.dtype).eps / 2 * y.abs().max().item()) if y.numel() else 0.0
         x, p = x.double(), p.double()
         assert x.isfinite().all(), name
-        worst, limit = (x - y).abs().max(), (2 if name == "o" else 3) * (p - y).abs().max() + 1e-5
+        worst, limit = (x - y).abs().max(), (2 if name == "o" else 3) * (p - y).abs().max() + rounding
         if name in ("dq", "dk") and rms(y) < 1e-9:
             assert worst <= 1e-3, (name, worst)
             continue
         assert worst <= limit, (name, worst, limit)
-        assert rms(x - y) <= 1.5 * rms(p - y) + 1e-6, (name, rms(x - y), rms(p - y))
+        assert rms(x - y) <= rms_factor * rms(p - y) + 1e-6, (name, rms(x - y), rms(p - y))
 
 
 def random_cases(name, count):
@@ -86,7 +90,8 @@ def test_random_shapes_in_fp32(head_dim, precision):
 def check_beside_eager(tensors, options, arithmetic):
     exact = in_float64(*tensors, **options)
     peer = with_gradients(lambda *x: attention(*x, **options), *tensors)
-    judge(with_gradients(lambda *x: flash_attention(*x, **options, **arithmetic), *tensors), peer, exact)
+    ours = with_gradients(lambda *x: flash_attention(*x, **options, **arithmetic), *tensors)
+    judge(ours, peer, exact, rms_factor=3.0 if tensors[0].dtype == torch.float32 else 1.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
