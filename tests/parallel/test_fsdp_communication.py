@@ -1,0 +1,274 @@
+"""What FSDP sends and when, what it holds meanwhile, and what happens when ranks differ."""
+
+import functools
+import random
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from distlab.comm import RankContext, collectives
+from distlab.measure.recorder import CollectiveRecorder
+from distlab.parallel.fsdp import FSDP
+from distlab.testing import RanksFailed, run_ranks
+from tests.parallel.cases import CASES, build
+from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
+from tests.parallel.test_fsdp import Heads, own_loss, own_model
+
+TIMEOUT_S = 4.0
+
+
+def step(fsdp: FSDP, context: RankContext, number: int) -> None:
+    own_loss(fsdp, context.rank, number, context.device).backward()
+    fsdp.finish_gradient_synchronization()
+
+
+def record_a_step(context: RankContext, dtype: torch.dtype | None, options: dict) -> list[tuple]:
+    fsdp = FSDP(own_model(context.rank, context.device, **options), dtype, process_group=context.group)
+    step(fsdp, context, 0)  # learns the order, with one exchange per unit
+    fsdp.zero_grad()
+    with CollectiveRecorder() as recorder:
+        step(fsdp, context, 1)
+    calls = [(call.op, call.numel, call.dtype) for call in recorder.calls]
+    assert not recorder.others  # nothing like a barrier
+    assert all(other == calls for other in collectives.gather_objects(calls, context.group))
+    return calls
+
+
+# Elements of the flat buffers at two ranks. Embedding and head: 7 · 11 = 77 → 78. A block: 7 · 13 = 91 at
+# offset 0 and 91 at offset 96 → 187 → 188.
+E, B = 78, 188
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
+def test_collectives_of_a_usual_step(dtype, backend):
+    """RELIABILITY 33: two all-gathers and one reduce-scatter per unit, each gather one unit ahead, same everywhere.
+
+    Parameters travel in the compute type, gradients in fp32, all norms and biases in one all-reduce.
+    """
+    calls = run(record_a_step, 2, dtype, {}, backend=backend)[0]
+    gathered, reduced = dtype or torch.float32, torch.float32
+    forward = [("all_gather", n, gathered) for n in (E, B, B, B, E)]
+    backward = [
+        ("all_gather", E, gathered),  # the head, in use
+        ("all_gather", B, gathered),  # blocks.2, one ahead
+        ("all_gather", B, gathered),  # blocks.1, when blocks.2 is in use, and before the head's gradients
+        ("reduce_scatter", E, reduced),
+        ("all_gather", B, gathered),
+        ("reduce_scatter", B, reduced),
+        ("all_gather", E, gathered),
+        ("reduce_scatter", B, reduced),
+        ("reduce_scatter", B, reduced),
+        ("reduce_scatter", E, reduced),
+    ]
+    # Norms of three blocks and the last, biases of three blocks, seven elements each, and seven used flags; the
+    # bucket is padded to the world size where its plan says so.
+    assert calls[:-1] == forward + backward
+    assert calls[-1][0] == "all_reduce" and calls[-1][1] in (56, 57) and calls[-1][2] == torch.float32
+
+
+def test_frozen_units_are_gathered_and_never_reduced():
+    """RELIABILITY 30, 33: a frozen block is needed in backward too, but has no gradient to send."""
+    frozen = ("blocks.1.up.weight", "blocks.1.down.weight")
+    calls = run(record_a_step, 2, None, {"frozen": frozen})[0]
+    assert [op for op, _, _ in calls].count("all_gather") == 10
+    assert [op for op, _, _ in calls].count("reduce_scatter") == 4
+
+
+def test_a_tied_weight_is_gathered_once_per_pass_and_reduced_once():
+    """RELIABILITY 30, 33: it joins the root's unit."""
+    calls = run(record_a_step, 2, None, {"tied": True})[0]
+    assert [n for op, n, _ in calls if op == "all_gather"] == [E, B, B, B, E, B, B, B]
+    assert sorted(n for op, n, _ in calls if op == "reduce_scatter") == [E, B, B, B]
+
+
+def bytes_held(fsdp: FSDP) -> list[int]:
+    """Bytes of each unit's gathered buffers, freed or not."""
+    return [sum(shard.buffer.untyped_storage().nbytes() for shard in unit.shards) for unit in fsdp._units]
+
+
+def watch_memory(context: RankContext, options: dict, checkpointed: bool) -> tuple[list[int], list[int]]:
+    """The number of units that hold memory, whenever a unit runs forward and whenever it runs backward."""
+    fsdp = FSDP(own_model(0, context.device, **options), process_group=context.group)
+    held: dict[str, list[int]] = {"forward": [], "backward": []}
+
+    def count(when: str):
+        return lambda *_: held[when].append(sum(size > 0 for size in bytes_held(fsdp)))
+
+    for block in fsdp.module.blocks:
+        block.up.register_forward_hook(count("forward"))
+        block.up.register_full_backward_hook(count("backward"))
+    for number in range(2):
+        loss = own_loss(fsdp, context.rank, number, context.device)
+        assert bytes_held(fsdp) == [0] * len(fsdp._units)  # full weights are gone after forward
+        loss.backward()
+        assert bytes_held(fsdp) == [0] * len(fsdp._units)  # and after backward
+        fsdp.finish_gradient_synchronization()
+        fsdp.zero_grad()
+    return held["forward"], held["backward"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_at_most_two_units_are_gathered(backend):
+    """RELIABILITY 33: the memory bound; the first step, before the order is known, fetches nothing ahead."""
+    forward, backward = run(watch_memory, 2, {}, False, backend=backend)[0]
+    assert forward == [1, 1, 1, 2, 2, 2]
+    assert backward == [1, 1, 1, 2, 2, 2]
+
+
+def test_the_roots_unit_adds_one():
+    """RELIABILITY 33: tied weights are held for the whole pass."""
+    forward, backward = run(watch_memory, 2, {"tied": True}, False)[0]
+    assert max(forward) == 3 and max(backward) == 3
+
+
+def freed_weights_are_out_of_reach(context: RankContext) -> None:
+    fsdp = FSDP(own_model(0, context.device), process_group=context.group)
+    up = fsdp.module.blocks[0].up
+    assert up.weight.ndim == 1 and up.weight is fsdp.get_parameter("module.blocks.0.up.weight")
+    with pytest.raises(RuntimeError, match=r"unit 'blocks\.0' runs outside the forward"):
+        fsdp.module.blocks[0](torch.ones(1, 7, device=context.device))
+    assert up.weight.ndim == 1
+
+
+def test_outside_forward_a_module_holds_its_piece():
+    """A freed buffer read by an operator would end the process; attributes therefore find the piece."""
+    run(freed_weights_are_out_of_reach, 1)
+
+
+def train_with_delays(context: RankContext, delay_seed: int | None, steps: int) -> list[Tensor]:
+    """Train; with a seed, sleep at random before and after collectives, and before they are waited for."""
+    chance = random.Random(None if delay_seed is None else 100 * delay_seed + context.rank)
+
+    def maybe_sleep() -> None:
+        if delay_seed is not None and chance.random() < 0.2:
+            time.sleep(chance.uniform(0, 0.02))
+
+    class SlowWork:
+        def __init__(self, work):
+            self.work = work
+
+        def wait(self):
+            maybe_sleep()
+            self.work.wait()
+
+    def slowed(send):
+        @functools.wraps(send)
+        def slow_send(*args, **kwargs):
+            maybe_sleep()
+            work = SlowWork(send(*args, **kwargs))
+            maybe_sleep()
+            return work
+
+        return slow_send
+
+    names = ["all_gather", "reduce_scatter_mean", "all_reduce_mean"]
+    plain = {name: getattr(collectives, name) for name in names}
+    try:
+        for name in names:
+            setattr(collectives, name, slowed(plain[name]))
+        fsdp = FSDP(own_model(context.rank, context.device), process_group=context.group)
+        optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.05, momentum=0.9)
+        for number in range(steps):
+            optimizer.zero_grad()
+            step(fsdp, context, number)
+            optimizer.step()
+        full = fsdp.gather_full_params()
+    finally:
+        for name in names:
+            setattr(collectives, name, plain[name])
+    assert_same_on_all_ranks(list(full.values()), context)
+    return [parameter.cpu() for parameter in full.values()]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_slow_communication_changes_no_bit(backend):
+    """RELIABILITY 34: buffers are reused only after their collective, however late it is."""
+    calm = run(train_with_delays, 2, None, 20, backend=backend)
+    for seed in (1, 2):
+        shaken = run(train_with_delays, 2, seed, 20, backend=backend)
+        for before, after in zip(calm[0], shaken[0], strict=True):
+            assert torch.equal(before, after)
+
+
+def different_units_at_once(context: RankContext) -> str:
+    fsdp = FSDP(build("unused-on-some", 0, context.device), process_group=context.group)
+    with pytest.raises(RuntimeError, match="every rank must run the same units") as caught:
+        CASES["unused-on-some"].loss(fsdp, context.rank, 0, context.device)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_that_run_different_units_are_told_which(backend):
+    """The contract's line on FSDP: in the first step every rank raises, and names both units."""
+    begin = time.monotonic()
+    for message in run(different_units_at_once, 2, backend=backend):
+        assert "rank 0 runs unit 'left' and rank 1 runs unit 'right'" in message
+    assert time.monotonic() - begin < 20
+
+
+def different_units_later(context: RankContext) -> None:
+    torch.manual_seed(0)
+    fsdp = FSDP(Heads(), process_group=context.group)
+    x = torch.ones(2, 6)
+    for number in range(3):
+        heads = "right left" if (context.rank, number) == (1, 2) else "left right"
+        fsdp(x, heads).sum().backward()
+        fsdp.finish_gradient_synchronization()
+
+
+def test_a_rank_that_changes_the_order_later_raises_before_it_sends():
+    """The contract's line on FSDP: two units of one size would be mixed without an error."""
+    begin = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(different_units_later, 2, group_timeout_s=TIMEOUT_S)
+    assert time.monotonic() - begin < TIMEOUT_S + 12  # + the start of two processes
+    assert "unit 'right' runs where unit 'left' ran the last time" in caught.value.failures[1]
+    assert 0 in caught.value.failures  # its peer does not hang
+
+
+def shorter_pass(context: RankContext) -> None:
+    torch.manual_seed(0)
+    fsdp = FSDP(Heads(), process_group=context.group)
+    x = torch.ones(2, 6)
+    fsdp(x, "left right").sum().backward()
+    fsdp.finish_gradient_synchronization()
+    with pytest.raises(RuntimeError, match="the pass ends where unit 'right' ran the last time"):
+        fsdp(x, "left")
+    fsdp.relearn_order()
+    fsdp(x, "left").sum().backward()
+    fsdp.finish_gradient_synchronization()
+    assert all(unit.allocated is False for unit in fsdp._units)
+
+
+def test_all_ranks_may_change_the_order_together():
+    """After relearn_order() on each."""
+    run(shorter_pass, 2)
+
+
+def fail_then_go_on(context: RankContext) -> None:
+    fsdp = FSDP(own_model(0, context.device), process_group=context.group)
+    twin = FSDP(own_model(0, context.device), process_group=context.group)
+
+    def fail(_: Tensor) -> None:
+        raise MemoryError("injected in backward")
+
+    step(fsdp, context, 0)
+    fsdp.zero_grad()
+    handle = fsdp.module.blocks[1].up.register_forward_hook(
+        lambda module, args, output: output.register_hook(fail) and None
+    )
+    with pytest.raises(MemoryError, match="injected"):
+        step(fsdp, context, 1)
+    handle.remove()
+    step(fsdp, context, 2)
+    step(twin, context, 2)
+    for mine, theirs in zip(fsdp.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_the_step_after_an_exception_in_backward_is_right():
+    """RELIABILITY 20: the original error surfaces, and no buffer or gradient of it reaches the next attempt."""
+    run(fail_then_go_on, 2)
