@@ -10,7 +10,8 @@ at its issue, and `wait()` makes the stream wait for the collective: so memory t
 gathered into at once, and memory that a collective uses is freed only after `wait()`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +79,9 @@ class FlatShard:
         self._gathering = (collectives.all_gather(self.buffer, sent, self.group), sent)
 
     def wait_gather(self) -> None:
-        if self._gathering is not None:
-            self._gathering[0].wait()
-            self._gathering = None
+        gathering, self._gathering = self._gathering, None  # forgotten even if waiting fails
+        if gathering is not None:
+            gathering[0].wait()
 
     def free(self) -> None:
         self.wait_gather()  # the collective may still be writing
@@ -168,16 +169,27 @@ class Unit:
         self.uses = 0  # forwards whose backward has not come
         self.touched = False  # backward has reached it since its gradients were last packed
 
+    def load_and_register(self) -> None:
+        """Take over the values of the parameters, if they have any, and let go of the parameters."""
+        for shard in self.shards:
+            for index, entry in enumerate(shard.entries):
+                if not entry.parameter.is_meta:
+                    shard.load(index, entry.parameter.detach())
+                entry.forget_values()
+        self.register()
+
     def issue_gather(self) -> None:
         if not self.allocated:
             self.allocated = True
-            for shard in self.shards:
-                shard.issue_gather()
+            with self._named():
+                for shard in self.shards:
+                    shard.issue_gather()
 
     def wait_gather(self) -> None:
         """Make the full parameters usable, and what the module's attributes find."""
         for shard in self.shards:
-            shard.wait_gather()
+            with self._named():
+                shard.wait_gather()
             for entry, parameter in zip(shard.entries, shard.full, strict=True):
                 entry.install(parameter)
 
@@ -190,8 +202,25 @@ class Unit:
                     entry.uninstall()
                 shard.free()
 
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Say which unit was being gathered when communication failed."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"FSDP: gathering unit '{self.name}' failed; if another rank raised, its message says why"
+            ) from error
+
     def register(self) -> None:
         """Let `parameters()` yield the pieces."""
         for shard in self.shards:
             for entry, piece in zip(shard.entries, shard.pieces, strict=True):
                 entry.register(piece)
+
+
+def square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of the squares of all elements, 0-dim fp64."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(gradients, 2)).double().square().sum()

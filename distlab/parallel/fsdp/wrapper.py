@@ -13,7 +13,7 @@ Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps; Rajbha
 it stage 3. `docs/fsdp.md` states memory, precision and limits.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from distlab.parallel.fsdp.checks import (
 from distlab.parallel.fsdp.deferred import initialize_in_turn, materialize_buffers
 from distlab.parallel.fsdp.replicated import Replicated
 from distlab.parallel.fsdp.schedule import Schedule, in_backward
-from distlab.parallel.fsdp.shards import Unit
+from distlab.parallel.fsdp.shards import Unit, square_sum
 from distlab.parallel.fsdp.units import Entry, is_sharded, list_entries, plan_units
 
 
@@ -104,12 +104,7 @@ class FSDP(nn.Module):
         for index, plan in enumerate(plans):
             unit = Unit(index, plan, self.device, self.process_group)
             self._units.append(unit)
-            for shard in unit.shards:
-                for position, entry in enumerate(shard.entries):
-                    if not entry.parameter.is_meta:
-                        shard.load(position, entry.parameter.detach())
-                    entry.forget_values()
-            unit.register()  # lets go of the full parameters before the next unit takes memory
+            unit.load_and_register()  # lets go of full parameters before the next unit takes memory
         self._shards = [shard for unit in self._units for shard in unit.shards]
         small = [entry for entry in entries if not is_sharded(entry)]
         self._replicated = Replicated(small, self.device, self.process_group)
@@ -164,8 +159,8 @@ class FSDP(nn.Module):
         """
         pieces = [piece.grad for shard in self._shards for piece in shard.pieces if piece.grad is not None]
         small = [master.grad for master in self._replicated.trainable if master.grad is not None]
-        square = _square_sum(pieces, self.device)
-        total = collectives.sum_tensor(square, self.process_group) + _square_sum(small, self.device)
+        square = square_sum(pieces, self.device)
+        total = collectives.sum_tensor(square, self.process_group) + square_sum(small, self.device)
         norm = total.sqrt().float()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if pieces or small:
@@ -253,10 +248,3 @@ class FSDP(nn.Module):
         otherwise those that wait fail within the group's timeout."""
         self._schedule.recover()
         self.zero_grad()
-
-
-def _square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all elements, 0-dim fp64."""
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(gradients, 2)).double().square().sum()
