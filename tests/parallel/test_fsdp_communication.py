@@ -89,10 +89,13 @@ def bytes_held(fsdp: FSDP) -> list[int]:
     return [sum(shard.buffer.untyped_storage().nbytes() for shard in unit.shards) for unit in fsdp._units]
 
 
-def watch_memory(context: RankContext, options: dict, checkpointed: bool) -> tuple[list[int], list[int]]:
+def watch_memory(context: RankContext, options: dict) -> tuple[list[int], list[int]]:
     """The number of units that hold memory, whenever a unit runs forward and whenever it runs backward."""
     fsdp = FSDP(own_model(0, context.device, **options), process_group=context.group)
     held: dict[str, list[int]] = {"forward": [], "backward": []}
+
+    def flat_gradients() -> int:
+        return sum((s._unsent is not None) + (s._reducing is not None) for s in fsdp._shards)
 
     def count(when: str):
         return lambda *_: held[when].append(sum(size > 0 for size in bytes_held(fsdp)))
@@ -100,6 +103,8 @@ def watch_memory(context: RankContext, options: dict, checkpointed: bool) -> tup
     for block in fsdp.module.blocks:
         block.up.register_forward_hook(count("forward"))
         block.up.register_full_backward_hook(count("backward"))
+        block.up.register_full_backward_hook(lambda *_: gradients.append(flat_gradients()))
+    gradients: list[int] = []
     for number in range(2):
         loss = own_loss(fsdp, context.rank, number, context.device)
         assert bytes_held(fsdp) == [0] * len(fsdp._units)  # full weights are gone after forward
@@ -107,20 +112,21 @@ def watch_memory(context: RankContext, options: dict, checkpointed: bool) -> tup
         assert bytes_held(fsdp) == [0] * len(fsdp._units)  # and after backward
         fsdp.finish_gradient_synchronization()
         fsdp.zero_grad()
+    assert max(gradients) == 1  # one flat gradient at a time, that of the unit before
     return held["forward"], held["backward"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_at_most_two_units_are_gathered(backend):
     """RELIABILITY 33: the memory bound; the first step, before the order is known, fetches nothing ahead."""
-    forward, backward = run(watch_memory, 2, {}, False, backend=backend)[0]
+    forward, backward = run(watch_memory, 2, {}, backend=backend)[0]
     assert forward == [1, 1, 1, 2, 2, 2]
     assert backward == [1, 1, 1, 2, 2, 2]
 
 
 def test_the_roots_unit_adds_one():
     """RELIABILITY 33: tied weights are held for the whole pass."""
-    forward, backward = run(watch_memory, 2, {"tied": True}, False)[0]
+    forward, backward = run(watch_memory, 2, {"tied": True})[0]
     assert max(forward) == 3 and max(backward) == 3
 
 
