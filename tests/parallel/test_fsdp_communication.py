@@ -141,6 +141,7 @@ def test_the_roots_unit_adds_one():
 def freed_weights_are_out_of_reach(context: RankContext) -> None:
     fsdp = FSDP(own_model(0, context.device), process_group=context.group)
     up = fsdp.module.blocks[0].up
+    step(fsdp, context, 0)
     assert up.weight.ndim == 1 and up.weight is fsdp.get_parameter("module.blocks.0.up.weight")
     with pytest.raises(RuntimeError, match=r"unit 'blocks\.0' runs outside the forward"):
         fsdp.module.blocks[0](torch.ones(1, 7, device=context.device))

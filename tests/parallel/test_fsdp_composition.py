@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from distlab.comm import RankContext
+from distlab.measure.recorder import CollectiveRecorder
 from distlab.model.config import ModelConfig
 from distlab.model.transformer import TransformerLM
 from distlab.parallel.fsdp import FSDP
@@ -86,10 +87,14 @@ def segments(context: RankContext) -> None:
     for number in range(3):
         fsdp.zero_grad()
         one.zero_grad()
-        own_loss(fsdp, context.rank, number, context.device).backward()
-        fsdp.finish_gradient_synchronization()
+        with CollectiveRecorder() as recorder:
+            own_loss(fsdp, context.rank, number, context.device).backward()
+            fsdp.finish_gradient_synchronization()
         one.backward(lambda model, rank, number=number: own_loss(model, rank, number, context.device))
         assert not any(unit.allocated for unit in fsdp._units)
+        if number > 0:  # recomputation gathers nothing twice: five units, forward and backward
+            counts = {op: calls for op, (calls, _) in recorder.by_op().items()}
+            assert counts == {"all_gather": 10, "reduce_scatter": 5, "all_reduce": 1}
         gradients = full_gradients(fsdp, context)
         for name, parameter in one.model.named_parameters():
             assert torch.equal(gradients[name], parameter.grad), name

@@ -52,6 +52,19 @@ def test_modules_that_cannot_be_wrapped():
     run(wrap_what_cannot_be_wrapped, 1)
 
 
+def compiled(context: RankContext) -> None:
+    in_place = linear()
+    in_place[2].compile(backend="aot_eager")
+    for module in (torch.compile(linear(), backend="aot_eager"), in_place):
+        with pytest.raises(ValueError, match=r"inside the compiled module .* compile the children"):
+            FSDP(module, process_group=context.group)
+
+
+def test_units_inside_a_compiled_graph():
+    """The contract's "With the rest": compiled blocks work, a graph around units is refused."""
+    run(compiled, 1)
+
+
 def older_optimizer(context: RankContext) -> None:
     module = linear()
     optimizer = torch.optim.AdamW(module.parameters())

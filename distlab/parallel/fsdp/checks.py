@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distlab.parallel.fsdp.shards import FlatShard
-from distlab.parallel.fsdp.units import Entry, is_piece
+from distlab.parallel.fsdp.units import Entry, UnitPlan, is_piece
 
 
 def check_compute_dtype(dtype: Any) -> None:
@@ -77,6 +77,24 @@ def refuse_parameters(entries: list[Entry]) -> None:
                 "parameters of its own; FSDP serves modules that use their attributes"
             )
     _refuse_older_optimizer(entries)
+
+
+def refuse_compiled(module: nn.Module, plans: Sequence[UnitPlan]) -> None:
+    """A unit inside a compiled graph would have its hooks traced once instead of run each time.
+
+    Raises:
+        ValueError: names the unit. A unit that is itself the result of `torch.compile` is fine.
+    """
+    for plan in plans:
+        for path, outer in module.named_modules():
+            around = outer is not plan.module and any(inner is plan.module for inner in outer.modules())
+            compiled = "_orig_mod" in outer._modules and around  # what torch.compile returns
+            in_place = outer._compiled_call_impl is not None and (around or outer is plan.module)
+            if compiled or in_place:
+                raise ValueError(
+                    f"FSDP: unit '{plan.name}' lies inside the compiled module '{path}': compile the children of "
+                    "the nn.ModuleList instead, model.blocks[i] = torch.compile(model.blocks[i]), and wrap then"
+                )
 
 
 def _refuse_older_optimizer(entries: list[Entry]) -> None:

@@ -127,19 +127,14 @@ class Schedule:
         self._enter_backward(task)
         unit.uses -= 1
         unit.touched = True
-        done = [other for other in self.units if other.allocated and not self._still_needs(other, unit)]
         following = self._backward_order.advance(unit.index)
+        done = [u for u in self.units if u.allocated and u.index != following and not _contains(u, unit)]
         for other in done:
             other.free()
         self._gather(unit, following)
         for other in done:
             if other.touched and other.uses <= 0:
                 self._reduce(other)
-
-    @staticmethod
-    def _still_needs(other: Unit, unit: Unit) -> bool:
-        """Whether `other`'s backward goes on while `unit`'s runs: it contains it, or is it."""
-        return other is unit or id(unit.module) in other.within
 
     def _before_recomputation(self, unit: Unit) -> None:
         """Checkpointed activations are recomputed in backward: the unit may not have been fetched yet."""
@@ -216,6 +211,11 @@ class _Call:
     """One forward of a unit, so that several outputs announce its backward once."""
 
     task: int | None = None
+
+
+def _contains(outer: Unit, unit: Unit) -> bool:
+    """Whether `outer`'s backward goes on while `unit`'s runs: its module is, or contains, that of `unit`."""
+    return id(unit.module) in outer.within
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

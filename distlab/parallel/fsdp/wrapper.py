@@ -24,17 +24,12 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
 from distlab.parallel.base import DataParallel, _refuse_assigned_parameters, check_ranks_agree
-from distlab.parallel.fsdp.checks import (
-    check_compute_dtype,
-    check_still_frozen,
-    find_device,
-    refuse_parameters,
-)
+from distlab.parallel.fsdp import checks
 from distlab.parallel.fsdp.deferred import initialize_in_turn, materialize_buffers
 from distlab.parallel.fsdp.replicated import Replicated
 from distlab.parallel.fsdp.schedule import Schedule, in_backward
 from distlab.parallel.fsdp.shards import Unit, square_sum
-from distlab.parallel.fsdp.units import Entry, is_sharded, list_entries, plan_units
+from distlab.parallel.fsdp.units import Entry, UnitPlan, is_sharded, list_entries, plan_units
 
 
 class FSDP(nn.Module):
@@ -72,18 +67,20 @@ class FSDP(nn.Module):
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        check_compute_dtype(compute_dtype)
+        checks.check_compute_dtype(compute_dtype)
         self.module = module
         self.process_group = collectives.resolve_group(process_group)
         entries = list_entries(module, compute_dtype)
         self._names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        self.device = find_device(entries, init_fn, device)
-        refuse_parameters(entries)
+        self.device = checks.find_device(entries, init_fn, device)
+        plans = plan_units(module, entries)
+        checks.refuse_parameters(entries)
+        checks.refuse_compiled(module, plans)
         check_ranks_agree(module, self.process_group)
         deferred = entries[0].parameter.is_meta
         if not deferred:
             collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
-        self._shard(entries)
+        self._shard(entries, plans)
         if deferred:
             materialize_buffers(module, self.device)
             initialize_in_turn(module, self._shards, init_fn)
@@ -97,9 +94,8 @@ class FSDP(nn.Module):
         if compute_dtype is not None:
             self._schedule.cast_inputs({owner: e.compute_dtype for e in entries for owner, _ in e.owners})
 
-    def _shard(self, entries: list[Entry]) -> None:
+    def _shard(self, entries: list[Entry], plans: list[UnitPlan]) -> None:
         """Cut the matrices into pieces unit by unit, and let go of the full parameters."""
-        plans = plan_units(self.module, entries)
         self._units: list[Unit] = []
         for index, plan in enumerate(plans):
             unit = Unit(index, plan, self.device, self.process_group)
@@ -143,7 +139,7 @@ class FSDP(nn.Module):
         """
         if not self._schedule.pending:
             return
-        check_still_frozen(self._shards)
+        checks.check_still_frozen(self._shards)
         self._schedule.finish()
         self._replicated.average()
 
