@@ -125,6 +125,15 @@ COLUMNS = [
 ]
 
 
+def headline(records: list[Record]) -> str:
+    """One line that says what the table below it was measured on."""
+    config, env = records[0].config, records[0].environment
+    return (
+        f"1 × {config['heads']} × {config['length']:,} × d, {config['dtype']}, causal, forward + backward, "
+        f"{env['device_name']}, torch {env['torch']}, triton {env['triton']}"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])

@@ -5,26 +5,31 @@ With `--check` nothing is written; the exit code is 1 if a page is out of date.
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from distlab.report.embed import embed_tables
-from distlab.report.record import read_json
+from distlab.report.record import Record, read_json
 from distlab.report.table import Column, render
-from experiments import ddp_bench
+from experiments import attention_record, ddp_bench
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS: dict[str, list[Column]] = {ddp_bench.NAME: ddp_bench.COLUMNS}
+EXPERIMENTS: dict[str, tuple[Callable[[list[Record]], str], list[Column]]] = {
+    ddp_bench.NAME: (ddp_bench.headline, ddp_bench.COLUMNS),
+    attention_record.EXPERIMENT: (attention_record.headline, attention_record.COLUMNS),
+}
 
 
 def table_of(source: str) -> str:
     """Headline, table and command of a file of records."""
     records = read_json(ROOT / source)
     experiment = records[0].experiment
-    if experiment not in COLUMNS:
+    if experiment not in EXPERIMENTS:
         raise ValueError(f"{source}: no columns are known for records of {experiment!r}")
+    headline, columns = EXPERIMENTS[experiment]
     commit = (records[0].commit or "unknown")[:12]
-    note = f"{ddp_bench.headline(records)} (commit {commit}, [{Path(source).name}]({source}))"
-    return f"{note}\n\n{render(records, COLUMNS[experiment], 'markdown')}"
+    note = f"{headline(records)} (commit {commit}, `{source}`)"
+    return f"{note}\n\n{render(records, columns, 'markdown')}"
 
 
 def pages() -> list[Path]:

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from distlab.parallel.base import DataParallel
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.flat import FlatDDP
+from distlab.parallel.fsdp import FSDP
 from distlab.parallel.local import Local
 from distlab.parallel.naive import NaiveDDP
 from distlab.parallel.overlap import OverlapDDP
@@ -24,6 +24,7 @@ from distlab.parallel.torch_ddp import TorchDDP, tuned_torch_ddp
 from distlab.parallel.zero1 import ZeroOptimizer
 
 __all__ = [
+    "FSDP",
     "STRATEGIES",
     "BucketedDDP",
     "DataParallel",
@@ -85,6 +86,8 @@ def _sharded(wrapper: BucketedDDP, optimizer_cls: type[Optimizer], **options: An
 
 
 def _torch_zero(wrapper: TorchDDP, optimizer_cls: type[Optimizer], **options: Any) -> Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns of deprecations
+
     group = wrapper.ddp.process_group
     return ZeroRedundancyOptimizer(wrapper.parameters(), optimizer_cls, process_group=group, **options)
 
@@ -99,6 +102,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("bucketed", BucketedDDP, has_buckets=True),
         Strategy("sharded-optimizer", BucketedDDP, _sharded, has_buckets=True),
         Strategy("zero1", BucketedDDP, ZeroOptimizer, has_buckets=True),
+        Strategy("fsdp", FSDP),
         Strategy("torch-ddp", TorchDDP, is_peer=True),
         Strategy("torch-ddp-tuned", tuned_torch_ddp, has_buckets=True, is_peer=True),
         Strategy("torch-zero", tuned_torch_ddp, _torch_zero, has_buckets=True, is_peer=True),

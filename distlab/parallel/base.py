@@ -59,7 +59,7 @@ class DataParallel(nn.Module):
             parameter.register_post_accumulate_grad_hook(_GradientHook(self, index))
             for index, parameter in enumerate(self.trainable)
         ]
-        self._handles.append(module.register_load_state_dict_post_hook(_refuse_assigned_parameters(self)))
+        self._handles.append(module.register_load_state_dict_post_hook(refuse_assigned_parameters(self)))
 
     # -- what a subclass decides ---------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class _GradientHook:
             owner._on_gradient(self.index)
 
 
-def _refuse_assigned_parameters(wrapper: DataParallel) -> Any:
+def refuse_assigned_parameters(wrapper: DataParallel) -> Any:
     """A hook for after load_state_dict: with assign=True it swaps parameters, and their hooks would be lost."""
     reference = weakref.ref(wrapper)
 

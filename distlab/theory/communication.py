@@ -192,6 +192,28 @@ def sharded_optimizer(
     return CommunicationVolume(gradients.collectives + calls, gradients.bytes + parameters)
 
 
+def torch_zero(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    *,
+    bucket_cap_mb: float = 25.0,
+    dtypes: Sequence[Hashable] | None = None,
+) -> CommunicationVolume:
+    """torch DDP with ZeroRedundancyOptimizer: DDP's all-reduces, and each parameter broadcast by its owner.
+
+    Source: `_sync_params` in `torch/distributed/optim/zero_redundancy_optimizer.py`, 2.13, without
+    `parameters_as_bucket_view`.
+
+    Raises:
+        ValueError: as `torch_ddp`.
+    """
+    ddp = torch_ddp(
+        numels, itemsizes, first_bucket_mb=bucket_cap_mb, bucket_cap_mb=bucket_cap_mb, dtypes=dtypes
+    )
+    parameters = sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
+    return CommunicationVolume(ddp.collectives + len(numels), ddp.bytes + parameters)
+
+
 def step_volume(
     strategy: str,
     numels: Sequence[int],
@@ -225,6 +247,7 @@ def step_volume(
         ),
         "torch-ddp": lambda: torch_ddp(**sizes),
         "torch-ddp-tuned": lambda: torch_ddp(first_bucket_mb=cap, bucket_cap_mb=cap, **sizes),
+        "torch-zero": lambda: torch_zero(bucket_cap_mb=cap, **sizes),
     }
     return forms[strategy]() if strategy in forms else None
 

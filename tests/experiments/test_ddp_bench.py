@@ -42,7 +42,9 @@ def test_every_row_is_complete_checked_and_written(tmp_path):
     assert list(by_name) == list(SMOKE.strategies)
     assert ddp_bench.wrong_rows(records) == []
     for name, metrics in by_name.items():
-        assert metrics["volume_as_predicted"] is True, name
+        assert metrics["volume_as_predicted"] is (None if name == "fsdp" else True), (
+            name
+        )  # it has no closed form yet
         phases = metrics["forward_backward_p50_ms"] + metrics["optimizer_p50_ms"]
         assert metrics["step_p20_ms"] <= metrics["step_p50_ms"] <= metrics["step_p80_ms"]
         assert phases == pytest.approx(metrics["step_p50_ms"], rel=0.5), name

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
-from distlab.parallel.base import DataParallel, _refuse_assigned_parameters, check_ranks_agree
+from distlab.parallel.base import DataParallel, check_ranks_agree, refuse_assigned_parameters
 from distlab.parallel.fsdp import checks
 from distlab.parallel.fsdp.deferred import initialize_in_turn, materialize_buffers
 from distlab.parallel.fsdp.replicated import Replicated
@@ -89,7 +89,7 @@ class FSDP(nn.Module):
             unit.register()
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.trainable_names, self.trainable = [n for n, _ in trainable], [p for _, p in trainable]
-        self._load_check = module.register_load_state_dict_post_hook(_refuse_assigned_parameters(self))
+        self._load_check = module.register_load_state_dict_post_hook(refuse_assigned_parameters(self))
         self._schedule = Schedule(self._units, self.process_group)
         if compute_dtype is not None:
             self._schedule.cast_inputs({owner: e.compute_dtype for e in entries for owner, _ in e.owners})
