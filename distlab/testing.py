@@ -151,7 +151,8 @@ def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dic
                 succeeded, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 ranks[number].process.join()
-                succeeded, value = False, f"the process died, exit code {ranks[number].process.exitcode}"
+                fate = f"the process died, exit code {ranks[number].process.exitcode}"
+                succeeded, value = False, "\n".join([fate, *ranks[number].stacks.read().splitlines()])
             if succeeded:
                 results[number] = value
             else:
@@ -168,6 +169,7 @@ def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
     with open(stacks, "w") as stack_file:
+        faulthandler.enable(stack_file)  # a crash in native code leaves the stacks of all threads
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         while True:
             try:

@@ -53,6 +53,8 @@ class DDPBenchConfig:
         strategies: names of the registry.
         bucket_sizes_mb: MiB; with several, each strategy with buckets has a row per size. None is unbounded.
         warmup, steps, rounds: untimed and timed steps per round, and rounds; a variant has steps·rounds samples.
+        in_turn: attach all variants at once and let them step in turn (needs the memory of all), instead of one
+            after the other in rounds.
         check_steps: steps of the comparison with one process; 0 leaves it out.
         profile_steps: steps per trace; the median one is shown. 0 leaves traces and what they tell out.
         seed: of parameters and data.
@@ -70,6 +72,7 @@ class DDPBenchConfig:
     warmup: int = 2
     steps: int = 5
     rounds: int = 3
+    in_turn: bool = False
     check_steps: int = 4
     profile_steps: int = 3
     seed: int = 0
@@ -136,9 +139,13 @@ def run(
             autocast_dtype=DTYPES[config.dtype],
             seed=config.seed,
         )
-        timings = bench.time_rounds(
-            rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=progress
-        )
+        if config.in_turn:
+            steps = config.rounds * config.steps
+            timings = bench.time_in_turn(rows, warmup=config.warmup, steps=steps, progress=progress)
+        else:
+            timings = bench.time_rounds(
+                rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=progress
+            )
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             raise MemoryError(_does_not_fit(config, context)) from error

@@ -45,6 +45,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=default.steps, help="timed steps per round [%(default)s]")
     p.add_argument("--rounds", type=int, default=default.rounds, help="interleaved rounds [%(default)s]")
     p.add_argument(
+        "--in-turn", action="store_true", help="all variants attached at once, one step each in turn"
+    )
+    p.add_argument(
         "--check-steps", type=int, default=default.check_steps, help="steps beside one process [%(default)s]"
     )
     p.add_argument(
@@ -79,6 +82,7 @@ def config_from(args: argparse.Namespace) -> DDPBenchConfig:
         warmup=args.warmup,
         steps=args.steps,
         rounds=args.rounds,
+        in_turn=args.in_turn,
         check_steps=args.check_steps,
         profile_steps=args.profile_steps,
         seed=args.seed,

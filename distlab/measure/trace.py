@@ -69,6 +69,7 @@ def profile_steps(
     world_size: int,
     device: torch.device | str,
     warmup: int = 1,
+    finish: Callable[[], object] = lambda: None,
 ) -> None:
     """Run ``step()`` under torch.profiler and write this rank's trace, atomically.
 
@@ -81,6 +82,8 @@ def profile_steps(
         path: where the JSON goes, gzipped if it ends in ``.gz``. Process names and ids in it carry the rank,
             so that the files of several ranks can be opened together; host name and paths are left out.
         device: CUDA activities are recorded if it is a CUDA device.
+        finish: called after the last step, before the recording ends: it must wait for what a step leaves in
+            flight. A gloo collective that outlives the recording that it began under crashes the process.
 
     Raises:
         ValueError: no ``steps`` or a negative ``warmup``.
@@ -105,6 +108,7 @@ def profile_steps(
             with record_function(name):
                 step()
                 synchronize()
+        finish()
     with tempfile.TemporaryDirectory(prefix="distlab-trace-") as folder:
         raw = os.path.join(folder, "trace.json")
         profiler.export_chrome_trace(raw)

@@ -8,6 +8,7 @@ answers what a timing must not stand without: what was sent, what the profiler s
 training in one process.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -127,22 +128,13 @@ class Workbench:
         # A small rate: hundreds of steps on the same few batches must not let the loss run away.
         optimizer = variant.strategy.optimizer(wrapper, torch.optim.AdamW, lr=1e-5, fused=True)
         train = TrainStep(wrapper, optimizer, next_token_loss, autocast_dtype=self.autocast_dtype, mark=mark)
-        steps_done = 0
-
-        def step() -> None:
-            nonlocal steps_done
-            try:
-                train([self._batches[steps_done % len(self._batches)]])
-            except (RuntimeError, MemoryError) as error:
-                if is_out_of_memory(error):  # complete what was begun, so that all ranks have sent the same
-                    wrapper.finish_gradient_synchronization()
-                raise
-            steps_done += 1
-
+        del model, wrapper, optimizer
+        attached = _Attached(train, self._batches, self.context.group)
+        del train
         try:
-            yield step
+            yield attached
         finally:
-            wrapper.close()
+            attached.detach()
 
     def time_rounds(
         self,
@@ -166,6 +158,39 @@ class Workbench:
                     self._time_block(variant, warmup, steps, timings[variant.name])
         return timings
 
+    def time_in_turn(
+        self,
+        rows: Sequence[Variant],
+        *,
+        warmup: int,
+        steps: int,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> dict[str, Timing]:
+        """Keep all variants attached at once and let them step in turn, one step each: the finest interleaving.
+
+        Drift then hits two variants within one step's time of each other. Needs the memory of all of them
+        together, so it suits small models; `peak_alloc_bytes` is not any one's and stays None.
+        """
+        timings = {variant.name: Timing.empty() for variant in rows}
+        with ExitStack() as stack:
+            timers = {variant.name: PhaseTimer(self.context.device) for variant in rows}
+            attached = {
+                variant.name: stack.enter_context(self.attached(variant, mark=timers[variant.name].mark))
+                for variant in rows
+            }
+            for number in range(warmup + steps):
+                progress(f"step {number + 1}/{warmup + steps} of each variant in turn")
+                if number == warmup:
+                    for timer in timers.values():
+                        timer.clear()
+                for name, step in attached.items():
+                    dist.barrier(self.context.group)
+                    timers[name].start()
+                    step()
+            for name, timer in timers.items():
+                self._add_samples(timings[name], timer.steps())
+        return timings
+
     def _time_block(self, variant: Variant, warmup: int, steps: int, timing: Timing) -> None:
         timer = PhaseTimer(self.context.device)
         with peak_memory(self.context.device) as memory, ExitStack() as stack:
@@ -182,6 +207,9 @@ class Workbench:
                 step()
             samples = timer.steps()
         timing.peak_alloc_bytes = _largest(memory.peak_alloc_bytes, timing.peak_alloc_bytes)
+        self._add_samples(timing, samples)
+
+    def _add_samples(self, timing: Timing, samples: list[dict[str, float]]) -> None:
         for phase in PHASES:
             mine = [sample[phase] for sample in samples]
             timing.phases[phase].extend(slowest_rank(mine, self.context.group, self.context.device))
@@ -219,7 +247,47 @@ class Workbench:
                 rank=self.context.rank,
                 world_size=self.context.world_size,
                 device=self.context.device,
+                finish=step.settle,
             )
+
+
+class _Attached:
+    """A variant's model, wrapper and optimizer: calling it trains one step on the next of a few batches."""
+
+    def __init__(
+        self,
+        train: TrainStep,
+        batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        group: dist.ProcessGroup,
+    ):
+        self._train: TrainStep | None = train
+        self._group = group
+        self._batches = batches
+        self._steps_done = 0
+
+    def __call__(self) -> None:
+        try:
+            self._train([self._batches[self._steps_done % len(self._batches)]])
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):  # complete what was begun, so that all ranks have sent the same
+                self._train.model.finish_gradient_synchronization()
+            raise
+        self._steps_done += 1
+
+    def settle(self) -> None:
+        """Wait for what the last step left in flight, on every rank (parameters on their way, say)."""
+        if hasattr(self._train.optimizer, "synchronize"):
+            self._train.optimizer.synchronize()
+        dist.barrier(self._group)
+
+    def detach(self) -> None:
+        """Unhook and free everything here: hooks and wrappers form reference cycles, and the collector must not
+        come for them in the middle of somebody else's measurement."""
+        if hasattr(self._train.optimizer, "close"):
+            self._train.optimizer.close()
+        self._train.model.close()
+        self._train = None
+        gc.collect()
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -65,8 +65,15 @@ def test_exact_agrees_with_autograd_in_float64():
 
 
 def test_crossovers_name_the_peer_that_wins():
-    records = [record("ours", 128, 2.0), record("naive", 128, 1.0), record("ours", 256, 2.0), record("naive", 256, 3.0)]
-    assert sweep.crossovers(records) == ["float32 d=16: a peer is faster at 128 (naive 1.0000 ms, ours 2.0000)"]
+    records = [
+        record("ours", 128, 2.0),
+        record("naive", 128, 1.0),
+        record("ours", 256, 2.0),
+        record("naive", 256, 3.0),
+    ]
+    assert sweep.crossovers(records) == [
+        "float32 d=16: a peer is faster at 128 (naive 1.0000 ms, ours 2.0000)"
+    ]
     assert "fastest at every length" in sweep.crossovers(records[2:])[0]
     assert "no device times" in sweep.crossovers([record("ours", 128, None)])[0]
 

@@ -123,6 +123,17 @@ def test_a_row_without_memory_says_so_and_the_sweep_goes_on():
         assert answer == {"naive": False, "overlap": True, "bucketed": False}
 
 
+def steps_in_turn(context: RankContext) -> dict[str, int]:
+    bench = Workbench(context, SMOKE.model(), batch_size=1)
+    rows = variants(["local", "bucketed", "torch-ddp"], [1.0])
+    timings = bench.time_in_turn(rows, warmup=1, steps=3)
+    return {name: len(timing.phases["step"]) for name, timing in timings.items()}
+
+
+def test_variants_can_step_in_turn():
+    assert run_ranks(steps_in_turn, 2) == [{"local": 3, "bucketed": 3, "torch-ddp": 3}] * 2
+
+
 def test_an_oom_row_is_shown_as_oom(tmp_path):
     config = {"size": "xl", "num_parameters": 1e9, "batch": 1, "context": 2, "dtype": "fp32"}
     config |= {"world_size": 2, "backend": "nccl"}
