@@ -73,8 +73,8 @@ class DDPBenchConfig:
     steps: int = 5
     rounds: int = 3
     in_turn: bool = False
-    check_steps: int = 4
-    profile_steps: int = 3
+    check_steps: int = 3
+    profile_steps: int = 2
     seed: int = 0
 
     def __post_init__(self) -> None:

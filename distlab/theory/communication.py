@@ -310,7 +310,7 @@ def _bucket_payloads(
     closed, filled = [], {}
     for numel, size, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
         before = filled.get(dtype, (0, size))[0]
-        if before and (before + numel) * size > limit:
+        if dtype in filled and (before + numel) * size > limit:
             closed.append(filled.pop(dtype))
             before = 0
         filled[dtype] = (before + numel, size)
