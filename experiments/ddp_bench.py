@@ -6,8 +6,6 @@ communication ran and how much of that compute covered (from the profiler), and 
 training in one process.
 """
 
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -355,14 +353,3 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
         if difference is not None and not difference < 1e-5:  # fp32 SGD at rate 0.1: some 1e-8 from rounding
             problems.append(f"{record.variant}: parameters differ from one process by {difference:.1e}")
     return problems
-
-
-def progress_to_stderr(context: RankContext) -> Callable[[str], None]:
-    """A function that prints a line with the seconds since now, on rank 0 alone."""
-    begin = time.monotonic()
-
-    def progress(text: str) -> None:
-        if context.is_main:
-            print(f"[{time.monotonic() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
-
-    return progress

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -79,6 +80,17 @@ def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout
             raise
         print(lost_peer(name, place.rank, timeout_s, error), file=sys.stderr, flush=True)
         return 1
+
+
+def progress_to_stderr(context: RankContext) -> Callable[[str], None]:
+    """A function that prints a line with the seconds since now, on rank 0 alone."""
+    begin = time.monotonic()
+
+    def progress(text: str) -> None:
+        if context.is_main:
+            print(f"[{time.monotonic() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    return progress
 
 
 def leave_process(code: int) -> NoReturn:

@@ -19,7 +19,7 @@ from distlab.report.record import OutputFolder, json_line
 from distlab.report.table import render
 from experiments import ddp_bench
 from experiments.ddp_bench import DDPBenchConfig
-from launch.common import USAGE_ERROR, default_ranks, leave_process, run_rank, start_ranks
+from launch.common import USAGE_ERROR, default_ranks, leave_process, progress_to_stderr, run_rank, start_ranks
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,7 +90,7 @@ def config_from(args: argparse.Namespace) -> DDPBenchConfig:
 
 
 def bench(context: RankContext, config: DDPBenchConfig, args: argparse.Namespace) -> int:
-    progress = ddp_bench.progress_to_stderr(context)
+    progress = progress_to_stderr(context)
     if context.world_size == 1:
         progress("one rank: nothing is communicated. For more: python launch/ddp_bench.py --nproc 2")
     folder = shared_folder(context, args.out)

@@ -85,13 +85,14 @@ def test_on_a_cpu_operators_compute_and_waiting_does_not(tmp_path):
     [
         b"",
         b'{"schemaVersion": 1, "traceEvents": [{"ph": "X", "ca',
-        gzip.compress(b'{"schemaVersion": 1}' * 50)[:-12],
+        gzip.compress(b'{"schemaVersion": 1}' * 50, mtime=0)[:-12],
         b'{"traceEvents": []}',  # another tool's
         b'{"schemaVersion": 1}',
         b"[]",
         b'{"schemaVersion": 1, "traceEvents": [{"ph": "X", "cat": "kernel"}]}',
         b'{"schemaVersion": 1, "traceEvents": [3]}',
     ],
+    ids=["empty", "cut-json", "cut-gzip", "no-schema", "no-events", "a-list"],
 )
 def test_a_truncated_or_foreign_file_is_refused_by_name(tmp_path, data):
     path = tmp_path / "broken.json.gz"
