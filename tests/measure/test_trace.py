@@ -92,7 +92,7 @@ def test_on_a_cpu_operators_compute_and_waiting_does_not(tmp_path):
         b'{"schemaVersion": 1, "traceEvents": [{"ph": "X", "cat": "kernel"}]}',
         b'{"schemaVersion": 1, "traceEvents": [3]}',
     ],
-    ids=["empty", "cut-json", "cut-gzip", "no-schema", "no-events", "a-list"],
+    ids=["empty", "cut-json", "cut-gzip", "no-schema", "no-events", "a-list", "no-times", "no-event"],
 )
 def test_a_truncated_or_foreign_file_is_refused_by_name(tmp_path, data):
     path = tmp_path / "broken.json.gz"
