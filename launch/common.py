@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import NoReturn
 
 import torch
@@ -67,10 +68,13 @@ def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         with rank_context(backend=backend, timeout_s=timeout_s) as context:
-            return work(context)
-    except USER_ERRORS as error:
-        if place.rank == 0:  # every rank came to the same conclusion; it is said once
-            print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+            try:
+                return work(context)
+            except USER_ERRORS as error:
+                say_once(context, f"{name}: error: {error}")
+                return USAGE_ERROR
+    except USER_ERRORS as error:  # there is no group yet in which to agree on who says it
+        print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         return USAGE_ERROR
     except dist.DistError as error:
         print(lost_peer(name, place.rank, timeout_s, error), file=sys.stderr, flush=True)
@@ -80,6 +84,24 @@ def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout
             raise
         print(lost_peer(name, place.rank, timeout_s, error), file=sys.stderr, flush=True)
         return 1
+
+
+def say_once(context: RankContext, message: str) -> None:
+    """Print what all ranks have found: rank 0 says it, and the others wait until it has been said.
+
+    Without waiting, the first rank to leave makes torchrun end rank 0 in mid-sentence. A rank whose error is its
+    own waits in vain for a few seconds and then says it itself.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    if not context.is_main:
+        try:
+            store.wait(["said"], timedelta(seconds=5))
+            return
+        except RuntimeError:
+            message = f"[rank {context.rank}] {message}"
+    print(message, file=sys.stderr, flush=True)
+    if context.is_main:
+        store.set("said", "yes")
 
 
 def progress_to_stderr(context: RankContext) -> Callable[[str], None]:
