@@ -1,0 +1,411 @@
+"""Memory of one rank through a training step, by category, and its peak and when that occurs.
+
+With P parameters in fp32, AdamW's two states and N ranks, what stays allocated is (Rajbhandari et al. 2020, "ZeRO",
+sec. 3; theirs keeps fp16 parameters and gradients beside an fp32 copy, see `zero_paper_bytes`)
+
+    strategy                     parameters   gradients              optimizer state
+    local, naive, overlap        4P           4P, as backward makes them        8P
+    flat                         4P           4P as made, and a buffer of 4P    8P
+    bucketed                     4P           4P in buckets, always there       8P
+    torch-ddp                    4P           4P as made, and buckets of 4P     8P
+    sharded-optimizer, torch-zero  as bucketed, torch-ddp                       8P/N, whole parameters
+    zero1                        4P           4P in buckets, always there       8P/N
+    fsdp, fsdp2                  4P/N         4P/N                              8P/N
+
+On top come what forward leaves for backward (`activations`), the low-precision copies that autocast makes of the
+matrices (kept until each has been used in backward), gathered units, and temporaries. `step_memory` walks a settled
+step (the states exist already) from its last forward operation to the optimizer, block by block, and looks for the
+peak; what a strategy does is read off its file in `distlab/parallel`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from distlab.theory.activations import FP32, PRECISIONS, Activations, Precision, activations
+from distlab.theory.shape import ModelShape
+
+MIB = 2**20
+# cuBLAS reserves 32 MiB per stream and thread on Hopper, from the same allocator: forward's thread and autograd's.
+# Source: getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
+CUBLAS_WORKSPACES = 2 * 32 * MIB
+MESSAGE_BYTES = 25 * MIB  # of a broadcast that carries several parameters
+
+REPLICATED = ("local", "naive", "overlap")
+BUCKETED = ("bucketed", "sharded-optimizer", "zero1")
+TORCH_DDP = ("torch-ddp", "torch-ddp-tuned", "torch-zero")
+SHARDED = ("fsdp", "fsdp2")
+STRATEGIES = (*REPLICATED, "flat", *BUCKETED, *TORCH_DDP, *SHARDED)
+
+# fp32 numbers per stepped parameter: kept, and needed during the step. Only the foreach form makes temporaries of
+# whole size: the square root of the second moment, of all parameters at once.
+OPTIMIZERS = {
+    "adamw-fused": (2, 0),
+    "adamw-foreach": (2, 1),
+    "sgd": (0, 0),
+    "sgd-momentum": (1, 0),
+}
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Bytes on one rank at one moment, by category.
+
+    Args:
+        parameters: masters; on a sharding strategy this rank's slices.
+        gradients: held outside of buckets.
+        optimizer_state: AdamW's two moments, say.
+        buckets: flat buffers of gradients.
+        gathered: full parameters that a sharding strategy gathered.
+        weight_copies: low-precision copies that autocast made.
+        activations: kept for backward.
+        temporary: needed at this moment only, workspaces included.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    buckets: int = 0
+    gathered: int = 0
+    weight_copies: int = 0
+    activations: int = 0
+    temporary: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def states(self) -> int:
+        """Parameters, gradients (in buckets or not) and optimizer state: what ZeRO divides."""
+        return self.parameters + self.gradients + self.optimizer_state + self.buckets
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The moments of a settled training step on the fullest rank.
+
+    Args:
+        after_init: wrapped, no step taken yet.
+        before_step: gradients are averaged, the optimizer has not stepped.
+        after_step: the optimizer has stepped; gradients are dropped only by the next step.
+        peak: the largest moment of all.
+        peak_phase: when: `forward`, `loss`, `backward of head`, `backward of block 17`, `backward of embedding`,
+            `gradient synchronization` or `optimizer step`.
+        moments: all of them in order, (phase, breakdown).
+    """
+
+    after_init: Breakdown
+    before_step: Breakdown
+    after_step: Breakdown
+    peak: Breakdown
+    peak_phase: str
+    moments: tuple[tuple[str, Breakdown], ...]
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """Everything that the walk below needs, as numbers."""
+
+    shape: ModelShape
+    kept: Activations
+    precision: Precision
+    strategy: str
+    world_size: int
+    checkpointing: bool
+    bucket_bytes: float
+    state_numbers: int
+    step_numbers: int
+
+    @property
+    def share(self) -> int:
+        """By how much a sharding strategy divides parameters and gradients."""
+        return self.world_size if self.strategy in SHARDED else 1
+
+    def sharded(self, numel: int) -> int:
+        """Bytes of this rank's fp32 slice of `numel` elements."""
+        return FP32 * -(-numel // self.share)
+
+
+def step_memory(
+    shape: ModelShape,
+    *,
+    batch: int,
+    context: int,
+    strategy: str = "local",
+    world_size: int = 1,
+    precision: str | Precision = "bf16-autocast",
+    attention: str = "sdpa",
+    checkpointing: bool = False,
+    bucket_size_mb: float | None = 25.0,
+    optimizer: str = "adamw-fused",
+    workspace_bytes: int = CUBLAS_WORKSPACES,
+) -> StepMemory:
+    """Predict the memory of a training step on one rank, in bytes of the allocator.
+
+    Args:
+        batch, context: sequences on this rank, and tokens in each.
+        strategy: a registered name, or `fsdp2` for torch's `fully_shard` per block.
+        precision: `fp32`, `bf16-autocast` (fp32 parameters), `bf16` (FSDP with that compute dtype), or bytes.
+        attention: `naive`, `flash` or `sdpa`.
+        checkpointing: every block is recomputed in backward.
+        bucket_size_mb: matters only for how much is in flight where buckets are sent.
+        optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`.
+        workspace_bytes: what libraries take from the same allocator; 0 on a CPU.
+
+    Raises:
+        ValueError: an unknown name, or a size below one; the message lists what is allowed.
+    """
+    setting = _setting(
+        shape,
+        strategy,
+        world_size,
+        precision,
+        optimizer,
+        checkpointing,
+        bucket_size_mb,
+        batch,
+        context,
+        attention,
+    )
+    resident = _resident(setting)
+    states = replace(resident, optimizer_state=_optimizer_state(setting))
+    moments = [
+        (phase, replace(moment, temporary=moment.temporary + workspace_bytes))
+        for phase, moment in _walk(setting, states)
+    ]
+    phase, peak = max(moments, key=lambda item: item[1].total)
+    before = replace(states, gradients=_all_gradients(setting), temporary=workspace_bytes)
+    return StepMemory(
+        after_init=resident,
+        before_step=before,
+        after_step=before,
+        peak=peak,
+        peak_phase=phase,
+        moments=tuple(moments),
+    )
+
+
+def devices_to_fit(total_bytes: float, device_bytes: float) -> int:
+    """How many devices hold `total_bytes` if they divide it evenly.
+
+    Raises:
+        ValueError: a device without memory, or negative bytes.
+    """
+    if total_bytes < 0 or not device_bytes > 0:
+        raise ValueError(f"total_bytes={total_bytes}, device_bytes={device_bytes}: give positive bytes")
+    return max(1, -(-int(total_bytes) // int(device_bytes)))
+
+
+def zero_paper_bytes(num_parameters: float, world_size: int, stage: int, *, state_bytes: int = 12) -> float:
+    """Model states per rank in the accounting of the ZeRO paper: fp16 parameters and gradients, 2 bytes each, and
+    K = 12 bytes of optimizer state (fp32 parameters and Adam's two moments) per parameter.
+
+        stage 0: (2 + 2 + K)·P          stage 1: (2 + 2 + K/N)·P
+        stage 2: (2 + (2 + K)/N)·P      stage 3: (2 + 2 + K)/N·P
+
+    Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 GPUs need 120, 31.4, 16.6 and 1.9 GB.
+
+    Raises:
+        ValueError: a stage outside 0 to 3, fewer than one rank, or a negative size.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage}: ZeRO has stages 1, 2 and 3; 0 is no sharding")
+    if world_size < 1 or num_parameters < 0:
+        raise ValueError(f"num_parameters={num_parameters}, world_size={world_size}: must be positive")
+    divided = [
+        size if stage < since else size / world_size for size, since in ((2, 3), (2, 2), (state_bytes, 1))
+    ]
+    return sum(divided) * num_parameters
+
+
+# -- the walk ------------------------------------------------------------------------------------------------
+
+
+def _walk(setting: _Setting, states: Breakdown) -> Iterator[tuple[str, Breakdown]]:
+    """(phase, bytes) of every moment that could be the fullest, without workspaces."""
+    shape, kept = setting.shape, setting.kept
+    layers = shape.num_layers
+    per_block = kept.checkpoint if setting.checkpointing else kept.block
+    forward = replace(states, activations=layers * per_block + kept.last, weight_copies=_copies(setting))
+    unit = _block_matrices(shape)
+    yield (
+        "forward",
+        replace(
+            forward,
+            activations=(layers - 1) * per_block + kept.block,
+            gathered=_gathered(setting, 2 * unit),
+            temporary=kept.block_temporary,
+        ),
+    )
+    head = _gathered(setting, shape.embedding_parameters)
+    forward = replace(
+        forward, activations=forward.activations + kept.loss, buckets=states.buckets + _rebuilt(setting)
+    )
+    yield "loss", replace(forward, temporary=kept.forward_loss_temporary)
+    held = 0 if setting.checkpointing else _copies(setting)  # with checkpoints no graph keeps the copies
+    yield (
+        "backward of head",
+        replace(
+            forward,
+            weight_copies=held,
+            gathered=head + _gathered(setting, unit),
+            temporary=kept.loss_temporary + _weight_gradient(setting, shape.embedding_parameters),
+        ),
+    )
+    for block in reversed(range(layers)):
+        yield f"backward of block {block}", _in_block(setting, states, block)
+    yield (
+        "backward of embedding",
+        replace(
+            states,
+            gradients=_all_gradients(setting),
+            gathered=head,
+            temporary=kept.residual_gradient + _full_gradients(setting, shape.embedding_parameters),
+        ),
+    )
+    yield "gradient synchronization", replace(states, gradients=_all_gradients(setting))
+    yield (
+        "optimizer step",
+        replace(states, gradients=_all_gradients(setting), temporary=_step_temporary(setting)),
+    )
+
+
+def _in_block(setting: _Setting, states: Breakdown, block: int) -> Breakdown:
+    """The fullest moment of one block's backward: its feed-forward part, everything of the block still kept."""
+    shape, kept = setting.shape, setting.kept
+    unit = _block_matrices(shape)
+    done = (shape.num_layers - 1 - block) * shape.block_parameters + shape.embedding_parameters
+    saved = block * (kept.checkpoint if setting.checkpointing else kept.block) + kept.block
+    casts = setting.precision.compute * unit if setting.precision.copies_weights else 0
+    return replace(
+        states,
+        gradients=_grown(setting, done),
+        gathered=_gathered(setting, 2 * unit),
+        weight_copies=casts * (1 if setting.checkpointing else block + 1),
+        activations=saved,
+        temporary=kept.block_temporary
+        + kept.residual_gradient
+        + _weight_gradient(setting, max(shape.matrices_per_block))
+        + _full_gradients(setting, unit),
+    )
+
+
+def _setting(
+    shape: ModelShape,
+    strategy: str,
+    world_size: int,
+    precision: str | Precision,
+    optimizer: str,
+    checkpointing: bool,
+    bucket_size_mb: float | None,
+    batch: int,
+    context: int,
+    attention: str,
+) -> _Setting:
+    for what, value, allowed in (
+        ("strategy", strategy, STRATEGIES),
+        ("optimizer", optimizer, OPTIMIZERS),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: must be at least 1")
+    if isinstance(precision, str):
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
+        precision = PRECISIONS[precision]
+    kept = activations(shape, batch, context, precision, attention)
+    limit = float("inf") if bucket_size_mb is None else bucket_size_mb * MIB
+    return _Setting(
+        shape, kept, precision, strategy, world_size, checkpointing, limit, *OPTIMIZERS[optimizer]
+    )
+
+
+# -- what a strategy holds -----------------------------------------------------------------------------------
+
+
+def _resident(setting: _Setting) -> Breakdown:
+    """Parameters and buffers that exist from construction on."""
+    whole = FP32 * setting.shape.num_parameters
+    buckets = 0 if setting.strategy in (*REPLICATED, *SHARDED) else whole
+    return Breakdown(parameters=setting.sharded(setting.shape.num_parameters), buckets=buckets)
+
+
+def _optimizer_state(setting: _Setting) -> int:
+    """On the fullest rank: whole parameters are dealt out largest first, slices divide evenly."""
+    parameters = setting.shape.num_parameters
+    if setting.strategy in ("zero1", *SHARDED):
+        owned = -(-parameters // setting.world_size)
+    elif setting.strategy in ("sharded-optimizer", "torch-zero"):
+        owned = max(dealt_out(setting.shape.parameter_numels(), setting.world_size))
+    else:
+        owned = parameters
+    return FP32 * setting.state_numbers * owned
+
+
+def dealt_out(numels: list[int], ranks: int) -> list[int]:
+    """Elements per rank where whole parameters go, largest first, to the rank that owns least."""
+    loads = [0] * ranks
+    for numel in sorted(numels, reverse=True):
+        loads[loads.index(min(loads))] += numel
+    return loads
+
+
+def _grown(setting: _Setting, done: int) -> int:
+    """Gradients outside of buckets once backward has finished `done` parameters."""
+    # Where `.grad` becomes a view of a bucket at once, nothing gathers outside.
+    in_buckets = setting.strategy in (*BUCKETED, "torch-ddp-tuned", "torch-zero")
+    return 0 if in_buckets else setting.sharded(done)
+
+
+def _all_gradients(setting: _Setting) -> int:
+    """After backward; the flat buffer takes every gradient over one by one and lets it go."""
+    return _grown(setting, setting.shape.num_parameters)
+
+
+def _copies(setting: _Setting) -> int:
+    """Autocast's copies of all matrices but the embedding, which is looked up and not multiplied."""
+    if not setting.precision.copies_weights:
+        return 0
+    matrices = setting.shape.num_layers * _block_matrices(setting.shape) + setting.shape.embedding_parameters
+    return setting.precision.compute * matrices
+
+
+def _gathered(setting: _Setting, numel: int) -> int:
+    """Full parameters of a gathered unit, in the type in which they are sent."""
+    if setting.strategy not in SHARDED:
+        return 0
+    return (FP32 if setting.precision.copies_weights else setting.precision.compute) * numel
+
+
+def _full_gradients(setting: _Setting, numel: int) -> int:
+    """FSDP: a unit's full gradients, and the flat fp32 buffer of the unit before, which is being sent."""
+    if setting.strategy not in SHARDED:
+        return 0
+    return (FP32 if setting.precision.copies_weights else setting.precision.compute) * numel + FP32 * numel
+
+
+def _weight_gradient(setting: _Setting, numel: int) -> int:
+    """One matrix's gradient as the product leaves it, and in fp32 before it is accumulated or packed."""
+    if setting.strategy in SHARDED:
+        return setting.precision.compute * numel if setting.precision.copies_weights else 0
+    return ((setting.precision.compute if setting.precision.copies_weights else 0) + FP32) * numel
+
+
+def _rebuilt(setting: _Setting) -> int:
+    """torch DDP rebuilds its buckets in the order in which gradients came. In that step (the second, with a static
+    graph the third) the first set lives until backward begins: seen in recorded peaks, torch 2.11."""
+    return FP32 * setting.shape.num_parameters if setting.strategy in TORCH_DDP else 0
+
+
+def _step_temporary(setting: _Setting) -> int:
+    """What the optimizer needs besides its state, and the messages in which owners send parameters."""
+    stepped = _optimizer_state(setting) // max(1, setting.state_numbers)
+    if setting.state_numbers == 0:
+        stepped = setting.sharded(setting.shape.num_parameters)
+    sent = FP32 * setting.shape.num_parameters if setting.strategy == "sharded-optimizer" else 0
+    return max(setting.step_numbers * stepped, sent)
+
+
+def _block_matrices(shape: ModelShape) -> int:
+    return sum(shape.matrices_per_block)

@@ -1,0 +1,83 @@
+"""The numbers of a decoder-only Transformer that every formula of this folder starts from.
+
+Theory is given numbers, not models: `ModelShape` holds the widths, and `ModelShape.of(config)` copies them from
+anything that has attributes of these names.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Pre-norm blocks of attention (fused qkv, output) and SwiGLU (three matrices), no biases.
+
+    Args:
+        d_model: d, width of the residual stream.
+        d_ff: f, inner width of the feed-forward block.
+        num_layers: L, blocks.
+        num_heads: H; must divide d.
+        vocab_size: V, rows of the embedding and of the head.
+        tie_embeddings: whether the head uses the embedding's matrix.
+
+    Raises:
+        ValueError: a size below one, or heads that do not divide the width (with the nearest that do).
+    """
+
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.d_model % self.num_heads:
+            near = min(divisors(self.d_model), key=lambda heads: abs(heads - self.num_heads))
+            raise ValueError(
+                f"num_heads={self.num_heads} does not divide d_model={self.d_model}; the nearest that does is {near}"
+            )
+
+    @staticmethod
+    def of(config: Any) -> "ModelShape":
+        """The shape of any object with attributes of these names, such as a model's configuration."""
+        return ModelShape(**{field.name: getattr(config, field.name) for field in fields(ModelShape)})
+
+    @property
+    def matrices_per_block(self) -> tuple[int, ...]:
+        """Elements of the matrices of one block in the order in which they run: qkv, output, w1, w3, w2."""
+        d, f = self.d_model, self.d_ff
+        return (3 * d * d, d * d, d * f, d * f, d * f)
+
+    @property
+    def block_parameters(self) -> int:
+        """4·d² + 3·d·f + 2·d: matrices and two norms."""
+        return sum(self.matrices_per_block) + 2 * self.d_model
+
+    @property
+    def embedding_parameters(self) -> int:
+        """V·d; the head has as many, or none of its own if tied."""
+        return self.vocab_size * self.d_model
+
+    @property
+    def num_parameters(self) -> int:
+        """All distinct parameters: embeddings (once or twice V·d), L blocks, final norm d."""
+        copies = 1 if self.tie_embeddings else 2
+        return copies * self.embedding_parameters + self.num_layers * self.block_parameters + self.d_model
+
+    def parameter_numels(self) -> list[int]:
+        """Elements of every parameter in registration order, a tied one once."""
+        d = self.d_model
+        qkv, output, w1, w3, w2 = self.matrices_per_block
+        block = [d, qkv, output, d, w1, w3, w2]
+        head = [] if self.tie_embeddings else [self.embedding_parameters]
+        return [self.embedding_parameters, *(block * self.num_layers), d, *head]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in ascending order."""
+    small = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})
