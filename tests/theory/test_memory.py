@@ -1,0 +1,217 @@
+"""Predicted memory against recorded peaks, published examples, and what autograd really saves."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
+from distlab.report.record import read_json
+from distlab.theory.activations import PRECISIONS, activations, block_activations
+from distlab.theory.memory import (
+    STRATEGIES,
+    dealt_out,
+    devices_to_fit,
+    step_memory,
+    zero_paper_bytes,
+)
+from distlab.theory.shape import ModelShape
+
+RECORDS = Path(__file__).parents[2] / "records" / "ddp_bench"
+SHAPES = st.builds(
+    lambda heads, width, d_ff, layers, vocabulary, tied: ModelShape(
+        heads * width, d_ff, layers, heads, vocabulary, tied
+    ),
+    *[st.integers(1, 6)] * 2,
+    st.integers(1, 40),
+    st.integers(1, 5),
+    st.integers(1, 50),
+    st.booleans(),
+)
+
+
+@pytest.mark.parametrize("name", ["h200x2_xl_batch2.json", "h200x2_xl_batch8.json"])
+def test_recorded_peaks(name):
+    """Within 2 % of every peak measured on two H200s; the goal was 10."""
+    rows = read_json(RECORDS / name)
+    assert len(rows) > 8
+    for row in rows:
+        predicted = step_memory(
+            ModelShape.of(preset(row.config["size"])),
+            batch=row.config["batch"],
+            context=row.config["context"],
+            strategy=row.variant.removesuffix("-25").removesuffix("-100").removesuffix("-400"),
+            world_size=row.config["world_size"],
+            bucket_size_mb=row.config["bucket_size_mb"],
+        )
+        assert predicted.peak.total == pytest.approx(row.metrics["peak_alloc_bytes"], rel=0.02), row.variant
+
+
+@given(SHAPES)
+def test_shape_counts_the_models_parameters(shape):
+    if shape.d_model // shape.num_heads % 2:
+        return  # the model refuses heads of odd width
+    config = ModelConfig(
+        shape.d_model,
+        shape.d_ff,
+        shape.num_layers,
+        shape.num_heads,
+        shape.vocab_size,
+        tie_embeddings=shape.tie_embeddings,
+    )
+    model = TransformerLM(config, device="meta")
+    assert shape.parameter_numels() == [parameter.numel() for parameter in model.parameters()]
+    assert shape.num_parameters == config.num_parameters == sum(shape.parameter_numels())
+    assert ModelShape.of(config) == shape
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """Saves what torch's fused kernel on CUDA does; on a CPU torch takes it apart and saves more."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        rstd = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, weight, rstd)
+        dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else x.dtype
+        return (x * rstd * weight).to(dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, _, rstd = ctx.saved_tensors
+        return (gradient * rstd).to(x.dtype), (gradient * x * rstd).sum((0, 1)), None
+
+
+def _saved(layers: int, attention: str, autocast: bool, batch: int = 2, context: int = 32) -> int:
+    """Bytes that autograd saves in forward and loss, parameters and their copies aside."""
+    model = TransformerLM(preset("tiny", num_layers=layers, attention=attention))
+    for norm in (module for module in model.modules() if type(module).__name__ == "RMSNorm"):
+        norm.ops = replace(norm.ops, rms_norm=FusedRMSNorm.apply)
+    storages: dict[int, torch.UntypedStorage] = {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    copies = {shape for p in model.parameters() if p.ndim == 2 for shape in (p.shape, p.shape[::-1])}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        is_copy = autocast and tensor.shape in copies and tensor.dtype == torch.bfloat16
+        if tensor.untyped_storage().data_ptr() not in own and not is_copy:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    tokens = torch.zeros(batch, context, dtype=torch.int64)
+    amp = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), amp:
+        cross_entropy(model(tokens), tokens)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
+def test_activations_are_what_autograd_saves(attention, precision):
+    shape, kept = ModelShape.of(preset("tiny", num_layers=2)), PRECISIONS[precision]
+    one, two = (_saved(layers, attention, precision == "bf16-autocast") for layers in (1, 2))
+    # Masks of T·T and the rotary tables are left out: below a per cent even at these sizes.
+    parts = activations(shape, 2, 32, kept, attention)
+    assert two - one == pytest.approx(parts.block, rel=0.01)
+    assert 2 * one - two == pytest.approx(parts.last + parts.loss, rel=0.02)
+
+
+def test_naive_attention_is_quadratic_and_flash_is_not():
+    shape = ModelShape.of(preset("xl"))
+    kept = PRECISIONS["bf16-autocast"]
+    once = {name: block_activations(shape, 1, 1024, kept, name) for name in ("naive", "flash")}
+    twice = {name: block_activations(shape, 1, 2048, kept, name) for name in ("naive", "flash")}
+    assert twice["flash"] == 2 * once["flash"]
+    scores = 6 * shape.num_heads * 1024**2  # fp32 and bf16
+    assert twice["naive"] - 2 * once["naive"] == 2 * scores
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zero_paper(stage, gigabytes):
+    """Figure 1 of the ZeRO paper: 7.5 B parameters on 64 GPUs."""
+    assert zero_paper_bytes(7.5e9, 64, stage) / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
+def test_feed_forward_stack_of_a_large_model():
+    """126 blocks of 16,384 × 53,248, fp32 masters, gradients and Adam: 3.52 TB, 44 devices of 80 GB."""
+    parameters = 126 * 2 * 16_384 * 53_248
+    states = 4 * 4 * parameters
+    assert states / 1e12 == pytest.approx(3.52, abs=0.005)
+    assert devices_to_fit(states, 80e9) == 44
+
+
+def test_residual_stream_of_xl():
+    """Batch 4 × 512 × 2,560 in fp32: 20 MiB; it is what a checkpointed block keeps."""
+    kept = activations(ModelShape.of(preset("xl")), 4, 512, PRECISIONS["fp32"])
+    assert kept.checkpoint == 20 * 2**20
+
+
+@given(
+    SHAPES,
+    st.sampled_from(STRATEGIES),
+    st.integers(1, 64),
+    st.sampled_from(sorted(PRECISIONS)),
+    st.booleans(),
+    st.integers(1, 4),
+)
+@settings(max_examples=60, deadline=None)
+def test_moments(shape, strategy, ranks, precision, checkpointing, batch):
+    options = {"context": 8, "precision": precision, "workspace_bytes": 0, "strategy": strategy}
+    memory = step_memory(shape, batch=batch, world_size=ranks, checkpointing=checkpointing, **options)
+    assert memory.peak == max((m for _, m in memory.moments), key=lambda m: m.total)
+    assert memory.peak.total >= memory.before_step.total >= memory.after_init.total
+    assert (memory.peak_phase, memory.peak) in memory.moments
+    assert memory.after_init.optimizer_state == 0 < memory.after_step.optimizer_state
+    more_ranks = step_memory(shape, batch=batch, world_size=2 * ranks, checkpointing=checkpointing, **options)
+    assert more_ranks.peak.total <= memory.peak.total
+    more_data = step_memory(shape, batch=batch + 1, world_size=ranks, checkpointing=checkpointing, **options)
+    assert more_data.peak.total >= memory.peak.total
+
+
+@given(SHAPES, st.integers(1, 9))
+def test_states_are_divided(shape, ranks):
+    parameters = shape.num_parameters
+    states = {
+        name: step_memory(
+            shape, batch=1, context=4, strategy=name, world_size=ranks, precision="fp32"
+        ).before_step.states
+        for name in ("local", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+    }
+    assert states["local"] == states["bucketed"] == 16 * parameters
+    assert states["zero1"] == 8 * parameters + 8 * math.ceil(parameters / ranks)
+    assert states["fsdp"] == 16 * math.ceil(parameters / ranks)
+    assert states["zero1"] <= states["sharded-optimizer"] <= states["local"]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 7))
+def test_dealing_out_is_balanced(numels, ranks):
+    loads = dealt_out(numels, ranks)
+    assert sum(loads) == sum(numels)
+    assert max(loads) - min(loads) <= max(numels)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"strategy": "zero9"}, "strategy='zero9'.*zero1"),
+        ({"precision": "int4"}, "precision='int4'.*bf16-autocast"),
+        ({"optimizer": "lion"}, "optimizer='lion'.*adamw-fused"),
+        ({"attention": "linear"}, "attention='linear'.*flash"),
+        ({"world_size": 0}, "world_size=0"),
+        ({"batch": 0}, "batch=0"),
+        ({"context": 0}, "context=0"),
+    ],
+)
+def test_refusals(change, message):
+    with pytest.raises(ValueError, match=message):
+        step_memory(**{"shape": ModelShape.of(preset("tiny")), "batch": 1, "context": 8} | change)
+
+
+def test_heads_that_do_not_divide_the_width_name_the_nearest():
+    with pytest.raises(ValueError, match="nearest that does is 10"):
+        ModelShape(2560, 64, 1, 11, 10)
+    with pytest.raises(ValueError, match="stage=4"):
+        zero_paper_bytes(1, 1, 4)
