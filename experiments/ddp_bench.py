@@ -14,7 +14,7 @@ import torch
 
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
-from distlab.measure.overlap import analyse, lanes
+from distlab.measure.overlap import analyse, exposed_all_gathers, lanes
 from distlab.measure.timing import MIN_PAIRS, noise_floor, paired_ratio, percentiles
 from distlab.measure.trace import load_trace
 from distlab.model.config import ModelConfig, preset
@@ -47,7 +47,7 @@ class DDPBenchConfig:
         size: model preset; `tiny` suits CPUs.
         batch: sequences per rank.
         context: tokens per sequence; None for the preset's.
-        dtype: `fp32`, or `bf16`/`fp16` autocast over fp32 parameters.
+        dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters: autocast, for FSDP its compute type.
         strategies: names of the registry.
         bucket_sizes_mb: MiB; with several, each strategy with buckets has a row per size. None is unbounded.
         warmup, steps, rounds: untimed and timed steps per round, and rounds; a variant has steps·rounds samples.
@@ -134,7 +134,7 @@ def run(
             context,
             model_config,
             batch_size=config.batch,
-            autocast_dtype=DTYPES[config.dtype],
+            compute_dtype=DTYPES[config.dtype],
             seed=config.seed,
         )
         if config.in_turn:
@@ -222,14 +222,16 @@ def _peer_ratio(timing: Timing, timings: dict[str, Timing]) -> dict[str, float]:
 def _sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
     """Collectives and bytes of one step, counted, beside the closed form."""
     recorder = bench.record_collectives(variant)
-    shapes = TransformerLM(bench.config, device="meta").parameters()
-    sizes = [(parameter.numel(), parameter.element_size()) for parameter in shapes]
+    named = list(TransformerLM(bench.config, device="meta").named_parameters())
+    sizes = [(parameter.numel(), parameter.element_size()) for _, parameter in named]
     expected = step_volume(
         variant.strategy.name,
         [numel for numel, _ in sizes],
         [itemsize for _, itemsize in sizes],
         bucket_size_mb=variant.bucket_size_mb,
         world_size=bench.context.world_size,
+        units=[_unit(name) if parameter.ndim > 1 else None for name, parameter in named],
+        compute_itemsize=(bench.compute_dtype or torch.float32).itemsize,
     )
     metrics: dict[str, int | bool | None] = {
         "collectives_per_step": recorder.count,
@@ -243,6 +245,12 @@ def _sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
     return metrics
 
 
+def _unit(parameter_name: str) -> str:
+    """What a matrix of the Transformer is gathered with: its block, or itself outside of blocks."""
+    parts = parameter_name.split(".")
+    return ".".join(parts[:2] if parts[0] == "blocks" else parts)
+
+
 def _overlap(
     bench: Workbench, variant: Variant, folder: OutputFolder | None, steps: int
 ) -> dict[str, float | None]:
@@ -251,8 +259,11 @@ def _overlap(
         return {"comm_ms": None, "comm_share_pct": None, "overlap_pct": None}
     path = trace_path(folder, variant.name, bench.context.rank)
     bench.profile(variant, path, steps)
-    seen = analyse(load_trace(path))
+    events = load_trace(path)
+    seen, gathers = analyse(events), exposed_all_gathers(events)
     return {
+        "exposed_all_gather_forward_ms": gathers[0],
+        "exposed_all_gather_backward_ms": gathers[1],
         "comm_ms": seen.comm_ms,
         "comm_share_pct": 100 * seen.comm_ms / seen.step_ms,
         "overlap_pct": seen.overlap_pct,
@@ -287,6 +298,18 @@ COLUMNS = [
 ]
 
 
+GATHERS = [
+    Column("metrics.exposed_all_gather_forward_ms", "all-gather alone fwd ms", ".1f"),
+    Column("metrics.exposed_all_gather_backward_ms", "bwd ms", ".1f"),
+]
+
+
+def columns(records: Sequence[Record]) -> list[Column]:
+    """COLUMNS, and what concerns all-gathers where a strategy has any."""
+    gathers = any(record.metrics.get("exposed_all_gather_forward_ms") is not None for record in records)
+    return [*COLUMNS, *GATHERS] if gathers else COLUMNS
+
+
 def headline(records: Sequence[Record]) -> str:
     """One line that says what the table below it was measured on."""
     config, env = records[0].config, records[0].environment
@@ -303,8 +326,8 @@ def write(records: Sequence[Record], folder: OutputFolder, context: RankContext)
     """Records, tables and pictures into the folder; call it on one rank."""
     write_json(records, folder.path / "records.json")
     write_csv(records, folder.path / "records.csv")
-    folder.write_text("table.md", f"{headline(records)}\n\n{render(records, COLUMNS, 'markdown')}\n")
-    folder.write_text("table.tex", render(records, COLUMNS, "latex") + "\n")
+    folder.write_text("table.md", f"{headline(records)}\n\n{render(records, columns(records), 'markdown')}\n")
+    folder.write_text("table.tex", render(records, columns(records), "latex") + "\n")
     draw_step_times(records, folder.path / "step_time.png")
     rows = {}
     for record in records:

@@ -103,7 +103,7 @@ def bench(context: RankContext, config: DDPBenchConfig, args: argparse.Namespace
     ddp_bench.write(records, folder, context)
     problems = ddp_bench.wrong_rows(records)
     if not args.json:
-        print(f"{ddp_bench.headline(records)}\n\n{render(records, ddp_bench.COLUMNS)}\n")
+        print(f"{ddp_bench.headline(records)}\n\n{render(records, ddp_bench.columns(records))}\n")
         for problem in problems:
             print(f"WRONG: {problem}")
         print(f"\ntable, records, pictures and traces: {folder.path}")

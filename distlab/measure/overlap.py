@@ -132,6 +132,27 @@ def lanes(events: Sequence[Event], window: Interval | None = None) -> dict[str, 
     }
 
 
+def exposed_all_gathers(
+    events: Sequence[Event], window: Interval | None = None
+) -> tuple[float | None, float | None]:
+    """Time in ms in which only all-gathers ran, no compute: (until the forward ended, after it).
+
+    None for both without an all-gather in ``window`` (by default the median step), or without the range that
+    `trace.annotate_forward` writes.
+    """
+    window = median_step(events) if window is None else window
+    named = [
+        e for e in events if e.kind == "communication" and "allgather" in e.name.lower().replace("_", "")
+    ]
+    gathers = _inside(named, "communication", window)
+    ends = [window[0] + end for name, _, end in phases(events, window) if name == "forward"]
+    if not gathers or not ends:
+        return None, None
+    alone = subtract(gathers, _inside(events, "compute", window))
+    boundary = max(ends)
+    return total(intersect(alone, [(window[0], boundary)])), total(intersect(alone, [(boundary, window[1])]))
+
+
 def phases(events: Sequence[Event], window: Interval | None = None) -> list[tuple[str, float, float]]:
     """The ``distlab:`` ranges inside ``window`` other than the step, as (name, start, end); 0 ms is its
     start.

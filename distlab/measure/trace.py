@@ -37,9 +37,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.hooks import RemovableHandle
 
 STEP = "distlab:step"
+FORWARD = "distlab:forward"
 _CPU_COMPUTE = re.compile(r"aten::|\w+Backward\d+$|## Call CompiledFxGraph")
 
 
@@ -116,6 +119,19 @@ def profile_steps(
             trace = json.load(file)
     backend = dist.get_backend() if dist.is_initialized() else None
     _write_atomically(_with_rank(trace, rank, world_size, backend), Path(path))
+
+
+def annotate_forward(module: nn.Module) -> list[RemovableHandle]:
+    """Let each call of ``module`` be a range ``distlab:forward`` of the trace, until the handles are removed."""
+    open_ranges: list[record_function] = []
+    return [
+        module.register_forward_pre_hook(
+            lambda *_: open_ranges.append(record_function(FORWARD).__enter__()), prepend=True
+        ),
+        module.register_forward_hook(
+            lambda *_: open_ranges.pop().__exit__(None, None, None), always_call=True
+        ),
+    ]
 
 
 def _with_rank(trace: dict[str, Any], rank: int, world_size: int, backend: str | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -58,6 +59,8 @@ class Strategy:
         optimizer: `optimizer(wrapper, optimizer_cls, **options)`; by default `optimizer_cls` over the wrapper's
             parameters.
         has_buckets: whether a bucket size means anything to it.
+        casts_parameters: whether `build` takes `compute_dtype=…`, in which parameters are then sent and used; such
+            a model needs no autocast, which would keep a cast copy of every weight through the step.
         synchronizes: False for `local`, whose ranks drift apart.
         is_peer: True for the implementations of torch that ours are measured against.
     """
@@ -66,15 +69,27 @@ class Strategy:
     build: Callable[..., nn.Module]
     optimizer: MakeOptimizer = _plain_optimizer
     has_buckets: bool = False
+    casts_parameters: bool = False
     synchronizes: bool = True
     is_peer: bool = False
 
     def wrap(
-        self, module: nn.Module, process_group: ProcessGroup, bucket_size_mb: float | None = 25.0
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup,
+        bucket_size_mb: float | None = 25.0,
+        compute_dtype: torch.dtype | None = None,
     ) -> nn.Module:
-        """Wrap `module`; the bucket size (MiB) is ignored by strategies without buckets."""
-        options = {"bucket_size_mb": bucket_size_mb} if self.has_buckets else {}
+        """Wrap `module`. Strategies without buckets ignore the bucket size (MiB), those that do not cast
+        parameters the compute type: run them under autocast instead (`autocast_dtype`)."""
+        options: dict[str, Any] = {"bucket_size_mb": bucket_size_mb} if self.has_buckets else {}
+        if self.casts_parameters:
+            options["compute_dtype"] = compute_dtype
         return self.build(module, process_group=process_group, **options)
+
+    def autocast_dtype(self, compute_dtype: torch.dtype | None) -> torch.dtype | None:
+        """The type to autocast to, so that the model computes in `compute_dtype`: None if the wrapper casts."""
+        return None if self.casts_parameters else compute_dtype
 
 
 def _local(module: nn.Module, *, process_group: ProcessGroup) -> Local:
@@ -83,6 +98,12 @@ def _local(module: nn.Module, *, process_group: ProcessGroup) -> Local:
 
 def _sharded(wrapper: BucketedDDP, optimizer_cls: type[Optimizer], **options: Any) -> ShardedOptimizer:
     return ShardedOptimizer(wrapper.parameters(), optimizer_cls, wrapper.process_group, **options)
+
+
+def _torch_fsdp2(module: nn.Module, **options: Any) -> nn.Module:
+    from distlab.parallel.torch_fsdp2 import TorchFSDP2  # its import of DTensor takes a second
+
+    return TorchFSDP2(module, **options)
 
 
 def _torch_zero(wrapper: TorchDDP, optimizer_cls: type[Optimizer], **options: Any) -> Optimizer:
@@ -102,10 +123,11 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("bucketed", BucketedDDP, has_buckets=True),
         Strategy("sharded-optimizer", BucketedDDP, _sharded, has_buckets=True),
         Strategy("zero1", BucketedDDP, ZeroOptimizer, has_buckets=True),
-        Strategy("fsdp", FSDP),
+        Strategy("fsdp", FSDP, casts_parameters=True),
         Strategy("torch-ddp", TorchDDP, is_peer=True),
         Strategy("torch-ddp-tuned", tuned_torch_ddp, has_buckets=True, is_peer=True),
         Strategy("torch-zero", tuned_torch_ddp, _torch_zero, has_buckets=True, is_peer=True),
+        Strategy("fsdp2", _torch_fsdp2, casts_parameters=True, is_peer=True),
     )
 }
 

@@ -23,7 +23,7 @@ from distlab.comm import RankContext, collectives
 from distlab.measure.memory import peak_memory
 from distlab.measure.recorder import CollectiveRecorder
 from distlab.measure.timing import PhaseTimer, slowest_rank
-from distlab.measure.trace import profile_steps
+from distlab.measure.trace import annotate_forward, profile_steps
 from distlab.model.config import ModelConfig, preset
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import Strategy, get_strategy
@@ -48,8 +48,10 @@ class Variant:
     strategy: Strategy
     bucket_size_mb: float | None = 25.0
 
-    def wrap(self, module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-        return self.strategy.wrap(module, group, self.bucket_size_mb)
+    def wrap(
+        self, module: nn.Module, group: dist.ProcessGroup, compute_dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        return self.strategy.wrap(module, group, self.bucket_size_mb, compute_dtype)
 
 
 def variants(strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None]) -> list[Variant]:
@@ -91,7 +93,8 @@ class Workbench:
         context: this rank.
         config: the model.
         batch_size: sequences per rank.
-        autocast_dtype: type of the computation over fp32 parameters; None for fp32.
+        compute_dtype: type of the computation over fp32 parameters, by autocast, or by the wrapper where it casts
+            the parameters itself; None for fp32.
         seed: of parameters and data.
     """
 
@@ -101,12 +104,12 @@ class Workbench:
         config: ModelConfig,
         *,
         batch_size: int,
-        autocast_dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
         seed: int = 0,
     ):
         self.context = context
         self.config = config
-        self.autocast_dtype = autocast_dtype
+        self.compute_dtype = compute_dtype
         self.seed = seed
         data = SyntheticTokens(
             config.vocab_size,
@@ -119,15 +122,14 @@ class Workbench:
         self._batches = [data.batch(step) for step in range(4)]
 
     @contextmanager
-    def attached(
-        self, variant: Variant, mark: Callable[[str], None] | None = None
-    ) -> Iterator[Callable[[], None]]:
+    def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> Iterator["_Attached"]:
         """Build, wrap and optimize the model; yields a function that trains one step; frees it all at the end."""
         model = TransformerLM(self.config, device=self.context.device, seed=self.seed)
-        wrapper = variant.wrap(model, self.context.group)
+        wrapper = variant.wrap(model, self.context.group, self.compute_dtype)
         # A small rate: hundreds of steps on the same few batches must not let the loss run away.
         optimizer = variant.strategy.optimizer(wrapper, torch.optim.AdamW, lr=1e-5, fused=True)
-        train = TrainStep(wrapper, optimizer, next_token_loss, autocast_dtype=self.autocast_dtype, mark=mark)
+        autocast_dtype = variant.strategy.autocast_dtype(self.compute_dtype)
+        train = TrainStep(wrapper, optimizer, next_token_loss, autocast_dtype=autocast_dtype, mark=mark)
         del model, wrapper, optimizer
         attached = _Attached(train, self._batches, self.context.group)
         del train
@@ -240,6 +242,7 @@ class Workbench:
         """Write the profiler's trace of a few steps of this rank to `path`."""
         with self.attached(variant) as step:
             step()
+            annotate_forward(step.model)
             profile_steps(
                 step,
                 steps=steps,
@@ -274,6 +277,11 @@ class _Attached:
             raise
         self._steps_done += 1
 
+    @property
+    def model(self) -> nn.Module:
+        """The wrapper."""
+        return self._train.model
+
     def settle(self) -> None:
         """Wait for what the last step left in flight, on every rank (parameters on their way, say)."""
         if hasattr(self._train.optimizer, "synchronize"):
@@ -285,7 +293,8 @@ class _Attached:
         come for them in the middle of somebody else's measurement."""
         if hasattr(self._train.optimizer, "close"):
             self._train.optimizer.close()
-        self._train.model.close()
+        if not hasattr(self._train.model, "gather_full_params"):  # a sharded model would gather itself first
+            self._train.model.close()
         self._train = None
         gc.collect()
 

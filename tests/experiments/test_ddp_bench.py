@@ -42,7 +42,7 @@ def test_every_row_is_complete_checked_and_written(tmp_path):
     assert list(by_name) == list(SMOKE.strategies)
     assert ddp_bench.wrong_rows(records) == []
     for name, metrics in by_name.items():
-        assert metrics["volume_as_predicted"] is (None if name == "fsdp" else True), (
+        assert metrics["volume_as_predicted"] is (None if name == "fsdp2" else True), (
             name
         )  # it has no closed form yet
         phases = metrics["forward_backward_p50_ms"] + metrics["optimizer_p50_ms"]
