@@ -68,6 +68,11 @@ class MirroredOptimizer(Optimizer):
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(options_of(outer))
 
+    def load_owned(self, saved_groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]) -> None:
+        """Take over options of all groups, and state for what this rank steps, by the inner parameter (the keys
+        of `self.state`). No communication."""
+        self._load_inner(saved_groups, state)
+
     def _load_inner(self, saved_groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]) -> None:
         """Take over saved options, and state by inner parameter (torch casts it to type and device)."""
         for group, saved in zip(self.param_groups, saved_groups, strict=True):

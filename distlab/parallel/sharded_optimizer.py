@@ -109,6 +109,10 @@ class ShardedOptimizer(MirroredOptimizer):
         state = {parameters[index_of[number]]: value for number, value in state_dict["state"].items()}
         self._load_inner(saved, state)
 
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank steps it."""
+        return self._owner.get(parameter) == self._group.rank()
+
     # -- who owns what -------------------------------------------------------------------------------------
 
     def _take(self, parameters: list[nn.Parameter]) -> None:

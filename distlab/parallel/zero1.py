@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from distlab.comm import collectives
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.mirror import MirroredOptimizer, is_elementwise, options_of, to_cpu
+from distlab.parallel.ownership import Owned
 from distlab.parallel.slices import SlicedParameters, join
 
 
@@ -152,6 +153,14 @@ class ZeroOptimizer(MirroredOptimizer):
             for piece in self._slices.pieces[parameter]
         }
         self._load_inner(saved, state)
+
+    def owned(self) -> list[Owned]:
+        """The pieces of parameters that this rank steps; `state` has its entries by `Owned.parameter`."""
+        return [
+            Owned(name, parameter.shape, piece.parameter, piece.start)
+            for name, parameter in self._named()
+            for piece in self._slices.pieces[parameter]
+        ]
 
     def close(self) -> None:
         """Wait for the parameters and detach the hooks; the wrapper has its own `close()`."""

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from distlab.comm import RankContext, collectives
 from distlab.model.ops import cross_entropy
+from distlab.train.layout import stepped_by
+from distlab.train.scaler import LossScaler
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -31,7 +34,10 @@ class TrainStep:
         optimizer: over the wrapped model's parameters.
         loss_fn: `loss_fn(model, batch)` → scalar loss, a mean over the batch.
         autocast_dtype: run forward under `torch.autocast` with this type; None: in the parameters' own type.
-        max_grad_norm: clip the averaged gradients to this L2 norm.
+        max_grad_norm: clip the averaged gradients, over all ranks' pieces, to this L2 norm; the norm before is
+            left in `grad_norm`.
+        scaler: multiplies the loss, for fp16; a step in which any rank's gradient overflows is skipped on all
+            (needs the context, reads a flag on the host).
         skip_nonfinite: with a context, leave parameters and optimizer untouched in a step in which any rank
             has a NaN or infinite gradient; all ranks decide alike. Reads a flag on the host.
         context: this rank's context; needed for `skip_nonfinite` only.
@@ -49,21 +55,26 @@ class TrainStep:
         *,
         autocast_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
+        scaler: LossScaler | None = None,
         skip_nonfinite: bool = False,
         context: RankContext | None = None,
         mark: Callable[[str], None] | None = None,
     ):
-        if skip_nonfinite and context is None:
-            raise ValueError("skip_nonfinite=True needs context=..., because all ranks must decide alike")
+        if (skip_nonfinite or scaler is not None) and context is None:
+            raise ValueError(
+                "skip_nonfinite and scaler need context=..., because all ranks must decide alike"
+            )
         self.model = model
         self.optimizer = optimizer
         self.loss_fn = loss_fn
         self.autocast_dtype = autocast_dtype
         self.max_grad_norm = max_grad_norm
+        self.scaler = scaler
         self.skip_nonfinite = skip_nonfinite
         self.context = context
         self.mark = mark or (lambda phase: None)
         self.last_step_skipped = False
+        self.grad_norm: Tensor | None = None  # 0-dim, on the device, of the last step
 
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
@@ -72,7 +83,7 @@ class TrainStep:
             is_last = number == len(micro_batches) - 1
             with nullcontext() if is_last else self.model.no_sync():
                 loss = self._forward(batch) / len(micro_batches)
-                loss.backward()
+                (loss if self.scaler is None else loss * self.scaler.scale).backward()
             total = total.to(loss.device) + loss.detach()
         self.model.finish_gradient_synchronization()
         self.mark("forward_backward")
@@ -95,9 +106,38 @@ class TrainStep:
             self.last_step_skipped = not collectives.all_ranks_agree(finite, device, group)
             if self.last_step_skipped:
                 return
+        if self.scaler is not None:
+            self._unscale()
+        elif self.max_grad_norm is not None:
+            self.grad_norm = self._clip(self.max_grad_norm)
+        if not self.last_step_skipped:
+            self.optimizer.step()
+
+    def _clip(self, max_norm: float) -> Tensor:
+        """Clip by the norm over all ranks' pieces; whoever cuts gradients into pieces knows how."""
+        for holder in (self.optimizer, self.model):
+            if hasattr(holder, "clip_grad_norm_"):
+                return holder.clip_grad_norm_(max_norm)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _unscale(self) -> None:
+        """Undo the loss scale and clip, in one pass over the gradients; or skip the step on all ranks."""
+        norm = self._clip(float("inf"))  # changes nothing, and lets each owned piece have its gradient
+        self.grad_norm = norm / self.scaler.scale
+        finite = bool(norm.isfinite().item())
+        finite = collectives.all_ranks_agree(finite, norm.device, self.context.group)
+        factor = 1.0 / self.scaler.scale
+        self.scaler.update(finite)
+        self.last_step_skipped = not finite
+        if not finite:
+            return
         if self.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-        self.optimizer.step()
+            factor *= min(1.0, self.max_grad_norm / (self.grad_norm.item() + 1e-6))
+        for owned in stepped_by(self.model, self.optimizer):
+            if owned.parameter.grad is not None:
+                owned.parameter.grad.mul_(factor)
 
 
 def gradients_are_finite(parameters: Sequence[nn.Parameter]) -> bool:

@@ -30,6 +30,7 @@ from distlab.parallel.fsdp.replicated import Replicated
 from distlab.parallel.fsdp.schedule import Schedule, in_backward
 from distlab.parallel.fsdp.shards import Unit, square_sum
 from distlab.parallel.fsdp.units import Entry, UnitPlan, is_sharded, list_entries, plan_units
+from distlab.parallel.ownership import Owned
 
 
 class FSDP(nn.Module):
@@ -194,6 +195,24 @@ class FSDP(nn.Module):
                 found = f"has shape {given}" if name in parameters else "is missing"
                 raise ValueError(f"load_full_params: '{name}' {found}; the model's has shape {needed}")
             load(parameters[name])
+
+    def owned(self) -> list[Owned]:
+        """Every piece and every replicated parameter that this rank holds.
+
+        Raises:
+            ValueError: a parameter that is not in row-major order, as whose run a piece could not be named.
+        """
+        held = []
+        for entry in (entry for shard in self._shards for entry in shard.entries):
+            if list(entry.memory_order) != sorted(entry.memory_order):
+                raise ValueError(f"FSDP: '{entry.name}' is not contiguous: its pieces are no runs of its elements")
+        for shard in self._shards:
+            for index, (entry, piece) in enumerate(zip(shard.entries, shard.pieces, strict=True)):
+                start, _ = shard.plan.piece(index, shard.rank)
+                held.append(Owned(entry.name, entry.parameter.shape, piece, start))
+        for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
+            held.append(Owned(entry.name, master.shape, master, replicated=True))
+        return held
 
     def _loaders(self) -> Iterator[tuple[Entry, Callable[[Tensor], Any]]]:
         for shard in self._shards:

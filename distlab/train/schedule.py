@@ -1,0 +1,43 @@
+"""The learning rate as a pure function of the step, so that there is no scheduler state to lose."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """Linear warm-up to `peak`, then half a cosine down to `floor · peak` (Loshchilov & Hutter 2017, SGDR, eq. 5).
+
+    Args:
+        peak: the largest learning rate.
+        steps: optimizer steps in all; from then on the rate stays at its floor.
+        warmup: steps until the peak; 0 starts there.
+        floor: the last rate as a fraction of the peak.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    peak: float
+    steps: int
+    warmup: int = 0
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.peak > 0 or not 0 <= self.floor <= 1:
+            raise ValueError(
+                f"lr={self.peak}, floor={self.floor}: lr must be positive, the floor lie in [0, 1]"
+            )
+        if self.steps < 1 or not 0 <= self.warmup <= self.steps:
+            raise ValueError(
+                f"warmup={self.warmup}, steps={self.steps}: 0 ≤ warmup ≤ steps, and steps at least 1"
+            )
+
+    def __call__(self, step: int) -> float:
+        """The rate of step 0, 1, …; the first step of a warm-up of k has peak/k, its last the peak."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        if step >= self.steps:
+            return self.peak * self.floor
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.peak * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -1,0 +1,195 @@
+"""Token files, mapped into memory and cut into windows, and the order in which ranks read them.
+
+    tokens      │ 0 1 2 3 4 5 6 7 8 9 …          a window of T tokens, and the same shifted by one as targets
+    windows     │ window 0   │ window 1   │ …    every token is a target in one window; fewer than T are left over
+
+The order is that of one global sequence: epoch after epoch, each a permutation that depends on (seed, epoch) alone.
+Position p of the sequence belongs to step p // batch; ranks take equal, disjoint parts of a step. So the data of a
+step is the same at every world size, each window is read once per epoch, and the position *is* the sampler's state.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distlab.train.data import SyntheticTokens
+
+IGNORED = -100  # a target that no loss counts
+DTYPES = {"uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32}
+
+
+class Sequences(Protocol):
+    """Data by number. `count` is None where numbers never end."""
+
+    count: int | None
+    vocab_size: int
+
+    def rows(self, numbers: Sequence[int]) -> np.ndarray:
+        """`(len(numbers), T + 1)` int64; the last T of a row are the targets of the first T."""
+
+
+class SyntheticSequences:
+    """`SyntheticTokens`, one sequence per number; see there for what can be learnt from them."""
+
+    count = None
+
+    def __init__(self, vocab_size: int, context_length: int, seed: int):
+        self.vocab_size, self.context_length, self.seed = vocab_size, context_length, seed
+
+    def rows(self, numbers: Sequence[int]) -> np.ndarray:
+        return np.stack([self._row(number) for number in numbers])
+
+    def _row(self, number: int) -> np.ndarray:
+        source = SyntheticTokens(self.vocab_size, 1, self.context_length, seed=self.seed, rank=number)
+        tokens, targets = source.batch(0)
+        return np.append(tokens.numpy()[0], targets.numpy()[0, -1:])
+
+
+class TokenWindows:
+    """Windows of `context_length` tokens over an array of tokens.
+
+    Args:
+        tokens: one-dimensional, of any integer type, usually mapped from a file.
+        vocab_size: of the model.
+        context_length: tokens per window.
+        ragged: also give the last, shorter window, its missing targets `IGNORED` (for validation).
+
+    Raises:
+        ValueError: too few tokens for one window.
+    """
+
+    def __init__(self, tokens: np.ndarray, vocab_size: int, context_length: int, *, ragged: bool = False):
+        self.tokens, self.vocab_size, self.context_length = tokens, vocab_size, context_length
+        targets = max(len(tokens) - 1, 0)
+        self.count: int = -(-targets // context_length) if ragged else targets // context_length
+        if self.count == 0:
+            raise ValueError(
+                f"{len(tokens)} tokens are too few for one window of context_length + 1 = {context_length + 1}: "
+                "give more data or a smaller --context"
+            )
+
+    def rows(self, numbers: Sequence[int]) -> np.ndarray:
+        length = self.context_length
+        rows = np.full((len(numbers), length + 1), IGNORED, dtype=np.int64)
+        for row, number in zip(rows, numbers, strict=True):
+            found = self.tokens[number * length : (number + 1) * length + 1]
+            row[: len(found)] = found
+        return rows
+
+
+class GlobalOrder:
+    """Which sequences each rank reads in each step.
+
+    Args:
+        count: sequences per epoch; None for numbers that never end.
+        batch: sequences per step over all ranks.
+        rank, world_size: this rank's place.
+        micro_batches: parts that a rank's share is cut into.
+        seed: of the permutations.
+
+    Raises:
+        ValueError: ranks × micro-batches do not divide the batch, or it is larger than an epoch.
+    """
+
+    def __init__(
+        self,
+        count: int | None,
+        *,
+        batch: int,
+        rank: int,
+        world_size: int,
+        micro_batches: int = 1,
+        seed: int = 0,
+    ):
+        if batch % (world_size * micro_batches):
+            raise ValueError(
+                f"a batch of {batch} sequences cannot be divided among {world_size} ranks × {micro_batches} "
+                f"micro-batches: make --batch a multiple of {world_size * micro_batches}"
+            )
+        if count is not None and batch > count:
+            raise ValueError(
+                f"the data has {count} windows, too few for one batch of {batch}: give more data, or a smaller "
+                "--batch or --context"
+            )
+        self.count, self.batch, self.seed = count, batch, seed
+        self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
+        self._permutation: tuple[int, np.ndarray] | None = None
+
+    def numbers(self, step: int) -> list[list[int]]:
+        """The sequences of this rank's micro-batches in a step."""
+        share = self.batch // self.world_size
+        first = step * self.batch + self.rank * share
+        mine = [self._at(position) for position in range(first, first + share)]
+        size = share // self.micro_batches
+        return [mine[start : start + size] for start in range(0, share, size)]
+
+    def _at(self, position: int) -> int:
+        if self.count is None:
+            return position
+        epoch, place = divmod(position, self.count)
+        if self._permutation is None or self._permutation[0] != epoch:
+            order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+            self._permutation = (epoch, order)
+        return int(self._permutation[1][place])
+
+
+def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
+    """Map a token file into memory.
+
+    Args:
+        path: `.npy` (one-dimensional uint8, uint16 or uint32) or a raw little-endian `.bin`; any other name is
+            read as text: its bytes are the tokens.
+        dtype: of a `.bin`: `uint16` (default) or `uint32`.
+
+    Raises:
+        OSError: it cannot be read. ValueError: a size that is no multiple of the type's, a type that is not allowed,
+            or no tokens.
+    """
+    path = Path(path)
+    if path.suffix == ".npy":
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        if tokens.ndim != 1 or tokens.dtype.name not in DTYPES:
+            raise ValueError(
+                f"{path} holds {tokens.dtype.name} of shape {tokens.shape}; allowed: one dimension of "
+                f"{', '.join(DTYPES)}"
+            )
+    else:
+        name = (dtype or "uint16") if path.suffix == ".bin" else "uint8"
+        if name not in DTYPES:
+            raise ValueError(f"token type {name!r} is unknown; allowed: {', '.join(DTYPES)}")
+        size, width = path.stat().st_size, np.dtype(DTYPES[name]).itemsize
+        if size % width:
+            raise ValueError(
+                f"{path} has {size} bytes, which is no multiple of {width} ({name}): it is truncated, or of another "
+                "type (--token-dtype)"
+            )
+        if size == 0:
+            raise ValueError(f"{path} is empty")
+        tokens = np.memmap(path, dtype=np.dtype(DTYPES[name]).newbyteorder("<"), mode="r")
+    return tokens
+
+
+def check_range(tokens: np.ndarray, vocab_size: int, rank: int = 0, world_size: int = 1) -> str | None:
+    """What is wrong with the ids in this rank's share of the tokens, or None; reads all of it once."""
+    first, last = rank * len(tokens) // world_size, (rank + 1) * len(tokens) // world_size
+    for start in range(first, last, 1 << 24):
+        part = np.asarray(tokens[start : min(start + (1 << 24), last)])
+        if len(part) and int(part.max()) >= vocab_size:
+            place = start + int((part >= vocab_size).argmax())
+            return (
+                f"token {place} is {int(tokens[place])}, but the model's vocabulary has {vocab_size} entries"
+            )
+    return None
+
+
+def to_batch(rows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`(B, T + 1)` int64 → `(tokens_BT, targets_BT)` on the device; where a target is `IGNORED` the token is 0."""
+    whole = torch.from_numpy(rows)
+    if device.type == "cuda":
+        whole = whole.pin_memory().to(device, non_blocking=True)
+    tokens, targets = whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+    return tokens.clamp(min=0), targets
