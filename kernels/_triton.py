@@ -9,6 +9,8 @@ them: importing a package of kernels decides nothing.
 - With TRITON_INTERPRET=1 they run, slowly, in Triton's interpreter: the way the tests run on a CPU. Its bfloat16
   arithmetic is wrong (it works on bit patterns), so bfloat16 is refused there.
 - Otherwise (a CPU, or no Triton at all) `runs_triton` is false and public functions use their plain-torch reference.
+
+`kernels._compile` compiles them without a GPU, for the compiler's report.
 """
 
 import contextlib
@@ -50,8 +52,26 @@ def _capability(index: int | None) -> str:
     return f"sm_{major}{minor}"
 
 
+PRETENDED_SMS = 132  # of an H100
+_pretended: int | None = None  # compute capability that `_compile.compile_for` compiles for, say 90
+
+
+@functools.cache
+def _multiprocessors(index: int | None) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors(device: torch.device) -> int:
+    """SMs of a CUDA device, for grids of a fixed size; a few when interpreting, where each program costs the same."""
+    if _pretended is not None:
+        return PRETENDED_SMS
+    return 3 if interpreted() else _multiprocessors(device.index)
+
+
 def generation(index: int | None = None) -> str:
     """GPU generation of a CUDA device as `sm_90`; "interpreter" when kernels are interpreted."""
+    if _pretended is not None:
+        return f"sm_{_pretended}"
     return "interpreter" if interpreted() else _capability(index)
 
 
@@ -71,7 +91,12 @@ def compile_only() -> Iterator[list[Any]]:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """`kernel[grid](*args, **options)`; every launch in this package goes through here."""
-    if _compiled is None:
-        kernel[grid](*args, **options)
-    else:
+    if _compiled is not None:
         _compiled.append(kernel.warmup(*args, grid=grid, **options))
+        return
+    device = next((x.device for x in args if isinstance(x, torch.Tensor)), None)
+    if device is not None and device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):  # Triton launches on torch's current device, wherever the tensors are
+            kernel[grid](*args, **options)
+    else:
+        kernel[grid](*args, **options)

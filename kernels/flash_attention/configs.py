@@ -11,12 +11,14 @@ from statistics import median
 
 import torch
 
-from .._triton import generation
+from .._triton import generation, interpreted
 from .options import Problem
 from .table import ROWS
 
 KERNELS = ("forward", "dkdv", "dq")
-FEW_ROWS = 16384  # batch·heads·length up to which a GPU is not full with tiles of 64 rows, and smaller ones may win
+# Classes of batch·heads·length, by their largest member; the last stands for all that is longer. What wins changes
+# while a GPU is not full: 132 multiprocessors take 8,448 rows in tiles of 64.
+ROW_CLASSES = (1024, 2048, 4096, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Key:
         precision: of fp32 products; "ieee" for the 16-bit types, where it has no effect.
         head_dim: rounded up to a power of two, at least 16.
         causal: whether later keys are hidden.
-        few: at most FEW_ROWS query rows in the whole call.
+        rows: one of ROW_CLASSES.
     """
 
     gpu: str
@@ -64,11 +66,32 @@ class Key:
     precision: str
     head_dim: int
     causal: bool
-    few: bool
+    rows: int
 
 
-TABLE: dict[Key, tuple[Tile, Tile, Tile]] = {
-    Key(*key): (Tile(*forward), Tile(*dkdv), Tile(*dq)) for key, _, forward, dkdv, dq in ROWS
+@dataclass(frozen=True)
+class Choice:
+    """A row of the table.
+
+    Args:
+        forward, dkdv, dq: the tiles of the three kernels.
+        launches: of the backward. 3: Δ, dK/dV, dQ. 2: Δ, then both passes jointly (see backward_joint.py). 1: only the
+            joint kernel, which then computes Δ itself. Joint passes share warps, stages and register limit.
+    """
+
+    forward: Tile
+    dkdv: Tile
+    dq: Tile
+    launches: int = 3
+
+    def __post_init__(self) -> None:
+        if self.launches < 3 and self.dkdv.launch_options() != self.dq.launch_options():
+            raise ValueError(f"joint passes need one set of launch options, got {self.dkdv} and {self.dq}")
+
+
+TABLE: dict[Key, Choice] = {
+    Key(*key): Choice(Tile(*forward), Tile(*dkdv), Tile(*dq), launches)
+    for key, _, forward, dkdv, dq, launches in ROWS
 }
 
 CANDIDATES = {
@@ -91,15 +114,15 @@ POINTER_TILES = {
 }
 INTERPRETED_TILES = {"forward": Tile(32, 16), "dkdv": Tile(16, 32), "dq": Tile(32, 16)}
 
-_forced: dict[str, Tile] = {}
+_forced: dict[str, Tile | int] = {}
 _searched: dict[tuple[str, Key], Tile] = {}
 
 
 @contextlib.contextmanager
-def forced(**tiles: Tile) -> Iterator[None]:
-    """Use these tiles (keywords `forward`, `dkdv`, `dq`) whatever the table says: for tests and for tuning."""
+def forced(**choices: Tile | int) -> Iterator[None]:
+    """Use these fields of a `Choice` whatever the table says, `launches` with both of its tiles: for tests."""
     before = dict(_forced)
-    _forced.update(tiles)
+    _forced.update(choices)
     try:
         yield
     finally:
@@ -117,16 +140,22 @@ def key_of(q: torch.Tensor, problem: Problem, gpu: str | None = None) -> Key:
         precision=problem.precision if bits == 32 else "ieee",
         head_dim=max(16, 1 << (head_dim - 1).bit_length()),
         causal=problem.has_hi,
-        few=batch * heads * count <= FEW_ROWS,
+        rows=next((c for c in ROW_CLASSES if batch * heads * count <= c), ROW_CLASSES[-1]),
     )
 
 
-def lookup(key: Key) -> tuple[Tile, Tile, Tile] | None:
-    """The row of TABLE for a key. Without one of their own, full masks share the causal row and tf32 that of tf32x3."""
+def lookup(key: Key) -> Choice | None:
+    """The row of TABLE for a key, or that of its next longer class, or of the longest there is.
+
+    Without one of their own, full masks share the causal rows and tf32 those of tf32x3.
+    """
     precision = "tf32x3" if key.precision == "tf32" else key.precision
+    longer = [c for c in ROW_CLASSES if c >= key.rows]
+    classes = longer + [c for c in reversed(ROW_CLASSES) if c < key.rows]
     for near in (key, replace(key, causal=True), replace(key, causal=True, precision=precision)):
-        if near in TABLE:
-            return TABLE[near]
+        for rows in classes:
+            if (found := replace(near, rows=rows)) in TABLE:
+                return TABLE[found]
     return None
 
 
@@ -139,12 +168,21 @@ def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile],
         return INTERPRETED_TILES[kernel]
     row = lookup(key)
     if row is not None:
-        return row[KERNELS.index(kernel)]
+        return getattr(row, kernel)
     if (kernel, key) not in _searched:
         if torch.cuda.is_current_stream_capturing():
             return CANDIDATES[key.bits][-1]  # nothing can be measured now: the one that fits everywhere
         _searched[kernel, key] = _fastest(CANDIDATES[key.bits], run)
     return _searched[kernel, key]
+
+
+def joint_choice(q: torch.Tensor, problem: Problem) -> Choice | None:
+    """The row to follow if both passes of this backward belong into one launch, else None."""
+    if "launches" in _forced:
+        row = Choice(_forced.get("forward", _forced["dq"]), _forced["dkdv"], _forced["dq"], _forced["launches"])
+    else:
+        row = None if interpreted() or _forced else lookup(key_of(q, problem))
+    return row if row is not None and row.launches < 3 else None
 
 
 def choose_fused(q: torch.Tensor, problem: Problem, run: Callable[[Tile], None]) -> Tile:

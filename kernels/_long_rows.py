@@ -1,0 +1,172 @@
+"""RMSNorm and LayerNorm of rows that do not fit in one program's registers: in pieces, read twice.
+
+Forward: one program per row walks over it once for the statistics and once more, backwards, to normalise: the pieces
+that were read last are still in the cache. The variance of LayerNorm merges the moments of the pieces (Chan et al.
+1979, the parallel form of Welford's recurrence), which does not cancel as Σx² − (Σx)²/n does.
+
+Backward: a first kernel sums each row's two products; a second one, whose programs own some columns of many rows,
+writes dx and adds up the shares of dw and db.
+"""
+
+import torch
+from torch import Tensor
+
+from . import _triton
+from ._language import tl, triton
+from ._reduce import sum_columns
+from ._rows import Launch, chosen
+
+
+@triton.jit
+def merge_moments(count, mean, m2, piece_count, piece_mean, piece_m2):
+    """Mean and sum of squared deviations of two sets together; counts are above 0 for the second."""
+    total = count + piece_count
+    delta = piece_mean - mean
+    return total, mean + delta * (piece_count / total), m2 + piece_m2 + delta * delta * (count * piece_count / total)
+
+
+@triton.jit
+def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, r_ptr, cols, stride_x,
+                        stride_residual, eps, CENTRE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+                        SILU: tl.constexpr, BLOCK: tl.constexpr):
+    """One row per program; CENTRE makes it LayerNorm."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_x
+    residual_ptr += row * stride_residual
+    y_ptr += row * cols
+    s_ptr += row * cols
+    offsets = tl.arange(0, BLOCK)
+    count = 0.0
+    mean = 0.0
+    m2 = 0.0
+    for start in tl.range(0, cols, BLOCK):
+        inside = start + offsets < cols
+        s = tl.load(x_ptr + start + offsets, mask=inside, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            s += tl.load(residual_ptr + start + offsets, mask=inside, other=0.0).to(tl.float32)
+            rounded = s.to(s_ptr.dtype.element_ty)
+            tl.store(s_ptr + start + offsets, rounded, mask=inside)
+            s = rounded.to(tl.float32)
+        if CENTRE:
+            here = tl.minimum(cols - start, BLOCK).to(tl.float32)  # the last piece may be shorter
+            piece_mean = tl.sum(s, 0) / here
+            deviation = tl.where(inside, s - piece_mean, 0.0)
+            count, mean, m2 = merge_moments(count, mean, m2, here, piece_mean, tl.sum(deviation * deviation, 0))
+        else:
+            m2 += tl.sum(s * s, 0)
+    r = tl.rsqrt(m2 / cols + eps)
+    tl.store(r_ptr + row, r)
+    if CENTRE:
+        tl.store(mean_ptr + row, mean)
+    if RESIDUAL:
+        tl.debug_barrier()  # other threads of this program wrote what is read now
+    pieces = tl.cdiv(cols, BLOCK)
+    for piece in tl.range(0, pieces):
+        columns = (pieces - 1 - piece) * BLOCK + offsets
+        inside = columns < cols
+        s = tl.load((s_ptr if RESIDUAL else x_ptr) + columns, mask=inside, other=0.0).to(tl.float32)
+        y = (s - mean) * r * tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            y += tl.load(b_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            y = y / (1.0 + tl.exp(-y))
+        tl.store(y_ptr + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gradient(g, u, SILU: tl.constexpr):
+    """g times the derivative of what follows the norm; u is the norm's result."""
+    if SILU:
+        sigmoid = 1.0 / (1.0 + tl.exp(-u))
+        g = g * sigmoid * (1.0 + u * (1.0 - sigmoid))
+    return g
+
+
+@triton.jit
+def row_products_kernel(dy_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_ptr, c2_ptr, cols, stride_dy, stride_s,
+                        CENTRE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+    """Per row c1 = mean(w·g·ŝ) and c2 = mean(w·g), the latter for LayerNorm only."""
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    r = tl.load(r_ptr + row)
+    mean = 0.0
+    if CENTRE:
+        mean = tl.load(mean_ptr + row)
+    c1 = tl.zeros([BLOCK], tl.float32)
+    c2 = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, cols, BLOCK):
+        columns = start + offsets
+        inside = columns < cols
+        normed = (tl.load(s_ptr + row * stride_s + columns, mask=inside, other=0.0).to(tl.float32) - mean) * r
+        g = tl.load(dy_ptr + row * stride_dy + columns, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        g = _gradient(g, normed * w, SILU) * w
+        c1 += g * normed
+        c2 += g
+    tl.store(c1_ptr + row, tl.sum(c1, 0) / cols)
+    if CENTRE:
+        tl.store(c2_ptr + row, tl.sum(c2, 0) / cols)
+
+
+@triton.jit
+def column_strip_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_ptr, c2_ptr, ds_ptr, dw_ptr, db_ptr,
+                        rows, cols, stride_dy, stride_s, CENTRE: tl.constexpr, BIAS: tl.constexpr,
+                        TOTAL: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+    """ds of BLOCK columns of every num_programs(1)-th row, and their share of dw and db."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < cols
+    w = tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    dw = tl.zeros([BLOCK], tl.float32)
+    db = tl.zeros([BLOCK], tl.float32)
+    for index in tl.range(tl.program_id(1), rows, tl.num_programs(1)):
+        row = tl.cast(index, tl.int64)  # the interpreter counts with Python integers
+        r = tl.load(r_ptr + row)
+        mean = 0.0
+        c2 = 0.0
+        if CENTRE:
+            mean = tl.load(mean_ptr + row)
+            c2 = tl.load(c2_ptr + row)
+        normed = (tl.load(s_ptr + row * stride_s + columns, mask=inside, other=0.0).to(tl.float32) - mean) * r
+        g = tl.load(dy_ptr + row * stride_dy + columns, mask=inside, other=0.0).to(tl.float32)
+        g = _gradient(g, normed * w, SILU)
+        dw += g * normed
+        db += g
+        ds = (g * w - normed * tl.load(c1_ptr + row) - c2) * r
+        if TOTAL:
+            ds += tl.load(dtotal_ptr + row * cols + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(ds_ptr + row * cols + columns, ds.to(ds_ptr.dtype.element_ty), mask=inside)
+    share = tl.program_id(1).to(tl.int64) * cols + columns
+    tl.store(dw_ptr + share, dw, mask=inside)
+    if BIAS:
+        tl.store(db_ptr + share, db, mask=inside)
+
+
+def launch_long_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: Tensor, r: Tensor, eps: float,
+                        silu: bool, mean: Tensor | None = None, bias: Tensor | None = None) -> None:
+    """Fill y, r and, where they are wanted, s and mean; with a mean it is LayerNorm."""
+    rows, cols = x.shape
+    launch = chosen("long_forward", Launch(block=8192, warps=16))
+    centre, has_residual = mean is not None, residual is not None
+    _triton.launch(long_forward_kernel, (rows,), x, residual if has_residual else x, w, bias if bias is not None else w,
+                   y, s if has_residual else y, mean if centre else r, r, cols, x.stride(0),
+                   residual.stride(0) if has_residual else 0, eps, CENTRE=centre, BIAS=bias is not None,
+                   RESIDUAL=has_residual, SILU=silu, BLOCK=launch.block, num_warps=launch.warps)
+
+
+def launch_long_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, mean: Tensor | None, r: Tensor,
+                         ds: Tensor, silu: bool, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+    """Fill ds; returns dw and db in w's type."""
+    rows, cols = s.shape
+    device, centre = s.device, mean is not None
+    c1, c2 = torch.empty(2, rows, dtype=torch.float32, device=device).unbind(0)
+    launch = chosen("long_products", Launch(block=4096, warps=8))
+    _triton.launch(row_products_kernel, (rows,), dy, s, w, mean if centre else r, r, c1, c2, cols, dy.stride(0),
+                   s.stride(0), CENTRE=centre, SILU=silu, BLOCK=launch.block, num_warps=launch.warps)
+    launch = chosen("long_strips", Launch(block=2048, warps=4, per_sm=6))
+    strips = triton.cdiv(cols, launch.block)
+    shares = max(1, min(rows, launch.programs(1 << 30, device) // strips))
+    dw, db = torch.empty(2, shares, cols, dtype=torch.float32, device=device).unbind(0)
+    _triton.launch(column_strip_kernel, (strips, shares), dy, dtotal, s, w, mean if centre else r, r, c1, c2, ds, dw,
+                   db, rows, cols, dy.stride(0), s.stride(0), CENTRE=centre, BIAS=has_bias, TOTAL=dtotal is not None,
+                   SILU=silu, BLOCK=launch.block, num_warps=launch.warps)
+    return sum_columns(dw, w.dtype), sum_columns(db, w.dtype) if has_bias else None

@@ -1,0 +1,37 @@
+"""The second stage of a reduction over rows: sum the partial sums that the programs of the first stage left.
+
+Gradients of a weight that all rows share are summed in two stages: each of P programs adds up its own rows in fp32 and
+writes one row of a (P, columns) matrix; this kernel then sums the columns. Unlike atomic additions the order is fixed,
+and so are the bits of the result.
+"""
+
+import torch
+from torch import Tensor
+
+from . import _triton
+from ._language import tl, triton
+from ._rows import Launch, chosen
+
+
+@triton.jit
+def column_sum_kernel(parts_ptr, out_ptr, count, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: BLOCK columns of out (cols) = Σ over the rows of parts (count, cols) fp32."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.arange(0, ROWS)
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.range(0, count, ROWS):
+        inside = (start + rows < count)[:, None] & (columns < cols)[None, :]
+        offsets = (start + rows).to(tl.int64)[:, None] * cols + columns[None, :]
+        acc += tl.load(parts_ptr + offsets, mask=inside, other=0.0)
+    tl.store(out_ptr + columns, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=columns < cols)
+
+
+def sum_columns(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """parts (P, columns) fp32 → (columns) in `dtype`."""
+    count, cols = parts.shape
+    out = torch.empty(cols, dtype=dtype, device=parts.device)
+    # Few columns per program: the matrix is small, and what counts is that all SMs take part.
+    launch = chosen("column_sum", Launch(block=32, rows=64, warps=4))
+    _triton.launch(column_sum_kernel, (triton.cdiv(cols, launch.block),), parts, out, count, cols,
+                   ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
+    return out

@@ -1,0 +1,137 @@
+"""What the kernels that treat a tensor as rows share: checks, the two-dimensional view, tiles and launch parameters.
+
+A row kernel works on tiles of ROWS × BLOCK elements, BLOCK a power of two that covers a whole row, so that a row is
+read once, kept in registers, and written once. How a tile is launched depends on the row's length only; `forced`
+replaces that choice, for tests and tuning.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import _triton
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one kernel is launched.
+
+    Args:
+        block: columns per tile, a power of two.
+        rows: rows per tile, a power of two.
+        warps: of 32 threads.
+        stages: tiles in flight in the loop over tiles; 1 loads a tile when it is needed.
+        per_sm: programs per multiprocessor, each of which walks over many tiles; 0 starts one program per tile.
+    """
+
+    block: int
+    rows: int = 1
+    warps: int = 4
+    stages: int = 1
+    per_sm: int = 0
+
+    def programs(self, tiles: int, device: torch.device) -> int:
+        """Size of the grid for that many tiles."""
+        return tiles if self.per_sm == 0 else min(tiles, self.per_sm * _triton.multiprocessors(device))
+
+
+_forced: dict[str, Launch] = {}
+
+
+@contextlib.contextmanager
+def forced(**launches: Launch) -> Iterator[None]:
+    """Use these launch parameters, by kernel name, whatever the length of a row."""
+    before = dict(_forced)
+    _forced.update(launches)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
+
+
+def chosen(kernel: str, default: Launch) -> Launch:
+    """The launch parameters forced upon `kernel`, or the default."""
+    return _forced.get(kernel, default)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def row_launch(kernel: str, cols: int, per_thread: int = 16, tile: int = 2048, **options: int) -> Launch:
+    """Launch parameters for tiles of whole rows.
+
+    Args:
+        kernel: its name, for `forced`.
+        cols: elements of a row.
+        per_thread: elements that a thread holds, as long as there are at most 32 warps.
+        tile: elements of a tile at the least; short rows share one.
+        options: stages and per_sm of `Launch`.
+    """
+    block = power_of_two(cols)
+    rows = max(1, tile // block)
+    warps = min(32, max(1, rows * block // (32 * per_thread)))
+    return chosen(kernel, Launch(block, rows, warps, **options))
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x as a matrix (rows, last dimension) whose rows are contiguous; copied where its strides do not allow a view."""
+    matrix = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+    return matrix if matrix.stride(-1) == 1 or matrix.shape[-1] == 1 else matrix.contiguous()
+
+
+def check(name: str, x: object, dims: int = 0, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+    """Raise unless x is a tensor of an allowed type with at least `dims` dimensions."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in dtypes:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise ValueError(f"{name} has dtype {x.dtype}; allowed: {allowed}")
+    if x.dim() < dims:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; at least {dims} dimension{'s' * (dims > 1)} needed")
+
+
+def check_like(name: str, x: object, other_name: str, other: Tensor, *, dtype: bool = True) -> None:
+    """Raise unless x is a tensor of the other's shape, device and (if asked for) type."""
+    check(name, x)
+    if x.shape != other.shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, {other_name} {tuple(other.shape)}; they must be equal")
+    if dtype and x.dtype != other.dtype:
+        raise ValueError(f"{name} has dtype {x.dtype}, {other_name} {other.dtype}; they must be equal")
+    check_device(name, x, other_name, other)
+
+
+def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise unless both are on one device."""
+    if x.device != other.device:
+        raise ValueError(f"{name} is on {x.device}, {other_name} on {other.device}; they must be on one device")
+
+
+def check_width(name: str, weight: object, x_name: str, x: Tensor) -> None:
+    """Raise unless weight is a vector as long as x's last dimension, on x's device."""
+    check(name, weight)
+    if tuple(weight.shape) != (x.shape[-1],):
+        raise ValueError(f"{name} has shape {tuple(weight.shape)}; allowed: ({x.shape[-1]},), as wide as {x_name}")
+    check_device(name, weight, x_name, x)
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise unless value is a number above zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} is {value}; allowed: a finite number above 0")
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The type results get: autocast's where it is on, else x's."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type)

@@ -1,0 +1,190 @@
+"""Element-wise operations: vector addition, the first kernel to read, and GeLU, forward and backward.
+
+Math:  add z = x + y.   GeLU y = x·sigmoid(2u), u = √(2/π)·(x + 0.044715·x³), which is x/2·(1 + tanh u).
+       dGeLU/dx = s + x·s·(1 − s)·2u′, s = sigmoid(2u), u′ = √(2/π)·(1 + 3·0.044715·x²).
+
+How a kernel is laid out: n elements are cut into blocks of BLOCK. Program i of a one-dimensional grid owns elements
+[i·BLOCK, (i + 1)·BLOCK); the mask keeps the last program within the tensor. Each thread of a program loads 16 bytes at
+a time, neighbours next to each other, so that a warp's request is a few whole lines of memory.
+
+Shapes: any; x and y alike. Bytes: each input and the output once. FLOPs: 1 (add), about 10 (GeLU) per element.
+Saved for backward: nothing (add), x (GeLU). Arithmetic in fp32, results in the input's type.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from . import _triton, reference
+from ._language import tl, triton
+from ._rows import Launch, check, check_like, chosen
+from .cost import Cost
+
+# In Triton's interpreter a constexpr times a tensor is a constexpr: the tensor stands on the left in what follows.
+GELU_DOUBLED = tl.constexpr(2 * reference.GELU_SCALE)
+GELU_CUBIC = tl.constexpr(reference.GELU_CUBIC)
+# Beyond this GeLU is x or 0 and its derivative 1 or 0 in fp32, while x² in the derivative could still overflow.
+GELU_FLAT = tl.constexpr(30.0)
+
+
+@triton.jit
+def add_kernel(x_ptr, y_ptr, z_ptr, count, BLOCK: tl.constexpr):
+    """z = x + y on one block."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    x = tl.load(x_ptr + offsets, mask=inside)
+    y = tl.load(y_ptr + offsets, mask=inside)
+    tl.store(z_ptr + offsets, (x.to(tl.float32) + y.to(tl.float32)).to(z_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gelu_of(x):
+    """GeLU of fp32 values. The exponential may overflow: x/∞ is the 0 that is wanted."""
+    doubled = (x + x * x * x * GELU_CUBIC) * GELU_DOUBLED
+    return x / (1.0 + tl.exp(-doubled))
+
+
+@triton.jit
+def gelu_slope(x):
+    """dGeLU/dx of fp32 values."""
+    x = tl.where(x > GELU_FLAT, GELU_FLAT, tl.where(x < -GELU_FLAT, -GELU_FLAT, x))  # comparisons let NaN through
+    s = 1.0 / (1.0 + tl.exp(-(x + x * x * x * GELU_CUBIC) * GELU_DOUBLED))
+    return s + x * s * (1.0 - s) * GELU_DOUBLED * (1.0 + x * x * GELU_CUBIC * 3.0)
+
+
+@triton.jit
+def gelu_forward_kernel(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
+    """y = GeLU(x) on one block."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
+    tl.store(y_ptr + offsets, gelu_of(x).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gelu_backward_kernel(dy_ptr, x_ptr, dx_ptr, count, BLOCK: tl.constexpr):
+    """dx = dy·GeLU′(x) on one block."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
+    dy = tl.load(dy_ptr + offsets, mask=inside).to(tl.float32)
+    tl.store(dx_ptr + offsets, (dy * gelu_slope(x)).to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+def launch_flat(kernel, name: str, *tensors: Tensor) -> None:
+    """Launch an element-wise kernel over contiguous tensors of equal size, nothing empty."""
+    count = tensors[0].numel()
+    launch = chosen(name, Launch(block=2048, warps=4))
+    _triton.launch(kernel, (triton.cdiv(count, launch.block),), *tensors, count, BLOCK=launch.block,
+                   num_warps=launch.warps)
+
+
+@torch.library.custom_op("distlab_kernels::add", mutates_args=())
+def add_op(x: Tensor, y: Tensor) -> Tensor:
+    x, y = x.contiguous(), y.contiguous()
+    z = torch.empty_like(x)
+    if x.numel() == 0:
+        return z
+    if not _triton.runs_triton(x):
+        return z.copy_(reference.add(x, y))
+    launch_flat(add_kernel, "add", x, y, z)
+    return z
+
+
+@torch.library.custom_op("distlab_kernels::gelu_forward", mutates_args=())
+def gelu_forward_op(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    if x.numel() == 0:
+        return y
+    if not _triton.runs_triton(x):
+        return y.copy_(reference.gelu(x))
+    launch_flat(gelu_forward_kernel, "gelu", x, y)
+    return y
+
+
+@torch.library.custom_op("distlab_kernels::gelu_backward", mutates_args=())
+def gelu_backward_op(dy: Tensor, x: Tensor) -> Tensor:
+    dy, x = dy.contiguous(), x.contiguous()
+    dx = torch.empty_like(x)
+    if x.numel() == 0:
+        return dx
+    if not _triton.runs_triton(x):
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            return dx.copy_(torch.autograd.grad(reference.gelu(leaf), leaf, dy)[0])
+    launch_flat(gelu_backward_kernel, "gelu_backward", dy, x, dx)
+    return dx
+
+
+@add_op.register_fake
+def _(x, y):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@gelu_forward_op.register_fake
+def _(x):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@gelu_backward_op.register_fake
+def _(dy, x):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+class Add(Function):
+    """`apply(x, y)` → x + y."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        check("x", x)
+        check_like("y", y, "x", x)
+        return add_op(x, y)
+
+    @staticmethod
+    def backward(ctx, dz):
+        return dz, dz
+
+
+class GeLU(Function):
+    """`apply(x)` → GeLU(x), the tanh form. Saved: x."""
+
+    @staticmethod
+    def forward(ctx, x):
+        check("x", x)
+        ctx.save_for_backward(x)
+        return gelu_forward_op(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return gelu_backward_op(dy, *ctx.saved_tensors)
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """x + y for tensors of one shape and type; no broadcasting.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+    """
+    return Add.apply(x, y)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GeLU in its tanh form (Hendrycks & Gimpel 2016), of any shape; finite for every finite x.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+    """
+    return GeLU.apply(x)
+
+
+def add_cost(shape: tuple[int, ...], dtype: torch.dtype) -> Cost:
+    """Two inputs, one output."""
+    count = torch.Size(shape).numel()
+    return Cost(count, 3 * count * dtype.itemsize)
+
+
+def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
+    """Of GeLU: x and y forward; dy, x and dx backward."""
+    count = torch.Size(shape).numel()
+    return Cost((20 if backward else 10) * count, (3 if backward else 2) * count * dtype.itemsize)

@@ -1,0 +1,147 @@
+"""The operations of this package in plain torch, one kernel launch per line: what fusing saves, and what is right.
+
+Tests compare with these in float64, benchmarks time them as the naive form, and the public functions use them where
+Triton cannot run. Statistics and sums are taken in fp32 (float64 for float64 inputs); results have the input's type.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+GELU_SCALE = math.sqrt(2 / math.pi)
+GELU_CUBIC = 0.044715
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in the type that statistics are computed in: float64 stays, everything else becomes float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """x + y."""
+    return x + y
+
+
+def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
+    """Σ_d x[…, d]·weight[d]: (…, D) and (D) → (…)."""
+    return (wide(x) * wide(weight)).sum(-1).to(x.dtype)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³))) (Hendrycks & Gimpel 2016)."""
+    x32 = wide(x)
+    inner = GELU_SCALE * (x32 + GELU_CUBIC * x32 * x32 * x32)
+    return (0.5 * x32 * (1 + torch.tanh(inner))).to(x.dtype)
+
+
+def gelu_by_exponentials(x: Tensor) -> Tensor:
+    """GeLU with tanh(u) written as (e^2u − 1)/(e^2u + 1): NaN as soon as e^2u is infinite, in fp32 from x ≈ 10.
+
+    Kept as a warning: ours writes the same function as x·sigmoid(2u), whose exponential may overflow without harm.
+    """
+    x32 = wide(x)
+    powered = torch.exp(2 * GELU_SCALE * (x32 + GELU_CUBIC * x32**3))
+    return (0.5 * x32 * (1 + (powered - 1) / (powered + 1))).to(x.dtype)
+
+
+def softmax(x: Tensor) -> Tensor:
+    """exp(x − max) / Σ exp(x − max) over the last dimension; a row of −inf only becomes NaN, as in torch."""
+    x32 = wide(x)
+    powered = torch.exp(x32 - x32.amax(-1, keepdim=True))
+    return (powered / powered.sum(-1, keepdim=True)).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """(x − mean)/√(var + eps)·weight + bias over the last dimension (Ba et al. 2016), the biased variance."""
+    x32 = wide(x)
+    centred = x32 - x32.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * wide(weight)
+    return (normed if bias is None else normed + wide(bias)).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """x/√(mean(x²) + eps)·weight over the last dimension (Zhang & Sennrich 2019)."""
+    x32 = wide(x)
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * wide(weight)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5,
+                 activation: str | None = None) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), the norm followed by SiLU where `activation` is "silu"."""
+    total = (x + residual).to(residual.dtype)
+    y = rms_norm(total, weight, eps)
+    return (silu(y) if activation == "silu" else y), total
+
+
+def silu(x: Tensor) -> Tensor:
+    """x·sigmoid(x)."""
+    x32 = wide(x)
+    return (x32 * torch.sigmoid(x32)).to(x.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate)·up (Shazeer 2020), rounded once."""
+    return (wide(gate) * torch.sigmoid(wide(gate)) * wide(up)).to(gate.dtype)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (x_i, x_{i+D/2}) turned by its position's angle (Su et al. 2021).
+
+    x (…, T, D); cos and sin (T, D): the two halves of cos are equal, those of sin have opposite signs, − first.
+    """
+    return (wide(x) * cos + wide(x).roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+def dropout(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    """x/(1 − p) where `keep` is true, else 0."""
+    return torch.where(keep, wide(x) / (1 - p), 0.0).to(x.dtype)
+
+
+EPILOGUES = {
+    None: lambda y: y,
+    "relu": torch.relu,
+    "leaky_relu": lambda y: torch.where(y > 0, y, 0.01 * y),
+    "gelu": gelu,
+    "silu": silu,
+    "rms_norm": lambda y: y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5),
+}
+
+
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, epilogue: str | None = None) -> Tensor:
+    """epilogue(a b + bias): (M, K), (K, N), (N) → (M, N); the epilogue acts on the unrounded product."""
+    product = wide(a) @ wide(b)
+    return EPILOGUES[epilogue](product if bias is None else product + wide(bias)).to(a.dtype)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+                  reduction: str = "mean") -> Tensor:
+    """−Σ_v q_v·log softmax(logits)_v with q = (1 − ε)·onehot(target) + ε/V, in fp32.
+
+    Rows whose target is `ignore_index` count nothing; the mean of none is 0.
+    """
+    log_p = wide(logits) - torch.logsumexp(wide(logits), -1, keepdim=True)
+    kept = targets != ignore_index
+    picked = -log_p.gather(-1, torch.where(kept, targets, 0)[:, None])[:, 0]
+    loss = picked
+    if label_smoothing:
+        loss = (1 - label_smoothing) * picked - label_smoothing * log_p.mean(-1)
+    loss = torch.where(kept, loss, 0.0)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / kept.sum().clamp(min=1)
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, **options) -> Tensor:
+    """Cross-entropy of the logits x weightᵀ: (N, D), (V, D), (N) → scalar. The logits stand whole in memory."""
+    return cross_entropy(x @ weight.T, targets, **options)
+
+
+def adamw_(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: int, *, lr: float,
+           betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """One AdamW step in place (Loshchilov & Hutter 2019): decay, moments, bias correction, update."""
+    parameter.mul_(1 - lr * weight_decay)
+    first.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
+    second.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    scale = second.sqrt().div_(math.sqrt(1 - betas[1] ** step)).add_(eps)
+    parameter.addcdiv_(first, scale, value=-lr / (1 - betas[0] ** step))

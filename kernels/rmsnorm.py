@@ -1,0 +1,274 @@
+"""RMSNorm, alone and fused with what stands around it in a Transformer block: a residual addition before, SiLU after.
+
+Math, per row:  s = x + residual (or x),  r = 1/√(mean(s²) + eps),  y = f(s·r·w), f the identity or SiLU.
+    g = dy·f′(s·r·w);  ds = r·(w·g − ŝ·mean(w·g·ŝ)) + what arrives for s itself, ŝ = s·r;  dw = Σ_rows g·ŝ.
+
+Shapes: `N` rows, `D` columns: x, residual, s, y (N, D); w (D); r (N) fp32.
+Bytes: forward x and y once (with a residual x, residual, s, y); backward dy, s and ds once.
+FLOPs: about 4 per element forward, 9 backward.
+Saved for backward: s (x itself where there is no residual), w, r. Statistics in fp32; y in x's type or autocast's.
+
+A row stays in registers from its one load to its one store. Backward: a fixed number of programs walk over the rows, so
+that each adds up its share of dw in registers and writes it once; `_reduce.py` sums the shares. Rows longer than
+ONE_TILE are treated in pieces, twice read (`_long_rows.py`).
+
+Source: Zhang & Sennrich, Root Mean Square Layer Normalization (2019).
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from . import _triton, reference
+from ._language import tl, triton
+from ._long_rows import launch_long_backward, launch_long_forward
+from ._reduce import sum_columns
+from ._rows import (
+    as_rows,
+    autocast_dtype,
+    check,
+    check_device,
+    check_like,
+    check_positive,
+    check_width,
+    row_launch,
+)
+from .cost import Cost
+
+ONE_TILE = 32768  # columns up to which the forward keeps a row in registers
+ONE_TILE_BACKWARD = 8192  # there x, dy, w and the sum of dw stand side by side
+
+
+@triton.jit
+def forward_kernel(x_ptr, residual_ptr, w_ptr, y_ptr, s_ptr, r_ptr, rows, cols, stride_x, stride_residual, eps,
+                   RESIDUAL: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+                   STAGES: tl.constexpr):
+    """Tiles of ROWS rows; y and s are contiguous."""
+    columns = tl.arange(0, BLOCK)
+    w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (columns < cols)[None, :]
+        row64 = row.to(tl.int64)
+        out = row64[:, None] * cols + columns[None, :]
+        s = tl.load(x_ptr + row64[:, None] * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            s += tl.load(residual_ptr + row64[:, None] * stride_residual + columns[None, :], mask=inside,
+                         other=0.0).to(tl.float32)
+            rounded = s.to(s_ptr.dtype.element_ty)
+            tl.store(s_ptr + out, rounded, mask=inside)
+            s = rounded.to(tl.float32)  # backward sees the rounded sum: normalise the same
+        r = tl.rsqrt(tl.sum(s * s, 1) / cols + eps)
+        y = s * r[:, None] * w.to(tl.float32)[None, :]
+        if SILU:
+            y = y / (1.0 + tl.exp(-y))
+        tl.store(r_ptr + row, r, mask=row < rows)
+        tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, ds_ptr, parts_ptr, rows, cols, stride_dy, stride_s,
+                    TOTAL: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+                    STAGES: tl.constexpr):
+    """Tiles of ROWS rows, and this program's share of dw as one row of parts; TOTAL: s itself has a gradient."""
+    columns = tl.arange(0, BLOCK)
+    w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (columns < cols)[None, :]
+        row64 = row.to(tl.int64)
+        out = row64[:, None] * cols + columns[None, :]
+        s = tl.load(s_ptr + row64[:, None] * stride_s + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + row64[:, None] * stride_dy + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        r = tl.load(r_ptr + row, mask=row < rows, other=0.0)
+        normed = s * r[:, None]
+        w32 = w.to(tl.float32)[None, :]
+        if SILU:
+            u = normed * w32
+            sigmoid = 1.0 / (1.0 + tl.exp(-u))
+            g = g * sigmoid * (1.0 + u * (1.0 - sigmoid))
+        dw += g * normed
+        g = g * w32
+        ds = (g - normed * (tl.sum(g * normed, 1) / cols)[:, None]) * r[:, None]
+        if TOTAL:
+            ds += tl.load(dtotal_ptr + out, mask=inside, other=0.0).to(tl.float32)
+        tl.store(ds_ptr + out, ds.to(ds_ptr.dtype.element_ty), mask=inside)
+    tl.store(parts_ptr + tl.program_id(0).to(tl.int64) * cols + columns, tl.sum(dw, 0), mask=columns < cols)
+
+
+def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: Tensor, r: Tensor, eps: float,
+                   silu: bool) -> None:
+    """Fill y, r and, with a residual, s. x and residual have contiguous rows, the outputs are contiguous."""
+    rows, cols = x.shape
+    launch = row_launch("rmsnorm", cols)
+    grid = (launch.programs(triton.cdiv(rows, launch.rows), x.device),)
+    _triton.launch(forward_kernel, grid, x, residual, w, y, s, r, rows, cols, x.stride(0),
+                   0 if residual is None else residual.stride(0), eps, RESIDUAL=residual is not None, SILU=silu,
+                   ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
+
+
+def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor, ds: Tensor,
+                    silu: bool) -> Tensor:
+    """Fill ds; returns dw in w's type."""
+    rows, cols = s.shape
+    launch = row_launch("rmsnorm_backward", cols, stages=2, per_sm=2)
+    programs = launch.programs(triton.cdiv(rows, launch.rows), s.device)
+    parts = torch.empty(programs, cols, dtype=torch.float32, device=s.device)
+    _triton.launch(backward_kernel, (programs,), dy, dtotal, s, w, r, ds, parts, rows, cols, dy.stride(0), s.stride(0),
+                   TOTAL=dtotal is not None, SILU=silu, ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages,
+                   num_warps=launch.warps)
+    return sum_columns(parts, w.dtype)
+
+
+@torch.library.custom_op("distlab_kernels::rms_norm_forward", mutates_args=())
+def forward_op(x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: bool,
+               dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x (…, D) → y in `dtype`, s (empty without a residual), r (N) fp32."""
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    s = x.new_empty(0) if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    r = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
+    if x.numel() == 0:
+        return y, s, r
+    if not _triton.runs_triton(x):
+        total = x if residual is None else s.copy_(x + residual)
+        normed = reference.rms_norm(reference.wide(total), w, eps)
+        y.copy_(reference.silu(normed) if silu else normed)
+        return y, s, r.copy_(torch.rsqrt(reference.wide(total).square().mean(-1) + eps).flatten())
+    launch = launch_forward if x.shape[-1] <= ONE_TILE else launch_long_forward
+    launch(as_rows(x), None if residual is None else as_rows(residual), w.contiguous(), y, s, r, eps, silu)
+    return y, s, r
+
+
+@torch.library.custom_op("distlab_kernels::rms_norm_backward", mutates_args=())
+def backward_op(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor,
+                silu: bool) -> tuple[Tensor, Tensor]:
+    """(ds, dw) from the gradient of y and, where there was a residual, of s."""
+    ds = torch.empty(s.shape, dtype=s.dtype, device=s.device)
+    if s.numel() == 0:
+        return ds, torch.zeros_like(w)
+    if not _triton.runs_triton(s):
+        return _plain_backward(dy, dtotal, s, w, r, silu)
+    dtotal = None if dtotal is None else dtotal.contiguous()
+    if s.shape[-1] <= ONE_TILE_BACKWARD:
+        dw = launch_backward(as_rows(dy), dtotal, as_rows(s), w.contiguous(), r, ds, silu)
+    else:
+        dw, _ = launch_long_backward(as_rows(dy), dtotal, as_rows(s), w.contiguous(), None, r, ds, silu, False)
+    return ds, dw
+
+
+def _plain_backward(dy, dtotal, s, w, r, silu):
+    normed, g, w32 = reference.wide(s) * r.view(*s.shape[:-1], 1), reference.wide(dy), reference.wide(w)
+    if silu:
+        sigmoid = torch.sigmoid(normed * w32)
+        g = g * sigmoid * (1 + normed * w32 * (1 - sigmoid))
+    dw = (g * normed).flatten(0, -2).sum(0)
+    ds = (g * w32 - normed * (g * w32 * normed).mean(-1, keepdim=True)) * r.view(*s.shape[:-1], 1)
+    return (ds if dtotal is None else ds + dtotal).to(s.dtype), dw.to(w.dtype)
+
+
+@forward_op.register_fake
+def _(x, residual, w, eps, silu, dtype):
+    s = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
+    return x.new_empty(x.shape, dtype=dtype), s, x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+
+
+@backward_op.register_fake
+def _(dy, dtotal, s, w, r, silu):
+    return s.new_empty(s.shape), torch.empty_like(w, memory_format=torch.contiguous_format)
+
+
+class RMSNorm(Function):
+    """`apply(x, weight, eps=1e-5)` → y of x's shape. Saved: x, weight, and 1/rms of each row."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps=1e-5):
+        check("x", x, 1)
+        check_width("weight", weight, "x", x)
+        check_positive("eps", eps)
+        y, _, r = forward_op(x, None, weight, eps, False, autocast_dtype(x))
+        ctx.save_for_backward(x, weight, r)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, r = ctx.saved_tensors
+        return *backward_op(dy, None, x, weight, r, False), None
+
+
+class RMSNormPyTorch(Function):
+    """The same in plain torch, on any device; float64 too, for `gradcheck`. `apply(x, weight, eps=1e-5)`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps=1e-5):
+        check("x", x, 1, (torch.float64, torch.float32, torch.float16, torch.bfloat16))
+        check_positive("eps", eps)
+        r = torch.rsqrt(reference.wide(x).square().mean(-1) + eps)
+        ctx.save_for_backward(x, weight, r)
+        return reference.rms_norm(x, weight, eps).to(autocast_dtype(x))
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *_plain_backward(dy, None, *ctx.saved_tensors, False), None
+
+
+class AddRMSNorm(Function):
+    """`apply(x, residual, weight, eps=1e-5, activation=None)` → (y, s). Saved: s, weight, and 1/rms of each row."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps=1e-5, activation=None):
+        check("x", x, 1)
+        check_like("residual", residual, "x", x, dtype=False)
+        check_width("weight", weight, "x", x)
+        check_device("weight", weight, "x", x)
+        check_positive("eps", eps)
+        if activation not in (None, "silu"):
+            raise ValueError(f"activation is {activation!r}; allowed: None, 'silu'")
+        y, s, r = forward_op(x, residual, weight, eps, activation == "silu", autocast_dtype(x))
+        ctx.save_for_backward(s, weight, r)
+        ctx.silu, ctx.dtypes = activation == "silu", (x.dtype, residual.dtype)
+        ctx.set_materialize_grads(False)
+        return y, s
+
+    @staticmethod
+    def backward(ctx, dy, dtotal):
+        s, weight, r = ctx.saved_tensors
+        if dy is None:
+            ds, dw = dtotal, None
+        else:
+            ds, dw = backward_op(dy, dtotal, s, weight, r, ctx.silu)
+        return *(None if ds is None else ds.to(dtype) for dtype in ctx.dtypes), dw, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """x/√(mean(x²) + eps)·weight over the last dimension; differentiable in x and weight.
+
+    Args:
+        x: (…, D), fp32, fp16 or bf16, any strides.
+        weight: (D), any of these types.
+        eps: above 0.
+
+    Returns:
+        x's shape and type; under autocast autocast's type, because matrix products follow.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+    """
+    return RMSNorm.apply(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5,
+                 activation: str | None = None) -> tuple[Tensor, Tensor]:
+    """(y, s): s = x + residual in residual's type, y = rms_norm(s), followed by SiLU where activation is "silu".
+
+    One pass over memory instead of three or four; arguments and errors as for `rms_norm`.
+    """
+    return AddRMSNorm.apply(x, residual, weight, eps, activation)
+
+
+def cost(shape: tuple[int, ...], dtype: torch.dtype, *, residual: bool = False, backward: bool = False) -> Cost:
+    """Least FLOPs and bytes; backward includes the gradient of s where there was a residual."""
+    count, cols = torch.Size(shape).numel(), shape[-1]
+    tensors = (3 if backward else 2) + (residual if backward else 2 * residual)
+    vectors = cols * dtype.itemsize * (2 if backward else 1) + 4 * count // max(cols, 1)
+    return Cost((9 if backward else 4) * count, tensors * count * dtype.itemsize + vectors)
