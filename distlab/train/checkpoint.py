@@ -12,7 +12,9 @@ and runs no code from the files.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +250,6 @@ class Checkpointer:
         items = [Item(run.key, run.start, run.numel, run.values) for run in runs]
         dcp.read(stored.path, metadata, items, self._group)
         layout.load_state(stored.content["groups"], state)
-        if hasattr(wrapper, "refresh_after_load"):
-            wrapper.refresh_after_load()
         if generators:
             rng.restore({key.rsplit("/", 1)[1]: value for key, value in generators.items()})
 
@@ -329,13 +329,12 @@ def host_memory(count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     if pinned and count:
         runtime = torch.cuda.cudart()
         torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
     return memory
 
 
 def _gloo_group(context: RankContext) -> dist.ProcessGroup:
     """A group for the writer thread: no collective of training may come between its own."""
-    from datetime import timedelta
-
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=context.timeout_s))
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from distlab.parallel.ownership import Owned
@@ -198,7 +196,7 @@ def flat(tensor: Tensor, name: str = "a tensor") -> Tensor:
         ValueError: it is not contiguous.
     """
     local = tensor.detach()
-    if isinstance(local, DTensor):
+    if _is_dtensor(local):
         local = local.to_local()
     if not local.is_contiguous():
         raise ValueError(f"'{name}' is not contiguous in memory; checkpoints hold tensors in row-major order")
@@ -211,8 +209,10 @@ def _run(key: str, owned: Owned, value: Tensor) -> Run:
 
 def _place(parameter: Tensor) -> tuple[int, bool]:
     """(first element, replicated) of a parameter that is whole, or a DTensor cut along its first dimension."""
-    if not isinstance(parameter, DTensor):
+    if not _is_dtensor(parameter):
         return 0, True
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # takes a second
+
     _, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
@@ -221,6 +221,10 @@ def _place(parameter: Tensor) -> tuple[int, bool]:
     row = torch.Size(parameter.shape[1:]).numel()
     replicated = all(p.is_replicate() for p in parameter.placements)
     return (offset[0] * row if offset else 0), replicated
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return hasattr(tensor, "to_local")
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

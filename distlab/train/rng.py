@@ -12,7 +12,7 @@ def seed_rank(seed: int, rank: int) -> None:
     """Seed every generator of this process; ranks differ, so that dropout does."""
     mixed = int(np.random.SeedSequence((seed, rank)).generate_state(1)[0])
     random.seed(mixed)
-    np.random.seed(mixed)  # noqa: NPY002
+    np.random.seed(mixed)
     torch.manual_seed(mixed)  # CUDA's too
 
 
@@ -21,7 +21,7 @@ def states() -> dict[str, Tensor]:
     version, words, gauss = random.getstate()
     # Integers below 2³² are exact in fp64; NaN stands for "no second Gaussian waiting".
     python = [version, *words, float("nan") if gauss is None else gauss]
-    _, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    _, keys, position, has_gauss, cached = np.random.get_state()
     found = {
         "python": torch.tensor(python, dtype=torch.float64),
         "numpy": torch.tensor([*keys.tolist(), position, has_gauss, cached], dtype=torch.float64),
@@ -40,7 +40,7 @@ def restore(saved: Mapping[str, Tensor]) -> None:
     if "numpy" in saved:
         *keys, position, has_gauss, cached = saved["numpy"].tolist()
         key_array = np.array(keys, dtype=np.uint32)
-        np.random.set_state(("MT19937", key_array, int(position), int(has_gauss), cached))  # noqa: NPY002
+        np.random.set_state(("MT19937", key_array, int(position), int(has_gauss), cached))
     if "torch" in saved:
         torch.set_rng_state(saved["torch"])
     if "cuda" in saved and torch.cuda.is_available():

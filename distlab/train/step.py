@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from distlab.comm import RankContext, collectives
 from distlab.model.ops import cross_entropy
@@ -62,7 +61,7 @@ class TrainStep:
     ):
         if (skip_nonfinite or scaler is not None) and context is None:
             raise ValueError(
-                "skip_nonfinite and scaler need context=..., because all ranks must decide alike"
+                "skip_nonfinite or a scaler needs context=..., because all ranks must decide alike"
             )
         self.model = model
         self.optimizer = optimizer
@@ -120,7 +119,7 @@ class TrainStep:
                 return holder.clip_grad_norm_(max_norm)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor, from FSDP2
 
     def _unscale(self) -> None:
         """Undo the loss scale and clip, in one pass over the gradients; or skip the step on all ranks."""

@@ -1,0 +1,123 @@
+"""What a training run is: every option, checked once, and which of them a resumed run must repeat."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from distlab.model.config import ModelConfig, preset
+from distlab.parallel import STRATEGIES, get_strategy
+from distlab.train.schedule import WarmupCosine
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# local drifts apart; ZeroRedundancyOptimizer keeps its state where no checkpoint could find it.
+TRAINABLE = tuple(name for name, s in STRATEGIES.items() if s.synchronizes and name != "torch-zero")
+# What decides the sequence of losses, besides the model and the data.
+LASTING = ("batch", "seed", "lr", "lr_floor", "warmup", "weight_decay", "beta2", "clip", "dtype", "dropout")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run.
+
+    Args:
+        size: model preset.
+        context: tokens per sequence; None for the preset's.
+        vocab: entries of the vocabulary; None for the preset's (256 for text).
+        dropout: probability.
+        strategy: a name of the registry that keeps ranks alike.
+        bucket_size_mb: MiB, for strategies with buckets.
+        batch: sequences per optimizer step over *all* ranks, so that a run means the same at every world size.
+        accumulate: micro-batches that a rank cuts its share into; one synchronisation per optimizer step.
+        steps: optimizer steps.
+        lr, lr_floor, warmup: see `WarmupCosine`.
+        weight_decay, beta2: of AdamW.
+        clip: largest norm of the gradient; 0 for no clipping.
+        dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters (fp16 with a loss scale).
+        compile_blocks: `torch.compile` each block.
+        checkpoint_blocks: recompute each block's activations in backward.
+        seed: of parameters, data order and dropout.
+        validate_every: steps between validations; 0 for one at the end.
+        validate_sequences: sequences per validation.
+        checkpoint_every: steps between checkpoints; 0 for one at the end.
+        keep: complete checkpoints that stay.
+        synchronous_checkpoints: write within the step instead of behind it.
+
+    Raises:
+        ValueError: a value that is not allowed; the message says what is.
+    """
+
+    size: str = "tiny"
+    context: int | None = None
+    vocab: int | None = None
+    dropout: float = 0.0
+    strategy: str = "bucketed"
+    bucket_size_mb: float = 25.0
+    batch: int = 8
+    accumulate: int = 1
+    steps: int = 100
+    lr: float = 1e-3
+    lr_floor: float = 0.1
+    warmup: int = 10
+    weight_decay: float = 0.1
+    beta2: float = 0.95
+    clip: float = 1.0
+    dtype: str = "fp32"
+    compile_blocks: bool = False
+    checkpoint_blocks: bool = False
+    seed: int = 0
+    validate_every: int = 0
+    validate_sequences: int = 64
+    checkpoint_every: int = 50
+    keep: int = 2
+    synchronous_checkpoints: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
+        get_strategy(self.strategy)
+        if self.strategy not in TRAINABLE:
+            raise ValueError(f"strategy {self.strategy!r} cannot train; allowed: {', '.join(TRAINABLE)}")
+        for name, least in (
+            ("batch", 1), ("accumulate", 1), ("steps", 1), ("warmup", 0), ("weight_decay", 0), ("clip", 0),
+            ("seed", 0), ("validate_every", 0), ("validate_sequences", 1), ("checkpoint_every", 0), ("keep", 1),
+        ):  # fmt: skip
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        self.schedule()
+        self.model()
+
+    def model(self) -> ModelConfig:
+        overrides: dict[str, Any] = {"dropout": self.dropout}
+        if self.context is not None:
+            overrides["context_length"] = self.context
+        if self.vocab is not None:
+            overrides["vocab_size"] = self.vocab
+        return preset(self.size, **overrides)
+
+    def schedule(self) -> WarmupCosine:
+        return WarmupCosine(self.lr, self.steps, min(self.warmup, self.steps), self.lr_floor)
+
+    def identity(self, data: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint must share with the run that continues it."""
+        lasting = {name: getattr(self, name) for name in LASTING}
+        return {"model": asdict(self.model()), "data": data, **lasting}
+
+
+def refuse_other_run(saved: dict[str, Any], mine: dict[str, Any], where: str) -> None:
+    """Raises ValueError with every option that differs."""
+    differences = []
+    for name in mine.keys() | saved.keys():
+        there, here = saved.get(name), mine.get(name)
+        if isinstance(there, dict) and isinstance(here, dict):
+            keys = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
+            differences += [
+                f"{name}.{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in keys
+            ]
+        elif there != here:
+            differences.append(f"{name} is {there!r} there and {here!r} here")
+    if differences:
+        raise ValueError(
+            f"{where} belongs to another run: {'; '.join(sorted(differences))}. Repeat its options, or pass another "
+            "--name, or --fresh to begin anew"
+        )

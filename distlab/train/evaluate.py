@@ -1,0 +1,51 @@
+"""Validation loss over all tokens of all ranks, each token counted once."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from distlab.comm import RankContext, collectives
+from distlab.train.tokens import IGNORED, Sequences, to_batch
+
+
+@torch.no_grad()
+def validation_loss(
+    wrapper: nn.Module,
+    data: Sequences,
+    context: RankContext,
+    *,
+    sequences: int,
+    batch: int,
+    autocast_dtype: torch.dtype | None = None,
+) -> float:
+    """Mean cross-entropy in nats per token over the first `sequences` sequences; the same on every rank.
+
+    Ranks share the sequences. All run equally many forwards (sharded models need that), some on nothing.
+
+    Args:
+        batch: sequences per forward.
+    """
+    total = sequences if data.count is None else min(sequences, data.count)
+    mine = list(range(context.rank, total, context.world_size))
+    rounds = math.ceil(math.ceil(total / context.world_size) / batch)
+    empty = data.rows([0])
+    empty[:] = IGNORED
+    loss_sum = torch.zeros((), dtype=torch.float64, device=context.device)
+    count = torch.zeros((), dtype=torch.float64, device=context.device)
+    was_training = wrapper.training
+    wrapper.eval()
+    for number in range(rounds):
+        numbers = mine[number * batch : (number + 1) * batch]
+        tokens, targets = to_batch(data.rows(numbers) if numbers else empty, context.device)
+        with torch.autocast(context.device.type, autocast_dtype, enabled=autocast_dtype is not None):
+            logits = wrapper(tokens)
+        losses = F.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        loss_sum += losses.double()
+        count += (targets != IGNORED).sum()
+    wrapper.train(was_training)
+    totals = collectives.sum_tensor(torch.stack((loss_sum, count)), context.group).tolist()
+    return totals[0] / totals[1]

@@ -1,0 +1,288 @@
+"""The training loop: resume, step, report one step late, validate, checkpoint, stop when asked.
+
+    set the rate ─ batch ─ TrainStep ─ heartbeat (what the step before came to) ─ validate? ─ checkpoint? ─ stop?
+
+Whatever is written has been checked first: before a checkpoint the loop waits for the step's own loss, so no
+checkpoint holds weights that a NaN has reached.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distlab.comm import RankContext
+from distlab.model.transformer import TransformerLM
+from distlab.parallel import get_strategy
+from distlab.train import rng
+from distlab.train.checkpoint import Checkpointer, Stored
+from distlab.train.config import DTYPES, TrainConfig, refuse_other_run
+from distlab.train.evaluate import validation_loss
+from distlab.train.heartbeat import Beat, Heartbeat, StopSignals
+from distlab.train.scaler import LossScaler
+from distlab.train.step import TrainStep, next_token_loss
+from distlab.train.tokens import GlobalOrder, Sequences, to_batch
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A finished step, as all ranks know it.
+
+    Attributes:
+        step: optimizer steps done, from 1.
+        loss: mean over all tokens of the step, nats.
+        lr: of this step.
+        grad_norm: before clipping; None without clipping.
+        step_ms: from the end of the step before to the end of this one, validation left out.
+        checkpoint_ms: of that, what `Checkpointer.save` kept the host.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    step_ms: float
+    checkpoint_ms: float
+
+
+@dataclass
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        first_step: steps that a checkpoint had done already.
+        last_step: steps done now.
+        stopped_by: number of the signal that ended it early, or None.
+        validation: (steps done, loss in nats per token) of each validation.
+    """
+
+    first_step: int
+    last_step: int
+    stopped_by: int | None
+    validation: list[tuple[int, float]]
+
+
+class Trainer:
+    """Builds the model under its strategy; `run()` trains it.
+
+    Args:
+        config: the run.
+        context: this rank.
+        train, validate: sequences; validation is left out without.
+        data_identity: JSON-serialisable; what a resumed run must find unchanged.
+        folder: of checkpoints; None for none.
+        report: called on every rank with each finished step, one step late.
+        progress: called with a line now and then.
+
+    Raises:
+        ValueError: a batch that cannot be divided, or too little data for it.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        context: RankContext,
+        *,
+        train: Sequences,
+        validate: Sequences | None = None,
+        data_identity: dict[str, Any] | None = None,
+        folder: Path | None = None,
+        report: Callable[[StepReport], None] = lambda report: None,
+        progress: Callable[[str], None] = lambda text: None,
+    ):
+        self.config, self.context = config, context
+        self.train, self.validate, self.report, self.progress = train, validate, report, progress
+        self.order = GlobalOrder(
+            train.count,
+            batch=config.batch,
+            rank=context.rank,
+            world_size=context.world_size,
+            micro_batches=config.accumulate,
+            seed=config.seed,
+        )
+        self.identity = config.identity(data_identity or {})
+        self.schedule = config.schedule()
+        self.scaler = LossScaler() if config.dtype == "fp16" else None
+        rng.seed_rank(config.seed, context.rank)
+        self._build()
+        self.stop = StopSignals()
+        self.heartbeat = Heartbeat(context, self.stop)
+        self.checkpoints = None
+        if folder is not None:
+            self.checkpoints = Checkpointer(
+                folder,
+                context,
+                keep=config.keep,
+                asynchronous=not config.synchronous_checkpoints,
+                threads=4 if context.device.type == "cuda" else 1,
+                progress=progress,
+            )
+        self.step = 0
+        self._clock = time.perf_counter()
+        self._checkpoint_ms = 0.0
+
+    def _build(self) -> None:
+        config, strategy = self.config, get_strategy(self.config.strategy)
+        dtype = DTYPES[config.dtype]
+        model = TransformerLM(
+            config.model(),
+            device=self.context.device,
+            seed=config.seed,
+            checkpoint_blocks=config.checkpoint_blocks,
+        )
+        if config.compile_blocks:
+            for index, block in enumerate(model.blocks):
+                model.blocks[index] = torch.compile(block)
+        self.wrapper = strategy.wrap(model, self.context.group, config.bucket_size_mb, dtype)
+        self.optimizer = strategy.optimizer(
+            self.wrapper,
+            torch.optim.AdamW,
+            lr=config.lr,
+            betas=(0.9, config.beta2),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.autocast_dtype = strategy.autocast_dtype(dtype)
+        self.train_step = TrainStep(
+            self.wrapper,
+            self.optimizer,
+            next_token_loss,
+            autocast_dtype=self.autocast_dtype,
+            max_grad_norm=config.clip or None,
+            scaler=self.scaler,
+            context=self.context,
+        )
+
+    # -- resuming ------------------------------------------------------------------------------------------
+
+    def resume(self, stored: Stored | None = None) -> bool:
+        """Continue from the newest usable checkpoint, or from this one; False if there is none.
+
+        Raises:
+            ValueError: it belongs to another run, model or format. CheckpointError: none can be used.
+        """
+        stored = stored or (self.checkpoints.newest() if self.checkpoints else None)
+        if stored is None:
+            return False
+        extra = stored.content["extra"]
+        refuse_other_run(extra["identity"], self.identity, str(stored.path))
+        self.checkpoints.load(stored, self.wrapper, self.optimizer)
+        if self.scaler is not None and extra["scaler"]:
+            self.scaler.load_state_dict(extra["scaler"])
+        if stored.content["world_size"] <= self.context.rank:  # no generator was saved for this rank
+            rng.seed_rank(self.config.seed + stored.step, self.context.rank)
+        self.step = stored.step
+        if extra["config"]["steps"] != self.config.steps:
+            self.progress(
+                f"the run had {extra['config']['steps']} steps and has {self.config.steps} now: the learning "
+                "rate's schedule changes from here on"
+            )
+        return True
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Train up to the last step, or until a signal stops it; then write a checkpoint.
+
+        Raises:
+            NonFiniteLoss: on every rank, with the step and rank; the last checkpoint is from before it.
+            CheckpointError: a checkpoint could not be written.
+        """
+        outcome = Outcome(self.step, self.step, None, [])
+        try:
+            with self.stop.caught():
+                self._run(outcome)
+                if self.checkpoints is not None:
+                    self.checkpoints.wait()
+        finally:
+            if self.checkpoints is not None:
+                self.checkpoints.close()
+        return outcome
+
+    def _run(self, outcome: Outcome) -> None:
+        config = self.config
+        self._clock = time.perf_counter()
+        while self.step < config.steps and outcome.stopped_by is None:
+            loss = self.one_step()
+            beat = self._note(loss)
+            last = self.step == config.steps
+            validates = self.validate is not None and (last or _due(self.step, config.validate_every))
+            saves = self.checkpoints is not None and (last or _due(self.step, config.checkpoint_every))
+            if validates or saves or last:
+                beat = self._tell(self.heartbeat.settle()) or beat
+            if beat is not None and beat.stop is not None and not last:
+                outcome.stopped_by = beat.stop
+                self._tell(self.heartbeat.settle())
+                saves = self.checkpoints is not None
+            if validates:
+                outcome.validation.append((self.step, self._validate()))
+            if saves:
+                self.save()
+        outcome.last_step = self.step
+
+    def one_step(self) -> torch.Tensor:
+        """Train one step, which the caller must note; returns this rank's mean loss, on the device."""
+        rate = self.schedule(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        batches = [
+            to_batch(self.train.rows(numbers), self.context.device)
+            for numbers in self.order.numbers(self.step)
+        ]
+        loss = self.train_step(batches)
+        self.step += 1
+        return loss
+
+    def save(self) -> None:
+        """Begin a checkpoint of now; the step it follows must have been settled."""
+        begin = time.perf_counter()
+        extra = {
+            "identity": self.identity,
+            "config": asdict(self.config),
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+        }
+        self.checkpoints.save(
+            self.step, self.wrapper, self.optimizer, strategy=self.config.strategy, extra=extra
+        )
+        self._checkpoint_ms = 1e3 * (time.perf_counter() - begin)
+
+    def _note(self, loss: torch.Tensor) -> Beat | None:
+        skipped = self.train_step.last_step_skipped  # its norm is infinite, and that was dealt with
+        norm = None if skipped else self.train_step.grad_norm
+        return self._tell(self.heartbeat.note(self.step, loss, norm))
+
+    def _tell(self, beat: Beat | None) -> Beat | None:
+        """Report a finished step."""
+        if beat is not None:
+            now = time.perf_counter()
+            spent, saving = 1e3 * (now - self._clock), self._checkpoint_ms
+            self._clock, self._checkpoint_ms = now, 0.0
+            rate = self.schedule(beat.step - 1)
+            self.report(StepReport(beat.step, beat.loss, rate, beat.grad_norm, spent, saving))
+        return beat
+
+    def _validate(self) -> float:
+        begin = time.perf_counter()
+        loss = validation_loss(
+            self.wrapper,
+            self.validate,
+            self.context,
+            sequences=self.config.validate_sequences,
+            batch=max(1, self.config.batch // self.context.world_size // self.config.accumulate),
+            autocast_dtype=self.autocast_dtype,
+        )
+        self._clock += time.perf_counter() - begin
+        return loss
+
+    def close(self) -> None:
+        """Detach the strategy's hooks, so that the model's memory can go."""
+        if hasattr(self.optimizer, "close"):
+            self.optimizer.close()
+        self.wrapper.close()
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
