@@ -28,7 +28,7 @@ ALLOWED_IN_DISTLAB: dict[str, frozenset[str]] = {
     "parallel": frozenset({"distlab.comm"}),
     "measure": frozenset({"distlab.comm", "distlab.hardware"}),
     "theory": frozenset({"distlab.hardware", "kernels.cost"}),
-    "simulate": frozenset({"distlab.parallel", "distlab.measure", "distlab.theory"}),
+    "simulate": frozenset({"distlab.comm", "distlab.parallel", "distlab.measure", "distlab.theory"}),
     "train": frozenset(
         {"distlab.parallel", "distlab.model", "distlab.measure", "distlab.hardware", "distlab.comm"}
     ),
@@ -37,7 +37,10 @@ ALLOWED_IN_DISTLAB: dict[str, frozenset[str]] = {
     "doctor": ANYTHING,
 }
 # One module may know more than the rest of its package.
-ALLOWED_IN_MODULE = {"distlab.model.ops": frozenset({"kernels"})}
+ALLOWED_IN_MODULE = {
+    "distlab.model.ops": frozenset({"kernels"}),
+    "distlab.simulate.training": frozenset({"distlab.model", "distlab.train"}),
+}
 
 STREAM_MAKER = "distlab.comm.collectives"
 STREAM_CLASSES = {"Stream", "ExternalStream"}

@@ -1,0 +1,256 @@
+"""What happens in a step, in the order of the computing stream: operators, collectives issued, waits, memory."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from distlab.comm import collectives
+from distlab.measure.recorder import CollectiveCall, CollectiveRecorder
+
+CATEGORIES = ("parameters", "buckets", "gathered", "activations", "backward", "optimizer")
+_BORN = {
+    "construction": "buckets",
+    "forward": "activations",
+    "backward": "backward",
+    "optimizer": "optimizer",
+}
+SEAM = ("all_reduce_mean", "reduce_scatter_mean", "all_gather", "broadcast")
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One operator: its FLOPs (matrix products and attention only), the bytes it reads and writes, its phase."""
+
+    name: str
+    flops: int
+    bytes: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class Issue:
+    """A collective is handed to the communication stream; `call.sequence` is its number."""
+
+    call: CollectiveCall
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The computing stream waits for collective number `sequence`."""
+
+    sequence: int
+
+
+@dataclass(frozen=True)
+class MemoryMoment:
+    """Bytes alive after item number `item`, by category in the order of `CATEGORIES`.
+
+    `parameters`, `buckets` (made at construction) and `gathered` (made at construction, freed and refilled) are
+    told apart by what they are; `activations`, `backward` (gradients and temporaries) and `optimizer` by when they
+    were made.
+    """
+
+    item: int
+    phase: str
+    bytes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes)
+
+    def by_category(self) -> dict[str, int]:
+        return dict(zip(CATEGORIES, self.bytes, strict=True))
+
+
+class EventLog(CollectiveRecorder):
+    """Records the events of everything that runs inside `with log.recording():`.
+
+    Attributes:
+        phase: `construction`, `forward` or `optimizer`, set by the caller; `backward` shows by itself.
+        items: `Compute`, `Issue` and `Wait` in order.
+        memory: a moment per item after which memory had changed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "construction"
+        self.items: list[Compute | Issue | Wait] = []
+        self.memory: list[MemoryMoment] = []
+        self._through_seam = False
+        self._alive = dict.fromkeys(CATEGORIES, 0)
+        self._sizes: dict[int, tuple[str, int]] = {}  # storage → (category, bytes)
+        self._changed = False
+
+    @contextmanager
+    def recording(self) -> Iterator["EventLog"]:
+        """See operators (as a dispatch mode), waits (at the seam of collectives) and resized storages."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._resize(storage, size)
+            return result
+
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+            for name in SEAM:
+                wrapped = self._at_seam(getattr(collectives, name))
+                stack.enter_context(mock.patch.object(collectives, name, wrapped))
+            stack.enter_context(self)
+            yield self
+
+    def own_parameters(self, parameters: Iterator[Tensor]) -> None:
+        """From now on the memory of these counts as `parameters`."""
+        for parameter in parameters:
+            key = id(parameter.untyped_storage())
+            if key in self._sizes:
+                self._move(key, "parameters")
+
+    @property
+    def current_phase(self) -> str:
+        return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
+
+    # -- operators and collectives -------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = len(self.calls)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.calls) > before:
+            self.items.append(Issue(self.calls[-1]))
+            if not self._through_seam:  # nobody holds its handle: it blocks
+                self.items.append(Wait(self.calls[-1].sequence))
+        else:
+            self._add_operator(func, args, kwargs or {}, result)
+        for tensor in _tensors(result):
+            self._see(tensor)
+        if self._changed:
+            self._changed = False
+            moment = MemoryMoment(len(self.items) - 1, self.current_phase, tuple(self._alive.values()))
+            self.memory.append(moment)
+        return result
+
+    def _add_operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        if func.namespace != "aten" or func.is_view or func.overloadpacket.__name__ in _FREE:
+            return
+        flops = _flops(func, args, kwargs, result)
+        moved = _bytes_moved(func, args, kwargs, result)
+        if flops or moved:
+            name = func.overloadpacket.__name__
+            self.items.append(Compute(name, flops, moved, self.current_phase))
+
+    def _at_seam(self, function: Any) -> Any:
+        def issue(*args: Any, **kwargs: Any) -> "_TracedWork":
+            self._through_seam = True
+            try:
+                work = function(*args, **kwargs)
+            finally:
+                self._through_seam = False
+            return _TracedWork(work, self, self.calls[-1].sequence)
+
+        return issue
+
+    # -- memory --------------------------------------------------------------------------------------------
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if (
+            tensor.is_meta or id(storage) in self._sizes
+        ):  # what says it is on meta has no memory on the GPU either
+            return
+        category = _BORN[self.current_phase]
+        self._sizes[id(storage)] = (category, storage.nbytes())
+        self._alive[category] += storage.nbytes()
+        self._changed = True
+        weakref.finalize(storage, self._free, id(storage))
+
+    def _free(self, key: int) -> None:
+        category, size = self._sizes.pop(key)
+        self._alive[category] -= size
+        self._changed = True
+
+    def _resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        if id(storage) in self._sizes:
+            category, before = self._sizes[id(storage)]
+            self._alive[category] += size - before
+            self._sizes[id(storage)] = (category, size)
+            self._changed = True
+            if category == "buckets":
+                self._move(id(storage), "gathered")
+
+    def _move(self, key: int, category: str) -> None:
+        before, size = self._sizes[key]
+        self._alive[before] -= size
+        self._alive[category] += size
+        self._sizes[key] = (category, size)
+
+
+class _TracedWork:
+    """A collective's handle whose `wait()` is an event."""
+
+    def __init__(self, work: Work, log: EventLog, sequence: int):
+        self._work, self._log, self._sequence = work, log, sequence
+
+    def wait(self, *args: Any) -> Any:
+        self._log.items.append(Wait(self._sequence))
+        return self._work.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+# They reserve memory or read a shape, and launch nothing.
+_FREE = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "_local_scalar_dense",
+    "_unsafe_view",
+}
+
+
+# Their first argument is written and not read.
+_OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_"}
+
+
+def _flops(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
+    packet = func.overloadpacket
+    if "scaled_dot_product" in packet.__name__:
+        # Causal: half of the scores. Backward makes the scores again and four products where forward makes two.
+        is_backward = packet.__name__.endswith("backward")
+        query, key = (args[1], args[2]) if is_backward else (args[0], args[1])
+        product = 2 * query.numel() * key.shape[-2]
+        return product * (5 if is_backward else 2) // 2
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _bytes_moved(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
+    """Every input read once, every output written once; arguments that are changed in place are both."""
+    name = func.overloadpacket.__name__
+    moved = sum(_size(tensor) for tensor in _tensors((args[name in _OVERWRITES :], kwargs)))
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            moved += sum(_size(tensor) for tensor in _tensors(value))
+    read = {id(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
+    return moved + sum(_size(t) for t in _tensors(result) if id(t.untyped_storage()) not in read)
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes of distinct elements: an expanded tensor is as large as what lies behind it."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -1,0 +1,124 @@
+"""Run a few training steps of a real strategy in a fake world, and keep what the last ones did."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distlab.measure.recorder import CollectiveCall
+from distlab.parallel import Strategy, get_strategy
+from distlab.simulate.events import Compute, EventLog, Issue, MemoryMoment, Wait
+from distlab.simulate.world import fake_world
+
+Mark = Callable[[str], None]
+MakeStep = Callable[[nn.Module, Optimizer, Mark], Callable[[], Any]]
+STEPS = 3  # orders are learned and optimizer states made in the first; the other two repeat each other
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A settled training step of one rank.
+
+    Args:
+        strategy: its name.
+        world_size: ranks.
+        calls: the collectives of the step, in order.
+        items: events of two consecutive settled steps (what the first leaves in flight, the second waits for).
+        boundary: number of items in the first of the two.
+        memory: the moments of the last step.
+        after_init: bytes by category once wrapped and before any step.
+    """
+
+    strategy: str
+    world_size: int
+    calls: tuple[CollectiveCall, ...]
+    items: tuple[Compute | Issue | Wait, ...]
+    boundary: int
+    memory: tuple[MemoryMoment, ...]
+    after_init: dict[str, int]
+
+    @property
+    def peak(self) -> MemoryMoment:
+        return max(self.memory, key=lambda moment: moment.total)
+
+    @property
+    def comm_bytes(self) -> int:
+        """Payload of all collectives of the step."""
+        return sum(call.bytes for call in self.calls)
+
+    def flops(self, phase: str | None = None) -> int:
+        """FLOPs of the step, or of one of its phases `forward`, `backward`, `optimizer`."""
+        operators = (item for item in self.items[self.boundary :] if isinstance(item, Compute))
+        return sum(item.flops for item in operators if phase in (None, item.phase))
+
+
+def simulate_step(
+    strategy: str | Strategy,
+    build: Callable[[], nn.Module],
+    make_step: MakeStep,
+    *,
+    world_size: int,
+    rank: int = 0,
+    bucket_size_mb: float | None = 25.0,
+    compute_dtype: torch.dtype | None = None,
+    optimizer_cls: type[Optimizer] = torch.optim.AdamW,
+    optimizer_options: dict[str, Any] | None = None,
+    like_nccl: bool = True,
+) -> SimulatedStep:
+    """What one step does on rank `rank` of `world_size`, without its memory or its time.
+
+    Args:
+        strategy: a name of `distlab.parallel.STRATEGIES`, or an entry; torch's peers are refused.
+        build: makes the module; called where tensors are fake.
+        make_step: `make_step(wrapper, optimizer, mark)` returns a function that trains one step and calls
+            `mark("forward_backward")` before its optimizer's step, as `TrainStep` does.
+        compute_dtype: for a strategy that casts parameters itself (FSDP); others run under the step's own autocast.
+        optimizer_options: default for AdamW: the fused kernel.
+        like_nccl: see `fake_world`.
+
+    Raises:
+        ValueError: torch's strategies, whose C++ reads the parameters' memory; an impossible rank.
+    """
+    entry = get_strategy(strategy) if isinstance(strategy, str) else strategy
+    if entry.is_peer:
+        raise ValueError(
+            f"{entry.name} cannot be simulated: torch's reducer reads the parameters' memory, and fake tensors have "
+            "none; its volume is in closed form in distlab.theory.communication"
+        )
+    if optimizer_options is None:
+        optimizer_options = {"fused": True} if optimizer_cls is torch.optim.AdamW else {}
+    log = EventLog()
+    with fake_world(world_size, rank, like_nccl=like_nccl) as group, log.recording():
+        wrapper = entry.wrap(build(), group, bucket_size_mb, compute_dtype)
+        optimizer = entry.optimizer(wrapper, optimizer_cls, **optimizer_options)
+        gc.collect()
+        log.own_parameters(wrapper.parameters())
+        after_init = dict(log._alive)
+
+        def mark(phase: str) -> None:
+            log.phase = "optimizer" if phase == "forward_backward" else "forward"
+
+        step = make_step(wrapper, optimizer, mark)
+        begins: list[tuple[int, int, int]] = []  # items, calls, moments before each step
+        for _ in range(STEPS):
+            begins.append((len(log.items), len(log.calls), len(log.memory)))
+            log.phase = "forward"
+            step()
+        wrapper.close()
+        del step, wrapper, optimizer
+    gc.collect()  # finalizers of fake storages write into the log: let them do it now
+    (_, _, _), (first, _, _), (second, calls, moments) = begins
+    end = max(i for i, item in enumerate(log.items) if isinstance(item, Compute | Issue)) + 1
+    return SimulatedStep(
+        entry.name,
+        world_size,
+        tuple(log.calls[calls:]),
+        tuple(log.items[first:end]),
+        second - first,
+        tuple(log.memory[moments:]),
+        after_init,
+    )

@@ -1,0 +1,120 @@
+"""From events to time: two streams, one that computes and one that communicates, which wait for and disturb each other.
+
+The computing stream runs operators in order. A collective is ready when that stream reaches its issue, runs when those
+issued before it are done, and the stream stops at a wait until the collective is. While both streams run, each
+runs at its rate of `Contention`.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distlab.measure.overlap import Interval, intersect, subtract, total, union
+from distlab.simulate.costs import Contention, DeviceModel, LinkModel
+from distlab.simulate.events import Compute, Issue, Wait
+from distlab.simulate.run import SimulatedStep
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One settled step, in ms of the computing stream.
+
+    Args:
+        step_ms: from the end of the step before to the end of this one.
+        local_ms: the same operators without any communication.
+        compute_ms: the computing stream ran.
+        comm_ms: the communication stream ran.
+        exposed_ms: step − local.
+        overlap_pct: share of `comm_ms` in which computation ran too; None without communication.
+        phases: time of the computing stream in `forward`, `backward`, `optimizer`, waits included.
+        lanes: `compute`, `communication`, `exposed` as disjoint intervals; 0 is the start of the step.
+    """
+
+    step_ms: float
+    local_ms: float
+    compute_ms: float
+    comm_ms: float
+    exposed_ms: float
+    overlap_pct: float | None
+    phases: dict[str, float]
+    lanes: dict[str, list[Interval]] = field(repr=False)
+
+
+def replay(
+    step: SimulatedStep, device: DeviceModel, link: LinkModel, contention: Contention | None = None
+) -> Timeline:
+    """Time the step; deterministic."""
+    contention = contention or Contention()
+    streams = _Streams(step.world_size, device, link, contention)
+    streams.run(step.items[: step.boundary])
+    begin = streams.now
+    streams.phases.clear()
+    streams.run(step.items[step.boundary :])
+    end = streams.now
+    window = [(begin, end)]
+    # What the last step leaves in flight is the mirror image of what its predecessor left for it.
+    compute, comm = intersect(streams.compute, window), intersect(streams.comm, window)
+    operators = (item for item in step.items[step.boundary :] if isinstance(item, Compute))
+    local_ms = 1e3 * sum(device.seconds(item) for item in operators)
+    exposed, comm_ms = subtract(comm, compute), 1e3 * total(comm)
+    step_ms = 1e3 * (end - begin)
+    lanes = {"compute": compute, "communication": comm, "exposed": exposed}
+    return Timeline(
+        step_ms=step_ms,
+        local_ms=local_ms,
+        compute_ms=1e3 * total(compute),
+        comm_ms=comm_ms,
+        exposed_ms=step_ms - local_ms,
+        overlap_pct=100 * (1 - 1e3 * total(exposed) / comm_ms) if comm_ms else None,
+        phases={phase: 1e3 * seconds for phase, seconds in streams.phases.items()},
+        lanes={
+            name: [(1e3 * (a - begin), 1e3 * (b - begin)) for a, b in spans] for name, spans in lanes.items()
+        },
+    )
+
+
+class _Streams:
+    def __init__(self, ranks: int, device: DeviceModel, link: LinkModel, contention: Contention):
+        self.ranks, self.device, self.link, self.contention = ranks, device, link, contention
+        self.now = 0.0
+        self.queue: deque[list] = deque()  # [number, seconds left] of collectives issued and not done
+        self.compute: list[Interval] = []
+        self.comm: list[Interval] = []
+        self.phases: dict[str, float] = {}
+        self.phase = "forward"
+
+    def run(self, items: Sequence[Compute | Issue | Wait]) -> None:
+        for item in items:
+            begin = self.now
+            if isinstance(item, Compute):
+                self.phase = item.phase
+                self._compute(self.device.seconds(item))
+            elif isinstance(item, Issue):
+                self.queue.append([item.call.sequence, self.link.seconds(item.call, self.ranks)])
+            else:
+                while any(number == item.sequence for number, _ in self.queue):
+                    self._communicate(self.queue[0][1], alone=True)
+            self.phases[self.phase] = self.phases.get(self.phase, 0.0) + self.now - begin
+        self.compute, self.comm = union(self.compute), union(self.comm)
+
+    def _compute(self, work: float) -> None:
+        """Run an operator of `work` seconds, slowed while there is communication."""
+        begin = self.now
+        while work > 0 and self.queue:
+            share = min(work / self.contention.compute, self.queue[0][1] / self.contention.communication)
+            work -= share * self.contention.compute
+            work = 0.0 if work < 1e-15 else work
+            self._communicate(share * self.contention.communication, alone=False, lasts=share)
+        self.now += work
+        if self.now > begin:
+            self.compute.append((begin, self.now))
+
+    def _communicate(self, work: float, *, alone: bool, lasts: float | None = None) -> None:
+        """Advance the first collective by `work` seconds of its own time."""
+        lasts = work if alone or lasts is None else lasts
+        if lasts > 0:
+            self.comm.append((self.now, self.now + lasts))
+        self.now += lasts
+        self.queue[0][1] -= work
+        if self.queue[0][1] <= 1e-15:
+            self.queue.popleft()

@@ -1,0 +1,63 @@
+"""The lab's own training step, simulated: the Transformer, `TrainStep` and AdamW under a strategy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distlab.model import ModelConfig, TransformerLM
+from distlab.parallel import get_strategy
+from distlab.simulate.run import Mark, SimulatedStep, simulate_step
+from distlab.train.step import TrainStep, next_token_loss
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def simulate_training(
+    config: ModelConfig,
+    strategy: str,
+    *,
+    batch: int,
+    world_size: int,
+    dtype: str = "bf16",
+    bucket_size_mb: float | None = 25.0,
+    checkpointing: bool = False,
+    micro_batches: int = 1,
+    like_nccl: bool = True,
+) -> SimulatedStep:
+    """One step of what ddp_bench times: full-length sequences, fused AdamW, computation in `dtype`.
+
+    Args:
+        config: the model; sequences have its context length.
+        batch: sequences per rank and micro-batch.
+        dtype: `fp32`, or `bf16`/`fp16` over fp32 parameters.
+        checkpointing: recompute each block in backward.
+        micro_batches: accumulated before the synchronisation.
+
+    Raises:
+        ValueError: an unknown strategy or dtype, one of torch's strategies, a size below one.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
+    for name, value in (("batch", batch), ("micro_batches", micro_batches)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")
+    compute_dtype = DTYPES[dtype]
+
+    def make_step(wrapper: nn.Module, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
+        tokens = torch.zeros(batch, config.context_length, dtype=torch.int64)
+        autocast = get_strategy(strategy).autocast_dtype(compute_dtype)
+        train = TrainStep(wrapper, optimizer, next_token_loss, autocast_dtype=autocast, mark=mark)
+        return lambda: train([(tokens, tokens)] * micro_batches)
+
+    return simulate_step(
+        strategy,
+        lambda: TransformerLM(config, device="cpu", checkpoint_blocks=checkpointing),
+        make_step,
+        world_size=world_size,
+        bucket_size_mb=bucket_size_mb,
+        compute_dtype=compute_dtype,
+        like_nccl=like_nccl,
+    )

@@ -1,0 +1,107 @@
+"""A world of any size in one process: torch's fake process group and fake tensors, as if it were NCCL on GPUs.
+
+Fake tensors have shapes, types and storages of the right size, and no memory; collectives on the fake group return
+at once. The strategies are the real ones. Three things they do need real values or real peers, and are answered here
+for the time of the simulation:
+
+- objects that ranks exchange (`gather_objects`, to compare models): every rank says what this one says;
+- which backend serves the group: NCCL's answers (averages in the reduction, shards in place), where asked for;
+- whether an optimizer is element-wise, which is tried out on eight real numbers, outside of the fake mode.
+
+On a CPU torch takes RMSNorm apart; on a GPU it is one kernel that keeps less. Here it is the one kernel.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+
+from distlab.comm import collectives
+from distlab.parallel import zero1
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Iterator[dist.ProcessGroup]:
+    """Be rank `rank` of `world_size`; tensors made inside are fake. Yields the process group.
+
+    Args:
+        like_nccl: answer as NCCL would; False as gloo (gradients divided beforehand, shards copied).
+
+    Raises:
+        ValueError: a world size below one or a rank outside it.
+        RuntimeError: this process has joined a process group already.
+    """
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} of world_size={world_size}: give 0 ≤ rank < world_size")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "this process has a process group already; simulate in a process of its own, or destroy the group first"
+        )
+    # Importing the module registers the "fake" backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_answers(like_nccl))
+            stack.enter_context(FakeTensorMode())
+            stack.enter_context(_AsOnGPU())
+            yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _answers(like_nccl: bool) -> Iterator[None]:
+    """What the strategies ask of their peers and their backend."""
+    is_elementwise = zero1.is_elementwise
+
+    def tried_out(*arguments: Any) -> bool:
+        with unset_fake_temporarily():
+            return is_elementwise(*arguments)
+
+    with (
+        mock.patch.object(collectives, "gather_objects", lambda value, group: [value] * group.size()),
+        mock.patch.object(collectives, "averages_in_reduction", lambda device, group: like_nccl),
+        mock.patch.object(zero1, "is_elementwise", tried_out),
+    ):
+        yield
+
+
+class _AsOnGPU(TorchFunctionMode):
+    """Operators that torch composes of several on a CPU and has one kernel for on a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.rms_norm, torch.rms_norm):
+            return _rms_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _rms_norm(
+    input: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    weight = input.new_empty(*shape) if weight is None else weight
+    return _OneKernelRMSNorm.apply(input, weight)
+
+
+class _OneKernelRMSNorm(torch.autograd.Function):
+    """Moves and keeps what the fused kernel does. The values are fake anyway, so other operators may stand for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rstd = x.new_empty((*x.shape[: x.ndim - weight.ndim], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        return x * weight  # reads x, writes the result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        # One kernel reads x and the gradient and writes that of x; another reads both for the weight's.
+        return gradient * x, gradient.sum(tuple(range(x.ndim - weight.ndim))).to(weight.dtype)

@@ -1,0 +1,182 @@
+"""What will the bench measure? Step time, exposed communication, volume and peak memory, written down beforehand.
+
+    python -m experiments.predict_steps --calibrate records/ddp_bench/h200x2_xl_batch8.json \
+        --cases xl:2 xl:8 medium:8 --ranks 2 4 --out records/predictions/h200.json
+
+Five constants of the machine come from one record of ddp_bench (its local, naive, flat and overlap rows; see
+`distlab.simulate.calibrate`); all other numbers are predictions from the simulated steps.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from distlab.model import ModelConfig, preset
+from distlab.report.record import Record, commit, environment, json_line, read_json, write_json
+from distlab.report.table import Column, render
+from distlab.simulate import replay
+from distlab.simulate.calibrate import NEEDED, Calibration, calibrate
+from distlab.simulate.training import simulate_training
+from distlab.theory.memory import step_memory
+from distlab.theory.shape import ModelShape
+
+NAME = "predict_steps"
+# Name of the row in ddp_bench → (strategy, bucket size in MiB).
+ROWS = {
+    "local": ("local", None),
+    "naive": ("naive", None),
+    "flat": ("flat", None),
+    "overlap": ("overlap", None),
+    "bucketed-25": ("bucketed", 25.0),
+    "bucketed-100": ("bucketed", 100.0),
+    "bucketed-400": ("bucketed", 400.0),
+    "zero1-25": ("zero1", 25.0),
+    "zero1-100": ("zero1", 100.0),
+    "zero1-400": ("zero1", 400.0),
+    "fsdp": ("fsdp", None),
+}
+
+
+@dataclass(frozen=True)
+class PredictConfig:
+    """What to predict.
+
+    Args:
+        calibrate: a record of ddp_bench with local, naive, flat and overlap.
+        cases: (preset, sequences per rank).
+        ranks: world sizes.
+        rows: names among `ROWS`.
+
+    Raises:
+        ValueError: an unknown row, or nothing to predict.
+    """
+
+    calibrate: str
+    cases: tuple[tuple[str, int], ...]
+    ranks: tuple[int, ...] = (2, 4)
+    rows: tuple[str, ...] = tuple(ROWS)
+
+    def __post_init__(self) -> None:
+        unknown = [row for row in self.rows if row not in ROWS]
+        if unknown or not (self.cases and self.ranks and self.rows):
+            raise ValueError(f"rows {unknown} are unknown; choose among {', '.join(ROWS)}, and give a case")
+
+
+def fit(path: str) -> tuple[Calibration, dict]:
+    """The machine's constants from a record, and the record's settings.
+
+    Raises:
+        ValueError, OSError: the record cannot be read or lacks a row.
+    """
+    rows = {record.variant: record for record in read_json(path)}
+    settings = next(iter(rows.values())).config
+    model = preset(settings["size"], context_length=settings["context"])
+    steps = {
+        name: simulate_training(
+            model, name, batch=settings["batch"], world_size=settings["world_size"], dtype=settings["dtype"]
+        )
+        for name in NEEDED
+    }
+    return calibrate({name: record.metrics for name, record in rows.items()}, steps), settings
+
+
+def run(config: PredictConfig) -> list[Record]:
+    """One record per case, number of ranks and row."""
+    calibration, settings = fit(config.calibrate)
+    facts = {"environment": environment("cpu"), "commit": commit(None)}
+    records = []
+    for size, batch in config.cases:
+        model = preset(size, context_length=settings["context"])
+        for ranks in config.ranks:
+            for row in config.rows:
+                metrics = predict(model, row, batch, ranks, settings["dtype"], calibration)
+                shared = {"size": size, "batch": batch, "context": model.context_length, "world_size": ranks}
+                shared |= {"dtype": settings["dtype"], "calibrated_on": config.calibrate}
+                records.append(Record(NAME, row, shared | asdict(calibration), metrics, **facts))
+    return records
+
+
+def predict(
+    model: ModelConfig, row: str, batch: int, ranks: int, dtype: str, calibration: Calibration
+) -> dict[str, float | int | str | None]:
+    """The metrics of one row of ddp_bench."""
+    strategy, bucket_size_mb = ROWS[row]
+    step = simulate_training(
+        model, strategy, batch=batch, world_size=ranks, dtype=dtype, bucket_size_mb=bucket_size_mb or 25.0
+    )
+    line = replay(step, calibration.device, calibration.link, calibration.contention)
+    precision = {"fp32": "fp32", "bf16": "bf16" if strategy == "fsdp" else "bf16-autocast"}[dtype]
+    memory = step_memory(
+        ModelShape.of(model),
+        batch=batch,
+        context=model.context_length,
+        strategy=strategy,
+        world_size=ranks,
+        precision=precision,
+    )
+    return {
+        "predicted_step_ms": line.step_ms,
+        "predicted_forward_backward_ms": line.step_ms - line.phases["optimizer"],
+        "predicted_optimizer_ms": line.phases["optimizer"],
+        "predicted_exposed_comm_ms": line.exposed_ms,
+        "predicted_comm_ms": line.comm_ms,
+        "predicted_overlap_pct": line.overlap_pct,
+        "predicted_tokens_per_s": batch * model.context_length * ranks / line.step_ms * 1e3,
+        "predicted_collectives_per_step": len(step.calls),
+        "predicted_comm_bytes_per_step": step.comm_bytes,
+        "predicted_peak_alloc_bytes": memory.peak.total,
+        "predicted_peak_phase": memory.peak_phase,
+        "simulated_peak_bytes": step.peak.total,
+    }
+
+
+COLUMNS = [
+    Column("config.size", "model", align="left"),
+    Column("config.batch", "batch"),
+    Column("config.world_size", "ranks"),
+    Column("variant", "strategy"),
+    Column("metrics.predicted_step_ms", "step ms", ".1f"),
+    Column("metrics.predicted_exposed_comm_ms", "exposed ms", ".1f"),
+    Column("metrics.predicted_comm_ms", "comm ms", ".1f"),
+    Column("metrics.predicted_overlap_pct", "overlap %", ".0f"),
+    Column("metrics.predicted_collectives_per_step", "calls", "d"),
+    Column("metrics.predicted_comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
+    Column("metrics.predicted_peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+]
+
+
+def _case(text: str) -> tuple[str, int]:
+    size, _, batch = text.partition(":")
+    if not batch.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}: give PRESET:BATCH, such as xl:8")
+    return size, int(batch)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
+    parser.add_argument("--calibrate", required=True, help="a record of ddp_bench on the machine")
+    parser.add_argument("--cases", type=_case, nargs="+", required=True, metavar="PRESET:BATCH")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rows", nargs="+", default=list(ROWS))
+    parser.add_argument("--out", type=Path, help="file for the records")
+    options = parser.parse_args(arguments)
+    try:
+        config = PredictConfig(
+            options.calibrate, tuple(options.cases), tuple(options.ranks), tuple(options.rows)
+        )
+        records = run(config)
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            write_json(records, options.out)
+    except (ValueError, OSError) as error:
+        print(f"{NAME}: error: {error}", file=sys.stderr)
+        return 2
+    print(render(records, COLUMNS))
+    print(json_line(NAME, records, options.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
