@@ -7,8 +7,8 @@ Shapes: `N` rows, `D` columns: x, y (N, D); w, b (D); m, r (N) fp32.
 Bytes: forward x and y once; backward dy, x and dx once. FLOPs: about 7 per element forward, 12 backward.
 Saved for backward: x, w, m, r. Statistics in fp32, the variance from deviations, never as mean(x²) − m²; y in x's type.
 
-A row stays in registers from its load to its store. Backward sums dw and db in two stages like `rmsnorm.py`; longer rows
-go in pieces (`_long_rows.py`, with Welford's update by pieces).
+A row stays in registers from its load to its store. Backward sums dw and db in two stages like `rmsnorm.py`; longer
+rows go in pieces (`_long_rows.py`, with Welford's update by pieces).
 
 Source: Ba, Kiros & Hinton, Layer Normalization (2016).
 """
@@ -24,7 +24,7 @@ from ._reduce import sum_columns
 from ._rows import as_rows, autocast_dtype, check, check_positive, check_width, row_launch
 from .cost import Cost
 
-ONE_TILE = 32768  # columns up to which the forward keeps a row in registers
+ONE_TILE = 16384  # columns up to which the forward keeps a row in registers
 ONE_TILE_BACKWARD = 8192  # there x, dy, w and the sums of dw and db stand side by side
 
 

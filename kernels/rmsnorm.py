@@ -35,7 +35,7 @@ from ._rows import (
 )
 from .cost import Cost
 
-ONE_TILE = 32768  # columns up to which the forward keeps a row in registers
+ONE_TILE = 16384  # columns up to which the forward keeps a row in registers
 ONE_TILE_BACKWARD = 8192  # there x, dy, w and the sum of dw stand side by side
 
 

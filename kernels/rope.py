@@ -1,0 +1,119 @@
+"""Rotary position embedding.
+
+Math, per position and pair (x_i, x_{i+D/2}):  y = x·cos + roll(x, D/2)·sin, with cos = (c | c) and sin = (−s | s):
+    y_i = x_i·c − x_{i+D/2}·s,   y_{i+D/2} = x_{i+D/2}·c + x_i·s.
+Backward turns by the opposite angle: the same kernel with −s.
+
+Shapes: x, y (…, T, D), any strides over the leading dimensions (the transposed view that a fused projection gives is
+read where it lies); cos, sin (T, D) fp32. y is contiguous. Bytes: x and y once (the tables stay in the cache).
+FLOPs: 3 per element. Saved for backward: cos, sin. Arithmetic in fp32, rounded once.
+
+Source: Su et al., RoFormer (2021); pairs are halves of a head, the form of GPT-NeoX and Llama.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from . import _triton, reference
+from ._language import tl, triton
+from ._rows import Launch, check, check_device, chosen
+from .cost import Cost
+
+
+@triton.jit
+def rope_kernel(x_ptr, cos_ptr, sin_ptr, y_ptr, rows, length, inner, middle, half, stride_outer, stride_middle,
+                stride_inner, stride_t, stride_cos, stride_sin, sign, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """ROWS positions; the leading dimensions of x are (outer, middle, inner) with their strides."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    t = row % length
+    head = row // length
+    start = ((head // (inner * middle)) * stride_outer + (head // inner % middle) * stride_middle
+             + (head % inner) * stride_inner + t * stride_t)
+    i = tl.arange(0, HALF)
+    inside = (row < rows)[:, None] & (i < half)[None, :]
+    x = x_ptr + start[:, None] + i[None, :]
+    first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + t[:, None] * stride_cos + i[None, :], mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + t[:, None] * stride_sin + half + i[None, :], mask=inside, other=0.0) * sign
+    y = y_ptr + row[:, None] * (2 * half) + i[None, :]
+    tl.store(y, (first * cos - second * sin).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y + half, (second * cos + first * sin).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def _three_outer(x: Tensor) -> Tensor:
+    """x as (outer, middle, inner, T, D), without a copy for up to three leading dimensions."""
+    if x.dim() > 5:
+        x = x.flatten(0, x.dim() - 5)
+    return x.reshape((1,) * (5 - x.dim()) + tuple(x.shape)) if x.dim() < 5 else x
+
+
+def launch_rope(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, sign: float) -> None:
+    """Fill y, contiguous; sign −1 turns back."""
+    x = _three_outer(x)
+    length, width = x.shape[-2:]
+    block = max(2, triton.next_power_of_2(width // 2))
+    launch = chosen("rope", Launch(block=block, rows=max(1, 1024 // block), warps=4))
+    rows = x.numel() // width
+    _triton.launch(rope_kernel, (triton.cdiv(rows, launch.rows),), x, cos, sin, y, rows, length, x.shape[2],
+                   x.shape[1], width // 2, *x.stride()[:4], cos.stride(0), sin.stride(0), sign, ROWS=launch.rows,
+                   HALF=block, num_warps=launch.warps)
+
+
+@torch.library.custom_op("distlab_kernels::rope", mutates_args=())
+def rope_op(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """x (…, T, D) turned by `sign` times its angles, contiguous."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return y
+    if not _triton.runs_triton(x):
+        return y.copy_(reference.rope(x, cos, sign * sin))
+    x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
+    launch_rope(x, cos, sin, y, sign)
+    return y
+
+
+@rope_op.register_fake
+def _(x, cos, sin, sign):
+    return x.new_empty(x.shape)
+
+
+class RoPE(Function):
+    """`apply(x, cos, sin)` → x turned. Saved: the tables, which have no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        check("x", x, 2)
+        if x.shape[-1] % 2:
+            raise ValueError(f"x has shape {tuple(x.shape)}; the last dimension must be even, pairs are turned")
+        for name, table in (("cos", cos), ("sin", sin)):
+            check(name, table, dtypes=(torch.float32,))
+            if table.shape != x.shape[-2:]:
+                raise ValueError(f"{name} has shape {tuple(table.shape)}; allowed: (T, D) = {tuple(x.shape[-2:])}")
+            check_device(name, table, "x", x)
+        ctx.save_for_backward(cos, sin)
+        return rope_op(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return rope_op(dy, *ctx.saved_tensors, -1.0), None, None
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x with each pair (x_i, x_{i+D/2}) turned by its position's angle; differentiable in x.
+
+    Args:
+        x: (…, T, D), D even, fp32, fp16 or bf16.
+        cos, sin: (T, D) fp32; cos = (c | c), sin = (−s | s), as `distlab.model.ops.rope_tables` makes them.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+    """
+    return RoPE.apply(x, cos, sin)
+
+
+def cost(shape: tuple[int, ...], dtype: torch.dtype) -> Cost:
+    """Least FLOPs and bytes of either pass: x, y and the two tables."""
+    count = torch.Size(shape).numel()
+    return Cost(3 * count, 2 * count * dtype.itemsize + 8 * shape[-1] * shape[-2])

@@ -1,0 +1,143 @@
+"""Weighted sum of each row, the smallest kernel with a reduction and a weight that all rows share.
+
+Math:  y_n = Σ_d x_nd·w_d;   dx_nd = dy_n·w_d,   dw_d = Σ_n dy_n·x_nd.
+
+Shapes: x (N, D), w (D), y (N). Bytes: forward x once; backward x and dx once. FLOPs: 2 per element forward, 3 backward.
+Saved for backward: x, w. Sums in fp32, y in x's type.
+
+A program owns ROWS rows and walks over their columns. dw needs all rows: in the first stage each program writes its
+share, in the second `_reduce.py` sums the shares. The loop bound is the row's length, not a multiple of the tile: a
+column beyond the first tile that is never visited is the classic mistake here.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from . import _triton, reference
+from ._language import tl, triton
+from ._reduce import sum_columns
+from ._rows import Launch, as_rows, check, check_width, chosen, power_of_two
+from .cost import Cost
+
+
+@triton.jit
+def forward_kernel(x_ptr, w_ptr, y_ptr, rows, cols, stride_x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """ROWS elements of y."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    offsets = tl.arange(0, BLOCK)
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.range(0, cols, BLOCK):
+        columns = start + offsets
+        inside = (row < rows)[:, None] & (columns < cols)[None, :]
+        x = tl.load(x_ptr + row[:, None] * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0).to(tl.float32)
+        acc += x * w[None, :]
+    tl.store(y_ptr + row, tl.sum(acc, 1).to(y_ptr.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
+def backward_kernel(dy_ptr, x_ptr, w_ptr, dx_ptr, parts_ptr, rows, cols, stride_x, ROWS: tl.constexpr,
+                    BLOCK: tl.constexpr):
+    """BLOCK columns of dx for every num_programs(1)-th tile of rows, and their share of dw."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0).to(tl.float32)
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1)):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < rows)[:, None] & (columns < cols)[None, :]
+        dy = tl.load(dy_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None] * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        dw += dy[:, None] * x
+        dx = dy[:, None] * w[None, :]
+        tl.store(dx_ptr + row[:, None] * cols + columns[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    share = tl.program_id(1).to(tl.int64) * cols + columns
+    tl.store(parts_ptr + share, tl.sum(dw, 0), mask=columns < cols)
+
+
+def launch_forward(x: Tensor, w: Tensor, y: Tensor) -> None:
+    """Fill y."""
+    rows, cols = x.shape
+    block = min(2048, power_of_two(cols))
+    launch = chosen("weighted_sum", Launch(block, max(1, 4096 // block), 4))
+    _triton.launch(forward_kernel, (triton.cdiv(rows, launch.rows),), x, w, y, rows, cols, x.stride(0),
+                   ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
+
+
+def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
+    """Fill dx; returns dw in w's type."""
+    rows, cols = x.shape
+    block = min(512, power_of_two(cols))
+    launch = chosen("weighted_sum_backward", Launch(block, max(1, 4096 // block), 4, per_sm=4))
+    strips, tiles = triton.cdiv(cols, launch.block), triton.cdiv(rows, launch.rows)
+    shares = max(1, min(tiles, launch.programs(1 << 30, x.device) // strips))
+    parts = torch.empty(shares, cols, dtype=torch.float32, device=x.device)
+    _triton.launch(backward_kernel, (strips, shares), dy, x, w, dx, parts, rows, cols, x.stride(0), ROWS=launch.rows,
+                   BLOCK=launch.block, num_warps=launch.warps)
+    return sum_columns(parts, w.dtype)
+
+
+@torch.library.custom_op("distlab_kernels::weighted_sum_forward", mutates_args=())
+def forward_op(x: Tensor, w: Tensor) -> Tensor:
+    """x (…, D), w (D) → y (…)."""
+    y = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return y.zero_()
+    if not _triton.runs_triton(x):
+        return y.copy_(reference.weighted_sum(x, w))
+    launch_forward(as_rows(x), w.contiguous(), y)
+    return y
+
+
+@torch.library.custom_op("distlab_kernels::weighted_sum_backward", mutates_args=())
+def backward_op(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx, dw)."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return dx, torch.zeros_like(w)
+    if not _triton.runs_triton(x):
+        dy32 = reference.wide(dy)[..., None]
+        return dx.copy_(dy32 * reference.wide(w)), (dy32 * reference.wide(x)).flatten(0, -2).sum(0).to(w.dtype)
+    return dx, launch_backward(dy.reshape(-1).contiguous(), as_rows(x), w.contiguous(), dx)
+
+
+@forward_op.register_fake
+def _(x, w):
+    return x.new_empty(x.shape[:-1])
+
+
+@backward_op.register_fake
+def _(dy, x, w):
+    return x.new_empty(x.shape), w.new_empty(w.shape)
+
+
+class WeightedSum(Function):
+    """`apply(x, weight)` → (x·weight).sum(-1). Saved: both."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        check("x", x, 1)
+        check_width("weight", weight, "x", x)
+        ctx.save_for_backward(x, weight)
+        return forward_op(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return backward_op(dy, *ctx.saved_tensors)
+
+
+def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
+    """Σ_d x[…, d]·weight[d]: (…, D) and (D) → (…), in x's type; differentiable in both.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+    """
+    return WeightedSum.apply(x, weight)
+
+
+def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
+    """Least FLOPs and bytes."""
+    count, cols = torch.Size(shape).numel(), shape[-1]
+    rows = count // max(cols, 1)
+    tensors, vectors = (2, 2) if backward else (1, 1)
+    return Cost((3 if backward else 2) * count, (tensors * count + vectors * cols + rows) * dtype.itemsize)
