@@ -13,8 +13,9 @@ import torch.distributed as dist
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from distlab.comm import RankContext, RankEnvironment, rank_context
+from distlab.comm import RankContext, RankEnvironment, collectives, rank_context
 from distlab.comm.context import choose_device
+from distlab.report.record import OutputFolder
 
 USAGE_ERROR = 2
 # What a user can mend. Anything else is our mistake and keeps its traceback.
@@ -113,6 +114,20 @@ def progress_to_stderr(context: RankContext) -> Callable[[str], None]:
             print(f"[{time.monotonic() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     return progress
+
+
+def shared_folder(context: RankContext, root: str, name: str) -> OutputFolder:
+    """Rank 0 makes the folder of this run, the others join it; if it cannot be written, every rank raises."""
+    made: OutputFolder | OSError | None = None
+    if context.is_main:
+        try:
+            made = OutputFolder(root, name)
+        except OSError as error:
+            made = error
+    made = collectives.gather_objects(made, context.group)[0]
+    if isinstance(made, OSError):
+        raise made
+    return made
 
 
 def leave_process(code: int) -> NoReturn:

@@ -12,14 +12,22 @@ import sys
 
 import torch
 
-from distlab.comm import RankContext, RankEnvironment, collectives
+from distlab.comm import RankContext, RankEnvironment
 from distlab.model.config import PRESETS
 from distlab.parallel import STRATEGIES
-from distlab.report.record import OutputFolder, json_line
+from distlab.report.record import json_line
 from distlab.report.table import render
 from experiments import ddp_bench
 from experiments.ddp_bench import DDPBenchConfig
-from launch.common import USAGE_ERROR, default_ranks, leave_process, progress_to_stderr, run_rank, start_ranks
+from launch.common import (
+    USAGE_ERROR,
+    default_ranks,
+    leave_process,
+    progress_to_stderr,
+    run_rank,
+    shared_folder,
+    start_ranks,
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,7 +101,7 @@ def bench(context: RankContext, config: DDPBenchConfig, args: argparse.Namespace
     progress = progress_to_stderr(context)
     if context.world_size == 1:
         progress("one rank: nothing is communicated. For more: python launch/ddp_bench.py --nproc 2")
-    folder = shared_folder(context, args.out)
+    folder = shared_folder(context, args.out, ddp_bench.NAME)
     if context.is_main:
         settings = dataclasses.asdict(config) | {"world_size": context.world_size}
         folder.write_text("config.json", json.dumps(settings, indent=2) + "\n")
@@ -109,20 +117,6 @@ def bench(context: RankContext, config: DDPBenchConfig, args: argparse.Namespace
         print(f"\ntable, records, pictures and traces: {folder.path}")
     print(json_line(ddp_bench.NAME, records, folder.path), flush=True)
     return 1 if problems else 0
-
-
-def shared_folder(context: RankContext, root: str) -> OutputFolder:
-    """Rank 0 makes the folder, the others join it; if it cannot be written, every rank raises."""
-    made: OutputFolder | OSError | None = None
-    if context.is_main:
-        try:
-            made = OutputFolder(root, ddp_bench.NAME)
-        except OSError as error:
-            made = error
-    made = collectives.gather_objects(made, context.group)[0]
-    if isinstance(made, OSError):
-        raise made
-    return made
 
 
 def main(argv: list[str] | None = None) -> int:

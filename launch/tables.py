@@ -11,12 +11,13 @@ from pathlib import Path
 from distlab.report.embed import embed_tables
 from distlab.report.record import Record, read_json
 from distlab.report.table import Column, render
-from experiments import attention_record, ddp_bench
+from experiments import attention_record, ddp_bench, memory_breakdown
 
 ROOT = Path(__file__).resolve().parents[1]
-EXPERIMENTS: dict[str, tuple[Callable[[list[Record]], str], list[Column]]] = {
-    ddp_bench.NAME: (ddp_bench.headline, ddp_bench.COLUMNS),
-    attention_record.EXPERIMENT: (attention_record.headline, attention_record.COLUMNS),
+EXPERIMENTS: dict[str, tuple[Callable[[list[Record]], str], Callable[[list[Record]], list[Column]]]] = {
+    ddp_bench.NAME: (ddp_bench.headline, ddp_bench.columns),
+    memory_breakdown.NAME: (memory_breakdown.headline, lambda records: memory_breakdown.COLUMNS),
+    attention_record.EXPERIMENT: (attention_record.headline, lambda records: attention_record.COLUMNS),
 }
 
 
@@ -29,7 +30,7 @@ def table_of(source: str) -> str:
     headline, columns = EXPERIMENTS[experiment]
     commit = (records[0].commit or "unknown")[:12]
     note = f"{headline(records)} (commit {commit}, `{source}`)"
-    return f"{note}\n\n{render(records, columns, 'markdown')}"
+    return f"{note}\n\n{render(records, columns(records), 'markdown')}"
 
 
 def pages() -> list[Path]:

@@ -1,23 +1,26 @@
-"""Peak memory of a block of code, as the CUDA caching allocator counts it."""
+"""Memory as the CUDA caching allocator counts it, and what a set of tensors takes of it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass
 class PeakMemory:
     """``peak_alloc_bytes``: most bytes allocated at once inside the block, what lay there before included.
+    ``peak_requested_bytes``: the same of what was asked for, which the allocator rounds up to its blocks.
 
     None while the block runs, and on devices whose allocator keeps no count (the CPU): not measured is not
     zero.
     """
 
     peak_alloc_bytes: int | None = None
+    peak_requested_bytes: int | None = None
 
 
 @contextlib.contextmanager
@@ -35,3 +38,19 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
     finally:
         if on_cuda:
             peak.peak_alloc_bytes = torch.cuda.max_memory_allocated(device)
+            peak.peak_requested_bytes = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
+
+
+def allocated_bytes(device: torch.device | str) -> int | None:
+    """Bytes that tensors hold now; None where the allocator keeps no count."""
+    return torch.cuda.memory_allocated(device) if torch.device(device).type == "cuda" else None
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind these tensors on this rank, each storage once: views of one buffer count as the
+    whole buffer. Of a DTensor the local part counts."""
+    storages = {}
+    for tensor in tensors:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

@@ -282,6 +282,10 @@ class _Attached:
         """The wrapper."""
         return self._train.model
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._train.optimizer
+
     def settle(self) -> None:
         """Wait for what the last step left in flight, on every rank (parameters on their way, say)."""
         if hasattr(self._train.optimizer, "synchronize"):

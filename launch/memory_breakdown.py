@@ -1,0 +1,91 @@
+"""Where a rank's memory goes under each strategy, measured beside predicted.
+
+python launch/memory_breakdown.py                                      all GPUs, or two CPU ranks
+torchrun --standalone --nproc_per_node=2 launch/memory_breakdown.py --size xl --batch 2 --context 512 --dtype bf16
+"""
+
+import argparse
+import sys
+
+from distlab.comm import RankContext, RankEnvironment
+from distlab.model.config import PRESETS
+from distlab.parallel import STRATEGIES
+from distlab.report.record import json_line
+from distlab.report.table import render
+from experiments import memory_breakdown
+from experiments.memory_breakdown import MemoryConfig
+from launch.common import (
+    USAGE_ERROR,
+    default_ranks,
+    leave_process,
+    progress_to_stderr,
+    run_rank,
+    shared_folder,
+    start_ranks,
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    default = MemoryConfig()
+    p = argparse.ArgumentParser(
+        "memory_breakdown", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--size", default=default.size, help=f"model preset: {', '.join(PRESETS)} [%(default)s]")
+    p.add_argument("--batch", type=int, default=default.batch, help="sequences per rank [%(default)s]")
+    p.add_argument("--context", type=int, help="tokens per sequence [the preset's]")
+    p.add_argument("--dtype", default=default.dtype, help="fp32, or bf16 over fp32 parameters [%(default)s]")
+    chosen = ",".join(default.strategies)
+    p.add_argument("--strategies", default=chosen, help=f"of {', '.join(STRATEGIES)} [%(default)s]")
+    p.add_argument("--bucket-size-mb", type=float, default=default.bucket_size_mb, help="MiB [%(default)s]")
+    p.add_argument("--steps", type=int, default=default.steps, help="measured steps [%(default)s]")
+    p.add_argument("--nproc", type=int, help="start this many ranks [GPUs, or 2 on a CPU]")
+    p.add_argument("--backend", choices=("nccl", "gloo"), help="[nccl where there are GPUs]")
+    p.add_argument("--timeout", type=float, default=60.0, help="seconds a collective may take [%(default)s]")
+    p.add_argument("--out", default="outputs", help="folder for results [%(default)s]")
+    p.add_argument("--commit", help="recorded where git is missing")
+    return p
+
+
+def measure(context: RankContext, config: MemoryConfig, args: argparse.Namespace) -> int:
+    folder = shared_folder(context, args.out, memory_breakdown.NAME)
+    progress = progress_to_stderr(context)
+    records = memory_breakdown.run(config, context, default_commit=args.commit, progress=progress)
+    if context.is_main:
+        memory_breakdown.write(records, folder)
+        print(f"{memory_breakdown.headline(records)}\n\n{render(records, memory_breakdown.COLUMNS)}\n")
+        print(f"table, records and picture: {folder.path}")
+        print(json_line(memory_breakdown.NAME, records, folder.path), flush=True)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(arguments)
+    place = RankEnvironment.read()
+    try:
+        config = MemoryConfig(
+            size=args.size,
+            batch=args.batch,
+            context=args.context,
+            dtype=args.dtype,
+            strategies=tuple(args.strategies.split(",")),
+            bucket_size_mb=args.bucket_size_mb,
+            steps=args.steps,
+        )
+        if not place.launched:
+            ranks = default_ranks(args.backend) if args.nproc is None else args.nproc
+            return start_ranks(__file__, arguments, ranks, args.backend)
+    except ValueError as error:
+        if place.rank == 0:
+            print(f"memory_breakdown: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return run_rank(
+        lambda context: measure(context, config, args),
+        backend=args.backend,
+        timeout_s=args.timeout,
+        name="memory_breakdown",
+    )
+
+
+if __name__ == "__main__":
+    leave_process(main())
