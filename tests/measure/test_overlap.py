@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from distlab.measure.overlap import (
     analyse,
+    exposed_all_gathers,
     intersect,
     lanes,
     median_step,
@@ -122,3 +123,19 @@ def test_a_trace_without_steps_needs_a_window():
         analyse([event("compute", 0, 1)])
     with pytest.raises(ValueError, match="empty"):
         analyse([], (3, 3))
+
+
+def test_all_gathers_alone_are_told_apart_by_the_end_of_forward():
+    events = [
+        Event("distlab:step", "range", "thread 1", 0, 20),
+        Event("distlab:forward", "range", "thread 1", 0, 2),  # the host runs ahead
+        Event("gemm", "compute", "stream 7", 2, 6, launched_ms=1),
+        Event("gemm", "compute", "stream 7", 9, 15, launched_ms=3),
+        Event("ncclDevKernel_AllGather_RING_LL", "communication", "stream 20", 0, 3, launched_ms=0.5),
+        Event("ncclDevKernel_AllGather_RING_LL", "communication", "stream 20", 5, 10, launched_ms=1.5),
+        Event("ncclDevKernel_ReduceScatter_Sum", "communication", "stream 20", 15, 18, launched_ms=4),
+    ]
+    # Forward ends with its last kernel, at 6: alone before it 0..2, after it 6..9; a reduce-scatter does not count.
+    assert exposed_all_gathers(events) == (2, 3)
+    assert exposed_all_gathers(events[:4] + events[6:]) == (None, None)
+    assert exposed_all_gathers(events[:1] + events[2:]) == (None, None)

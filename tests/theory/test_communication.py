@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.parallel.buckets import plan_buckets
+from distlab.theory import communication
 from distlab.theory.communication import (
     CommunicationVolume,
     bucketed,
@@ -126,3 +127,22 @@ def test_ring_formula_counts_what_a_simulated_ring_sends(ranks, pieces):
 
 def test_ring_of_one_rank_costs_nothing():
     assert ring_all_reduce_seconds(1e9, 1, 1e9, 1e-3) == 0.0
+
+
+def test_fsdp_aligns_parameters_pads_units_and_sends_norms_apart():
+    # Unit a: 10 elements end at 10, the next begins at 16: 16 + 5 = 21, padded to 24 on four ranks; unit b: 8.
+    volume = communication.fsdp(
+        [10, 3, 5, 8], [4] * 4, ["a", None, "a", "b"], world_size=4, compute_itemsize=2
+    )
+    assert volume.collectives == 3 * 2 + 1
+    assert volume.bytes == 2 * (24 + 8) * 2 + (24 + 8) * 4 + (3 + 1) * 4
+
+
+def test_fsdp_without_norms_sends_no_all_reduce_and_needs_units_by_name():
+    volume = communication.fsdp([16], [4], ["a"], world_size=2, compute_itemsize=4)
+    assert volume == communication.CommunicationVolume(3, 3 * 64)
+    assert communication.step_volume("fsdp", [16], [4]) is None
+    named = communication.step_volume("fsdp", [16], [4], units=["a"], world_size=2, compute_itemsize=4)
+    assert named == volume
+    with pytest.raises(ValueError, match="world_size=0"):
+        communication.fsdp([16], [4], ["a"], world_size=0, compute_itemsize=4)
