@@ -118,12 +118,13 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
                   reduction: str = "mean") -> Tensor:
     """−Σ_v q_v·log softmax(logits)_v with q = (1 − ε)·onehot(target) + ε/V, in fp32.
 
-    Rows whose target is `ignore_index` count nothing; the mean of none is 0.
+    Rows whose target is `ignore_index` count nothing; the mean of none is 0. Other targets outside [0, V) give NaN.
     """
     log_p = wide(logits) - torch.logsumexp(wide(logits), -1, keepdim=True)
     kept = targets != ignore_index
-    picked = -log_p.gather(-1, torch.where(kept, targets, 0)[:, None])[:, 0]
-    loss = picked
+    within = (targets >= 0) & (targets < logits.shape[-1])
+    picked = -log_p.gather(-1, torch.where(within, targets, 0)[:, None].long())[:, 0]
+    loss = picked = torch.where(within, picked, float("nan"))
     if label_smoothing:
         loss = (1 - label_smoothing) * picked - label_smoothing * log_p.mean(-1)
     loss = torch.where(kept, loss, 0.0)

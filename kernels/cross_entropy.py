@@ -1,0 +1,248 @@
+"""Cross-entropy over large vocabularies, with label smoothing and ignored targets.
+
+Math, per row with target t:  lse = log Σ_v exp(z_v),  loss = lse − (1 − ε)·z_t − ε·mean(z).
+    dz_v = upstream·(exp(z_v − lse) − (1 − ε)·[v = t] − ε/V), 0 in ignored rows.
+With reduction "mean" both are divided by the number of rows that are not ignored; of none, the mean is 0.
+
+Shapes: `N` rows, `V` vocabulary: logits (N, V), targets (N) int64, loss and lse (N) fp32.
+Bytes: forward z once; backward z and dz once. `loss_and_gradient` does both in one launch: each row is read for the
+sums and again, from its end, for the gradient, which hits the L2 as far as that reaches. FLOPs: about 5 per logit and
+pass. Saved for backward: logits, targets, lse. Arithmetic in fp32 for every input type.
+
+The sums are online: each thread keeps a running maximum and a sum scaled by it, per 16 bytes that it loads, and the
+program merges them once at the end of the row (Milakov & Gimelshein 2018). A target that is neither `ignore_index` nor
+within [0, V) makes its row's loss NaN; nothing outside the row is read.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from . import _triton, reference
+from ._language import tl, triton
+from ._rows import Launch, check, check_device, chosen
+from .cost import Cost
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@triton.jit
+def loss_kernel(z_ptr, target_ptr, loss_ptr, lse_ptr, dz_ptr, scale_ptr, cols, stride_z, stride_dz, ignore_index,
+                smoothing, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """Loss and lse of one row and, with GRADIENT, dz times the scalar at scale_ptr; dz may be z itself."""
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * stride_z
+    target = tl.load(target_ptr + row)
+    # VECTOR neighbouring columns are one thread's: their maximum costs no exchange and one rescaling serves all.
+    offsets = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    largest = tl.full([BLOCK // VECTOR], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK // VECTOR], tl.float32)
+    plain = tl.zeros([BLOCK // VECTOR], tl.float32)
+    for start in tl.range(0, cols, BLOCK):
+        columns = start + offsets
+        z = tl.load(z_ptr + columns, mask=columns < cols, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(z, 1))
+        shift = tl.where(larger == float("-inf"), 0.0, larger)  # nothing but −inf so far
+        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
+        plain += tl.sum(tl.where(columns < cols, z, 0.0), 1)
+        largest = larger
+    m = tl.max(largest, 0)
+    shift = tl.where(m == float("-inf"), 0.0, m)
+    lse = shift + tl.log(tl.sum(total * tl.exp(largest - shift), 0))
+    kept = target != ignore_index
+    within = (target >= 0) & (target < cols)
+    z_target = tl.load(z_ptr + target, mask=kept & within, other=float("nan")).to(tl.float32)
+    loss = lse - (1.0 - smoothing) * z_target
+    if smoothing != 0.0:
+        loss -= smoothing * (tl.sum(plain, 0) / cols)
+    tl.store(loss_ptr + row, tl.where(kept, loss, 0.0))
+    tl.store(lse_ptr + row, lse)
+    if GRADIENT:
+        tl.debug_barrier()  # all threads have read z_target, which may be overwritten now
+        dz_ptr += row * stride_dz
+        scale = tl.where(kept, tl.load(scale_ptr), 0.0)
+        blocks = tl.cdiv(cols, BLOCK)
+        for block in tl.range(0, blocks):
+            columns = (blocks - 1 - block) * BLOCK + offsets
+            z = tl.load(z_ptr + columns, mask=columns < cols, other=float("-inf")).to(tl.float32)
+            dz = tl.exp(z - lse) - smoothing / cols
+            dz = tl.where(columns == target, dz - (1.0 - smoothing), dz)
+            dz = tl.where(kept, dz * scale, 0.0)
+            tl.store(dz_ptr + columns, dz.to(dz_ptr.dtype.element_ty), mask=columns < cols)
+
+
+@triton.jit
+def gradient_kernel(z_ptr, target_ptr, lse_ptr, upstream_ptr, scale_ptr, dz_ptr, rows, cols, stride_z,
+                    stride_upstream, blocks, ignore_index, smoothing, BLOCK: tl.constexpr):
+    """BLOCK columns of one row of dz; the last rows, which the forward read last, first."""
+    program = rows.to(tl.int64) * blocks - 1 - tl.program_id(0)
+    row = program // blocks
+    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + row)
+    kept = target != ignore_index
+    scale = tl.load(upstream_ptr + row * stride_upstream).to(tl.float32) * tl.load(scale_ptr)
+    z = tl.load(z_ptr + row * stride_z + columns, mask=columns < cols, other=0.0).to(tl.float32)
+    dz = tl.exp(z - tl.load(lse_ptr + row)) - smoothing / cols
+    dz = tl.where(columns == target, dz - (1.0 - smoothing), dz)
+    dz = tl.where(kept, dz * scale, 0.0)
+    tl.store(dz_ptr + row * cols + columns, dz.to(dz_ptr.dtype.element_ty), mask=columns < cols)
+
+
+def launch_loss(z: Tensor, targets: Tensor, loss: Tensor, lse: Tensor, ignore_index: int, smoothing: float,
+                dz: Tensor | None = None, scale: Tensor | None = None) -> None:
+    """Fill loss and lse and, where they are given, dz (which may be z) times the one element of scale."""
+    rows, cols = z.shape
+    launch = chosen("cross_entropy", Launch(block=8192, warps=16))
+    _triton.launch(loss_kernel, (rows,), z, targets, loss, lse, dz, scale, cols, z.stride(0),
+                   0 if dz is None else dz.stride(0), ignore_index, float(smoothing), GRADIENT=dz is not None,
+                   BLOCK=launch.block, VECTOR=16 // z.element_size(), num_warps=launch.warps)
+
+
+def launch_gradient(z: Tensor, targets: Tensor, lse: Tensor, upstream: Tensor, scale: Tensor, dz: Tensor,
+                    ignore_index: int, smoothing: float) -> None:
+    """Fill dz, contiguous. upstream has one element or one per row."""
+    rows, cols = z.shape
+    launch = chosen("cross_entropy_gradient", Launch(block=4096, warps=8))
+    blocks = triton.cdiv(cols, launch.block)
+    _triton.launch(gradient_kernel, (rows * blocks,), z, targets, lse, upstream, scale, dz, rows, cols, z.stride(0),
+                   1 if upstream.numel() > 1 else 0, blocks, ignore_index, float(smoothing), BLOCK=launch.block,
+                   num_warps=launch.warps)
+
+
+def mean_scale(targets: Tensor, reduction: str, ignore_index: int) -> Tensor:
+    """What each row's loss is multiplied by, one fp32 element on the targets' device."""
+    if reduction == "mean":
+        return 1.0 / (targets != ignore_index).sum().clamp(min=1).to(torch.float32).view(1)
+    return torch.ones(1, dtype=torch.float32, device=targets.device)
+
+
+@torch.library.custom_op("distlab_kernels::cross_entropy_forward", mutates_args=())
+def forward_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float) -> tuple[Tensor, Tensor]:
+    """z (N, V), targets (N) → loss and lse (N) fp32."""
+    loss, lse = (torch.empty(z.shape[0], dtype=torch.float32, device=z.device) for _ in range(2))
+    if z.numel() == 0:
+        return loss, lse
+    if not _triton.runs_triton(z):
+        plain = reference.cross_entropy(z, targets, ignore_index=ignore_index, label_smoothing=smoothing,
+                                        reduction="none")
+        return loss.copy_(plain), lse.copy_(torch.logsumexp(reference.wide(z), -1))
+    launch_loss(_rows(z), targets.contiguous(), loss, lse, ignore_index, smoothing)
+    return loss, lse
+
+
+@torch.library.custom_op("distlab_kernels::cross_entropy_gradient", mutates_args=())
+def gradient_op(z: Tensor, targets: Tensor, lse: Tensor, upstream: Tensor, scale: Tensor, ignore_index: int,
+                smoothing: float) -> Tensor:
+    """dz (N, V), contiguous, in z's type."""
+    dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    if z.numel() == 0:
+        return dz
+    if not _triton.runs_triton(z):
+        return dz.copy_(plain_gradient(z, targets, lse, upstream * scale, ignore_index, smoothing))
+    launch_gradient(_rows(z), targets.contiguous(), lse, upstream.contiguous(), scale, dz, ignore_index, smoothing)
+    return dz
+
+
+def plain_gradient(z: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, ignore_index: int,
+                   smoothing: float) -> Tensor:
+    """dz in plain torch; scale has one element or one per row."""
+    kept = (targets != ignore_index)[:, None]
+    hot = torch.arange(z.shape[1], device=z.device) == targets[:, None]
+    dz = torch.exp(reference.wide(z) - lse[:, None]) - smoothing / z.shape[1] - (1 - smoothing) * hot
+    return torch.where(kept, dz * scale.view(-1, 1), 0.0)
+
+
+def _rows(z: Tensor) -> Tensor:
+    return z if z.stride(1) == 1 or z.shape[1] == 1 else z.contiguous()
+
+
+@forward_op.register_fake
+def _(z, targets, ignore_index, smoothing):
+    return z.new_empty(z.shape[0], dtype=torch.float32), z.new_empty(z.shape[0], dtype=torch.float32)
+
+
+@gradient_op.register_fake
+def _(z, targets, lse, upstream, scale, ignore_index, smoothing):
+    return z.new_empty(z.shape)
+
+
+def check_arguments(logits_rows: int, logits: Tensor, targets: object, ignore_index: object, label_smoothing: object,
+                    reduction: object) -> None:
+    """Raise unless the targets fit `logits_rows` rows and the options are allowed."""
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"targets must be a torch.Tensor, got {type(targets).__name__}")
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"targets has dtype {targets.dtype}; allowed: int64, int32 (class indices)")
+    if tuple(targets.shape) != (logits_rows,):
+        raise ValueError(f"targets has shape {tuple(targets.shape)}; allowed: ({logits_rows},), one per row")
+    check_device("targets", targets, "logits", logits)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+    if not isinstance(label_smoothing, int | float) or not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is {label_smoothing!r}; allowed: a number from 0 to 1")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; allowed: {', '.join(REDUCTIONS)}")
+
+
+class CrossEntropy(Function):
+    """`apply(logits, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean")` → loss.
+
+    Saved: logits, targets, lse, and one fp32 element (1 over the number of rows that count).
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean"):
+        check("logits", logits, 2)
+        if logits.dim() != 2 or logits.shape[1] == 0:
+            raise ValueError(f"logits has shape {tuple(logits.shape)}; allowed: (rows, vocabulary)")
+        check_arguments(logits.shape[0], logits, targets, ignore_index, label_smoothing, reduction)
+        loss, lse = forward_op(logits, targets, ignore_index, float(label_smoothing))
+        scale = mean_scale(targets, reduction, ignore_index)
+        ctx.save_for_backward(logits, targets, lse, scale)
+        ctx.options = ignore_index, float(label_smoothing)
+        return loss if reduction == "none" else (loss.sum(0, keepdim=True) * scale).squeeze(0)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        logits, targets, lse, scale = ctx.saved_tensors
+        return gradient_op(logits, targets, lse, dloss.reshape(-1), scale, *ctx.options), None, None, None, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+                  reduction: str = "mean") -> Tensor:
+    """Cross-entropy of softmax(logits) with the targets, as `torch.nn.functional.cross_entropy`; fp32.
+
+    Args:
+        logits: (N, V), fp32, fp16 or bf16, any strides; differentiable.
+        targets: (N) int64 or int32 class indices.
+        ignore_index: rows with this target count nothing; where all do, the mean is 0 (torch gives NaN).
+        label_smoothing: ε, the weight that is spread evenly over all classes.
+        reduction: "mean" over the rows that count, "sum", or "none" for (N).
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+    """
+    return CrossEntropy.apply(logits, targets, ignore_index, label_smoothing, reduction)
+
+
+def loss_and_gradient(logits: Tensor, targets: Tensor, scale: Tensor, *, ignore_index: int = -100,
+                      label_smoothing: float = 0.0, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(loss (N) fp32, gradient of Σ loss·scale in the logits), in one launch and without autograd.
+
+    Args:
+        scale: one fp32 element, see `mean_scale`.
+        out: where the gradient goes; the logits themselves are allowed, and overwritten.
+    """
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
+    if logits.numel() and _triton.runs_triton(logits):
+        loss, lse = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
+        launch_loss(logits, targets, loss, lse, ignore_index, label_smoothing, out, scale)
+        return loss, out
+    loss, lse = forward_op(logits, targets, ignore_index, float(label_smoothing))
+    return loss, out.copy_(plain_gradient(logits, targets, lse, scale, ignore_index, label_smoothing))
+
+
+def cost(shape: tuple[int, int], dtype: torch.dtype, *, backward: bool = False) -> Cost:
+    """Least FLOPs and bytes of one pass: the logits; backward also their gradient."""
+    count = torch.Size(shape).numel()
+    return Cost(5 * count, (2 if backward else 1) * count * dtype.itemsize + 16 * shape[0])
