@@ -1,0 +1,293 @@
+"""Matrix product with what follows it computed on the fp32 accumulator: bias, activation, a norm of short rows.
+
+Math:  y = f(a b + bias);  with h = a b + bias and g = dy·f′(h):  da = g bᵀ,  db = aᵀ g,  dbias = Σ_rows g.
+
+Shapes: a (M, K), b (K, N), bias (N), y (M, N). FLOPs: 2·M·N·K. Bytes: a, b and y once; each tile of y needs a strip of
+a and of b, which the L2 has to serve. Saved for backward: a, b, bias; h is computed again where f needs it.
+Types: fp32, fp16, bf16, products summed in fp32, y rounded once; fp32 inputs are multiplied as three TF32 products.
+
+Three kernels, in the order in which one would write them:
+- `tiled_kernel`: a program per tile of y, tiles in row order. Simple, and reads b from memory again for every row of
+  tiles once b is larger than the L2.
+- `grouped_kernel`: the same, with tiles ordered in groups of GROUP rows that advance together, so that programs that
+  run at the same time share strips of a and b. Any sizes and strides. The last group may be smaller than the others: a
+  fixed group size there would visit some tiles twice and others never.
+- `persistent_kernel`: for 16-bit matrices whose rows are aligned: one program per SM walks over tiles, loads through
+  tensor descriptors (Hopper's TMA), and writes a tile while the loads of the next one are under way.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils.flop_counter import register_flop_formula
+
+from . import _triton, reference
+from ._language import tl, triton
+from ._rows import Launch, autocast_dtype, check, check_device, check_width, chosen, power_of_two
+from .cost import Cost
+from .elementwise import gelu_of
+
+EPILOGUES = (None, "relu", "leaky_relu", "gelu", "silu", "rms_norm")
+PRECISIONS = ("tf32x3", "tf32", "ieee")
+MAX_NORM_COLUMNS = 256  # a norm needs the whole row in one tile
+GROUP = 8
+
+
+@triton.jit
+def epilogue_of(y, EPILOGUE: tl.constexpr, cols):
+    """f on a tile of fp32 values; 0.01 is leaky ReLU's slope, columns beyond the matrix are 0 for the norm."""
+    if EPILOGUE == "relu":
+        y = tl.where(y > 0, y, y * 0.0)  # NaN stays NaN
+    elif EPILOGUE == "leaky_relu":
+        y = tl.where(y > 0, y, y * 0.01)
+    elif EPILOGUE == "gelu":
+        y = gelu_of(y)
+    elif EPILOGUE == "silu":
+        y = y / (1.0 + tl.exp(-y))
+    elif EPILOGUE == "rms_norm":
+        y = y * tl.rsqrt(tl.sum(y * y, 1) / cols + 1e-5)[:, None]
+    return y
+
+
+@triton.jit
+def grouped_tile(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
+    """(row, column) of the tile-th tile when groups of GROUP rows are walked column by column."""
+    per_group = GROUP * col_tiles
+    first = (tile // per_group) * GROUP
+    size = tl.minimum(row_tiles - first, GROUP)  # the last group may be smaller
+    return first + (tile % per_group) % size, (tile % per_group) // size
+
+
+@triton.jit
+def _finish(acc, bias_ptr, y_ptr, row, col, rows, cols, stride_y, BIAS: tl.constexpr, EPILOGUE: tl.constexpr):
+    """Bias, epilogue, rounding and the store of one tile."""
+    if BIAS:
+        acc += tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
+    y = epilogue_of(acc, EPILOGUE, cols).to(y_ptr.dtype.element_ty)
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    tl.store(y_ptr + row.to(tl.int64)[:, None] * stride_y + col[None, :], y, mask=inside)
+
+
+@triton.jit
+def _tile_product(a_ptr, b_ptr, row, col, rows, cols, depth, stride_am, stride_ak, stride_bk, stride_bn,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
+    """The fp32 accumulator of one tile: BLOCK_K of the depth at a time."""
+    k = tl.arange(0, BLOCK_K)
+    a_ptr += row.to(tl.int64)[:, None] * stride_am + k.to(tl.int64)[None, :] * stride_ak
+    b_ptr += k.to(tl.int64)[:, None] * stride_bk + col.to(tl.int64)[None, :] * stride_bn
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, depth, BLOCK_K):
+        left = depth - start  # the mask moves on with the pointers
+        a = tl.load(a_ptr, mask=(row < rows)[:, None] & (k < left)[None, :], other=0.0)
+        b = tl.load(b_ptr, mask=(k < left)[:, None] & (col < cols)[None, :], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        a_ptr += BLOCK_K * stride_ak
+        b_ptr += BLOCK_K * stride_bk
+    return acc
+
+
+@triton.jit
+def tiled_kernel(a_ptr, b_ptr, bias_ptr, y_ptr, rows, cols, depth, stride_am, stride_ak, stride_bk, stride_bn,
+                 stride_y, BIAS: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr):
+    """One tile of y per program, in row order; GROUP is not used."""
+    col_tiles = tl.cdiv(cols, BLOCK_N)
+    row = (tl.program_id(0) // col_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = (tl.program_id(0) % col_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = _tile_product(a_ptr, b_ptr, row, col, rows, cols, depth, stride_am, stride_ak, stride_bk, stride_bn,
+                        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+    _finish(acc, bias_ptr, y_ptr, row, col, rows, cols, stride_y, BIAS, EPILOGUE)
+
+
+@triton.jit
+def grouped_kernel(a_ptr, b_ptr, bias_ptr, y_ptr, rows, cols, depth, stride_am, stride_ak, stride_bk, stride_bn,
+                   stride_y, BIAS: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                   BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr):
+    """One tile of y per program, in grouped order."""
+    row_tile, col_tile = grouped_tile(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N), GROUP)
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = _tile_product(a_ptr, b_ptr, row, col, rows, cols, depth, stride_am, stride_ak, stride_bk, stride_bn,
+                        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+    _finish(acc, bias_ptr, y_ptr, row, col, rows, cols, stride_y, BIAS, EPILOGUE)
+
+
+@triton.jit
+def persistent_kernel(a_desc, b_desc, y_desc, bias_ptr, rows, cols, depth, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
+                      A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr,
+                      BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """Tiles program_id, program_id + num_programs, …; TMA fills what lies outside with zeros and drops it on stores."""
+    row_tiles = tl.cdiv(rows, BLOCK_M)
+    col_tiles = tl.cdiv(cols, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=True):
+        row_tile, col_tile = grouped_tile(tile, row_tiles, col_tiles, GROUP)
+        row = row_tile * BLOCK_M
+        col = col_tile * BLOCK_N
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for step in tl.range(0, tl.cdiv(depth, BLOCK_K)):
+            k = step * BLOCK_K
+            if A_TRANSPOSED:
+                a = a_desc.load([k, row]).T
+            else:
+                a = a_desc.load([row, k])
+            if B_TRANSPOSED:
+                b = b_desc.load([col, k]).T
+            else:
+                b = b_desc.load([k, col])
+            acc = tl.dot(a, b, acc)
+        if BIAS:
+            columns = col + tl.arange(0, BLOCK_N)
+            acc += tl.load(bias_ptr + columns, mask=columns < cols, other=0.0).to(tl.float32)[None, :]
+        y = epilogue_of(acc, EPILOGUE, cols).to(y_desc.dtype)
+        y_desc.store([row, col], y)
+
+
+def _tile(name: str, itemsize: int, rows: int, cols: int) -> tuple[Launch, int]:
+    """Launch parameters and BLOCK_K; small matrices get small tiles so that more programs share the work."""
+    if _triton.generation() == "interpreter":
+        return chosen(name, Launch(block=32, rows=32)), 32
+    if itemsize == 4:
+        return chosen(name, Launch(block=128, rows=64, warps=4, stages=3)), 32
+    if min(rows, cols) <= 1024:
+        return chosen(name, Launch(block=128, rows=64, warps=4, stages=4)), 64
+    return chosen(name, Launch(block=256, rows=128, warps=8, stages=4 if name == "matmul_persistent" else 3)), 64
+
+
+def launch_pointers(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None, precision: str,
+                    kernel=None) -> None:
+    """Fill y with `grouped_kernel` or the kernel given; any strides of a and b, y contiguous."""
+    (rows, depth), cols = a.shape, b.shape[1]
+    launch, block_k = _tile("matmul", a.element_size(), rows, cols)
+    block_n = max(16, power_of_two(cols)) if epilogue == "rms_norm" else launch.block
+    tile_rows = launch.rows if block_n <= 128 or launch.warps == 8 else min(launch.rows, 64)
+    grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(cols, block_n),)
+    _triton.launch(kernel or grouped_kernel, grid, a, b, bias, y, rows, cols, depth, *a.stride(), *b.stride(),
+                   y.stride(0), BIAS=bias is not None, EPILOGUE=epilogue, BLOCK_M=tile_rows, BLOCK_N=block_n,
+                   BLOCK_K=block_k, GROUP=GROUP, PRECISION=precision, num_warps=launch.warps, num_stages=launch.stages)
+
+
+def _descriptor_form(x: Tensor) -> tuple[Tensor, bool] | None:
+    """x, or xᵀ and True, with contiguous aligned rows as TMA needs them; None where neither is."""
+    for matrix, transposed in ((x, False), (x.T, True)):
+        aligned = matrix.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+        if matrix.stride(1) == 1 and aligned and matrix.stride(0) >= matrix.shape[1] and max(x.shape) < 2**31:
+            return matrix, transposed
+    return None
+
+
+def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None) -> bool:
+    """Fill y with `persistent_kernel`; False, and nothing done, where the layout does not allow descriptors."""
+    forms = _descriptor_form(a), _descriptor_form(b), _descriptor_form(y)
+    if None in forms or epilogue == "rms_norm":
+        return False
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (rows, depth), cols = a.shape, b.shape[1]
+    launch, block_k = _tile("matmul_persistent", a.element_size(), rows, cols)
+    shapes = (launch.rows, block_k), (block_k, launch.block), (launch.rows, launch.block)
+    descriptors = [TensorDescriptor.from_tensor(matrix, list(shape[::-1] if transposed else shape))
+                   for (matrix, transposed), shape in zip(forms, shapes, strict=True)]
+    tiles = triton.cdiv(rows, launch.rows) * triton.cdiv(cols, launch.block)
+    grid = (min(tiles, _triton.multiprocessors(a.device)),)
+    _triton.launch(persistent_kernel, grid, *descriptors, bias, rows, cols, depth, BIAS=bias is not None,
+                   EPILOGUE=epilogue, A_TRANSPOSED=forms[0][1], B_TRANSPOSED=forms[1][1], BLOCK_M=launch.rows,
+                   BLOCK_N=launch.block, BLOCK_K=block_k, GROUP=GROUP, num_warps=launch.warps,
+                   num_stages=launch.stages)
+    return True
+
+
+@torch.library.custom_op("distlab_kernels::matmul", mutates_args=())
+def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: str | None, precision: str) -> Tensor:
+    """(M, K), (K, N), (N) → (M, N) in a's type, contiguous."""
+    y = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+    if y.numel() == 0:
+        return y
+    if not _triton.runs_triton(a):
+        return y.copy_(reference.matmul(a, b, bias, epilogue))
+    bias = None if bias is None else bias.contiguous()
+    can_tma = a.element_size() == 2 and a.shape[1] > 0 and _triton.generation(a.device.index) == "sm_90"
+    if not (can_tma and launch_persistent(a, b, bias, y, epilogue)):
+        launch_pointers(a, b, bias, y, epilogue, precision)
+    return y
+
+
+@matmul_op.register_fake
+def _(a, b, bias, epilogue, precision):
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+@register_flop_formula(torch.ops.distlab_kernels.matmul)
+def flops(a, b, *_, out_shape=None, **__) -> int:
+    """The product only, as FlopCounterMode counts."""
+    return 2 * a[0] * a[1] * b[1]
+
+
+class MatMul(Function):
+    """`apply(a, b, bias=None, epilogue=None, precision="tf32x3")` → epilogue(a b + bias). Saved: a, b, bias."""
+
+    @staticmethod
+    def forward(ctx, a, b, bias=None, epilogue=None, precision="tf32x3"):
+        check("a", a, 2)
+        check("b", b, 2)
+        if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+            raise ValueError(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}; allowed: (M, K) and (K, N)")
+        check_device("b", b, "a", a)
+        if bias is not None:
+            check_width("bias", bias, "b", b)
+        if epilogue not in EPILOGUES:
+            raise ValueError(f"epilogue is {epilogue!r}; allowed: {', '.join(map(repr, EPILOGUES))}")
+        if epilogue == "rms_norm" and b.shape[1] > MAX_NORM_COLUMNS:
+            raise ValueError(f"b has {b.shape[1]} columns; epilogue 'rms_norm' allows at most {MAX_NORM_COLUMNS}")
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision is {precision!r}; allowed: {', '.join(PRECISIONS)}")
+        ctx.dtypes = a.dtype, b.dtype
+        if torch.is_autocast_enabled(a.device.type):
+            a, b = (t.to(autocast_dtype(t)) for t in (a, b))
+        if a.dtype != b.dtype:
+            raise ValueError(f"b has dtype {b.dtype}, a {a.dtype}; they must be equal")
+        ctx.save_for_backward(a, b, bias)
+        ctx.options = epilogue, precision
+        return matmul_op(a, b, bias, epilogue, precision)
+
+    @staticmethod
+    def backward(ctx, dy):
+        a, b, bias = ctx.saved_tensors
+        epilogue, precision = ctx.options
+        g = dy
+        if epilogue is not None:
+            with torch.enable_grad():
+                h = matmul_op(a, b, bias, None, precision).detach().requires_grad_()
+                f = reference.EPILOGUES[epilogue](reference.wide(h))
+                (g,) = torch.autograd.grad(f, h, reference.wide(dy))
+        da = matmul_op(g, b.T, None, None, precision).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        db = matmul_op(a.T, g, None, None, precision).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        dbias = None
+        if bias is not None and ctx.needs_input_grad[2]:
+            dbias = g.sum(0, dtype=torch.float32).to(bias.dtype)
+        return da, db, dbias, None, None
+
+
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, epilogue: str | None = None,
+           precision: str = "tf32x3") -> Tensor:
+    """epilogue(a b + bias); differentiable in a, b and bias.
+
+    Args:
+        a: (M, K), fp32, fp16 or bf16; b: (K, N) of the same type; any sizes and strides. Cast under autocast.
+        bias: (N) or None.
+        epilogue: None, "relu", "leaky_relu" (slope 0.01), "gelu" (tanh form), "silu", or "rms_norm" without a weight
+            (eps 1e-5), for N up to MAX_NORM_COLUMNS.
+        precision: of fp32 products on the GPU: "tf32x3" (three TF32 products), "tf32", "ieee".
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+    """
+    return MatMul.apply(a, b, bias, epilogue, precision)
+
+
+def cost(shape: tuple[int, int, int], dtype: torch.dtype, *, backward: bool = False) -> Cost:
+    """Least FLOPs and bytes for (M, K, N); backward is two products."""
+    rows, depth, cols = shape
+    elements = rows * depth + depth * cols + rows * cols
+    if backward:
+        return Cost(4 * rows * depth * cols, (2 * elements - rows * cols) * dtype.itemsize)
+    return Cost(2 * rows * depth * cols, elements * dtype.itemsize)
