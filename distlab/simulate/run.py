@@ -108,17 +108,17 @@ def simulate_step(
             begins.append((len(log.items), len(log.calls), len(log.memory)))
             log.phase = "forward"
             step()
-        wrapper.close()
+        items, all_calls, memory = tuple(log.items), tuple(log.calls), tuple(log.memory)
+        wrapper.close()  # gathers parameters, perhaps: not part of the step
         del step, wrapper, optimizer
     gc.collect()  # finalizers of fake storages write into the log: let them do it now
-    (_, _, _), (first, _, _), (second, calls, moments) = begins
-    end = max(i for i, item in enumerate(log.items) if isinstance(item, Compute | Issue)) + 1
+    _, (first, _, _), (second, calls, moments) = begins
     return SimulatedStep(
         entry.name,
         world_size,
-        tuple(log.calls[calls:]),
-        tuple(log.items[first:end]),
+        all_calls[calls:],
+        items[first:],
         second - first,
-        tuple(log.memory[moments:]),
+        memory[moments:],
         after_init,
     )
