@@ -4,8 +4,8 @@ PYTHONPATH=. torchrun --standalone --nproc-per-node 2 --max-restarts 1 experimen
 
 trains a model on bytes of text (by default this repository's own sources and pages) under every strategy, with one
 data order and one seed. Then the last rank of another such run kills itself in the middle; torchrun restarts all
-ranks, and the run resumes from its checkpoint. At last, blocks of steps with and without a checkpoint alternate. What has
-a record in `--out` is not run again, so the command continues where it was cut off.
+ranks, and the run resumes from its checkpoint. At last, blocks of steps with and without a checkpoint alternate.
+What has a record in `--out` is not run again, so the command continues where it was cut off.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankContext, collectives, rank_context
+from distlab.comm import RankContext, RankEnvironment, collectives, rank_context
 from distlab.measure.memory import peak_memory
 from distlab.report import (
     Column,
@@ -443,7 +443,7 @@ def main() -> int:
     args = parser().parse_args()
     names = [field.name for field in dataclasses.fields(CurvesConfig)]
     config = CurvesConfig(**{name: getattr(args, name) for name in names})
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    attempt = RankEnvironment.read().restarts
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

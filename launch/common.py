@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 import torch.distributed.run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from distlab.comm import RankContext, RankEnvironment, collectives, rank_context
@@ -28,11 +29,17 @@ def default_ranks(backend: str | None) -> int:
     return gpus or 2
 
 
-def start_ranks(script: str, arguments: Sequence[str], ranks: int, backend: str | None) -> int:
+def start_ranks(
+    script: str, arguments: Sequence[str], ranks: int, backend: str | None, max_restarts: int = 0
+) -> int:
     """Run `ranks` processes of `script` under torchrun's agent, in this process, and wait for them.
 
+    Args:
+        max_restarts: how often all ranks are started again after one failed.
+
     Returns:
-        0, or the exit code of the rank that failed first, after a line that says which and how.
+        0, or the exit code of the rank that failed first, after a line that says which and how; 128 + the number
+        of the signal that this process was sent.
 
     Raises:
         ValueError: fewer than one rank, or more NCCL ranks than GPUs.
@@ -41,9 +48,11 @@ def start_ranks(script: str, arguments: Sequence[str], ranks: int, backend: str 
         raise ValueError(f"--nproc {ranks}: at least one rank")
     choose_device(backend, 0, ranks)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, and torchrun need not warn of it
-    options = ["--standalone", f"--nproc_per_node={ranks}"]
+    options = ["--standalone", f"--nproc_per_node={ranks}", f"--max_restarts={max_restarts}"]
     try:
-        torchrun.run(torchrun.parse_args([*options, script, *_without_nproc(arguments)]))
+        torchrun.run(torchrun.parse_args([*options, script, *_without_own(arguments)]))
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode != USAGE_ERROR:  # a usage error has had its message
@@ -53,13 +62,15 @@ def start_ranks(script: str, arguments: Sequence[str], ranks: int, backend: str 
     return 0
 
 
-def _without_nproc(arguments: Sequence[str]) -> list[str]:
-    """The arguments without `--nproc N`, which torchrun would take for an abbreviation of its own option."""
+def _without_own(arguments: Sequence[str]) -> list[str]:
+    """The arguments without `--nproc N` and `--max-restarts N`, which torchrun would take for its own options."""
     kept, skip = [], False
     for argument in arguments:
-        if not skip and argument != "--nproc" and not argument.startswith("--nproc="):
+        name = argument.split("=")[0]
+        own = not skip and name in ("--nproc", "--max-restarts")
+        if not skip and not own:
             kept.append(argument)
-        skip = argument == "--nproc"
+        skip = own and "=" not in argument
     return kept
 
 

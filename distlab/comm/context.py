@@ -61,6 +61,7 @@ class RankEnvironment:
     local_rank: int
     world_size: int
     local_world_size: int
+    restarts: int = 0  # how often torchrun has started this job's ranks anew
 
     @staticmethod
     def read() -> "RankEnvironment":
@@ -71,6 +72,7 @@ class RankEnvironment:
             local_rank=int(env.get("LOCAL_RANK", env.get("RANK", 0))),
             world_size=int(env.get("WORLD_SIZE", 1)),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", 1))),
+            restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
 
 

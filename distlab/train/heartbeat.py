@@ -39,13 +39,32 @@ class Beat:
         step: its number, from 0.
         loss: mean over ranks of their mean losses, summed in rank order.
         grad_norm: before clipping; None where nothing clips.
+        step_ms: since the end of the step before, on this rank's device.
         stop: the signal that some rank was sent, or None.
     """
 
     step: int
     loss: float
     grad_norm: float | None
+    step_ms: float
     stop: int | None
+
+
+class Moment:
+    """Now, on a device's own clock: when everything queued before is done."""
+
+    def __init__(self, device: torch.device):
+        self._host = time.perf_counter()
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    def ms_since(self, earlier: "Moment") -> float:
+        """Milliseconds from an earlier moment to this one; waits until it has come."""
+        if self._event is None:
+            return 1e3 * (self._host - earlier._host)
+        self._event.synchronize()
+        return earlier._event.elapsed_time(self._event)
 
 
 class Heartbeat:
@@ -61,7 +80,13 @@ class Heartbeat:
         self._device = context.device
         timeout = timedelta(seconds=context.timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._waiting: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        self._waiting: tuple[int, Tensor, Moment] | None = None
+        self._has_norm = False
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """The next step's time counts from here, not from the end of the step before (call it when settled)."""
+        self._ended = Moment(self._device)
 
     def note(self, step: int, loss: Tensor, grad_norm: Tensor | None) -> Beat | None:
         """Queue this step's numbers; returns what the step before came to.
@@ -71,13 +96,11 @@ class Heartbeat:
         """
         norm = loss if grad_norm is None else grad_norm.to(loss.device)
         values = torch.stack((loss.detach().double(), norm.detach().double()))
-        event = None
         if self._device.type == "cuda":
             host = torch.empty(2, dtype=torch.float64, pin_memory=True)
             values = host.copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        before, self._waiting = self.settle(), (step, values, event)
+        moment = Moment(self._device)
+        before, self._waiting = self.settle(), (step, values, moment)
         self._has_norm = grad_norm is not None
         return before
 
@@ -85,9 +108,8 @@ class Heartbeat:
         """What the last step came to, now; None if that is known already."""
         if self._waiting is None:
             return None
-        (step, values, event), self._waiting = self._waiting, None
-        if event is not None:
-            event.synchronize()
+        (step, values, moment), self._waiting = self._waiting, None
+        step_ms, self._ended = moment.ms_since(self._ended), moment
         mine = torch.tensor([*values.tolist(), float(self._stop.received)], dtype=torch.float64)
         everybody = torch.empty(3 * self._group.size(), dtype=torch.float64)
         collectives.all_gather(everybody, mine, self._group).wait()
@@ -106,7 +128,8 @@ class Heartbeat:
                 f"{', '.join(map(str, bad))} ({what})"
             )
         stop = next((int(number) for number in signals if number), None)
-        return Beat(step, sum(losses) / len(losses), norms[0] if self._has_norm else None, stop)
+        norm = norms[0] if self._has_norm else None
+        return Beat(step, sum(losses) / len(losses), norm, step_ms, stop)
 
 
 class StopSignals:

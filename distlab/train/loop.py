@@ -21,7 +21,7 @@ from distlab.train import rng
 from distlab.train.checkpoint import Checkpointer, Stored
 from distlab.train.config import DTYPES, TrainConfig, refuse_other_run
 from distlab.train.evaluate import validation_loss
-from distlab.train.heartbeat import Beat, Heartbeat, StopSignals
+from distlab.train.heartbeat import Beat, Heartbeat, NonFiniteLoss, StopSignals
 from distlab.train.scaler import LossScaler
 from distlab.train.step import TrainStep, next_token_loss
 from distlab.train.tokens import GlobalOrder, Sequences, to_batch
@@ -37,7 +37,7 @@ class StepReport:
         lr: of this step.
         grad_norm: before clipping; None without clipping.
         step_ms: from the end of the step before to the end of this one, validation left out.
-        checkpoint_ms: of that, what `Checkpointer.save` kept the host.
+        checkpoint_ms: what `Checkpointer.save` kept the host between the two.
     """
 
     step: int
@@ -121,8 +121,7 @@ class Trainer:
                 progress=progress,
             )
         self.step = 0
-        self._clock = time.perf_counter()
-        self._checkpoint_ms = 0.0
+        self._saving_ms: dict[int, float] = {}  # step whose time it went into → ms
 
     def _build(self) -> None:
         config, strategy = self.config, get_strategy(self.config.strategy)
@@ -197,6 +196,8 @@ class Trainer:
                 self._run(outcome)
                 if self.checkpoints is not None:
                     self.checkpoints.wait()
+        except NonFiniteLoss as error:
+            raise NonFiniteLoss(f"{error}; training stopped. {self._last_good()}") from None
         finally:
             if self.checkpoints is not None:
                 self.checkpoints.close()
@@ -204,7 +205,7 @@ class Trainer:
 
     def _run(self, outcome: Outcome) -> None:
         config = self.config
-        self._clock = time.perf_counter()
+        self.heartbeat.restart_clock()
         while self.step < config.steps and outcome.stopped_by is None:
             loss = self.one_step()
             beat = self._note(loss)
@@ -247,7 +248,7 @@ class Trainer:
         self.checkpoints.save(
             self.step, self.wrapper, self.optimizer, strategy=self.config.strategy, extra=extra
         )
-        self._checkpoint_ms = 1e3 * (time.perf_counter() - begin)
+        self._saving_ms[self.step + 1] = 1e3 * (time.perf_counter() - begin)
 
     def _note(self, loss: torch.Tensor) -> Beat | None:
         skipped = self.train_step.last_step_skipped  # its norm is infinite, and that was dealt with
@@ -257,15 +258,11 @@ class Trainer:
     def _tell(self, beat: Beat | None) -> Beat | None:
         """Report a finished step."""
         if beat is not None:
-            now = time.perf_counter()
-            spent, saving = 1e3 * (now - self._clock), self._checkpoint_ms
-            self._clock, self._checkpoint_ms = now, 0.0
-            rate = self.schedule(beat.step - 1)
-            self.report(StepReport(beat.step, beat.loss, rate, beat.grad_norm, spent, saving))
+            rate, saving_ms = self.schedule(beat.step - 1), self._saving_ms.pop(beat.step, 0.0)
+            self.report(StepReport(beat.step, beat.loss, rate, beat.grad_norm, beat.step_ms, saving_ms))
         return beat
 
     def _validate(self) -> float:
-        begin = time.perf_counter()
         loss = validation_loss(
             self.wrapper,
             self.validate,
@@ -274,8 +271,20 @@ class Trainer:
             batch=max(1, self.config.batch // self.context.world_size // self.config.accumulate),
             autocast_dtype=self.autocast_dtype,
         )
-        self._clock += time.perf_counter() - begin
+        self.heartbeat.restart_clock()
         return loss
+
+    def _last_good(self) -> str:
+        if self.checkpoints is None:
+            return "There is no checkpoint"
+        self.checkpoints.wait()
+        step = self.checkpoints.last_saved
+        kept = (
+            "No checkpoint was written before" if step is None else f"The checkpoint of step {step} is good"
+        )
+        return (
+            f"{kept} ({self.checkpoints.folder.path}). A smaller --lr, a longer --warmup or --clip may help"
+        )
 
     def close(self) -> None:
         """Detach the strategy's hooks, so that the model's memory can go."""

@@ -1,0 +1,132 @@
+"""Train a language model under any strategy; given again, the same command continues the run.
+
+python launch/train.py                                             synthetic tokens, all GPUs or two CPU ranks
+python launch/train.py --data my.txt --size tiny --steps 300       bytes of a text; then: python launch/sample.py
+torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py --strategy fsdp
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+from distlab.comm import RankContext, RankEnvironment, collectives
+from distlab.report import OutputFolder, json_line
+from distlab.train.config import DTYPES, TRAINABLE, TrainConfig
+from experiments import training
+from experiments.training import DataConfig, Training
+from launch.common import USAGE_ERROR, default_ranks, leave_process, progress_to_stderr, run_rank, start_ranks
+
+HELP = {
+    "size": "model preset",
+    "context": "tokens per sequence (default: the preset's)",
+    "vocab": "entries of the vocabulary (default: the preset's; 256 for text)",
+    "strategy": f"one of {', '.join(TRAINABLE)}",
+    "batch": "sequences per step over all ranks",
+    "accumulate": "micro-batches per step; gradients are synchronised once",
+    "lr_floor": "last learning rate as a fraction of --lr",
+    "clip": "largest gradient norm, 0 for none",
+    "dtype": f"one of {', '.join(DTYPES)}",
+    "compile_blocks": "torch.compile each block",
+    "checkpoint_blocks": "recompute activations in backward",
+    "validate_every": "steps between validations, 0 for one at the end",
+    "checkpoint_every": "steps between checkpoints, 0 for one at the end",
+    "keep": "complete checkpoints that stay",
+    "synchronous_checkpoints": "write checkpoints within the step, not behind it",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        "train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for field in dataclasses.fields(TrainConfig):
+        option, text = f"--{field.name.replace('_', '-')}", HELP.get(field.name, field.name.replace("_", " "))
+        if isinstance(field.default, bool):
+            p.add_argument(option, action="store_true", help=text)
+        else:
+            kind = int if field.default is None else type(field.default)
+            p.add_argument(option, type=kind, default=field.default, help=f"{text} [%(default)s]")
+    p.add_argument("--data", help=".bin or .npy tokens, or a text file (its bytes) [synthetic tokens]")
+    p.add_argument("--val-data", help="validation file [the last twentieth of --data]")
+    p.add_argument("--token-dtype", help="of a .bin: uint16 or uint32 [uint16]")
+    p.add_argument("--name", help="of the run [data and size]")
+    p.add_argument("--fresh", action="store_true", help="put an older run of this name aside and begin anew")
+    p.add_argument("--log-every", type=int, default=10, help="steps between progress lines [%(default)s]")
+    p.add_argument("--nproc", type=int, help="start this many ranks [GPUs, or 2 on a CPU]")
+    p.add_argument("--max-restarts", type=int, default=0, help="start all ranks again so often [%(default)s]")
+    p.add_argument("--backend", choices=("nccl", "gloo"), help="[nccl where there are GPUs]")
+    p.add_argument("--timeout", type=float, default=60.0, help="seconds a collective may take [%(default)s]")
+    p.add_argument("--out", default="outputs", help="folder for results [%(default)s]")
+    p.add_argument("--commit", help="recorded where git is missing")
+    return p
+
+
+def train(context: RankContext, config: TrainConfig, data: DataConfig, args: argparse.Namespace) -> int:
+    progress = progress_to_stderr(context)
+    name = args.name or f"{Path(args.data).stem if args.data else 'synthetic'}-{config.size}"
+    folder = shared_run_folder(
+        context, args.out, name, fresh=args.fresh and RankEnvironment.read().restarts == 0
+    )
+    run = Training(
+        config, data, context, folder, default_commit=args.commit, log_every=args.log_every, progress=progress
+    )
+    outcome, record = run.run()
+    if outcome.stopped_by is not None:
+        progress(
+            f"stopped by signal {outcome.stopped_by} after step {outcome.last_step} of {config.steps}; a checkpoint is "
+            f"written ({folder.path}). The same command continues the run"
+        )
+        return 128 + outcome.stopped_by
+    if record is not None:
+        for step, loss in outcome.validation:
+            progress(f"validation loss after step {step}: {loss:.4f} nats per token")
+        progress(f"done: {outcome.last_step} steps; checkpoints, metrics and loss.png in {folder.path}")
+        print(json_line(training.NAME, [record], folder.path), flush=True)
+    return 0
+
+
+def shared_run_folder(context: RankContext, root: str, name: str, *, fresh: bool) -> OutputFolder:
+    """The run's folder, made by rank 0 and joined by the others; every rank raises if it cannot be written."""
+    made: OutputFolder | Exception | None = None
+    if context.is_main:
+        try:
+            path = Path(root) / training.NAME / name
+            if fresh and path.exists():
+                number = next(n for n in range(1, 10**6) if not path.with_name(f"{name}-old-{n}").exists())
+                path.rename(path.with_name(f"{name}-old-{number}"))
+            made = OutputFolder(root, training.NAME, name)
+        except (OSError, ValueError) as error:
+            made = error
+    made = collectives.gather_objects(made, context.group)[0]
+    if isinstance(made, Exception):
+        raise made
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(arguments)
+    place = RankEnvironment.read()
+    try:
+        config = TrainConfig(
+            **{field.name: getattr(args, field.name) for field in dataclasses.fields(TrainConfig)}
+        )
+        data = DataConfig(args.data, args.val_data, args.token_dtype)
+        if not place.launched:
+            ranks = default_ranks(args.backend) if args.nproc is None else args.nproc
+            return start_ranks(__file__, arguments, ranks, args.backend, args.max_restarts)
+    except ValueError as error:
+        if place.rank == 0:
+            print(f"train: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return run_rank(
+        lambda context: train(context, config, data, args),
+        backend=args.backend,
+        timeout_s=args.timeout,
+        name="train",
+    )
+
+
+if __name__ == "__main__":
+    leave_process(main())
