@@ -1,0 +1,181 @@
+"""AdamW over many parameters in one launch.
+
+Math, per element (Loshchilov & Hutter 2019, Algorithm 2), t the step:
+    p ← p·(1 − lr·λ),  m ← m + (g − m)(1 − β₁),  v ← β₂·v + (1 − β₂)·g²,
+    p ← p − (lr/(1 − β₁ᵗ))·m / (√v/√(1 − β₂ᵗ) + eps).
+
+Shapes: any list of parameters with their gradients and two fp32 moments. Bytes: 7 tensors (p, m, v read and written, g
+read) instead of the dozen passes of the plain form. FLOPs: about 15 per element. Nothing is saved.
+Arithmetic and moments in fp32, parameters and gradients fp32, fp16 or bf16.
+
+One grid covers all parameters: a table of addresses and sizes lies in device memory, and each program looks up which
+BLOCK elements of which parameter are its own. So a model of a thousand small tensors costs one launch instead of
+thousands.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from . import _triton, reference
+from ._language import tl, triton
+from ._rows import DTYPES, Launch, chosen
+from .cost import Cost
+
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, lr, beta1, beta2, eps, weight_decay, correction1,
+                  root_correction2, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """The first BLOCK elements at the pointers, or `left` of them with MASKED."""
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < left if MASKED else offsets >= 0  # the latter is known to hold, and loads stay 16 bytes wide
+    p = tl.load(p_ptr + offsets, mask=inside).to(tl.float32)
+    g = tl.load(g_ptr + offsets, mask=inside).to(tl.float32)
+    m = tl.load(m_ptr + offsets, mask=inside)
+    v = tl.load(v_ptr + offsets, mask=inside)
+    p = p * (1.0 - lr * weight_decay)
+    m = m + (g - m) * (1.0 - beta1)
+    v = v * beta2 + g * g * (1.0 - beta2)
+    p = p - (lr / correction1) * (m / (tl.sqrt(v) / root_correction2 + eps))
+    tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=inside)
+    tl.store(m_ptr + offsets, m, mask=inside)
+    tl.store(v_ptr + offsets, v, mask=inside)
+
+
+@triton.jit
+def adamw_kernel(addresses_ptr, sizes_ptr, owner_ptr, first_ptr, lr, beta1, beta2, eps, weight_decay, correction1,
+                 root_correction2, PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, ALIGNMENT: tl.constexpr,
+                 BLOCK: tl.constexpr):
+    """BLOCK elements of the parameter that this program owns; addresses is (parameters, 4): p, g, m, v."""
+    owner = tl.load(owner_ptr + tl.program_id(0)).to(tl.int64)
+    first = tl.load(first_ptr + tl.program_id(0))
+    left = tl.load(sizes_ptr + owner) - first
+    addresses_ptr += owner * 4
+    # A number from memory says nothing about its divisors: loads of 16 bytes need the promise.
+    p_ptr = tl.multiple_of(tl.load(addresses_ptr).to(tl.pointer_type(PARAMETER)) + first, ALIGNMENT)
+    g_ptr = tl.multiple_of(tl.load(addresses_ptr + 1).to(tl.pointer_type(GRADIENT)) + first, ALIGNMENT)
+    m_ptr = tl.multiple_of(tl.load(addresses_ptr + 2).to(tl.pointer_type(tl.float32)) + first, ALIGNMENT)
+    v_ptr = tl.multiple_of(tl.load(addresses_ptr + 3).to(tl.pointer_type(tl.float32)) + first, ALIGNMENT)
+    if left >= BLOCK:
+        _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, lr, beta1, beta2, eps, weight_decay, correction1,
+                      root_correction2, False, BLOCK)
+    else:
+        _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, lr, beta1, beta2, eps, weight_decay, correction1,
+                      root_correction2, True, BLOCK)
+
+
+def _tables(sizes: list[int], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """sizes (P), and per program its parameter and its first element."""
+    programs = [-(-size // block) for size in sizes]
+    counts = torch.tensor(programs)
+    owner = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
+    start = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    first = (torch.arange(len(owner)) - start) * block
+    return torch.tensor(sizes).to(device), owner.to(device), first.to(device)
+
+
+def launch_adamw(parameters: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor],
+                 step: int, tables: Callable[[tuple[int, ...], int], tuple[Tensor, Tensor, Tensor]], *, lr: float,
+                 betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Update parameters and moments in place; all of one device and one pair of types, contiguous, not empty."""
+    launch = chosen("adamw", Launch(block=2048, warps=8))
+    device = parameters[0].device
+    rows = [[t.data_ptr() for t in four] for four in zip(parameters, gradients, first, second, strict=True)]
+    addresses = torch.tensor(rows, dtype=torch.int64)
+    if device.type == "cuda":
+        addresses = addresses.pin_memory()
+    sizes, owner, begin = tables(tuple(p.numel() for p in parameters), launch.block)
+    aligned = all(address % 16 == 0 for row in rows for address in row)
+    _triton.launch(adamw_kernel, (len(owner),), addresses.to(device, non_blocking=True), sizes, owner, begin, lr,
+                   betas[0], betas[1], eps, weight_decay, 1 - betas[0]**step, math.sqrt(1 - betas[1]**step),
+                   PARAMETER=_TYPES[parameters[0].dtype], GRADIENT=_TYPES[gradients[0].dtype],
+                   ALIGNMENT=16 if aligned else 1, BLOCK=launch.block, num_warps=launch.warps)
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW in one launch per group of equal types, equal to torch's to rounding.
+
+    Args:
+        params: parameters or parameter groups: fp32, fp16 or bf16, contiguous.
+        lr, betas, eps, weight_decay: as for `torch.optim.AdamW`.
+
+    The state has torch's names (`step`, `exp_avg`, `exp_avg_sq`), with moments in fp32. Where Triton cannot run the
+    plain form steps.
+
+    Raises:
+        ValueError: an option out of range; from `step`, a sparse gradient or a parameter of another type.
+    """
+
+    def __init__(self, params: Iterable, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 1e-2) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value!r}; allowed: 0 or a finite number above")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas is {betas!r}; allowed: two numbers from 0 to below 1")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._tables: dict = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """One update of every parameter that has a gradient; returns the closure's loss if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            alike: dict = {}
+            for p in group["params"]:
+                if p.grad is not None and p.numel():
+                    state = self._state_of(p)
+                    state["step"] += 1
+                    key = (p.device, p.dtype, p.grad.dtype, int(state["step"]))
+                    alike.setdefault(key, []).append((p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
+            for (device, _, _, step), rows in alike.items():
+                self._update(device, [list(column) for column in zip(*rows, strict=True)], step, options)
+        return loss
+
+    def _state_of(self, p: Tensor) -> dict:
+        if p.dtype not in DTYPES or p.grad.dtype not in DTYPES or p.grad.is_sparse:
+            raise ValueError(f"a parameter of {p.dtype} with a gradient of {p.grad.dtype}, {p.grad.layout}; allowed: "
+                             "dense float32, float16, bfloat16")
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"], state["exp_avg_sq"] = (
+                torch.zeros(p.shape, dtype=torch.float32, device=p.device) for _ in range(2))
+        for name in ("exp_avg", "exp_avg_sq"):  # loading a state casts it to the parameter's type
+            state[name] = state[name].to(torch.float32).contiguous()
+        return state
+
+    def _update(self, device: torch.device, tensors: list[list[Tensor]], step: int, options: dict) -> None:
+        parameters, gradients, first, second = tensors
+        runnable = _triton.runs_triton(parameters[0]) and all(p.is_contiguous() for p in parameters)
+        if runnable:
+            gradients = [g.contiguous() for g in gradients]
+            launch_adamw(parameters, gradients, first, second, step, self._cached_tables(device), **options)
+            return
+        for p, g, m, v in zip(parameters, gradients, first, second, strict=True):
+            wide = p if p.dtype == torch.float32 else p.float()
+            reference.adamw_(wide, g.float(), m, v, step, **options)
+            p.copy_(wide)
+
+    def _cached_tables(self, device: torch.device) -> Callable:
+        def tables(sizes: tuple[int, ...], block: int) -> tuple[Tensor, Tensor, Tensor]:
+            key = device, sizes, block
+            if key not in self._tables:
+                self._tables[key] = _tables(list(sizes), block, device)
+            return self._tables[key]
+
+        return tables
+
+
+def cost(count: int, dtype: torch.dtype, gradient_dtype: torch.dtype | None = None) -> Cost:
+    """Least FLOPs and bytes of one step over `count` elements."""
+    per_element = 2 * dtype.itemsize + (gradient_dtype or dtype).itemsize + 4 * 4
+    return Cost(15 * count, count * per_element)
