@@ -58,7 +58,8 @@ class Activations:
         checkpoint: of one block whose activations are recomputed: its input.
         last: final norm and head.
         loss: kept by the cross-entropy, log-softmax in fp32.
-        loss_temporary: on top of `loss` at the start of backward: the gradient of the logits, in fp32 and cast.
+        loss_temporary: on top of `loss` at the start of backward: gradients of log-softmax and of the logits, fp32.
+        logits_gradient: what reaches the head, in the type of the computation.
         forward_loss_temporary: on top of `loss` while it is computed: the logits, and their fp32 form.
         block_temporary: most that one block's backward needs besides what it frees.
         residual_gradient: the gradient that travels down the residual stream.
@@ -69,6 +70,7 @@ class Activations:
     last: int
     loss: int
     loss_temporary: int
+    logits_gradient: int
     forward_loss_temporary: int
     block_temporary: int
     residual_gradient: int
@@ -113,7 +115,8 @@ def activations(
         checkpoint=r * n * d,
         last=(r + c) * n * d + FP32 * n,
         loss=FP32 * n * vocabulary,
-        loss_temporary=(FP32 + casts) * n * vocabulary,
+        loss_temporary=2 * FP32 * n * vocabulary,
+        logits_gradient=c * n * vocabulary,
         forward_loss_temporary=(FP32 + casts) * n * vocabulary,
         block_temporary=max(swiglu, rotation, scores),
         residual_gradient=r * n * d,

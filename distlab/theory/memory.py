@@ -89,8 +89,8 @@ class StepMemory:
         before_step: gradients are averaged, the optimizer has not stepped.
         after_step: the optimizer has stepped; gradients are dropped only by the next step.
         peak: the largest moment of all.
-        peak_phase: when: `forward`, `loss`, `backward of head`, `backward of block 17`, `backward of embedding`,
-            `gradient synchronization` or `optimizer step`.
+        peak_phase: when: `forward`, `loss`, `backward of loss`, `backward of head`, `backward of block 17`,
+            `backward of embedding`, `gradient synchronization` or `optimizer step`.
         moments: all of them in order, (phase, breakdown).
     """
 
@@ -238,20 +238,14 @@ def _walk(setting: _Setting, states: Breakdown) -> Iterator[tuple[str, Breakdown
         ),
     )
     head = _gathered(setting, shape.embedding_parameters)
-    forward = replace(
-        forward, activations=forward.activations + kept.loss, buckets=states.buckets + _rebuilt(setting)
-    )
-    yield "loss", replace(forward, temporary=kept.forward_loss_temporary)
+    buckets = states.buckets + _rebuilt(setting)
+    temporary = kept.loss + kept.forward_loss_temporary
+    yield "loss", replace(forward, buckets=buckets, temporary=temporary)
     held = 0 if setting.checkpointing else _copies(setting)  # with checkpoints no graph keeps the copies
-    yield (
-        "backward of head",
-        replace(
-            forward,
-            weight_copies=held,
-            gathered=head + _gathered(setting, unit),
-            temporary=kept.loss_temporary + _weight_gradient(setting, shape.embedding_parameters),
-        ),
-    )
+    forward = replace(forward, buckets=buckets, weight_copies=held)
+    yield "backward of loss", replace(forward, temporary=kept.loss + kept.loss_temporary)
+    temporary = kept.logits_gradient + _weight_gradient(setting, shape.embedding_parameters)
+    yield "backward of head", replace(forward, gathered=head + _gathered(setting, unit), temporary=temporary)
     for block in reversed(range(layers)):
         yield f"backward of block {block}", _in_block(setting, states, block)
     yield (
@@ -271,23 +265,29 @@ def _walk(setting: _Setting, states: Breakdown) -> Iterator[tuple[str, Breakdown
 
 
 def _in_block(setting: _Setting, states: Breakdown, block: int) -> Breakdown:
-    """The fullest moment of one block's backward: its feed-forward part, everything of the block still kept."""
+    """The fullest moment of one block's backward: in its feed-forward part, everything of the block still kept, or,
+    on a sharding strategy, at its end, when a unit's gradients are packed for sending."""
     shape, kept = setting.shape, setting.kept
     unit = _block_matrices(shape)
     done = (shape.num_layers - 1 - block) * shape.block_parameters + shape.embedding_parameters
-    saved = block * (kept.checkpoint if setting.checkpointing else kept.block) + kept.block
+    below = block * (kept.checkpoint if setting.checkpointing else kept.block)
     casts = setting.precision.compute * unit if setting.precision.copies_weights else 0
-    return replace(
+    in_flight = FP32 * unit if setting.strategy in SHARDED else 0
+    inside = replace(
         states,
         gradients=_grown(setting, done),
         gathered=_gathered(setting, 2 * unit),
         weight_copies=casts * (1 if setting.checkpointing else block + 1),
-        activations=saved,
+        activations=below + kept.block,
         temporary=kept.block_temporary
         + kept.residual_gradient
         + _weight_gradient(setting, max(shape.matrices_per_block))
-        + _full_gradients(setting, unit),
+        + in_flight,
     )
+    packing = replace(
+        inside, activations=below, temporary=kept.residual_gradient + _full_gradients(setting, unit)
+    )
+    return max(inside, packing, key=lambda moment: moment.total)
 
 
 def _setting(
@@ -387,8 +387,8 @@ def _full_gradients(setting: _Setting, numel: int) -> int:
 
 def _weight_gradient(setting: _Setting, numel: int) -> int:
     """One matrix's gradient as the product leaves it, and in fp32 before it is accumulated or packed."""
-    if setting.strategy in SHARDED:
-        return setting.precision.compute * numel if setting.precision.copies_weights else 0
+    if setting.strategy in SHARDED and not setting.precision.copies_weights:
+        return setting.precision.compute * numel
     return ((setting.precision.compute if setting.precision.copies_weights else 0) + FP32) * numel
 
 
