@@ -8,8 +8,7 @@ With P = exp(s − LSE), s = scale · Q Kᵀ, and Δ_i = Σ_d dO_id O_id,
 with *transposed* scores, so that Pᵀ and dSᵀ are already the left operands of the next products and never leave the
 registers. `dq_kernel` owns BLOCK_M queries and walks over key tiles. Seven products instead of the five of a single
 pass, but no two programs add to the same address: results are bit-identical from run to run. `joint_kernel` is both
-passes in one launch, for calls too short to fill a GPU: the program id says which tile of which pass it owns, and with
-OWN_STATS each program computes the Δ it needs, so that nothing has to run before it.
+passes in one launch, for calls too short to fill a GPU: the program id says which tile of which pass it owns.
 
 Shapes as in forward.py; do like o; dq, dk, dv like q, k, v. Query heads that share a key head are summed inside one
 program of the dK/dV pass. FLOPs: 14·B·H·D per visible pair are computed (10 by convention). Bytes: q, k, v, o, do, lse
@@ -70,33 +69,25 @@ def load_stats(base, desc, start, offs, stats0, TMA: tl.constexpr):
 
 
 @triton.jit
-def _walk_queries(dk, dv, k, v, q_base, do_base, o_base, delta_base, lse2_base, q_desc, do_desc, delta_desc,
-                  lse2_desc, q_row0, q_col0, do_row0, do_col0, stats0, stride_qt, stride_gt, stride_ot, dq_base, cols,
+def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, q_desc, do_desc, delta_desc,
+                  lse2_desc, q_row0, q_col0, do_row0, do_col0, stats0, stride_qt, stride_gt, dq_base, cols,
                   first, last,
                   query_count, key_count, lo, hi, doc_lo, doc_hi, scale_log2,
                   MASKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
-                  TMA: tl.constexpr, FUSED: tl.constexpr, OWN_STATS: tl.constexpr):
+                  TMA: tl.constexpr, FUSED: tl.constexpr):
     """Fold the query tiles [first, last) into dk (still without the scale) and dv; FUSED adds to dq in memory too."""
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     q_base += first.to(tl.int64) * stride_qt
     do_base += first.to(tl.int64) * stride_gt
-    o_base += first.to(tl.int64) * stride_ot
     for start in tl.range(first, last, BLOCK_M):
         q = load_tile(q_base, q_desc, start, offs_m, stride_qt, offs_d, query_count, q_row0, q_col0, HEAD_DIM,
                       BLOCK_D, MASKED, TMA)
-        if OWN_STATS:
-            lse2 = load_lse2(lse2_base, start + offs_m, query_count)
-            o = load_rows(o_base, offs_m, stride_ot, offs_d, query_count - start, HEAD_DIM, BLOCK_D, MASKED)
-        else:
-            lse2 = load_stats(lse2_base, lse2_desc, start, offs_m, stats0, TMA)
+        lse2 = load_stats(lse2_base, lse2_desc, start, offs_m, stats0, TMA)
         do = load_tile(do_base, do_desc, start, offs_m, stride_gt, offs_d, query_count, do_row0, do_col0, HEAD_DIM,
                        BLOCK_D, MASKED, TMA)
-        if OWN_STATS:
-            delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-        else:
-            delta = load_stats(delta_base, delta_desc, start, offs_m, stats0, TMA)
+        delta = load_stats(delta_base, delta_desc, start, offs_m, stats0, TMA)
         # every wait for a load stands before the first product: a wait between asynchronous products makes ptxas
         # serialise them
         st = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -117,24 +108,22 @@ def _walk_queries(dk, dv, k, v, q_base, do_base, o_base, delta_base, lse2_base, 
                           mask=(rows < query_count)[:, None] & (offs_d < HEAD_DIM)[None, :], sem="relaxed")
         q_base += BLOCK_M * stride_qt
         do_base += BLOCK_M * stride_gt
-        o_base += BLOCK_M * stride_ot
     return dk, dv
 
 
 @triton.jit
-def dkdv_tile(pid, q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, delta_ptr, lse2_ptr, q_desc, do_desc, delta_desc, lse2_desc,
+def dkdv_tile(pid, q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_desc, delta_desc, lse2_desc,
               dk_ptr, dv_ptr, dq_ptr, doc_first, doc_last,
               stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-              stride_gb, stride_gh, stride_gt, stride_ob, stride_oh, stride_ot, stride_dkb, stride_dkh, stride_dkt,
+              stride_gb, stride_gh, stride_gt, stride_dkb, stride_dkh, stride_dkt,
               stride_dvb, stride_dvh, stride_dvt, kv_heads, kv_group, query_count, key_count, padded_count, lo, hi,
               scale, scale_log2, batch_heads, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
               RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-              FUSED: tl.constexpr, OWN_STATS: tl.constexpr):
+              FUSED: tl.constexpr):
     """One program: BLOCK_N rows of dK and dV of one key head, over all query heads that read it.
 
     FUSED: also add this program's share of dQ / scale to the fp32 (B, H, Tq, D) tensor at dq_ptr.
-    OWN_STATS: compute Δ from o_ptr; lse2_ptr then holds the forward's LSE, and padded_count is query_count.
     """
     tile, bh = schedule(pid, tl.cdiv(key_count, BLOCK_N), batch_heads, HEAD_GROUP, False)
     batch = (bh // kv_heads).to(tl.int64)
@@ -164,7 +153,6 @@ def dkdv_tile(pid, q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, delta_ptr, lse2_ptr, q_de
         head = kv_head * kv_group + member
         q_start = batch * stride_qb + head * stride_qh
         do_start = batch * stride_gb + head * stride_gh
-        o_base = o_ptr + batch * stride_ob + head * stride_oh
         q_row0, q_col0 = head_origin(q_start, stride_qt, TMA)
         do_row0, do_col0 = head_origin(do_start, stride_gt, TMA)
         stats = (batch * kv_heads * kv_group + head) * padded_count
@@ -173,11 +161,11 @@ def dkdv_tile(pid, q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, delta_ptr, lse2_ptr, q_de
             first, last = phase_range(phase, begin, full_begin, full_end, end)
             if phase == 1 or (phase == 0 and (HAS_HI or HAS_DOC)) or (phase == 2 and (HAS_LO or HAS_DOC or RAGGED)):
                 dk, dv = _walk_queries(
-                    dk, dv, k, v, q_ptr + q_start, do_ptr + do_start, o_base, delta_ptr + stats, lse2_ptr + stats,
+                    dk, dv, k, v, q_ptr + q_start, do_ptr + do_start, delta_ptr + stats, lse2_ptr + stats,
                     q_desc, do_desc, delta_desc, lse2_desc, q_row0, q_col0, do_row0, do_col0, stats.to(tl.int32),
-                    stride_qt, stride_gt, stride_ot, dq_base, cols, first, last, query_count, key_count, lo, hi,
+                    stride_qt, stride_gt, dq_base, cols, first, last, query_count, key_count, lo, hi,
                     doc_lo, doc_hi, scale_log2, phase != 1, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M,
-                    PRECISION, TMA, FUSED, OWN_STATS)
+                    PRECISION, TMA, FUSED)
 
     keep = (cols < key_count)[:, None] & (offs_d < HEAD_DIM)[None, :]
     dk_base = dk_ptr + batch * stride_dkb + kv_head * stride_dkh + wide0 * stride_dkt
@@ -197,13 +185,13 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_des
                 BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
                 FUSED: tl.constexpr):
     """The dK/dV pass, one `dkdv_tile` per program; Δ and LSE·log2(e) are `delta_kernel`'s."""
-    dkdv_tile(tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_desc, delta_desc,
+    dkdv_tile(tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_desc, delta_desc,
               lse2_desc, dk_ptr, dv_ptr, dq_ptr, doc_first, doc_last,
               stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-              stride_gb, stride_gh, stride_gt, stride_gb, stride_gh, stride_gt, stride_dkb, stride_dkh, stride_dkt,
+              stride_gb, stride_gh, stride_gt, stride_dkb, stride_dkh, stride_dkt,
               stride_dvb, stride_dvh, stride_dvt, kv_heads, kv_group, query_count, key_count, padded_count, lo, hi,
               scale, scale_log2, batch_heads, HAS_LO, HAS_HI, HAS_DOC, RAGGED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
-              HEAD_GROUP, PRECISION, TMA, FUSED, False)
+              HEAD_GROUP, PRECISION, TMA, FUSED)
 
 
 @triton.jit
@@ -237,15 +225,14 @@ def _walk_keys(dq, q, do, lse2, delta, k_base, v_base, k_desc, v_desc, k_row0, k
 
 
 @triton.jit
-def dq_tile(pid, q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, dq_ptr, doc_first, doc_last,
+def dq_tile(pid, q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, dq_ptr, doc_first, doc_last,
             stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-            stride_gb, stride_gh, stride_gt, stride_ob, stride_oh, stride_ot, stride_dqb, stride_dqh, stride_dqt,
+            stride_gb, stride_gh, stride_gt, stride_dqb, stride_dqh, stride_dqt,
             heads, kv_group, query_count, key_count, padded_count, lo, hi, scale, scale_log2, batch_heads,
             HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
             RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-            BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-            OWN_STATS: tl.constexpr):
-    """One program: BLOCK_M rows of one head's dQ; OWN_STATS as in `dkdv_tile`."""
+            BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
+    """One program: BLOCK_M rows of one head's dQ."""
     tile, bh = schedule(pid, tl.cdiv(query_count, BLOCK_M), batch_heads, HEAD_GROUP, HAS_HI)
     batch = (bh // heads).to(tl.int64)
     head = (bh % heads).to(tl.int64)
@@ -259,14 +246,8 @@ def dq_tile(pid, q_ptr, k_ptr, v_ptr, do_ptr, o_ptr, delta_ptr, lse2_ptr, k_desc
     do = load_rows(do_ptr + batch * stride_gb + head * stride_gh + wide0 * stride_gt, offs_m, stride_gt, offs_d,
                    query_count - row0, HEAD_DIM, BLOCK_D, True)
     stats = bh.to(tl.int64) * padded_count
-    if OWN_STATS:
-        lse2 = load_lse2(lse2_ptr + stats, rows, query_count)
-        o = load_rows(o_ptr + batch * stride_ob + head * stride_oh + wide0 * stride_ot, offs_m, stride_ot, offs_d,
-                      query_count - row0, HEAD_DIM, BLOCK_D, True)
-        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    else:
-        lse2 = tl.load(lse2_ptr + stats + rows)
-        delta = tl.load(delta_ptr + stats + rows)
+    lse2 = tl.load(lse2_ptr + stats + rows)
+    delta = tl.load(delta_ptr + stats + rows)
     k_start = batch * stride_kb + (head // kv_group) * stride_kh
     v_start = batch * stride_vb + (head // kv_group) * stride_vh
     k_row0, k_col0 = head_origin(k_start, stride_kt, TMA)
@@ -304,8 +285,8 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, 
               RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """The dQ pass, one `dq_tile` per program; Δ and LSE·log2(e) are `delta_kernel`'s."""
-    dq_tile(tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, dq_ptr,
+    dq_tile(tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, dq_ptr,
             doc_first, doc_last, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh,
-            stride_vt, stride_gb, stride_gh, stride_gt, stride_gb, stride_gh, stride_gt, stride_dqb, stride_dqh,
+            stride_vt, stride_gb, stride_gh, stride_gt, stride_dqb, stride_dqh,
             stride_dqt, heads, kv_group, query_count, key_count, padded_count, lo, hi, scale, scale_log2, batch_heads,
-            HAS_LO, HAS_HI, HAS_DOC, RAGGED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HEAD_GROUP, PRECISION, TMA, False)
+            HAS_LO, HAS_HI, HAS_DOC, RAGGED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HEAD_GROUP, PRECISION, TMA)

@@ -1,5 +1,6 @@
 """Launchers of the backward kernels; their math and shapes are in backward.py."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -15,18 +16,14 @@ from .options import Problem
 
 @dataclass(frozen=True)
 class Saved:
-    """What the backward kernels read: (B, H, T, D) tensors, and (B, H, padded Tq) Δ and LSE·log2(e).
-
-    Without `delta`, which then has to be computed from `o`, `lse2` is the forward's (B, H, Tq) LSE instead.
-    """
+    """What the backward kernels read: (B, H, T, D) tensors, and (B, H, padded Tq) Δ and LSE·log2(e)."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     do: torch.Tensor
-    delta: torch.Tensor | None
+    delta: torch.Tensor
     lse2: torch.Tensor
-    o: torch.Tensor | None = None
 
     def counts(self) -> tuple[int, int, int]:
         return self.q.shape[2], self.k.shape[2], self.lse2.shape[2]
@@ -55,7 +52,7 @@ def launch_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Ten
     launch(delta_kernel, (padded_count // DELTA_ROWS * batch * heads,), o, do, lse, delta, lse2,
            *o.stride()[:3], *do.stride()[:3], heads, query_count, padded_count,
            HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), BLOCK_M=DELTA_ROWS)
-    return Saved(q, k, v, do, delta, lse2, o)
+    return Saved(q, k, v, do, delta, lse2)
 
 
 def launch_dkdv(saved: Saved, dk: torch.Tensor, dv: torch.Tensor, problem: Problem, tile: Tile,
@@ -95,25 +92,42 @@ def launch_dq(saved: Saved, dq: torch.Tensor, problem: Problem, tile: Tile) -> N
            HEAD_GROUP=tile.head_group, TMA=k_desc is not None, **_constants(saved, problem), **tile.launch_options())
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def launch_side_by_side(saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, problem: Problem,
+                        dkdv_tile: Tile, dq_tile: Tile) -> None:
+    """Fill dq, dk and dv, both passes at once: dQ on a stream of its own, which the current one waits for at the end.
+
+    For calls whose passes leave multiprocessors idle. Under graph capture the two become parallel branches.
+    """
+    main, side = torch.cuda.current_stream(dq.device), _side_stream(dq.device)
+    side.wait_stream(main)
+    launch_dkdv(saved, dk, dv, problem, dkdv_tile)
+    with torch.cuda.stream(side):
+        launch_dq(saved, dq, problem, dq_tile)
+    main.wait_stream(side)  # so that nothing is freed or read too early, by the rules of one stream
+
+
 def launch_joint(saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, problem: Problem, dkdv_tile: Tile,
                  dq_tile: Tile) -> None:
     """Fill dq, dk and dv in one launch; the tiles agree in their launch options."""
     q, k, v, do, delta, lse2 = saved.q, saved.k, saved.v, saved.do, saved.delta, saved.lse2
     batch, heads, query_count = q.shape[:3]
     kv_heads, key_count = k.shape[1:3]
-    own_stats = delta is None
-    o = saved.o if own_stats else do
     q_desc, do_desc = row_descriptors((q, do), dkdv_tile.block_m) if dkdv_tile.tma else (None, None)
     k_desc, v_desc = row_descriptors((k, v), dq_tile.block_n) if dq_tile.tma else (None, None)
     stats = (None, None)
-    if q_desc is not None and not own_stats:
+    if q_desc is not None:
         stats = (flat_descriptor(delta, dkdv_tile.block_m), flat_descriptor(lse2, dkdv_tile.block_m))
     programs = triton.cdiv(key_count, dkdv_tile.block_n) * kv_heads + triton.cdiv(query_count, dq_tile.block_m) * heads
-    launch(joint_kernel, (programs * batch,), q, k, v, do, o, lse2 if own_stats else delta, lse2, q_desc, do_desc,
+    launch(joint_kernel, (programs * batch,), q, k, v, do, delta, lse2, q_desc, do_desc,
            *stats, k_desc, v_desc, dq, dk, dv, problem.doc_first, problem.doc_last,
-           *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *o.stride()[:3], *dq.stride()[:3],
+           *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
            *dk.stride()[:3], *dv.stride()[:3], heads, kv_heads, *saved.counts(), problem.lo, problem.hi,
-           problem.scale, problem.scale * LOG2_E.value, batch, OWN_STATS=own_stats,
+           problem.scale, problem.scale * LOG2_E.value, batch,
            KEY_BLOCK_M=dkdv_tile.block_m, KEY_BLOCK_N=dkdv_tile.block_n, KEY_GROUP=dkdv_tile.head_group,
            KEY_RAGGED=query_count % dkdv_tile.block_m != 0, KEY_TMA=q_desc is not None,
            QUERY_BLOCK_M=dq_tile.block_m, QUERY_BLOCK_N=dq_tile.block_n, QUERY_GROUP=dq_tile.head_group,

@@ -16,6 +16,7 @@ from .options import Problem
 from .table import ROWS
 
 KERNELS = ("forward", "dkdv", "dq")
+PASSES = ("in turn", "side by side", "joint")
 # Classes of batch·heads·length, by their largest member; the last stands for all that is longer. What wins changes
 # while a GPU is not full: 132 multiprocessors take 8,448 rows in tiles of 64.
 ROW_CLASSES = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -75,23 +76,22 @@ class Choice:
 
     Args:
         forward, dkdv, dq: the tiles of the three kernels.
-        launches: of the backward. 3: Δ, dK/dV, dQ. 2: Δ, then both passes jointly (see backward_joint.py). 1: only the
-            joint kernel, which then computes Δ itself. Joint passes share warps, stages and register limit.
+        passes: of the backward: "in turn", "side by side" on two streams, or "joint" in one launch (see
+            backward_joint.py), which then share warps, stages and register limit.
     """
 
     forward: Tile
     dkdv: Tile
     dq: Tile
-    launches: int = 3
+    passes: str = "in turn"
 
     def __post_init__(self) -> None:
-        if self.launches < 3 and self.dkdv.launch_options() != self.dq.launch_options():
+        if self.passes == "joint" and self.dkdv.launch_options() != self.dq.launch_options():
             raise ValueError(f"joint passes need one set of launch options, got {self.dkdv} and {self.dq}")
 
 
 TABLE: dict[Key, Choice] = {
-    Key(*key): Choice(Tile(*forward), Tile(*dkdv), Tile(*dq), launches)
-    for key, _, forward, dkdv, dq, launches in ROWS
+    Key(*key): Choice(Tile(*forward), Tile(*dkdv), Tile(*dq), passes) for key, _, forward, dkdv, dq, passes in ROWS
 }
 
 CANDIDATES = {
@@ -114,13 +114,13 @@ POINTER_TILES = {
 }
 INTERPRETED_TILES = {"forward": Tile(32, 16), "dkdv": Tile(16, 32), "dq": Tile(32, 16)}
 
-_forced: dict[str, Tile | int] = {}
+_forced: dict[str, Tile | str] = {}
 _searched: dict[tuple[str, Key], Tile] = {}
 
 
 @contextlib.contextmanager
-def forced(**choices: Tile | int) -> Iterator[None]:
-    """Use these fields of a `Choice` whatever the table says, `launches` with both of its tiles: for tests."""
+def forced(**choices: Tile | str) -> Iterator[None]:
+    """Use these fields of a `Choice` whatever the table says, `passes` with both of its tiles: for tests."""
     before = dict(_forced)
     _forced.update(choices)
     try:
@@ -176,13 +176,13 @@ def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile],
     return _searched[kernel, key]
 
 
-def joint_choice(q: torch.Tensor, problem: Problem) -> Choice | None:
-    """The row to follow if both passes of this backward belong into one launch, else None."""
-    if "launches" in _forced:
-        row = Choice(_forced.get("forward", _forced["dq"]), _forced["dkdv"], _forced["dq"], _forced["launches"])
+def concurrent(q: torch.Tensor, problem: Problem) -> Choice | None:
+    """The row to follow if both passes of this backward run at once, else None."""
+    if "passes" in _forced:
+        row = Choice(_forced["dq"], _forced["dkdv"], _forced["dq"], _forced["passes"])
     else:
         row = None if interpreted() or _forced else lookup(key_of(q, problem))
-    return row if row is not None and row.launches < 3 else None
+    return row if row is not None and row.passes != "in turn" else None
 
 
 def choose_fused(q: torch.Tensor, problem: Problem, run: Callable[[Tile], None]) -> Tile:

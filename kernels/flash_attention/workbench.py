@@ -62,7 +62,7 @@ class Bench:
             self.saved = self._delta()
         else:
             padded = torch.empty(*self.lse.shape[:2], -(-case.length // 128) * 128, device=device)
-            self.saved = backward.Saved(self.q, self.k, self.v, self.do, padded, padded, self.o)
+            self.saved = backward.Saved(self.q, self.k, self.v, self.do, padded, padded)
 
     def _delta(self) -> backward.Saved:
         return backward.launch_delta(self.q, self.k, self.v, self.o, self.lse, self.do)
@@ -75,15 +75,15 @@ class Bench:
             backward.launch_dkdv(self.saved, dk, dv, self.problem, how)
         elif kernel == "dq":
             backward.launch_dq(self.saved, dq, self.problem, how)
-        elif how.launches == 1:
-            saved = backward.Saved(self.q, self.k, self.v, self.do, None, self.lse, self.o)
-            backward.launch_joint(saved, dq, dk, dv, self.problem, how.dkdv, how.dq)
-        elif how.launches == 2:
-            backward.launch_joint(self._delta(), dq, dk, dv, self.problem, how.dkdv, how.dq)
         else:
             saved = self._delta()
-            backward.launch_dkdv(saved, dk, dv, self.problem, how.dkdv)
-            backward.launch_dq(saved, dq, self.problem, how.dq)
+            if how.passes == "joint":
+                backward.launch_joint(saved, dq, dk, dv, self.problem, how.dkdv, how.dq)
+            elif how.passes == "side by side":
+                backward.launch_side_by_side(saved, dq, dk, dv, self.problem, how.dkdv, how.dq)
+            else:
+                backward.launch_dkdv(saved, dk, dv, self.problem, how.dkdv)
+                backward.launch_dq(saved, dq, self.problem, how.dq)
 
     def outputs(self, kernel: str, how: Tile | Choice) -> tuple[torch.Tensor, ...]:
         """Copies of what a launch filled, poisoned before."""

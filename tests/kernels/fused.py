@@ -11,7 +11,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 def draw(*shape, dtype=torch.float32, seed=0, device=DEVICE):
     """Normal numbers, equal for equal seeds."""
     generator = torch.Generator().manual_seed(seed + 1000 * len(shape) + sum(shape))
-    return torch.randn(*shape, generator=generator).to(device, dtype)
+    return torch.randn(shape, generator=generator).to(device, dtype)
 
 
 def compare(function, reference, *tensors, tolerance=None, seed=7):

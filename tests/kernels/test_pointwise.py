@@ -1,0 +1,211 @@
+"""Element-wise kernels, RoPE, dropout and AdamW: interpreted on a CPU, compiled where there is a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import elementwise, reference
+from kernels._rows import Launch, forced
+from kernels.adamw import AdamW
+from kernels.dropout import dropout, linear_gelu_dropout
+from kernels.elementwise import add, gelu
+from kernels.rope import rope
+from kernels.swiglu import swiglu
+
+from .fused import DEVICE, compare, draw
+
+SHAPES = [(1,), (7,), (3, 50), (4097,), (2, 0, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_add_gelu_swiglu(shape, dtype):
+    x, y = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
+    compare(add, reference.add, x, y)
+    compare(gelu, lambda x: F.gelu(x, approximate="tanh"), x)
+    compare(swiglu, lambda g, u: F.silu(g) * u, x, y)
+
+
+def test_more_elements_than_a_block():
+    with forced(gelu=Launch(16), gelu_backward=Launch(16), add=Launch(16), swiglu=Launch(16),
+                swiglu_backward=Launch(16)):
+        x, y = draw(5, 13), draw(5, 13, seed=1)
+        compare(add, reference.add, x, y)
+        compare(gelu, reference.gelu, x)
+        compare(swiglu, reference.swiglu, x, y)
+        halves = draw(5, 26)
+        compare(lambda t: swiglu(*t.chunk(2, -1)), lambda t: reference.swiglu(*t.chunk(2, -1)), halves)
+
+
+def test_transposed_inputs():
+    x, y = draw(6, 10).T, draw(10, 6, seed=1)
+    compare(add, reference.add, x, y)
+    compare(gelu, reference.gelu, x)
+    compare(swiglu, reference.swiglu, x, y)
+
+
+# Regression: tanh written with exponentials is NaN above 10
+def test_gelu_is_finite_for_large_inputs():
+    x = torch.tensor([11.0, 50.0, 1e10, 3e38, -11.0, -50.0, -1e10, -3e38], device=DEVICE, requires_grad=True)
+    y = gelu(x)
+    slope, = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(y[:4], x[:4])
+    assert y[4:].abs().max() == 0
+    assert torch.equal(slope.cpu(), torch.tensor([1.0] * 4 + [0.0] * 4))
+    assert reference.gelu_by_exponentials(x.detach())[:4].isnan().all()
+    assert gelu(torch.tensor([float("nan")], device=DEVICE)).isnan().all()
+
+
+def tables(length, width, dtype=torch.float32):
+    angles = draw(length, width // 2)
+    return torch.cat([angles.cos(), angles.cos()], -1), torch.cat([-angles.sin(), angles.sin()], -1)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (7, 6), (3, 5, 16), (2, 3, 5, 16), (2, 2, 3, 5, 6), (2, 1, 2, 2, 3, 4)],
+                         ids=str)
+def test_rope(shape):
+    cos, sin = tables(*shape[-2:])
+    compare(lambda x: rope(x, cos, sin), lambda x: reference.rope(x, cos.double(), sin.double()), draw(*shape))
+
+
+def test_rope_reads_a_fused_projection_in_place():
+    cos, sin = tables(5, 8)
+    qkv = draw(2, 5, 3, 4, 8).permute(2, 0, 3, 1, 4)[:2]
+    compare(lambda x: rope(x, cos, sin), lambda x: reference.rope(x, cos.double(), sin.double()), qkv)
+    y = rope(draw(3, 5, 8), cos, sin)
+    torch.testing.assert_close(y.norm(dim=-1), draw(3, 5, 8).norm(dim=-1))  # turning keeps lengths
+
+
+def test_dropout_drops_as_often_as_asked_and_keeps_the_mean():
+    x = torch.ones(200, 1000, device=DEVICE)
+    y = dropout(x, 0.3, seed=3)
+    kept = (y != 0).float().mean().item()
+    assert abs(kept - 0.7) < 6 * (0.3 * 0.7 / x.numel()) ** 0.5  # six standard deviations of a binomial
+    assert y.max().item() == pytest.approx(1 / 0.7, rel=2e-5)
+    columns = (y != 0).float().mean(0)
+    assert columns.min() > 0.45 and columns.max() < 0.95  # no element of a counter's eight is special
+
+
+def test_dropout_repeats_in_backward_and_by_seed():
+    x = draw(3, 1000).requires_grad_()
+    y = dropout(x, 0.5, seed=11)
+    slope, = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(slope * x, y)  # the same elements, the same scale
+    assert torch.equal(y, dropout(x, 0.5, seed=11))
+    assert not torch.equal(y, dropout(x, 0.5, seed=12))
+    assert not torch.equal(dropout(x, 0.5), dropout(x, 0.5))
+    torch.manual_seed(0)
+    first = dropout(x, 0.5)
+    torch.manual_seed(0)
+    assert torch.equal(first, dropout(x, 0.5))
+
+
+def test_dropout_does_not_depend_on_the_tile():
+    x = draw(1000)
+    with forced(dropout=Launch(64)):
+        small = dropout(x, 0.4, seed=1)
+    assert torch.equal(small, dropout(x, 0.4, seed=1))
+
+
+def test_dropout_at_its_ends():
+    x = draw(100).requires_grad_()
+    assert dropout(x, 0.0) is x and dropout(x, 0.9, training=False) is x
+    y = dropout(x, 1.0)
+    assert not y.any() and not torch.autograd.grad(y.sum(), x)[0].any()
+    assert dropout(torch.empty(0, device=DEVICE), 0.5).shape == (0,)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear_gelu_dropout(with_bias):
+    x, w, b = draw(2, 3, 16), draw(50, 16, seed=1), draw(50, seed=2)
+    extra = (b,) if with_bias else ()
+    compare(lambda *t: linear_gelu_dropout(*t, p=0.0), lambda *t: reference.gelu(F.linear(*t)), x, w, *extra)
+    keep = linear_gelu_dropout(torch.zeros_like(x), w, torch.ones(50, device=DEVICE), 0.25, seed=5) != 0
+
+    def plain(*t):
+        return reference.dropout(reference.gelu(F.linear(*t)), keep, 0.25)
+
+    compare(lambda *t: linear_gelu_dropout(*t, p=0.25, seed=5), plain, x, w, *extra)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_adamw_equals_torchs(dtype):
+    ours = [draw(*s, dtype=dtype).requires_grad_() for s in ((3, 50), (1,), (2500,), (0,), (4, 4))]
+    theirs = [p.detach().float().requires_grad_() for p in ours]
+    mine = AdamW([{"params": ours[:2]}, {"params": ours[2:], "lr": 1e-3, "weight_decay": 0.0}], lr=1e-2)
+    torchs = torch.optim.AdamW([{"params": theirs[:2]}, {"params": theirs[2:], "lr": 1e-3, "weight_decay": 0.0}],
+                               lr=1e-2)
+    for step in range(3):
+        for p, q in zip(ours[:4], theirs[:4], strict=True):  # the last has no gradient
+            p.grad = draw(*p.shape, dtype=dtype, seed=step)
+            q.grad = p.grad.float()
+        before = [p.detach().clone() for p in ours]
+        mine.step()
+        torchs.step()
+        for p, q in zip(ours, theirs, strict=True):
+            # fp32: a few operations of 6e-8 each. fp16: parameters rounded to 11 bits; both go on from there.
+            limit = 3e-7 if dtype is torch.float32 else 2e-3
+            torch.testing.assert_close(p.detach().float(), q.detach(), atol=limit, rtol=limit)
+            q.data.copy_(p.detach())
+        assert torch.equal(before[4], ours[4])
+
+
+def test_adamw_resumes_and_follows_a_schedule():
+    p, q = (draw(40).requires_grad_() for _ in range(2))
+    first, second = AdamW([p], lr=1e-2), AdamW([q], lr=1e-2)
+    for optimizer, x in ((first, p), (second, q)):
+        x.grad = draw(40, seed=1)
+        optimizer.step()
+    again = AdamW([q], lr=5.0)
+    again.load_state_dict(second.state_dict())
+    for optimizer, x in ((first, p), (again, q)):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        x.grad = draw(40, seed=2)
+        optimizer.step(lambda: torch.tensor(1.0))
+    assert torch.equal(p, q)
+    assert set(first.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda x: add(x, x[:1]), r"y has shape \(1, 8\), x \(2, 8\)"),
+    (lambda x: add(x, x.half()), "y has dtype"),
+    (lambda x: swiglu(x, x.T), "up has shape"),
+    (lambda x: gelu(x.int()), "x has dtype"),
+    (lambda x: rope(x[:, :7], x, x), "even"),
+    (lambda x: rope(x, x[:1], x), r"cos has shape \(1, 8\); allowed: \(T, D\)"),
+    (lambda x: rope(x, x, x.half()), "sin has dtype"),
+    (lambda x: dropout(x, 1.5), "p is 1.5"),
+    (lambda x: dropout(x, 0.5, seed=-1), "seed is -1"),
+    (lambda x: linear_gelu_dropout(x, x[:, :3]), "weight has shape"),
+    (lambda x: AdamW([x], lr=-1.0), "lr is -1"),
+    (lambda x: AdamW([x], betas=(1.0, 0.9)), "betas is"),
+])  # RELIABILITY 44
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(draw(2, 8))
+
+
+def test_autocast_casts_swiglu_and_gives_gradients_back_in_their_type():
+    gate, up = draw(3, 8).requires_grad_(), draw(3, 8, dtype=torch.float16, seed=1).requires_grad_()
+    with torch.autocast(DEVICE, torch.float16):
+        y = swiglu(gate, up)
+    y.sum().backward()
+    assert (y.dtype, gate.grad.dtype, up.grad.dtype) == (torch.float16, torch.float32, torch.float16)
+
+
+def test_compile_has_no_break():
+    x = draw(4, 16).requires_grad_()
+    cos, sin = tables(4, 16)
+
+    def f(x):
+        return swiglu(gelu(x), add(rope(x, cos, sin), x))
+
+    y = torch.compile(f, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(y, f(x))
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(f(x).sum(), x))
+
+
+def test_costs():
+    assert elementwise.add_cost((10,), torch.float32).bytes == 120
+    assert elementwise.cost((10,), torch.bfloat16, backward=True).bytes == 60

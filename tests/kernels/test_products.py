@@ -1,0 +1,216 @@
+"""Matrix products, cross-entropy and both together: interpreted on a CPU, compiled where there is a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from kernels import linear_cross_entropy as lce_module
+from kernels import matmul as matmul_module
+from kernels import reference
+from kernels._rows import Launch, forced
+from kernels.cross_entropy import cross_entropy, loss_and_gradient, mean_scale
+from kernels.linear_cross_entropy import chunk_rows, linear_cross_entropy
+from kernels.matmul import matmul
+
+from .fused import DEVICE, compare, draw
+
+EXACT = {"precision": "ieee"}  # without effect in the interpreter; on a GPU fp32 is then fp32
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 50, 3), (33, 65, 40), (100, 7, 129), (5, 0, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_matmul(sizes, dtype):
+    m, k, n = sizes
+    scale = max(k, 1) ** -0.5
+    compare(lambda a, b: matmul(a, b, **EXACT), lambda a, b: a @ b, draw(m, k, dtype=dtype) * scale,
+            draw(k, n, dtype=dtype, seed=1))
+
+
+@pytest.mark.parametrize("epilogue", matmul_module.EPILOGUES, ids=str)
+def test_epilogues_and_bias(epilogue):
+    a, b, bias = draw(40, 20) * 0.3, draw(20, 33, seed=1), draw(33, seed=2)
+    compare(lambda *t: matmul(*t, epilogue=epilogue, **EXACT), lambda *t: reference.matmul(*t, epilogue), a, b, bias)
+
+
+def test_matmul_of_any_strides():
+    compare(lambda a, b: matmul(a, b, **EXACT), lambda a, b: a @ b, draw(20, 40).T[::2], draw(66, 20, seed=1).T[:, 1::3])
+
+
+# Regression: a group order with a fixed group size skips tiles where the last group is smaller
+@pytest.mark.parametrize(("row_tiles", "col_tiles"), [(1, 1), (9, 3), (15, 2), (16, 5), (3, 7)])
+def test_grouped_order_visits_every_tile_once(row_tiles, col_tiles):
+    a, b = torch.eye(row_tiles * 32, device=DEVICE), torch.ones(row_tiles * 32, col_tiles * 32, device=DEVICE)
+    with forced(matmul=Launch(block=32, rows=32)):
+        assert torch.equal(matmul(a, b, **EXACT), b)
+
+
+# Regression: a K mask that does not move on with the pointers
+def test_depth_that_is_no_multiple_of_the_tile():
+    a, b = torch.ones(2, 70, device=DEVICE), torch.ones(70, 2, device=DEVICE)
+    assert torch.equal(matmul(a, b, **EXACT), torch.full((2, 2), 70.0, device=DEVICE))
+
+
+def test_tiled_and_persistent_kernels():
+    for transposed_a in (False, True):
+        for transposed_b in (False, True):
+            a, b = draw(72, 40, dtype=torch.float16), draw(40, 88, dtype=torch.float16, seed=1)
+            a = a.T.contiguous().T if transposed_a else a
+            b = b.T.contiguous().T if transposed_b else b
+            bias = draw(88, dtype=torch.float16, seed=2)
+            exact = reference.matmul(a.double(), b.double(), bias.double(), "gelu")
+            y = torch.full((72, 88), float("nan"), dtype=torch.float16, device=DEVICE)
+            assert matmul_module.launch_persistent(a, b, bias, y, "gelu")
+            torch.testing.assert_close(y.double(), exact, atol=2e-2, rtol=2e-3)  # rounded once to 11 bits, up to 30
+            y.fill_(float("nan"))
+            matmul_module.launch_pointers(a, b, bias, y, "gelu", "ieee", matmul_module.tiled_kernel)
+            torch.testing.assert_close(y.double(), exact, atol=2e-2, rtol=2e-3)
+    odd = draw(7, 9, dtype=torch.float16)
+    assert not matmul_module.launch_persistent(odd, odd.T, None, draw(7, 7, dtype=torch.float16), None)
+
+
+def test_matmul_counts_flops_and_compiles():
+    a, b = draw(20, 30).requires_grad_(), draw(30, 10, seed=1)
+    with FlopCounterMode(display=False) as counter:
+        matmul(a, b)
+    assert counter.get_total_flops() == 2 * 20 * 30 * 10
+    compiled = torch.compile(lambda a, b: matmul(a, b, epilogue="gelu"), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(a, b), matmul(a, b, epilogue="gelu"))
+
+
+def targets_for(rows, vocabulary, ignored=()):
+    t = torch.randint(vocabulary, (rows,), generator=torch.Generator().manual_seed(rows))
+    t[list(ignored)] = -100
+    return t.to(DEVICE)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"label_smoothing": 0.1}, {"reduction": "sum"}, {"reduction": "none", "label_smoothing": 0.3},
+], ids=str)
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (5, 50), (3, 1000)])
+def test_cross_entropy(rows, vocabulary, options):
+    t = targets_for(rows, vocabulary, ignored=(1,) if rows > 1 else ())
+    compare(lambda z: cross_entropy(z, t, **options), lambda z: F.cross_entropy(z, t, **options),
+            draw(rows, vocabulary) * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16])
+def test_cross_entropy_in_many_pieces_and_half_precision(dtype):
+    t = targets_for(4, 203)
+    with forced(cross_entropy=Launch(32, warps=1), cross_entropy_gradient=Launch(32, warps=1)):
+        compare(lambda z: cross_entropy(z, t), lambda z: F.cross_entropy(z, t), draw(4, 203, dtype=dtype),
+                tolerance=1e-3)  # the loss is fp32, gradients below 1 are rounded to 11 bits
+        compare(lambda z: cross_entropy(z, t), lambda z: F.cross_entropy(z, t), draw(203, 4).T)
+
+
+# RELIABILITY 45
+def test_cross_entropy_at_the_edges():
+    z = draw(3, 10).requires_grad_()
+    ignored = torch.full((3,), -100, device=DEVICE)
+    loss = cross_entropy(z, ignored)
+    loss.backward()
+    assert loss == 0 and not z.grad.any()
+    outside = cross_entropy(z, torch.tensor([10, -3, 2], device=DEVICE), reduction="none")
+    assert outside[:2].isnan().all() and outside[2].isfinite()
+    masked = draw(2, 10)
+    masked[:, 4:] = float("-inf")
+    t = torch.tensor([0, 3], device=DEVICE)
+    torch.testing.assert_close(cross_entropy(masked, t), F.cross_entropy(masked, t))
+    assert cross_entropy(1e4 * draw(3, 10), targets_for(3, 10)).isfinite()
+    assert cross_entropy(z, torch.tensor([1, 7, 7], device=DEVICE), ignore_index=7) == cross_entropy(z[:1], t[:1] + 1)
+    assert cross_entropy(torch.empty(0, 5, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)) == 0
+
+
+def test_backward_twice_gives_twice_the_same():
+    z, t = draw(3, 50).requires_grad_(), targets_for(3, 50)
+    loss = cross_entropy(z, t) * 3
+    first, = torch.autograd.grad(loss, z, retain_graph=True)
+    second, = torch.autograd.grad(loss, z)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_loss_and_gradient_in_one_launch_and_in_place(smoothing):
+    z, t = draw(5, 70), targets_for(5, 70, ignored=(2,))
+    leaf = z.double().requires_grad_()
+    exact = F.cross_entropy(leaf, t, label_smoothing=smoothing)
+    expected, = torch.autograd.grad(exact, leaf)
+    scale = mean_scale(t, "mean", -100)
+    for out in (None, z):
+        with forced(cross_entropy=Launch(32, warps=1)):
+            loss, dz = loss_and_gradient(z, t, scale, label_smoothing=smoothing, out=out)
+        assert out is None or dz is z
+        torch.testing.assert_close((loss.sum() * scale).double(), exact.detach().view(1), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(dz.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "ignore_index": 3}, {"reduction": "sum"}], ids=str)
+@pytest.mark.parametrize("chunk_bytes", [1, 400, 10**9])
+def test_linear_cross_entropy(options, chunk_bytes):
+    t = targets_for(5, 20, ignored=()).clamp(max=4)
+
+    def exact(x, w):
+        return F.cross_entropy(x @ w.T, t, **options)
+
+    compare(lambda x, w: linear_cross_entropy(x, w, t, chunk_bytes=chunk_bytes, **options), exact, draw(5, 16),
+            draw(20, 16, seed=1))
+
+
+def test_linear_cross_entropy_makes_only_the_gradients_that_are_needed():
+    x, w, t = draw(6, 8), draw(10, 8, seed=1).requires_grad_(), targets_for(6, 10)
+    with FlopCounterMode(display=False) as counter:
+        loss = linear_cross_entropy(x, w, t)
+    assert counter.get_total_flops() == 2 * (2 * 6 * 8 * 10)
+    loss.backward()
+    assert w.grad is not None
+    assert linear_cross_entropy(x, w.detach(), t).grad_fn is None
+
+
+def test_linear_cross_entropy_never_holds_all_logits(monkeypatch):
+    seen = []
+
+    def spy(z, *args, **kwargs):
+        seen.append(z.shape[0])
+        return loss_and_gradient(z, *args, **kwargs)
+
+    monkeypatch.setattr(lce_module, "loss_and_gradient", spy)
+    linear_cross_entropy(draw(10, 4), draw(7, 4, seed=1), targets_for(10, 7), chunk_bytes=3 * 7 * 4)
+    assert sum(seen) == 10 and max(seen) <= 3
+
+
+def test_linear_cross_entropy_under_autocast():
+    x, w, t = draw(6, 8).requires_grad_(), draw(10, 8, seed=1).requires_grad_(), targets_for(6, 10)
+    with torch.autocast(DEVICE, torch.float16):
+        loss = linear_cross_entropy(x, w, t)
+    loss.backward()
+    assert (loss.dtype, x.grad.dtype, w.grad.dtype) == (torch.float32,) * 3
+    torch.testing.assert_close(loss, F.cross_entropy(x @ w.T, t), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("rows", "vocabulary", "itemsize"), [(8192, 151936, 2), (1, 10**9, 4), (100, 1000, 4)])
+def test_chunks_cover_all_rows_within_their_bound(rows, vocabulary, itemsize):
+    step = chunk_rows(rows, vocabulary, itemsize)
+    assert 1 <= step <= max(rows, 1)
+    assert step == 1 or step * vocabulary * itemsize <= max(lce_module.CHUNK_BYTES, 128 * vocabulary * itemsize)
+
+
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda x, t: matmul(x, x), ValueError, r"a has shape \(2, 8\), b \(2, 8\); allowed: \(M, K\)"),
+    (lambda x, t: matmul(x, x.T, epilogue="tanh"), ValueError, "epilogue is 'tanh'"),
+    (lambda x, t: matmul(x, x.T.half()), ValueError, "b has dtype"),
+    (lambda x, t: matmul(x, x.T, precision="bf16"), ValueError, "precision is 'bf16'"),
+    (lambda x, t: matmul(x, x.T, x[0]), ValueError, "bias has shape"),
+    (lambda x, t: matmul(x[:, :1], torch.ones(1, 300, device=DEVICE), epilogue="rms_norm"), ValueError, "300 columns"),
+    (lambda x, t: cross_entropy(x, t[:1]), ValueError, r"targets has shape \(1,\); allowed: \(2,\)"),
+    (lambda x, t: cross_entropy(x, t.float()), ValueError, "targets has dtype"),
+    (lambda x, t: cross_entropy(x, t, reduction="max"), ValueError, "reduction is 'max'"),
+    (lambda x, t: cross_entropy(x, t, label_smoothing=2), ValueError, "label_smoothing is 2"),
+    (lambda x, t: cross_entropy(x[0], t), ValueError, "at least 2 dimensions"),
+    (lambda x, t: cross_entropy(x, [0, 1]), TypeError, "targets must be a torch.Tensor"),
+    (lambda x, t: linear_cross_entropy(x, x[:, :3], t), ValueError, "weight has shape"),
+    (lambda x, t: linear_cross_entropy(x, x, t, reduction="none"), ValueError, "reduction is 'none'"),
+    (lambda x, t: linear_cross_entropy(x, x, t, chunk_bytes=0), ValueError, "chunk_bytes is 0"),
+])  # RELIABILITY 44
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call(draw(2, 8), torch.tensor([0, 1], device=DEVICE))
