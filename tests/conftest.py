@@ -15,6 +15,12 @@ settings.register_profile("distlab", deadline=None, derandomize=True)
 settings.load_profile("distlab")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kill-points", type=int, default=5, help="random points at which a writing checkpoint is killed [5]"
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus = torch.cuda.device_count()
     for item in items:

@@ -250,7 +250,13 @@ class HashingFileSystem(FileSystem):
                 yield stream
                 return
             hashing = HashingStream(stream)
-            yield hashing
+            try:
+                yield hashing
+            except Exception:
+                # torch.save turns a full disk into "unexpected pos 704 vs 598".
+                if hashing.error is not None:
+                    raise hashing.error from None
+                raise
         self.written[Path(path).name] = hashing.summary()
 
     def rename(self, path: Path, new_path: Path) -> None:
@@ -265,12 +271,17 @@ class HashingStream(io.RawIOBase):
         self._stream = stream
         self._hash = hashlib.sha256()
         self._count = 0
+        self.error: OSError | None = None  # the first that writing met
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self._stream.write(data)
+        try:
+            self._stream.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
         self._hash.update(data)
         count = memoryview(data).nbytes
         self._count += count

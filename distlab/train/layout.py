@@ -66,7 +66,14 @@ class Layout:
         self.optimizer = optimizer
 
     def settle(self) -> None:
-        """Wait until parameters are whole (ZeRO gathers them under the next forward) and buffers are alike."""
+        """Wait until parameters are whole (ZeRO gathers them under the next forward) and buffers are alike.
+
+        FSDP2 leaves its root gathered after a forward without backward: then the module's parameters are not those
+        that the optimizer steps.
+        """
+        for module in self.wrapper.module.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
         if hasattr(self.optimizer, "synchronize"):
             self.optimizer.synchronize()
         if any(True for _ in self.wrapper.module.buffers()):

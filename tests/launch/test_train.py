@@ -1,0 +1,215 @@
+"""The trainer as people run it: killed, stopped, restarted, on two machines, with bad input."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distlab.train.journal import read_journal
+from tests.commands import ROOT, environment, python
+
+STEPS = 30
+ARGUMENTS = [
+    *(
+        "--backend=gloo",
+        "--context=16",
+        "--vocab=61",
+        "--batch=4",
+        f"--steps={STEPS}",
+        "--checkpoint-every=5",
+    ),
+    *("--dropout=0.1", "--timeout=8", "--name=run", "--log-every=1", "--bucket-size-mb=1"),
+]
+
+
+def losses(out: Path) -> dict[int, str]:
+    return {line["step"]: line["loss_hex"] for line in read_journal(out / "train" / "run" / "metrics.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict[int, str]:
+    out = tmp_path_factory.mktemp("undisturbed")
+    done = python("launch/train.py", "--nproc=2", *ARGUMENTS, f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["records"][0]["metrics"]["steps"] == STEPS
+    folder = out / "train" / "run"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "checkpoints", "loss.png", "records.json", "records.csv"}
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_00000025", "step_00000030"}
+    assert f"step {STEPS}/{STEPS}" in done.stderr and "MFU n/a" in done.stderr
+    found = losses(out)
+    assert list(found) == list(range(1, STEPS + 1))
+    return found
+
+
+class Running:
+    """A command in the background, its stderr in a file."""
+
+    def __init__(self, out: Path, *command: str, extra: dict[str, str] | None = None):
+        self.log = out / f"stderr-{len(list(out.iterdir()))}"
+        variables = environment() | {"TORCHELASTIC_SHUTDOWN_TIMEOUT": "2"} | (extra or {})
+        with open(self.log, "w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *command], cwd=ROOT, env=variables, stdout=file, stderr=file
+            )
+
+    def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+        """Wait for something that will come about; fail loudly if it does not."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"ended early:\n{self.text()}"
+            assert time.monotonic() < deadline, f"waited in vain:\n{self.text()}"
+            time.sleep(0.02)
+
+    def workers(self) -> list[int]:
+        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
+            found = [int(child) for child in file.read().split()]
+        return [pid for pid in found if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def end(self, seconds: float = 90) -> int:
+        try:
+            return self.process.wait(seconds)
+        finally:
+            self.process.kill()
+
+
+def started(out: Path, step: int) -> Callable[[], bool]:
+    path = out / "train" / "run" / "metrics.jsonl"
+    return lambda: path.exists() and max(losses(out), default=0) >= step
+
+
+def test_killed_ranks_are_restarted_and_the_losses_are_those_of_an_undisturbed_run(undisturbed, tmp_path):
+    """RELIABILITY 46 and §0 B: SIGKILL of a rank during rendezvous, then of the other in the middle of training."""
+    run = Running(
+        tmp_path, "launch/train.py", "--nproc=2", "--max-restarts=2", *ARGUMENTS, f"--out={tmp_path}"
+    )
+    run.until(lambda: len(run.workers()) == 2)
+    first = run.workers()
+    os.kill(first[1], signal.SIGKILL)  # both are still importing torch: nobody has met anybody
+    run.until(lambda: len(run.workers()) == 2 and not set(first) & set(run.workers()))
+    run.until(started(tmp_path, 12))
+    os.kill(run.workers()[0], signal.SIGKILL)
+    assert run.end() == 0, run.text()
+    assert losses(tmp_path) == undisturbed
+    text = run.text()
+    assert "resumed from step 10" in text or "resumed from step 5" in text or "resumed from step 15" in text
+    assert (
+        "lost another rank" in text or "signal SIGTERM" in text
+    )  # the survivor said why it ended, or was ended
+
+
+def test_a_rank_killed_without_restarts_fails_the_run_with_a_message(tmp_path):
+    """The fault table: SIGKILL in a step; never a success, no hang."""
+    run = Running(tmp_path, "launch/train.py", "--nproc=2", *ARGUMENTS, "--steps=5000", f"--out={tmp_path}")
+    run.until(started(tmp_path, 3))
+    begin = time.monotonic()
+    os.kill(run.workers()[1], signal.SIGKILL)
+    assert run.end() != 0 and time.monotonic() - begin < 20
+    assert "SIGKILL" in run.text() or "lost another rank" in run.text()
+
+
+def test_a_rank_that_hangs_past_the_timeout_fails_the_run_with_a_message(tmp_path):
+    """The fault table: SIGSTOP. The peer errs at the timeout of 8 s; the agent then ends the stopped rank."""
+    run = Running(tmp_path, "launch/train.py", "--nproc=2", *ARGUMENTS, "--steps=5000", f"--out={tmp_path}")
+    run.until(started(tmp_path, 3))
+    begin = time.monotonic()
+    os.kill(run.workers()[1], signal.SIGSTOP)
+    assert run.end() != 0 and 4 < time.monotonic() - begin < 50
+    assert "lost another rank: it died, or did not join a collective within 8 s" in run.text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_writes_a_checkpoint_and_goes_on_where_it_was(undisturbed, tmp_path, number):
+    command = ["launch/train.py", "--nproc=2", *ARGUMENTS, "--checkpoint-every=0", f"--out={tmp_path}"]
+    run = Running(tmp_path, *command)
+    run.until(started(tmp_path, 4))
+    run.process.send_signal(number)
+    assert run.end() == 128 + number, run.text()
+    assert (
+        f"stopped by signal {int(number)} after step" in run.text()
+        and "a checkpoint is written" in run.text()
+    )
+    (stored,) = (tmp_path / "train" / "run" / "checkpoints").iterdir()
+    assert int(stored.name.removeprefix("step_")) == max(losses(tmp_path)) < STEPS
+    again = python(*command)
+    assert again.returncode == 0 and "resumed from step" in again.stderr, again.stderr
+    assert losses(tmp_path) == undisturbed
+    if number == signal.SIGTERM:
+        complete = python(*command)
+        assert complete.returncode == 0 and "this run is complete: 30 of 30 steps" in complete.stderr
+        assert losses(tmp_path) == undisturbed
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def test_two_agents_train_together_and_restart_together(undisturbed, tmp_path):
+    """Two machines, played by two agents on the loopback interface; a rank of one is killed on the way."""
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job"]
+    options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", *rendezvous]
+    command = ["-m", "torch.distributed.run", *options, "launch/train.py", *ARGUMENTS, f"--out={tmp_path}"]
+    # Several agents count restarts apart, so attempts cannot be told apart by a count: each has its own store.
+    extra = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    agents = [Running(tmp_path, *command, extra=extra) for _ in range(2)]
+    agents[0].until(started(tmp_path, 12))
+    os.kill(agents[1].workers()[0], signal.SIGKILL)
+    texts = [(agent.end(120), agent.text()) for agent in agents]
+    assert [code for code, _ in texts] == [0, 0], texts
+    assert any("resumed from step" in text for _, text in texts)
+    assert losses(tmp_path) == undisturbed
+
+
+def test_train_on_a_text_and_sample_from_it(tmp_path):
+    text = tmp_path / "song.txt"
+    text.write_text("na na na na, hey hey hey, good bye. " * 40)
+    arguments = ["--backend=gloo", "--context=16", "--batch=8", "--steps=30", "--lr=0.01", "--warmup=5"]
+    done = python("launch/train.py", "--nproc=1", f"--data={text}", *arguments, f"--out={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout.splitlines()[-1])["records"][0]["metrics"]
+    assert metrics["validation_loss"] < 1.5  # from ln 256 = 5.5: it knows the song
+    folder = tmp_path / "train" / "song-tiny"
+    sampled = python(
+        "launch/sample.py", folder, "--prompt=hey", "--tokens=20", "--backend=gloo", "--temperature=0"
+    )
+    assert sampled.returncode == 0 and sampled.stdout.startswith("hey") and "na" in sampled.stdout + "na"
+    assert set(sampled.stdout.strip()) <= set(text.read_text())
+    missing = python("launch/sample.py", tmp_path / "nothing", "--backend=gloo")
+    assert missing.returncode == 2 and "holds no usable checkpoint" in missing.stderr
+
+
+BAD_INPUT = {
+    "ids": (["--data=big.npy", "--vocab=50"], "token 7 is 60, but the model's vocabulary has 50 entries"),
+    "ranks": (["--batch=5"], "a batch of 5 sequences cannot be divided among 2 ranks"),
+    "missing": (["--data=none.txt"], "No such file"),
+    "short": (["--data=short.txt"], "too few for one window"),
+    "strategy": (["--strategy=local"], "strategy 'local' cannot train; allowed: naive"),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD_INPUT)
+def test_bad_input_gives_one_clear_message(mistake, tmp_path):
+    arguments, expected = BAD_INPUT[mistake]
+    np.save(
+        tmp_path / "big.npy", np.array([1, 2, 3, 4, 5, 6, 7, 60, *range(40), *range(40)], dtype=np.uint16)
+    )
+    (tmp_path / "short.txt").write_text("hello")
+    arguments = [a.replace("--data=", f"--data={tmp_path}/") for a in arguments]
+    done = python("launch/train.py", "--nproc=2", *ARGUMENTS, *arguments, f"--out={tmp_path}")
+    assert done.returncode == 2, done.stderr
+    messages = [line for line in done.stderr.splitlines() if "train: error:" in line]
+    assert len(messages) == 1 and expected in messages[0], done.stderr

@@ -1,0 +1,49 @@
+"""A tiny run that the tests of the trainer share."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from distlab.comm import RankContext
+from distlab.train.config import TrainConfig
+from distlab.train.loop import StepReport, Trainer
+from distlab.train.tokens import SyntheticSequences
+
+STRATEGIES = ["bucketed", "zero1", "sharded-optimizer", "fsdp", "fsdp2"]
+
+
+def tiny(**changes) -> TrainConfig:
+    """About 5 ms per step; twelve sequences divide among 1, 2, 3 and 4 ranks."""
+    defaults = {"context": 8, "vocab": 31, "batch": 12, "steps": 6, "warmup": 2, "checkpoint_every": 0}
+    return TrainConfig(**(defaults | {"bucket_size_mb": 0.05} | changes))
+
+
+class Run:
+    """A trainer of the tiny model that keeps its losses."""
+
+    def __init__(self, context: RankContext, folder: str | Path | None = None, **changes):
+        self.losses: dict[int, str] = {}
+        self.norms: dict[int, float | None] = {}
+        config = tiny(**changes)
+        model = config.model()
+        self.trainer = Trainer(
+            config, context, train=SyntheticSequences(model.vocab_size, model.context_length, 0),
+            validate=SyntheticSequences(model.vocab_size, model.context_length, 1),
+            folder=None if folder is None else Path(folder), report=self._report,
+        )  # fmt: skip
+
+    def _report(self, step: StepReport) -> None:
+        self.losses[step.step] = step.loss.hex()
+        self.norms[step.step] = step.grad_norm
+
+
+def draw_from_all_generators() -> list[float]:
+    """What comes next from every generator that a checkpoint holds."""
+    return [random.random(), random.gauss(0, 1), float(np.random.standard_normal()), torch.rand(()).item()]
+
+
+def digest(module: nn.Module) -> float:
+    return sum(p.detach().double().sum().item() for p in module.parameters())

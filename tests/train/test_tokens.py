@@ -1,0 +1,113 @@
+"""Token files and the order in which ranks read them."""
+
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.train.tokens import (
+    IGNORED,
+    GlobalOrder,
+    SyntheticSequences,
+    TokenWindows,
+    check_range,
+    open_tokens,
+    to_batch,
+)
+
+
+def joined(lists: list[list[int]]) -> list[int]:
+    return list(chain.from_iterable(lists))
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 5))
+def test_each_window_once_per_epoch_disjoint_and_alike_at_every_world_size(
+    count, world_size, micro, share, seed
+):
+    batch = world_size * micro * share
+    if batch > count:
+        return
+    steps = 3 * count // batch + 1
+    parts = {"micro_batches": micro, "seed": seed, "batch": batch}
+    orders = [GlobalOrder(count, rank=rank, world_size=world_size, **parts) for rank in range(world_size)]
+    alone = GlobalOrder(count, rank=0, world_size=1, batch=batch, seed=seed)
+    seen = []
+    for step in range(steps):
+        mine = [joined(order.numbers(step)) for order in orders]
+        assert all(len(part) == micro * share for part in mine)
+        assert joined(mine) == alone.numbers(step)[0]  # so the data of a step is that of one process
+        seen += joined(mine)
+    for epoch in range(len(seen) // count):
+        assert sorted(seen[epoch * count : (epoch + 1) * count]) == list(range(count))
+
+
+def test_a_position_does_not_depend_on_what_was_read_before():
+    parts = {"batch": 4, "rank": 1, "world_size": 2, "seed": 3}
+    straight = [GlobalOrder(10, **parts).numbers(step) for step in range(9)]
+    jumping = GlobalOrder(10, **parts)
+    assert [jumping.numbers(step) for step in (8, 0, 5)] == [straight[step] for step in (8, 0, 5)]
+    assert joined(straight[0]) != joined(straight[5])  # another epoch, another permutation
+
+
+def test_every_token_is_a_target_once_and_the_tail_is_ragged_only_for_validation():
+    tokens = np.arange(24, dtype=np.uint16)
+    windows = TokenWindows(tokens, 100, 5)
+    assert windows.count == 4  # 23 targets: 4 windows of 5, three left over
+    assert windows.rows([1]).tolist() == [[5, 6, 7, 8, 9, 10]]
+    ragged = TokenWindows(tokens, 100, 5, ragged=True)
+    targets = ragged.rows(range(ragged.count))[:, 1:].flatten()
+    assert targets[targets != IGNORED].tolist() == list(range(1, 24))
+    inputs, shifted = to_batch(ragged.rows([4]), torch.device("cpu"))
+    assert inputs.tolist() == [[20, 21, 22, 23, 0]] and shifted.tolist() == [[21, 22, 23, IGNORED, IGNORED]]
+
+
+def test_synthetic_sequences_differ_and_repeat():
+    data = SyntheticSequences(31, 8, seed=0)
+    rows = data.rows([0, 1, 0])
+    assert rows.shape == (3, 9) and (rows[0] == rows[2]).all() and (rows[0] != rows[1]).any()
+
+
+@pytest.mark.parametrize("name", ["t.bin", "t.npy", "t.txt"])
+def test_files_of_each_kind(tmp_path, name):
+    path = tmp_path / name
+    values = np.array([1, 2, 250], dtype=np.uint8 if name == "t.txt" else np.uint16)
+    np.save(path, values) if name == "t.npy" else values.tofile(path)
+    assert open_tokens(path).tolist() == [1, 2, 250]
+
+
+def test_bad_files_are_refused_with_a_clear_message(tmp_path):
+    odd, floats, empty = tmp_path / "odd.bin", tmp_path / "floats.npy", tmp_path / "empty.txt"
+    odd.write_bytes(b"12345")
+    np.save(floats, np.zeros((2, 2), dtype=np.float32))
+    empty.touch()
+    with pytest.raises(ValueError, match="5 bytes, which is no multiple of 2"):
+        open_tokens(odd)
+    with pytest.raises(ValueError, match="float32 of shape"):
+        open_tokens(floats)
+    with pytest.raises(ValueError, match="is empty"):
+        open_tokens(empty)
+    with pytest.raises(ValueError, match="'int7' is unknown"):
+        open_tokens(odd, "int7")
+    with pytest.raises(ValueError, match="3 tokens are too few for one window of context_length"):
+        TokenWindows(np.zeros(3, dtype=np.uint8), 256, 8)
+    with pytest.raises(ValueError, match="2 windows, too few for one batch of 4"):
+        GlobalOrder(2, batch=4, rank=0, world_size=2)
+    with pytest.raises(ValueError, match="cannot be divided among 3 ranks"):
+        GlobalOrder(100, batch=4, rank=0, world_size=3)
+
+
+def test_a_pickle_in_an_npy_is_not_loaded(tmp_path):
+    np.save(tmp_path / "evil.npy", np.array([object()]), allow_pickle=True)
+    with pytest.raises(ValueError, match="Python objects"):
+        open_tokens(tmp_path / "evil.npy")
+
+
+def test_an_id_out_of_range_is_named_by_the_rank_that_has_it():
+    tokens = np.array([0, 1, 2, 3, 9, 1], dtype=np.uint16)
+    assert check_range(tokens, 5, rank=0, world_size=2) is None
+    assert check_range(tokens, 5, rank=1, world_size=2) == (
+        "token 4 is 9, but the model's vocabulary has 5 entries"
+    )
