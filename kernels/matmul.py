@@ -222,10 +222,7 @@ def _(a, b, bias, epilogue, precision):
 @torch.library.custom_op("distlab_kernels::matmul_slope", mutates_args=())
 def slope_op(dy: Tensor, h: Tensor, epilogue: str) -> Tensor:
     """dy·f′(h) in h's type, in plain torch: a small part of what the two products around it cost."""
-    with torch.enable_grad():
-        h32 = reference.wide(h).detach().requires_grad_()
-        (g,) = torch.autograd.grad(reference.EPILOGUES[epilogue](h32), h32, dy.to(h32.dtype))
-    return g.to(h.dtype, copy=True)
+    return reference.epilogue_backward(dy, h, epilogue).to(h.dtype)
 
 
 @slope_op.register_fake

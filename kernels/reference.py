@@ -35,6 +35,13 @@ def gelu(x: Tensor) -> Tensor:
     return (0.5 * x32 * (1 + torch.tanh(inner))).to(x.dtype)
 
 
+def gelu_slope(x: Tensor) -> Tensor:
+    """dGeLU/dx in the type of `wide`; |x| > 30 is flat, and kept from overflowing."""
+    x32 = wide(x).clamp(-30, 30)
+    tanh = torch.tanh(GELU_SCALE * (x32 + GELU_CUBIC * x32 * x32 * x32))
+    return 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * GELU_SCALE * (1 + 3 * GELU_CUBIC * x32 * x32)
+
+
 def gelu_by_exponentials(x: Tensor) -> Tensor:
     """GeLU with tanh(u) written as (e^2u − 1)/(e^2u + 1): NaN as soon as e^2u is infinite, in fp32 from x ≈ 10.
 
@@ -106,6 +113,20 @@ EPILOGUES = {
     "silu": silu,
     "rms_norm": lambda y: y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5),
 }
+
+
+def epilogue_backward(dy: Tensor, h: Tensor, epilogue: str) -> Tensor:
+    """The gradient of h from that of EPILOGUES[epilogue](h), in the type of `wide`."""
+    g, h32 = wide(dy), wide(h)
+    if epilogue == "rms_norm":
+        r = torch.rsqrt(h32.square().mean(-1, keepdim=True) + 1e-5)
+        return r * (g - h32 * r * (g * h32 * r).mean(-1, keepdim=True))
+    if epilogue == "gelu":
+        return g * gelu_slope(h32)
+    if epilogue == "silu":
+        sigmoid = torch.sigmoid(h32)
+        return g * sigmoid * (1 + h32 * (1 - sigmoid))
+    return torch.where(h32 > 0, g, g * (0.01 if epilogue == "leaky_relu" else 0.0))
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, epilogue: str | None = None) -> Tensor:

@@ -20,3 +20,5 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 assert pathlib.Path(kernels.__file__).resolve().parent == ROOT / "kernels", (
     f"imported {kernels.__file__}, expected the folder kernels/ of this repository"
 )
+
+from .fused import either  # noqa: E402, F401  (a fixture of all tests here; imported after the choice above)

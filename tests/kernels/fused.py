@@ -1,6 +1,9 @@
 """What the tests of the fused kernels share: inputs, and the comparison with float64."""
 
+import pytest
 import torch
+
+from kernels import _triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # fp32: sums of some thousand terms of order 1 in another order, each rounded to 6e-8 of its size, and gradients of
@@ -12,6 +15,14 @@ def draw(*shape, dtype=torch.float32, seed=0, device=DEVICE):
     """Normal numbers, equal for equal seeds."""
     generator = torch.Generator().manual_seed(seed + 1000 * len(shape) + sum(shape))
     return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+@pytest.fixture(params=[True, False], ids=["triton", "plain"])
+def either(request, monkeypatch):
+    """Run a test with the kernels and with the plain-torch path of machines that have no Triton."""
+    if not request.param:
+        monkeypatch.setattr(_triton, "runs_triton", lambda tensor: False)
+    return request.param
 
 
 def compare(function, reference, *tensors, tolerance=None, seed=7):

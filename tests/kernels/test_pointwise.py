@@ -19,7 +19,7 @@ SHAPES = [(1,), (7,), (3, 50), (4097,), (2, 0, 3)]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_add_gelu_swiglu(shape, dtype):
+def test_add_gelu_swiglu(shape, dtype, either):
     x, y = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
     compare(add, reference.add, x, y)
     compare(gelu, lambda x: F.gelu(x, approximate="tanh"), x)
@@ -45,7 +45,7 @@ def test_transposed_inputs():
 
 
 # Regression: tanh written with exponentials is NaN above 10
-def test_gelu_is_finite_for_large_inputs():
+def test_gelu_is_finite_for_large_inputs(either):
     x = torch.tensor([11.0, 50.0, 1e10, 3e38, -11.0, -50.0, -1e10, -3e38], device=DEVICE, requires_grad=True)
     y = gelu(x)
     slope, = torch.autograd.grad(y.sum(), x)
@@ -63,7 +63,7 @@ def tables(length, width, dtype=torch.float32):
 
 @pytest.mark.parametrize("shape", [(1, 2), (7, 6), (3, 5, 16), (2, 3, 5, 16), (2, 2, 3, 5, 6), (2, 1, 2, 2, 3, 4)],
                          ids=str)
-def test_rope(shape):
+def test_rope(shape, either):
     cos, sin = tables(*shape[-2:])
     compare(lambda x: rope(x, cos, sin), lambda x: reference.rope(x, cos.double(), sin.double()), draw(*shape))
 
@@ -86,7 +86,7 @@ def test_dropout_drops_as_often_as_asked_and_keeps_the_mean():
     assert columns.min() > 0.45 and columns.max() < 0.95  # no element of a counter's eight is special
 
 
-def test_dropout_repeats_in_backward_and_by_seed():
+def test_dropout_repeats_in_backward_and_by_seed(either):
     x = draw(3, 1000).requires_grad_()
     y = dropout(x, 0.5, seed=11)
     slope, = torch.autograd.grad(y.sum(), x)
@@ -116,7 +116,7 @@ def test_dropout_at_its_ends():
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_linear_gelu_dropout(with_bias):
+def test_linear_gelu_dropout(with_bias, either):
     x, w, b = draw(2, 3, 16), draw(50, 16, seed=1), draw(50, seed=2)
     extra = (b,) if with_bias else ()
     compare(lambda *t: linear_gelu_dropout(*t, p=0.0), lambda *t: reference.gelu(F.linear(*t)), x, w, *extra)
@@ -129,7 +129,7 @@ def test_linear_gelu_dropout(with_bias):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_adamw_equals_torchs(dtype):
+def test_adamw_equals_torchs(dtype, either):
     ours = [draw(*s, dtype=dtype).requires_grad_() for s in ((3, 50), (1,), (2500,), (0,), (4, 4))]
     theirs = [p.detach().float().requires_grad_() for p in ours]
     mine = AdamW([{"params": ours[:2]}, {"params": ours[2:], "lr": 1e-3, "weight_decay": 0.0}], lr=1e-2)

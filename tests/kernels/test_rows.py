@@ -33,13 +33,13 @@ def in_pieces(monkeypatch):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_rms_norm(shape, dtype):
+def test_rms_norm(shape, dtype, either):
     compare(rms_norm, reference.rms_norm, *norm_inputs(shape, dtype))
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("shape", [(3, 7), (2, 3, 50), (70, 33)], ids=str)
-def test_add_rms_norm(shape, activation):
+def test_add_rms_norm(shape, activation, either):
     x, w = norm_inputs(shape)
 
     def plain(x, residual, w):
@@ -59,23 +59,23 @@ def test_add_rms_norm_with_only_one_of_its_results_used():
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_layer_norm(shape, dtype):
+def test_layer_norm(shape, dtype, either):
     x, w = norm_inputs(shape, dtype)
     compare(layernorm.layer_norm, reference.layer_norm, x, w, draw(shape[-1], dtype=dtype, seed=2))
 
 
-def test_layer_norm_without_bias():
+def test_layer_norm_without_bias(either):
     compare(layernorm.layer_norm, reference.layer_norm, *norm_inputs((5, 40)))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_softmax(shape, dtype):
+def test_softmax(shape, dtype, either):
     compare(softmax.softmax, reference.softmax, draw(*shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_weighted_sum(shape):
+def test_weighted_sum(shape, either):
     compare(weighted_sum, reference.weighted_sum, draw(*shape), draw(shape[-1], seed=1))
 
 
@@ -147,7 +147,7 @@ def test_strided_inputs_and_upstream():
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 8)], ids=str)
-def test_empty(shape):
+def test_empty(shape, either):
     x = torch.empty(shape, device=DEVICE, requires_grad=True)
     w = torch.ones(shape[-1], device=DEVICE, requires_grad=True)
     for y in (rms_norm(x, w), layernorm.layer_norm(x, w, w), softmax.softmax(x), weighted_sum(x, w)):

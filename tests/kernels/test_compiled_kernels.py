@@ -1,0 +1,108 @@
+"""Every kernel compiles for Hopper, without spilling registers and within its shared memory: no GPU needed.
+
+Interpreting says nothing about types, registers or shared memory, so each launcher is given tensors of benchmark size
+on the meta device, in a process of its own, where kernels are compiled instead.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = r"""
+import json, sys, torch
+from kernels._compile import compile_for, resources
+from kernels import adamw, cross_entropy, dropout, elementwise, layernorm, matmul, rmsnorm, rope, softmax, swiglu
+from kernels import weighted_sum, _long_rows, _triton
+
+F, H, I = torch.float32, torch.bfloat16, torch.int64
+
+def e(*shape, dtype=H):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+n, d = 8192, 4096
+x, w, stat = e(n, d), e(d), e(n, dtype=F)
+wide, wide_w = e(256, 200000), e(200000)
+z, t, one = e(2048, 151936), e(2048, dtype=I), e(1, dtype=F)
+q = e(4, 2048, 3, 32, 128).permute(2, 0, 3, 1, 4)
+table = e(2048, 128, dtype=F)
+with compile_for(90) as compiled:
+    elementwise.launch_flat(elementwise.add_kernel, "add", x, x, x)
+    elementwise.launch_flat(elementwise.gelu_forward_kernel, "gelu", x, x)
+    elementwise.launch_flat(elementwise.gelu_backward_kernel, "gelu_backward", x, x, x)
+    weighted_sum.launch_forward(x, w, e(n)); weighted_sum.launch_backward(e(n), x, w, x)
+    for cols in (1024, 4096, 16384):
+        r, v = e(n, cols), e(cols)
+        rmsnorm.launch_forward(r, None, v, r, r, stat, 1e-5, False)
+        layernorm.launch_forward(r, v, v, r, stat, stat, 1e-5)
+        if cols <= rmsnorm.ONE_TILE_BACKWARD:
+            rmsnorm.launch_backward(r, None, r, v, stat, r, False)
+            layernorm.launch_backward(r, r, v, stat, stat, r, True)
+    rmsnorm.launch_forward(x, x, w, x, x, stat, 1e-5, True); rmsnorm.launch_backward(x, x, x, w, stat, x, True)
+    _long_rows.launch_long_forward(wide, None, wide_w, wide, wide, stat, 1e-5, False)
+    _long_rows.launch_long_forward(wide, wide, wide_w, wide, wide, stat, 1e-5, True, stat, wide_w)
+    _long_rows.launch_long_backward(wide, wide, wide, wide_w, stat, stat, wide, True, True)
+    for cols in (1024, 4096, 32768):
+        softmax.launch_forward(e(n, cols, dtype=F), e(n, cols, dtype=F))
+    for cols in (4096, 16384, 200000):
+        softmax.launch_backward(*(e(256, cols, dtype=F) for _ in range(3)))
+    softmax.launch_long_forward(wide, wide)
+    swiglu.launch(swiglu.forward_kernel, "swiglu", (x, x), (x,))
+    swiglu.launch(swiglu.backward_kernel, "swiglu_backward", (x, x, x), (x, x))
+    rope.launch_rope(q, table, table, q.contiguous(), 1.0)
+    seed = e(1, dtype=I)
+    for gelu in (False, True):
+        dropout.launch_dropout(x, w if gelu else None, seed, x, 0.1, gelu)
+        dropout.launch_dropout(x, w if gelu else None, seed, x, 0.1, gelu, x)
+    cross_entropy.launch_loss(z, t, stat, stat, -100, 0.1)
+    cross_entropy.launch_loss(z, t, stat, stat, -100, 0.1, z, one)
+    cross_entropy.launch_gradient(z, t, stat, one, one, z, -100, 0.1)
+    a = e(d, d)
+    for left, right in ((a, a), (a.T, a), (a, a.T)):
+        assert matmul.launch_persistent(left, right, w, a, "gelu")
+    assert matmul.launch_persistent(e(512, 512), e(512, 512), None, e(512, 512), None)
+    matmul.launch_pointers(a, a, w, a, "silu", "ieee")
+    matmul.launch_pointers(a, e(d, 256), None, e(d, 256), "rms_norm", "ieee")
+    for precision in matmul.PRECISIONS:
+        f = e(d, d, dtype=F); matmul.launch_pointers(f, f, None, f, None, precision)
+    i = e(8, dtype=I)
+    for dtype in adamw._TYPES.values():
+        _triton.launch(adamw.adamw_kernel, (8,), i, i, e(8, dtype=torch.int32), i, 1e-3, 0.9, 0.99, 1e-8, 0.1, 0.3, 0.4,
+                       PARAMETER=dtype, GRADIENT=dtype, ALIGNMENT=16, BLOCK=2048, num_warps=8)
+json.dump([{"name": k.metadata.name, "wide_loads": "ld.global.v4" in k.asm["ptx"] or "cp.async" in k.asm["ptx"],
+            "warps": k.metadata.num_warps} | resources(k) for k in compiled], sys.stdout)
+"""
+SHARED_MEMORY = 227 * 1024  # bytes that a block can have on an H100
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_all_kernels_fit_hopper(compiled):
+    assert len(compiled) > 40
+    for kernel in compiled:
+        assert kernel["spill_bytes"] == 0, kernel
+        assert kernel["shared_bytes"] <= SHARED_MEMORY, kernel
+        assert kernel["registers"] * kernel["warps"] * 32 <= 65536, kernel
+
+
+def test_memory_bound_kernels_load_sixteen_bytes_at_a_time(compiled):
+    """A kernel that loads element by element reaches a fraction of the bandwidth."""
+    products = {"persistent_kernel"}
+    narrow = {k["name"] for k in compiled if not k["wide_loads"]} - products
+    assert not narrow
+
+
+def test_compiling_is_refused_where_kernels_are_interpreted(monkeypatch):
+    from kernels import _compile
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"), _compile.compile_for():
+        pass
