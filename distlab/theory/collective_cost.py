@@ -1,0 +1,177 @@
+"""What a collective costs under the α–β model: every message of S bytes takes α + S/W seconds.
+
+`S` is the payload that the recorder counts: the whole tensor of an all-reduce, an all-gather's output, a
+reduce-scatter's input. `W` is what one rank sends in one direction, `α` a message's latency, `N` the ranks; every
+rank sends and receives at once. What is reduced meanwhile costs nothing here.
+
+    algorithm                          rounds         seconds
+    ring reduce-scatter, all-gather    N−1            (N−1)·α + (N−1)/N · S/W
+    ring all-reduce                    2(N−1)         2(N−1)·α + 2(N−1)/N · S/W
+    ring that forwards whole tensors   N−1            (N−1)·(α + S/W)
+    binomial tree all-reduce           2⌈log₂N⌉       2⌈log₂N⌉·(α + S/W)
+    halving and doubling all-reduce    2 log₂N        2 log₂N·α + 2(N−1)/N · S/W     N a power of two
+    pipelined chain broadcast          N−2+k          (N−2+k)·(α + S/(k·W))          k pieces
+
+Rings: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". Trees, halving
+and doubling: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """α–β: `bytes_per_s` W in one direction of one rank, `latency_s` α per message.
+
+    Raises:
+        ValueError: a bandwidth that is not positive or a negative latency.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0 or self.latency_s < 0:
+            raise ValueError(
+                f"bytes_per_s={self.bytes_per_s}, latency_s={self.latency_s}: bandwidth must be positive and "
+                "latency not negative"
+            )
+
+    def message(self, num_bytes: float) -> float:
+        """Seconds of one message."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+def ring_all_gather(num_bytes: float, ranks: int, link: Link) -> float:
+    """N−1 rounds, in each of which every rank passes a piece of S/N on. A reduce-scatter costs the same."""
+    _check(num_bytes, ranks)
+    return (ranks - 1) * link.message(num_bytes / ranks)
+
+
+ring_reduce_scatter = ring_all_gather
+
+
+def ring_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
+    """A reduce-scatter and an all-gather: per link 2(N−1)/N·S bytes, never more than 2·S."""
+    return 2 * ring_all_gather(num_bytes, ranks, link)
+
+
+def whole_tensor_ring(num_bytes: float, ranks: int, link: Link) -> float:
+    """Every rank forwards whole tensors N−1 times and adds what it receives: half of a ring's rounds, and per link
+    (N−1)·S bytes, which is N/2 times as much. It wins for messages whose latency outweighs their volume."""
+    _check(num_bytes, ranks)
+    return (ranks - 1) * link.message(num_bytes)
+
+
+def tree_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
+    """Reduce up a binomial tree and broadcast down: few rounds, each with the whole tensor."""
+    _check(num_bytes, ranks)
+    return 2 * math.ceil(math.log2(ranks)) * link.message(num_bytes)
+
+
+def halving_doubling_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
+    """Exchange halves, quarters, … with partners at distance N/2, N/4, …, and back: a ring's volume, a tree's rounds.
+
+    Raises:
+        ValueError: N is no power of two (with the nearest).
+    """
+    _check(num_bytes, ranks)
+    if ranks & (ranks - 1):
+        raise ValueError(
+            f"ranks={ranks}: halving needs a power of two, such as {2 ** round(math.log2(ranks))}"
+        )
+    rounds = ranks.bit_length() - 1
+    return 2 * sum(link.message(num_bytes / 2**step) for step in range(1, rounds + 1))
+
+
+def chain_broadcast(num_bytes: float, ranks: int, link: Link, pieces: int | None = None) -> float:
+    """Pass pieces from rank to rank, all links busy once the chain is full.
+
+    Args:
+        pieces: k; None for the best, √((N−2)·S/(α·W)).
+    """
+    _check(num_bytes, ranks)
+    if ranks == 1:
+        return 0.0
+    if pieces is None:
+        ideal = (
+            math.sqrt((ranks - 2) * num_bytes / (link.latency_s * link.bytes_per_s))
+            if link.latency_s
+            else 1e6
+        )
+        pieces = max(1, round(ideal))
+    if pieces < 1:
+        raise ValueError(f"pieces={pieces}: at least one")
+    return (ranks - 2 + pieces) * link.message(num_bytes / pieces)
+
+
+def hierarchical_all_reduce(
+    num_bytes: float, nodes: int, ranks_per_node: int, inside: Link, between: Link
+) -> float:
+    """Reduce-scatter inside every node, all-reduce each piece between the nodes, all-gather inside.
+
+    The slow links carry 2(nodes−1)/nodes of S/ranks_per_node each, because every rank of a node has its own.
+    """
+    _check(num_bytes, nodes * ranks_per_node)
+    inner = 2 * ring_all_gather(num_bytes, ranks_per_node, inside)
+    return inner + ring_all_reduce(num_bytes / ranks_per_node, nodes, between)
+
+
+def tree_to_ring_bytes(ranks: int, link: Link) -> float:
+    """The size from which a ring all-reduce is faster than a binomial tree: where their times cross.
+
+    Equating them, S = α·W·((N−1) − L)/(L − (N−1)/N) with L = ⌈log₂N⌉; 0 where the ring always wins (N ≤ 3).
+    """
+    _check(0, ranks)
+    levels = math.ceil(math.log2(ranks))
+    if ranks <= 2:
+        return 0.0
+    return max(0.0, link.latency_s * link.bytes_per_s * (ranks - 1 - levels) / (levels - (ranks - 1) / ranks))
+
+
+# Multiples of the parameters' bytes that go through each rank's link in a step; (N−1)/N of them, to be exact.
+# An all-reduce counts two passes, each other collective one.
+PASSES = {
+    "local": 0,
+    "naive": 2,
+    "flat": 2,
+    "overlap": 2,
+    "bucketed": 2,
+    "torch-ddp": 2,
+    "torch-ddp-tuned": 2,
+    "zero1": 2,
+    "sharded-optimizer": 3,
+    "torch-zero": 3,
+    "fsdp": 3,
+    "fsdp2": 3,
+}
+
+
+def step_traffic(
+    strategy: str, parameter_bytes: float, ranks: int, *, gathered_bytes: float | None = None
+) -> float:
+    """Bytes that one rank sends in a step on a ring, flags and padding aside.
+
+    The DDPs reduce-scatter and gather the gradients; ZeRO-1 reduce-scatters gradients and gathers parameters;
+    owners' broadcasts pass all parameters once more; FSDP gathers twice and reduce-scatters once.
+
+    Args:
+        parameter_bytes: S, of all parameters (and of their gradients) in the type in which gradients are reduced.
+        gathered_bytes: of all parameters in the type in which FSDP gathers them; default S.
+
+    Raises:
+        ValueError: an unknown strategy.
+    """
+    _check(parameter_bytes, ranks)
+    if strategy not in PASSES:
+        raise ValueError(f"strategy {strategy!r} is unknown; choose one of {', '.join(PASSES)}")
+    volume = PASSES[strategy] * parameter_bytes
+    if strategy in ("fsdp", "fsdp2") and gathered_bytes is not None:
+        volume = parameter_bytes + 2 * gathered_bytes
+    return volume * (ranks - 1) / ranks
+
+
+def _check(num_bytes: float, ranks: int) -> None:
+    if ranks < 1 or num_bytes < 0:
+        raise ValueError(f"num_bytes={num_bytes}, ranks={ranks}: at least one rank, and no negative size")
