@@ -1,0 +1,116 @@
+"""The two streams on synthetic events, the cost models, and the calibration on steps of known constants."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.measure.recorder import CollectiveCall
+from distlab.model import ModelConfig
+from distlab.simulate.calibrate import NEEDED, calibrate
+from distlab.simulate.costs import Contention, DeviceModel, LinkModel
+from distlab.simulate.events import Compute, Issue, Wait
+from distlab.simulate.run import SimulatedStep
+from distlab.simulate.timeline import replay
+from distlab.simulate.training import simulate_training
+from distlab.theory.collective_cost import Link, ring_all_reduce
+
+DEVICE = DeviceModel(1e3, 1e9)  # 1 FLOP is 1 ms
+LINK = LinkModel(1e3)  # over 2 ranks an all-reduce of 1 byte takes 1 ms
+
+
+def compute(ms, phase="backward"):
+    return Compute("mm", ms, 0, phase)
+
+
+def issue(number, ms):
+    return Issue(CollectiveCall("all_reduce", ms, torch.uint8, ms, number))
+
+
+def step(*items, ranks=2):
+    calls = tuple(item.call for item in items if isinstance(item, Issue))
+    return SimulatedStep("made up", ranks, calls, items + items, len(items), (), {})
+
+
+def test_naive_stands_still_and_overlap_hides():
+    naive = replay(step(compute(10), issue(0, 4), Wait(0), compute(5)), DEVICE, LINK)
+    assert (naive.step_ms, naive.exposed_ms, naive.comm_ms) == pytest.approx((19, 4, 4))
+    assert naive.overlap_pct == pytest.approx(0, abs=1e-9)
+    hidden = replay(step(compute(10), issue(0, 4), compute(5), Wait(0)), DEVICE, LINK)
+    assert (hidden.step_ms, hidden.exposed_ms, hidden.overlap_pct) == pytest.approx((15, 0, 100))
+    tail = replay(step(compute(10), issue(0, 4), issue(1, 4), compute(5), Wait(0), Wait(1)), DEVICE, LINK)
+    assert (tail.step_ms, tail.exposed_ms, tail.comm_ms) == pytest.approx((18, 3, 8))
+    assert tail.overlap_pct == pytest.approx(100 * 5 / 8)
+    assert tail.lanes["communication"] == [pytest.approx((10, 18))]
+    assert tail.lanes["exposed"] == [pytest.approx((15, 18))]
+
+
+def test_contention_slows_both():
+    # 4 ms of communication at half speed run 8 ms, in which compute at 3/4 does 6 of its 10; then 4 alone.
+    line = replay(step(issue(0, 4), compute(10), Wait(0)), DEVICE, LINK, Contention(0.75, 0.5))
+    assert (line.step_ms, line.comm_ms, line.exposed_ms) == pytest.approx((12, 8, 2))
+
+
+def test_what_one_step_leaves_in_flight_the_next_waits_for():
+    first = (Wait(99), compute(5, "forward"), compute(5), issue(0, 8))
+    second = (Wait(0), compute(5, "forward"), compute(5), issue(1, 8))
+    zero1 = SimulatedStep("zero1", 2, (), first + second, len(first), (), {})
+    line = replay(zero1, DEVICE, LINK)
+    assert (line.step_ms, line.exposed_ms) == pytest.approx((18, 8))
+    assert line.phases == pytest.approx({"forward": 5, "backward": 13})
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12),
+    st.floats(0.2, 1),
+    st.floats(0.2, 1),
+)
+def test_bounds(parts, rate, slowed):
+    """Never faster than either stream, never slower than both in turn at their slowest."""
+    items = [item for n, (ms, comm) in enumerate(parts) for item in (compute(ms), issue(n, comm))]
+    items += [Wait(n) for n in range(len(parts))]
+    work, comm = sum(ms for ms, _ in parts), sum(comm for _, comm in parts)
+    line = replay(step(*items), DEVICE, LINK, Contention(rate, slowed))
+    assert line.step_ms >= max(work, comm) * (1 - 1e-9)
+    assert line.step_ms <= work / rate + comm / slowed + 1e-6
+    assert line.local_ms == pytest.approx(work)
+    undisturbed = replay(step(*items), DEVICE, LINK)
+    assert undisturbed.step_ms <= line.step_ms + 1e-6
+
+
+@given(st.integers(1, 64), st.integers(0, 10**6))
+def test_links_are_rings(ranks, size):
+    call = CollectiveCall("all_reduce", size, torch.uint8, size, 0)
+    expected = ring_all_reduce(size, ranks, Link(5.0))
+    assert LinkModel(5.0).seconds(call, ranks) == pytest.approx(expected)
+
+
+def test_calibration_finds_the_constants_it_was_given():
+    config = ModelConfig(256, 1024, 2, 4, vocab_size=2000, context_length=64)
+    steps = {name: simulate_training(config, name, batch=4, world_size=2) for name in NEEDED}
+    device, link = DeviceModel(4e13, 2e12, 1e-6), LinkModel(2e11, 3e-6)
+    contention, measured = Contention(0.7, 0.9), {}
+    for name, one in steps.items():
+        line = replay(one, device, link, contention)
+        optimizer = line.phases["optimizer"]
+        measured[name] = {
+            "step_p50_ms": line.step_ms,
+            "comm_ms": line.comm_ms,
+            "forward_backward_p50_ms": line.step_ms - optimizer,
+            "optimizer_p50_ms": optimizer,
+        }
+    found = calibrate(measured, steps, launch_s=1e-6, hop_s=0.0)
+    assert found.device.flops_per_s == pytest.approx(4e13, rel=0.02)
+    assert found.device.bytes_per_s == pytest.approx(2e12, rel=0.02)
+    assert found.link.bytes_per_s == pytest.approx(2e11, rel=0.01)
+    assert found.link.latency_s == pytest.approx(3e-6, rel=0.01)
+    again = replay(steps["overlap"], found.device, found.link, found.contention)
+    assert again.step_ms == pytest.approx(measured["overlap"]["step_p50_ms"], rel=0.01)
+    del measured["flat"]["comm_ms"]
+    with pytest.raises(ValueError, match="measured and the simulated step of 'flat'"):
+        calibrate(measured, steps)
+
+
+def test_refuses_impossible_rates():
+    with pytest.raises(ValueError, match="compute=0"):
+        Contention(compute=0)
