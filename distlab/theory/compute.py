@@ -12,7 +12,7 @@ values, which is the work a good causal kernel really does; say which one a tabl
 Shapes: `B` batch, `T` context, `L` layers, `d` d_model, `f` d_ff, `V` vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,15 @@ class TransformerFlops:
     def total(self) -> int:
         """The sum of all parts."""
         return self.attention_projections + self.attention_scores + self.feed_forward + self.head
+
+    def by_part(self) -> dict[str, int]:
+        """Part → FLOPs, with the embedding, which is a look-up and no product, as 0."""
+        return {
+            "embedding": 0,
+            "attention": self.attention_projections + self.attention_scores,
+            "feed-forward": self.feed_forward,
+            "head": self.head,
+        }
 
     def times(self, factor: int) -> "TransformerFlops":
         """Every part multiplied by `factor`."""
@@ -94,6 +103,30 @@ def step_flops(**sizes: int) -> int:
     The optimizer is left out: some ten operations per parameter, against six per parameter *and token*.
     """
     return forward_flops(**sizes).times(3).total
+
+
+def recompute_flops(**sizes: int) -> TransformerFlops:
+    """FLOPs of running every block's forward again in backward (activation checkpointing); the head is kept."""
+    return replace(forward_flops(**sizes), head=0)
+
+
+def hardware_flops(*, checkpointing: bool, **sizes: int) -> int:
+    """FLOPs that a step's products really take: forward, backward and what is recomputed.
+
+    `causal=True` among the sizes counts half of the scores, the work of a kernel that skips what is masked.
+    """
+    return step_flops(**sizes) + (recompute_flops(**sizes).total if checkpointing else 0)
+
+
+def hfu(
+    seconds: float, peak: float | None, *, checkpointing: bool, causal: bool = True, **sizes: int
+) -> float | None:
+    """Hardware FLOPs utilisation: work done, recomputation included, over the peak, a fraction (Chowdhery et al. 2022).
+
+    MFU counts what the model needs, HFU what the hardware did: with full checkpointing HFU is about 4/3 of MFU.
+    Returns and raises as `mfu`.
+    """
+    return mfu(hardware_flops(checkpointing=checkpointing, causal=causal, **sizes), seconds, peak)
 
 
 def mfu(flops: float, seconds: float, peak: float | None) -> float | None:

@@ -2,12 +2,21 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from distlab.model import TransformerLM, preset
-from distlab.theory.compute import backward_flops, forward_flops, mfu, step_flops
+from distlab.theory.compute import (
+    backward_flops,
+    forward_flops,
+    hardware_flops,
+    hfu,
+    mfu,
+    recompute_flops,
+    step_flops,
+)
 
 SIZES = st.fixed_dictionaries(
     {name: st.integers(1, 64) for name in ("batch", "context", "d_model", "d_ff", "num_layers", "vocab_size")}
@@ -79,3 +88,26 @@ def test_mfu():
 def test_refuses_empty_sizes():
     with pytest.raises(ValueError, match="d_ff=0"):
         forward_flops(batch=1, context=1, d_model=1, d_ff=0, num_layers=1, vocab_size=1)
+
+
+def test_recomputation_is_what_torch_counts():
+    config = preset("tiny", attention="naive", num_layers=2, vocab_size=77)
+    tokens = torch.empty(3, 32, dtype=torch.int64, device="meta")
+    sizes = {"batch": 3, "context": 32, "d_model": 128, "d_ff": 512, "num_layers": 2, "vocab_size": 77}
+    model = TransformerLM(config, device="meta", checkpoint_blocks=True)
+    # Without early stop the whole block runs again; with it, torch spares the last product of each.
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False), FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    assert counter.get_total_flops() == hardware_flops(checkpointing=True, **sizes)
+    assert recompute_flops(**sizes).by_part() == forward_flops(**sizes).by_part() | {"head": 0}
+    assert hardware_flops(checkpointing=False, **sizes) == step_flops(**sizes)
+
+
+@given(SIZES)
+def test_parts_and_hfu(sizes):
+    forward = forward_flops(**sizes)
+    assert sum(forward.by_part().values()) == forward.total
+    plain = hfu(1.0, 1e9, checkpointing=False, causal=False, **sizes)
+    assert plain == mfu(step_flops(**sizes), 1.0, 1e9)
+    assert plain <= hfu(1.0, 1e9, checkpointing=True, causal=False, **sizes) <= plain * 4 / 3 * (1 + 1e-12)
+    assert hfu(1.0, None, checkpointing=True, **sizes) is None
