@@ -1,0 +1,146 @@
+"""The hook functions that the test-suites of Stanford's CS336 systems assignment ask for, answered by this package.
+
+A suite asks its `tests/adapters.py` for functions by name; with
+
+    from distlab.course import *
+
+as its only line, the suite of any year tests this package (docs/course.md says how to do that, and what it is good
+for: read your course's policy first). The functions name what the suites name; everything behind them is public
+under its own name in `distlab.parallel` and `kernels`.
+
+| form | functions |
+|---|---|
+| 2024 | RMSNorm, individual and bucketed DDP, sharded optimizer |
+| 2025 | FlashAttention-2, individual and bucketed DDP, sharded optimizer |
+| 2026 | FlashAttention-2, DDP (`get_ddp`), FSDP, sharded optimizer |
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from distlab.parallel import FSDP, BucketedDDP, OverlapDDP, ShardedOptimizer
+from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch
+from kernels.rmsnorm import RMSNorm, RMSNormPyTorch
+
+__all__ = [
+    "ddp_bucketed_on_after_backward",
+    "ddp_bucketed_on_train_batch_start",
+    "ddp_individual_parameters_on_after_backward",
+    "ddp_on_after_backward",
+    "fsdp_gather_full_params",
+    "fsdp_on_after_backward",
+    "get_ddp",
+    "get_ddp_bucketed",
+    "get_ddp_individual_parameters",
+    "get_flashattention_autograd_function_pytorch",
+    "get_flashattention_autograd_function_triton",
+    "get_fsdp",
+    "get_rmsnorm_autograd_function_pytorch",
+    "get_rmsnorm_autograd_function_triton",
+    "get_sharded_optimizer",
+    "rmsnorm_backward_g_pytorch",
+    "rmsnorm_backward_x_pytorch",
+]
+
+EPS = 1e-5  # of the assignments' RMSNorm
+
+# -- kernels ---------------------------------------------------------------------------------------------------
+
+
+def get_flashattention_autograd_function_pytorch() -> type[torch.autograd.Function]:
+    """FlashAttention-2 in plain torch: `.apply(q, k, v, is_causal=False)` on (batch, seq, d), any device."""
+    return FlashAttention2PyTorch
+
+
+def get_flashattention_autograd_function_triton() -> type[torch.autograd.Function]:
+    """FlashAttention-2 in Triton: `.apply(q, k, v, is_causal=False)` on (batch, seq, d), on a GPU or interpreted."""
+    return FlashAttention2
+
+
+def get_rmsnorm_autograd_function_pytorch() -> type[torch.autograd.Function]:
+    """RMSNorm with its backward written out in torch: `.apply(x, g, eps=1e-5)`, x (…, D), g (D)."""
+    return RMSNormPyTorch
+
+
+def get_rmsnorm_autograd_function_triton() -> type[torch.autograd.Function]:
+    """RMSNorm in Triton: `.apply(x, g, eps=1e-5)`, x (…, D), g (D), on a GPU or interpreted."""
+    return RMSNorm
+
+
+def rmsnorm_backward_g_pytorch(grad_output: Tensor, x: Tensor, g: Tensor) -> Tensor:
+    """The gradient of RMSNorm's gain: grad_output and x (…, D), g (D) → (D)."""
+    return _rmsnorm_gradients(grad_output, x, g)[1]
+
+
+def rmsnorm_backward_x_pytorch(grad_output: Tensor, x: Tensor, g: Tensor) -> Tensor:
+    """The gradient of RMSNorm's input: grad_output and x (…, D), g (D) → (…, D)."""
+    return _rmsnorm_gradients(grad_output, x, g)[0]
+
+
+def _rmsnorm_gradients(grad_output: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        leaves = x.detach().requires_grad_(), g.detach().requires_grad_()
+        return torch.autograd.grad(RMSNormPyTorch.apply(*leaves, EPS), leaves, grad_output)
+
+
+# -- data parallelism ------------------------------------------------------------------------------------------
+
+
+def get_ddp(module: nn.Module) -> OverlapDDP:
+    """Wrap a module: rank 0's parameters, and an all-reduce per gradient that overlaps with backward."""
+    return OverlapDDP(module)
+
+
+def ddp_on_after_backward(ddp_model: OverlapDDP, optimizer: Optimizer | None = None) -> None:
+    """Call after backward, before the step: every `.grad` is then the mean over ranks."""
+    ddp_model.finish_gradient_synchronization()
+
+
+get_ddp_individual_parameters = get_ddp
+ddp_individual_parameters_on_after_backward = ddp_on_after_backward
+
+
+def get_ddp_bucketed(module: nn.Module, bucket_size_mb: float | None) -> BucketedDDP:
+    """Wrap a module: gradients leave in buckets of `bucket_size_mb` MiB (None: one bucket)."""
+    return BucketedDDP(module, bucket_size_mb=bucket_size_mb)
+
+
+def ddp_bucketed_on_train_batch_start(ddp_model: BucketedDDP, optimizer: Optimizer | None = None) -> None:
+    """Call before forward. Buckets reset themselves when a step is finished: nothing is left to do."""
+
+
+def ddp_bucketed_on_after_backward(ddp_model: BucketedDDP, optimizer: Optimizer | None = None) -> None:
+    """Call after backward, before the step: every `.grad` is then the mean over ranks."""
+    ddp_model.finish_gradient_synchronization()
+
+
+# -- sharding --------------------------------------------------------------------------------------------------
+
+
+def get_fsdp(module: nn.Module, compute_dtype: torch.dtype | None = None) -> FSDP:
+    """Shard a module; it computes in `compute_dtype`, its shards and their gradients stay fp32.
+
+    Build the optimizer from the wrapper's `parameters()`, which are this rank's pieces.
+    """
+    return FSDP(module, compute_dtype)
+
+
+def fsdp_on_after_backward(fsdp_model: FSDP, optimizer: Optimizer | None = None) -> None:
+    """Call after backward, before the step: the pieces' `.grad` are then the mean over ranks."""
+    fsdp_model.finish_gradient_synchronization()
+
+
+def fsdp_gather_full_params(fsdp_model: FSDP) -> dict[str, Tensor]:
+    """Every parameter in full under its original name, on every rank; call it on every rank."""
+    return fsdp_model.gather_full_params()
+
+
+def get_sharded_optimizer(
+    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], optimizer_cls: type[Optimizer], **kwargs: Any
+) -> ShardedOptimizer:
+    """`optimizer_cls` over the parameters, its state divided among the ranks; kwargs are its options."""
+    return ShardedOptimizer(params, optimizer_cls, **kwargs)

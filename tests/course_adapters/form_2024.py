@@ -1,0 +1,1 @@
+from distlab.course import *  # noqa: F403
