@@ -47,6 +47,7 @@ class DDPBenchConfig:
         size: model preset; `tiny` suits CPUs.
         batch: sequences per rank.
         context: tokens per sequence; None for the preset's.
+        ops: `torch`, or `triton` for this lab's kernels in the model.
         dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters: autocast, for FSDP its compute type.
         strategies: names of the registry.
         bucket_sizes_mb: MiB; with several, each strategy with buckets has a row per size. None is unbounded.
@@ -64,6 +65,7 @@ class DDPBenchConfig:
     size: str = "tiny"
     batch: int = 4
     context: int | None = None
+    ops: str = "torch"
     dtype: str = "fp32"
     strategies: tuple[str, ...] = tuple(STRATEGIES)
     bucket_sizes_mb: tuple[float | None, ...] = (4.0,)
@@ -100,7 +102,7 @@ class DDPBenchConfig:
 
     def model(self) -> ModelConfig:
         overrides = {} if self.context is None else {"context_length": self.context}
-        return preset(self.size, **overrides)
+        return preset(self.size, ops=self.ops, **overrides)
 
 
 def run(

@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--size", default=default.size, help=f"model preset: {', '.join(PRESETS)} [%(default)s]")
     p.add_argument("--batch", type=int, default=default.batch, help="sequences per rank [%(default)s]")
     p.add_argument("--context", type=int, help="tokens per sequence [the preset's]")
+    p.add_argument("--ops", default=default.ops, help="of the model: torch, or triton for our kernels [torch]")
     p.add_argument("--dtype", default=default.dtype, help="fp32, or bf16/fp16 autocast [%(default)s]")
     p.add_argument("--strategies", default="all", help=f"comma-separated: {', '.join(STRATEGIES)} [all]")
     p.add_argument(
@@ -84,6 +85,7 @@ def config_from(args: argparse.Namespace) -> DDPBenchConfig:
         size=args.size,
         batch=args.batch,
         context=args.context,
+        ops=args.ops,
         dtype=args.dtype,
         strategies=names,
         bucket_sizes_mb=tuple(args.bucket_size_mb),

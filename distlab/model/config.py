@@ -8,6 +8,7 @@ commands print `ModelConfig.num_parameters` instead of the name.
 from dataclasses import dataclass, fields, replace
 
 ATTENTION_CHOICES = ("naive", "sdpa", "flash")
+OPS_CHOICES = ("torch", "triton")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class ModelConfig:
         norm_eps: added to the mean square inside RMSNorm.
         dropout: probability of dropping an element of the embedding and of each block's two outputs.
         attention: which implementation, see `distlab.model.ops.get_ops`.
+        ops: which implementation of the other operations, `torch` or this lab's `triton` kernels.
 
     Raises:
         ValueError: a value outside its range; says what was given, what is allowed and what to do.
@@ -42,6 +44,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     dropout: float = 0.0
     attention: str = "sdpa"
+    ops: str = "torch"
 
     def __post_init__(self) -> None:
         for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"):
@@ -66,6 +69,8 @@ class ModelConfig:
             raise ValueError(f"dropout={self.dropout!r}: must lie in [0, 1); give 0 for none")
         if self.attention not in ATTENTION_CHOICES:
             raise ValueError(f"attention={self.attention!r}: choose one of {', '.join(ATTENTION_CHOICES)}")
+        if self.ops not in OPS_CHOICES:
+            raise ValueError(f"ops={self.ops!r}: choose one of {', '.join(OPS_CHOICES)}")
 
     @property
     def head_dim(self) -> int:

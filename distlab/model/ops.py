@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distlab.model.config import ATTENTION_CHOICES
+from distlab.model.config import ATTENTION_CHOICES, OPS_CHOICES
 
 
 @dataclass(frozen=True)
@@ -137,20 +137,40 @@ def _flash_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return partial(flash_attention, causal=True)
 
 
-def get_ops(attention: str = "sdpa") -> Ops:
+def _triton_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """`cross_entropy` by this lab's kernel, which reads the logits in their own type: no copy of them in fp32."""
+    from kernels.cross_entropy import cross_entropy as fused
+
+    return fused(logits_BTV.flatten(0, -2), targets_BT.flatten())
+
+
+def _triton_ops(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Ops:
+    """This lab's kernels; where Triton cannot run, on a CPU say, they compute in plain torch."""
+    from kernels.rmsnorm import rms_norm as fused_rms_norm
+    from kernels.rope import rope as fused_rope
+    from kernels.swiglu import swiglu as fused_swiglu
+
+    return Ops(attention, fused_rms_norm, fused_swiglu, fused_rope, _triton_cross_entropy)
+
+
+def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
     """The operations for a model.
 
     Args:
         attention: `naive` (plain torch, the reference), `sdpa` (torch's fused kernels) or `flash`
             (`kernels.flash_attention`; CUDA only).
+        ops: `torch`, or `triton` for the fused kernels of `kernels` in place of norms, SwiGLU, RoPE and the
+            loss; fp32, fp16 and bf16. On a CPU these compute in plain torch.
 
     Raises:
         ValueError: no such implementation, or one that cannot run here; the message says what to choose.
     """
     if attention not in ATTENTION_CHOICES:
         raise ValueError(f"attention={attention!r}: choose one of {', '.join(ATTENTION_CHOICES)}")
+    if ops not in OPS_CHOICES:
+        raise ValueError(f"ops={ops!r}: choose one of {', '.join(OPS_CHOICES)}")
     if attention == "flash":
         function = _flash_attention()
     else:
         function = naive_attention if attention == "naive" else sdpa_attention
-    return Ops(function, rms_norm, swiglu, rope, cross_entropy)
+    return _triton_ops(function) if ops == "triton" else Ops(function, rms_norm, swiglu, rope, cross_entropy)

@@ -143,7 +143,7 @@ class TransformerLM(nn.Module):
         self.config = config
         self.checkpoint_blocks = checkpoint_blocks
         factory = {"device": device, "dtype": dtype}
-        ops = get_ops(config.attention)
+        ops = get_ops(config.attention, config.ops)
         self.embedding = Embedding(config.vocab_size, config.d_model, **factory)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, ops, **factory) for _ in range(config.num_layers))

@@ -25,6 +25,7 @@ class TrainConfig:
         context: tokens per sequence; None for the preset's.
         vocab: entries of the vocabulary; None for the preset's (256 for text).
         dropout: probability.
+        ops: `torch`, or `triton` for this lab's kernels, see `distlab.model.ops.get_ops`.
         strategy: a name of the registry that keeps ranks alike.
         bucket_size_mb: MiB, for strategies with buckets.
         batch: sequences per optimizer step over *all* ranks, so that a run means the same at every world size.
@@ -51,6 +52,7 @@ class TrainConfig:
     context: int | None = None
     vocab: int | None = None
     dropout: float = 0.0
+    ops: str = "torch"
     strategy: str = "bucketed"
     bucket_size_mb: float = 25.0
     batch: int = 8
@@ -88,7 +90,7 @@ class TrainConfig:
         self.model()
 
     def model(self) -> ModelConfig:
-        overrides: dict[str, Any] = {"dropout": self.dropout}
+        overrides: dict[str, Any] = {"dropout": self.dropout, "ops": self.ops}
         if self.context is not None:
             overrides["context_length"] = self.context
         if self.vocab is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from distlab.comm import RankContext
+from distlab.model.ops import get_ops
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
 from distlab.train import rng
@@ -23,7 +24,7 @@ from distlab.train.config import DTYPES, TrainConfig, refuse_other_run
 from distlab.train.evaluate import validation_loss
 from distlab.train.heartbeat import Beat, Heartbeat, NonFiniteLoss, StopSignals
 from distlab.train.scaler import LossScaler
-from distlab.train.step import TrainStep, next_token_loss
+from distlab.train.step import TrainStep, next_token_loss_by
 from distlab.train.tokens import GlobalOrder, Sequences, to_batch
 
 
@@ -148,7 +149,7 @@ class Trainer:
         self.train_step = TrainStep(
             self.wrapper,
             self.optimizer,
-            next_token_loss,
+            next_token_loss_by(get_ops(ops=config.ops)),
             autocast_dtype=self.autocast_dtype,
             max_grad_norm=config.clip or None,
             scaler=self.scaler,

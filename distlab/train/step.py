@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.comm import RankContext, collectives
-from distlab.model.ops import cross_entropy
+from distlab.model.ops import Ops, cross_entropy
 from distlab.train.layout import stepped_by
 from distlab.train.scaler import LossScaler
 
@@ -23,6 +23,11 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Mean cross-entropy of a language model on `(tokens_BT, targets_BT)`."""
     tokens_BT, targets_BT = batch
     return cross_entropy(model(tokens_BT), targets_BT)
+
+
+def next_token_loss_by(ops: Ops) -> LossFunction:
+    """`next_token_loss` with the cross-entropy of these operations."""
+    return lambda model, batch: ops.cross_entropy(model(batch[0]), batch[1])
 
 
 class TrainStep:

@@ -65,6 +65,34 @@ def test_flash_is_causal_attention(monkeypatch):
     torch.testing.assert_close(get_ops("flash").attention(*inputs), _explicit_attention(*inputs), **FP32)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_triton_ops_train_the_same_model(autocast):
+    """Logits, loss and gradients of the model with either choice; on a CPU the kernels' plain form answers."""
+    from distlab.model import TransformerLM, preset
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokens = torch.arange(2 * 33, device=device).view(2, 33) % 50
+    results = []
+    for choice in ("torch", "triton"):
+        config = preset("tiny", num_layers=2, d_model=32, d_ff=48, num_heads=2, vocab_size=50, ops=choice)
+        model = TransformerLM(config, device=device)
+        with torch.autocast(device, torch.float16, enabled=autocast):
+            logits = model(tokens[:, :-1])
+            loss = get_ops(ops=choice).cross_entropy(logits, tokens[:, 1:])
+        loss.backward()
+        results.append((logits, loss, *(p.grad for p in model.parameters())))
+    # fp16 products are rounded to 11 bits after operations that round in other places.
+    close = {"atol": 1e-2, "rtol": 1e-2} if autocast else FP32
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, **close)
+
+
+def test_unknown_ops_lists_the_choices():
+    with pytest.raises(ValueError, match=r"'cuda'.*torch, triton"):
+        get_ops("sdpa", "cuda")
+
+
 def test_unknown_attention_lists_the_choices():
     with pytest.raises(ValueError, match=r"'fast'.*naive, sdpa, flash"):
         get_ops("fast")
