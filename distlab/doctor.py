@@ -1,0 +1,341 @@
+"""What this machine has, what of the lab will run on it, what will not and why, and the first command to try.
+
+    python -m distlab.doctor            # a report for people
+    python -m distlab.doctor --json     # the same as one line of JSON
+
+It starts two gloo ranks, because that is what most machines that fail fail at. Exit code 0 if the main job will
+run, 1 if it will not. Nothing here imports torch before it has looked whether there is one.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+OK, LIMITED, MISSING = "ok", "limited", "missing"
+SIGNS = {OK: "+", LIMITED: "~", MISSING: "-"}
+PYTHON_LEAST, TORCH_LEAST, TRITON_LEAST = (3, 11), (2, 11), (3, 6)
+INSTALL = "pip install -e '.[test]'"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at.
+
+    Attributes:
+        name: what, such as `GPUs`.
+        state: `ok`, `limited` or `missing`.
+        found: what there is, in words.
+        advice: why it matters and what to do; empty if nothing.
+    """
+
+    name: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Ability:
+    """One thing a person may want to run here.
+
+    Attributes:
+        what: in words.
+        runs: whether it will.
+        why: the reason if not, or what is different here; empty if nothing.
+        command: how.
+    """
+
+    what: str
+    runs: bool
+    why: str
+    command: str
+
+
+def version_tuple(text: str) -> tuple[int, int]:
+    """Major and minor of a version such as `2.13.0+cpu`; (0, 0) for a text that is none."""
+    parts = text.split("+")[0].split(".")[:2]
+    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(p.isdigit() for p in parts) else (0, 0)
+
+
+def package(name: str, least: tuple[int, int], advice: str) -> Finding:
+    """Whether a distribution is there, importable and new enough.
+
+    Args:
+        name: its import name, which is its distribution's too.
+        least: lowest major and minor that serve.
+        advice: what goes without it.
+    """
+    try:
+        importlib.import_module(name)
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        version = str(getattr(sys.modules.get(name), "__version__", "0.0"))
+    except Exception as error:  # an import may fail in any way: a missing library, a broken wheel
+        return Finding(name, MISSING, f"cannot be imported ({type(error).__name__}: {error})", advice)
+    if version_tuple(version) < least:
+        needed = ".".join(map(str, least))
+        return Finding(name, LIMITED, version, f"older than {needed}: {INSTALL}")
+    return Finding(name, OK, version)
+
+
+def find_python() -> Finding:
+    """The interpreter, which must be 3.11 or newer."""
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info[:2] < PYTHON_LEAST:
+        return Finding("Python", MISSING, found, "needs 3.11 or newer")
+    return Finding("Python", OK, found)
+
+
+def find_cpu() -> Finding:
+    """Cores this process may use, and memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = _memory_bytes()
+    found = f"{cores} cores" + (f", {memory / 2**30:.0f} GiB memory" if memory else "")
+    if cores < 2:
+        return Finding("CPU", LIMITED, found, "two ranks share a core: timings say little")
+    return Finding("CPU", OK, found)
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def find_shared_memory() -> Finding:
+    """/dev/shm, through which ranks of one host talk on NCCL."""
+    folder = Path("/dev/shm")
+    if not folder.exists():
+        return Finding("shared memory", LIMITED, "no /dev/shm", "NCCL between GPUs of one host needs it")
+    free = shutil.disk_usage(folder).free
+    found = f"{free / 2**20:,.0f} MiB free in /dev/shm"
+    if free < 2**28:
+        return Finding(
+            "shared memory", LIMITED, found, "NCCL may fail: start the container with --shm-size=1g"
+        )
+    return Finding("shared memory", OK, found)
+
+
+def find_gpus() -> list[Finding]:
+    """The GPUs, whether their peaks are known, and how they are linked."""
+    import torch
+
+    from distlab.hardware import lookup
+
+    count = torch.cuda.device_count()
+    if not count:
+        why = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no NVIDIA GPU"
+        return [
+            Finding("GPUs", LIMITED, f"none ({why})", "everything runs on CPU ranks, kernels in plain torch")
+        ]
+    findings = []
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        name = torch.cuda.get_device_name(index)
+        found = f"{name}, {properties.total_memory / 2**30:.0f} GiB, compute {properties.major}.{properties.minor}"
+        known = lookup(name) is not None
+        advice = "" if known else "its peaks are not in distlab/hardware.py: MFU and roofline say n/a"
+        findings.append(Finding(f"GPU {index}", OK if known else LIMITED, found, advice))
+    if count > 1:
+        peers = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
+        links = _links() or ("direct access between GPUs" if peers else "no direct access between GPUs")
+        advice = "" if peers else "collectives go through host memory: expect a tenth of NVLink's bandwidth"
+        findings.append(Finding("links", OK if peers else LIMITED, links, advice))
+    return findings
+
+
+def _links() -> str | None:
+    """What nvidia-smi's topology matrix calls the connection of GPU 0 and GPU 1 (NV18, PIX, SYS, …)."""
+    try:
+        result = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_topology(result.stdout)
+
+
+def parse_topology(matrix: str) -> str | None:
+    """The connection of GPU 0 and GPU 1 in `nvidia-smi topo -m`'s text, or None."""
+    for line in matrix.splitlines():
+        cells = line.split()
+        if len(cells) > 2 and cells[0] == "GPU0" and cells[1] == "X":
+            kind = "NVLink" if cells[2].startswith("NV") else "PCIe or the host's bus"
+            return f"GPU 0 – GPU 1: {cells[2]} ({kind})"
+    return None
+
+
+def find_backends() -> list[Finding]:
+    """gloo and NCCL, as torch was built."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        advice = "this torch has no distributed package: install one from its own index"
+        return [Finding("gloo", MISSING, "no torch.distributed", advice)]
+    gloo = Finding("gloo", OK if dist.is_gloo_available() else MISSING, "in this torch" if dist.is_gloo_available()
+                   else "not in this torch", "" if dist.is_gloo_available() else "CPU ranks cannot talk")  # fmt: skip
+    if not dist.is_nccl_available():
+        return [
+            gloo,
+            Finding("NCCL", LIMITED, "not in this torch", "GPUs cannot talk to each other; CPU ranks can"),
+        ]
+    version = torch.cuda.nccl.version()
+    return [
+        gloo,
+        Finding("NCCL", OK, ".".join(map(str, version)) if isinstance(version, tuple) else str(version)),
+    ]
+
+
+def sum_of_ranks(context) -> float:
+    """What the two trial ranks do: an all-reduce of rank + 1, so 3.0 on both."""
+    import torch
+
+    from distlab.comm import collectives
+
+    value = torch.tensor([context.rank + 1.0], device=context.device)
+    return collectives.sum_tensor(value, context.group).item()
+
+
+def find_ranks() -> Finding:
+    """Start two gloo ranks and let them add their numbers."""
+    from distlab import testing
+
+    try:
+        sums = testing.run_ranks(sum_of_ranks, 2, deadline_s=120.0)
+    except Exception as error:  # whatever stops ranks here is the finding
+        first = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        advice = "check the firewall on the loopback interface, and GLOO_SOCKET_IFNAME"
+        return Finding("two ranks", MISSING, f"failed: {first}", advice)
+    finally:
+        testing.shut_down()
+    if sums != [3.0, 3.0]:
+        return Finding(
+            "two ranks", MISSING, f"1 + 2 gave {sums}", "gloo is broken here: do not trust results"
+        )
+    return Finding("two ranks", OK, "started, and agree that 1 + 2 = 3")
+
+
+def find_triton() -> list[Finding]:
+    """Triton and how its kernels would run."""
+    advice = "kernels run as plain torch; it exists for Linux only"
+    triton = package("triton", TRITON_LEAST, advice)
+    if triton.state == MISSING:
+        return [Finding("triton", LIMITED, triton.found, advice)]
+    import torch
+
+    from kernels._triton import interpreted
+
+    if interpreted():
+        how = Finding(
+            "kernels", LIMITED, "interpreted (TRITON_INTERPRET=1)", "correct in fp32 and fp16, not fast"
+        )
+    elif torch.cuda.device_count():
+        how = Finding("kernels", OK, "compiled for the GPU")
+    else:
+        how = Finding(
+            "kernels", LIMITED, "plain torch on the CPU", "TRITON_INTERPRET=1 runs the Triton code, slowly"
+        )
+    return [triton, how]
+
+
+def examine(start_ranks: bool = True) -> list[Finding]:
+    """Look at everything; takes some ten seconds, most of it starting two ranks (`start_ranks`)."""
+    findings = [find_python(), find_cpu(), find_shared_memory()]
+    torch = package("torch", TORCH_LEAST, f"nothing runs without it: {INSTALL}")
+    findings.append(torch)
+    for name, advice in (("matplotlib", "no pictures"), ("tabulate", "no tables")):
+        findings.append(package(name, (0, 0), f"{advice}: {INSTALL}"))
+    if torch.state == MISSING:
+        return findings
+    findings += [*find_triton(), *find_gpus(), *find_backends()]
+    if start_ranks and all(f.state == OK for f in findings if f.name == "gloo"):
+        findings.append(find_ranks())
+    return findings
+
+
+def abilities(findings: list[Finding]) -> list[Ability]:
+    """What will run on a machine with these findings, and why the rest will not."""
+    state = {finding.name: finding.state for finding in findings}
+    reason = {finding.name: f"{finding.name}: {finding.found}" for finding in findings}
+    gpus = sum(name.startswith("GPU ") for name in state)
+    needed = ("Python", "torch", "matplotlib", "tabulate", "gloo", "two ranks")
+    lacks = next((reason[name] for name in needed if state.get(name) == MISSING), "")
+    old = "" if state.get("torch") != LIMITED else f"torch is too old: {INSTALL}"
+    stop = lacks or old
+    nccl = state.get("NCCL") == OK
+    rows: list[tuple[str, Callable[[], str], str, str]] = [
+        ("strategies on two CPU ranks", lambda: stop, "", "python launch/ddp_bench.py --nproc 2 --backend gloo"),
+        ("strategies on all GPUs", lambda: stop or _too_few(gpus, 2) or ("" if nccl else reason["NCCL"]),
+         "", "python launch/ddp_bench.py"),
+        ("kernels, tested in plain torch or interpreted", lambda: stop, "", "pytest tests/kernels"),
+        ("kernels, timed", lambda: stop or _too_few(gpus, 1), "", "python experiments/attention_record.py"),
+        ("mistakes, and the checks that catch them", lambda: stop, "", "python experiments/sabotage.py"),
+        ("all tests", lambda: stop, "" if gpus > 1 else "tests that need GPUs skip", "make test"),
+    ]  # fmt: skip
+    return [Ability(what, not why(), why() or note, command) for what, why, note, command in rows]
+
+
+def _too_few(gpus: int, needed: int) -> str:
+    if gpus >= needed:
+        return ""
+    return (
+        f"needs {needed} NVIDIA GPU{'s' * (needed > 1)}, {'found ' + str(gpus) if gpus else 'there is none'}"
+    )
+
+
+def first_command(able: list[Ability]) -> str:
+    """The command to try first: the main job on the best hardware here, or how to install."""
+    if not able[0].runs:
+        return INSTALL
+    return able[1].command if able[1].runs else able[0].command
+
+
+def report(findings: list[Finding], able: list[Ability]) -> str:
+    """The report for people."""
+    width = max(len(f.name) for f in findings)
+    lines = ["This machine"]
+    for f in findings:
+        lines.append(
+            f"  {SIGNS[f.state]} {f.name:<{width}}  {f.found}" + (f"; {f.advice}" if f.advice else "")
+        )
+    lines += ["", "What runs here"]
+    for a in able:
+        lines.append(f"  {'yes' if a.runs else 'no ':<3}  {a.what}" + (f" ({a.why})" if a.why else ""))
+        if a.runs:
+            lines.append(f"         {a.command}")
+    return "\n".join([*lines, "", f"Try first:  {first_command(able)}"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the report; 0 if the main job will run here, else 1."""
+    parser = argparse.ArgumentParser(
+        "distlab.doctor", description="What this machine has and what runs on it."
+    )
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of the report")
+    parser.add_argument(
+        "--no-ranks", action="store_true", help="do not start two ranks to see whether they can"
+    )
+    args = parser.parse_args(argv)
+    findings = examine(start_ranks=not args.no_ranks)
+    able = abilities(findings)
+    if args.json:
+        body = {"findings": [asdict(f) for f in findings], "abilities": [asdict(a) for a in able]}
+        print(json.dumps(body | {"first_command": first_command(able)}))
+    else:
+        print(report(findings, able))
+    return 0 if able[0].runs else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

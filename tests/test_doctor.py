@@ -1,0 +1,94 @@
+"""The doctor says what is, and why something will not run."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from distlab import doctor
+from distlab.doctor import LIMITED, MISSING, OK, Finding
+from tests.commands import ROOT, environment
+
+
+def state_of(findings):
+    return {finding.name: finding.state for finding in findings}
+
+
+def healthy(gpus: int) -> list[Finding]:
+    names = ["Python", "torch", "matplotlib", "tabulate", "gloo", "NCCL", "two ranks"]
+    cards = [Finding(f"GPU {index}", OK, "NVIDIA H200") for index in range(gpus)]
+    return [Finding(name, OK, "there") for name in names] + cards
+
+
+def test_it_examines_this_machine():
+    """As a user runs it: two ranks are started, and the JSON says what the report says."""
+    result = subprocess.run(
+        [sys.executable, "-m", "distlab.doctor", "--json"],
+        capture_output=True, text=True, timeout=180, check=False, cwd=ROOT, env=environment(),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    said = json.loads(result.stdout)
+    states = {finding["name"]: finding["state"] for finding in said["findings"]}
+    assert states["torch"] == states["gloo"] == states["two ranks"] == OK
+    assert said["abilities"][0]["runs"]
+    if not torch.cuda.is_available():
+        assert states["GPUs"] == LIMITED
+        timed = next(a for a in said["abilities"] if a["what"] == "kernels, timed")
+        assert not timed["runs"] and "there is none" in timed["why"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "command"), [(0, "--backend gloo"), (1, "--backend gloo"), (2, "python launch/ddp_bench.py")]
+)
+def test_the_first_command_suits_the_hardware(gpus, command):
+    able = doctor.abilities(healthy(gpus))
+    assert doctor.first_command(able).endswith(command)
+    assert able[1].runs == (gpus >= 2)
+
+
+@pytest.mark.parametrize("lost", ["torch", "tabulate", "gloo", "two ranks"])
+def test_what_is_missing_is_the_reason(lost, capsys, monkeypatch):
+    findings = [f if f.name != lost else Finding(lost, MISSING, "gone") for f in healthy(2)]
+    able = doctor.abilities(findings)
+    assert not any(a.runs for a in able) and all(f"{lost}: gone" in a.why for a in able)
+    monkeypatch.setattr(doctor, "examine", lambda start_ranks: findings)
+    assert doctor.main([]) == 1
+    assert doctor.INSTALL in capsys.readouterr().out
+
+
+def test_without_torch_it_reports_instead_of_crashing(monkeypatch):
+    real = importlib.import_module
+
+    def without_torch(name):
+        if name == "torch":
+            raise ModuleNotFoundError("No module named 'torch'")
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", without_torch)
+    findings = doctor.examine()
+    assert state_of(findings)["torch"] == MISSING
+    assert "No module named" in doctor.report(findings, doctor.abilities(findings))
+
+
+def test_old_versions_are_named():
+    assert doctor.package("torch", (99, 0), "").state == LIMITED
+    assert doctor.version_tuple("2.13.0+cpu") == (2, 13) and doctor.version_tuple("nightly") == (0, 0)
+    assert not doctor.abilities([Finding("torch", LIMITED, "1.0")])[0].runs
+
+
+def test_ranks_that_cannot_start_are_a_finding(monkeypatch):
+    def fail(*args, **options):
+        raise RuntimeError("no loopback")
+
+    monkeypatch.setattr("distlab.testing.run_ranks", fail)
+    finding = doctor.find_ranks()
+    assert finding.state == MISSING and "no loopback" in finding.found
+
+
+def test_the_topology_matrix_is_read():
+    matrix = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-15\nGPU1\tNV18\t X \t0-15\n"
+    assert doctor.parse_topology(matrix) == "GPU 0 – GPU 1: NV18 (NVLink)"
+    assert doctor.parse_topology("no such thing") is None
