@@ -110,14 +110,22 @@ def test_the_table_file_is_what_the_tuner_writes():
     script = """
 from experiments.tune_flash_attention import *
 assert table_source(table.ROWS) == open(table.__file__, encoding="utf-8").read()
-tile = dataclasses.asdict(Tile(16, 16))
-found = [{"kernel": k, "tile": tile | {"warps": w}, "sustained_ms": ms}
-         for k in configs.KERNELS for w, ms in ((2, 3.0), (4, 1.0), (8, 2.0))]
-rows = merge(table.ROWS, Case(1, 16, 16384, 64, "bfloat16", True), found, "sm_90")
-assert len(rows) == len(table.ROWS) and rows[-1][0] == ("sm_90", 16, "ieee", 64, True, False)
-assert rows[-1][1] == "1x16x16384x64: 1.000 1.000 1.000 ms" and Tile(*rows[-1][2]) == Tile(16, 16, 4)
-assert all(0 < len(shapes(k, Case(1, 1, 128, d, t, True), narrow)) < 200 for k in configs.KERNELS
-           for d in (16, 64, 256) for t in ("bfloat16", "float32") for narrow in (False, True))
+case = Case(1, 1, 2048, 64, "bfloat16")
+tiles = [Tile(16, 16, warps) for warps in (2, 4, 8)]
+found = [{"kernel": k, "length": length, "how": tile, "ms": ms, "sustained_ms": ms}
+         for k in configs.KERNELS for length in (1024, 2048) for tile, ms in zip(tiles, (3.0, 1.0, 2.0))]
+found += [{"kernel": "backward", "length": 2048, "how": Choice(tiles[0], tiles[2], tiles[2], way), "ms": ms,
+           "sustained_ms": ms} for way, ms in zip(configs.PASSES, (5.0, 4.0, 4.5))]
+rows = merge(table.ROWS, case, found, "sm_90")
+(row,) = [row for row in rows if row[0] == ("sm_90", 16, "ieee", 64, True, 2048)]
+assert len(rows) == len(table.ROWS) and row[1] == "1x1x2048x64: 1.0000 + 4.0000 ms"
+assert (Tile(*row[2]), Tile(*row[3]), Tile(*row[4]), row[5]) == (tiles[1], tiles[2], tiles[2], "side by side")
+usable = [{"how": t, "ms": ms} for t, ms in zip(tiles, (1.0, 2.0, float("inf")))]
+rows_of = dict.fromkeys(configs.KERNELS, usable)
+assert {choice.passes for choice in pairs(rows_of)} == set(configs.PASSES)
+assert all(tiles[2] not in (c.dkdv, c.dq) for c in pairs(rows_of))
+assert all(0 < len(list(candidates(k, t, d))) < 60 for k in configs.KERNELS for d in (16, 128)
+           for t in ("bfloat16", "float32"))
 """
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=120)

@@ -197,6 +197,24 @@ def test_tensor_descriptors(layout):
         check(FlashAttention2, (q, k, v, do), causal=True)
 
 
+@pytest.mark.parametrize("passes", ["joint"] if DEVICE == "cpu" else ["joint", "side by side"])
+@pytest.mark.parametrize(
+    ("query_count", "key_count", "options"),
+    [(33, 33, {"causal": True}), (20, 50, {}), (50, 20, {"causal": True, "alignment": "bottom-right"}),
+     (64, 64, {"causal": True, "window": 5}), (50, 50, {"document_ids": (torch.arange(50) // 20)[None].to(DEVICE)})],
+)
+def test_both_passes_at_once(query_count, key_count, options, passes):
+    """Gradients are those of the passes in turn; with descriptors where the length allows them."""
+    tensors = inputs(1, 4, 2, query_count, key_count, 16)
+    tiles = {"dkdv": Tile(16, 32, tma=True), "dq": Tile(32, 16, head_group=2, tma=True)}
+    with configs.forced(**tiles):
+        in_turn = with_gradients(apply(FlashAttention2, **options), *tensors)
+    with configs.forced(**tiles, passes=passes):
+        at_once = with_gradients(apply(FlashAttention2, **options), *tensors)
+    for x, y in zip(at_once, in_turn, strict=True):  # the same sums; a compiler may contract them differently
+        torch.testing.assert_close(x, y, atol=0 if passes == "side by side" or interpreted() else 2e-6, rtol=0)
+
+
 def test_heads_advance_in_groups():
     """Grouped scheduling with a last, smaller group visits every tile of every head."""
     tile = Tile(16, 16, head_group=2)

@@ -1,8 +1,17 @@
 """FlashAttention-2 compiled on a GPU: many shapes, every shipped configuration, determinism, 64-bit offsets, memory.
 
 Errors are measured against float64 and judged by the error of attention computed by PyTorch in the same type on the
-same inputs: at most 2 × (output) or 3 × (gradients) its maximum plus what rounding the exact result costs (half an
-ulp of its largest value, at least 1e-5), and at most 1.5 × its RMS plus 1e-6. In fp32, where random shapes are judged
+same inputs: at most 2 × (output) or 3 × (gradients) its maximum, and at most 1.5 × its RMS, plus an allowance of two
+parts, because PyTorch's error is zero where a few keys make its form exact:
+
+- what rounding the exact result costs: half an ulp of its largest value, and at RMS a fifth of eps times its RMS (a
+  uniform error within half an ulp, 1/√12 of an ulp, where an ulp is about 0.7 eps of a value). In fp32 the sums
+  themselves round: n terms added one after the other are off by √n roundings of partial sums (Higham and Mary 2019),
+  which are on average half as large as the sum. dK and dV add up to thousands of queries.
+- what fp32 loses in dP − Δ, two sums of head dim products of order one, whatever the size of the gradient: 1e-6 at RMS
+  (√64 · 2⁻²³) and 1e-5 at the worst element.
+
+In fp32, where random shapes are judged
 beside attention written out with the whole score matrix, the RMS may be 3 × as large: that form keeps the normalised
 softmax, which every flash backward, torch's fused one too, computes again from the log-sum-exp; beside torch's it is
 1.5 × here too. A gradient that is zero in exact arithmetic, that of a softmax over one key, has to stay below 1e-3:
@@ -38,16 +47,21 @@ def inputs(batch, heads, kv_heads, query_count, key_count, head_dim, dtype, seed
 
 def judge(ours, peer, exact, rms_factor=1.5):
     """The rule of the module docstring for (o, dq, dk, dv)."""
+    queries, keys = exact[0].shape[-2] * exact[0].shape[1] // max(exact[2].shape[1], 1), exact[2].shape[-2]
+    summed = {"o": keys, "dq": keys, "dk": queries, "dv": queries}
     for name, x, p, y in zip(("o", "dq", "dk", "dv"), ours, peer, exact, strict=True):
-        rounding = max(1e-5, torch.finfo(x.dtype).eps / 2 * y.abs().max().item()) if y.numel() else 0.0
+        # roundings that add up: one of the result, or √n/2 of the sum of n keys (o, dq) or queries (dk, dv)
+        roundings = max(1.0, summed[name] ** 0.5 / 2) if x.dtype == torch.float32 else 1.0
+        unit = roundings * torch.finfo(x.dtype).eps
         x, p = x.double(), p.double()
         assert x.isfinite().all(), name
-        worst, limit = (x - y).abs().max(), (2 if name == "o" else 3) * (p - y).abs().max() + rounding
+        worst, limit = (x - y).abs().max(), (2 if name == "o" else 3) * (p - y).abs().max()
+        limit = limit + max(1e-5, unit / 2 * y.abs().max().item())
         if name in ("dq", "dk") and rms(y) < 1e-9:
             assert worst <= 1e-3, (name, worst)
             continue
         assert worst <= limit, (name, worst, limit)
-        assert rms(x - y) <= rms_factor * rms(p - y) + 1e-6, (name, rms(x - y), rms(p - y))
+        assert rms(x - y) <= rms_factor * rms(p - y) + 1e-6 + unit / 5 * rms(y), (name, rms(x - y), rms(p - y))
 
 
 def random_cases(name, count):
@@ -127,7 +141,7 @@ def test_every_shipped_configuration(key, kernel):
     from kernels.flash_attention import backward_launch as backward
     from kernels.flash_attention import forward
 
-    tile = configs.TABLE[key][configs.KERNELS.index(kernel)]
+    choice = configs.TABLE[key]
     problem = Problem((None, 0 if key.causal else None), key.head_dim**-0.5, key.precision)
     dtype = torch.float32 if key.bits == 32 else torch.bfloat16
     tolerance = {"tf32": 5e-3, "ieee": 1e-5, "tf32x3": 1e-5}[key.precision] if key.bits == 32 else 1e-2
@@ -136,17 +150,34 @@ def test_every_shipped_configuration(key, kernel):
         o, dq, dk, dv = in_float64(q, k, v, do, causal=key.causal)
         first, second = torch.full_like(q, float("nan")), torch.full_like(q, float("nan"))
         lse = torch.full(q.shape[:-1], float("nan"), device="cuda")
-        forward.launch_forward(q, k, v, first, lse, problem, configs.TABLE[key][0])
+        forward.launch_forward(q, k, v, first, lse, problem, choice.forward)
         saved = backward.launch_delta(q, k, v, first.clone(), lse, do)
         expected = {"forward": (o,), "dkdv": (dk, dv), "dq": (dq,)}[kernel]
         if kernel != "forward":
             first.fill_(float("nan"))
         if kernel == "dkdv":
-            backward.launch_dkdv(saved, first, second, problem, tile)
+            backward.launch_dkdv(saved, first, second, problem, choice.dkdv)
         elif kernel == "dq":
-            backward.launch_dq(saved, first, problem, tile)
+            backward.launch_dq(saved, first, problem, choice.dq)
         for x, y in zip((first, second), expected, strict=False):
             assert rms(x.double() - y) <= tolerance * rms(y)
+
+
+@pytest.mark.parametrize("key", [key for key, row in configs.TABLE.items() if row.passes != "in turn"], ids=str)
+def test_every_shipped_way_to_run_both_passes_at_once(key):
+    """The gradients of the passes in turn: the same tiles compute the same sums."""
+    if key.gpu != generation(torch.cuda.current_device()):
+        pytest.skip(f"a configuration for {key.gpu}, this is {generation(torch.cuda.current_device())}")
+    choice = configs.TABLE[key]
+    tensors = inputs(1, 3, 3, 640, 640, key.head_dim, torch.float32 if key.bits == 32 else torch.bfloat16)
+    results = []
+    for passes in ("in turn", choice.passes):
+        with configs.forced(forward=choice.forward, dkdv=choice.dkdv, dq=choice.dq, passes=passes):
+            call = lambda *x: flash_attention(*x, causal=True, precision=key.precision)  # noqa: E731
+            results.append(with_gradients(call, *tensors))
+    for x, y in zip(*results, strict=True):
+        assert x.isfinite().all()
+        torch.testing.assert_close(x, y, rtol=1e-2 if key.bits == 16 else 1e-5, atol=1e-2 if key.bits == 16 else 1e-5)
 
 
 # RELIABILITY 39
@@ -160,8 +191,10 @@ def test_large_logits(dtype):
 
 
 # RELIABILITY 41
-def test_repeats_are_bit_identical():
-    tensors = inputs(60, 2, 2, 300, 300, 64, torch.bfloat16)
+@pytest.mark.parametrize(("batch", "length", "head_dim"), [(60, 300, 64), (1, 512, 16), (1, 512, 32), (1, 512, 128)])
+def test_repeats_are_bit_identical(batch, length, head_dim):
+    """In the table the first runs its passes in turn, the others at once."""
+    tensors = inputs(batch, 2, 2, length, length, head_dim, torch.bfloat16)
     first = with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors)
     for _ in range(100):
         again = with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors)

@@ -1,6 +1,7 @@
 """What `flash_attention` refuses, and the pure arithmetic of its masks."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -117,13 +118,32 @@ def test_a_gpu_on_which_nothing_runs_says_so(monkeypatch):
 
 
 def test_keys_share_rows_only_in_the_documented_way():
-    causal = configs.Key("sm_90", 32, "tf32x3", 64, True, False)
+    causal = configs.Key("sm_90", 32, "tf32x3", 64, True, 32768)
     assert configs.lookup(replace(causal, causal=False, precision="tf32")) == configs.TABLE[causal]
     assert configs.lookup(replace(causal, gpu="sm_00")) is None
     for key in configs.TABLE:
         assert key.head_dim in (16, 32, 64, 128, 256)
     for bits, precision in ((16, "ieee"), (32, "ieee"), (32, "tf32x3"), (32, "tf32")):  # no call on sm_90 searches
         for head_dim in (16, 32, 64, 128, 256):
-            for few in (False, True):
-                for is_causal in (False, True):
-                    assert configs.lookup(configs.Key("sm_90", bits, precision, head_dim, is_causal, few)) is not None
+            for rows, is_causal in product(configs.ROW_CLASSES, (False, True)):
+                assert configs.lookup(configs.Key("sm_90", bits, precision, head_dim, is_causal, rows)) is not None
+
+
+def test_a_length_without_a_row_takes_the_next_longer_one_and_else_the_longest(monkeypatch):
+    key = configs.Key("sm_90", 16, "ieee", 64, True, 4096)
+    medium, long = (configs.Choice(*[configs.Tile(16, n)] * 3) for n in (16, 32))
+    monkeypatch.setattr(configs, "TABLE", {replace(key, rows=2048): medium, replace(key, rows=8192): long})
+    found = [configs.lookup(replace(key, rows=rows)) for rows in configs.ROW_CLASSES]
+    assert found == [medium, medium, long, long, long, long]
+
+
+def test_row_classes_count_the_rows_of_the_whole_call():
+    problem = Problem((None, 0), 1.0)
+    shapes = {(1, 1, 1024): 1024, (1, 1, 1025): 2048, (2, 4, 1024): 8192, (4, 16, 4096): 32768}
+    for shape, rows in shapes.items():
+        assert configs.key_of(torch.empty(*shape, 16, device="meta"), problem, "sm_90").rows == rows
+
+
+def test_joint_passes_need_one_set_of_launch_options():
+    with pytest.raises(ValueError, match="one set of launch options"):
+        configs.Choice(configs.Tile(16, 16), configs.Tile(16, 16, 2), configs.Tile(16, 16, 4), "joint")
