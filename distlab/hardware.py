@@ -151,6 +151,26 @@ _BY_DEVICE_NAME = {
     "B200": B200,
 }
 
+# For planning, where nobody has the device at hand to ask its name.
+BY_ALIAS = {
+    "a100-40": A100_SXM_40GB,
+    "a100": A100_SXM_80GB,
+    "h100": H100_SXM,
+    "h100-pcie": H100_PCIE,
+    "h200": H200_SXM,
+    "b200": B200,
+}
+
+# Between nodes, bytes per second in one direction per adapter (one per GPU in the makers' reference designs).
+# Sources: NVIDIA ConnectX-6, ConnectX-7 and ConnectX-8 datasheets: 200, 400 and 800 Gb/s; Ethernet by its name.
+NETWORK_LINKS = {
+    "ib-hdr": 25 * GB,
+    "ib-ndr": 50 * GB,
+    "ib-xdr": 100 * GB,
+    "eth-100g": 12.5 * GB,
+    "eth-25g": 3.125 * GB,
+}
+
 _DTYPE_NAMES = {
     torch.float64: "fp64",
     torch.float32: "fp32",
@@ -168,6 +188,17 @@ def lookup(device_name: str) -> GPUSpec | None:
     Only whole names match: a slice of a GPU ("… MIG 1g.10gb") is not the GPU.
     """
     return _BY_DEVICE_NAME.get(device_name.removeprefix("NVIDIA "))
+
+
+def by_alias(name: str) -> GPUSpec:
+    """The specification by a short name such as `h100`.
+
+    Raises:
+        ValueError: an unknown name; the message lists those that are known.
+    """
+    if name not in BY_ALIAS:
+        raise ValueError(f"device {name!r} is unknown; choose one of {', '.join(BY_ALIAS)}")
+    return BY_ALIAS[name]
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:

@@ -40,6 +40,7 @@ ALLOWED_IN_DISTLAB: dict[str, frozenset[str]] = {
 ALLOWED_IN_MODULE = {
     "distlab.model.ops": frozenset({"kernels"}),
     "distlab.simulate.training": frozenset({"distlab.model", "distlab.train"}),
+    "distlab.simulate.estimate": frozenset({"distlab.model", "distlab.hardware"}),
 }
 
 STREAM_MAKER = "distlab.comm.collectives"

@@ -21,7 +21,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
 
 from distlab.comm import collectives
 from distlab.parallel import zero1
@@ -52,7 +51,8 @@ def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Ite
         with ExitStack() as stack:
             stack.enter_context(_answers(like_nccl))
             stack.enter_context(FakeTensorMode())
-            stack.enter_context(_AsOnGPU())
+            # Patched, and no torch function mode: that would be off inside backward, where blocks are recomputed.
+            stack.enter_context(mock.patch.object(F, "rms_norm", _rms_norm))
             yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
@@ -73,15 +73,6 @@ def _answers(like_nccl: bool) -> Iterator[None]:
         mock.patch.object(zero1, "is_elementwise", tried_out),
     ):
         yield
-
-
-class _AsOnGPU(TorchFunctionMode):
-    """Operators that torch composes of several on a CPU and has one kernel for on a GPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.rms_norm, torch.rms_norm):
-            return _rms_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 def _rms_norm(

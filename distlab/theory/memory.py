@@ -138,6 +138,7 @@ def step_memory(
     checkpointing: bool = False,
     bucket_size_mb: float | None = 25.0,
     optimizer: str = "adamw-fused",
+    accumulates: bool = False,
     workspace_bytes: int = CUBLAS_WORKSPACES,
 ) -> StepMemory:
     """Predict the memory of a training step on one rank, in bytes of the allocator.
@@ -150,6 +151,7 @@ def step_memory(
         checkpointing: every block is recomputed in backward.
         bucket_size_mb: matters only for how much is in flight where buckets are sent.
         optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`.
+        accumulates: several micro-batches without synchronisation; FSDP then keeps full gradients in fp32.
         workspace_bytes: what libraries take from the same allocator; 0 on a CPU.
 
     Raises:
@@ -169,6 +171,8 @@ def step_memory(
     )
     resident = _resident(setting)
     states = replace(resident, optimizer_state=_optimizer_state(setting))
+    if accumulates and strategy in SHARDED:
+        states = replace(states, buckets=FP32 * shape.num_parameters)
     moments = [
         (phase, replace(moment, temporary=moment.temporary + workspace_bytes))
         for phase, moment in _walk(setting, states)

@@ -1,0 +1,169 @@
+"""The step of a model on a machine in a fraction of a second: compute by two simulated layers, the rest in closed form.
+
+Operators take their time one after the other, so a model's time is linear in its number of layers: simulating one
+layer and two gives it for any number, exactly.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from distlab.hardware import NETWORK_LINKS, GPUSpec
+from distlab.model import ModelConfig
+from distlab.parallel.buckets import plan_buckets
+from distlab.simulate.calibrate import HOP_S, LAUNCH_S
+from distlab.simulate.costs import DeviceModel
+from distlab.simulate.events import Compute
+from distlab.simulate.training import DTYPES, simulate_training
+from distlab.theory.shape import ModelShape
+from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, step_time
+
+FP32 = 4
+# Shares of the datasheet's peaks that one calibrated machine reaches: two H200s training the 3.4 B preset in bf16
+# (records/ddp_bench/h200x2_xl_batch8.json; rules in `distlab.simulate.calibrate`). Other machines are assumed alike.
+FLOPS_SHARE, MEMORY_SHARE, LINK_SHARE = 0.57, 0.75, 0.74
+LATENCY_S, CONTENTION = 50e-6, (0.58, 0.84)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of device, how they are connected, and how they disturb each other.
+
+    Args:
+        device: what one computes.
+        network: what they send.
+        contention: rates of computation and communication beside each other.
+    """
+
+    device: DeviceModel
+    network: Network
+    contention: tuple[float, float] = (1.0, 1.0)
+
+
+@lru_cache(maxsize=64)
+def _operators(
+    config: ModelConfig, batch: int, dtype: str, checkpointing: bool, casts_parameters: bool
+) -> tuple[Compute, ...]:
+    strategy = "fsdp" if casts_parameters else "local"
+    step = simulate_training(
+        config, strategy, batch=batch, world_size=1, dtype=dtype, checkpointing=checkpointing
+    )
+    return tuple(item for item in step.items[step.boundary :] if isinstance(item, Compute))
+
+
+def compute_time(
+    config: ModelConfig,
+    batch: int,
+    device: DeviceModel,
+    *,
+    dtype: str = "bf16",
+    checkpointing: bool = False,
+    casts_parameters: bool = False,
+) -> ComputeTime:
+    """Forward, backward and optimizer of one micro-batch without communication.
+
+    Args:
+        casts_parameters: the strategy hands the model parameters in `dtype` (FSDP), so that nothing is cast.
+    """
+    phases = []
+    for layers in (1, 2):
+        smaller = replace(config, num_layers=layers)
+        operators = _operators(smaller, batch, dtype, checkpointing, casts_parameters)
+        phases.append(_phases(operators, device))
+    one, two = phases
+    seconds = {phase: one[phase] + (config.num_layers - 1) * (two[phase] - one[phase]) for phase in one}
+    copied = 2 * FP32 * config.num_parameters  # read and written
+    return ComputeTime(**seconds, pack=copied / device.bytes_per_s)
+
+
+def _phases(operators: tuple[Compute, ...], device: DeviceModel) -> dict[str, float]:
+    found = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    for operator in operators:
+        found[operator.phase] += device.seconds(operator)
+    return found
+
+
+def estimate_step(
+    config: ModelConfig,
+    strategy: str,
+    machine: Machine,
+    *,
+    batch: int,
+    ranks: int,
+    dtype: str = "bf16",
+    bucket_size_mb: float | None = 25.0,
+    checkpointing: bool = False,
+    micro_batches: int = 1,
+) -> StepTime:
+    """The time of a step.
+
+    Args:
+        batch: sequences per rank and micro-batch.
+        ranks: data-parallel size.
+        micro_batches: accumulated in a step.
+
+    Raises:
+        ValueError: an unknown strategy or dtype, or a size below one.
+    """
+    once = compute_time(
+        config,
+        batch,
+        machine.device,
+        dtype=dtype,
+        checkpointing=checkpointing,
+        casts_parameters=strategy in ("fsdp", "hsdp"),
+    )
+    compute = replace(once, forward=once.forward * micro_batches, backward=once.backward * micro_batches)
+    return step_time(
+        strategy,
+        compute,
+        messages(config, dtype, bucket_size_mb),
+        machine.network,
+        ranks,
+        contention=machine.contention,
+        micro_batches=micro_batches,
+    )
+
+
+def messages(config: ModelConfig, dtype: str, bucket_size_mb: float | None) -> Messages:
+    """What a step sends: gradients in fp32, parameters as FSDP gathers them in the type of the computation."""
+    numels = ModelShape.of(config).parameter_numels()
+    compute = DTYPES[dtype]
+    buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
+    total = sum(numels)
+    gathered = total * (FP32 if compute is None else compute.itemsize)
+    return Messages(FP32 * total, gathered, len(numels) + 1, len(buckets), config.num_layers + 2)
+
+
+def machine_of(
+    spec: GPUSpec,
+    *,
+    link: str = "nvlink",
+    between: str = "ib-ndr",
+    devices_per_node: int = 8,
+    dtype: str = "bf16",
+) -> Machine:
+    """A machine of a device's datasheet, at the shares of its peaks that a calibrated one reaches.
+
+    Args:
+        link: inside a node, `nvlink` or `pcie`.
+        between: a name of `distlab.hardware.NETWORK_LINKS`, per device.
+
+    Raises:
+        ValueError: an unknown link, or a dtype without a peak; the message lists what is known.
+    """
+    inside = {"nvlink": spec.nvlink_bandwidth, "pcie": spec.pcie_bandwidth}
+    peak = {"fp32": "tf32"}.get(dtype, dtype)
+    for what, value, known in (
+        ("link", link, inside),
+        ("between", between, NETWORK_LINKS),
+        ("dtype", peak, spec.peak),
+    ):
+        if value not in known:
+            raise ValueError(f"{what} {value!r} is unknown for {spec.name}; choose one of {', '.join(known)}")
+    network = Network(
+        inside[link] * LINK_SHARE, NETWORK_LINKS[between] * LINK_SHARE, devices_per_node, LATENCY_S, HOP_S
+    )
+    device = DeviceModel(spec.peak[peak] * FLOPS_SHARE, spec.hbm_bandwidth * MEMORY_SHARE, LAUNCH_S)
+    return Machine(device, network, CONTENTION)

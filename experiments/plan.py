@@ -1,0 +1,304 @@
+"""Will it fit, and what is fastest? This model, this batch, these GPUs, answered on a laptop.
+
+    python -m experiments.plan --model xl --batch 512 --devices h100:64 --link nvlink --tokens 1e11
+
+Every strategy is tried with every micro-batch that divides a rank's share of the batch, with and without
+activation checkpointing. Memory comes from `distlab.theory.memory`, time from `distlab.simulate.estimate`: both are
+predictions, at the shares of the datasheets' peaks that a calibrated machine reaches.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from distlab.hardware import GPUSpec, by_alias
+from distlab.model import ModelConfig, preset
+from distlab.report import plot
+from distlab.report.record import OutputFolder, Record, commit, environment, json_line, write_csv, write_json
+from distlab.report.table import Column, render
+from distlab.simulate.estimate import Machine, estimate_step, machine_of
+from distlab.theory.compute import hardware_flops, mfu, step_flops
+from distlab.theory.memory import devices_to_fit, step_memory
+from distlab.theory.shape import ModelShape, divisors
+
+NAME = "plan"
+STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+USABLE = (
+    0.94  # of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
+)
+DAY_S = 86_400
+PER_STRATEGY = 2  # of each strategy with and without checkpointing, the largest micro-batches that fit
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """The question.
+
+    Args:
+        model: a preset.
+        batch: sequences per step, over all devices.
+        devices: such as `h100:64`.
+        context: tokens per sequence; None for the preset's.
+        link: inside a node, `nvlink` or `pcie`.
+        between: between nodes, a name of `distlab.hardware.NETWORK_LINKS`.
+        devices_per_node: GPUs that share a node.
+        dtype: `bf16` or `fp32`.
+        tokens: to train on.
+        strategies: names to consider.
+
+    Raises:
+        ValueError: an unknown name, or a batch that the devices cannot divide (with the nearest that they can).
+    """
+
+    model: str
+    batch: int
+    devices: str
+    context: int | None = None
+    link: str = "nvlink"
+    between: str = "ib-ndr"
+    devices_per_node: int = 8
+    dtype: str = "bf16"
+    tokens: float = 1e11
+    strategies: tuple[str, ...] = STRATEGIES
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.strategies if name not in STRATEGIES]
+        if unknown or not self.strategies:
+            raise ValueError(f"strategies {unknown} are unknown; choose among {', '.join(STRATEGIES)}")
+        if not self.tokens > 0:
+            raise ValueError(f"tokens={self.tokens}: must be positive")
+        self.shape()
+        _, count = self.fleet()
+        if self.batch < count:
+            raise ValueError(
+                f"a batch of {self.batch} sequences leaves some of {count} devices without one; the nearest choices: "
+                f"--batch {count}, or {max(1, self.batch)} devices"
+            )
+        if self.batch % count:
+            near = max(1, round(self.batch / count)) * count
+            raise ValueError(
+                f"{count} devices do not divide a batch of {self.batch}; the nearest is --batch {near}"
+            )
+
+    def shape(self) -> ModelConfig:
+        return preset(self.model, **({} if self.context is None else {"context_length": self.context}))
+
+    def fleet(self) -> tuple[GPUSpec, int]:
+        """The device and how many."""
+        name, _, count = self.devices.partition(":")
+        if (count and not count.isdigit()) or count == "0":
+            raise ValueError(f"devices {self.devices!r}: give a name and a number, such as h100:64")
+        return by_alias(name), int(count or 1)
+
+
+def run(config: PlanConfig) -> list[Record]:
+    """One record per choice, those that fit first, fastest first."""
+    gpu, ranks = config.fleet()
+    machine = machine_of(
+        gpu,
+        link=config.link,
+        between=config.between,
+        devices_per_node=config.devices_per_node,
+        dtype=config.dtype,
+    )
+    facts = {"environment": environment("cpu"), "commit": commit(None)}
+    shared = asdict(config) | {"num_parameters": config.shape().num_parameters, "world_size": ranks}
+    records = []
+    for strategy in config.strategies:
+        for checkpointing in (False, True):
+            for micro, metrics in _choices(config, strategy, checkpointing, machine):
+                own = {"strategy": strategy, "micro_batch": micro, "checkpointing": checkpointing}
+                name = f"{strategy}, micro-batch {micro}" + (", checkpointing" if checkpointing else "")
+                records.append(Record(NAME, name, shared | own, metrics, **facts))
+    records.sort(
+        key=lambda r: (
+            not r.metrics["fits"],
+            r.metrics["predicted_step_ms"] or r.metrics["predicted_peak_bytes"],
+        )
+    )
+    return records
+
+
+def _choices(
+    config: PlanConfig, strategy: str, checkpointing: bool, machine: Machine
+) -> list[tuple[int, dict[str, object]]]:
+    """The largest micro-batches that fit, with all metrics; if none does, the smallest, with its memory only."""
+    gpu, ranks = config.fleet()
+    micros = sorted(divisors(config.batch // ranks), reverse=True)
+    usable = USABLE * gpu.hbm_bytes
+    found = []
+    for micro in micros:
+        memory = _memory(config, strategy, micro, checkpointing)
+        if memory["predicted_peak_bytes"] <= usable:
+            found.append(
+                (micro, memory | {"fits": True} | _time(config, strategy, micro, checkpointing, machine))
+            )
+        if len(found) == PER_STRATEGY:
+            break
+    if found:
+        return found
+    smallest = _memory(config, strategy, micros[-1], checkpointing)
+    return [(micros[-1], smallest | {"fits": False, "predicted_step_ms": None, "limited_by": "memory"})]
+
+
+def _memory(config: PlanConfig, strategy: str, micro: int, checkpointing: bool) -> dict[str, object]:
+    gpu, ranks = config.fleet()
+    model = config.shape()
+    precision = {"fp32": "fp32", "bf16": "bf16" if strategy == "fsdp" else "bf16-autocast"}[config.dtype]
+    memory = step_memory(
+        ModelShape.of(model),
+        batch=micro,
+        context=model.context_length,
+        strategy=strategy,
+        world_size=ranks,
+        precision=precision,
+        checkpointing=checkpointing,
+        accumulates=config.batch // ranks > micro,
+    )
+    return {
+        "predicted_peak_bytes": memory.peak.total,
+        "predicted_peak_phase": memory.peak_phase,
+        "predicted_states_bytes": memory.after_step.states,
+        "devices_for_states": devices_to_fit(4 * 4 * model.num_parameters, USABLE * gpu.hbm_bytes),
+    }
+
+
+def _time(
+    config: PlanConfig, strategy: str, micro: int, checkpointing: bool, machine: Machine
+) -> dict[str, object]:
+    gpu, ranks = config.fleet()
+    model, steps = config.shape(), config.batch // ranks // micro
+    time = estimate_step(
+        model,
+        strategy,
+        machine,
+        batch=micro,
+        ranks=ranks,
+        dtype=config.dtype,
+        checkpointing=checkpointing,
+        micro_batches=steps,
+    )
+    sizes = {"batch": config.batch // ranks, "context": model.context_length, "vocab_size": model.vocab_size}
+    sizes |= {"d_model": model.d_model, "d_ff": model.d_ff, "num_layers": model.num_layers}
+    products = hardware_flops(checkpointing=checkpointing, causal=True, **sizes) / machine.device.flops_per_s
+    parts = {
+        "compute": min(products, time.compute),
+        "memory bandwidth": max(0.0, time.compute - products),
+        "communication": time.exposed,
+        "optimizer": time.optimizer,
+    }
+    tokens_per_s = config.batch * model.context_length / time.step
+    share = mfu(step_flops(**sizes), time.step, gpu.peak["tf32" if config.dtype == "fp32" else config.dtype])
+    return {
+        "predicted_step_ms": 1e3 * time.step,
+        "predicted_exposed_comm_ms": 1e3 * time.exposed,
+        "predicted_comm_ms": 1e3 * time.communication,
+        **{f"{name.replace(' ', '_')}_ms": 1e3 * seconds for name, seconds in parts.items()},
+        "predicted_tokens_per_s": tokens_per_s,
+        "predicted_mfu_pct": 100 * share,
+        "predicted_days": config.tokens / tokens_per_s / DAY_S,
+        "limited_by": max(parts, key=parts.__getitem__),
+    }
+
+
+COLUMNS = [
+    Column("variant", "choice"),
+    Column("metrics.fits", "fits", align="left"),
+    Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
+    Column("metrics.predicted_peak_phase", "at", align="left"),
+    Column("metrics.predicted_step_ms", "step ms", ",.0f"),
+    Column("metrics.predicted_exposed_comm_ms", "exposed ms", ",.0f"),
+    Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f"),
+    Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),
+    Column("metrics.predicted_days", "days", ",.1f"),
+    Column("metrics.limited_by", "largest part", align="left"),
+]
+
+
+def headline(config: PlanConfig) -> str:
+    gpu, ranks = config.fleet()
+    model = config.shape()
+    return (
+        f"{config.model} ({model.num_parameters / 1e9:.2f} B parameters), {config.batch} sequences × "
+        f"{model.context_length} tokens per step on {ranks} × {gpu.name} ({config.link}, {config.between} between "
+        f"nodes of {config.devices_per_node}), {config.dtype}; predicted"
+    )
+
+
+def answer(config: PlanConfig, records: Sequence[Record]) -> str:
+    """The answer in words."""
+    gpu, _ = config.fleet()
+    fitting = [record for record in records if record.metrics["fits"]]
+    if not fitting:
+        least = min(records, key=lambda record: record.metrics["predicted_peak_bytes"])
+        peak = least.metrics["predicted_peak_bytes"]
+        return (
+            f"Nothing fits in {USABLE * gpu.hbm_bytes / 2**30:.0f} usable GiB. Closest: {least.variant}, "
+            f"{peak / 2**30:.1f} GiB. The states alone need {least.metrics['devices_for_states']} devices: more "
+            "devices with fsdp, a shorter --context, or a smaller model."
+        )
+    best = fitting[0]
+    text = (
+        f"Fastest: {best.variant}: {best.metrics['predicted_step_ms']:,.0f} ms per step, "
+        f"{best.metrics['predicted_tokens_per_s']:,.0f} tokens/s, MFU {best.metrics['predicted_mfu_pct']:.0f} %, "
+        f"{config.tokens:.3g} tokens in {best.metrics['predicted_days']:,.1f} days; most of the step is "
+        f"{best.metrics['limited_by']}."
+    )
+    others = [record for record in fitting if record.config["strategy"] != best.config["strategy"]]
+    if others:
+        ratio = others[0].metrics["predicted_step_ms"] / best.metrics["predicted_step_ms"] - 1
+        text += f" Next best: {others[0].variant}, {100 * ratio:.0f} % slower."
+    return text
+
+
+def write(config: PlanConfig, records: Sequence[Record], folder: OutputFolder) -> None:
+    """Records, table and picture."""
+    write_json(records, folder.path / "records.json")
+    write_csv(records, folder.path / "records.csv")
+    table = render(records, COLUMNS, "markdown")
+    folder.write_text("table.md", f"{headline(config)}\n\n{table}\n\n{answer(config, records)}\n")
+    parts = ("compute", "memory bandwidth", "communication", "optimizer")
+    bars = {
+        part: [
+            r.metrics[f"{part.replace(' ', '_')}_ms"] if r.metrics["fits"] else "does not fit"
+            for r in records
+        ]
+        for part in parts
+    }
+    bars = {"exposed communication" if name == "communication" else name: bar for name, bar in bars.items()}
+    labels = [record.variant for record in records]
+    plot.stacked_bars(folder.path / "plan.png", labels, bars, title=headline(config), unit="ms per step")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="xl", help="a preset")
+    parser.add_argument("--batch", type=int, default=512, help="sequences per step over all devices")
+    parser.add_argument("--devices", default="h100:64", help="name and number, such as h100:64")
+    parser.add_argument("--context", type=int, help="tokens per sequence")
+    parser.add_argument("--link", default="nvlink", choices=("nvlink", "pcie"))
+    parser.add_argument("--between", default="ib-ndr", help="link between nodes, per device")
+    parser.add_argument("--devices-per-node", type=int, default=8)
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
+    parser.add_argument("--tokens", type=float, default=1e11, help="tokens to train on")
+    parser.add_argument("--strategies", type=lambda text: tuple(text.split(",")), default=STRATEGIES)
+    parser.add_argument("--out", type=Path, default=Path("outputs"))
+    options = vars(parser.parse_args(arguments))
+    out = options.pop("out")
+    try:
+        config = PlanConfig(**options)
+        folder = OutputFolder(out, NAME)
+        records = run(config)
+        write(config, records, folder)
+    except (ValueError, OSError) as error:
+        print(f"{NAME}: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{headline(config)}\n\n{render(records, COLUMNS)}\n\n{answer(config, records)}")
+    print(json_line(NAME, records, folder.path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
