@@ -449,8 +449,6 @@ def main() -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-    root = Path(__file__).resolve().parents[1]
-    tokens = open_tokens(args.text) if args.text else text_of_repository(root)
     out = Path(args.out)
     folder = OutputFolder(out.parent, out.name, "records")
     begin = time.monotonic()
@@ -460,6 +458,11 @@ def main() -> int:
             if context.is_main:
                 print(f"[{time.monotonic() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
 
+        tokens = None
+        if context.is_main:  # one rank reads: somebody may be editing these files
+            root = Path(__file__).resolve().parents[1]
+            tokens = np.array(open_tokens(args.text)) if args.text else text_of_repository(root)
+        tokens = collectives.gather_objects(tokens, context.group)[0]
         records = run(
             config,
             context,

@@ -9,11 +9,12 @@ training in one process.
 """
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from distlab.model.config import ModelConfig, preset
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import Strategy, get_strategy
 from distlab.train.data import SyntheticTokens
-from distlab.train.step import TrainStep, next_token_loss
+from distlab.train.step import LossFunction, TrainStep, next_token_loss
 
 T = TypeVar("T")
 PHASES = ("forward_backward", "optimizer", "step")
@@ -314,37 +315,79 @@ def _largest(*values: int | None) -> int | None:
     return max(known) if known else None
 
 
-def parameter_difference(context: RankContext, variant: Variant, *, steps: int, seed: int = 0) -> float:
+@dataclass(frozen=True)
+class Task:
+    """What is trained where strategies are held against one process.
+
+    Args:
+        build: `build(seed, device)` → the model.
+        batches: `batches(rank, step, device)` → the micro-batches of one rank in one step.
+        loss_fn: see `TrainStep`.
+    """
+
+    build: Callable[[int, torch.device], nn.Module]
+    batches: Callable[[int, int, torch.device], list[Any]]
+    loss_fn: LossFunction = next_token_loss
+
+
+def _tiny() -> Task:
+    config = replace(preset("tiny"), context_length=32)
+
+    def batches(rank: int, step: int, device: torch.device) -> list[Any]:
+        data = SyntheticTokens(config.vocab_size, 2, 32, seed=0, rank=rank, device=device)
+        return [data.batch(step)]
+
+    return Task(lambda seed, device: TransformerLM(config, device=device, seed=seed), batches)
+
+
+def parameter_difference(
+    context: RankContext,
+    variant: Variant,
+    *,
+    steps: int,
+    seed: int = 0,
+    task: Task | None = None,
+    suspect: Task | None = None,
+) -> float:
     """Largest |Δparameter| over ranks and parameters after k steps, against training in one process.
 
-    On the tiny preset, in fp32, with plain SGD (AdamW would turn a rounding error into a step of ±lr). Ranks
-    start from different weights, so a missing broadcast shows; the reference runs the same micro-batches one
-    after the other and sums their gradients in rank order.
+    In fp32, with plain SGD (AdamW would turn a rounding error into a step of ±lr). Ranks start from different
+    weights, so a missing broadcast shows; the reference runs the same micro-batches one after the other and sums
+    their gradients in rank order.
+
+    Args:
+        task: what one process trains; default: the tiny preset on synthetic tokens.
+        suspect: what the ranks train, if that is to be held against `task` too (another attention, other data).
+
+    Returns:
+        The difference, the same on every rank; inf where a parameter is not a number.
     """
-    config = replace(preset("tiny"), context_length=32)
-    model = TransformerLM(config, device=context.device, seed=seed + context.rank)
-    reference = TransformerLM(config, device=context.device, seed=seed)
+    task = task or _tiny()
+    suspect = suspect or task
+    model = suspect.build(seed + context.rank, context.device)
+    reference = task.build(seed, context.device)
     wrapper = variant.wrap(model, context.group)
     optimizer = variant.strategy.optimizer(wrapper, torch.optim.SGD, lr=0.1)
-    train = TrainStep(wrapper, optimizer, next_token_loss)
+    train = TrainStep(wrapper, optimizer, suspect.loss_fn)
     reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    data = [
-        SyntheticTokens(config.vocab_size, 2, 32, seed=seed, rank=rank, device=context.device)
-        for rank in range(context.world_size)
-    ]
     for number in range(steps):
-        train([data[context.rank].batch(number)])
+        train(suspect.batches(context.rank, number, context.device))
         reference_optimizer.zero_grad()
-        for source in data:
-            next_token_loss(reference, source.batch(number)).backward()
+        for rank in range(context.world_size):
+            batches = task.batches(rank, number, context.device)
+            for batch in batches:
+                (task.loss_fn(reference, batch) / len(batches)).backward()
         for parameter in reference.parameters():
-            parameter.grad /= context.world_size
+            if parameter.grad is not None:
+                parameter.grad /= context.world_size
         reference_optimizer.step()
     expected = dict(reference.named_parameters())
     mine = full_parameters(wrapper, optimizer)
     difference = max((mine[name] - expected[name]).abs().max().item() for name in expected)
     wrapper.close()
-    return max(collectives.gather_objects(difference, context.group))
+    # A NaN would lose every comparison, and with it the maximum.
+    differences = collectives.gather_objects(difference, context.group)
+    return max(math.inf if math.isnan(value) else value for value in differences)
 
 
 def full_parameters(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

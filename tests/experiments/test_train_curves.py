@@ -1,0 +1,58 @@
+"""All strategies' loss curves, a killed run and the cost of checkpoints, as torchrun runs them."""
+
+import json
+
+from distlab.report import Record, read_json
+from experiments.train_curves import COST, KILLED, REFERENCE, ROUNDING, headline, verdicts
+from tests.commands import torchrun
+
+ARGUMENTS = [
+    *("--backend=gloo", "--steps=14", "--kill-at=9", "--checkpoint-every=3", "--batch=4", "--context=16"),
+    *("--cost-batch=4", "--block=3", "--rounds=2", "--strategies=zero1,fsdp", "--timeout=15"),
+]
+
+
+def test_one_command_trains_kills_resumes_and_compares(tmp_path):
+    text = tmp_path / "song.txt"
+    text.write_text("na na na na, hey hey hey, good bye. " * 40)
+    out = f"--out={tmp_path / 'curves'}"
+    done = torchrun(
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "experiments/train_curves.py",
+        *ARGUMENTS,
+        f"--text={text}",
+        out,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 kills itself" in done.stderr and "zero1: has its record" in done.stderr
+    folder = tmp_path / "curves" / "records"
+    records = {record.variant: record for record in read_json(folder / "records.json")}
+    assert set(records) == {REFERENCE, "zero1", "fsdp", ROUNDING, KILLED, COST}
+    killed = records[KILLED].metrics
+    assert 0 < killed["first_step"] < 9 and killed["max_abs_loss_diff"] == 0
+    assert len(records["fsdp"].metrics["loss"]) == 14 == len(killed["loss"]) + killed["first_step"]
+    assert records[COST].metrics["checkpoint_bytes"] > 12 * records[COST].config["num_parameters"]
+    # On this machine steps take milliseconds, so only the price of a checkpoint may be out of bounds.
+    assert all("checkpoints cost" in problem for problem in verdicts(list(records.values())))
+    assert (folder / "loss.png").stat().st_size > 10_000
+    assert json.loads(done.stdout.splitlines()[-1])["experiment"] == "train_curves"
+    assert "14 steps" in headline(list(records.values()))
+
+
+def record(variant: str, **metrics) -> Record:
+    return Record("train_curves", variant, {}, {"first_step": 0, "loss": [5.0, 2.0]} | metrics, {}, None)
+
+
+def test_what_is_wrong_is_said():
+    good = [record(REFERENCE, final_loss=2.0), record(ROUNDING, final_loss=2.02)]
+    assert verdicts(good) == []
+    assert (
+        "differs from bucketed's by 0.0600, noise is 0.0400"
+        in verdicts([*good, record("fsdp", final_loss=2.06)])[0]
+    )
+    assert "did not fall" in verdicts([*good, record("flat", final_loss=2.0, loss=[2.0, 5.0])])[0]
+    killed = record(KILLED, final_loss=2.0, max_abs_loss_diff=0.1)
+    assert len(verdicts([*good, killed])) == 2  # not resumed, and different
+    cost = Record("train_curves", COST, {}, {"checkpoint_cost_pct": 7.0}, {}, None)
+    assert "more than 5 %" in verdicts([cost])[0]
