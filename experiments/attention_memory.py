@@ -1,0 +1,175 @@
+"""How much memory does attention hold before and during its backward, and when does it run out?
+
+    python experiments/attention_memory.py --stamp memory        # the same command resumes a cut-off run
+
+Batch 8, no heads, causal, every length × head dim × type: memory in use before the backward and at its peak, measured
+and predicted, over 100 forward and 100 backward passes. A size that does not fit says OOM with its prediction beside
+it, which is the account of what would have been needed.
+"""
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from distlab.measure.attempt import attempt
+from distlab.report import (
+    Column,
+    OutputFolder,
+    Record,
+    commit,
+    environment,
+    json_line,
+    read_json,
+    render,
+    write_csv,
+    write_json,
+)
+from distlab.report.panels import panels
+from kernels.flash_attention.peers import VARIANTS, Attention, build
+
+EXPERIMENT = "attention_memory"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run: lengths × head_dims × dtypes × variants rows.
+
+    Args:
+        passes: forward and backward passes of each row.
+        device: "cuda", or "cpu" for the smoke test, which only predicts.
+    """
+
+    lengths: tuple[int, ...] = tuple(2**n for n in range(8, 16))
+    head_dims: tuple[int, ...] = (16, 32, 64, 128)
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    variants: tuple[str, ...] = ("naive", "sdpa", "ours")
+    batch: int = 8
+    passes: int = 100
+    device: str = "cuda"
+
+
+SMOKE = Config(lengths=(32,), head_dims=(16,), dtypes=("float32",), passes=2, device="cpu")
+
+
+def predicted_memory(variant: str, batch: int, length: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(bytes in use before the backward, bytes at its peak) in closed form, the inputs and do included.
+
+    A tensor is T·D per sequence, a matrix T². Naive attention saves P and the shared boolean mask beside q, k, v, o;
+    its backward holds dP and dS beside P. Flash attention saves q, k, v, o and the log-sum-exp; its backward adds dq,
+    dk, dv and, as fp32, two rows of statistics. torch's own fused kernels are predicted alike.
+    """
+    tensor = batch * length * head_dim * dtype.itemsize
+    matrix = batch * length * length * dtype.itemsize
+    statistics = 4 * batch * length
+    if variant == "naive":
+        return 5 * tensor + matrix + length * length, 6 * tensor + 3 * matrix + length * length
+    return 5 * tensor + statistics, 8 * tensor + 3 * statistics
+
+
+def pass_once(fn: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> dict[str, float]:
+    """Times of one forward and one backward, and on a GPU the bytes in use between them and at the backward's peak."""
+    on_gpu = q.is_cuda
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    synchronize()
+    begin = time.perf_counter()
+    o = fn(q, k, v)
+    synchronize()
+    middle = time.perf_counter()
+    found: dict[str, float] = {"fwd_ms": 1e3 * (middle - begin)}
+    if on_gpu:
+        found["before_bwd_alloc_bytes"] = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(o, (q, k, v), do)
+    synchronize()
+    found["bwd_ms"] = 1e3 * (time.perf_counter() - middle)
+    if on_gpu:
+        found["peak_alloc_bytes"] = torch.cuda.max_memory_allocated()
+    return found
+
+
+def memory(config: Config, length: int, head_dim: int, dtype: str, variant: str) -> dict[str, object]:
+    """Metrics of one row: medians of the times, the last pass's bytes."""
+    shape = (config.batch, length, head_dim)
+    torch.manual_seed(length + head_dim)
+    q, k, v, do = (torch.randn(shape, device=config.device).to(getattr(torch, dtype)) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+    fn = build(variant, length, config.device)
+    passes = [pass_once(fn, q, k, v, do) for _ in range(config.passes)]
+    metrics: dict[str, object] = {name: x for name, x in passes[-1].items() if name.endswith("bytes")}
+    for name in ("fwd", "bwd"):
+        metrics[f"{name}_p50_ms"] = sorted(p[f"{name}_ms"] for p in passes)[len(passes) // 2]
+    return metrics
+
+
+def run(config: Config, path: Path | None = None, commit_id: str | None = None) -> list[Record]:
+    """Measure every row that `path` does not hold yet; `path` is rewritten after each row."""
+    records = read_json(path) if path is not None and path.exists() else []
+    done = {(r.variant, r.config["length"], r.config["head_dim"], r.config["dtype"]) for r in records}
+    where = environment(config.device)
+    for dtype, head_dim, length, variant in itertools.product(
+            config.dtypes, config.head_dims, config.lengths, config.variants):
+        if (variant, length, head_dim, dtype) in done:
+            continue
+        before, peak = predicted_memory(variant, config.batch, length, head_dim, getattr(torch, dtype))
+        predicted = {"predicted_before_bwd_bytes": before, "predicted_peak_bytes": peak}
+        row = {"batch": config.batch, "length": length, "head_dim": head_dim, "dtype": dtype, "causal": True,
+               "passes": config.passes}
+        metrics = attempt(lambda row=(length, head_dim, dtype, variant): memory(config, *row)) | predicted
+        records.append(Record(EXPERIMENT, variant, row, metrics, where, commit_id))
+        gc.collect()
+        if config.device == "cuda":
+            torch.cuda.empty_cache()
+        if path is not None:
+            write_json(records, path)
+    return records
+
+
+COLUMNS = [
+    Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
+    Column("variant", "variant"), Column("metrics.fwd_p50_ms", "fwd ms", ".3f"),
+    Column("metrics.bwd_p50_ms", "bwd ms", ".3f"),
+    Column("metrics.before_bwd_alloc_bytes", "before bwd MiB", ".1f", scale=2**-20),
+    Column("metrics.predicted_before_bwd_bytes", "predicted", ".1f", scale=2**-20),
+    Column("metrics.peak_alloc_bytes", "peak MiB", ".1f", scale=2**-20),
+    Column("metrics.predicted_peak_bytes", "predicted", ".1f", scale=2**-20), Column("metrics.status", "status"),
+]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a few seconds on a CPU")
+    parser.add_argument("--lengths", type=int, nargs="+")
+    parser.add_argument("--head-dims", type=int, nargs="+")
+    parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS)
+    parser.add_argument("--out", default="outputs", help="folder of all results")
+    parser.add_argument("--stamp", help="name of this run; a name that exists is resumed")
+    parser.add_argument("--commit", help="recorded where the tree has no git")
+    options = parser.parse_args(argv)
+    chosen = {name: tuple(getattr(options, name)) for name in ("lengths", "head_dims", "dtypes", "variants")
+              if getattr(options, name)}
+    config = dataclasses.replace(SMOKE if options.smoke else Config(), **chosen)
+    if config.device == "cuda" and not torch.cuda.is_available():
+        print("the memory study needs a GPU (--smoke runs a few seconds on a CPU)", file=sys.stderr)
+        return 1
+    folder = OutputFolder(options.out, EXPERIMENT, options.stamp)
+    records = run(config, folder.path / "records.json", commit(options.commit))
+    table = render(records, COLUMNS)
+    print(table)
+    folder.write_text("table.txt", table + "\n")
+    write_csv(records, folder.path / "records.csv")
+    if any(r.metrics.get("peak_alloc_bytes") is not None for r in records):
+        panels(records, folder.path / "memory.png", "peak_alloc_bytes", "peak bytes")
+    print(json_line(EXPERIMENT, records, folder.path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""Failures of a measurement become its status."""
+
+import warnings
+
+import torch
+
+from distlab.measure.attempt import attempt
+
+
+def test_metrics_or_why_there_are_none():
+    def fail(error):
+        raise error
+
+    assert attempt(lambda: {"ms": 1.0}) == {"status": "ok", "ms": 1.0}
+    assert attempt(lambda: fail(torch.OutOfMemoryError("too large"))) == {"status": "OOM"}
+    assert attempt(lambda: fail(RuntimeError("no kernel\nand more"))) == {"status": "RuntimeError: no kernel"}
+    assert attempt(lambda: fail(RuntimeError())) == {"status": "RuntimeError: "}
+
+
+def test_warnings_are_silenced(recwarn):
+    attempt(lambda: warnings.warn("a backend refuses", stacklevel=1) or {})
+    assert not recwarn.list
