@@ -38,7 +38,7 @@ class Beat:
     Attributes:
         step: its number, from 0.
         loss: mean over ranks of their mean losses, summed in rank order.
-        grad_norm: before clipping; None where nothing clips.
+        grad_norm: before clipping; None where it was not taken.
         step_ms: since the end of the step before, on this rank's device.
         stop: the signal that some rank was sent, or None.
     """
@@ -114,18 +114,13 @@ class Heartbeat:
         everybody = torch.empty(3 * self._group.size(), dtype=torch.float64)
         collectives.all_gather(everybody, mine, self._group).wait()
         losses, norms, signals = everybody.view(-1, 3).T.tolist()
-        bad = [
-            rank for rank, (a, b) in enumerate(zip(losses, norms, strict=True)) if not math.isfinite(a + b)
-        ]
+        bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
-            what = (
-                f"loss {losses[bad[0]]}, gradient norm {norms[bad[0]]}"
-                if self._has_norm
-                else str(losses[bad[0]])
-            )
+            ranks = f"rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
+            raise NonFiniteLoss(f"step {step}: the loss is {losses[bad[0]]} on {ranks}")
+        if not all(map(math.isfinite, norms)):
             raise NonFiniteLoss(
-                f"step {step}: the loss is not finite on rank{'s' if len(bad) > 1 else ''} "
-                f"{', '.join(map(str, bad))} ({what})"
+                f"step {step}: the gradient norm is not finite ({norms[0]}), though all losses are"
             )
         stop = next((int(number) for number in signals if number), None)
         norm = norms[0] if self._has_norm else None

@@ -36,7 +36,7 @@ class StepReport:
         step: optimizer steps done, from 1.
         loss: mean over all tokens of the step, nats.
         lr: of this step.
-        grad_norm: before clipping; None without clipping.
+        grad_norm: before clipping; None in a step that the loss scaler skipped.
         step_ms: from the end of the step before to the end of this one, validation left out.
         checkpoint_ms: what `Checkpointer.save` kept the host between the two.
     """
@@ -151,7 +151,8 @@ class Trainer:
             self.optimizer,
             next_token_loss_by(get_ops(ops=config.ops)),
             autocast_dtype=self.autocast_dtype,
-            max_grad_norm=config.clip or None,
+            # Without clipping the norm is still taken: it shows a NaN one step before the loss does.
+            max_grad_norm=config.clip or float("inf"),
             scaler=self.scaler,
             context=self.context,
         )

@@ -81,26 +81,34 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(strategy):
         assert 0.5 < norm / expected[2] < 2  # unscaled: a factor of the scale would show
 
 
-def nan_on_one_rank(context: RankContext, folder: str) -> str:
-    run = Run(context, folder, checkpoint_every=2, steps=6)
-    loss_of = run.trainer.train_step.loss_fn
+def nan_on_one_rank(context: RankContext, folder: str, where: str) -> str:
+    """A NaN in the fourth step, after which a checkpoint is due."""
+    run = Run(context, folder, checkpoint_every=2, steps=6, clip=0.0)
+    trainer = run.trainer
+    loss_of = trainer.train_step.loss_fn
 
     def poisoned(model, batch):
-        bad = context.rank == 1 and run.trainer.step == 4  # the fifth step
-        return loss_of(model, batch) * (float("nan") if bad else 1.0)
+        loss = loss_of(model, batch)
+        if context.rank == 1 and trainer.step == 3 and where == "loss":
+            return loss * float("nan")
+        if context.rank == 1 and trainer.step == 3:
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+        return loss
 
-    run.trainer.train_step.loss_fn = poisoned
+    trainer.train_step.loss_fn = poisoned
     with pytest.raises(NonFiniteLoss) as caught:
-        run.trainer.run()
+        trainer.run()
     return str(caught.value)
 
 
-def test_a_nan_stops_all_ranks_with_step_and_rank_and_the_last_good_checkpoint_stays(tmp_path):
-    """RELIABILITY 16: the gradient of rank 1 has reached every rank's weights; no checkpoint must hold them."""
-    first, second = run_ranks(nan_on_one_rank, 2, str(tmp_path))
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_nan_stops_all_ranks_with_step_and_rank_and_the_last_good_checkpoint_stays(tmp_path, where):
+    """RELIABILITY 16: what rank 1 computed has reached every rank's weights; no checkpoint must hold them."""
+    first, second = run_ranks(nan_on_one_rank, 2, str(tmp_path), where)
     assert first == second
-    assert "step 5" in first and "rank" in first and "The checkpoint of step 4 is good" in first
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000004"]
+    assert "step 4" in first and "The checkpoint of step 2 is good" in first
+    assert ("loss is nan on rank 1" if where == "loss" else "gradient norm is not finite") in first
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
 
 
 def stop_by_signal(context: RankContext, folder: str) -> tuple[int, int | None, int]:
