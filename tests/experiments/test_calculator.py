@@ -1,0 +1,57 @@
+"""The calculator's worked figures, as its users see them."""
+
+import json
+
+import pytest
+
+from experiments import calculator
+
+
+def ask(capsys, *argv):
+    assert calculator.main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_worked_figures(capsys):
+    found = ask(capsys, "occupancy", "--threads", "128", "--registers", "160")
+    assert (found["blocks"], found["fraction"], found["limiter"]) == (3, 0.1875, "registers")
+    found = ask(capsys, "waves", "--blocks", "160", "--gpu", "B200")
+    assert (found["waves"], found["last"]) == (2, 12)
+    assert ask(capsys, "banks") == {"experiment": "calculator", "command": "banks", "plain": 32, "padded": 1,
+                                    "swizzled": 1}
+    assert ask(capsys, "coalescing", "--stride", "32")["efficiency"] == 0.125
+    assert ask(capsys, "divergence", "--lanes", "16", "--cycles", "10", "10")["efficiency"] == 0.5
+
+
+def test_rms_norm_on_an_h100_is_memory_bound(capsys):
+    found = ask(capsys, "kernel", "rms_norm", "8192", "4096")
+    assert found["bound"] == "memory"
+    assert found["seconds"] == pytest.approx(40.1e-6, rel=0.01)  # 134.3 MB at 3,350 GB/s
+    assert ask(capsys, "kernel", "matmul", "4096", "4096", "4096")["bound"] == "compute"
+
+
+@pytest.mark.parametrize("kernel", calculator.KERNELS)
+def test_every_kernel_has_a_cost(capsys, kernel):
+    shape = ("64", "32", "128") if kernel in ("matmul", "linear_cross_entropy") else ("64", "128")
+    assert ask(capsys, "kernel", kernel, *shape)["bytes"] > 0
+
+
+def test_chain_and_block(capsys):
+    assert ask(capsys, "chain", "--operations", "3")["speed_up"] == pytest.approx(3)
+    block = ask(capsys, "block")
+    assert block["kernels"]["ours"] < block["kernels"]["eager"]
+    assert {d["action"] for d in block["decisions"]} >= {"fuse", "split"}
+
+
+@pytest.mark.parametrize("command", [["gpus"], ["block"], ["chain"], ["roofline", "--flops", "1e9", "--bytes", "1e9"]])
+def test_words(capsys, command):
+    assert calculator.main(command) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_errors_say_what_is_allowed(capsys):
+    assert calculator.main(["occupancy", "--threads", "5000", "--registers", "32"]) == 2
+    assert "1 to 1024" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        calculator.main(["gpus", "--gpu", "RTX"])
+    assert "A100" in capsys.readouterr().err
