@@ -372,22 +372,31 @@ def parameter_difference(
     reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for number in range(steps):
         train(suspect.batches(context.rank, number, context.device))
-        reference_optimizer.zero_grad()
-        for rank in range(context.world_size):
-            batches = task.batches(rank, number, context.device)
-            for batch in batches:
-                (task.loss_fn(reference, batch) / len(batches)).backward()
-        for parameter in reference.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= context.world_size
+        _mean_gradients(task, reference, number, context)
         reference_optimizer.step()
     expected = dict(reference.named_parameters())
     mine = full_parameters(wrapper, optimizer)
-    difference = max((mine[name] - expected[name]).abs().max().item() for name in expected)
+    # torch's maximum keeps a NaN, which Python's would lose in a comparison.
+    difference = torch.stack([(mine[name] - expected[name]).abs().max() for name in expected]).max().item()
     wrapper.close()
-    # A NaN would lose every comparison, and with it the maximum.
     differences = collectives.gather_objects(difference, context.group)
     return max(math.inf if math.isnan(value) else value for value in differences)
+
+
+def _mean_gradients(task: Task, model: nn.Module, step: int, context: RankContext) -> None:
+    """Leave in `.grad` the mean over ranks: each rank's micro-batches added up, then the ranks', in their order."""
+    totals: dict[nn.Parameter, torch.Tensor] = {}
+    for rank in range(context.world_size):
+        model.zero_grad()
+        batches = task.batches(rank, step, context.device)
+        for batch in batches:
+            (task.loss_fn(model, batch) / len(batches)).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                total = totals.get(parameter)
+                totals[parameter] = parameter.grad if total is None else total + parameter.grad
+    for parameter, total in totals.items():
+        parameter.grad = total / context.world_size
 
 
 def full_parameters(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

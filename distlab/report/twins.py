@@ -1,0 +1,73 @@
+"""Healthy and broken side by side: one small panel per case, the same few lines in each."""
+
+from __future__ import annotations
+
+import math
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from distlab.report.output import atomic_path
+from distlab.report.plot import _FAINT, _INK, DPI, OKABE_ITO, WIDTH_PX
+
+ABREAST = 4
+
+
+def twin_curves(
+    path: str | os.PathLike,
+    cells: Mapping[str, Mapping[str, Sequence[float]]],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    levels: Mapping[str, float] | None = None,
+) -> None:
+    """A grid of panels, four abreast; the legend stands once, below.
+
+    Args:
+        path: a ``.png`` (or ``.svg``, ``.pdf``).
+        cells: heading of a panel → name of a line → its values over 1, 2, 3, …; values that are not finite leave a
+            gap, and a line without any finite value says so. The first line is the thick one.
+        levels: name → height, drawn as a dotted line in every panel.
+
+    Raises:
+        ValueError: no cells.
+    """
+    if not cells:
+        raise ValueError("twin_curves needs at least one cell")
+    from matplotlib.figure import Figure
+
+    rows = -(-len(cells) // ABREAST)
+    size = (WIDTH_PX / DPI, 0.8 + 1.8 * rows)
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
+    grid = figure.subplots(rows, ABREAST, squeeze=False).flatten()
+    names = list(dict.fromkeys(name for lines in cells.values() for name in lines))
+    palette = [OKABE_ITO[colour] for colour in ("sky", "vermillion", "green", "purple")]
+    handles = {}
+    for axes, (heading, lines) in zip(grid, cells.items(), strict=False):
+        for name, values in lines.items():
+            number = names.index(name)
+            colour = palette[number % len(palette)]
+            width = 1.0 if number else 2.6
+            steps = range(1, len(values) + 1)
+            (handles[name],) = axes.plot(steps, values, color=colour, linewidth=width, label=name)
+            if not any(math.isfinite(value) for value in values):
+                note = f"{name}: no finite value"
+                axes.annotate(note, (0.04, 0.06), xycoords="axes fraction", fontsize=6, color=colour)
+        for name, level in (levels or {}).items():
+            handles[name] = axes.axhline(level, color=_INK, linewidth=0.7, linestyle=":", label=name)
+        axes.set_title(heading, fontsize=7, color=_INK)
+        axes.tick_params(labelsize=6)
+        axes.grid(color=_FAINT, linewidth=0.4)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    for axes in grid[len(cells) :]:
+        axes.set_axis_off()
+    figure.supxlabel(x_label, fontsize=8)
+    figure.supylabel(y_label, fontsize=8)
+    figure.suptitle(textwrap.fill(title, 110), x=0.01, ha="left", fontsize=9, fontweight="bold", color=_INK)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower right", ncols=4, fontsize=7, frameon=False
+    )
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary)
