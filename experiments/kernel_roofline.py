@@ -10,8 +10,8 @@ Each operation in each direction × (ours, naive: plain torch one kernel at a ti
 naive form through torch.compile, liger: Liger Kernel where it is installed). Median device time of a CUDA graph's
 replays with the L2 flushed in between; GB/s of the *least* traffic and its share of the copy bandwidth of this run;
 TFLOP/s and its share of cuBLAS in this run; launched kernels; registers and spills of ours; the largest error against
-float64, relative to the largest value. Beside the measured speed-up over the naive form stands the predicted one: bytes of the
-naive form's operations, counted at torch's dispatcher, over the least traffic.
+float64, relative to the largest value. Beside the measured speed-up over the naive form stands the predicted one: bytes
+of the naive form's operations, counted at torch's dispatcher, over the least traffic.
 
 Two rows lose on purpose: `rms_norm_spilling`, a row kept in too few threads' registers, and `add_gelu`, a chain that
 torch.compile makes one kernel and ours are two.
@@ -634,7 +634,7 @@ def plot_bars(records: list[Record], path: Path) -> None:
     axes.axvline(1, color="#333333", linewidth=0.8)
     longest = max(t / times["ours"] for times in groups.values() for t in times.values())
     axes.set(xlabel="time over ours (right of the line: ours is faster)", xlim=(0, min(6, 1.05 * longest)))
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.savefig(path, dpi=130)
 
 
