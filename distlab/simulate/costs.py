@@ -1,5 +1,6 @@
 """How long things take: operators on a device, collectives on links, and both at once."""
 
+import math
 from dataclasses import dataclass
 
 from distlab.measure.recorder import CollectiveCall
@@ -35,7 +36,7 @@ class LinkModel:
     Args:
         bytes_per_s: W, of one link in one direction, as measured (the "bus bandwidth").
         latency_s: α of one collective between two ranks.
-        hop_s: more latency per further rank on the ring.
+        hop_s: more latency per further rank on the ring; an all-reduce of many ranks takes a tree, 2·log₂N hops.
     """
 
     bytes_per_s: float
@@ -46,8 +47,11 @@ class LinkModel:
         """Time of one collective; 0 for a single rank."""
         if ranks == 1:
             return 0.0
+        hops = ranks - 2
+        if call.op == "all_reduce":
+            hops = min(hops, math.ceil(2 * math.log2(ranks)))
         passes = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(call.op, (ranks - 1) / ranks)
-        return self.latency_s + self.hop_s * (ranks - 2) + passes * call.bytes / self.bytes_per_s
+        return self.latency_s + self.hop_s * hops + passes * call.bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,289 @@
+"""Where does each strategy stop scaling? From 1 to 4096 ranks: predicted everywhere, measured where records exist.
+
+    python -m experiments.scaling --model xl --batch 8 --device h200 --records records/ddp_bench/*.json
+
+Weak scaling keeps the batch per rank, strong scaling the batch of all ranks. Lines are predictions (compute from
+simulated layers, communication in closed form); dots are records of ddp_bench for the same model, context, type and
+device, with p20 to p80 as error bars. To add points, record them with ddp_bench and name the files here.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from distlab.hardware import by_alias, lookup
+from distlab.model import ModelConfig, preset
+from distlab.report.lines import Point, log_lines
+from distlab.report.record import (
+    OutputFolder,
+    Record,
+    commit,
+    environment,
+    json_line,
+    read_json,
+    write_csv,
+    write_json,
+)
+from distlab.report.table import Column, render
+from distlab.simulate.estimate import Machine, estimate_step, machine_of
+from distlab.theory.memory import step_memory
+from distlab.theory.shape import ModelShape
+
+NAME = "scaling"
+STRATEGIES = ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp")
+KINDS = ("weak", "strong")
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """What to predict.
+
+    Args:
+        model: a preset.
+        batch: sequences per rank (weak scaling), and most of a micro-batch (strong scaling).
+        global_batch: sequences of all ranks together (strong scaling).
+        context: tokens per sequence; None for the preset's.
+        ranks: world sizes.
+        strategies: names.
+        device, link, between, devices_per_node, dtype: see `distlab.simulate.estimate.machine_of`.
+        records: files of ddp_bench whose points to draw.
+
+    Raises:
+        ValueError: a value that is not allowed; the message says what is.
+    """
+
+    model: str = "xl"
+    batch: int = 8
+    global_batch: int = 4096
+    context: int | None = None
+    ranks: tuple[int, ...] = tuple(2**k for k in range(13))
+    strategies: tuple[str, ...] = STRATEGIES
+    device: str = "h200"
+    link: str = "nvlink"
+    between: str = "ib-ndr"
+    devices_per_node: int = 8
+    dtype: str = "bf16"
+    records: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.strategies if name not in STRATEGIES]
+        if unknown or not self.strategies:
+            raise ValueError(f"strategies {unknown} are unknown; choose among {', '.join(STRATEGIES)}")
+        if not self.ranks or min(self.ranks) < 1 or self.batch < 1:
+            raise ValueError(f"ranks={self.ranks}, batch={self.batch}: give positive numbers")
+        if self.global_batch < min(self.ranks):
+            raise ValueError(
+                f"global_batch={self.global_batch} is smaller than the data-parallel size {min(self.ranks)}; the "
+                f"nearest choice is {min(self.ranks)}"
+            )
+        self.shape()
+        self.machine()
+
+    def shape(self) -> ModelConfig:
+        return preset(self.model, **({} if self.context is None else {"context_length": self.context}))
+
+    def machine(self) -> Machine:
+        return machine_of(
+            by_alias(self.device),
+            link=self.link,
+            between=self.between,
+            devices_per_node=self.devices_per_node,
+            dtype=self.dtype,
+        )
+
+
+def run(config: ScalingConfig) -> list[Record]:
+    """A record per kind, strategy and number of ranks; with the measured figures where there are any."""
+    facts = {"environment": environment("cpu"), "commit": commit(None)}
+    measured = measured_points(config)
+    records = []
+    for kind in KINDS:
+        for strategy in config.strategies:
+            alone = None
+            for ranks in sorted(config.ranks):
+                split = _split(config, kind, ranks)
+                if split is None:
+                    continue
+                metrics = _predict(config, strategy, ranks, *split)
+                alone = alone or metrics["predicted_tokens_per_s"] / ranks
+                metrics["predicted_efficiency_pct"] = 100 * metrics["predicted_tokens_per_s"] / ranks / alone
+                if split[1] == 1:
+                    metrics |= measured.get((strategy, ranks, split[0]), {})
+                if metrics.get("measured_step_p50_ms"):
+                    error = metrics["predicted_step_ms"] / metrics["measured_step_p50_ms"] - 1
+                    metrics["error_pct"] = 100 * error
+                own = {"kind": kind, "world_size": ranks, "micro_batch": split[0], "micro_batches": split[1]}
+                records.append(Record(NAME, strategy, asdict(config) | own, metrics, **facts))
+    return records
+
+
+def _split(config: ScalingConfig, kind: str, ranks: int) -> tuple[int, int] | None:
+    """(micro-batch, how many) per rank; None where the global batch leaves ranks without a sequence."""
+    if kind == "weak":
+        return config.batch, 1
+    per_rank = config.global_batch // ranks
+    if per_rank == 0:
+        return None
+    micro = max(size for size in range(1, min(per_rank, config.batch) + 1) if per_rank % size == 0)
+    return micro, per_rank // micro
+
+
+def _predict(
+    config: ScalingConfig, strategy: str, ranks: int, micro: int, micro_batches: int
+) -> dict[str, float]:
+    model, gpu = config.shape(), by_alias(config.device)
+    time = estimate_step(
+        model,
+        strategy,
+        config.machine(),
+        batch=micro,
+        ranks=ranks,
+        dtype=config.dtype,
+        micro_batches=micro_batches,
+    )
+    memory = step_memory(
+        ModelShape.of(model),
+        batch=micro,
+        context=model.context_length,
+        strategy=strategy,
+        world_size=ranks,
+        precision={"fp32": "fp32", "bf16": "bf16" if strategy == "fsdp" else "bf16-autocast"}[config.dtype],
+        accumulates=micro_batches > 1,
+    )
+    tokens = ranks * micro * micro_batches * model.context_length
+    return {
+        "predicted_step_ms": 1e3 * time.step,
+        "predicted_exposed_comm_ms": 1e3 * time.exposed,
+        "predicted_comm_ms": 1e3 * time.communication,
+        "predicted_tokens_per_s": tokens / time.step,
+        "predicted_peak_bytes": memory.peak.total,
+        "fits": memory.peak.total <= 0.94 * gpu.hbm_bytes,
+    }
+
+
+def measured_points(config: ScalingConfig) -> dict[tuple[str, int, int], dict[str, float]]:
+    """(strategy, ranks, sequences per rank) → measured figures, from the records that match the question.
+
+    Of several bucket sizes the fastest counts.
+    """
+    found: dict[tuple[str, int, int], dict[str, float]] = {}
+    for record in _matching(config):
+        step = record.metrics.get("step_p50_ms")
+        strategy = record.variant.split("-")[0]
+        if strategy not in config.strategies or not isinstance(step, int | float):
+            continue
+        key = (strategy, record.config["world_size"], record.config["batch"])
+        if key not in found or step < found[key]["measured_step_p50_ms"]:
+            found[key] = {
+                f"measured_step_{p}_ms": record.metrics[f"step_{p}_ms"] for p in ("p20", "p50", "p80")
+            }
+    return found
+
+
+def _matching(config: ScalingConfig) -> Iterable[Record]:
+    asked = {"size": config.model, "context": config.shape().context_length, "dtype": config.dtype}
+    for path in config.records:
+        for record in read_json(path):
+            known = lookup(str(record.environment.get("device_name")))
+            same = all(record.config.get(name) == value for name, value in asked.items())
+            if same and known == by_alias(config.device):
+                yield record
+
+
+COLUMNS = [
+    Column("config.kind", "scaling", align="left"),
+    Column("variant", "strategy"),
+    Column("config.world_size", "ranks", ",d"),
+    Column("config.micro_batch", "micro"),
+    Column("metrics.predicted_step_ms", "step ms", ",.1f"),
+    Column("metrics.predicted_exposed_comm_ms", "exposed ms", ",.1f"),
+    Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f"),
+    Column("metrics.predicted_efficiency_pct", "efficiency %", ".0f"),
+    Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
+    Column("metrics.fits", "fits", align="left"),
+    Column("metrics.measured_step_p50_ms", "measured ms", ",.1f", missing=""),
+    Column("metrics.error_pct", "error %", "+.1f", missing=""),
+]
+
+
+def headline(config: ScalingConfig) -> str:
+    return (
+        f"{config.model} on {by_alias(config.device).name} ({config.link}, {config.between}), {config.dtype}: weak "
+        f"scaling with {config.batch} sequences per rank, strong scaling with {config.global_batch} together; "
+        "lines predicted, dots measured"
+    )
+
+
+def draw(config: ScalingConfig, records: Sequence[Record], path: Path) -> None:
+    """Tokens per second and rank, so that perfect scaling is a level line; error bars from p20 to p80."""
+    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    points: dict[str, dict[str, list[Point]]] = {}
+    for record in records:
+        panel, ranks, metrics = (
+            f"{record.config['kind']} scaling",
+            record.config["world_size"],
+            record.metrics,
+        )
+        x, y = panels.setdefault(panel, {}).setdefault(record.variant, ([], []))
+        x.append(ranks)
+        y.append(metrics["predicted_tokens_per_s"] / ranks)
+        if "measured_step_p50_ms" in metrics:
+            # Tokens of a step, times ms per s.
+            work = metrics["predicted_tokens_per_s"] / ranks * metrics["predicted_step_ms"]
+            p20, p50, p80 = (work / metrics[f"measured_step_{p}_ms"] for p in ("p20", "p50", "p80"))
+            points.setdefault(panel, {}).setdefault(record.variant, []).append((ranks, p50, p80, p20))
+    log_lines(
+        path,
+        panels,
+        title=headline(config),
+        x_label="ranks",
+        y_label="tokens per second and rank",
+        points=points,
+    )
+
+
+def write(config: ScalingConfig, records: Sequence[Record], folder: OutputFolder) -> None:
+    """Records, table and picture."""
+    write_json(records, folder.path / "records.json")
+    write_csv(records, folder.path / "records.csv")
+    folder.write_text("table.md", f"{headline(config)}\n\n{render(records, COLUMNS, 'markdown')}\n")
+    draw(config, records, folder.path / "scaling.png")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    default = ScalingConfig()
+    parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=default.model, help="a preset")
+    parser.add_argument("--batch", type=int, default=default.batch, help="sequences per rank")
+    parser.add_argument("--global-batch", type=int, default=default.global_batch)
+    parser.add_argument("--context", type=int)
+    parser.add_argument("--ranks", type=int, nargs="+", default=default.ranks)
+    parser.add_argument("--strategies", type=lambda text: tuple(text.split(",")), default=STRATEGIES)
+    parser.add_argument("--device", default=default.device)
+    parser.add_argument("--link", default=default.link)
+    parser.add_argument("--between", default=default.between)
+    parser.add_argument("--devices-per-node", type=int, default=default.devices_per_node)
+    parser.add_argument("--dtype", default=default.dtype, choices=("bf16", "fp32"))
+    parser.add_argument("--records", nargs="*", default=(), help="files of ddp_bench to draw as points")
+    parser.add_argument("--out", type=Path, default=Path("outputs"))
+    options = vars(parser.parse_args(arguments))
+    out = options.pop("out")
+    try:
+        config = ScalingConfig(
+            **options | {"ranks": tuple(options["ranks"]), "records": tuple(options["records"])}
+        )
+        folder = OutputFolder(out, NAME)
+        records = run(config)
+        write(config, records, folder)
+    except (ValueError, OSError) as error:
+        print(f"{NAME}: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{headline(config)}\n\n{render(records, COLUMNS)}")
+    print(json_line(NAME, records, folder.path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

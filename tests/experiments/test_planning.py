@@ -1,0 +1,142 @@
+"""The experiments that predict: smoke runs, what they write, what they refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distlab.report.output import OutputFolder
+from distlab.report.record import read_json
+from experiments import plan, predict_steps, scaling, simulate_scale
+from experiments.plan import PlanConfig
+from experiments.predict_steps import PredictConfig
+from experiments.scaling import ScalingConfig
+from experiments.simulate_scale import ScaleConfig
+
+ROOT = Path(__file__).parents[2]
+RECORD = str(ROOT / "records" / "ddp_bench" / "h200x2_xl_batch8.json")
+
+
+def _last_line(capsys):
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_plan(tmp_path, capsys):
+    arguments = ["--model", "tiny", "--batch", "4", "--devices", "h100:4", "--strategies", "bucketed,fsdp"]
+    assert plan.main([*arguments, "--out", str(tmp_path)]) == 0
+    line = _last_line(capsys)
+    folder = Path(line["out"])
+    assert {path.name for path in folder.iterdir()} == {"records.json", "records.csv", "table.md", "plan.png"}
+    records = read_json(folder / "records.json")
+    steps = [record.metrics["predicted_step_ms"] for record in records]
+    assert steps == sorted(steps)
+    assert all(record.metrics["fits"] for record in records)
+    assert {record.config["strategy"] for record in records} == {"bucketed", "fsdp"}
+    assert {record.config["checkpointing"] for record in records} == {False, True}
+    text = (folder / "table.md").read_text()
+    assert "Fastest: " in text
+    assert "Next best: " in text
+    best = records[0].metrics
+    parts = ("compute_ms", "memory_bandwidth_ms", "communication_ms", "optimizer_ms")
+    assert sum(best[part] for part in parts) == pytest.approx(best["predicted_step_ms"])
+    assert best["predicted_days"] == pytest.approx(1e11 / best["predicted_tokens_per_s"] / 86_400)
+
+
+def test_plan_of_what_does_not_fit():
+    config = PlanConfig("10B", 1, "h100:1", strategies=("bucketed", "fsdp"))
+    records = plan.run(config)
+    assert not any(record.metrics["fits"] for record in records)
+    words = plan.answer(config, records)
+    assert "Nothing fits" in words
+    assert "3 devices" in words  # 16 bytes × 12.8 B parameters over 75.2 GB
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"devices": "h99:8"}, "device 'h99' is unknown; choose one of .*h100"),
+        ({"devices": "h100:x"}, "give a name and a number"),
+        ({"batch": 4}, "leaves some of 8 devices without one.*--batch 8"),
+        ({"batch": 21}, "8 devices do not divide a batch of 21; the nearest is --batch 24"),
+        ({"model": "huge"}, "unknown model size 'huge'"),
+        ({"strategies": ("magic",)}, "magic.*are unknown.*fsdp"),
+        ({"tokens": 0}, "tokens=0"),
+    ],
+)
+def test_plan_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        PlanConfig(**{"model": "tiny", "batch": 16, "devices": "h100:8"} | change)
+
+
+def test_errors_are_one_line(capsys):
+    assert plan.main(["--devices", "h99:8"]) == 2
+    assert simulate_scale.main(["--strategies", "torch-ddp"]) == 2
+    assert scaling.main(["--records", "missing.json", "--model", "tiny"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("error:") == 3
+    assert "Traceback" not in captured.err
+
+
+def test_scaling(tmp_path):
+    config = ScalingConfig(
+        ranks=(1, 2, 4096), strategies=("naive", "bucketed"), records=(RECORD,), global_batch=4
+    )
+    records = scaling.run(config)
+    measured = [record for record in records if "error_pct" in record.metrics]
+    assert {(r.config["kind"], r.variant, r.config["world_size"]) for r in measured} == {
+        ("weak", "naive", 2),
+        ("weak", "bucketed", 2),
+    }
+    assert all(abs(record.metrics["error_pct"]) < 15 for record in measured)
+    strong = [record.config["world_size"] for record in records if record.config["kind"] == "strong"]
+    assert strong == [1, 2] * 2  # 4096 ranks have no sequence each
+    alone = [record for record in records if record.config["world_size"] == 1]
+    assert all(record.metrics["predicted_efficiency_pct"] == pytest.approx(100) for record in alone)
+    scaling.write(config, records, OutputFolder(tmp_path, scaling.NAME, "run"))
+    assert (tmp_path / "scaling" / "run" / "scaling.png").stat().st_size > 10_000
+    # Records of another device are no points of this one.
+    assert not scaling.measured_points(ScalingConfig(device="h100", records=(RECORD,)))
+
+
+def test_simulate_scale(tmp_path, capsys):
+    """The small model stands for 10B, which takes six seconds per strategy."""
+    arguments = ["--model", "small", "--ranks", "1024", "--strategies", "zero1,fsdp", "--batch", "1"]
+    assert simulate_scale.main([*arguments, "--out", str(tmp_path)]) == 0
+    line = _last_line(capsys)
+    folder = Path(line["out"])
+    names = {"records.json", "records.csv", "table.md", "timeline.png", "memory.png"}
+    assert {path.name for path in folder.iterdir()} == names
+    zero1, fsdp = read_json(folder / "records.json")
+    assert fsdp.metrics["simulated_peak_bytes"] < zero1.metrics["simulated_peak_bytes"]
+    assert fsdp.metrics["simulation_s"] < 30
+    with pytest.raises(ValueError, match="torch's"):
+        ScaleConfig(strategies=("fsdp2",))
+    with pytest.raises(ValueError, match="ranks=0"):
+        ScaleConfig(ranks=0)
+
+
+def test_predictions_are_kept():
+    """The committed predictions cover every case, were made from the record that they name, and are beaten by no
+    measurement made before them: batch 8 calibrated them, batch 2 did not."""
+    records = read_json(ROOT / "records" / "predictions" / "h200.json")
+    cases = {(r.config["size"], r.config["batch"], r.config["world_size"]) for r in records}
+    assert cases == {
+        (size, batch, n) for size, batch in (("xl", 2), ("xl", 8), ("medium", 8)) for n in (2, 4)
+    }
+    measured = {r.variant: r.metrics for r in read_json(RECORD.replace("batch8", "batch2"))}
+    compared = 0
+    for record in records:
+        rows = (record.config["size"], record.config["batch"], record.config["world_size"])
+        if rows == ("xl", 2, 2) and record.variant in measured:
+            row = measured[record.variant]
+            assert record.metrics["predicted_step_ms"] == pytest.approx(row["step_p50_ms"], rel=0.15)
+            assert record.metrics["predicted_peak_alloc_bytes"] == pytest.approx(
+                row["peak_alloc_bytes"], rel=0.1
+            )
+            for name in ("collectives_per_step", "comm_bytes_per_step"):
+                assert record.metrics[f"predicted_{name}"] == row[name]
+            compared += 1
+    assert compared == 7
+    with pytest.raises(ValueError, match=r"rows \['zero9'\]"):
+        PredictConfig(RECORD, (("xl", 2),), rows=("zero9",))
+    assert predict_steps.main(["--calibrate", "missing.json", "--cases", "xl:2"]) == 2

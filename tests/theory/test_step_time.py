@@ -1,0 +1,99 @@
+"""The closed form of a step against the pipelines it stands for, run message by message."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.theory.step_time import ComputeTime, Messages, Network, step_time, together
+
+NETWORK = Network(100.0, 10.0, devices_per_node=4, latency_s=0.01, hop_s=0.001)
+RATES = st.floats(0.1, 1.0)
+TIMES = st.floats(0, 100)
+
+
+@given(TIMES, TIMES, RATES, RATES)
+def test_together_is_two_streams(compute, communication, p, q):
+    """In small slices of time: each stream runs at its rate while the other does, then at its own."""
+    a, b, now = compute, communication, 0.0
+    while a > 1e-9 and b > 1e-9:
+        slice_s = min(a / p, b / q)
+        a, b, now = a - p * slice_s, b - q * slice_s, now + slice_s
+    assert together(compute, communication, p, q) == pytest.approx(now + a + b, abs=1e-6)
+    assert together(compute, communication) == pytest.approx(max(compute, communication))
+
+
+@given(st.integers(1, 4), st.integers(1, 9), st.floats(1, 1e4))
+def test_network(ranks, messages, size):
+    one = NETWORK.seconds(size, ranks)
+    assert NETWORK.seconds(size * messages, ranks, messages) == pytest.approx(messages * one)
+    assert NETWORK.seconds(size, ranks, passes=1) <= one
+    assert NETWORK.seconds(size, 1) == 0
+
+
+def test_rings_between_nodes_use_every_adapter():
+    assert NETWORK.ring_bytes_per_s(4) == 100
+    assert NETWORK.ring_bytes_per_s(5) == 40  # four adapters of 10 leave a node side by side
+    assert Network(100.0, 50.0, 4).ring_bytes_per_s(8) == 100
+
+
+COMPUTE = ComputeTime(forward=2.0, backward=4.0, optimizer=1.0, pack=0.5)
+MESSAGES = Messages(gradient_bytes=80.0, parameter_bytes=40.0, parameters=10, buckets=4, units=5)
+
+
+def test_worked_example():
+    """Two ranks, no latency: an all-reduce of 80 bytes at 100 per second takes 0.8 s, one pass of it 0.4."""
+    network = Network(100.0, 100.0)
+    found = {
+        name: step_time(name, COMPUTE, MESSAGES, network, 2)
+        for name in ("local", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+    }
+    steps = {name: time.step for name, time in found.items()}
+    assert steps["local"] == 7
+    assert steps["naive"] == pytest.approx(7.8)
+    assert steps["flat"] == pytest.approx(7 + 0.5 + 0.8)
+    assert steps["overlap"] == pytest.approx(7 + 0.08)  # the last of ten messages
+    assert steps["bucketed"] == pytest.approx(7 + 0.5 + 0.2)
+    assert steps["sharded-optimizer"] == pytest.approx(7 + 0.5 + 0.2 + 0.4 - 0.5)
+    assert steps["zero1"] == pytest.approx(
+        7 + 0.5 + 0.1 + 0.1 - 0.5
+    )  # first gather, last scatter, half a step
+    assert steps["fsdp"] == pytest.approx(7 + 0.04 - 0.5)  # gathers of 0.2 s hide, the first of five does not
+    assert found["fsdp"].communication == pytest.approx(2 * 0.2 + 0.4)
+    assert all(
+        time.step == pytest.approx(time.compute + time.exposed + time.optimizer) for time in found.values()
+    )
+
+
+@given(
+    st.integers(1, 5000),
+    st.sampled_from(["naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "hsdp"]),
+    RATES,
+)
+def test_bounds(ranks, strategy, rate):
+    time = step_time(strategy, COMPUTE, MESSAGES, NETWORK, ranks, contention=(rate, rate))
+    assert time.exposed >= -1e-9
+    assert time.exposed <= time.communication / rate + time.compute * (1 / rate - 1) + 1e-9
+    assert ranks > 1 or time.communication == 0
+
+
+def test_accumulation_hides_more_for_ddp_and_sends_more_for_fsdp():
+    one, four = (
+        {
+            name: step_time(name, COMPUTE, MESSAGES, NETWORK, 4, micro_batches=m)
+            for name in ("bucketed", "fsdp")
+        }
+        for m in (1, 4)
+    )
+    assert four["bucketed"].communication == one["bucketed"].communication
+    assert four["fsdp"].communication > one["fsdp"].communication
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="'zero9' has no closed form"):
+        step_time("zero9", COMPUTE, MESSAGES, NETWORK, 2)
+    with pytest.raises(ValueError, match="inside_bytes_per_s=0"):
+        Network(0, 1)
+    with pytest.raises(ValueError, match="rates 0"):
+        together(1, 1, 0, 1)
+    with pytest.raises(ValueError, match="ranks=0"):
+        NETWORK.seconds(1, 0)
