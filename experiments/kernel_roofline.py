@@ -505,8 +505,8 @@ def run(config: Config, path: Path | None = None, commit_id: str | None = None,
             progress(f"{case.label} {direction}: {', '.join(missing)}")
             records += _rows_of(case, direction, missing, config, limits, where, commit_id)
             _compare_with_prediction(records, case, direction, limits)
-            gc.collect()
             if config.device == "cuda":
+                gc.collect()
                 torch.cuda.empty_cache()
             if path is not None:
                 write_json(records, path)

@@ -10,12 +10,12 @@ from distlab.report import Record, read_json, write_json
 from experiments import kernel_roofline as bench
 from kernels.cost import Cost
 
-FEW = dataclasses.replace(bench.SMOKE, only=("add", "rms_norm", "swiglu", "matmul_gelu"))
+FEW = dataclasses.replace(bench.SMOKE, only=("add", "rms_norm"))
 
 
 def test_operations_are_right_in_the_smoke_run():
     # One of each kind; every kernel is compared with float64 in tests/kernels.
-    names = ("weighted_sum", "gelu", "add_rms_norm", "rope", "cross_entropy", "adamw", "dropout")
+    names = ("add_rms_norm", "rope", "cross_entropy", "adamw")
     records = bench.run(dataclasses.replace(bench.SMOKE, only=names))
     assert {r.config["operation"] for r in records} == set(names)
     for r in records:
