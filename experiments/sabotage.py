@@ -320,8 +320,8 @@ MISTAKES: dict[str, Mistake] = {
                 task=language_model(tied=True), learner=(torch.optim.SGD, 1.2)),
         Mistake("same data everywhere", EQUALITY, "a little noise: N ranks do the work of one", "flat",
                 suspect=dataclasses.replace(_LM, batches=lambda rank, step, device: tokens(0, step, device))),
-        Mistake("hook order", EQUALITY, "hardly any in the loss; layers get each other's gradients", "overlap", HookOrder,
-                task=Task(_two_experts, tokens)),
+        Mistake("hook order", EQUALITY, "hardly any in the loss; layers get each other's gradients", "overlap",
+                HookOrder, task=Task(_two_experts, tokens)),
         Mistake("shard not exchanged", VOLUME, "each rank trains half a model", "sharded-optimizer",
                 optimizer=_keeps_its_shard),
         Mistake("softmax without maximum", ATTENTION, "NaN, once scores pass 88", "flat",
@@ -331,7 +331,7 @@ MISTAKES: dict[str, Mistake] = {
         Mistake("mask off by one", ATTENTION, "too good: below the floor that the data allow", "flat",
                 task=language_model(attention=healthy_attention),
                 suspect=language_model(attention=sees_one_ahead), attention=sees_one_ahead, learner=_ADAMW),
-        Mistake("stale accumulation", EQUALITY, "a little noise: later micro-batches are lost", "flat",
+        Mistake("stale accumulation", EQUALITY, "slower: later micro-batches are lost", "flat",
                 StaleSums, task=language_model(micro_batches=4)),
     )
 }  # fmt: skip
@@ -521,14 +521,14 @@ def headline(records: Sequence[Record]) -> str:
 def draw(records: Sequence[Record], path: Path) -> None:
     """A panel per mistake: its loss beside the healthy one."""
     cells = {
-        f"{record.variant}\ncaught by: {record.metrics['caught_by']}": {
+        f"{record.variant}\n→ {record.metrics['caught_by']}": {
             "healthy": record.metrics["healthy_loss"],
             "with the mistake": record.metrics.get("loss", []),
         }
         for record in records
     }
     floor = math.log(SyntheticTokens(MODEL.vocab_size, 1, 1, seed=0, rank=0).branching)
-    twin_curves(path, cells, title=headline(records), x_label="step", y_label="loss, nats per token",
+    twin_curves(path, cells, title=f"Mistakes → checks that catch them. {headline(records)}", x_label="step", y_label="loss, nats per token",
            levels={"floor of the data": floor})  # fmt: skip
 
 

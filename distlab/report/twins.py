@@ -27,7 +27,8 @@ def twin_curves(
     Args:
         path: a ``.png`` (or ``.svg``, ``.pdf``).
         cells: heading of a panel → name of a line → its values over 1, 2, 3, …; values that are not finite leave a
-            gap, and a line without any finite value says so. The first line is the thick one.
+            gap, and a line without any finite value says so. The first line is the thick one, and decides the
+            panel's height: what goes far beyond it leaves the panel.
         levels: name → height, drawn as a dotted line in every panel.
 
     Raises:
@@ -53,10 +54,13 @@ def twin_curves(
             (handles[name],) = axes.plot(steps, values, color=colour, linewidth=width, label=name)
             if not any(math.isfinite(value) for value in values):
                 note = f"{name}: no finite value"
-                axes.annotate(note, (0.04, 0.06), xycoords="axes fraction", fontsize=6, color=colour)
+                axes.annotate(note, (0.3, 0.8), xycoords="axes fraction", fontsize=6, color=colour)
         for name, level in (levels or {}).items():
             handles[name] = axes.axhline(level, color=_INK, linewidth=0.7, linestyle=":", label=name)
-        axes.set_title(heading, fontsize=7, color=_INK)
+        highest = max((value for value in lines[names[0]] if math.isfinite(value)), default=1.0)
+        if axes.get_ylim()[1] > 1.5 * highest:
+            axes.set_ylim(0, 1.5 * highest)
+        axes.set_title(heading, fontsize=6.5, color=_INK)
         axes.tick_params(labelsize=6)
         axes.grid(color=_FAINT, linewidth=0.4)
         for side in ("top", "right"):
