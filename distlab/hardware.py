@@ -38,6 +38,8 @@ class GPUSpec:
         peak: dense FLOP/s by dtype (`fp64 fp32 tf32 bf16 fp16`, `fp8` where present). fp32 is without tensor
             cores, all others with them: what a matrix product in that dtype can reach.
         source: the documents.
+        fp32_lanes_per_sm: fp32 multiply-adds per clock without tensor cores.
+        l2_bytes_per_clock: read bandwidth of the whole L2 where the maker states one.
     """
 
     name: str
@@ -54,6 +56,28 @@ class GPUSpec:
     pcie_bandwidth: float
     peak: Mapping[str, float] = field(hash=False)
     source: str
+    fp32_lanes_per_sm: int = 128
+    l2_bytes_per_clock: int | None = None
+
+    @property
+    def clock(self) -> float:
+        """Hertz at which the stated peak is reached, from fp32 peak = SMs · lanes · 2 · clock."""
+        return self.peak["fp32"] / (self.sms * self.fp32_lanes_per_sm * 2)
+
+    @property
+    def register_bytes_per_sm(self) -> int:
+        """Size of an SM's register file, larger than its shared memory."""
+        return 4 * self.registers_per_sm
+
+    @property
+    def shared_bandwidth(self) -> float:
+        """Bytes per second of all shared memories: 32 banks of 4 bytes per SM and clock (CUDA Programming Guide)."""
+        return self.sms * 128 * self.clock
+
+    @property
+    def l2_bandwidth(self) -> float | None:
+        """Bytes per second the L2 can be read at, None where no document says."""
+        return None if self.l2_bytes_per_clock is None else self.l2_bytes_per_clock * self.clock
 
 
 def _tera(**peaks: float) -> Mapping[str, float]:
@@ -78,6 +102,8 @@ A100_SXM_40GB = GPUSpec(
         "NVIDIA A100 Tensor Core GPU datasheet; NVIDIA A100 Tensor Core GPU Architecture white paper; "
         "CUDA C++ Programming Guide, compute capability 8.0"
     ),
+    fp32_lanes_per_sm=64,
+    l2_bytes_per_clock=5120,  # architecture white paper, "A100 L2 cache"
 )
 
 A100_SXM_80GB = replace(A100_SXM_40GB, name="A100 SXM 80GB", hbm_bytes=80 * GB, hbm_bandwidth=2039 * GB)

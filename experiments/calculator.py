@@ -80,10 +80,12 @@ def run_gpus(args: argparse.Namespace) -> Answer:
     rows = [{"GPU": spec.name, "SMs": spec.sms, "registers/SM": spec.registers_per_sm,
              "shared KiB/SM": spec.shared_memory_per_sm // 1024, "L1 KiB": spec.l1_bytes // 1024,
              "L2 MiB": spec.l2_bytes // 2**20, "HBM GB": spec.hbm_bytes // 10**9,
-             "HBM GB/s": spec.hbm_bandwidth / 1e9, "bf16 TFLOP/s": spec.peak["bf16"] / 1e12,
+             "HBM GB/s": spec.hbm_bandwidth / 1e9, "shared TB/s": round(spec.shared_bandwidth / 1e12, 1),
+             "L2 TB/s": None if spec.l2_bandwidth is None else round(spec.l2_bandwidth / 1e12, 1),
+             "bf16 TFLOP/s": spec.peak["bf16"] / 1e12,
              "ridge": round(roofline(spec).ridge)} for spec in GPUS.values()]
     sources = "\n".join(f"{spec.name}: {spec.source}" for spec in GPUS.values())
-    return tabulate(rows, headers="keys") + "\n\n" + sources, {"gpus": rows}
+    return tabulate(rows, headers="keys", missingval="n/a") + "\n\n" + sources, {"gpus": rows}
 
 
 def run_roofline(args: argparse.Namespace) -> Answer:

@@ -555,6 +555,14 @@ COLUMNS = [
 ]
 
 
+def headline(records: list[Record]) -> str:
+    """What was measured on, for the line above a table."""
+    r = records[0]
+    limits = next((x.metrics for x in records if "copy_gb_per_s" in x.metrics), {})
+    return (f"{r.environment.get('device_name', 'CPU')}, torch {r.environment.get('torch', '?')}; copy "
+            f"{limits.get('copy_gb_per_s', 0):,.0f} GB/s, cuBLAS {limits.get('cublas_tflop_per_s', 0):,.0f} TFLOP/s")
+
+
 def verdicts(records: list[Record]) -> list[str]:
     """One line per operation and direction in which a peer is faster, or that there is none."""
     groups: dict[tuple[str, str], dict[str, float]] = {}

@@ -11,12 +11,17 @@ from pathlib import Path
 from distlab.report.embed import embed_tables
 from distlab.report.record import Record, read_json
 from distlab.report.table import Column, render
-from experiments import attention_record, ddp_bench, memory_breakdown
+from experiments import attention_record, ddp_bench, kernel_roofline, memory_breakdown, predict_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS: dict[str, tuple[Callable[[list[Record]], str], Callable[[list[Record]], list[Column]]]] = {
     ddp_bench.NAME: (ddp_bench.headline, ddp_bench.columns),
     memory_breakdown.NAME: (memory_breakdown.headline, lambda records: memory_breakdown.COLUMNS),
+    predict_steps.COMPARISON: (
+        predict_steps.comparison_headline,
+        lambda records: predict_steps.COMPARISON_COLUMNS,
+    ),
+    kernel_roofline.EXPERIMENT: (kernel_roofline.headline, lambda records: kernel_roofline.COLUMNS),
     attention_record.EXPERIMENT: (attention_record.headline, lambda records: attention_record.COLUMNS),
 }
 

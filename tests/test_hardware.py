@@ -60,6 +60,17 @@ def test_figures_fit_each_other(name):
     assert hardware.GB * 1000 < spec.hbm_bandwidth < hardware.GB * 10_000
 
 
+def test_bandwidth_grows_towards_the_core():
+    for name in NAMES:
+        spec = lookup(name)
+        assert spec.l2_bandwidth is None or spec.hbm_bandwidth < spec.l2_bandwidth < spec.shared_bandwidth
+        assert spec.shared_bandwidth > 3 * spec.hbm_bandwidth
+        assert spec.register_bytes_per_sm == 256 * hardware.KIB
+        assert 1.2e9 < spec.clock < 2.1e9
+    assert lookup("NVIDIA A100-SXM4-80GB").clock == pytest.approx(1.41e9, rel=2e-3)
+    assert lookup("NVIDIA H100 80GB HBM3").shared_bandwidth == pytest.approx(33.4e12, rel=2e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_device_at_hand_is_what_the_table_says():
