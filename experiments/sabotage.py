@@ -528,7 +528,8 @@ def draw(records: Sequence[Record], path: Path) -> None:
         for record in records
     }
     floor = math.log(SyntheticTokens(MODEL.vocab_size, 1, 1, seed=0, rank=0).branching)
-    twin_curves(path, cells, title=f"Mistakes → checks that catch them. {headline(records)}", x_label="step", y_label="loss, nats per token",
+    title = f"Mistakes → checks that catch them. {headline(records)}"
+    twin_curves(path, cells, title=title, x_label="step", y_label="loss, nats per token",
            levels={"floor of the data": floor})  # fmt: skip
 
 

@@ -1,0 +1,80 @@
+"""Each mistake is caught by the check that is named for it, and its healthy twin passes all of them."""
+
+import json
+
+import pytest
+
+from distlab.report.record import read_json
+from distlab.testing import run_ranks
+from experiments import sabotage
+from experiments.sabotage import MISTAKES, SabotageConfig
+from tests.commands import ROOT
+
+STEPS = 2  # curves are for people; the checks have their own steps
+
+
+def examine_all(context):
+    """Healthy runs that are alike are made once."""
+    healthy, results = {}, {}
+    for name, mistake in MISTAKES.items():
+        key = (mistake.healthy, id(mistake.task))
+        if key not in healthy:
+            healthy[key] = sabotage.examine(context, name, False, 2, STEPS)
+        results[name] = healthy[key], sabotage.examine(context, name, True, 2, STEPS)
+    return results
+
+
+@pytest.fixture(scope="module")
+def examined():
+    return run_ranks(examine_all, 2, deadline_s=120.0)[0]
+
+
+def test_there_are_twelve():
+    assert len(MISTAKES) == 12
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_its_check_catches_it_and_only_it(examined, name):
+    healthy, broken = examined[name]
+    assert sabotage.caught_by(healthy) == []
+    assert MISTAKES[name].check in sabotage.caught_by(broken)
+
+
+def test_a_mistake_that_passes_is_reported(monkeypatch, examined):
+    """The verdict is not for show: a twin that is as healthy as the other is no catch."""
+    healthy, _ = examined["no broadcast"]
+    monkeypatch.setattr(sabotage, "run_ranks", lambda *args: [healthy])
+    records = sabotage.run(SabotageConfig(("no broadcast",), 2))
+    assert sabotage.problems(records) == ["no broadcast: not caught by one process"]
+
+
+def test_ranks_that_fail_are_caught_too(monkeypatch, examined):
+    healthy, _ = examined["no broadcast"]
+
+    def run_ranks(fn, ranks, name, broken, *args):
+        if broken:
+            raise sabotage.RanksFailed({0: "Traceback\nRuntimeError: became ready twice"})
+        return [healthy]
+
+    monkeypatch.setattr(sabotage, "run_ranks", run_ranks)
+    (record,) = sabotage.run(SabotageConfig(("no broadcast",), 2))
+    assert record.metrics["caught_by"] == sabotage.ERROR and "ready twice" in record.metrics["error"]
+
+
+def test_the_command(monkeypatch, examined, tmp_path, capsys):
+    """Table, records, picture and JSON line, with the ranks' answers put in."""
+    monkeypatch.setattr(
+        sabotage, "run_ranks", lambda fn, ranks, name, broken, *args: [examined[name][broken]]
+    )
+    assert sabotage.main(["--quick", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "12 of 12 mistakes caught" in out and len(json.loads(out.splitlines()[-1])["records"]) == 12
+    (folder,) = (tmp_path / "sabotage").iterdir()
+    assert len(read_json(folder / "records.json")) == 12 and (folder / "loss.png").stat().st_size > 10_000
+    assert sabotage.main(["--mistakes", "typo", "--out", str(tmp_path)]) == 2
+    assert "choose among" in capsys.readouterr().err
+
+
+def test_the_committed_record_caught_all():
+    records = read_json(ROOT / "records/sabotage/cpu.json")
+    assert [record.variant for record in records] == list(MISTAKES) and not sabotage.problems(records)

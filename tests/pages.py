@@ -1,0 +1,55 @@
+"""The pages of this repository, and the shell commands that stand on them."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.commands import ROOT
+
+PROGRAMS = (
+    "python", "python3", ".venv/bin/python", "torchrun", "pytest", "make", "pip", "export", "sbatch", "bash",
+    "compute-sanitizer",
+)  # fmt: skip
+_START = re.compile(r"(?:[A-Z_]+=\S+ )*(?:" + "|".join(map(re.escape, PROGRAMS)) + r") \S")
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command as a page gives it: one line, comments and continuations resolved."""
+
+    page: str
+    text: str
+
+
+def commands_of(page: Path) -> list[Command]:
+    """Every command in fenced blocks of shell, in indented blocks and between single backticks, in page order."""
+    name = str(page.relative_to(ROOT))
+    text = page.read_text(encoding="utf-8")
+    found: list[tuple[int, str]] = []
+    blank = lambda match: re.sub(r"[^\n]", " ", match[0])  # noqa: E731
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        if match[1] in ("", "sh", "bash", "shell", "console"):
+            found += _lines(match[2], match.start(2))
+    prose = re.sub(r"^```.*?^```", blank, text, flags=re.DOTALL | re.MULTILINE)
+    for match in re.finditer(r"(?:^ {4,}\S.*\n)+", prose, re.MULTILINE):
+        found += _lines(match[0], match.start())
+    for match in re.finditer(r"(?<!`)`([^`]+)`(?!`)", prose):
+        inline = " ".join(match[1].split())
+        if _START.match(inline) and "…" not in inline:
+            found.append((match.start(), inline))
+    return [Command(name, command) for _, command in sorted(found)]
+
+
+def _lines(block: str, offset: int) -> list[tuple[int, str]]:
+    """The commands of a block, each with its position on the page."""
+    joined = re.sub(r"\\\n\s*", lambda match: " " * len(match[0]), block)
+    found = []
+    for match in re.finditer(r"^.*$", joined, re.MULTILINE):
+        line = " ".join(re.sub(r"(^|\s)#.*$", "", match[0]).removeprefix("$ ").split())
+        if _START.match(line):
+            found.append((offset + match.start(), line))
+    return found
