@@ -1,4 +1,4 @@
-"""Redraw the tables and pictures of README.md and docs/ from the committed records (`make tables`).
+"""Redraw the tables of README.md and docs/ from the committed records, and their code from the source (`make tables`).
 
 With `--check` nothing is written; the exit code is 1 if a page is out of date.
 """
@@ -8,10 +8,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from distlab.report.embed import embed_tables
+from distlab.report.embed import embed_code, embed_tables
 from distlab.report.record import Record, read_json
 from distlab.report.table import Column, render
-from experiments import attention_record, ddp_bench, kernel_roofline, memory_breakdown, predict_steps
+from experiments import (
+    attention_record,
+    ddp_bench,
+    kernel_roofline,
+    memory_breakdown,
+    predict_steps,
+    sabotage,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS: dict[str, tuple[Callable[[list[Record]], str], Callable[[list[Record]], list[Column]]]] = {
@@ -22,6 +29,7 @@ EXPERIMENTS: dict[str, tuple[Callable[[list[Record]], str], Callable[[list[Recor
         lambda records: predict_steps.COMPARISON_COLUMNS,
     ),
     kernel_roofline.EXPERIMENT: (kernel_roofline.headline, lambda records: kernel_roofline.COLUMNS),
+    sabotage.NAME: (sabotage.headline, lambda records: sabotage.COLUMNS),
     attention_record.EXPERIMENT: (attention_record.headline, lambda records: attention_record.COLUMNS),
 }
 
@@ -49,7 +57,7 @@ def main() -> int:
     stale = []
     for page in pages():
         old = page.read_text(encoding="utf-8")
-        new = embed_tables(old, table_of)
+        new = embed_code(embed_tables(old, table_of), ROOT)
         if new != old:
             stale.append(page.relative_to(ROOT))
             if not check:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from distlab.report.embed import embed_tables
+from distlab.report.embed import definition, embed_code, embed_tables
 from launch import tables
 from tests.commands import ROOT
 
@@ -18,6 +18,22 @@ def test_tables_are_drawn_from_their_records(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_is_that_of_the_package(page):
+    text = page.read_text(encoding="utf-8")
+    assert embed_code(text, ROOT) == text, "run make tables"
+
+
+def test_code_that_is_not_there_is_an_error():
+    assert definition(ROOT / "distlab/parallel/naive.py", "NaiveDDP._synchronize").startswith(
+        "@torch.no_grad()"
+    )
+    with pytest.raises(ValueError, match="defines no"):
+        embed_code("<!-- code distlab/parallel/naive.py NaiveDDP.gone -->\n<!-- end code -->", ROOT)
+    with pytest.raises(ValueError, match="end code"):
+        embed_code("<!-- code distlab/parallel/naive.py NaiveDDP -->\n", ROOT)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files_of_this_repository(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#]+)\)", text):
@@ -27,7 +43,9 @@ def test_links_lead_to_files_of_this_repository(page):
 
 def test_the_tree_in_the_readme_exists():
     """Every path that the annotated tree names is there."""
-    tree = re.search(r"```text\n(distlab/.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    tree = re.search(
+        r"```text\n(distlab/.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     folders: list[str] = []
     for line in tree.group(1).splitlines()[0:]:
         indent, name = re.match(r"( *)(\S+)", line).groups()
