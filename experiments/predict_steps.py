@@ -3,6 +3,11 @@
     python -m experiments.predict_steps --calibrate records/ddp_bench/h200x2_xl_batch8.json \
         --cases xl:2 xl:8 medium:8 --ranks 2 4 --out records/predictions/h200.json
 
+and afterwards, beside what was measured:
+
+    python -m experiments.predict_steps --compare records/ddp_bench/h200x2_*.json \
+        --predictions records/predictions/h200.json --out records/predictions/h200x2_compared.json
+
 Five constants of the machine come from one record of ddp_bench (its local, naive, flat and overlap rows; see
 `distlab.simulate.calibrate`); all other numbers are predictions from the simulated steps.
 """
@@ -132,6 +137,85 @@ def predict(
     }
 
 
+def compare(predictions: Sequence[Record], measured: Sequence[Record]) -> list[Record]:
+    """A record for every measured row of ddp_bench that was predicted: both figures and the error in %.
+
+    Raises:
+        ValueError: nothing of what was measured had been predicted.
+    """
+    known = {(*(r.config[name] for name in CASE), r.variant): r for r in predictions}
+    records = []
+    for row in measured:
+        strategy, bucket = row.variant.split("-")[0], row.config.get("bucket_size_mb")
+        name = row.variant if bucket is None or "-" in row.variant else f"{strategy}-{bucket:g}"
+        predicted = known.get((*(row.config.get(name) for name in CASE), name))
+        step = row.metrics.get("step_p50_ms")
+        if predicted is None or not isinstance(step, int | float):
+            continue
+        metrics = {
+            name: predicted.metrics[name] for name in predicted.metrics if name.startswith("predicted_")
+        }
+        local = known.get((*(row.config.get(name) for name in CASE), "local"))
+        if local is not None:  # the bench counts as exposed what a step takes longer than local's
+            metrics["predicted_exposed_comm_ms"] = (
+                metrics["predicted_step_ms"] - local.metrics["predicted_step_ms"]
+            )
+        metrics |= {f"measured_{name}": row.metrics.get(name) for name in COMPARED}
+        metrics["step_error_pct"] = 100 * (metrics["predicted_step_ms"] / step - 1)
+        peak = row.metrics.get("peak_alloc_bytes")
+        metrics["peak_error_pct"] = 100 * (metrics["predicted_peak_alloc_bytes"] / peak - 1) if peak else None
+        metrics["volume_as_predicted"] = all(
+            metrics[f"predicted_{name}"] == metrics[f"measured_{name}"]
+            for name in ("collectives_per_step", "comm_bytes_per_step")
+        )
+        facts = {"predicted_at": predicted.commit, "measured_at": row.commit}
+        config = {name: row.config[name] for name in CASE} | facts
+        config["calibrated_on"] = predicted.config["calibrated_on"]
+        records.append(Record(COMPARISON, name, config, metrics, row.environment, row.commit))
+    if not records:
+        raise ValueError(
+            "none of the measured rows was predicted: compare the model, batch, context and ranks"
+        )
+    return records
+
+
+def comparison_headline(records: Sequence[Record]) -> str:
+    """One line for the table of `compare`."""
+    worst = max(abs(record.metrics["step_error_pct"]) for record in records)
+    sizes = ", ".join(dict.fromkeys(record.config["size"] for record in records))
+    return (
+        f"Predicted beside measured: {sizes} on {records[0].environment['device_name']}; largest error of a step "
+        f"{worst:.1f} %; constants from {records[0].config['calibrated_on']}"
+    )
+
+
+COMPARISON = "prediction"
+CASE = ("size", "batch", "context", "world_size", "dtype")
+COMPARED = (
+    "step_p20_ms",
+    "step_p50_ms",
+    "step_p80_ms",
+    "exposed_comm_ms",
+    "peak_alloc_bytes",
+    "collectives_per_step",
+    "comm_bytes_per_step",
+)
+
+COMPARISON_COLUMNS = [
+    Column("config.size", "model", align="left"),
+    Column("config.batch", "batch"),
+    Column("config.world_size", "ranks"),
+    Column("variant", "strategy"),
+    Column("metrics.predicted_step_ms", "predicted step ms", ".1f"),
+    Column("metrics.measured_step_p50_ms", "measured p50", ".1f"),
+    Column("metrics.step_error_pct", "error %", "+.1f"),
+    Column("metrics.predicted_exposed_comm_ms", "predicted exposed ms", ".1f"),
+    Column("metrics.measured_exposed_comm_ms", "measured", ".1f"),
+    Column("metrics.predicted_peak_alloc_bytes", "predicted peak GiB", ".1f", scale=2**-30),
+    Column("metrics.measured_peak_alloc_bytes", "measured", ".1f", scale=2**-30),
+    Column("metrics.volume_as_predicted", "calls and bytes as predicted", align="left"),
+]
+
 COLUMNS = [
     Column("config.size", "model", align="left"),
     Column("config.batch", "batch"),
@@ -156,24 +240,31 @@ def _case(text: str) -> tuple[str, int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
-    parser.add_argument("--calibrate", required=True, help="a record of ddp_bench on the machine")
-    parser.add_argument("--cases", type=_case, nargs="+", required=True, metavar="PRESET:BATCH")
+    parser.add_argument("--calibrate", help="a record of ddp_bench on the machine")
+    parser.add_argument("--cases", type=_case, nargs="+", metavar="PRESET:BATCH")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
+    parser.add_argument("--compare", nargs="+", metavar="FILE", help="records of ddp_bench to compare with")
+    parser.add_argument("--predictions", help="what was predicted, for --compare")
     parser.add_argument("--out", type=Path, help="file for the records")
     options = parser.parse_args(arguments)
+    if not (options.compare and options.predictions) and not (options.calibrate and options.cases):
+        parser.error("give --calibrate and --cases, or --compare and --predictions")
+    columns = COMPARISON_COLUMNS if options.compare else COLUMNS
     try:
-        config = PredictConfig(
-            options.calibrate, tuple(options.cases), tuple(options.ranks), tuple(options.rows)
-        )
-        records = run(config)
+        if options.compare:
+            measured = [record for path in options.compare for record in read_json(path)]
+            records = compare(read_json(options.predictions), measured)
+        else:
+            cases, ranks, rows = tuple(options.cases), tuple(options.ranks), tuple(options.rows)
+            records = run(PredictConfig(options.calibrate, cases, ranks, rows))
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             write_json(records, options.out)
     except (ValueError, OSError) as error:
         print(f"{NAME}: error: {error}", file=sys.stderr)
         return 2
-    print(render(records, COLUMNS))
+    print(render(records, columns))
     print(json_line(NAME, records, options.out))
     return 0
 

@@ -139,4 +139,12 @@ def test_predictions_are_kept():
     assert compared == 7
     with pytest.raises(ValueError, match=r"rows \['zero9'\]"):
         PredictConfig(RECORD, (("xl", 2),), rows=("zero9",))
+    everything = [read_json(path) for path in sorted((ROOT / "records" / "ddp_bench").glob("h200x2_*.json"))]
+    rows = predict_steps.compare(records, [record for file in everything for record in file])
+    assert {"zero1-400", "fsdp", "bucketed-400"} <= {row.variant for row in rows}
+    assert all(abs(row.metrics["step_error_pct"]) < 15 for row in rows)
+    assert all(abs(row.metrics["peak_error_pct"]) < 10 for row in rows)
+    assert all(row.metrics["volume_as_predicted"] for row in rows)
+    with pytest.raises(ValueError, match="none of the measured rows"):
+        predict_steps.compare(records, [])
     assert predict_steps.main(["--calibrate", "missing.json", "--cases", "xl:2"]) == 2

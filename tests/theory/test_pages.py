@@ -1,0 +1,16 @@
+"""The worked examples of docs/theory, run as they stand."""
+
+import doctest
+from pathlib import Path
+
+import pytest
+
+PAGES = Path(__file__).parents[2] / "docs" / "theory"
+WITH_EXAMPLES = ("memory", "communication", "buckets", "compute", "limits", "parallelisms")
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_examples(name):
+    failed, tried = doctest.testfile(str(PAGES / f"{name}.md"), module_relative=False)
+    assert tried > 0
+    assert failed == 0
