@@ -1,0 +1,98 @@
+"""What the shipped attention configurations use: registers, spilled bytes and shared memory.
+
+    python experiments/flash_attention_resources.py
+
+Every row of the table is compiled for an H100, which need not be there; the figures depend on the Triton version. A
+backward whose passes run jointly is one kernel, reported as "backward".
+"""
+
+import argparse
+import dataclasses
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from distlab.report import (
+    Column,
+    OutputFolder,
+    Record,
+    commit,
+    environment,
+    json_line,
+    render,
+    write_csv,
+    write_json,
+)
+from kernels.flash_attention import configs
+from kernels.flash_attention.workbench import Case, compile_candidate
+
+EXPERIMENT = "flash_attention_resources"
+COLUMNS = [
+    Column("config.bits", "bits"), Column("config.precision", "precision"), Column("config.head_dim", "d"),
+    Column("config.rows", "rows"), Column("variant", "kernel"), Column("config.passes", "passes"),
+    Column("config.tiles", "tiles"), Column("metrics.registers", "registers"),
+    Column("metrics.spilled_bytes", "spilled B"), Column("metrics.shared_bytes", "shared B", ",d"),
+    Column("metrics.status", "status"),
+]  # fmt: skip
+
+
+class Hopper:
+    """What Triton has to know of a GPU to compile for an H100 where there is none."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def kernels_of(choice: configs.Choice) -> dict[str, configs.Tile | configs.Choice]:
+    """The kernels a row launches, besides the one that computes Δ."""
+    if choice.passes == "joint":
+        return {"forward": choice.forward, "backward": choice}
+    return {kernel: getattr(choice, kernel) for kernel in configs.KERNELS}
+
+
+def describe(how: configs.Tile | configs.Choice) -> str:
+    """Tiles as queries × keys, warps, stages."""
+    if isinstance(how, configs.Choice):
+        return f"{describe(how.dkdv)} | {describe(how.dq)}"
+    return f"{how.block_m}x{how.block_n} w{how.warps} s{how.stages}{' tma' if how.tma else ''}"
+
+
+def run(table: dict[configs.Key, configs.Choice] = configs.TABLE) -> list[Record]:
+    """One record per row and kernel; `status` says why one does not compile."""
+    triton.runtime.driver.set_active(Hopper())
+    where, code = environment("cpu"), commit()
+    records, seen = [], {}
+    for key, choice in table.items():
+        case = Case(1, 1, 4096, key.head_dim, "float32" if key.bits == 32 else "bfloat16", key.causal, key.precision)
+        for kernel, how in kernels_of(choice).items():
+            joint = dataclasses.replace(how, forward=how.dq) if isinstance(how, configs.Choice) else how
+            job = (case, kernel, joint)
+            seen[job] = seen[job] if job in seen else compile_candidate(job)
+            metrics = seen[job] if isinstance(seen[job], dict) else {"status": seen[job]}
+            config = dataclasses.asdict(key) | {"passes": choice.passes, "tiles": describe(how)}
+            records.append(Record(EXPERIMENT, kernel, config, metrics, where, code))
+    return records
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="outputs", help="folder of all results")
+    options = parser.parse_args(argv)
+    records = run()
+    folder = OutputFolder(options.out, EXPERIMENT).path
+    write_json(records, folder / "records.json")
+    write_csv(records, folder / "records.csv")
+    print(render(records, COLUMNS))
+    print(json_line(EXPERIMENT, records, folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
