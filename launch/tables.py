@@ -35,8 +35,14 @@ EXPERIMENTS: dict[str, tuple[Callable[[list[Record]], str], Callable[[list[Recor
 
 
 def table_of(source: str) -> str:
-    """Headline, table and command of a file of records."""
+    """Headline and table of a file of records, or of some of its variants (`records/….json#naive,flat`)."""
+    source, _, rows = source.partition("#")
     records = read_json(ROOT / source)
+    if rows:
+        wanted = rows.split(",")
+        records = [record for record in records if record.variant in wanted]
+        if {record.variant for record in records} != set(wanted):
+            raise ValueError(f"{source}: not all of {rows} are variants there")
     experiment = records[0].experiment
     if experiment not in EXPERIMENTS:
         raise ValueError(f"{source}: no columns are known for records of {experiment!r}")
