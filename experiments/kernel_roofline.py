@@ -183,7 +183,8 @@ def cases(small: bool = False) -> list[Case]:
 
     for name, activation in (("add_rms_norm", None), ("add_rms_norm_silu", "silu")):
         add(name, norm, tiny, "bfloat16", residual_inputs,
-            lambda s, d, **o: rmsnorm.cost(s, d, residual=True, **o),
+            # what is timed backward is the gradient of y alone: none arrives for the sum
+            lambda s, d, backward=False: rmsnorm.cost(s, d, residual=not backward, backward=backward),
             ours=lambda x, r, w, a=activation: rmsnorm.add_rms_norm(x, r, w, 1e-5, a),
             naive=lambda x, r, w, a=activation: reference.add_rms_norm(x, r, w, 1e-5, a))
 
@@ -380,9 +381,21 @@ def worst_error(results: Any, expected: list[Tensor] | None) -> float | None:
                for x, y in zip(results, expected, strict=False))
 
 
-def device_ms(make: Callable[[], Callable[[], Any]], config: Config) -> dict[str, Any]:
-    """p20, p50, p80 of one run. On CUDA a graph is replayed with the L2 flushed; where no graph can be captured (a
-    peer that waits for the device) the calls themselves are timed, and `captured` says so.
+def can_be_captured(run: Callable[[], Any]) -> bool:
+    """Whether one run asks nothing of the host; a failed capture would leave the device in doubt."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError:
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return True
+
+
+def device_ms(make: Callable[[], Callable[[], Any]], config: Config, capture: bool = True) -> dict[str, Any]:
+    """p20, p50, p80 of one run. On CUDA a graph is replayed with the L2 flushed; where none can be captured (a peer
+    that waits for the device, an optimizer) the calls themselves are timed, and `captured` says so.
 
     `make` is called on the stream that is captured, because a backward runs on the stream of its forward.
     """
@@ -392,23 +405,20 @@ def device_ms(make: Callable[[], Callable[[], Any]], config: Config) -> dict[str
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    graph, captured = torch.cuda.CUDAGraph(), True
     with torch.cuda.stream(stream):
         run = make()
         for _ in range(2):
             run()
+        capture = capture and can_be_captured(run)
     torch.cuda.synchronize()
-    try:
+    timed: Callable[[], Any] = run
+    if capture:
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             run()
-        timed: Callable[[], Any] = graph.replay
-        timed()
-        torch.cuda.synchronize()
-    except Exception:
-        torch.cuda.synchronize()
-        timed, captured = run, False
+        timed = graph.replay
     times = do_bench(timed, warmup=max(10, config.repeat_ms // 3), rep=config.repeat_ms, quantiles=[0.2, 0.5, 0.8])
-    return dict(zip(("time_p20_ms", "time_p50_ms", "time_p80_ms"), times, strict=True)) | {"captured": captured}
+    return dict(zip(("time_p20_ms", "time_p50_ms", "time_p80_ms"), times, strict=True)) | {"captured": capture}
 
 
 def launched(run: Callable[[], Any]) -> dict[str, Any]:
@@ -447,14 +457,13 @@ def ceilings(config: Config) -> dict[str, float]:
 
 
 def measure_row(case: Case, variant: str, direction: str, config: Config, limits: dict[str, float],
-                inputs: list[Tensor], expected: list[Tensor] | None) -> dict[str, Any]:
+                inputs: list[Tensor], upstream: Tensor, expected: list[Tensor] | None) -> dict[str, Any]:
     """All metrics of one row; the reason in `status` where there are none."""
     mine = with_gradients(inputs)  # a peer may overwrite what it is given
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             function = build(case, variant)
-            upstream = _upstream(case, first(function(*with_gradients(inputs))), direction)
             if config.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             fresh = with_gradients(inputs)
@@ -463,7 +472,7 @@ def measure_row(case: Case, variant: str, direction: str, config: Config, limits
             del fresh
             if config.device == "cuda":
                 metrics["peak_alloc_bytes"] = torch.cuda.max_memory_allocated()
-            metrics |= device_ms(lambda: runner(function, mine, direction, upstream), config)
+            metrics |= device_ms(lambda: runner(function, mine, direction, upstream), config, case.name != "adamw")
             if config.device == "cuda":
                 run = runner(function, mine, direction, upstream)
                 metrics |= launched(run) | (spills(run) if variant == "ours" else {})
@@ -481,7 +490,7 @@ def measure_row(case: Case, variant: str, direction: str, config: Config, limits
     return metrics
 
 
-def _upstream(case: Case, out: Tensor, direction: str) -> Tensor:
+def _upstream(out: Tensor, direction: str) -> Tensor:
     if direction == "both":
         return torch.ones_like(out)  # what loss.backward() passes
     generator = torch.Generator(out.device).manual_seed(1)
@@ -516,13 +525,12 @@ def run(config: Config, path: Path | None = None, commit_id: str | None = None,
 def _rows_of(case: Case, direction: str, variants: list[str], config: Config, limits: dict[str, float],
              where: dict[str, Any], commit_id: str | None) -> Iterator[Record]:
     inputs = case.inputs(case.shape, getattr(torch, case.dtype), config.device)
-    sample = case.variants["ours"](*[t.detach() for t in inputs])
-    expected = exact(case, inputs, direction, _upstream(case, first(sample), direction))
-    del sample
+    upstream = _upstream(first(case.variants["ours"](*[t.detach() for t in inputs])), direction)
+    expected = exact(case, inputs, direction, upstream)
     for variant in variants:
         row = {"label": case.label, "operation": case.name, "shape": list(case.shape), "dtype": case.dtype,
                "direction": direction}
-        metrics = measure_row(case, variant, direction, config, limits, inputs, expected)
+        metrics = measure_row(case, variant, direction, config, limits, inputs, upstream, expected)
         yield Record(EXPERIMENT, variant, row, metrics, where, commit_id)
 
 
@@ -657,7 +665,7 @@ def tune(config: Config, kernel: str, progress: Callable[[str], None]) -> list[s
             name += "_backward" * (direction == "bwd")
             block, found = power_of_two(case.shape[-1]), []
             inputs = with_gradients(case.inputs(case.shape, getattr(torch, case.dtype), config.device))
-            upstream = _upstream(case, first(case.variants["ours"](*inputs)), direction)
+            upstream = _upstream(first(case.variants["ours"](*inputs)), direction)
             for warps in (4, 8, 16, 32):
                 for per_sm, stages in ((0, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1), (4, 2), (8, 1)):
                     launch = Launch(block, max(1, 2048 // block), warps, stages, per_sm)

@@ -41,7 +41,10 @@ def chunk_rows(rows: int, vocabulary: int, itemsize: int, chunk_bytes: int = CHU
 def forward_op(x: Tensor, w: Tensor, targets: Tensor, ignore_index: int, smoothing: float, mean: bool, need_dx: bool,
                need_dw: bool, chunk_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, dx and dw for an upstream gradient of 1; gradients that are not needed are empty."""
-    dx, dw = (torch.zeros_like(t) if need else t.new_empty(0) for t, need in ((x, need_dx), (w, need_dw)))
+    dx = torch.empty_like(x) if need_dx else x.new_empty(0)
+    dw = w.new_empty(0)
+    if need_dw:
+        dw = torch.empty_like(w) if x.shape[0] else torch.zeros_like(w)
     total = torch.zeros(1, dtype=torch.float32, device=x.device)
     scale = mean_scale(targets, "mean" if mean else "sum", ignore_index)
     step = chunk_rows(x.shape[0], w.shape[0], x.element_size(), chunk_bytes)
@@ -54,7 +57,7 @@ def forward_op(x: Tensor, w: Tensor, targets: Tensor, ignore_index: int, smoothi
         if need_dx:
             torch.mm(dz, w, out=dx[piece])
         if need_dw:
-            torch.addmm(dw, dz.T, x[piece], out=dw, beta=1 if first else 0)
+            dw.addmm_(dz.T, x[piece], beta=1 if first else 0)  # 0: what lies in dw is not read
         del z, dz, loss
     return (total * scale).squeeze(0), dx, dw
 

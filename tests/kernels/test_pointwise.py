@@ -82,6 +82,10 @@ def test_dropout_drops_as_often_as_asked_and_keeps_the_mean():
     kept = (y != 0).float().mean().item()
     assert abs(kept - 0.7) < 6 * (0.3 * 0.7 / x.numel()) ** 0.5  # six standard deviations of a binomial
     assert y.max().item() == pytest.approx(1 / 0.7, rel=2e-5)
+    drawn = (y != 0).flatten()
+    for distance in (1, 2, 4, 8):  # neighbours share a counter, but no random bits
+        both = (drawn[:-distance] & drawn[distance:]).float().mean().item()
+        assert abs(both - 0.49) < 6 * (0.49 * 0.51 / x.numel()) ** 0.5 * 1.5  # overlapping pairs vary a little more
     columns = (y != 0).float().mean(0)
     assert columns.min() > 0.45 and columns.max() < 0.95  # no element of a counter's eight is special
 

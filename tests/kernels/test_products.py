@@ -145,6 +145,16 @@ def test_loss_and_gradient_in_one_launch_and_in_place(smoothing, either):
         torch.testing.assert_close(dz.double(), expected, atol=1e-6, rtol=1e-5)
 
 
+def test_ignored_rows_have_no_gradient_whatever_they_hold():
+    z, t = draw(3, 40), targets_for(3, 40, ignored=(1,))
+    z[1] = float("-inf")
+    _, dz = loss_and_gradient(z, t, mean_scale(t, "mean", -100))
+    assert not dz[1].any() and dz.isfinite().all()
+    leaf = z.requires_grad_()
+    grad, = torch.autograd.grad(cross_entropy(leaf, t), leaf)
+    assert not grad[1].any() and grad.isfinite().all()
+
+
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "ignore_index": 3}, {"reduction": "sum"}], ids=str)
 @pytest.mark.parametrize("chunk_bytes", [1, 400, 10**9])
 def test_linear_cross_entropy(options, chunk_bytes, either):

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck
 
 from kernels import _long_rows, layernorm, reference, rmsnorm, softmax
+from kernels._reduce import sum_columns
 from kernels._rows import Launch, forced
 from kernels.rmsnorm import RMSNorm, RMSNormPyTorch, add_rms_norm, rms_norm
 from kernels.weighted_sum import weighted_sum
@@ -46,6 +47,14 @@ def test_add_rms_norm(shape, activation, either):
         return reference.add_rms_norm(x, residual, w, 1e-5, activation)
 
     compare(lambda *t: add_rms_norm(*t, 1e-5, activation), plain, x, draw(*shape, seed=2), w)
+
+
+def test_the_norm_is_that_of_the_sum_as_it_is_returned():
+    """Backward starts from the rounded sum: forward has to normalise the same values."""
+    w = torch.ones(64, device=DEVICE)
+    residual = torch.ones(4, 64, device=DEVICE, dtype=torch.float16)  # sums near 2 have a spacing of 2⁻⁹
+    y, total = add_rms_norm(draw(4, 64) * 2**-11 + 1, residual, w)
+    assert torch.equal(y, rms_norm(total.float(), w))
 
 
 def test_add_rms_norm_with_only_one_of_its_results_used():
@@ -167,6 +176,12 @@ def test_forms_of_a_launch_agree():
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b, atol=2e-6, rtol=2e-6)  # sums of 50 terms in another order
+
+
+@pytest.mark.parametrize("count", [1, 64, 130])
+def test_second_stage_sums_every_share(count):
+    parts = draw(count, 33)
+    torch.testing.assert_close(sum_columns(parts, torch.float32), parts.sum(0), atol=1e-5, rtol=1e-5)
 
 
 def test_course_functions():
