@@ -48,6 +48,7 @@ from kernels.flash_attention import cost
 from kernels.flash_attention.peers import VARIANTS, Attention, build, exact
 
 EXPERIMENT = "attention_sweep"
+COMPARISON = "attention_comparison"
 GRAPH_MS, MAX_CALLS = 2.0, 10  # of calls in one timed graph; short ones take 0.2 to 0.5 ms when the host issues them
 
 
@@ -211,28 +212,48 @@ def warm(config: Config, workers: int) -> None:
         list(pool.map(warm_one, jobs))
 
 
+def beside_best_peer(records: list[Record]) -> list[Record]:
+    """One record per type, head dim and length: forward+backward of ours and of the fastest other variant."""
+    found = []
+    shape_of = lambda r: (r.config["dtype"], r.config["head_dim"], r.config["length"])  # noqa: E731
+    for shape, group in itertools.groupby(sorted(records, key=shape_of), shape_of):
+        rows = {r.variant: r for r in group if r.metrics.get("fwd_bwd_device_p50_ms") is not None}
+        ours = rows.pop("ours", None)
+        peers = [r for r in rows.values() if not r.variant.startswith("ours")]
+        if ours is None or not peers:
+            continue
+        best = min(peers, key=lambda r: r.metrics["fwd_bwd_device_p50_ms"])
+        ms, peer_ms = (r.metrics["fwd_bwd_device_p50_ms"] for r in (ours, best))
+        config = dict(zip(("dtype", "head_dim", "length"), shape, strict=True))
+        metrics = {"ours_ms": ms, "peer": best.variant, "peer_ms": peer_ms, "ours_over_peer": ms / peer_ms}
+        found.append(Record(COMPARISON, "ours", config, metrics, ours.environment, ours.commit))
+    return found
+
+
 def crossovers(records: list[Record]) -> list[str]:
-    """Per head dim and type: the peers' best by length, and where ours is the fastest of all."""
+    """Per type and head dim, the lengths at which a peer is faster."""
     lines = []
-    shapes = {(r.config["dtype"], r.config["head_dim"]) for r in records}
-    for dtype, head_dim in sorted(shapes):
-        behind, compared = [], 0
-        for length in sorted({r.config["length"] for r in records}):
-            times = {r.variant: r.metrics.get("fwd_bwd_device_p50_ms") for r in records
-                     if (r.config["dtype"], r.config["head_dim"], r.config["length"]) == (dtype, head_dim, length)}
-            mine = times.pop("ours", None)
-            peers = {v: ms for v, ms in times.items() if ms is not None and not v.startswith("ours")}
-            if mine is None or not peers:
-                continue
-            compared += 1
-            best = min(peers, key=peers.get)
-            if peers[best] < mine:
-                behind.append(f"{length} ({best} {peers[best]:.4f} ms, ours {mine:.4f})")
+    for dtype, head_dim in sorted({(r.config["dtype"], r.config["head_dim"]) for r in records}):
+        mine = [r for r in beside_best_peer(records) if (r.config["dtype"], r.config["head_dim"]) == (dtype, head_dim)]
+        behind = [f"{r.config['length']} ({r.metrics['peer']} {r.metrics['peer_ms']:.4f} ms, ours "
+                  f"{r.metrics['ours_ms']:.4f})" for r in mine if r.metrics["ours_over_peer"] > 1]
         verdict = "a peer is faster at " + ", ".join(behind) if behind else "ours is the fastest at every length"
-        lines.append(f"{dtype} d={head_dim}: {verdict if compared else 'no device times to compare'}")
+        lines.append(f"{dtype} d={head_dim}: {verdict if mine else 'no device times to compare'}")
     return lines
 
 
+def headline(records: list[Record]) -> str:
+    """One line that says what the comparison below it was measured on."""
+    env = records[0].environment
+    return (f"Batch 1, one head, causal, forward + backward, device time, {env['device_name']}, torch {env['torch']}, "
+            f"triton {env['triton']}")
+
+
+COMPARISON_COLUMNS = [
+    Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
+    Column("metrics.ours_ms", "ours ms", ".4f"), Column("metrics.peer", "fastest peer"),
+    Column("metrics.peer_ms", "its ms", ".4f"), Column("metrics.ours_over_peer", "ours / peer", ".2f"),
+]
 COLUMNS = [
     Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
     Column("variant", "variant"), Column("metrics.fwd_device_p50_ms", "fwd ms", ".4f"),
@@ -257,6 +278,7 @@ def report(records: list[Record], folder: OutputFolder) -> None:
     print("\n".join(lines))
     folder.write_text("table.txt", "\n".join([*lines, ""]))
     write_csv(records, folder.path / "records.csv")
+    write_json(beside_best_peer(records), folder.path / "comparison.json")
     for name, metric, label in PICTURES:
         if any(r.metrics.get(metric) is not None for r in records):
             panels(records, folder.path / f"{name}.png", metric, label)

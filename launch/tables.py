@@ -13,6 +13,7 @@ from distlab.report.record import Record, read_json
 from distlab.report.table import Column, render
 from experiments import (
     attention_record,
+    attention_sweep,
     ddp_bench,
     kernel_roofline,
     memory_breakdown,
@@ -31,6 +32,7 @@ EXPERIMENTS: dict[str, tuple[Callable[[list[Record]], str], Callable[[list[Recor
     kernel_roofline.EXPERIMENT: (kernel_roofline.headline, lambda records: kernel_roofline.COLUMNS),
     sabotage.NAME: (sabotage.headline, lambda records: sabotage.COLUMNS),
     attention_record.EXPERIMENT: (attention_record.headline, lambda records: attention_record.COLUMNS),
+    attention_sweep.COMPARISON: (attention_sweep.headline, lambda records: attention_sweep.COMPARISON_COLUMNS),
 }
 
 

@@ -68,6 +68,8 @@ def test_crossovers_name_the_peer_that_wins():
         "float32 d=16: a peer is faster at 128 (naive 1.0000 ms, ours 2.0000)"
     ]
     assert "fastest at every length" in sweep.crossovers(records[2:])[0]
+    (row, _) = sweep.beside_best_peer(records)
+    assert row.metrics == {"ours_ms": 2.0, "peer": "naive", "peer_ms": 1.0, "ours_over_peer": 2.0}
     assert "no device times" in sweep.crossovers([record("ours", 128, None)])[0]
 
 
@@ -76,7 +78,7 @@ def test_command_prints_a_table_and_one_line_of_json(tmp_path, capsys):
     last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert last["experiment"] == "attention_sweep"
     assert {path.name for path in (tmp_path / "attention_sweep" / "run").iterdir()} == {
-        "records.json", "records.csv", "table.txt"}
+        "records.json", "records.csv", "table.txt", "comparison.json"}
 
 
 def test_warming_up_survives_variants_that_fail():
