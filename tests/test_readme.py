@@ -7,8 +7,9 @@ import pytest
 from distlab.report.embed import definition, embed_code, embed_tables
 from launch import tables
 from tests.commands import ROOT
+from tests.pages import pages
 
-PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md"]
+PAGES = pages()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -34,11 +35,21 @@ def test_code_that_is_not_there_is_an_error():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_of_this_repository(page):
+def test_links_lead_to_files_and_headings_of_this_repository(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for path, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", text):
+        if "://" in path:
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {path}"
+        if anchor and target.suffix == ".md":
+            assert anchor[1:] in headings(target), f"{page.name} links to {path}{anchor}"
+
+
+def headings(page) -> set[str]:
+    """The anchors that a page's headings get: lower case, punctuation dropped, blanks to hyphens."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 def test_the_tree_in_the_readme_exists():

@@ -1,0 +1,179 @@
+"""Every command on a page: known to exist in the ordinary suite, run in the `commands` set (`make test-commands`).
+
+Commands run in a copy of the checkout, in the order of their page, so that what one leaves (a checkpoint, say) the
+next finds. Most run as written; `QUICK` shortens those that would take minutes, by options added at the end, where the
+last one wins. What cannot run here says why, and has its options held against `--help` instead.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.commands import ROOT, environment
+from tests.pages import PROGRAMS, Command, commands_of, pages
+
+ON_GPU = torch.cuda.is_available()
+TINY = "--size tiny --batch 1 --context 32 --dtype fp32"
+BENCH = f"{TINY} --warmup 1 --rounds 2 --steps 3 --check-steps 2 --profile-steps 1"
+# The first pattern that is found in a command decides what is added to it.
+QUICK: dict[str, str] = {
+    r"^make bench$": f"ARGS='{BENCH}'",
+    r"^make test$": "ARGS=tests/test_hardware.py",
+    r"^make test-commands$": "ARGS=--collect-only",
+    r"^make test-gpu$": "ARGS=--collect-only",
+    r"launch/ddp_bench\.py": BENCH,
+    r"launch/memory_breakdown\.py": f"{TINY} --steps 2",
+    r"launch/train\.py": "--size tiny --steps 4 --log-every 1",
+    r"launch/sample\.py": "--tokens 5",
+    r"experiments/train_curves\.py": "--size tiny --steps 12 --kill-at 6 --rounds 1 --block 2 --strategies naive,flat",
+    r"experiments/sabotage\.py": "--steps 4",
+    r"experiments\.kernel_roofline": "--smoke",
+    r"experiments[./]attention_memory": "--smoke",
+    r"experiments\.simulate_scale": "--model small --ranks 4",
+    r"^pytest -n auto": "tests/test_hardware.py",
+    r"^(pytest|\.venv/bin/python -m pytest|TRITON_INTERPRET)": "--maxfail=1 -x",
+}
+# Why a command does not run here at all. `--help` is asked instead where it has a script of ours.
+CANNOT: dict[str, str] = {
+    r"^pip install": "changes the environment; make install does the same from pinned versions",
+    r"--nnodes 2|machine0|^sbatch": "needs several machines",
+    r"^compute-sanitizer": "needs a GPU and the CUDA toolkit",
+    r"experiments[./](tune_flash_attention|attention_record|attention_sweep|predict_steps)": "needs a GPU",
+}
+TIMEOUT_S = 420
+
+
+def all_commands() -> list[Command]:
+    found = {}
+    for page in pages():
+        for command in commands_of(page):
+            if not re.search(r"<\w+>|…|\.\.\.", command.text):  # a placeholder, for the reader to fill in
+                found.setdefault(command.text, command)
+    return list(found.values())
+
+
+COMMANDS = all_commands()
+
+
+def quick_form(text: str) -> str:
+    """The command with the options that make it short."""
+    added = next((options for pattern, options in QUICK.items() if re.search(pattern, text)), "")
+    return f"{text} {added}".strip()
+
+
+def why_not(text: str) -> str:
+    """Why it cannot run here; empty if it can."""
+    for pattern, reason in CANNOT.items():
+        if re.search(pattern, text) and not (ON_GPU and reason == "needs a GPU"):
+            return reason
+    return ""
+
+
+def script_of(text: str) -> list[str] | None:
+    """How to ask a command's script of this repository for help: `[file]` or `[-m, module]`; None if it has none."""
+    words = shlex.split(text)
+    for place, word in enumerate(words):
+        if re.fullmatch(r"(launch|experiments|distlab)/[\w/]+\.py", word):
+            return [word]
+        if word == "-m" and words[place + 1].split(".")[0] in ("launch", "experiments", "distlab"):
+            return ["-m", words[place + 1]]
+    return None
+
+
+# -- in the ordinary suite -------------------------------------------------------------------------------------
+
+
+def test_pages_have_commands():
+    """The extraction finds what stands on the pages in each of the three forms."""
+    texts = {command.text for command in COMMANDS}
+    assert {"make bench", "python -m distlab.doctor", "make test-commands"} <= texts
+    assert any(command.page == "docs/questions.md" for command in COMMANDS) and len(COMMANDS) > 30
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.text)
+def test_what_a_command_names_exists(command):
+    """Scripts, modules, test files and make targets; commands that run nothing of ours are told by their program."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    words = [word for word in shlex.split(command.text) if not re.match(r"[A-Z_]+=", word)]
+    assert words[0] in PROGRAMS
+    if words[0] == "make":
+        assert words[1] in targets
+    for place, word in enumerate(words):
+        if re.fullmatch(r"(tests|launch|experiments|distlab|kernels)/[\w/]*(\.py|\.sbatch)?", word):
+            made_by_the_command = words[place - 1] in ("--table", "--out")
+            assert made_by_the_command or (ROOT / word).exists(), f"{command.page}: {word}"
+        if word == "-m" and words[place + 1].startswith(("experiments.", "launch.", "distlab.")):
+            assert (ROOT / (words[place + 1].replace(".", "/") + ".py")).exists(), f"{command.page}: {word}"
+
+
+def test_the_tables_of_this_file_are_used():
+    """A pattern that fits no command is left over from a page that changed."""
+    texts = [command.text for command in COMMANDS]
+    for pattern in [*CANNOT, *QUICK]:
+        if "attention_memory" not in pattern:  # its page is being written
+            assert any(re.search(pattern, text) for text in texts), pattern
+
+
+# -- the `commands` set ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the working tree, with this interpreter as its virtual environment and a text to train on."""
+    copy = tmp_path_factory.mktemp("checkout") / "distlab"
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode == 0:
+        for name in listed.stdout.splitlines():
+            if (ROOT / name).is_file():
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, copy / name)
+    else:
+        ignored = shutil.ignore_patterns(".venv", "outputs", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=ignored)
+    (copy / ".venv/bin").mkdir(parents=True)
+    for program in ("python", "ruff"):
+        found = Path(sys.executable).with_name(program)
+        if found.exists():  # a wrapper: a link would lose the environment that the interpreter belongs to
+            wrapper = copy / ".venv/bin" / program
+            wrapper.write_text(f'#!/bin/sh\nexec {shlex.quote(str(found))} "$@"\n')
+            wrapper.chmod(0o755)
+    (copy / ".venv/.installed").touch()
+    (copy / "my.txt").write_text((ROOT / "README.md").read_text() * 3)
+    return copy
+
+
+def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    variables = environment() | {"PYTHONPATH": str(folder), "PATH": path}
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.commands
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.text)
+def test_the_command_runs(command, checkout):
+    reason, script = why_not(command.text), script_of(command.text)
+    if reason and (script is None or "several machines" in reason):
+        pytest.skip(reason)
+    if reason:  # its options at least must be there
+        help_text = shell(shlex.join(["python", *script, "--help"]), checkout)
+        assert help_text.returncode == 0, help_text.stderr
+        place = command.text.index(script[-1]) + len(script[-1])
+        for option in re.findall(r" (--[a-z-]+)", command.text[place:]):
+            assert option in help_text.stdout, f"{script[-1]} knows no {option}"
+        return
+    result = shell(quick_form(command.text), checkout)
+    # pytest says 5 when nothing was selected: `make test-gpu` on a machine without one
+    nothing_selected = "no tests" in result.stdout and result.returncode in (2, 5)
+    assert result.returncode == 0 or nothing_selected, f"{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
