@@ -26,6 +26,7 @@ class Ops:
     Attributes:
         attention: `(q_BHTD, k_BHTD, v_BHTD) -> out_BHTD`, causal, scale 1/√D.
         rms_norm: `(x, weight_d, eps) -> y`, over the last dimension.
+        add_rms_norm: `(x, residual, weight_d, eps) -> (y, x + residual)`, y the norm of that sum.
         swiglu: `(gate, up) -> silu(gate) * up`, any equal shapes.
         rope: `(x, cos, sin) -> y`; x `(..., T, D)`, cos and sin `(T, D)` in fp32 from `rope_tables`.
         cross_entropy: `(logits_BTV, targets_BT) -> mean loss`, a scalar.
@@ -33,6 +34,7 @@ class Ops:
 
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     swiglu: Callable[[Tensor, Tensor], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
@@ -76,6 +78,12 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
         common = torch.promote_types(x.dtype, weight_d.dtype)
         x, weight_d = x.to(common), weight_d.to(common)
     return F.rms_norm(x, weight_d.shape, weight_d, eps).to(out_dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of x + residual, and that sum."""
+    total = residual + x
+    return rms_norm(total, weight_d, eps), total
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -128,12 +136,16 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 def _flash_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """This lab's Triton kernel, imported only when asked for: the other choices work without Triton."""
-    if not torch.cuda.is_available():
-        raise ValueError("attention='flash' needs a CUDA device and there is none; choose sdpa or naive")
     try:
+        from kernels._triton import interpreted
         from kernels.flash_attention import flash_attention
     except ImportError as error:
         raise ValueError(f"attention='flash' needs Triton ({error}); install it, or choose sdpa") from error
+    if not (torch.cuda.is_available() or interpreted()):
+        raise ValueError(
+            "attention='flash' needs a CUDA device and there is none; choose sdpa or naive "
+            "(TRITON_INTERPRET=1 runs it on a CPU, slowly)"
+        )
     return partial(flash_attention, causal=True)
 
 
@@ -146,11 +158,14 @@ def _triton_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 def _triton_ops(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Ops:
     """This lab's kernels; where Triton cannot run, on a CPU say, they compute in plain torch."""
+    from kernels.rmsnorm import add_rms_norm as fused_add_rms_norm
     from kernels.rmsnorm import rms_norm as fused_rms_norm
     from kernels.rope import rope as fused_rope
     from kernels.swiglu import swiglu as fused_swiglu
 
-    return Ops(attention, fused_rms_norm, fused_swiglu, fused_rope, _triton_cross_entropy)
+    return Ops(
+        attention, fused_rms_norm, fused_add_rms_norm, fused_swiglu, fused_rope, _triton_cross_entropy
+    )
 
 
 def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
@@ -158,7 +173,7 @@ def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
 
     Args:
         attention: `naive` (plain torch, the reference), `sdpa` (torch's fused kernels) or `flash`
-            (`kernels.flash_attention`; CUDA only).
+            (`kernels.flash_attention`; CUDA, or Triton's interpreter).
         ops: `torch`, or `triton` for the fused kernels of `kernels` in place of norms, SwiGLU, RoPE and the
             loss; fp32, fp16 and bf16. On a CPU these compute in plain torch.
 
@@ -173,4 +188,6 @@ def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
         function = _flash_attention()
     else:
         function = naive_attention if attention == "naive" else sdpa_attention
-    return _triton_ops(function) if ops == "triton" else Ops(function, rms_norm, swiglu, rope, cross_entropy)
+    if ops == "triton":
+        return _triton_ops(function)
+    return Ops(function, rms_norm, add_rms_norm, swiglu, rope, cross_entropy)
