@@ -22,6 +22,9 @@ from tests.pages import PROGRAMS, Command, commands_of, pages
 ON_GPU = torch.cuda.is_available()
 TINY = "--size tiny --batch 1 --context 32 --dtype fp32"
 BENCH = f"{TINY} --warmup 1 --rounds 2 --steps 3 --check-steps 2 --profile-steps 1"
+CURVES = (
+    "--size tiny --steps 12 --kill-at 6 --checkpoint-every 3 --rounds 1 --block 2 --strategies naive,flat"
+)
 # The first pattern that is found in a command decides what is added to it.
 QUICK: dict[str, str] = {
     r"^make bench$": f"ARGS='{BENCH}'",
@@ -32,7 +35,7 @@ QUICK: dict[str, str] = {
     r"launch/memory_breakdown\.py": f"{TINY} --steps 2",
     r"launch/train\.py": "--size tiny --steps 4 --log-every 1",
     r"launch/sample\.py": "--tokens 5",
-    r"experiments/train_curves\.py": "--size tiny --steps 12 --kill-at 6 --rounds 1 --block 2 --strategies naive,flat",
+    r"experiments/train_curves\.py": CURVES,
     r"experiments/sabotage\.py": "--steps 4",
     r"experiments\.kernel_roofline": "--smoke",
     r"experiments[./]attention_memory": "--smoke",
@@ -160,8 +163,13 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+def _grouped(command: Command):
+    """One page's commands stay on one worker, where one finds what another left."""
+    return pytest.param(command, id=command.text, marks=pytest.mark.xdist_group(command.page))
+
+
 @pytest.mark.commands
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.text)
+@pytest.mark.parametrize("command", map(_grouped, COMMANDS))
 def test_the_command_runs(command, checkout):
     reason, script = why_not(command.text), script_of(command.text)
     if reason and (script is None or "several machines" in reason):
