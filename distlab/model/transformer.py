@@ -48,7 +48,10 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """`(..., d) -> (..., d)`; under autocast the output has autocast's dtype, see `ops.rms_norm`."""
+    """`(..., d) -> (..., d)`; under autocast the output has autocast's dtype, see `ops.rms_norm`.
+
+    With a second tensor, `(x, residual) -> (norm(x + residual), x + residual)`.
+    """
 
     def __init__(self, width: int, eps: float, ops: Ops, **factory) -> None:
         super().__init__()
@@ -56,8 +59,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.ops = ops
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is None:
+            return self.ops.rms_norm(x, self.weight, self.eps)
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -107,8 +112,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_BTd = x_BTd + self.dropout(self.attention(self.attention_norm(x_BTd), cos, sin))
-        return x_BTd + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTd)))
+        branch_BTd = self.dropout(self.attention(self.attention_norm(x_BTd), cos, sin))
+        normed_BTd, x_BTd = self.feed_forward_norm(branch_BTd, x_BTd)
+        return x_BTd + self.dropout(self.feed_forward(normed_BTd))
 
 
 class TransformerLM(nn.Module):

@@ -48,15 +48,19 @@ def test_occupancy_worked_by_hand():
     assert (found.blocks, found.warps, found.fraction, found.limiter) == (3, 12, 0.1875, "registers")
 
 
-@pytest.mark.parametrize(("threads", "registers", "shared", "blocks", "limiter"), [
-    (1024, 32, 0, 2, "registers"),  # 65,536 / 32 = 2,048 threads: exactly all places, and all registers
-    (256, 32, 0, 8, "registers"),
-    (32, 16, 0, 32, "blocks"),
-    (256, 16, 0, 8, "warps"),
-    (128, 32, 100 * 1024, 2, "shared memory"),  # 2 × 101 KiB of 228
+@pytest.mark.parametrize(
+    ("threads", "registers", "shared", "blocks", "limiter"),
+    [
+        (1024, 32, 0, 2, "registers"),  # 65,536 / 32 = 2,048 threads: exactly all places, and all registers
+        (256, 32, 0, 8, "registers"),
+        (32, 16, 0, 32, "blocks"),
+        (256, 16, 0, 8, "warps"),
+        (128, 32, 100 * 1024, 2, "shared memory"),  # 2 × 101 KiB of 228
+        (128, 32, 57 * 1024, 3, "shared memory"),  # four would fit were it not for the system's KiB per block
     (128, 255, 0, 2, "registers"),  # 255 rounds to 256: 8 warps
-    (96, 40, 0, 16, "registers"),  # 1,280 registers per warp: 51 → 48 warps of 3 each
-])
+        (96, 40, 0, 16, "registers"),  # 1,280 registers per warp: 51 → 48 warps of 3 each
+    ],
+)
 def test_occupancy_limiters(threads, registers, shared, blocks, limiter):
     found = occupancy(H100_SXM, threads, registers, shared)
     assert (found.blocks, found.limiter) == (blocks, limiter)
@@ -71,10 +75,15 @@ def test_occupancy_never_exceeds_the_sm(threads, registers, shared):
     assert occupancy(H100_SXM, threads, registers, 0).blocks >= found.blocks
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ((2000, 32), "threads=2000"), ((128, 300), "registers=300"), ((128, 32, 300_000), "shared_bytes=300000"),
-    ((1024, 128), "exceed the 65536 registers"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2000, 32), "threads=2000"),
+        ((128, 300), "registers=300"),
+        ((128, 32, 300_000), "shared_bytes=300000"),
+        ((1024, 128), "exceed the 65536 registers"),
+    ],
+)
 def test_blocks_that_cannot_run(arguments, message):
     with pytest.raises(ValueError, match=message):
         occupancy(H100_SXM, *arguments)
@@ -175,11 +184,21 @@ def two(first, second, sizes=None):
 
 def test_the_advisor_gives_its_reasons():
     f, g = Operator("f", ("x",), ("y",)), Operator("g", ("y",), ("z",))
-    assert advise(two(f, Operator("g", ("x",), ("z",))), H100_SXM).decisions[1].reason.startswith("reads nothing")
+    assert (
+        advise(two(f, Operator("g", ("x",), ("z",))), H100_SXM)
+        .decisions[1]
+        .reason.startswith("reads nothing")
+    )
     product = Operator("f", ("x",), ("y",), 1e12, PRODUCT)
     assert "epilogue" in advise(two(product, g), H100_SXM).decisions[1].reason
-    assert "compute-bound" in advise(two(f, Operator("g", ("y",), ("z",), 1e12, PRODUCT)), H100_SXM).decisions[1].reason
-    assert "pattern" in advise(two(product, Operator("g", ("y",), ("z",), 1, ROWS)), H100_SXM).decisions[1].reason
+    assert (
+        "compute-bound"
+        in advise(two(f, Operator("g", ("y",), ("z",), 1e12, PRODUCT)), H100_SXM).decisions[1].reason
+    )
+    assert (
+        "pattern"
+        in advise(two(product, Operator("g", ("y",), ("z",), 1, ROWS)), H100_SXM).decisions[1].reason
+    )
     assert "library" in advise(two(f, Operator("g", ("y",), ("z",), 1, OPAQUE)), H100_SXM).decisions[1].reason
     big = Operator("g", ("y",), ("z",), 1, ROWS, row_bytes=chip_bytes(H100_SXM) + 4)
     assert "exceed 0.6" in advise(two(f, big), H100_SXM).decisions[1].reason
