@@ -2,6 +2,8 @@
 
 Tests compare with these in float64, benchmarks time them as the naive form, and the public functions use them where
 Triton cannot run. Statistics and sums are taken in fp32 (float64 for float64 inputs); results have the input's type.
+
+Shapes: x (…, D), any shape where an operation is element-wise; weight and bias (D); logits (N, V), targets (N).
 """
 
 import math

@@ -55,6 +55,9 @@ def bank_conflicts(words: Sequence[int]) -> int:
     """Rounds that a warp needs for 4-byte words of shared memory; 1 is free of conflicts.
 
     Lanes that read the same word share one round (a broadcast).
+
+    Raises:
+        ValueError: no words.
     """
     if not words:
         raise ValueError("words is empty: give the word index of each lane")
