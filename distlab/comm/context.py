@@ -65,6 +65,7 @@ class RankEnvironment:
 
     @staticmethod
     def read() -> "RankEnvironment":
+        """Read torchrun's variables; without them, a lone process: rank 0 of 1."""
         env = os.environ
         return RankEnvironment(
             launched="RANK" in env and "WORLD_SIZE" in env,

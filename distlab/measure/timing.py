@@ -89,7 +89,10 @@ class PhaseTimer:
         self._marks.append([("", self._now())])
 
     def mark(self, phase: str) -> None:
-        """End ``phase``, which began at the previous mark. A phase marked twice in a step is summed."""
+        """End ``phase``, which began at the previous mark. A phase marked twice in a step is summed.
+
+        Raises ValueError before `start()`, and for a phase named `step`.
+        """
         if not self._marks:
             raise ValueError(f"mark({phase!r}) before start(): call start() at the beginning of each step")
         if not phase or phase == "step":

@@ -23,6 +23,7 @@ class Local(nn.Module):
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> nullcontext:
+        """Nothing is ever sent: a context that does nothing."""
         return nullcontext()
 
     def finish_gradient_synchronization(self) -> None:

@@ -72,6 +72,7 @@ class SlicedParameters:
         return flat
 
     def all_pieces(self) -> list[Piece]:
+        """This rank's pieces of all parameters."""
         return [piece for pieces in self.pieces.values() for piece in pieces]
 
     def point_gradients(self) -> None:

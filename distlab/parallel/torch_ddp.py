@@ -34,6 +34,7 @@ class TorchDDP(nn.Module):
         return self.ddp(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager:
+        """Backward passes inside accumulate locally, as in torch."""
         return self.ddp.no_sync()
 
     def finish_gradient_synchronization(self) -> None:

@@ -58,6 +58,7 @@ class TorchFSDP2(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep full gradients; the next one outside sends the sum."""
         self.module.set_requires_gradient_sync(False)
         try:
             yield
@@ -68,6 +69,7 @@ class TorchFSDP2(nn.Module):
         """torch waits for its reduce-scatters at the end of backward; nothing is left to do."""
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip by the joint 2-norm over all ranks' pieces; returns the norm before, 0-dim."""
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

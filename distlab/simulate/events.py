@@ -65,9 +65,11 @@ class MemoryMoment:
 
     @property
     def total(self) -> int:
+        """Bytes of all categories."""
         return sum(self.bytes)
 
     def by_category(self) -> dict[str, int]:
+        """Category → bytes."""
         return dict(zip(CATEGORIES, self.bytes, strict=True))
 
 
@@ -117,6 +119,7 @@ class EventLog(CollectiveRecorder):
 
     @property
     def current_phase(self) -> str:
+        """`backward` inside a backward, else the phase that was set."""
         return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
 
     # -- operators and collectives -------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class SimulatedStep:
 
     @property
     def peak(self) -> MemoryMoment:
+        """The moment at which most memory was in use."""
         return max(self.memory, key=lambda moment: moment.total)
 
     @property

@@ -90,6 +90,8 @@ def chain_broadcast(num_bytes: float, ranks: int, link: Link, pieces: int | None
 
     Args:
         pieces: k; None for the best, √((N−2)·S/(α·W)).
+
+    Raises ValueError for fewer than one piece.
     """
     _check(num_bytes, ranks)
     if ranks == 1:

@@ -136,6 +136,8 @@ def best_data_parallel(block: Block, tokens: float, devices: int) -> float:
 
     Weights take b·m·d·f·X/(N·W), growing with X, activations 2·b·B·d/(X·W), falling. Their sum and their maximum are
     both smallest where they are equal.
+
+    Raises ValueError for tokens or devices that are not positive.
     """
     if devices < 1 or not tokens > 0:
         raise ValueError(f"tokens={tokens}, devices={devices}: must be positive")

@@ -72,6 +72,7 @@ class Breakdown:
 
     @property
     def total(self) -> int:
+        """Bytes of all parts together."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     @property

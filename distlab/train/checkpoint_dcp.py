@@ -74,6 +74,7 @@ class Item:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
+        """Where the run lies: its first element and its length."""
         return ChunkStorageMetadata(torch.Size([self.start]), self.values.shape)
 
 

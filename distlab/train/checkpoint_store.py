@@ -64,9 +64,11 @@ class CheckpointFolder:
         return sorted((int(match[1]) for name in names if (match := _NAME.fullmatch(name))), reverse=True)
 
     def path_of(self, step: int) -> Path:
+        """The folder of a complete checkpoint of that step."""
         return self.path / f"step_{step:08d}"
 
     def temporary_path_of(self, step: int) -> Path:
+        """The folder in which a checkpoint of that step is written."""
         return self.path / f".tmp-{self.path_of(step).name}"
 
     # -- writing -------------------------------------------------------------------------------------------
@@ -105,6 +107,7 @@ class CheckpointFolder:
         return final
 
     def abandon(self, step: int) -> None:
+        """Delete what was written of a checkpoint that was not completed."""
         shutil.rmtree(self.temporary_path_of(step), ignore_errors=True)
 
     def prune(self, keep: int) -> list[int]:

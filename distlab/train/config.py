@@ -90,6 +90,7 @@ class TrainConfig:
         self.model()
 
     def model(self) -> ModelConfig:
+        """The preset with this run's overrides."""
         overrides: dict[str, Any] = {"dropout": self.dropout, "ops": self.ops}
         if self.context is not None:
             overrides["context_length"] = self.context
@@ -98,6 +99,7 @@ class TrainConfig:
         return preset(self.size, **overrides)
 
     def schedule(self) -> WarmupCosine:
+        """The learning rate over the steps of this run."""
         return WarmupCosine(self.lr, self.steps, min(self.warmup, self.steps), self.lr_floor)
 
     def identity(self, data: dict[str, Any]) -> dict[str, Any]:

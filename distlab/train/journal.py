@@ -28,6 +28,7 @@ class Journal:
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file; every line is on the disk already."""
         self._file.close()
 
 

@@ -91,7 +91,10 @@ class Layout:
         return runs
 
     def optimizer_state(self) -> list[Run]:
-        """Every tensor of the optimizer's state that this rank holds, scalars such as Adam's step included."""
+        """Every tensor of the optimizer's state that this rank holds, scalars such as Adam's step included.
+
+        Raises ValueError for state that is no tensor, which could not be stored.
+        """
         runs = []
         for owned in stepped_by(self.wrapper, self.optimizer):
             for kind, value in self.optimizer.state.get(owned.parameter, {}).items():

@@ -41,6 +41,7 @@ class SyntheticSequences:
         self.vocab_size, self.context_length, self.seed = vocab_size, context_length, seed
 
     def rows(self, numbers: Sequence[int]) -> np.ndarray:
+        """`(len(numbers), T + 1)` int64, see `Sequences.rows`."""
         return np.stack([self._row(number) for number in numbers])
 
     def _row(self, number: int) -> np.ndarray:
@@ -73,6 +74,7 @@ class TokenWindows:
             )
 
     def rows(self, numbers: Sequence[int]) -> np.ndarray:
+        """`(len(numbers), T + 1)` int64; behind the end of the tokens stands IGNORED."""
         length = self.context_length
         rows = np.full((len(numbers), length + 1), IGNORED, dtype=np.int64)
         for row, number in zip(rows, numbers, strict=True):

@@ -52,6 +52,7 @@ class Variant:
     def wrap(
         self, module: nn.Module, group: dist.ProcessGroup, compute_dtype: torch.dtype | None = None
     ) -> nn.Module:
+        """Wrap a module by the strategy, with this row's bucket size."""
         return self.strategy.wrap(module, group, self.bucket_size_mb, compute_dtype)
 
 
@@ -84,6 +85,7 @@ class Timing:
 
     @staticmethod
     def empty() -> "Timing":
+        """No samples yet, in every phase."""
         return Timing({phase: [] for phase in PHASES})
 
 

@@ -26,6 +26,7 @@ class Saved:
     lse2: torch.Tensor
 
     def counts(self) -> tuple[int, int, int]:
+        """Queries, keys, and rows of the padded log-sum-exp."""
         return self.q.shape[2], self.k.shape[2], self.lse2.shape[2]
 
 

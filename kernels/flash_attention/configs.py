@@ -43,6 +43,7 @@ class Tile:
     tma: bool = False
 
     def launch_options(self) -> dict[str, int]:
+        """What Triton's launch takes besides the kernel's own arguments."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         if self.maxnreg is not None:
             options["maxnreg"] = self.maxnreg

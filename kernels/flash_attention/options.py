@@ -31,22 +31,27 @@ class Problem:
 
     @property
     def has_lo(self) -> bool:
+        """Whether keys far before the query are hidden."""
         return self.band[0] is not None
 
     @property
     def has_hi(self) -> bool:
+        """Whether keys after the query are hidden."""
         return self.band[1] is not None
 
     @property
     def has_doc(self) -> bool:
+        """Whether documents are kept apart."""
         return self.doc_first is not None
 
     @property
     def lo(self) -> int:
+        """Keys visible before the query; 0 where there is no limit (ask `has_lo`)."""
         return self.band[0] if self.has_lo else 0
 
     @property
     def hi(self) -> int:
+        """Keys visible after the query; 0 where there is no limit (ask `has_hi`)."""
         return self.band[1] if self.has_hi else 0
 
 

@@ -35,13 +35,16 @@ class Case:
     precision: str = "ieee"
 
     def problem(self) -> Problem:
+        """What the kernels are asked to compute."""
         return Problem((None, 0 if self.causal else None), self.head_dim**-0.5, self.precision)
 
     def tensor(self, device: str) -> torch.Tensor:
+        """A random tensor of the case's shape and type on `device`."""
         shape = (self.batch, self.heads, self.length, self.head_dim)
         return torch.randn(shape, device=device, dtype=getattr(torch, self.dtype))
 
     def key(self, gpu: str) -> Key:
+        """Where the table of configurations looks this case up."""
         return key_of(self.tensor("meta"), self.problem(), gpu)
 
     def first_guess(self) -> Tile:
@@ -68,6 +71,7 @@ class Bench:
         return backward.launch_delta(self.q, self.k, self.v, self.o, self.lse, self.do)
 
     def launch(self, kernel: str, how: Tile | Choice) -> None:
+        """Run one kernel with a tile, on this bench's tensors."""
         dq, dk, dv = self.grads
         if kernel == "forward":
             forward.launch_forward(self.q, self.k, self.v, self.o, self.lse, self.problem, how)

@@ -58,11 +58,13 @@ class Schedule:
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def close(self) -> None:
+        """Let go of gathered parameters and detach every hook."""
         self._free_all()
         for handle in self._handles:
             handle.remove()
 
     def forget_orders(self) -> None:
+        """Compare between ranks anew in which order units run, forward and backward."""
         self._order.forget()
         self._backward_order.forget()
 

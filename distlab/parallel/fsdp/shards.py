@@ -79,11 +79,13 @@ class FlatShard:
         self._gathering = (collectives.all_gather(self.buffer, sent, self.group), sent)
 
     def wait_gather(self) -> None:
+        """Wait for the all-gather in flight, if there is one: the buffer then holds the full parameters."""
         gathering, self._gathering = self._gathering, None  # forgotten even if waiting fails
         if gathering is not None:
             gathering[0].wait()
 
     def free(self) -> None:
+        """Give the buffer's memory back; tensors that are views of it become valid again with the next gather."""
         self.wait_gather()  # the collective may still be writing
         self.buffer.untyped_storage().resize_(0)
 
@@ -94,6 +96,8 @@ class FlatShard:
         """Add the full parameters' gradients to the flat gradient, in the masters' type, and drop them.
 
         A parameter without a gradient counts as zero.
+
+        Raises TypeError for a sparse gradient, with the parameter's name.
         """
         fresh = self._unsent is None
         if self._unsent is None:
@@ -179,6 +183,7 @@ class Unit:
         self.register()
 
     def issue_gather(self) -> None:
+        """Start to gather the full parameters, unless they are here or on their way."""
         if not self.allocated:
             self.allocated = True
             with self._named():
@@ -194,6 +199,7 @@ class Unit:
                 entry.install(parameter)
 
     def free(self) -> None:
+        """Give the full parameters' memory back; the module's attributes find the pieces again."""
         # Attributes find the pieces again: reading a freed buffer would end the process, not raise.
         if self.allocated:
             self.allocated = False

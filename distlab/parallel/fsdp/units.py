@@ -117,6 +117,7 @@ class Entry:
             module.__dict__[attribute] = parameter
 
     def uninstall(self) -> None:
+        """Let the owners' attributes find what is registered again, not the full parameter."""
         for module, attribute in self.owners:
             module.__dict__.pop(attribute, None)
 
