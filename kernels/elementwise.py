@@ -81,7 +81,7 @@ def launch_flat(kernel, name: str, *tensors: Tensor) -> None:
 
 @torch.library.custom_op("distlab_kernels::add", mutates_args=())
 def add_op(x: Tensor, y: Tensor) -> Tensor:
-    """x, y (…) → x + y, contiguous."""
+    """x, y (…, D) → x + y, contiguous."""
     x, y = x.contiguous(), y.contiguous()
     z = torch.empty_like(x)
     if x.numel() == 0:
@@ -94,7 +94,7 @@ def add_op(x: Tensor, y: Tensor) -> Tensor:
 
 @torch.library.custom_op("distlab_kernels::gelu_forward", mutates_args=())
 def gelu_forward_op(x: Tensor) -> Tensor:
-    """x (…) → GeLU(x), contiguous."""
+    """x (…, D) → GeLU(x), contiguous."""
     x = x.contiguous()
     y = torch.empty_like(x)
     if x.numel() == 0:
@@ -107,7 +107,7 @@ def gelu_forward_op(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("distlab_kernels::gelu_backward", mutates_args=())
 def gelu_backward_op(dy: Tensor, x: Tensor) -> Tensor:
-    """dy, x (…) → dx, contiguous."""
+    """dy, x (…, D) → dx, contiguous."""
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
     if x.numel() == 0:
