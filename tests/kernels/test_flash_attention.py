@@ -200,12 +200,12 @@ def test_tensor_descriptors(layout):
 @pytest.mark.parametrize("passes", ["joint"] if DEVICE == "cpu" else ["joint", "side by side"])
 @pytest.mark.parametrize(
     ("query_count", "key_count", "options"),
-    [(33, 33, {"causal": True}), (20, 50, {}), (50, 20, {"causal": True, "alignment": "bottom-right"}),
-     (64, 64, {"causal": True, "window": 5}), (50, 50, {"document_ids": (torch.arange(50) // 20)[None].to(DEVICE)})],
+    [(33, 33, {"causal": True}), (20, 33, {}), (33, 20, {"causal": True, "alignment": "bottom-right"}),
+     (48, 48, {"causal": True, "window": 5}), (33, 33, {"document_ids": (torch.arange(33) // 20)[None].to(DEVICE)})],
 )
 def test_both_passes_at_once(query_count, key_count, options, passes):
     """Gradients are those of the passes in turn; with descriptors where the length allows them."""
-    tensors = inputs(1, 4, 2, query_count, key_count, 16)
+    tensors = inputs(1, 2, 1, query_count, key_count, 16)
     tiles = {"dkdv": Tile(16, 32, tma=True), "dq": Tile(32, 16, head_group=2, tma=True)}
     with configs.forced(**tiles):
         in_turn = with_gradients(apply(FlashAttention2, **options), *tensors)
