@@ -300,6 +300,7 @@ class HashingStream(io.RawIOBase):
         return self._stream.fileno()
 
     def summary(self) -> dict[str, Any]:
+        """Bytes written so far, and their SHA-256 in hex."""
         return {"bytes": self._count, "sha256": self._hash.hexdigest()}
 
 
