@@ -19,6 +19,7 @@ from experiments import (
     memory_breakdown,
     predict_steps,
     sabotage,
+    train_curves,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +31,7 @@ EXPERIMENTS: dict[str, tuple[Callable[[list[Record]], str], Callable[[list[Recor
         lambda records: predict_steps.COMPARISON_COLUMNS,
     ),
     kernel_roofline.EXPERIMENT: (kernel_roofline.headline, lambda records: kernel_roofline.COLUMNS),
+    train_curves.NAME: (train_curves.headline, lambda records: train_curves.COLUMNS),
     sabotage.NAME: (sabotage.headline, lambda records: sabotage.COLUMNS),
     attention_record.EXPERIMENT: (attention_record.headline, lambda records: attention_record.COLUMNS),
     attention_sweep.COMPARISON: (attention_sweep.headline, lambda records: attention_sweep.COMPARISON_COLUMNS),
