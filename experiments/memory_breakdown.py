@@ -252,7 +252,7 @@ PARTS = {  # of the predicted peak; the allocator does not tell the last two apa
     "gradients": ("gradients", "buckets"),
     "activations, copies": ("activations", "gathered", "weight_copies", "temporary"),
 }
-REST = "gradients + activations"
+REST = "the last two"
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
