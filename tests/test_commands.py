@@ -169,7 +169,7 @@ def _grouped(command: Command):
 
 
 @pytest.mark.commands
-@pytest.mark.parametrize("command", map(_grouped, COMMANDS))
+@pytest.mark.parametrize("command", [_grouped(command) for command in COMMANDS])
 def test_the_command_runs(command, checkout):
     reason, script = why_not(command.text), script_of(command.text)
     if reason and (script is None or "several machines" in reason):
