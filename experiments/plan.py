@@ -29,6 +29,7 @@ USABLE = (
     0.94  # of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
 )
 DAY_S = 86_400
+DRAWN = 14  # bars in the picture; the table has all choices
 PER_STRATEGY = 2  # of each strategy with and without checkpointing, the largest micro-batches that fit
 
 
@@ -110,7 +111,7 @@ def run(config: PlanConfig) -> list[Record]:
         for checkpointing in (False, True):
             for micro, metrics in _choices(config, strategy, checkpointing, machine):
                 own = {"strategy": strategy, "micro_batch": micro, "checkpointing": checkpointing}
-                name = f"{strategy}, micro-batch {micro}" + (", checkpointing" if checkpointing else "")
+                name = f"{strategy} × {micro}" + (" recomputed" if checkpointing else "")
                 records.append(Record(NAME, name, shared | own, metrics, **facts))
     records.sort(
         key=lambda r: (
@@ -204,7 +205,7 @@ def _time(
 
 
 COLUMNS = [
-    Column("variant", "choice"),
+    Column("variant", "strategy × micro-batch"),
     Column("metrics.fits", "fits", align="left"),
     Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
     Column("metrics.predicted_peak_phase", "at", align="left"),
@@ -228,7 +229,7 @@ def headline(config: PlanConfig) -> str:
 
 
 def answer(config: PlanConfig, records: Sequence[Record]) -> str:
-    """The answer in words."""
+    """The answer in words; `recomputed` means activation checkpointing of every block."""
     gpu, _ = config.fleet()
     fitting = [record for record in records if record.metrics["fits"]]
     if not fitting:
@@ -260,15 +261,15 @@ def write(config: PlanConfig, records: Sequence[Record], folder: OutputFolder) -
     table = render(records, COLUMNS, "markdown")
     folder.write_text("table.md", f"{headline(config)}\n\n{table}\n\n{answer(config, records)}\n")
     parts = ("compute", "memory bandwidth", "communication", "optimizer")
+    shown = records[:DRAWN]
     bars = {
         part: [
-            r.metrics[f"{part.replace(' ', '_')}_ms"] if r.metrics["fits"] else "does not fit"
-            for r in records
+            r.metrics[f"{part.replace(' ', '_')}_ms"] if r.metrics["fits"] else "does not fit" for r in shown
         ]
         for part in parts
     }
     bars = {"exposed communication" if name == "communication" else name: bar for name, bar in bars.items()}
-    labels = [record.variant for record in records]
+    labels = [record.variant for record in shown]
     plot.stacked_bars(folder.path / "plan.png", labels, bars, title=headline(config), unit="ms per step")
 
 

@@ -11,6 +11,7 @@ for the time of the simulation:
 On a CPU torch takes RMSNorm apart; on a GPU it is one kernel that keeps less. Here it is the one kernel.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -46,6 +47,7 @@ def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Ite
     # Importing the module registers the "fake" backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    excepthook = sys.excepthook  # torch puts its own around it, once per group, and never takes it off
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with ExitStack() as stack:
@@ -56,6 +58,7 @@ def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Ite
             yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
+        sys.excepthook = excepthook
 
 
 @contextmanager

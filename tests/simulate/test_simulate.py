@@ -1,6 +1,8 @@
 """The simulated step against the same strategy on real ranks: every collective in order, bytes and types; memory
 and FLOPs against the closed forms."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -170,8 +172,10 @@ def test_refusals_and_the_world_is_left():
         pass
     with pytest.raises(ValueError, match="dtype 'int3'"):
         simulate_training(CONFIG, "naive", batch=1, world_size=2, dtype="int3")
+    before = sys.excepthook
     with pytest.raises(ZeroDivisionError), fake_world(2):
         raise ZeroDivisionError
+    assert sys.excepthook is before
     assert not dist.is_initialized()
     with fake_world(2), pytest.raises(RuntimeError, match="has a process group already"), fake_world(2):
         pass

@@ -45,6 +45,11 @@ def test_naive_stands_still_and_overlap_hides():
     assert tail.lanes["exposed"] == [pytest.approx((15, 18))]
 
 
+def test_waiting_for_the_last_waits_for_all_before_it():
+    line = replay(step(issue(0, 4), issue(1, 4), issue(2, 4), Wait(1), compute(5), Wait(2)), DEVICE, LINK)
+    assert (line.step_ms, line.comm_ms, line.exposed_ms) == pytest.approx((13, 12, 8))
+
+
 def test_contention_slows_both():
     # 4 ms of communication at half speed run 8 ms, in which compute at 3/4 does 6 of its 10; then 4 alone.
     line = replay(step(issue(0, 4), compute(10), Wait(0)), DEVICE, LINK, Contention(0.75, 0.5))
