@@ -80,19 +80,33 @@ def _end(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "sleep":
         time.sleep(60)
-    raise RuntimeError("injected failure")
+    if how == "exit-0":
+        os._exit(0)  # as a script does that leaves early without an error
+    raise (MemoryError if how == "memory" else RuntimeError)("injected failure")
 
 
-@pytest.mark.parametrize("how", ["sigkill", "exception", "sleep"])
-@pytest.mark.parametrize("strategy", ["naive", "bucketed"])
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [
+        *(("naive", how) for how in ("sigkill", "sleep")),
+        *(("bucketed", how) for how in ("sigkill", "exception", "memory", "sleep", "exit-0")),
+    ],
+)
 def test_a_lost_rank_makes_the_other_fail_within_the_timeout(strategy, how):
-    """RELIABILITY 20 and its fault table: kill, exception, a sleep past the timeout; no hang."""
+    """RELIABILITY 20 and its fault table: kill, exception, no memory, a sleep past the timeout, an early exit with
+    code 0: no hang, and no success."""
     begin = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(die_in_backward, 2, strategy, how, group_timeout_s=TIMEOUT_S)
     assert time.monotonic() - begin < TIMEOUT_S + 12  # + the start of two processes
     assert 0 in caught.value.failures
-    expected = {"sigkill": "exit code -9", "exception": "injected failure", "sleep": "in _end"}[how]
+    expected = {
+        "sigkill": "exit code -9",
+        "exception": "RuntimeError: injected failure",
+        "memory": "MemoryError: injected failure",
+        "sleep": "in _end",
+        "exit-0": "exit code 0",
+    }[how]
     assert expected in caught.value.failures[1]
 
 
