@@ -94,7 +94,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if _compiled is not None:
         _compiled.append(kernel.warmup(*args, grid=grid, **options))
         return
-    device = next((x.device for x in args if isinstance(x, torch.Tensor)), None)
+    tensors = (getattr(x, "base", x) for x in args)  # a descriptor's tensor is its base
+    device = next((x.device for x in tensors if isinstance(x, torch.Tensor)), None)
     if device is not None and device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):  # Triton launches on torch's current device, wherever the tensors are
             kernel[grid](*args, **options)

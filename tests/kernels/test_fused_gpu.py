@@ -202,3 +202,5 @@ def test_compiled_by_inductor_under_autocast():
 def test_tensors_on_another_device():
     x, w = gpu(8, 64).to("cuda:1"), gpu(64).to("cuda:1")
     torch.testing.assert_close(rmsnorm.rms_norm(x, w), F.rms_norm(x, (64,), w, 1e-5))
+    a = gpu(256, 256, dtype=torch.bfloat16).to("cuda:1")
+    torch.testing.assert_close(matmul.matmul(a, a), a @ a, atol=1.0, rtol=2e-2)  # by descriptors
