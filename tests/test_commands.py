@@ -68,6 +68,8 @@ COMMANDS = all_commands()
 def quick_form(text: str) -> str:
     """The command with the options that make it short."""
     added = next((options for pattern, options in QUICK.items() if re.search(pattern, text)), "")
+    if "launch/ddp_bench.py" in text and "--strategies" not in text:
+        added += " --strategies local,bucketed,fsdp,torch-ddp"  # `make bench` runs them all
     return f"{text} {added}".strip()
 
 

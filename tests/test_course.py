@@ -260,7 +260,10 @@ def train_fsdp(rank, compute_dtype, optimizer_cls, options, name):
         optimizer.zero_grad()
         whole_optimizer.zero_grad()
         token_loss(base, tokens).backward()
-        token_loss(model, *mine(rank, tokens)).backward()
+        (share,) = mine(rank, tokens)
+        with torch.no_grad():
+            assert model(share).dtype == (compute_dtype or torch.float32)
+        token_loss(model, share).backward()
         course.fsdp_on_after_backward(fsdp_model=model, optimizer=optimizer)
         for parameter in model.parameters():
             assert parameter.dtype == torch.float32 and parameter.grad.dtype == torch.float32
