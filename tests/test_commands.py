@@ -32,7 +32,7 @@ QUICK: dict[str, str] = {
     r"^make test-commands$": "ARGS=--collect-only",
     r"^make test-gpu$": "ARGS=--collect-only",
     r"launch/ddp_bench\.py": BENCH,
-    r"launch/memory_breakdown\.py": f"{TINY} --steps 2",
+    r"launch/memory_breakdown\.py": f"{TINY} --steps 3",
     r"launch/train\.py": "--size tiny --steps 4 --log-every 1",
     r"launch/sample\.py": "--tokens 5",
     r"experiments/train_curves\.py": CURVES,
@@ -153,6 +153,7 @@ def checkout(tmp_path_factory) -> Path:
             wrapper.chmod(0o755)
     (copy / ".venv/.installed").touch()
     (copy / "my.txt").write_text((ROOT / "README.md").read_text() * 3)
+    shutil.make_archive(str(copy / "submission"), "zip", copy / "kernels")
     return copy
 
 
