@@ -243,9 +243,13 @@ def test_the_sharded_optimizer_equals_the_plain_one():
 
 
 def fsdp(rank):
-    for compute_dtype in (None, torch.float32, torch.float16):
-        for name, (optimizer_cls, options) in OPTIMIZERS.items():
-            train_fsdp(rank, compute_dtype, optimizer_cls, options, name)
+    for compute_dtype, name in (
+        (None, "sgd"),
+        (torch.float32, "adamw"),
+        (torch.float16, "sgd"),
+        (torch.float16, "adamw"),
+    ):
+        train_fsdp(rank, compute_dtype, *OPTIMIZERS[name], name)
 
 
 def train_fsdp(rank, compute_dtype, optimizer_cls, options, name):
