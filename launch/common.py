@@ -1,5 +1,6 @@
 """What every entry point does around its experiment: start ranks, make the context, say clearly what failed."""
 
+import argparse
 import os
 import signal
 import sys
@@ -72,6 +73,46 @@ def _without_own(arguments: Sequence[str]) -> list[str]:
             kept.append(argument)
         skip = own and "=" not in argument
     return kept
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """The options that every entry point has: where and how the ranks run, and where the results go."""
+    parser.add_argument("--nproc", type=int, help="start this many ranks [GPUs, or 2 on a CPU]")
+    parser.add_argument("--backend", choices=("nccl", "gloo"), help="[nccl where there are GPUs]")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="seconds a collective may take [%(default)s]"
+    )
+    parser.add_argument("--out", default="outputs", help="folder for results [%(default)s]")
+    parser.add_argument("--commit", help="recorded where git is missing")
+
+
+def launch(
+    prepare: Callable[[], Callable[[RankContext], int]],
+    args: argparse.Namespace,
+    *,
+    script: str,
+    arguments: Sequence[str],
+    name: str,
+) -> int:
+    """What `main()` does: check, start the ranks unless this is one already, run the work on this rank.
+
+    Args:
+        prepare: checks the options and returns the work; its ValueError is the user's to mend, and said once.
+        args: parsed, with the options of `add_rank_options`, and `max_restarts` where there is such an option.
+        script, arguments: the entry point's file and the command line, for starting the ranks.
+        name: for messages.
+    """
+    place = RankEnvironment.read()
+    try:
+        work = prepare()
+        if not place.launched:
+            ranks = default_ranks(args.backend) if args.nproc is None else args.nproc
+            return start_ranks(script, arguments, ranks, args.backend, getattr(args, "max_restarts", 0))
+    except ValueError as error:
+        if place.rank == 0:
+            print(f"{name}: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return run_rank(work, backend=args.backend, timeout_s=args.timeout, name=name)
 
 
 def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout_s: float, name: str) -> int:

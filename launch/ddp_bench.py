@@ -9,25 +9,18 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 
 import torch
 
-from distlab.comm import RankContext, RankEnvironment
+from distlab.comm import RankContext
 from distlab.model.config import PRESETS
 from distlab.parallel import STRATEGIES
 from distlab.report.record import json_line
 from distlab.report.table import render
 from experiments import ddp_bench
 from experiments.ddp_bench import DDPBenchConfig
-from launch.common import (
-    USAGE_ERROR,
-    default_ranks,
-    leave_process,
-    progress_to_stderr,
-    run_rank,
-    shared_folder,
-    start_ranks,
-)
+from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--size", default=default.size, help=f"model preset: {', '.join(PRESETS)} [%(default)s]")
     p.add_argument("--batch", type=int, default=default.batch, help="sequences per rank [%(default)s]")
     p.add_argument("--context", type=int, help="tokens per sequence [the preset's]")
-    p.add_argument("--ops", default=default.ops, help="of the model: torch, or triton for our kernels [torch]")
+    p.add_argument(
+        "--ops", default=default.ops, help="of the model: torch, or triton for our kernels [torch]"
+    )
     p.add_argument("--dtype", default=default.dtype, help="fp32, or bf16/fp16 autocast [%(default)s]")
     p.add_argument("--strategies", default="all", help=f"comma-separated: {', '.join(STRATEGIES)} [all]")
     p.add_argument(
@@ -66,11 +61,7 @@ def parser() -> argparse.ArgumentParser:
         help="steps per trace, 0 for none [%(default)s]",
     )
     p.add_argument("--seed", type=int, default=0, help="of parameters and data [%(default)s]")
-    p.add_argument("--nproc", type=int, help="start this many ranks [GPUs, or 2 on a CPU]")
-    p.add_argument("--backend", choices=("nccl", "gloo"), help="[nccl where there are GPUs]")
-    p.add_argument("--timeout", type=float, default=60.0, help="seconds a collective may take [%(default)s]")
-    p.add_argument("--out", default="outputs", help="folder for results [%(default)s]")
-    p.add_argument("--commit", help="recorded where git is missing")
+    add_rank_options(p)
     p.add_argument("--json", action="store_true", help="print the JSON line only")
     return p
 
@@ -124,22 +115,12 @@ def bench(context: RankContext, config: DDPBenchConfig, args: argparse.Namespace
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(arguments)
-    place = RankEnvironment.read()
-    try:
+
+    def prepare() -> Callable[[RankContext], int]:
         config = config_from(args)
-        if not place.launched:
-            ranks = default_ranks(args.backend) if args.nproc is None else args.nproc
-            return start_ranks(__file__, arguments, ranks, args.backend)
-    except ValueError as error:
-        if place.rank == 0:
-            print(f"ddp_bench: error: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    return run_rank(
-        lambda context: bench(context, config, args),
-        backend=args.backend,
-        timeout_s=args.timeout,
-        name="ddp_bench",
-    )
+        return lambda context: bench(context, config, args)
+
+    return launch(prepare, args, script=__file__, arguments=arguments, name="ddp_bench")
 
 
 if __name__ == "__main__":

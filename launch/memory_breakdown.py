@@ -6,23 +6,16 @@ torchrun --standalone --nproc_per_node=2 launch/memory_breakdown.py --size xl --
 
 import argparse
 import sys
+from collections.abc import Callable
 
-from distlab.comm import RankContext, RankEnvironment
+from distlab.comm import RankContext
 from distlab.model.config import PRESETS
 from distlab.parallel import STRATEGIES
 from distlab.report.record import json_line
 from distlab.report.table import render
 from experiments import memory_breakdown
 from experiments.memory_breakdown import MemoryConfig
-from launch.common import (
-    USAGE_ERROR,
-    default_ranks,
-    leave_process,
-    progress_to_stderr,
-    run_rank,
-    shared_folder,
-    start_ranks,
-)
+from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,11 +31,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--strategies", default=chosen, help=f"of {', '.join(STRATEGIES)} [%(default)s]")
     p.add_argument("--bucket-size-mb", type=float, default=default.bucket_size_mb, help="MiB [%(default)s]")
     p.add_argument("--steps", type=int, default=default.steps, help="measured steps [%(default)s]")
-    p.add_argument("--nproc", type=int, help="start this many ranks [GPUs, or 2 on a CPU]")
-    p.add_argument("--backend", choices=("nccl", "gloo"), help="[nccl where there are GPUs]")
-    p.add_argument("--timeout", type=float, default=60.0, help="seconds a collective may take [%(default)s]")
-    p.add_argument("--out", default="outputs", help="folder for results [%(default)s]")
-    p.add_argument("--commit", help="recorded where git is missing")
+    add_rank_options(p)
     return p
 
 
@@ -61,8 +50,8 @@ def measure(context: RankContext, config: MemoryConfig, args: argparse.Namespace
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(arguments)
-    place = RankEnvironment.read()
-    try:
+
+    def prepare() -> Callable[[RankContext], int]:
         config = MemoryConfig(
             size=args.size,
             batch=args.batch,
@@ -72,19 +61,9 @@ def main(argv: list[str] | None = None) -> int:
             bucket_size_mb=args.bucket_size_mb,
             steps=args.steps,
         )
-        if not place.launched:
-            ranks = default_ranks(args.backend) if args.nproc is None else args.nproc
-            return start_ranks(__file__, arguments, ranks, args.backend)
-    except ValueError as error:
-        if place.rank == 0:
-            print(f"memory_breakdown: error: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    return run_rank(
-        lambda context: measure(context, config, args),
-        backend=args.backend,
-        timeout_s=args.timeout,
-        name="memory_breakdown",
-    )
+        return lambda context: measure(context, config, args)
+
+    return launch(prepare, args, script=__file__, arguments=arguments, name="memory_breakdown")
 
 
 if __name__ == "__main__":

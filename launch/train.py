@@ -8,6 +8,7 @@ torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py --stra
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from distlab.comm import RankContext, RankEnvironment, collectives
@@ -15,7 +16,7 @@ from distlab.report import OutputFolder, json_line
 from distlab.train.config import DTYPES, TRAINABLE, TrainConfig
 from experiments import training
 from experiments.training import DataConfig, Training
-from launch.common import USAGE_ERROR, default_ranks, leave_process, progress_to_stderr, run_rank, start_ranks
+from launch.common import add_rank_options, launch, leave_process, progress_to_stderr
 
 HELP = {
     "size": "model preset",
@@ -53,12 +54,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--name", help="of the run [data and size]")
     p.add_argument("--fresh", action="store_true", help="put an older run of this name aside and begin anew")
     p.add_argument("--log-every", type=int, default=10, help="steps between progress lines [%(default)s]")
-    p.add_argument("--nproc", type=int, help="start this many ranks [GPUs, or 2 on a CPU]")
     p.add_argument("--max-restarts", type=int, default=0, help="start all ranks again so often [%(default)s]")
-    p.add_argument("--backend", choices=("nccl", "gloo"), help="[nccl where there are GPUs]")
-    p.add_argument("--timeout", type=float, default=60.0, help="seconds a collective may take [%(default)s]")
-    p.add_argument("--out", default="outputs", help="folder for results [%(default)s]")
-    p.add_argument("--commit", help="recorded where git is missing")
+    add_rank_options(p)
     return p
 
 
@@ -107,25 +104,13 @@ def shared_run_folder(context: RankContext, root: str, name: str, *, fresh: bool
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(arguments)
-    place = RankEnvironment.read()
-    try:
-        config = TrainConfig(
-            **{field.name: getattr(args, field.name) for field in dataclasses.fields(TrainConfig)}
-        )
-        data = DataConfig(args.data, args.val_data, args.token_dtype)
-        if not place.launched:
-            ranks = default_ranks(args.backend) if args.nproc is None else args.nproc
-            return start_ranks(__file__, arguments, ranks, args.backend, args.max_restarts)
-    except ValueError as error:
-        if place.rank == 0:
-            print(f"train: error: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    return run_rank(
-        lambda context: train(context, config, data, args),
-        backend=args.backend,
-        timeout_s=args.timeout,
-        name="train",
-    )
+
+    def prepare() -> Callable[[RankContext], int]:
+        options = {field.name: getattr(args, field.name) for field in dataclasses.fields(TrainConfig)}
+        config, data = TrainConfig(**options), DataConfig(args.data, args.val_data, args.token_dtype)
+        return lambda context: train(context, config, data, args)
+
+    return launch(prepare, args, script=__file__, arguments=arguments, name="train")
 
 
 if __name__ == "__main__":

@@ -170,6 +170,7 @@ def test_two_agents_train_together_and_restart_together(undisturbed, tmp_path):
     assert losses(tmp_path) == undisturbed
 
 
+@pytest.mark.commands  # the pages' own commands do the same
 def test_train_on_a_text_and_sample_from_it(tmp_path):
     text = tmp_path / "song.txt"
     text.write_text("na na na na, hey hey hey, good bye. " * 40)

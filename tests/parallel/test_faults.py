@@ -88,7 +88,7 @@ def _end(how: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "how"),
     [
-        *(("naive", how) for how in ("sigkill", "sleep")),
+        ("naive", "sigkill"),
         *(("bucketed", how) for how in ("sigkill", "exception", "memory", "sleep", "exit-0")),
     ],
 )
