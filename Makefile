@@ -25,7 +25,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 -m "not commands" $(ARGS)
 
 test-commands: install
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m commands $(ARGS)
+	$(BIN)/python -m pytest -m commands $(ARGS)
 
 test-gpu: install
 	$(BIN)/python -m pytest -m "gpu or multigpu" $(ARGS)
