@@ -1,7 +1,16 @@
 """The language model that is trained: its sizes, its operations, and the Transformer itself."""
 
-from distlab.model.config import PRESETS, ModelConfig, preset
+from distlab.model.config import PRESETS, ModelConfig, checkpoint_groups, preset
 from distlab.model.ops import Ops, cross_entropy, get_ops
 from distlab.model.transformer import TransformerLM
 
-__all__ = ["PRESETS", "ModelConfig", "Ops", "TransformerLM", "cross_entropy", "get_ops", "preset"]
+__all__ = [
+    "PRESETS",
+    "ModelConfig",
+    "Ops",
+    "TransformerLM",
+    "checkpoint_groups",
+    "cross_entropy",
+    "get_ops",
+    "preset",
+]

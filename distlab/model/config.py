@@ -5,10 +5,44 @@ shape, not the parameter count: with SwiGLU's three matrices the "10B" shape has
 commands print `ModelConfig.num_parameters` instead of the name.
 """
 
+import itertools
 from dataclasses import dataclass, fields, replace
 
 ATTENTION_CHOICES = ("naive", "sdpa", "flash")
 OPS_CHOICES = ("torch", "triton")
+
+Checkpointing = bool | int | str | tuple[int, ...]
+
+
+def checkpoint_groups(choice: Checkpointing) -> tuple[int, ...]:
+    """How many consecutive blocks are recomputed together in backward, outermost level first.
+
+    Args:
+        choice: `none` or False: all activations are kept, `()`. `block` or True: each block by itself, `(1,)`.
+            `every-4` or 4: groups of four blocks, of which only the input is kept, `(4,)`. `every-8-2` or (8, 2):
+            groups of eight which, once recomputed, keep only the inputs of groups of two.
+
+    Raises:
+        ValueError: anything else; levels must shrink, since a level as large as the one around it keeps nothing less.
+    """
+    if choice in (False, "none"):
+        return ()
+    if choice in (True, "block"):
+        return (1,)
+    given = choice
+    if isinstance(choice, str):
+        head, *sizes = choice.split("-")
+        choice = (
+            tuple(int(size) if size.isdigit() else 0 for size in sizes) if head == "every" and sizes else (0,)
+        )
+    sizes = (choice,) if isinstance(choice, int) else tuple(choice)
+    shrinks = all(inner < outer for outer, inner in itertools.pairwise(sizes))
+    if any(not isinstance(size, int) or size < 1 for size in sizes) or not shrinks:
+        raise ValueError(
+            f"checkpointing {given!r}: choose none, block, every-K with K blocks per group, or every-K-J for groups "
+            "of J inside groups of K, each level smaller than the one around it"
+        )
+    return sizes
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ no ranks.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distlab.model.config import ModelConfig
+from distlab.model.config import Checkpointing, ModelConfig, checkpoint_groups
 from distlab.model.ops import Ops, get_ops, rope_tables
 
 
@@ -127,8 +128,9 @@ class TransformerLM(nn.Module):
             construction gives.
         dtype: of the parameters (`None`: torch's default).
         seed: of the initial parameters.
-        checkpoint_blocks: recompute each block in backward instead of keeping its activations; may be changed
-            later through the attribute of this name.
+        checkpoint_blocks: recompute in backward instead of keeping activations: False or `none`, True or `block`
+            for each block by itself, 4 or `every-4` for groups of four, (8, 2) or `every-8-2` for groups of two
+            within groups of eight. May be changed later through the attribute of this name.
 
     Dropout draws from torch's global generator: seed that one per rank.
 
@@ -143,7 +145,7 @@ class TransformerLM(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         seed: int = 0,
-        checkpoint_blocks: bool = False,
+        checkpoint_blocks: Checkpointing = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -168,12 +170,8 @@ class TransformerLM(nn.Module):
         config = self.config
         cos, sin = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device)
         x_BTd = self.dropout(self.embedding(tokens_BT))
-        for block in self.blocks:
-            if self.checkpoint_blocks and torch.is_grad_enabled():
-                x_BTd = checkpoint(block, x_BTd, cos, sin, use_reentrant=False)
-            else:
-                x_BTd = block(x_BTd, cos, sin)
-        return self.head(self.norm(x_BTd))
+        groups = checkpoint_groups(self.checkpoint_blocks) if torch.is_grad_enabled() else ()
+        return self.head(self.norm(_run_blocks(list(self.blocks), groups, x_BTd, cos, sin)))
 
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:
@@ -206,3 +204,17 @@ class TransformerLM(nn.Module):
         super()._apply(fn, recurse)
         self._tie()
         return self
+
+
+def _run_blocks(
+    blocks: Sequence[Block], groups: tuple[int, ...], x_BTd: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """The blocks in order, in groups of groups[0] that are recomputed in backward, within them of groups[1], …"""
+    if not groups:
+        for block in blocks:
+            x_BTd = block(x_BTd, cos, sin)
+        return x_BTd
+    for start in range(0, len(blocks), groups[0]):
+        group = blocks[start : start + groups[0]]
+        x_BTd = checkpoint(_run_blocks, group, groups[1:], x_BTd, cos, sin, use_reentrant=False)
+    return x_BTd

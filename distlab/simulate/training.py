@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distlab.model import ModelConfig, TransformerLM
+from distlab.model.config import Checkpointing
 from distlab.parallel import get_strategy
 from distlab.simulate.run import Mark, SimulatedStep, simulate_step
 from distlab.train.step import TrainStep, next_token_loss
@@ -23,7 +24,7 @@ def simulate_training(
     world_size: int,
     dtype: str = "bf16",
     bucket_size_mb: float | None = 25.0,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = False,
     micro_batches: int = 1,
     like_nccl: bool = True,
 ) -> SimulatedStep:
@@ -33,7 +34,7 @@ def simulate_training(
         config: the model; sequences have its context length.
         batch: sequences per rank and micro-batch.
         dtype: `fp32`, or `bf16`/`fp16` over fp32 parameters.
-        checkpointing: recompute each block in backward.
+        checkpointing: see `TransformerLM`'s `checkpoint_blocks`.
         micro_batches: accumulated before the synchronisation.
 
     Raises:

@@ -112,7 +112,7 @@ class _Setting:
     precision: Precision
     strategy: str
     world_size: int
-    checkpointing: bool
+    groups: tuple[int, ...]
     bucket_bytes: float
     state_numbers: int
     step_numbers: int
@@ -136,7 +136,7 @@ def step_memory(
     world_size: int = 1,
     precision: str | Precision = "bf16-autocast",
     attention: str = "sdpa",
-    checkpointing: bool = False,
+    checkpointing: bool | tuple[int, ...] = False,
     bucket_size_mb: float | None = 25.0,
     optimizer: str = "adamw-fused",
     accumulates: bool = False,
@@ -149,7 +149,8 @@ def step_memory(
         strategy: a registered name, or `fsdp2` for torch's `fully_shard` per block.
         precision: `fp32`, `bf16-autocast` (fp32 parameters), `bf16` (FSDP with that compute dtype), or bytes.
         attention: `naive`, `flash` or `sdpa`.
-        checkpointing: every block is recomputed in backward.
+        checkpointing: whether every block is recomputed in backward; or the blocks per group that is recomputed
+            together, outermost level first: `(4,)`, or `(8, 2)` for groups of two within groups of eight.
         bucket_size_mb: matters only for how much is in flight where buckets are sent.
         optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`.
         accumulates: several micro-batches without synchronisation; FSDP then keeps full gradients in fp32.
@@ -230,14 +231,14 @@ def _walk(setting: _Setting, states: Breakdown) -> Iterator[tuple[str, Breakdown
     """(phase, bytes) of every moment that could be the fullest, without workspaces."""
     shape, kept = setting.shape, setting.kept
     layers = shape.num_layers
-    per_block = kept.checkpoint if setting.checkpointing else kept.block
-    forward = replace(states, activations=layers * per_block + kept.last, weight_copies=_copies(setting))
+    blocks = -(-layers // setting.groups[0]) * kept.checkpoint if setting.groups else layers * kept.block
+    forward = replace(states, activations=blocks + kept.last, weight_copies=_copies(setting))
     unit = _block_matrices(shape)
     yield (
         "forward",
         replace(
             forward,
-            activations=(layers - 1) * per_block + kept.block,
+            activations=_kept_below(setting, layers - 1)[0] + kept.block,
             gathered=_gathered(setting, 2 * unit),
             temporary=kept.block_temporary,
         ),
@@ -246,7 +247,7 @@ def _walk(setting: _Setting, states: Breakdown) -> Iterator[tuple[str, Breakdown
     buckets = states.buckets + _rebuilt(setting)
     temporary = kept.loss + kept.forward_loss_temporary
     yield "loss", replace(forward, buckets=buckets, temporary=temporary)
-    held = 0 if setting.checkpointing else _copies(setting)  # with checkpoints no graph keeps the copies
+    held = 0 if setting.groups else _copies(setting)  # with checkpoints no graph keeps the copies
     forward = replace(forward, buckets=buckets, weight_copies=held)
     yield "backward of loss", replace(forward, temporary=kept.loss + kept.loss_temporary)
     temporary = kept.logits_gradient + _weight_gradient(setting, shape.embedding_parameters)
@@ -275,14 +276,14 @@ def _in_block(setting: _Setting, states: Breakdown, block: int) -> Breakdown:
     shape, kept = setting.shape, setting.kept
     unit = _block_matrices(shape)
     done = (shape.num_layers - 1 - block) * shape.block_parameters + shape.embedding_parameters
-    below = block * (kept.checkpoint if setting.checkpointing else kept.block)
+    below, recomputed = _kept_below(setting, block)
     casts = setting.precision.compute * unit if setting.precision.copies_weights else 0
     in_flight = FP32 * unit if setting.strategy in SHARDED else 0
     inside = replace(
         states,
         gradients=_grown(setting, done),
         gathered=_gathered(setting, 2 * unit),
-        weight_copies=casts * (1 if setting.checkpointing else block + 1),
+        weight_copies=casts * (recomputed + 1),
         activations=below + kept.block,
         temporary=kept.block_temporary
         + kept.residual_gradient
@@ -295,13 +296,25 @@ def _in_block(setting: _Setting, states: Breakdown, block: int) -> Breakdown:
     return max(inside, packing, key=lambda moment: moment.total)
 
 
+def _kept_below(setting: _Setting, block: int) -> tuple[int, int]:
+    """(bytes kept of the blocks before this one while it runs backward, how many of them are kept in full).
+
+    With groups, of those before its own only the inputs are; within its own the same again, level by level.
+    """
+    inputs, rest = 0, block
+    for size in setting.groups:
+        inputs += rest // size
+        rest %= size
+    return inputs * setting.kept.checkpoint + rest * setting.kept.block, rest
+
+
 def _setting(
     shape: ModelShape,
     strategy: str,
     world_size: int,
     precision: str | Precision,
     optimizer: str,
-    checkpointing: bool,
+    checkpointing: bool | tuple[int, ...],
     bucket_size_mb: float | None,
     batch: int,
     context: int,
@@ -321,9 +334,10 @@ def _setting(
         precision = PRECISIONS[precision]
     kept = activations(shape, batch, context, precision, attention)
     limit = float("inf") if bucket_size_mb is None else bucket_size_mb * MIB
-    return _Setting(
-        shape, kept, precision, strategy, world_size, checkpointing, limit, *OPTIMIZERS[optimizer]
-    )
+    groups = checkpointing if isinstance(checkpointing, tuple) else (1,) if checkpointing else ()
+    if any(size < 1 for size in groups):
+        raise ValueError(f"checkpointing={checkpointing}: groups of at least one block")
+    return _Setting(shape, kept, precision, strategy, world_size, groups, limit, *OPTIMIZERS[optimizer])
 
 
 # -- what a strategy holds -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
+from distlab.model import ModelConfig, TransformerLM, checkpoint_groups, cross_entropy, preset
 from distlab.model.ops import rms_norm, rope_tables
 
 CONFIG = ModelConfig(d_model=32, d_ff=48, num_layers=2, num_heads=2, vocab_size=61, context_length=16)
@@ -186,11 +186,20 @@ def test_checkpointed_blocks_change_nothing():
     model = TransformerLM(_config(dropout=0.2))
     torch.manual_seed(7)
     loss, gradients = _gradients(model)
-    model.checkpoint_blocks = True
-    torch.manual_seed(7)
-    again, recomputed = _gradients(model)
-    assert torch.equal(loss, again)
-    assert all(torch.equal(gradients[name], recomputed[name]) for name in gradients)
+    for groups in ("block", "every-2", "every-3", "every-3-2-1"):
+        model.checkpoint_blocks = groups
+        torch.manual_seed(7)
+        again, recomputed = _gradients(model)
+        assert torch.equal(loss, again)
+        assert all(torch.equal(gradients[name], recomputed[name]) for name in gradients), groups
+
+
+@pytest.mark.parametrize(
+    "choice", ["every", "every-", "every-0", "every-2-2", "every-2-4", "blocks", -1, (2, 3)]
+)
+def test_groups_that_recompute_nothing_are_refused(choice):
+    with pytest.raises(ValueError, match="choose none, block, every-K"):
+        checkpoint_groups(choice)
 
 
 def test_checkpointed_blocks_save_activations():

@@ -147,6 +147,21 @@ def test_memory_is_the_closed_form(name, dtype):
     assert step.peak.total == pytest.approx(expected.peak.total, rel=0.05)
 
 
+def test_memory_of_recomputed_groups_is_the_closed_form():
+    """What groups keep beyond single blocks; hardly a vocabulary, so that what blocks keep decides the peak."""
+    config, peaks = ModelConfig(64, 256, 4, 2, vocab_size=16, context_length=256), {}
+    for groups in ((1,), (4,), (4, 2)):
+        step = simulate_training(config, "local", batch=4, world_size=1, dtype="fp32", checkpointing=groups)
+        shape = {"batch": 4, "context": 256, "precision": "fp32", "workspace_bytes": 0}
+        expected = step_memory(ModelShape.of(config), checkpointing=groups, **shape)
+        assert expected.peak_phase == f"backward of block {groups[-1] - 1}"
+        assert step.peak.total == pytest.approx(expected.peak.total, rel=0.1)
+        peaks[groups] = (step.peak.total, expected.peak.total)
+    for groups in ((4,), (4, 2)):
+        simulated, closed = (mine - single for mine, single in zip(peaks[groups], peaks[1,], strict=True))
+        assert simulated == pytest.approx(closed, rel=0.02), groups
+
+
 def test_events_are_ordered_like_the_program():
     """Overlap issues during backward and waits afterwards; naive waits at once."""
     naive, overlap = (simulate_training(CONFIG, name, batch=1, world_size=2) for name in ("naive", "overlap"))
