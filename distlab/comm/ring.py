@@ -1,0 +1,87 @@
+"""Collectives made of sends and receives: what a library does, small enough to read. All block as `Work.wait()` does.
+
+Ranks stand in a ring; in every round each sends to the next and receives from the one before, so all links are busy
+in one direction. The tensor is cut into N pieces:
+
+    reduce-scatter   N−1 rounds   pass a partial sum of a piece on, add the own contribution to what arrives
+    all-gather       N−1 rounds   pass finished pieces on
+    all-reduce       2(N−1)       the one after the other: (N−1)/N of the tensor per link and half
+    whole tensors    N−1 rounds   forward everybody's whole tensor, add each: N/2 times the volume, half of the rounds
+
+Costs are in `distlab.theory.collective_cost`. The library's collectives (`collectives`) split rings into several
+channels, pipeline pieces inside each round, and use trees where latency counts.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup
+
+
+@torch.no_grad()
+def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
+    """Concatenate every rank's `input` `(n,)` in rank order into `output` `(N·n,)`."""
+    rank, ranks = group.rank(), group.size()
+    pieces = _equal_pieces(output, input, ranks)
+    pieces[rank].copy_(input)
+    for done in range(ranks - 1):
+        _pass_on(pieces[(rank - done) % ranks], pieces[(rank - done - 1) % ranks], group)
+
+
+@torch.no_grad()
+def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
+    """Give rank r the r-th of N equal pieces of the *sum* of `input`: `(N·n,)` → `output` `(n,)`."""
+    rank, ranks = group.rank(), group.size()
+    pieces = _equal_pieces(input, output, ranks)
+    partial, arriving = pieces[(rank - 1) % ranks].clone(), torch.empty_like(output)
+    for done in range(
+        ranks - 1
+    ):  # after the last round the partial sum is that of the own piece, and complete
+        _pass_on(partial, arriving, group)
+        arriving += pieces[(rank - done - 2) % ranks]
+        partial, arriving = arriving, partial
+    output.copy_(partial)
+
+
+@torch.no_grad()
+def all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
+    """Replace `tensor` (contiguous, any number of elements) by its *sum* over the ranks."""
+    rank, ranks = group.rank(), group.size()
+    pieces = tensor.view(-1).tensor_split(ranks)
+    arriving = torch.empty_like(pieces[0])  # the longest
+    for done in range(ranks - 1):
+        mine, theirs = pieces[(rank - done) % ranks], pieces[(rank - done - 1) % ranks]
+        _pass_on(mine, arriving[: theirs.numel()], group)
+        theirs += arriving[: theirs.numel()]
+    for done in range(ranks - 1):  # rank r has completed piece r+1
+        _pass_on(pieces[(rank + 1 - done) % ranks], pieces[(rank - done) % ranks], group)
+
+
+@torch.no_grad()
+def all_reduce_whole(tensor: Tensor, group: ProcessGroup) -> None:
+    """`all_reduce` by forwarding whole tensors: fewer rounds for small ones, far too many bytes for large ones."""
+    passing, arriving = tensor.clone(), torch.empty_like(tensor)
+    for _ in range(group.size() - 1):
+        _pass_on(passing, arriving, group)
+        tensor += arriving
+        passing, arriving = arriving, passing
+
+
+def _pass_on(outgoing: Tensor, incoming: Tensor, group: ProcessGroup) -> None:
+    """Send to the next rank and receive from the one before, at once: one after the other would wait in a circle."""
+    rank, ranks = group.rank(), group.size()
+    transfers = [
+        P2POp(kind, tensor, group=group, group_peer=peer % ranks)
+        for kind, tensor, peer in ((dist.isend, outgoing, rank + 1), (dist.irecv, incoming, rank - 1))
+        if tensor.numel()  # sender and receiver of a piece agree on its size
+    ]
+    for work in dist.batch_isend_irecv(transfers) if transfers else []:
+        work.wait()
+
+
+def _equal_pieces(whole: Tensor, piece: Tensor, ranks: int) -> tuple[Tensor, ...]:
+    if whole.numel() != ranks * piece.numel() or not whole.is_contiguous():
+        raise ValueError(
+            f"{ranks} pieces of {piece.numel()} elements do not make a contiguous tensor of {whole.numel()}: pad it"
+        )
+    return whole.view(-1).split(piece.numel()) if piece.numel() else (piece,) * ranks
