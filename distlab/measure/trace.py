@@ -53,6 +53,7 @@ class Event(NamedTuple):
         kind: ``communication``, ``compute``, ``copy`` or ``range``.
         lane: a GPU stream or a CPU thread.
         launched_ms: for work on a GPU, when the host launched it; None elsewhere.
+        operator: for work on a GPU, the innermost operator that launched it (``aten::mm``); None elsewhere.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Event(NamedTuple):
     start_ms: float
     end_ms: float
     launched_ms: float | None = None
+    operator: str | None = None
 
 
 def profile_steps(
@@ -207,12 +209,14 @@ class _Span(NamedTuple):
     start: float
     end: float
     correlation: int | None  # ties what runs on the GPU to the call that launched it
+    external: int | None  # and to the operator that made the call
 
     @classmethod
     def read(cls, entry: dict[str, Any]) -> _Span:
         end = entry["ts"] + entry["dur"]
-        correlation = entry.get("args", {}).get("correlation")
-        return cls(entry["cat"], entry["name"], entry["tid"], entry["ts"], end, correlation)
+        args = entry.get("args", {})
+        ties = args.get("correlation"), args.get("External id")
+        return cls(entry["cat"], entry["name"], entry["tid"], entry["ts"], end, *ties)
 
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -223,6 +227,7 @@ def _classified(spans: list[_Span]) -> Iterable[Event]:
     origin = min((span.start for span in spans), default=0.0)
     gpu_trace = any(span.category == "kernel" for span in spans)
     launches = {s.correlation: s.start for s in spans if s.category in ("cuda_runtime", "cuda_driver")}
+    operators = {s.external: s.name for s in spans if s.category == "cpu_op"}
     gloo_threads = {span.thread for span in spans if span.name.startswith("gloo:")}
     c10d = _by_thread(span for span in spans if span.name.startswith("c10d::"))
     for span in spans:
@@ -240,13 +245,14 @@ def _classified(spans: list[_Span]) -> Iterable[Event]:
                 (span.start - origin) / 1e3,
                 (span.end - origin) / 1e3,
                 None if launched is None else (launched - origin) / 1e3,
+                operators.get(span.external) if on_gpu else None,
             )
 
 
 def _gpu_kind(span: _Span) -> str:
-    if span.category != "kernel":
-        return "copy"
-    return "communication" if "nccl" in span.name.lower() else "compute"
+    if _GPU_COMMUNICATION.search(span.name):
+        return "communication"
+    return "compute" if span.category == "kernel" else "copy"
 
 
 def _host_kind(span: _Span) -> str | None:
