@@ -17,8 +17,9 @@ from distlab.measure.memory import allocated_bytes, peak_memory, tensor_bytes
 from distlab.measure.timing import MIN_SAMPLES, PhaseTimer, percentiles, slowest_rank
 from distlab.model.config import ModelConfig, preset
 from distlab.report import plot
-from distlab.report.record import OutputFolder, Record, commit, environment, write_csv, write_json
-from distlab.report.table import Column, render
+from distlab.report.record import Record, commit, environment
+from distlab.report.table import Column
+from distlab.report.view import View
 from distlab.theory.memory import CUBLAS_WORKSPACES, Breakdown, StepMemory, step_memory
 from distlab.theory.shape import ModelShape
 from distlab.train.workbench import Variant, Workbench, variants
@@ -238,14 +239,6 @@ def headline(records: Sequence[Record]) -> str:
     )
 
 
-def write(records: Sequence[Record], folder: OutputFolder) -> None:
-    """Records, tables and picture into the folder; call it on one rank."""
-    write_json(records, folder.path / "records.json")
-    write_csv(records, folder.path / "records.csv")
-    folder.write_text("table.md", f"{headline(records)}\n\n{render(records, COLUMNS, 'markdown')}\n")
-    draw(records, folder.path / "memory.png")
-
-
 PARTS = {  # of the predicted peak; the allocator does not tell the last two apart
     "parameters": ("parameters",),
     "optimizer state": ("optimizer_state",),
@@ -279,3 +272,20 @@ def draw(records: Sequence[Record], path: Path) -> None:
         f"{config['dtype']}, {config['world_size']} × {env['device_name']}"
     )
     plot.stacked_bars(path, labels, parts, title=title, unit="GiB")
+
+
+VIEW = View(
+    NAME,
+    __doc__.splitlines()[0],
+    COLUMNS,
+    headline,
+    pictures={"memory.png": draw},
+    reading="Parameters, gradients and optimizer state are counted from the tensors themselves; what the allocator "
+    "held after construction, before and after the optimizer and at its peak is the fullest rank's. The phase of the "
+    "peak is the closed form's: at a small batch it lies where gradients are complete, at a large one where "
+    "activations are.\n\n"
+    "In the picture a bar that is measured stands above the one that is predicted. Of a measured peak only parameters "
+    "and optimizer state can be told apart by counting; the rest is gradients, activations and copies.",
+    prediction="The closed form of distlab.theory.memory, from the widths of the model alone.",
+    noise="Bytes do not vary from run to run by more than the order in which blocks of the allocator are reused.",
+)

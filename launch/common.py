@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from distlab.comm import RankContext, RankEnvironment, collectives, rank_context
 from distlab.comm.context import choose_device
 from distlab.report.record import OutputFolder
+from distlab.report.view import View, add_from_option, redraw
 
 USAGE_ERROR = 2
 # What a user can mend. Anything else is our mistake and keeps its traceback.
@@ -84,6 +85,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", default="outputs", help="folder for results [%(default)s]")
     parser.add_argument("--commit", help="recorded where git is missing")
+    add_from_option(parser)
 
 
 def launch(
@@ -93,6 +95,7 @@ def launch(
     script: str,
     arguments: Sequence[str],
     name: str,
+    view: View | None = None,
 ) -> int:
     """What `main()` does: check, start the ranks unless this is one already, run the work on this rank.
 
@@ -101,7 +104,10 @@ def launch(
         args: parsed, with the options of `add_rank_options`, and `max_restarts` where there is such an option.
         script, arguments: the entry point's file and the command line, for starting the ranks.
         name: for messages.
+        view: of the experiment, for `--from`, which measures nothing.
     """
+    if getattr(args, "source", None) and view is not None:
+        return redraw(view, args.source, args.out) if RankEnvironment.read().rank == 0 else 0
     place = RankEnvironment.read()
     try:
         work = prepare()

@@ -15,12 +15,13 @@ import torch
 
 from distlab.comm import RankContext
 from distlab.model.config import PRESETS
-from distlab.parallel import STRATEGIES
-from distlab.report.record import json_line
-from distlab.report.table import render
+from distlab.parallel import STRATEGIES, strategies_on
+from distlab.report import say
 from experiments import ddp_bench
 from experiments.ddp_bench import DDPBenchConfig
 from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
+
+QUICK = ("local", "naive", "bucketed", "torch-ddp")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0, help="of parameters and data [%(default)s]")
     add_rank_options(p)
     p.add_argument("--json", action="store_true", help="print the JSON line only")
+    p.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)} for a few steps")
     return p
 
 
@@ -71,7 +73,10 @@ def _bucket_size(text: str) -> float | None:
 
 
 def config_from(args: argparse.Namespace) -> DDPBenchConfig:
-    names = tuple(STRATEGIES) if args.strategies == "all" else tuple(args.strategies.split(","))
+    everything = strategies_on("cuda" if torch.cuda.is_available() and args.backend != "gloo" else "cpu")
+    names = everything if args.strategies == "all" else tuple(args.strategies.split(","))
+    if args.quick:
+        names, args.rounds, args.steps, args.check_steps, args.profile_steps = QUICK, 2, 4, 2, 1
     return DDPBenchConfig(
         size=args.size,
         batch=args.batch,
@@ -101,15 +106,8 @@ def bench(context: RankContext, config: DDPBenchConfig, args: argparse.Namespace
     records = ddp_bench.run(config, context, folder, default_commit=args.commit, progress=progress)
     if not context.is_main:
         return 0
-    ddp_bench.write(records, folder, context)
-    problems = ddp_bench.wrong_rows(records)
-    if not args.json:
-        print(f"{ddp_bench.headline(records)}\n\n{render(records, ddp_bench.columns(records))}\n")
-        for problem in problems:
-            print(f"WRONG: {problem}")
-        print(f"\ntable, records, pictures and traces: {folder.path}")
-    print(json_line(ddp_bench.NAME, records, folder.path), flush=True)
-    return 1 if problems else 0
+    say(ddp_bench.VIEW, records, ddp_bench.write(records, folder, context), quiet=args.json)
+    return 1 if ddp_bench.wrong_rows(records) else 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -120,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         config = config_from(args)
         return lambda context: bench(context, config, args)
 
-    return launch(prepare, args, script=__file__, arguments=arguments, name="ddp_bench")
+    return launch(prepare, args, script=__file__, arguments=arguments, name="ddp_bench", view=ddp_bench.VIEW)
 
 
 if __name__ == "__main__":

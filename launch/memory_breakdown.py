@@ -11,11 +11,12 @@ from collections.abc import Callable
 from distlab.comm import RankContext
 from distlab.model.config import PRESETS
 from distlab.parallel import STRATEGIES
-from distlab.report.record import json_line
-from distlab.report.table import render
+from distlab.report import say, write
 from experiments import memory_breakdown
 from experiments.memory_breakdown import MemoryConfig
 from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
+
+QUICK = ("local", "bucketed", "zero1", "fsdp")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--strategies", default=chosen, help=f"of {', '.join(STRATEGIES)} [%(default)s]")
     p.add_argument("--bucket-size-mb", type=float, default=default.bucket_size_mb, help="MiB [%(default)s]")
     p.add_argument("--steps", type=int, default=default.steps, help="measured steps [%(default)s]")
+    p.add_argument("--quick", action="store_true", help=f"three steps of {', '.join(QUICK)}")
     add_rank_options(p)
     return p
 
@@ -40,10 +42,7 @@ def measure(context: RankContext, config: MemoryConfig, args: argparse.Namespace
     progress = progress_to_stderr(context)
     records = memory_breakdown.run(config, context, default_commit=args.commit, progress=progress)
     if context.is_main:
-        memory_breakdown.write(records, folder)
-        print(f"{memory_breakdown.headline(records)}\n\n{render(records, memory_breakdown.COLUMNS)}\n")
-        print(f"table, records and picture: {folder.path}")
-        print(json_line(memory_breakdown.NAME, records, folder.path), flush=True)
+        say(memory_breakdown.VIEW, records, write(memory_breakdown.VIEW, records, folder))
     return 0
 
 
@@ -57,13 +56,14 @@ def main(argv: list[str] | None = None) -> int:
             batch=args.batch,
             context=args.context,
             dtype=args.dtype,
-            strategies=tuple(args.strategies.split(",")),
+            strategies=QUICK if args.quick else tuple(args.strategies.split(",")),
             bucket_size_mb=args.bucket_size_mb,
-            steps=args.steps,
+            steps=3 if args.quick else args.steps,
         )
         return lambda context: measure(context, config, args)
 
-    return launch(prepare, args, script=__file__, arguments=arguments, name="memory_breakdown")
+    return launch(prepare, args, script=__file__, arguments=arguments, name="memory_breakdown",
+                  view=memory_breakdown.VIEW)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From measurements to something a person reads: records, tables, pictures. Knows nothing of what was
+"""From measurements to something a person reads: records, tables, pictures, a page. Knows nothing of what was
 measured.
 """
 
@@ -6,16 +6,22 @@ from distlab.report.output import OutputFolder
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, write_csv, write_json
 from distlab.report.table import Column, render
+from distlab.report.view import View, add_from_option, redraw, say, write
 
 __all__ = [
     "Column",
     "OutputFolder",
     "Record",
+    "View",
+    "add_from_option",
     "commit",
     "environment",
     "json_line",
     "read_json",
+    "redraw",
     "render",
+    "say",
+    "write",
     "write_csv",
     "write_json",
 ]

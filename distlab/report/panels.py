@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from distlab.report.machines import keyed_apart
 from distlab.report.output import atomic_path
 from distlab.report.record import Record
 
@@ -21,7 +22,8 @@ def panels(
     by: Sequence[str] = ("dtype", "head_dim"),
     emphasis: str = "ours",
 ) -> None:
-    """Draw `metrics[metric]` against `config[x]`, both logarithmic; records without the metric are left out.
+    """Draw `metrics[metric]` against `config[x]`, both logarithmic; records without the metric are left out, and
+    lines of different machines are different lines.
 
     Args:
         path: a ``.png`` (or ``.svg``, ``.pdf``), written atomically.
@@ -32,6 +34,7 @@ def panels(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    records = keyed_apart(records)
     shapes = sorted({tuple(r.config[name] for name in by) for r in records}, key=str)
     shapes.sort(key=lambda shape: [(isinstance(part, str), part) for part in shape])
     columns = min(len(shapes), COLUMNS)
@@ -50,7 +53,7 @@ def panels(
                 and r.metrics.get(metric) is not None
             )
             if points:
-                width = 2.2 if variant == emphasis else 1
+                width = 2.2 if variant.split(" [")[0] == emphasis else 1
                 axes.plot(
                     *zip(*points, strict=True),
                     marker="o",
@@ -63,7 +66,11 @@ def panels(
         axes.set(title=title, xlabel=x, ylabel=label, xscale="log", yscale="log")
         axes.set_xscale("log", base=2)
         axes.grid(alpha=0.3)
-    handles = {name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    handles = {
+        name: line
+        for axes in figure.axes
+        for line, name in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     figure.axes[0].legend(handles.values(), handles.keys(), fontsize=7)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=120)

@@ -7,10 +7,14 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 
 def environment(device: torch.device | str) -> dict[str, str | int | None]:
@@ -35,7 +39,32 @@ def environment(device: torch.device | str) -> dict[str, str | int | None]:
         "cpu_cores": _usable_cores(),
         "cpu_threads_per_rank": torch.get_num_threads(),
         "platform": f"{platform.system()} {platform.machine()}",
+        "command": command(),
     }
+
+
+def command() -> str:
+    """How this process was started, so that the run can be repeated from the checkout: its ranks through torchrun.
+
+    Paths inside the checkout become relative to it, and of other absolute paths only the last part is kept.
+    """
+    root = Path(__file__).resolve().parents[2]
+    words = list(getattr(sys, "orig_argv", ["python", *sys.argv]))[1:]
+    words = words[1:] if words[:1] == ["-u"] else words
+    if words[:1] == ["-c"]:  # a worker of some pool, which nobody started by hand
+        return "python -c …"
+    words = [
+        re.sub(r"(^|=)(/.*)", lambda found: found[1] + _without_folders(found[2], root), w) for w in words
+    ]
+    starter = ["python"]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        starter = ["torchrun", "--standalone", f"--nproc-per-node={dist.get_world_size()}"]
+    return shlex.join([*starter, *words])
+
+
+def _without_folders(path: str, root: Path) -> str:
+    found = Path(path)
+    return str(found.relative_to(root)) if found.is_relative_to(root) else f"…/{found.name}"
 
 
 def commit(default: str | None = None) -> str | None:

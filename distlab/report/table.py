@@ -48,11 +48,21 @@ class Column:
         if self.align not in (None, "left", "right"):
             raise ValueError(f"align must be 'left', 'right' or None, got {self.align!r}")
 
-    def text(self, record: Record) -> str:
-        """The cell of ``record``, not escaped. Text such as ``"OOM"`` is shown as it is."""
+    @property
+    def stands_left(self) -> bool:
+        """Whether its cells are aligned left."""
+        return (self.align or ("left" if self.key in ("variant", "experiment") else "right")) == "left"
+
+    def value(self, record: Record) -> Any:
+        """What the record holds there, not scaled; None if nothing."""
         value: Any = record
         for name in self.key.split("."):
             value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+        return value
+
+    def text(self, record: Record) -> str:
+        """The cell of ``record``, not escaped. Text such as ``"OOM"`` is shown as it is."""
+        value = self.value(record)
         if value is None:
             return self.missing
         if isinstance(value, str | bool):
@@ -78,8 +88,7 @@ def render(records: Sequence[Record], columns: Sequence[Column], style: str = "t
         raise ValueError("a table needs at least one column")
     escape = {"text": str, "markdown": _escape_markdown, "latex": escape_latex}[style]
     rows = [[escape(_cell(column, record)) for column in columns] for record in records]
-    names = ("variant", "experiment")
-    aligns = [column.align or ("left" if column.key in names else "right") for column in columns]
+    aligns = ["left" if column.stands_left else "right" for column in columns]
     return tabulate(
         rows,
         headers=[escape(column.title) for column in columns],

@@ -144,7 +144,7 @@ def test_an_oom_row_is_shown_as_oom(tmp_path):
         Record("ddp_bench", "local", config, local, env, None),
         Record("ddp_bench", "flat", config, {"step_p50_ms": "OOM"}, env, None),
     ]
-    assert "OOM" in ddp_bench.render(records, ddp_bench.COLUMNS)
+    assert "OOM" in ddp_bench.VIEW.table(records)
     ddp_bench.draw_step_times(records, tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 1000
 

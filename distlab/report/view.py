@@ -1,0 +1,177 @@
+"""How an experiment's records are shown, in one place: what every run writes, and what `--from` writes anew.
+
+An experiment declares its `View` once; `write` makes of records and view the whole folder of a run:
+
+    records.json  records.csv  table.md  table.tex  report.html  and the pictures
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distlab.report import html
+from distlab.report.machines import by_machine
+from distlab.report.output import OutputFolder, atomic_path
+from distlab.report.record import Record, json_line, read_json, write_csv, write_json
+from distlab.report.table import Column, render
+
+Draw = Callable[[Sequence[Record], Path], None]
+USAGE_ERROR = 2
+
+
+@dataclass(frozen=True)
+class View:
+    """What a reader gets of one experiment.
+
+    Args:
+        name: of the experiment, as its records have it.
+        question: what it asks; the first line of its module's docstring.
+        columns: of its table; a list, or a function of the records.
+        headline: records → one line that says what they were measured on.
+        reading: how to read table and pictures; paragraphs are parted by an empty line.
+        pictures: file name → function that draws it from records to a path. One that has nothing to draw writes no
+            file. Pictures that only the run itself can draw lie in the folder already, and are shown too.
+        findings: records → sentences that follow from them.
+        prediction: how predictions are made, or why there are none.
+        noise: what to know of the noise, beside what the records say of it.
+    """
+
+    name: str
+    question: str
+    columns: Sequence[Column] | Callable[[Sequence[Record]], Sequence[Column]]
+    headline: Callable[[Sequence[Record]], str]
+    reading: str
+    pictures: Mapping[str, Draw] = field(default_factory=dict)
+    findings: Callable[[Sequence[Record]], Sequence[str]] = lambda records: ()
+    prediction: str = ""
+    noise: str = ""
+
+    def table(self, records: Sequence[Record], style: str = "text") -> str:
+        """The table in one of `render`'s styles; of several machines, with a column that tells them apart."""
+        return render(records, self.columns_of(records), style)
+
+    def columns_of(self, records: Sequence[Record]) -> list[Column]:
+        """The columns for these records."""
+        columns = list(self.columns(records) if callable(self.columns) else self.columns)
+        if len(by_machine(records)) > 1:
+            columns.insert(0, Column("environment.device_name", "machine", align="left"))
+        return columns
+
+    def headline_of(self, records: Sequence[Record]) -> str:
+        """The headline of each machine's records."""
+        return "; ".join(self.headline(group) for group in by_machine(records).values())
+
+
+def write(view: View, records: Sequence[Record], folder: OutputFolder | Path) -> Path:
+    """Everything that a run leaves, into its folder; call it on one rank.
+
+    Returns:
+        The path of `report.html`.
+
+    Raises:
+        ValueError: no records, or records of another experiment.
+    """
+    _check(view, records)
+    path = Path(getattr(folder, "path", folder))
+    write_json(records, path / "records.json")
+    write_csv(records, path / "records.csv")
+    headline = view.headline_of(records)
+    findings = [line for group in by_machine(records).values() for line in view.findings(group)]
+    below = "".join(f"\n{line}\n" for line in findings)
+    files = {
+        "table.md": f"{headline}\n\n{view.table(records, 'markdown')}\n{below}",
+        "table.tex": view.table(records, "latex") + "\n",
+    }
+    pictures = _draw(view, records, path)
+    files["report.html"] = html.page(
+        records,
+        name=view.name,
+        question=view.question,
+        headline=headline,
+        columns=view.columns_of(records),
+        pictures=pictures,
+        findings=findings,
+        reading=view.reading,
+        prediction=view.prediction,
+        noise=view.noise,
+    )
+    for name, text in files.items():
+        with atomic_path(path / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    return path / "report.html"
+
+
+def _check(view: View, records: Sequence[Record]) -> None:
+    if not records:
+        raise ValueError(f"no records to show: {view.name} measured nothing")
+    others = {record.experiment for record in records} - {view.name}
+    if others:
+        raise ValueError(
+            f"records of {', '.join(sorted(others))} cannot be shown as {view.name}: give them to --from of the "
+            "command that made them"
+        )
+
+
+def _draw(view: View, records: Sequence[Record], path: Path) -> list[tuple[str, Path]]:
+    """Draw the view's pictures, those of each machine apart; (caption, file) of these and of others in the folder."""
+    machines = by_machine(records)
+    found: list[tuple[str, Path]] = []
+    for number, (machine, group) in enumerate(machines.items(), 1):
+        for name, draw in view.pictures.items():
+            target = path / (name if number == 1 else f"{Path(name).stem}-{number}{Path(name).suffix}")
+            draw(group, target)
+            if target.exists():
+                caption = Path(name).stem.replace("_", " ")
+                found.append((caption if len(machines) == 1 else f"{caption}, {machine}", target))
+    drawn = {target for _, target in found}
+    others = (other for other in sorted(path.glob("*.png")) if other not in drawn)
+    return found + [(other.stem.replace("_", " "), other) for other in others]
+
+
+def add_from_option(parser: argparse.ArgumentParser) -> None:
+    """The option `--from`, which every experiment has: draw saved records anew instead of measuring."""
+    parser.add_argument(
+        "--from",
+        dest="source",
+        nargs="+",
+        metavar="RECORDS",
+        help="write table, pictures and report.html of these records.json anew, without measuring",
+    )
+
+
+def redraw(view: View, sources: Sequence[str | Path], out: str | Path) -> int:
+    """What `--from` does: read records, of one machine or of several, and write a folder of them under `out`.
+
+    Pictures that records alone cannot give (timelines, from traces) are taken from beside the first file.
+
+    Returns:
+        0, or 2 after a line on stderr that says what is wrong with a file.
+    """
+    try:
+        records = [record for source in sources for record in read_json(source)]
+        _check(view, records)
+        folder = OutputFolder(out, view.name)
+        for picture in sorted(Path(sources[0]).parent.glob("*.png")) if len(sources) == 1 else []:
+            shutil.copy(picture, folder.path)
+        page = write(view, records, folder)
+    except (ValueError, OSError) as error:
+        print(f"{view.name}: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    say(view, records, page)
+    return 0
+
+
+def say(view: View, records: Sequence[Record], page: Path, *, quiet: bool = False) -> None:
+    """The end of a run on stdout: headline, table, findings, where the report is, and the line of JSON."""
+    if not quiet:
+        print(f"{view.headline_of(records)}\n\n{view.table(records)}\n")
+        for group in by_machine(records).values():
+            for line in view.findings(group):
+                print(line)
+        print(f"report: {page}")
+    print(json_line(view.name, records, page.parent), flush=True)
