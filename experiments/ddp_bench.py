@@ -406,7 +406,10 @@ VIEW = view.View(
     columns,
     headline,
     pictures={"step_time.png": draw_step_times},
-    findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],
+    findings=lambda records: [
+        *(f"WRONG: {problem}" for problem in wrong_rows(records)),
+        *(f"UNEXPLAINED: {row}" for row in unexplained_rows(records)),
+    ],
     reading="Exposed communication is what a step takes longer than the same step without communication (local). "
     "Communication time and overlap, the share of it that compute covers, come from the profiler's trace of rank 0; "
     "calls and bytes are counted at torch's dispatcher. The ratio to torch is over torch DDP's fastest row, paired "

@@ -7,10 +7,11 @@ order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from distlab.measure.trace import STEP, Event
+from distlab.measure.trace import NEXT, STEP, Event
 
 Interval = tuple[float, float]
 
@@ -82,15 +83,45 @@ class Overlap:
     idle_ms: float
 
 
-def step_windows(events: Iterable[Event]) -> list[Interval]:
-    """The ``distlab:step`` ranges in order of time. Raises ValueError if there is none."""
-    windows = sorted((event.start_ms, event.end_ms) for event in events if event.name == STEP)
-    if not windows:
+def step_windows(events: Sequence[Event]) -> list[Interval]:
+    """When each ``distlab:step`` ran, in order of time.
+
+    Usually its range. Where steps were queued (there is a range ``distlab:next``) on a GPU, the host's ranges lie
+    before the work: a step then lasts from its first compute kernel to that of the next.
+
+    Raises:
+        ValueError: there is no such range.
+    """
+    return [window for _, window in _steps(events)]
+
+
+def _steps(events: Sequence[Event]) -> list[tuple[Interval, Interval]]:
+    """(range on the host, window on the device) of each step."""
+    named = sorted((e for e in events if e.name in (STEP, NEXT)), key=lambda event: event.start_ms)
+    ranges = [(event.start_ms, event.end_ms) for event in named]
+    queued = bool(named) and named[-1].name == NEXT
+    if not ranges or (queued and len(ranges) == 1):
         raise ValueError(f"the trace has no range {STEP!r}: write it with profile_steps, or pass a window")
-    return windows
+    kernels = _main_lane([e for e in events if e.kind == "compute" and e.launched_ms is not None])
+    if not queued or not kernels:
+        ranges = ranges[: len(ranges) - queued]
+        return [(span, span) for span in ranges]
+    begins = [
+        min((k.start_ms for k in kernels if start <= k.launched_ms <= end), default=start)
+        for start, end in ranges
+    ]
+    return list(zip(ranges, itertools.pairwise(begins), strict=False))
 
 
-def median_step(events: Iterable[Event]) -> Interval:
+def _main_lane(kernels: Sequence[Event]) -> list[Event]:
+    """The kernels of the stream that computes longest."""
+    busy: dict[str, float] = {}
+    for kernel in kernels:
+        busy[kernel.lane] = busy.get(kernel.lane, 0.0) + kernel.end_ms - kernel.start_ms
+    return [kernel for kernel in kernels if kernel.lane == max(busy, key=busy.get)]
+
+
+def median_step(events: Sequence[Event]) -> Interval:
     """The window of the step of median duration (the shorter of the middle two)."""
     windows = sorted(step_windows(events), key=lambda window: window[1] - window[0])
     return windows[(len(windows) - 1) // 2]
@@ -161,10 +192,13 @@ def phases(events: Sequence[Event], window: Interval | None = None) -> list[tupl
     compute kernel that the host launched during the range (by any thread: autograd has its own).
     """
     window = median_step(events) if window is None else window
+    host = window
+    if any(event.name == STEP for event in events):
+        host = next((span for span, device in _steps(events) if device == window), window)
     kernels = [event for event in events if event.kind == "compute" and event.launched_ms is not None]
     found = []
     for event in events:
-        inside = window[0] <= event.start_ms and event.end_ms <= window[1]
+        inside = host[0] <= event.start_ms and event.end_ms <= host[1]
         if event.kind != "range" or event.name == STEP or not inside:
             continue
         mine = [kernel for kernel in kernels if event.start_ms <= kernel.launched_ms <= event.end_ms]
@@ -172,6 +206,34 @@ def phases(events: Sequence[Event], window: Interval | None = None) -> list[tupl
         end = max((kernel.end_ms for kernel in mine), default=event.end_ms)
         found.append((event.name.removeprefix("distlab:"), start - window[0], end - window[0]))
     return found
+
+
+def idle_gaps(events: Sequence[Event], window: Interval | None = None) -> list[Interval]:
+    """When nothing ran, longest first; 0 ms is the window's start, which by default is the median step's."""
+    window = median_step(events) if window is None else window
+    busy = [span for kind in ("compute", "communication", "copy") for span in _inside(events, kind, window)]
+    gaps = [(start - window[0], end - window[0]) for start, end in subtract([window], busy)]
+    return sorted(gaps, key=lambda gap: gap[0] - gap[1])
+
+
+def streams(events: Sequence[Event], window: Interval | None = None) -> dict[str, dict[str, list[Interval]]]:
+    """What ran on each stream (or CPU thread) in ``window``: lane → kind → disjoint intervals, from 0 ms.
+
+    Lanes in order of their busy time, the busiest first.
+    """
+    window = median_step(events) if window is None else window
+    found: dict[str, dict[str, list[Interval]]] = {}
+    for lane in dict.fromkeys(event.lane for event in events if event.kind != "range"):
+        mine = [event for event in events if event.lane == lane]
+        spans = {kind: _inside(mine, kind, window) for kind in ("compute", "communication", "copy")}
+        if any(spans.values()):
+            found[lane] = {
+                kind: [(start - window[0], end - window[0]) for start, end in intervals]
+                for kind, intervals in spans.items()
+                if intervals
+            }
+    busy = {lane: total(s for spans in kinds.values() for s in spans) for lane, kinds in found.items()}
+    return dict(sorted(found.items(), key=lambda item: -busy[item[0]]))
 
 
 def _inside(events: Iterable[Event], kind: str, window: Interval) -> list[Interval]:

@@ -4,13 +4,13 @@
 torch.profiler) into `Event`s of four kinds:
 
 ``communication``
-    Kernels with ``nccl`` in their name, and gloo's ``gloo:*`` intervals. A gloo interval (measured: torch
-    2.13, six 16 MB all-reduces in flight on two ranks) begins when one of the process group's two worker
-    threads *starts executing* the collective, not when it is enqueued: the third of six began when the first
-    had ended, and the intervals of one thread never overlap. It ends with the collective. So up to two
-    overlap, which share the wire, and the busy time is the union of the intervals, not their sum (170 against
-    334 ms there). Like an NCCL kernel, an interval contains waiting for a peer that comes late: 117 instead
-    of 15 ms when the peer slept for 100 ms.
+    Kernels with ``nccl`` in their name, copies between GPUs and the barriers around them, and gloo's ``gloo:*``
+    intervals. A gloo interval (measured: torch 2.13, six 16 MB all-reduces in flight on two ranks) begins when
+    one of the process group's two worker threads *starts executing* the collective, not when it is enqueued: the
+    third of six began when the first had ended, and the intervals of one thread never overlap. It ends with the
+    collective. So up to two overlap, which share the wire, and the busy time is the union of the intervals, not
+    their sum (170 against 334 ms there). Like an NCCL kernel, an interval contains waiting for a peer that comes
+    late: 117 instead of 15 ms when the peer slept for 100 ms.
 ``compute``
     On a GPU every other kernel. Without GPU kernels in the trace: ``aten::`` operators, the C++ nodes of
     autograd (``AddmmBackward0``) and compiled graphs, by wall clock. Not what runs inside a ``c10d`` operator
@@ -43,6 +43,9 @@ from torch.utils.hooks import RemovableHandle
 
 STEP = "distlab:step"
 FORWARD = "distlab:forward"
+OPTIMIZER = "distlab:optimizer"
+NEXT = "distlab:next"
+_GPU_COMMUNICATION = re.compile(r"nccl|PtoP|barrier_kernel", re.IGNORECASE)
 _CPU_COMPUTE = re.compile(r"aten::|\w+Backward\d+$|## Call CompiledFxGraph")
 
 
@@ -75,6 +78,7 @@ def profile_steps(
     device: torch.device | str,
     warmup: int = 1,
     finish: Callable[[], object] = lambda: None,
+    queued: bool = False,
 ) -> None:
     """Run ``step()`` under torch.profiler and write this rank's trace, atomically.
 
@@ -82,8 +86,13 @@ def profile_steps(
     started lies inside the range, on every stream. The ranges ``distlab:warmup`` before take the profiler's
     own start-up.
 
+    With ``queued`` steps follow each other as in training, without waiting for the device in between: the host
+    runs ahead, and what one step leaves in flight is hidden by the next. One more step follows in a range
+    ``distlab:next``, and `overlap.step_windows` finds on the device where each step begins.
+
     Args:
-        step: one training step, called ``warmup + steps`` times; every rank must do so together.
+        step: one training step, called ``warmup + steps`` times (one more if queued); every rank must do so
+            together.
         path: where the JSON goes, gzipped if it ends in ``.gz``. Process names and ids in it carry the rank,
             so that the files of several ranks can be opened together; host name and paths are left out.
         device: CUDA activities are recorded if it is a CUDA device.
@@ -109,11 +118,13 @@ def profile_steps(
 
     with profile(activities=activities, acc_events=True) as profiler:
         synchronize()
-        for name in ["distlab:warmup"] * warmup + [STEP] * steps:
+        for name in ["distlab:warmup"] * warmup + [STEP] * steps + [NEXT] * queued:
             with record_function(name):
                 step()
-                synchronize()
+                if not queued:
+                    synchronize()
         finish()
+        synchronize()
     with tempfile.TemporaryDirectory(prefix="distlab-trace-") as folder:
         raw = os.path.join(folder, "trace.json")
         profiler.export_chrome_trace(raw)
@@ -134,6 +145,22 @@ def annotate_forward(module: nn.Module) -> list[RemovableHandle]:
             lambda *_: open_ranges.pop().__exit__(None, None, None), always_call=True
         ),
     ]
+
+
+class OptimizerRange:
+    """For `TrainStep`'s ``mark``: lets what runs after "forward_backward" be a range ``distlab:optimizer``."""
+
+    def __init__(self) -> None:
+        self._open: record_function | None = None
+
+    def mark(self, phase: str) -> None:
+        """``phase`` ended."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+        if phase == "forward_backward":
+            self._open = record_function(OPTIMIZER)
+            self._open.__enter__()
 
 
 def _with_rank(trace: dict[str, Any], rank: int, world_size: int, backend: str | None) -> dict[str, Any]:
@@ -182,6 +209,11 @@ def load_trace(path: str | os.PathLike) -> list[Event]:
         OSError: the file cannot be opened.
         ValueError: it is truncated, or another tool wrote it; the message names the path.
     """
+    return load_trace_and_origin(path)[0]
+
+
+def load_trace_and_origin(path: str | os.PathLike) -> tuple[list[Event], dict[str, Any]]:
+    """`load_trace`'s events, and whose they are: ``rank``, ``world_size``, ``backend`` where the file says so."""
     path = Path(path)
     data = path.read_bytes()
     try:
@@ -193,11 +225,15 @@ def load_trace(path: str | os.PathLike) -> list[Event]:
         raise ValueError(
             f"{path} was not written by torch.profiler: no schemaVersion or no traceEvents in it"
         )
+    info = trace.get("distributedInfo")
+    origin = (
+        {key: info.get(key) for key in ("rank", "world_size", "backend")} if isinstance(info, dict) else {}
+    )
     try:
         spans = [_Span.read(entry) for entry in raw if entry.get("ph") == "X" and "cat" in entry]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds an event that torch.profiler does not write: {error!r}") from None
-    return _outermost(_classified(spans))
+    return _outermost(_classified(spans)), origin
 
 
 class _Span(NamedTuple):

@@ -24,7 +24,7 @@ from distlab.comm import RankContext, collectives
 from distlab.measure.memory import peak_memory
 from distlab.measure.recorder import CollectiveRecorder
 from distlab.measure.timing import PhaseTimer, slowest_rank
-from distlab.measure.trace import annotate_forward, profile_steps
+from distlab.measure.trace import OptimizerRange, annotate_forward, profile_steps
 from distlab.model.config import ModelConfig, preset
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import Strategy, get_strategy
@@ -243,12 +243,15 @@ class Workbench:
 
     def profile(self, variant: Variant, path: Path, steps: int) -> None:
         """Write the profiler's trace of a few steps of this rank to `path`."""
-        with self.attached(variant) as step:
+        optimizer = OptimizerRange()
+        with self.attached(variant, mark=optimizer.mark) as step:
             step()
             annotate_forward(step.model)
             profile_steps(
                 step,
                 steps=steps,
+                warmup=2,
+                queued=True,
                 path=path,
                 rank=self.context.rank,
                 world_size=self.context.world_size,
