@@ -39,6 +39,7 @@ ALLOWED_IN_DISTLAB: dict[str, frozenset[str]] = {
 # One module may know more than the rest of its package.
 ALLOWED_IN_MODULE = {
     "distlab.model.ops": frozenset({"kernels"}),
+    "distlab.comm.copy_engine": frozenset({"kernels"}),
     "distlab.simulate.training": frozenset({"distlab.model", "distlab.train"}),
     "distlab.simulate.estimate": frozenset({"distlab.model", "distlab.hardware"}),
 }

@@ -44,6 +44,11 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
     return group
 
 
+def communication_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream whose work goes before that of the computation, as NCCL's does here (see `rank_context`)."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
 def averages_in_reduction(device: torch.device, group: ProcessGroup) -> bool:
     """Whether the backend that serves `device` knows `ReduceOp.AVG` for floating-point tensors."""
     return group._get_backend(device).name() == "nccl"

@@ -52,6 +52,10 @@ _FUNCTIONAL = {
 }
 
 
+# Ours, by copy engines: the payload is any one replica.
+_BY_COPY = {"all_reduce_mean_by_copy": ("all_reduce", 0)}
+
+
 @dataclass(frozen=True)
 class CollectiveCall:
     """One collective as issued.
@@ -107,7 +111,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional", "distlab"):
             self._record(func, args, result)
         return result
 
@@ -115,6 +119,11 @@ class CollectiveRecorder(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if func.namespace == "c10d":
             op, side = _C10D.get(name, (None, None))
+        elif func.namespace == "distlab":
+            if name not in _BY_COPY:
+                return
+            op, side = _BY_COPY[name]
+            args = (args[0][0],)
         else:
             op, side = _FUNCTIONAL.get(_plain_functional_name(name), (None, None))
         payload = [] if op is None else list(_tensors(result if side is None else args[side]))

@@ -86,6 +86,54 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight_d: Tensor, eps: float) -> t
     return rms_norm(total, weight_d, eps), total
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ, `(..., in) -> (..., out)`, in autocast's dtype where autocast is on.
+
+    On a GPU under autocast the weight's gradient is written by its product in the weight's own type, fp32: torch's
+    form rounds it to autocast's type and casts it in a pass of its own. And it is written where it is wanted: see
+    `gradient_target`.
+    """
+    if x.is_cuda and torch.is_autocast_enabled("cuda") and not torch.compiler.is_compiling():
+        dtype = torch.get_autocast_dtype("cuda")
+        if weight.requires_grad and weight.dtype == torch.float32 and dtype != torch.float32:
+            return _CastLinear.apply(x, weight, dtype)
+    return F.linear(x, weight)
+
+
+def gradient_target(weight: Tensor) -> Tensor | None:
+    """The memory that somebody wants this parameter's next gradient in, such as its place in a bucket, or None.
+
+    Whoever wants it sets `weight.gradient_target`; who has asked for it here must write the whole gradient to it. It
+    is given away once, so that a weight used twice in one graph does not overwrite its first gradient, and only if
+    there is no gradient to add to.
+    """
+    return None if weight.grad is not None else weight.__dict__.pop("gradient_target", None)
+
+
+class _CastLinear(torch.autograd.Function):
+    """`linear` of an fp32 weight in another type; saves x and the weight in that type, as autocast does."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.weight, ctx.x_dtype = weight, x.dtype
+        x, cast = x.to(dtype), weight.to(dtype)
+        ctx.save_for_backward(x, cast)
+        return F.linear(x, cast)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, cast = ctx.saved_tensors
+        dx = (dy @ cast).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return dx, None, None
+        target = gradient_target(ctx.weight)
+        dy, x = dy.flatten(0, -2), x.flatten(0, -2)
+        if target is None:
+            return dx, torch.mm(dy.t(), x, out_dtype=ctx.weight.dtype), None
+        torch.mm(dy.t(), x, out_dtype=ctx.weight.dtype, out=target)
+        return dx, target.view_as(target), None  # a tensor nobody else holds, which autograd makes `.grad` as it is
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, the element-wise part of SwiGLU (Shazeer 2020); any two tensors of equal shape."""
     return F.silu(gate) * up

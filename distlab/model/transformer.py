@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distlab.model.config import Checkpointing, ModelConfig, checkpoint_groups
-from distlab.model.ops import Ops, get_ops, rope_tables
+from distlab.model.ops import Ops, get_ops, linear, rope_tables
 
 
 class Linear(nn.Linear):
@@ -36,6 +36,9 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, **factory) -> None:
         super().__init__(inputs, outputs, bias=False, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
 
     def reset_parameters(self) -> None:
         """Nothing: see `TransformerLM.reset_parameters`."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from distlab.parallel.base import DataParallel
 from distlab.parallel.bucketed import BucketedDDP
+from distlab.parallel.copy_engine import CopyEngineDDP
 from distlab.parallel.flat import FlatDDP
 from distlab.parallel.fsdp import FSDP
 from distlab.parallel.local import Local
@@ -28,6 +29,7 @@ __all__ = [
     "FSDP",
     "STRATEGIES",
     "BucketedDDP",
+    "CopyEngineDDP",
     "DataParallel",
     "FlatDDP",
     "Local",
@@ -38,6 +40,7 @@ __all__ = [
     "TorchDDP",
     "ZeroOptimizer",
     "get_strategy",
+    "strategies_on",
 ]
 
 
@@ -63,6 +66,7 @@ class Strategy:
             a model needs no autocast, which would keep a cast copy of every weight through the step.
         synchronizes: False for `local`, whose ranks drift apart.
         is_peer: True for the implementations of torch that ours are measured against.
+        needs_gpu: whether it runs on GPUs only.
     """
 
     name: str
@@ -72,6 +76,7 @@ class Strategy:
     casts_parameters: bool = False
     synchronizes: bool = True
     is_peer: bool = False
+    needs_gpu: bool = False
 
     def wrap(
         self,
@@ -121,6 +126,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("flat", FlatDDP),
         Strategy("overlap", OverlapDDP),
         Strategy("bucketed", BucketedDDP, has_buckets=True),
+        Strategy("bucketed-dma", CopyEngineDDP, has_buckets=True, needs_gpu=True),
         Strategy("sharded-optimizer", BucketedDDP, _sharded, has_buckets=True),
         Strategy("zero1", BucketedDDP, ZeroOptimizer, has_buckets=True),
         Strategy("fsdp", FSDP, casts_parameters=True),
@@ -130,6 +136,13 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("fsdp2", _torch_fsdp2, casts_parameters=True, is_peer=True),
     )
 }
+
+
+def strategies_on(device_type: str) -> tuple[str, ...]:
+    """The names of all strategies that run on `cuda` or `cpu`."""
+    return tuple(
+        name for name, strategy in STRATEGIES.items() if device_type == "cuda" or not strategy.needs_gpu
+    )
 
 
 def get_strategy(name: str) -> Strategy:

@@ -69,13 +69,16 @@ class BucketedDDP(DataParallel):
             self.bucket_size_mb,
             **padding,
         )
-        scale = collectives.mean_scale(self.device, self.process_group)
-        self._buckets = [GradientBucket(bucket, self.trainable, scale) for bucket in self.plan]
+        self._buckets = self._take_memory()
         self._place = {  # parameter index → (its bucket, its position there)
             slot.index: (bucket, position)
             for bucket in self._buckets
             for position, slot in enumerate(bucket.plan.slots)
         }
+
+    def _take_memory(self) -> list[GradientBucket]:
+        scale = collectives.mean_scale(self.device, self.process_group)
+        return [GradientBucket(bucket, self.trainable, scale) for bucket in self.plan]
 
     def shard_gradients(self) -> None:
         """From now on reduce-scatter the buckets: each rank gets its slice of every mean and nothing else.
@@ -90,6 +93,12 @@ class BucketedDDP(DataParallel):
         self.gradient_shards = slices if in_place else [torch.empty_like(piece) for piece in slices]
         self._flags = torch.empty(len(self.trainable), device=self.device)
 
+    def close(self) -> None:
+        """Detach every hook; see `DataParallel.close`."""
+        super().close()
+        for bucket in self._buckets:
+            bucket.release()
+
     def _gradient_ready(self, index: int) -> None:
         bucket, position = self._place[index]
         bucket.pack(position)
@@ -98,14 +107,13 @@ class BucketedDDP(DataParallel):
 
     def _issue_next(self) -> None:
         number = len(self._in_flight)
-        buffer, group = self._buckets[number].seal(), self.process_group
+        self._in_flight.append(self._send(number, self._buckets[number].seal()))
+
+    def _send(self, number: int, buffer: Tensor) -> Work:
+        group = self.process_group
         if self.gradient_shards is None:
-            work = collectives.all_reduce_mean(buffer, group, prescaled=True)
-        else:
-            work = collectives.reduce_scatter_mean(
-                self.gradient_shards[number], buffer, group, prescaled=True
-            )
-        self._in_flight.append(work)
+            return collectives.all_reduce_mean(buffer, group, prescaled=True)
+        return collectives.reduce_scatter_mean(self.gradient_shards[number], buffer, group, prescaled=True)
 
     def _synchronize(self) -> None:
         while len(self._in_flight) < len(self._buckets):

@@ -175,16 +175,26 @@ class GradientBucket:
         plan: the layout.
         parameters: all planned parameters, of which the plan's slots pick theirs.
         scale: factor applied in the copy (`collectives.mean_scale`), so that averaging costs no pass of its own.
+        buffer: `(plan.numel,)` zeros that others have made; default: its own.
     """
 
-    def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], scale: float):
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[nn.Parameter],
+        scale: float,
+        buffer: Tensor | None = None,
+    ):
         self.plan = plan
         self.parameters = [parameters[slot.index] for slot in plan.slots]
         self.scale = scale
-        self.buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=self.parameters[0].device)
+        if buffer is None:
+            buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=self.parameters[0].device)
+        self.buffer = buffer
         self.views = plan.views(self.buffer, self.parameters)
         self.flags = self.buffer[plan.payload : plan.payload + len(plan.slots)] if plan.has_flags else None
         self._packed = [False] * len(plan.slots)
+        self._offer_targets()
 
     @property
     def is_full(self) -> bool:
@@ -198,8 +208,10 @@ class GradientBucket:
         self._packed[position] = True
         if parameter.grad is None:
             view.zero_()
-        elif parameter.grad is view:  # accumulated in place: after zero_grad(set_to_none=False), say
-            view.mul_(self.scale)
+        elif _same_place(parameter.grad, view):  # accumulated or written in place
+            parameter.grad = view
+            if self.scale != 1.0:
+                view.mul_(self.scale)
         elif self.scale == 1.0:
             parameter.grad = view.copy_(parameter.grad)
         else:
@@ -221,6 +233,24 @@ class GradientBucket:
         if self.flags is not None:
             adopt_foreign_gradients(self.flags, self.parameters, self.views)
         self._packed = [False] * len(self._packed)
+        self._offer_targets()
+
+    def _offer_targets(self) -> None:
+        """Let who computes a gradient write it straight into the bucket, if it can (`model.ops.gradient_target`)."""
+        if self.buffer.is_cuda:
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                parameter.gradient_target = view
+
+    def release(self) -> None:
+        """Offer this memory to nobody any more."""
+        for parameter in self.parameters:
+            parameter.__dict__.pop("gradient_target", None)
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape are views of the same elements."""
+    same_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return same_storage and a.storage_offset() == b.storage_offset()
 
 
 def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:

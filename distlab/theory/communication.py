@@ -97,6 +97,27 @@ def bucketed(
     )
 
 
+def bucketed_dma(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    bucket_size_mb: float | None = 25.0,
+    *,
+    world_size: int,
+    dtypes: Sequence[Hashable] | None = None,
+) -> CommunicationVolume:
+    """As `bucketed`, each bucket with its flags padded to a multiple of the world size.
+
+    Raises:
+        ValueError: as `bucketed`, or fewer than one rank.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: must be at least 1")
+    # With one element more per parameter each bucket holds its flags, which must not count towards the limit.
+    buckets = _bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes, flags=1)
+    padded = sum(-(-numel // world_size) * world_size * size for numel, size in buckets)
+    return CommunicationVolume(len(buckets), padded)
+
+
 def torch_ddp(
     numels: Sequence[int],
     itemsizes: Sequence[int],
@@ -283,6 +304,7 @@ def step_volume(
         "flat": lambda: flat(**sizes),
         "overlap": lambda: overlap(**sizes),
         "bucketed": lambda: bucketed(bucket_size_mb=bucket_size_mb, **sizes),
+        "bucketed-dma": lambda: bucketed_dma(bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes),
         "zero1": lambda: zero1(bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes),
         "sharded-optimizer": lambda: sharded_optimizer(
             bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes
@@ -348,18 +370,20 @@ def _bucket_payloads(
     itemsizes: Sequence[int],
     bucket_size_mb: float | None,
     dtypes: Sequence[Hashable] | None,
+    flags: int = 0,
 ) -> list[tuple[int, int]]:
-    """(elements of gradients, bytes per element) of each bucket of the greedy rule of `bucketed`."""
+    """(elements, bytes per element) of each bucket of the greedy rule of `bucketed`: of gradients, and of `flags`
+    more per gradient, which do not count towards the limit."""
     dtypes = _check(numels, itemsizes, dtypes)
     limit = float("inf") if bucket_size_mb is None else _positive_mib("bucket_size_mb", bucket_size_mb)
     closed, filled = [], {}
     for numel, size, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
-        before = filled.get(dtype, (0, size))[0]
+        before, count, _ = filled.get(dtype, (0, 0, size))
         if dtype in filled and (before + numel) * size > limit:
             closed.append(filled.pop(dtype))
-            before = 0
-        filled[dtype] = (before + numel, size)
-    return closed + list(filled.values())
+            before = count = 0
+        filled[dtype] = (before + numel, count + 1, size)
+    return [(numel + flags * count, size) for numel, count, size in [*closed, *filled.values()]]
 
 
 def _positive_mib(name: str, mib: float) -> float:

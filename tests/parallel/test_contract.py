@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distlab.comm import RankContext, collectives
-from distlab.parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
+from distlab.parallel import BucketedDDP, CopyEngineDDP, FlatDDP, NaiveDDP, OverlapDDP
 from distlab.testing import run_ranks
 from tests.parallel.cases import CASES, Reference, build
 
@@ -22,6 +22,7 @@ STRATEGIES = {
     ),  # 104 bytes: many buckets
     "bucketed-unbounded": lambda module, **kw: BucketedDDP(module, bucket_size_mb=None, **kw),
 }
+ON_GPUS = {"bucketed-dma": lambda module, **kw: CopyEngineDDP(module, bucket_size_mb=1e-4, **kw)}
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
 STEPS = 3
 
@@ -57,7 +58,7 @@ def assert_equals_reference(gradients, expected, world_size: int) -> None:
 
 def train_beside_reference(context: RankContext, strategy: str, case: str, set_to_none: bool) -> None:
     model = build(case, context.rank, context.device)  # rank 0's seed is the reference's
-    wrapper = STRATEGIES[strategy](model, process_group=context.group)
+    wrapper = (STRATEGIES | ON_GPUS)[strategy](model, process_group=context.group)
     reference = Reference(case, context.world_size, context.device)
     assert_same_on_all_ranks([*model.state_dict().values()], context)  # RELIABILITY 2, 12
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -96,6 +97,16 @@ def train_beside_reference(context: RankContext, strategy: str, case: str, set_t
 def test_gradients_are_the_mean_over_ranks(strategy, case, world_size, backend):
     """RELIABILITY 1, 2, 4, 5, 6, 7, 11, 13, 17: one process's training, whatever the model."""
     run(train_beside_reference, world_size, strategy, case, True, backend=backend)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", ON_GPUS)
+def test_gradients_are_the_mean_over_gpus(strategy, case, world_size, set_to_none):
+    """RELIABILITY 1, 2, 4, 5, 6, 7, 11, 13, 17, for what runs on GPUs only."""
+    run(train_beside_reference, world_size, strategy, case, set_to_none, backend="nccl")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -23,7 +23,7 @@ from distlab.theory.shape import ModelShape
 from distlab.train.step import TrainStep, next_token_loss
 
 CONFIG = ModelConfig(d_model=64, d_ff=128, num_layers=2, num_heads=2, vocab_size=300, context_length=8)
-OURS = [name for name, strategy in STRATEGIES.items() if not strategy.is_peer]
+OURS = [name for name, strategy in STRATEGIES.items() if not (strategy.is_peer or strategy.needs_gpu)]
 BUCKET_MB = 0.1
 
 

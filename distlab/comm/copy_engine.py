@@ -1,0 +1,142 @@
+"""All-reduce by copy engines: transfers between GPUs that take no multiprocessor from the computation.
+
+NCCL's kernels occupy thread blocks for as long as they send, and the products beside them slow down. A GPU can also
+read and write its neighbours' memory over NVLink with its copy engines. Every tensor is cut into N equal chunks, of
+which rank r owns chunk r:
+
+    ready      all     every rank's tensor is complete
+    pull       copies  chunk r of every peer → staging                  (N−1)/N of the bytes come in
+    average    SMs     chunk r ← (chunk r + Σ staging)/N
+    push       copies  chunk r → every peer                             (N−1)/N of the bytes go out
+    arrived    all     once, after the last tensor
+
+These are the reduce-scatter and the all-gather of a ring's all-reduce with as many bytes per link, each in one hop,
+because the switch connects every pair of GPUs. One rank averages each chunk, so that all ranks get the same bits.
+
+The tensors lie in symmetric memory (`torch.distributed._symmetric_memory`), which torch's caching allocator does not
+count. Multicast is not used.
+"""
+
+import socket
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from distlab.comm import collectives
+
+LANES = 2  # streams in turn: one tensor's averaging runs beside the next one's copies
+ALIGNMENT = 512  # bytes, of each tensor's beginning
+
+# An operator of its own, so that instruments at torch's dispatcher see one all-reduce and not its copies.
+_library = torch.library.Library("distlab", "DEF")
+_library.define("all_reduce_mean_by_copy(Tensor(a!)[] replicas, Tensor(b!) staging, int rank) -> ()")
+
+
+@torch.library.impl(_library, "all_reduce_mean_by_copy", "CompositeExplicitAutograd")
+def _all_reduce_mean_by_copy(replicas: list[Tensor], staging: Tensor, rank: int) -> None:
+    """Rank `rank`'s part: chunk `rank` of the mean of all replicas `(N·n,)`, given to all. `staging`: `(N−1, ≥ n)`."""
+    from kernels.average import average_into  # imports Triton, which not every user of this package has
+
+    count = len(replicas)
+    own, *theirs = (replicas[(rank + step) % count].chunk(count)[rank] for step in range(count))
+    arrived = staging[:, : own.numel()]
+    for row, chunk in zip(arrived, theirs, strict=True):
+        row.copy_(chunk)
+    average_into(own, arrived, 1.0 / count)
+    for chunk in theirs:
+        chunk.copy_(own)
+
+
+class CopyEngineAllReduce:
+    """Tensors that all ranks of one host hold, and their means by copy engines.
+
+    Args:
+        numels: elements of each tensor, multiples of the group's size.
+        dtypes: of each tensor.
+        device: this rank's GPU.
+        group: NCCL, all its ranks on one host, with GPUs that reach each other's memory.
+
+    Attributes:
+        tensors: 1-D, zeros at first; fill one, then `start` it.
+        num_bytes: taken on this GPU beside what the caching allocator counts.
+
+    Raises:
+        ValueError: no CUDA device, several hosts, or GPUs without access to each other (on every rank).
+    """
+
+    def __init__(
+        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device, group: ProcessGroup
+    ):
+        check_copy_engines(device, group)
+        sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
+        starts, self.num_bytes = [], 0
+        for size in sizes:
+            starts.append(self.num_bytes)
+            self.num_bytes += -(-size // ALIGNMENT) * ALIGNMENT
+        self._rank, ranks = group.rank(), range(group.size())
+        self._memory = _symmetric_memory(self.num_bytes, device, group)
+        replicas = [self._memory.get_buffer(rank, (self.num_bytes,), torch.uint8) for rank in ranks]
+        replicas[self._rank].zero_()
+        self._replicas = [
+            [replica[start : start + size].view(dtype) for replica in replicas]
+            for start, size, dtype in zip(starts, sizes, dtypes, strict=True)
+        ]
+        self.tensors = [replica[self._rank] for replica in self._replicas]
+        self._lanes = [collectives.communication_stream(device) for _ in range(LANES)]
+        staged = -(-max(sizes, default=0) // group.size() // ALIGNMENT) * ALIGNMENT
+        self._staging = torch.empty(LANES, group.size() - 1, staged, dtype=torch.uint8, device=device)
+        self._device = device
+        self._arriving = False
+
+    def start(self, number: int) -> "CopyEngineAllReduce":
+        """Begin to average tensor `number` over the ranks once the current stream has filled it; on all ranks alike.
+
+        Returns:
+            Something to `wait()` for.
+        """
+        lane = number % LANES
+        tensor, stream = self.tensors[number], self._lanes[lane]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._memory.barrier(channel=lane)
+            staging = self._staging[lane].view(tensor.dtype)
+            torch.ops.distlab.all_reduce_mean_by_copy(self._replicas[number], staging, self._rank)
+        self._arriving = True
+        return self
+
+    def wait(self) -> None:
+        """Let the current stream wait until every tensor that was started is whole on every rank."""
+        if not self._arriving:
+            return
+        self._arriving = False
+        for lane, stream in enumerate(self._lanes):
+            with torch.cuda.stream(stream):
+                self._memory.barrier(channel=lane)
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+
+
+def check_copy_engines(device: torch.device, group: ProcessGroup) -> None:
+    """Refuse where GPUs cannot reach each other's memory. A collective.
+
+    Raises:
+        ValueError: the same on every rank.
+    """
+    reachable = device.type == "cuda" and all(
+        torch.cuda.can_device_access_peer(device, other)
+        for other in range(torch.cuda.device_count())
+        if other != device.index
+    )
+    answers = collectives.gather_objects((reachable, socket.gethostname()), group)
+    if not all(reached for reached, _ in answers) or len({host for _, host in answers}) > 1:
+        raise ValueError(
+            f"copy engines reach the memory of NVIDIA GPUs of one host; here rank {group.rank()} has {device} and the "
+            f"ranks are on {len({host for _, host in answers})} host(s): use collectives (BucketedDDP) instead"
+        )
+
+
+def _symmetric_memory(num_bytes: int, device: torch.device, group: ProcessGroup):
+    from torch.distributed import _symmetric_memory as symmetric  # needs CUDA, and takes a while to import
+
+    return symmetric.rendezvous(symmetric.empty(num_bytes, dtype=torch.uint8, device=device), group)

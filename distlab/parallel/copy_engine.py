@@ -1,0 +1,69 @@
+"""Bucketed data parallelism whose buckets travel by copy engines instead of NCCL's kernels.
+
+    compute        │ forward │ backward ─────────────────── │  │ optimizer │
+    copy engines   │         │     │ bucket 0 │ bucket 1 │ … │  │
+                                    pull ─ average ─ push
+
+Plan, packing and flags are those of `BucketedDDP`. What changes is who carries a bucket: the GPUs' copy engines read
+and write the peers' buckets over NVLink (`comm.copy_engine`), and the multiprocessors, which NCCL's kernels share with
+backward's products, are left to the products. The GPUs must be on one host and reach each other's memory.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.comm.copy_engine import CopyEngineAllReduce, check_copy_engines
+from distlab.parallel.bucketed import BucketedDDP
+from distlab.parallel.buckets import GradientBucket
+
+
+class CopyEngineDDP(BucketedDDP):
+    """`BucketedDDP` for GPUs of one host, averaging by copy engines.
+
+    Args:
+        module: the model to wrap, on a GPU; see `DataParallel` for checks and errors.
+        bucket_size_mb: MiB of gradients per bucket; as a transfer costs several launches, larger than NCCL's.
+        process_group: default: the default group.
+
+    Raises:
+        ValueError: a bucket size that is not positive, no GPU, or GPUs that do not reach each other's memory.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_size_mb: float | None = 100.0,
+        *,
+        process_group: ProcessGroup | None = None,
+    ):
+        super().__init__(module, bucket_size_mb, process_group=process_group)
+
+    @property
+    def bytes_outside_allocator(self) -> int:
+        """Bytes of this GPU that the buckets take and torch's caching allocator does not count."""
+        return self._exchange.num_bytes
+
+    def shard_gradients(self) -> None:
+        """Refused: what `ZeroOptimizer` needs is a reduce-scatter.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("CopyEngineDDP only all-reduces: give ZeroOptimizer a BucketedDDP")
+
+    def _lay_out(self, **padding: Any) -> None:
+        check_copy_engines(self.device, self.process_group)
+        super()._lay_out(world_size=self.process_group.size(), **padding)
+
+    def _take_memory(self) -> list[GradientBucket]:
+        numels, dtypes = [bucket.numel for bucket in self.plan], [bucket.dtype for bucket in self.plan]
+        self._exchange = CopyEngineAllReduce(numels, dtypes, self.device, self.process_group)
+        return [
+            GradientBucket(bucket, self.trainable, 1.0, buffer)
+            for bucket, buffer in zip(self.plan, self._exchange.tensors, strict=True)
+        ]
+
+    def _send(self, number: int, buffer: Tensor) -> CopyEngineAllReduce:
+        return self._exchange.start(number)

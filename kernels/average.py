@@ -1,0 +1,74 @@
+"""The mean of several tensors, written over one of them: what is left to compute of an all-reduce by copy engines.
+
+Math:  own ← (own + Σₖ others[k]) · scale, in fp32, added in the order k = 0, 1, …
+
+Shapes: `n` elements, `K` others; own `(n,)` and others `(K, n)`, contiguous rows. Bytes: (K + 2)·n·itemsize.
+FLOPs: (K + 1)·n. Nothing is differentiated. Sums in fp32, the result rounded once to own's type.
+"""
+
+import torch
+from torch import Tensor
+
+from . import _triton
+from ._language import tl, triton
+from .cost import Cost
+
+BLOCK = 2048
+WARPS = 4
+
+
+@triton.jit
+def average_kernel(own_ptr, others_ptr, row_stride, count, scale, OTHERS: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of own."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    total = tl.load(own_ptr + offsets, mask=inside).to(tl.float32)
+    for k in tl.static_range(OTHERS):
+        total += tl.load(others_ptr + k * row_stride + offsets, mask=inside).to(tl.float32)
+    tl.store(own_ptr + offsets, (total * scale).to(own_ptr.dtype.element_ty), mask=inside)
+
+
+def average_into(own: Tensor, others: Tensor, scale: float) -> None:
+    """own `(n,)` ← (own + the sum of others' rows) · scale, in place.
+
+    Args:
+        others: `(K, n)`, rows contiguous, of own's type and device.
+        scale: 1/(K + 1) for the mean.
+
+    Raises:
+        ValueError: shapes, types or strides that do not fit.
+    """
+    if own.ndim != 1 or others.ndim != 2 or others.shape[1] != own.numel():
+        raise ValueError(f"own {tuple(own.shape)} and others {tuple(others.shape)}: expected (n,) and (K, n)")
+    if own.dtype != others.dtype or own.device != others.device:
+        raise ValueError(
+            f"own is {own.dtype} on {own.device}, others {others.dtype} on {others.device}: give one of each"
+        )
+    if not own.is_contiguous() or (own.numel() > 1 and others.stride(1) != 1):
+        raise ValueError(f"strides {own.stride()} and {others.stride()}: own and each row must be contiguous")
+    if own.numel() == 0:
+        return
+    if not _triton.runs_triton(own):
+        total = own.float()
+        for other in others:
+            total = total + other.float()
+        own.copy_(total * scale)
+        return
+    grid = (triton.cdiv(own.numel(), BLOCK),)
+    _triton.launch(
+        average_kernel,
+        grid,
+        own,
+        others,
+        others.stride(0),
+        own.numel(),
+        scale,
+        OTHERS=len(others),
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+
+
+def cost(numel: int, others: int, dtype: torch.dtype) -> Cost:
+    """Of `average_into` with K = `others` rows of n = `numel` elements."""
+    return Cost(flops=(others + 1) * numel, bytes=(others + 2) * numel * dtype.itemsize)

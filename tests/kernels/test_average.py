@@ -1,0 +1,47 @@
+"""The kernel that averages: any number of others, any length, sums in fp32."""
+
+import pytest
+import torch
+
+from kernels.average import average_into, cost
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("numel", [1, 50, 4097])
+def test_own_becomes_the_mean(numel, count, dtype):
+    generator = torch.Generator().manual_seed(0)
+    everything = torch.randn(count + 1, numel, generator=generator).to(dtype)
+    own = everything[0].clone()
+    padded = torch.full((count, numel + 7), float("nan"), dtype=dtype)  # rows longer than what is read
+    padded[:, :numel] = everything[1:]
+    average_into(own, padded[:, :numel], 1 / (count + 1))
+    expected = everything.double().mean(0)
+    # One rounding to the type; the fp32 sum adds count roundings.
+    ulps = (count + 2) * torch.finfo(dtype).eps
+    torch.testing.assert_close(own.double(), expected, rtol=ulps, atol=ulps)
+
+
+def test_nothing_is_added_for_no_others_and_nothing_written_for_no_elements():
+    own = torch.ones(3)
+    average_into(own, torch.empty(0, 3), 0.5)
+    assert own.tolist() == [0.5, 0.5, 0.5]
+    average_into(torch.empty(0), torch.empty(2, 0), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        (torch.ones(3), torch.ones(3)),
+        (torch.ones(3), torch.ones(2, 4)),
+        (torch.ones(3), torch.ones(2, 3, dtype=torch.float16)),
+        (torch.ones(6)[::2], torch.ones(2, 3)),
+    ],
+)
+def test_what_does_not_fit_is_refused(own, others):
+    with pytest.raises(ValueError, match=r"own|strides"):
+        average_into(own, others, 1.0)
+
+
+def test_cost_counts_every_tensor_once():
+    assert cost(10, 3, torch.float32).bytes == 5 * 10 * 4
