@@ -6,8 +6,8 @@
 A family is a type, an arithmetic and a head dim; it is tuned for one head of each length given, which are the row
 classes of `configs.ROW_CLASSES`. Every candidate of the three kernels is compiled in parallel processes, those that
 spill or do not fit are dropped, the rest are checked against a small tile on poisoned outputs and timed, length after
-length, as long as they stay near the best. Then the backward is timed as a whole, in every way of `Choice.passes`. The
-best of each are timed again in turns.
+length, as long as they stay near the best. Forward and backward are tried split over chunks too, up to 4,096 rows. Then
+the backward is timed as a whole, in every way of `Choice.passes`. The best of each are timed again in turns.
 
 Everything measured goes to a file per family; --table rewrites `kernels/flash_attention/table.py` after each family,
 and a stamp that exists is resumed, so that a cut-off run keeps what it has.
@@ -30,16 +30,18 @@ from distlab.report import OutputFolder, Record, commit, environment, write_json
 from kernels._triton import generation
 from kernels.flash_attention import configs, table
 from kernels.flash_attention.configs import Choice, Tile
-from kernels.flash_attention.workbench import Bench, Case, compile_candidate, usable
+from kernels.flash_attention.workbench import Bench, Case, compile_candidate, fields, table_source, usable
 
 GRAPH_MS = 0.5  # of launches in one timed graph replay, so that starting it weighs little
 FINALISTS = 4
 PAIRS = 3
 PRUNE = 4.0  # times the best at one length, beyond which a tile is not tried at the next
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}  # of RMS against the first guess
-FAMILIES = [("bfloat16", 128, "ieee"), ("float32", 64, "tf32x3"), ("float32", 128, "tf32x3"), ("bfloat16", 32, "ieee"),
-            ("float32", 16, "tf32x3"), ("float32", 32, "tf32x3"), ("bfloat16", 64, "ieee"), ("bfloat16", 16, "ieee")]
+FAMILIES = [*(("float32", head_dim, "tf32x3") for head_dim in (64, 128, 32, 16)),
+            *(("bfloat16", head_dim, "ieee") for head_dim in (128, 64, 32, 16))]
 COMPILED = {"spilled_bytes": 0, "shared_bytes": 0}
+CHUNKS, LONGEST_SPLIT = (64, 128, 256, 512, 1024), 4096
+TIMED = (*configs.KERNELS, "split")
 Row = dict[str, object]
 
 
@@ -69,7 +71,15 @@ def device_ms(run: Callable[[], None], repetitions: int) -> float:
 
 
 def candidates(kernel: str, dtype: str, head_dim: int) -> Iterator[Tile]:
-    """Tiles of 16 to 64 rows of one's own, by the warps that can share them; larger ones lost at every length."""
+    """Tiles of 16 to 64 rows of one's own, by the warps that can share them; larger ones lost at every length.
+
+    Those of a split pass, and the same of the forward once more, carry the smallest chunk.
+    """
+    if kernel == "split":
+        wide = dtype != "float32"
+        for m, n, count in itertools.product((16, 32, 64), (32, 64, 128) if wide else (16, 32, 64), (4, 8)):
+            yield Tile(m, n, count, 2, chunk=CHUNKS[0])
+        return
     if dtype == "float32":
         warps = {16: (2, 4), 32: (4, 8), 64: (4, 8)}
         others, stages, ways = (16, 32, 64), 2, (False,)
@@ -82,14 +92,35 @@ def candidates(kernel: str, dtype: str, head_dim: int) -> Iterator[Tile]:
                 continue  # Triton 3.6 compiles it to illegal memory accesses on Hopper
             m, n = (other, own) if kernel == "dkdv" else (own, other)
             yield Tile(m, n, count, stages, tma=tma)
+            if kernel == "forward" and other > others[0]:
+                yield Tile(m, n, count, stages, tma=tma, chunk=CHUNKS[0])
+
+
+def from_table(kernel: str, case: Case, lengths: list[int]) -> list[Tile]:
+    """The table's own tiles for these lengths, and all split ones: enough to see whether splitting pays."""
+    rows = [configs.lookup(dataclasses.replace(case, length=length).key(generation())) for length in lengths]
+    known = [] if kernel == "split" else [dataclasses.replace(getattr(row, kernel), chunk=0) for row in rows]
+    return list(dict.fromkeys([*known, *(t for t in candidates(kernel, case.dtype, case.head_dim) if t.chunk)]))
+
+
+def chunked(tiles: list[Tile], length: int) -> list[Tile]:
+    """Each tile that carries a chunk with every chunk that splits this length."""
+    chunks = [c for c in CHUNKS if c < length <= LONGEST_SPLIT and length // c <= 32]
+    return [dataclasses.replace(t, chunk=c) for t in tiles for c in (chunks if t.chunk else (0,))
+            if c == 0 or c >= max(t.block_m, t.block_n)]
+
+
+def shape_of(how: Tile | Choice) -> Tile | Choice:
+    """What is compiled: the same for all chunks."""
+    return dataclasses.replace(how, chunk=min(how.chunk, CHUNKS[0])) if isinstance(how, Tile) else how
 
 
 def measure(bench: Bench, case: Case, kernel: str, jobs: list, uses: dict, guess: Tile | Choice) -> list[Row]:
     """One row per job: time, resources and error, or why there is none; fastest first."""
-    reference = bench.outputs(kernel, guess)
+    reference = jobs and bench.outputs("backward" if kernel == "split" else kernel, guess)
     rows = []
     for how in jobs:
-        use = uses[kernel, how]
+        use = uses[kernel, shape_of(how)]
         row: Row = {"kernel": kernel, "length": case.length, "how": how, "ms": float("inf")}
         rows.append(row)
         if not usable(use, case):
@@ -129,27 +160,40 @@ def pairs(found: dict[str, list[Row]]) -> list[Choice]:
             joint.append((max(a["ms"], b["ms"]) + 0.3 * min(a["ms"], b["ms"]), a["how"], b["how"]))
     joint.sort(key=lambda pair: pair[0])
     best = itertools.product(usable["dkdv"][:3], usable["dq"][:2])
+    split = [row["how"] for row in found["split"][:2] if row["ms"] < float("inf")]
     return [
         Choice(forward, dkdv, dq),
+        *(Choice(forward, tile, dq, "split") for tile in split),
         *(Choice(forward, a["how"], b["how"], "side by side") for a, b in best),
         *(Choice(forward, a, b, "joint") for _, a, b in joint[:PAIRS]),
     ]
 
 
-def tune(dtype: str, head_dim: int, precision: str, lengths: list[int], pool: ProcessPoolExecutor) -> list[Row]:
+class Family:
+    """The candidates of one type, head dim and arithmetic, which begin to compile in `pool` at once."""
+
+    def __init__(self, dtype: str, head_dim: int, precision: str, lengths: list[int], near_table: bool,
+                 pool: ProcessPoolExecutor):
+        self.cases = [Case(1, 1, length, head_dim, dtype, True, precision) for length in lengths]
+        pick = from_table if near_table else lambda kernel, *_: list(candidates(kernel, dtype, head_dim))
+        self.jobs = {kernel: pick(kernel, self.cases[0], lengths) for kernel in TIMED}
+        self.asked = [(kernel, tile) for kernel in TIMED for tile in self.jobs[kernel]]
+        self.compiled = pool.map(compile_candidate, [(self.cases[0], *job) for job in self.asked], chunksize=2)
+
+
+def tune(family: Family, pool: ProcessPoolExecutor) -> list[Row]:
     """All rows of one family."""
-    cases = [Case(1, 1, length, head_dim, dtype, True, precision) for length in lengths]
-    jobs = {kernel: list(candidates(kernel, dtype, head_dim)) for kernel in configs.KERNELS}
-    asked = [(kernel, tile) for kernel in configs.KERNELS for tile in jobs[kernel]]
-    compiled = pool.map(compile_candidate, [(cases[0], *job) for job in asked], chunksize=2)
-    uses = dict(zip(asked, compiled, strict=True))
+    cases, jobs = family.cases, family.jobs
+    uses = dict(zip(family.asked, family.compiled, strict=True))
     rows, wholes = [], {}
     for case in cases:
-        bench = Bench(case)
-        found = {k: measure(bench, case, k, jobs[k], uses, case.first_guess()) for k in configs.KERNELS}
+        bench, guess = Bench(case), case.first_guess()
+        guesses = dict.fromkeys(configs.KERNELS, guess) | {"split": Choice(guess, guess, guess)}
+        found = {k: measure(bench, case, k, chunked(jobs[k], case.length), uses, guesses[k]) for k in TIMED}
         for kernel, mine in found.items():
             rows += mine
-            jobs[kernel] = [row["how"] for row in mine if row["ms"] <= PRUNE * mine[0]["ms"]]
+            near = [row["how"] for row in mine if row["ms"] <= PRUNE * mine[0]["ms"] < float("inf")]
+            jobs[kernel] = list(dict.fromkeys(map(shape_of, near))) if mine else jobs[kernel]
         wholes[case] = pairs(found)
     hows = dict.fromkeys(how for hows in wholes.values() for how in hows)
     uses = {("backward", how): COMPILED for how in hows}  # apart from the joint ones, their kernels have been
@@ -169,7 +213,7 @@ def best_of(rows: list[Row], kernel: str, length: int) -> Row:
 def show(rows: list[Row], lengths: list[int]) -> None:
     """The best of each kernel and length, and of each way to run the backward."""
     for length in lengths:
-        for kernel in (*configs.KERNELS, "backward"):
+        for kernel in (*TIMED, "backward"):
             mine = [r for r in rows if (r["kernel"], r["length"]) == (kernel, length)]
             for row in mine[:1]:
                 print(f"  {length:6d} {kernel:8s} {1e3 * row.get('sustained_ms', 0):8.1f} us  {short(row['how'])}")
@@ -181,16 +225,8 @@ def show(rows: list[Row], lengths: list[int]) -> None:
 def short(how: Tile | Choice) -> str:
     if isinstance(how, Choice):
         return f"{how.passes}, dkdv {short(how.dkdv)}, dq {short(how.dq)}"
-    return f"{how.block_m}x{how.block_n} w{how.warps} s{how.stages}{' tma' if how.tma else ''}"
-
-
-def table_source(rows: tuple) -> str:
-    """The text of table.py for these rows; its docstring is kept."""
-    lines = [f'"""{table.__doc__}"""', "", "ROWS = ("]
-    for key, origin, *tiles, passes in rows:
-        lines.append(f'    ({key!r}, "{origin}",'.replace("'", '"'))
-        lines.append("     " + ", ".join(repr(tile) for tile in tiles) + f', "{passes}"),')
-    return "\n".join([*lines, ")", ""])
+    extras = (" tma" if how.tma else "") + (f" c{how.chunk}" if how.chunk else "")
+    return f"{how.block_m}x{how.block_n} w{how.warps} s{how.stages}{extras}"
 
 
 def merge(rows: tuple, case: Case, found: list[Row], gpu: str) -> tuple:
@@ -200,7 +236,7 @@ def merge(rows: tuple, case: Case, found: list[Row], gpu: str) -> tuple:
     origin = f"{shape}: {forward['sustained_ms']:.4f} + {whole['sustained_ms']:.4f} ms"
     tiles = (forward["how"], whole["how"].dkdv, whole["how"].dq)
     key = dataclasses.astuple(case.key(gpu))
-    new = (key, origin, *map(dataclasses.astuple, tiles), whole["how"].passes)
+    new = (key, origin, *map(fields, tiles), whole["how"].passes)
     return tuple(sorted((*(row for row in rows if row[0] != key), new), key=lambda row: row[0]))
 
 
@@ -223,6 +259,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--family", action="append", default=[], help="dtype,head_dim[,precision]; may be repeated")
     parser.add_argument("--all", action="store_true", help="every family of the sweep")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(configs.ROW_CLASSES[:-1]))
+    parser.add_argument("--near-table", action="store_true", help="try only the table's tiles and split ones")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--table", type=pathlib.Path, help="write a table.py with the winners")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no family after this time")
@@ -242,15 +279,17 @@ def main(argv: list[str] | None = None) -> int:
     families = [(f[0], int(f[1]), f[2] if len(f) > 2 else "ieee") for f in asked] + (FAMILIES if options.all else [])
     rows, begin = table.ROWS, time.monotonic()
     with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
-        for family in families:
+        paths = {family: folder / "{}_{}_{}.json".format(*family) for family in families}
+        missing = {family: Family(*family, options.lengths, options.near_table, pool)
+                   for family in families if not paths[family].exists()}
+        for family, prepared in missing.items():
             dtype, head_dim, precision = family
-            path = folder / f"{dtype}_{head_dim}_{precision}.json"
-            if path.exists() or time.monotonic() - begin > options.seconds:
-                continue
-            found = tune(dtype, head_dim, precision, options.lengths, pool)
+            if time.monotonic() - begin > options.seconds:
+                break
+            found = tune(prepared, pool)
             print(f"{family}, {time.monotonic() - begin:.0f} s")
             show(found, options.lengths)
-            write_json(to_records(family, found, options.commit), path)
+            write_json(to_records(family, found, options.commit), paths[family])
             for length in options.lengths if options.table else ():
                 rows = merge(rows, Case(1, 1, length, head_dim, dtype, True, precision), found, generation())
                 options.table.write_text(table_source(rows), encoding="utf-8")

@@ -8,7 +8,9 @@ With P = exp(s − LSE), s = scale · Q Kᵀ, and Δ_i = Σ_d dO_id O_id,
 with *transposed* scores, so that Pᵀ and dSᵀ are already the left operands of the next products and never leave the
 registers. `dq_kernel` owns BLOCK_M queries and walks over key tiles. Seven products instead of the five of a single
 pass, but no two programs add to the same address: results are bit-identical from run to run. `joint_kernel` is both
-passes in one launch, for calls too short to fill a GPU: the program id says which tile of which pass it owns.
+passes in one launch, for calls too short to fill a GPU: the program id says which tile of which pass it owns. Shorter
+calls still are split: a program takes its keys and one chunk of the queries, computes its share of all three gradients
+with five products, and `sum_kernel` of split.py adds the shares in a fixed order.
 
 Shapes as in forward.py; do like o; dq, dk, dv like q, k, v. Query heads that share a key head are summed inside one
 program of the dK/dV pass. FLOPs: 14·B·H·D per visible pair are computed (10 by convention). Bytes: q, k, v, o, do, lse
@@ -21,12 +23,12 @@ Source: Dao, FlashAttention-2 (2023), algorithm 2.
 import triton
 import triton.language as tl
 
-from .ranges import head_origin, load_rows, load_tile, phase_range, schedule, tile_range, visible
+from .ranges import cut_range, head_origin, load_rows, load_tile, phase_range, schedule, tile_range, visible
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # integers not worth a compilation per value
-DKDV_COUNTS = ["kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads"]
-DQ_COUNTS = ["heads", *DKDV_COUNTS[1:]]
+DKDV_COUNTS = ["kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads", "chunk"]
+DQ_COUNTS = ["heads", *DKDV_COUNTS[1:-1]]
 ROW_PADDING = 128  # Δ and LSE are padded to a multiple of this, so that tiles load them without a mask
 DELTA_ROWS = 64
 
@@ -75,8 +77,11 @@ def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, q_desc, 
                   query_count, key_count, lo, hi, doc_lo, doc_hi, scale_log2,
                   MASKED: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
-                  TMA: tl.constexpr, FUSED: tl.constexpr):
-    """Fold the query tiles [first, last) into dk (still without the scale) and dv; FUSED adds to dq in memory too."""
+                  TMA: tl.constexpr, FUSED: tl.constexpr, SPLIT: tl.constexpr):
+    """Fold the query tiles [first, last) into dk (still without the scale) and dv.
+
+    FUSED adds the tiles' share of dq / scale to memory, SPLIT writes it.
+    """
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     q_base += first.to(tl.int64) * stride_qt
@@ -100,12 +105,16 @@ def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, q_desc, 
         dv = tl.dot(pt.to(do.dtype), do, dv, input_precision=PRECISION)
         dst = pt * (dpt - delta[None, :])
         dk = tl.dot(dst.to(q.dtype), q, dk, input_precision=PRECISION)
-        if FUSED:
+        if FUSED or SPLIT:
             dst = tl.where((cols < key_count)[:, None], dst, 0.0)  # past the last key P is anything, even infinite
             dq = tl.dot(tl.trans(dst.to(q.dtype)), k, input_precision=PRECISION)
             rows = start + offs_m
-            tl.atomic_add(dq_base + rows[:, None] * HEAD_DIM + offs_d[None, :], dq,
-                          mask=(rows < query_count)[:, None] & (offs_d < HEAD_DIM)[None, :], sem="relaxed")
+            dq_ptrs = dq_base + rows[:, None] * HEAD_DIM + offs_d[None, :]
+            inside = (rows < query_count)[:, None] & (offs_d < HEAD_DIM)[None, :]
+            if FUSED:
+                tl.atomic_add(dq_ptrs, dq, mask=inside, sem="relaxed")
+            else:
+                tl.store(dq_ptrs, dq, mask=inside)
         q_base += BLOCK_M * stride_qt
         do_base += BLOCK_M * stride_gt
     return dk, dv
@@ -117,13 +126,16 @@ def dkdv_tile(pid, q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_
               stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
               stride_gb, stride_gh, stride_gt, stride_dkb, stride_dkh, stride_dkt,
               stride_dvb, stride_dvh, stride_dvt, kv_heads, kv_group, query_count, key_count, padded_count, lo, hi,
-              scale, scale_log2, batch_heads, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
+              scale, scale_log2, batch_heads, chunk, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
+              HAS_DOC: tl.constexpr,
               RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-              FUSED: tl.constexpr):
+              FUSED: tl.constexpr, SPLIT: tl.constexpr):
     """One program: BLOCK_N rows of dK and dV of one key head, over all query heads that read it.
 
     FUSED: also add this program's share of dQ / scale to the fp32 (B, H, Tq, D) tensor at dq_ptr.
+    SPLIT: only over the `chunk` queries of program_id(1), whose shares of dK and dV lie apart in fp32 tensors
+    (chunks, B, Hk, Tk, D), and those of dQ / scale in one of (key tiles, B, H, Tq, D).
     """
     tile, bh = schedule(pid, tl.cdiv(key_count, BLOCK_N), batch_heads, HEAD_GROUP, False)
     batch = (bh // kv_heads).to(tl.int64)
@@ -133,10 +145,6 @@ def dkdv_tile(pid, q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     cols = col0 + offs_n
-    k = load_rows(k_ptr + batch * stride_kb + kv_head * stride_kh + wide0 * stride_kt, offs_n, stride_kt, offs_d,
-                  key_count - col0, HEAD_DIM, BLOCK_D, True)
-    v = load_rows(v_ptr + batch * stride_vb + kv_head * stride_vh + wide0 * stride_vt, offs_n, stride_vt, offs_d,
-                  key_count - col0, HEAD_DIM, BLOCK_D, True)
     doc_lo = cols[:, None]
     doc_hi = cols[:, None]
     if HAS_DOC:
@@ -146,6 +154,21 @@ def dkdv_tile(pid, q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_
         doc_hi = tl.load(doc_last + cols, mask=cols < key_count, other=0)[:, None]
     begin, full_begin, full_end, end = tile_range(col0, key_count, query_count, hi, lo, doc_first, doc_last,
                                                   BLOCK_N, BLOCK_M, HAS_HI, HAS_LO, HAS_DOC)
+    own_rows = key_count - col0
+    dq_heads = batch * kv_heads * kv_group
+    if SPLIT:
+        part = tl.program_id(1)
+        begin, full_begin, full_end, end = cut_range(part * chunk, part * chunk + chunk, begin, full_begin, full_end,
+                                                     end)
+        own_rows = tl.where(begin < end, own_rows, 0)  # nothing to do, nothing to load or to write
+        shift = part.to(tl.int64) * batch_heads * key_count * HEAD_DIM
+        dk_ptr += shift
+        dv_ptr += shift
+        dq_heads += tile.to(tl.int64) * batch_heads * kv_group
+    k = load_rows(k_ptr + batch * stride_kb + kv_head * stride_kh + wide0 * stride_kt, offs_n, stride_kt, offs_d,
+                  own_rows, HEAD_DIM, BLOCK_D, True)
+    v = load_rows(v_ptr + batch * stride_vb + kv_head * stride_vh + wide0 * stride_vt, offs_n, stride_vt, offs_d,
+                  own_rows, HEAD_DIM, BLOCK_D, True)
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -156,7 +179,7 @@ def dkdv_tile(pid, q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_
         q_row0, q_col0 = head_origin(q_start, stride_qt, TMA)
         do_row0, do_col0 = head_origin(do_start, stride_gt, TMA)
         stats = (batch * kv_heads * kv_group + head) * padded_count
-        dq_base = dq_ptr + (batch * kv_heads * kv_group + head) * query_count * HEAD_DIM
+        dq_base = dq_ptr + (dq_heads + head) * query_count * HEAD_DIM
         for phase in tl.static_range(3):  # tiles cut by the mask, full tiles, tiles cut by the mask
             first, last = phase_range(phase, begin, full_begin, full_end, end)
             if phase == 1 or (phase == 0 and (HAS_HI or HAS_DOC)) or (phase == 2 and (HAS_LO or HAS_DOC or RAGGED)):
@@ -165,9 +188,9 @@ def dkdv_tile(pid, q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_
                     q_desc, do_desc, delta_desc, lse2_desc, q_row0, q_col0, do_row0, do_col0, stats.to(tl.int32),
                     stride_qt, stride_gt, dq_base, cols, first, last, query_count, key_count, lo, hi,
                     doc_lo, doc_hi, scale_log2, phase != 1, HAS_LO, HAS_HI, HAS_DOC, HEAD_DIM, BLOCK_D, BLOCK_M,
-                    PRECISION, TMA, FUSED)
+                    PRECISION, TMA, FUSED, SPLIT)
 
-    keep = (cols < key_count)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    keep = (offs_n < own_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
     dk_base = dk_ptr + batch * stride_dkb + kv_head * stride_dkh + wide0 * stride_dkt
     tl.store(dk_base + offs_n[:, None] * stride_dkt + offs_d[None, :], (dk * scale).to(dk_ptr.dtype.element_ty), keep)
     dv_base = dv_ptr + batch * stride_dvb + kv_head * stride_dvh + wide0 * stride_dvt
@@ -180,18 +203,18 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_des
                 stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                 stride_gb, stride_gh, stride_gt, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh,
                 stride_dvt, kv_heads, kv_group, query_count, key_count, padded_count, lo, hi, scale, scale_log2,
-                batch_heads, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
+                batch_heads, chunk, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
                 RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-                FUSED: tl.constexpr):
+                FUSED: tl.constexpr, SPLIT: tl.constexpr):
     """The dK/dV pass, one `dkdv_tile` per program; Δ and LSE·log2(e) are `delta_kernel`'s."""
     dkdv_tile(tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_desc, delta_desc,
               lse2_desc, dk_ptr, dv_ptr, dq_ptr, doc_first, doc_last,
               stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
               stride_gb, stride_gh, stride_gt, stride_dkb, stride_dkh, stride_dkt,
               stride_dvb, stride_dvh, stride_dvt, kv_heads, kv_group, query_count, key_count, padded_count, lo, hi,
-              scale, scale_log2, batch_heads, HAS_LO, HAS_HI, HAS_DOC, RAGGED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
-              HEAD_GROUP, PRECISION, TMA, FUSED)
+              scale, scale_log2, batch_heads, chunk, HAS_LO, HAS_HI, HAS_DOC, RAGGED, HEAD_DIM, BLOCK_D, BLOCK_M,
+              BLOCK_N, HEAD_GROUP, PRECISION, TMA, FUSED, SPLIT)
 
 
 @triton.jit

@@ -37,8 +37,8 @@ def joint_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_de
                   stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                   stride_gb, stride_gh, stride_gt, stride_dkb, stride_dkh, stride_dkt,
                   stride_dvb, stride_dvh, stride_dvt, kv_heads, kv_group, query_count, key_count, padded_count,
-                  lo, hi, scale, scale_log2, batch * kv_heads, HAS_LO, HAS_HI, HAS_DOC, KEY_RAGGED, HEAD_DIM, BLOCK_D,
-                  KEY_BLOCK_M, KEY_BLOCK_N, KEY_GROUP, PRECISION, KEY_TMA, False)
+                  lo, hi, scale, scale_log2, batch * kv_heads, 0, HAS_LO, HAS_HI, HAS_DOC, KEY_RAGGED, HEAD_DIM,
+                  BLOCK_D, KEY_BLOCK_M, KEY_BLOCK_N, KEY_GROUP, PRECISION, KEY_TMA, False, False)
     else:
         dq_tile(pid - key_programs, q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc,
                 dq_ptr, doc_first, doc_last,

@@ -12,6 +12,7 @@ from .backward_joint import joint_kernel
 from .configs import POINTER_TILES, Tile
 from .descriptors import MAX_COORDINATE, flat_descriptor, row_descriptors
 from .options import Problem
+from .split import launch_sum, parts_like
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,12 @@ def launch_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Ten
 
 
 def launch_dkdv(saved: Saved, dk: torch.Tensor, dv: torch.Tensor, problem: Problem, tile: Tile,
-                dq_sum: torch.Tensor | None = None) -> None:
-    """Fill dk and dv; with `dq_sum`, zeros of (B, H, Tq, D) in fp32, add dQ / scale to it in the same pass."""
+                dq_sum: torch.Tensor | None = None, parts: int = 0) -> None:
+    """Fill dk and dv.
+
+    With `dq_sum`, zeros of (B, H, Tq, D) in fp32, add dQ / scale to it in the same pass; with `parts` too, these are
+    the tensors of shares that `launch_split` describes.
+    """
     q, k, v, do, delta, lse2 = saved.q, saved.k, saved.v, saved.do, saved.delta, saved.lse2
     batch, kv_heads, key_count = k.shape[:3]
     tma = tile.tma and delta.numel() < MAX_COORDINATE
@@ -67,14 +72,28 @@ def launch_dkdv(saved: Saved, dk: torch.Tensor, dv: torch.Tensor, problem: Probl
     if tile.tma and not use_tma:
         tile = POINTER_TILES.get(("dkdv", _block_d(q.shape[3])), tile)
     delta_desc, lse2_desc = (flat_descriptor(x, tile.block_m) if use_tma else None for x in (delta, lse2))
-    launch(dkdv_kernel, (triton.cdiv(key_count, tile.block_n) * batch * kv_heads,),
+    launch(dkdv_kernel, (triton.cdiv(key_count, tile.block_n) * batch * kv_heads, max(parts, 1)),
            q, k, v, do, delta, lse2, q_desc, do_desc, delta_desc, lse2_desc, dk, dv, dv if dq_sum is None else dq_sum,
            problem.doc_first, problem.doc_last, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-           *dk.stride()[:3], *dv.stride()[:3], kv_heads, q.shape[1] // kv_heads, *saved.counts(),
-           problem.lo, problem.hi, problem.scale, problem.scale * LOG2_E.value, batch * kv_heads,
+           *dk.stride()[-4:-1], *dv.stride()[-4:-1], kv_heads, q.shape[1] // kv_heads, *saved.counts(),
+           problem.lo, problem.hi, problem.scale, problem.scale * LOG2_E.value, batch * kv_heads, tile.chunk,
            RAGGED=q.shape[2] % tile.block_m != 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-           HEAD_GROUP=tile.head_group, TMA=use_tma, FUSED=dq_sum is not None, **_constants(saved, problem),
-           **tile.launch_options())
+           HEAD_GROUP=tile.head_group, TMA=use_tma, FUSED=dq_sum is not None and not parts, SPLIT=parts > 0,
+           **_constants(saved, problem), **tile.launch_options())
+
+
+def launch_split(saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, problem: Problem,
+                 tile: Tile) -> None:
+    """Fill dq, dk and dv in one pass of programs that take `tile.chunk` queries each, and a second that sums.
+
+    Without a lower bound of the band and without documents. The shares take 4 bytes · B · D · (Hk · Tk for each chunk
+    of queries, twice, and H · Tq for each tile of keys).
+    """
+    parts = triton.cdiv(saved.q.shape[2], tile.chunk)
+    dq_parts = parts_like(dq, triton.cdiv(saved.k.shape[2], tile.block_n))
+    dk_parts, dv_parts = parts_like(dk, parts), parts_like(dv, parts)
+    launch_dkdv(saved, dk_parts, dv_parts, problem, tile, dq_parts, parts)
+    launch_sum((dq_parts, dk_parts, dv_parts), (dq, dk, dv), problem, tile)
 
 
 def launch_dq(saved: Saved, dq: torch.Tensor, problem: Problem, tile: Tile) -> None:

@@ -16,7 +16,7 @@ from .options import Problem
 from .table import ROWS
 
 KERNELS = ("forward", "dkdv", "dq")
-PASSES = ("in turn", "side by side", "joint")
+PASSES = ("in turn", "side by side", "joint", "split")
 # Classes of batch·heads·length, by their largest member; the last stands for all that is longer. What wins changes
 # while a GPU is not full: 132 multiprocessors take 8,448 rows in tiles of 64.
 ROW_CLASSES = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -32,6 +32,7 @@ class Tile:
         head_group: heads that advance together, so that their K and V stay in the L2.
         maxnreg: register limit per thread, or None.
         tma: load the tiles of the inner loop through tensor descriptors where the layout allows it.
+        chunk: rows of the other sequence that one program takes, a multiple of the tile; 0 for all. See split.py.
     """
 
     block_m: int
@@ -41,6 +42,7 @@ class Tile:
     head_group: int = 1
     maxnreg: int | None = None
     tma: bool = False
+    chunk: int = 0
 
     def launch_options(self) -> dict[str, int]:
         """What Triton's launch takes besides the kernel's own arguments."""
@@ -77,8 +79,9 @@ class Choice:
 
     Args:
         forward, dkdv, dq: the tiles of the three kernels.
-        passes: of the backward: "in turn", "side by side" on two streams, or "joint" in one launch (see
-            backward_joint.py), which then share warps, stages and register limit.
+        passes: of the backward: "in turn", "side by side" on two streams, "joint" in one launch (see
+            backward_joint.py), which then share warps, stages and register limit, or "split", a single pass by the
+            tile of dK/dV with its `chunk` (see split.py).
     """
 
     forward: Tile
@@ -89,6 +92,8 @@ class Choice:
     def __post_init__(self) -> None:
         if self.passes == "joint" and self.dkdv.launch_options() != self.dq.launch_options():
             raise ValueError(f"joint passes need one set of launch options, got {self.dkdv} and {self.dq}")
+        if self.passes == "split" and self.dkdv.chunk == 0:
+            raise ValueError(f"a split pass needs the rows of a chunk, got {self.dkdv}")
 
 
 TABLE: dict[Key, Choice] = {
@@ -178,12 +183,14 @@ def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile],
 
 
 def concurrent(q: torch.Tensor, problem: Problem) -> Choice | None:
-    """The row to follow if both passes of this backward run at once, else None."""
+    """The row to follow if both passes of this backward run at once, else None; a window cannot be split."""
     if "passes" in _forced:
         row = Choice(_forced["dq"], _forced["dkdv"], _forced["dq"], _forced["passes"])
     else:
         row = None if interpreted() or _forced else lookup(key_of(q, problem))
-    return row if row is not None and row.passes != "in turn" else None
+    if row is None or row.passes == "in turn" or (row.passes == "split" and (problem.has_lo or problem.has_doc)):
+        return None
+    return row
 
 
 def choose_fused(q: torch.Tensor, problem: Problem, run: Callable[[Tile], None]) -> Tile:

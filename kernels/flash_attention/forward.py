@@ -14,6 +14,9 @@ FLOPs: 4·B·H·D per visible (query, key) pair. Bytes: q, k, v, o and lse once.
 Saved for backward: q, k, v, o, lse. Statistics and accumulators are fp32; P is rounded to the input type for P·V.
 A row without a visible key gives o = 0 and lse = −inf.
 
+A call too short to fill a GPU can be split (`Tile.chunk`): a program then takes one chunk of the keys, writes its own
+softmax over them in fp32, and `combine_kernel` of split.py puts the chunks together.
+
 Source: Dao, FlashAttention-2 (2023), algorithm 1.
 """
 
@@ -25,11 +28,12 @@ from .._triton import launch
 from .configs import POINTER_TILES, Tile
 from .descriptors import row_descriptors
 from .options import Problem
-from .ranges import head_origin, load_rows, load_tile, phase_range, schedule, tile_range, visible
+from .ranges import cut_range, head_origin, load_rows, load_tile, phase_range, schedule, tile_range, visible
+from .split import launch_combine, parts_like
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-COUNTS = ["heads", "query_count", "key_count", "lo", "hi", "batch_heads"]  # not worth a compilation per value
+COUNTS = ["heads", "query_count", "key_count", "lo", "hi", "batch_heads", "chunk"]  # not worth a compilation per value
 
 
 @triton.jit
@@ -73,11 +77,12 @@ def _walk_keys(acc, row_sum, row_max, q, k_base, v_base, k_desc, v_desc, k_row0,
 def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_first, doc_last,
                    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                    stride_ob, stride_oh, stride_ot, heads, kv_group, query_count, key_count, lo, hi, scale_log2,
-                   batch_heads,
+                   batch_heads, chunk,
                    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr,
                    RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
-    """One program: BLOCK_M rows of one head's output and log-sum-exp."""
+                   BLOCK_N: tl.constexpr, HEAD_GROUP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+                   SPLIT: tl.constexpr):
+    """One program: BLOCK_M rows of one head's output and log-sum-exp; SPLIT: over `chunk` keys only."""
     tile, bh = schedule(tl.program_id(0), tl.cdiv(query_count, BLOCK_M), batch_heads, HEAD_GROUP, HAS_HI)
     batch = (bh // heads).to(tl.int64)
     head = (bh % heads).to(tl.int64)
@@ -92,9 +97,6 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
     offs_m = tl.arange(0, BLOCK_M)
     rows = row0 + offs_m
     offs_d = tl.arange(0, BLOCK_D)
-    q_base += row0.to(tl.int64) * stride_qt
-    q = load_rows(q_base, offs_m, stride_qt, offs_d, query_count - row0, HEAD_DIM, BLOCK_D, True)
-
     doc_lo = rows[:, None]
     doc_hi = rows[:, None]
     if HAS_DOC:
@@ -104,6 +106,16 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
         doc_hi = tl.load(doc_last + rows, mask=rows < query_count, other=0)[:, None]
     begin, full_begin, full_end, end = tile_range(row0, query_count, key_count, lo, hi, doc_first, doc_last,
                                                   BLOCK_M, BLOCK_N, HAS_LO, HAS_HI, HAS_DOC)
+    own_rows = query_count - row0
+    if SPLIT:
+        part = tl.program_id(1)
+        begin, full_begin, full_end, end = cut_range(part * chunk, part * chunk + chunk, begin, full_begin, full_end,
+                                                     end)
+        own_rows = tl.where(begin < end, own_rows, 0)  # nothing to do, nothing to load
+        o_base += part.to(tl.int64) * batch_heads * query_count * HEAD_DIM
+        lse_ptr += part.to(tl.int64) * batch_heads * query_count
+    q_base += row0.to(tl.int64) * stride_qt
+    q = load_rows(q_base, offs_m, stride_qt, offs_d, own_rows, HEAD_DIM, BLOCK_D, True)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -121,8 +133,11 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
     lse = tl.where(row_sum == 0.0, float("-inf"), row_max * LN_2 + tl.log(safe_sum))
     tl.store(lse_ptr + bh.to(tl.int64) * query_count + rows, lse, mask=rows < query_count)
     o_base += row0.to(tl.int64) * stride_ot
+    written = rows < query_count
+    if SPLIT:
+        written = written & (row_sum > 0.0)  # what saw no key is left out when the parts are put together
     tl.store(o_base + offs_m[:, None] * stride_ot + offs_d[None, :], acc.to(o_ptr.dtype.element_ty),
-             mask=(rows < query_count)[:, None] & (offs_d < HEAD_DIM)[None, :])
+             mask=written[:, None] & (offs_d < HEAD_DIM)[None, :])
 
 
 def launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
@@ -133,14 +148,19 @@ def launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.T
     k_desc, v_desc = row_descriptors((k, v), tile.block_n) if tile.tma else (None, None)
     if tile.tma and k_desc is None:
         tile = POINTER_TILES.get(("forward", block_d), tile)
-    grid = (triton.cdiv(query_count, tile.block_m) * batch * heads,)
+    parts = triton.cdiv(k.shape[2], tile.chunk) if tile.chunk else 1
+    split = parts > 1
+    out, out_lse = (parts_like(o, parts), parts_like(lse, parts)) if split else (o, lse)
     launch(
-        forward_kernel, grid, q, k, v, k_desc, v_desc, o, lse, problem.doc_first, problem.doc_last,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
+        forward_kernel, (triton.cdiv(query_count, tile.block_m) * batch * heads, parts),
+        q, k, v, k_desc, v_desc, out, out_lse, problem.doc_first, problem.doc_last,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[-4:-1],
         heads, heads // k.shape[1], query_count, k.shape[2], problem.lo, problem.hi, problem.scale * LOG2_E.value,
-        batch * heads, HAS_LO=problem.has_lo, HAS_HI=problem.has_hi, HAS_DOC=problem.has_doc,
+        batch * heads, tile.chunk, HAS_LO=problem.has_lo, HAS_HI=problem.has_hi, HAS_DOC=problem.has_doc,
         HEAD_DIM=head_dim, BLOCK_D=block_d,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, HEAD_GROUP=tile.head_group, PRECISION=problem.precision,
-        TMA=k_desc is not None, RAGGED=k.shape[2] % tile.block_n != 0,
+        TMA=k_desc is not None, RAGGED=k.shape[2] % tile.block_n != 0, SPLIT=split,
         **tile.launch_options(),
     )
+    if split:
+        launch_combine(out, out_lse, o, lse)

@@ -72,7 +72,14 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
         for out, grad in zip((dq, dk, dv), tiled.backward(q, k, v, o, lse, do, problem), strict=True):
             out.copy_(grad)
         return dq, dk, dv
-    from .backward_launch import launch_delta, launch_dkdv, launch_dq, launch_joint, launch_side_by_side
+    from .backward_launch import (
+        launch_delta,
+        launch_dkdv,
+        launch_dq,
+        launch_joint,
+        launch_side_by_side,
+        launch_split,
+    )
 
     head_dim = q.shape[-1]
     q, k, v, o, do = _aligned(q, k, v, o, do)
@@ -81,6 +88,8 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
     at_once = None if fused else configs.concurrent(q, problem)
     if fused:
         _launch_fused(saved, *outs, problem)
+    elif at_once is not None and at_once.passes == "split":
+        launch_split(saved, *outs, problem, at_once.dkdv)
     elif at_once is not None:
         together = launch_joint if at_once.passes == "joint" else launch_side_by_side
         together(saved, *outs, problem, at_once.dkdv, at_once.dq)

@@ -73,6 +73,16 @@ def phase_range(phase: tl.constexpr, begin, full_begin, full_end, end):
 
 
 @triton.jit
+def cut_range(first, last, begin, full_begin, full_end, end):
+    """`tile_range`'s result for a program that takes only what lies in [first, last), multiples of the tile."""
+    begin = tl.minimum(tl.maximum(begin, first), last)
+    full_begin = tl.minimum(tl.maximum(full_begin, first), last)
+    full_end = tl.minimum(tl.maximum(full_end, first), last)
+    end = tl.minimum(tl.maximum(end, first), last)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
 def visible(own, other, other_count, lo, hi, own_doc_first, own_doc_last,
             HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr):
     """The mask of a tile; `own` and `other` are positions shaped to broadcast against each other."""

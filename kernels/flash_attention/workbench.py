@@ -4,6 +4,7 @@ Nothing here is needed to compute attention: `experiments/tune_flash_attention.p
 `experiments/flash_attention_resources.py` asks the compiler what the shipped configurations use.
 """
 
+import dataclasses
 import re
 import subprocess
 import tempfile
@@ -14,7 +15,7 @@ import triton
 
 from .._triton import compile_only
 from . import backward_launch as backward
-from . import forward
+from . import forward, table
 from .configs import Choice, Key, Tile, key_of
 from .options import Problem
 
@@ -53,7 +54,7 @@ class Case:
 
 
 class Bench:
-    """Inputs of a case and a launcher per kernel: "forward", "dkdv", "dq", or "backward" for all of a `Choice`'s."""
+    """Inputs of a case and a launcher per kernel: "forward", "dkdv", "dq", "split", or "backward" for a `Choice`'s."""
 
     def __init__(self, case: Case, device: str = "cuda"):
         self.problem = case.problem()
@@ -79,9 +80,13 @@ class Bench:
             backward.launch_dkdv(self.saved, dk, dv, self.problem, how)
         elif kernel == "dq":
             backward.launch_dq(self.saved, dq, self.problem, how)
+        elif kernel == "split":
+            backward.launch_split(self.saved, dq, dk, dv, self.problem, how)
         else:
             saved = self._delta()
-            if how.passes == "joint":
+            if how.passes == "split":
+                backward.launch_split(saved, dq, dk, dv, self.problem, how.dkdv)
+            elif how.passes == "joint":
                 backward.launch_joint(saved, dq, dk, dv, self.problem, how.dkdv, how.dq)
             elif how.passes == "side by side":
                 backward.launch_side_by_side(saved, dq, dk, dv, self.problem, how.dkdv, how.dq)
@@ -92,7 +97,7 @@ class Bench:
     def outputs(self, kernel: str, how: Tile | Choice) -> tuple[torch.Tensor, ...]:
         """Copies of what a launch filled, poisoned before."""
         dq, dk, dv = self.grads
-        filled = {"forward": (self.o,), "dkdv": (dk, dv), "dq": (dq,), "backward": self.grads}[kernel]
+        filled = {"forward": (self.o,), "dkdv": (dk, dv), "dq": (dq,)}.get(kernel, self.grads)
         for x in filled:
             x.fill_(float("nan"))
         self.launch(kernel, how)
@@ -106,7 +111,7 @@ def compile_candidate(job: tuple[Case, str, Tile | Choice]) -> dict[str, int] | 
         bench = Bench(case, "meta")
         with compile_only() as compiled:
             bench.launch(kernel, how)
-        return resources(compiled[-1])
+        return resources([c for c in compiled if c.metadata.name not in ("combine_kernel", "sum_kernel")][-1])
     except Exception as error:
         reason = str(error).strip().splitlines()
         return f"{type(error).__name__}: {reason[0][:80] if reason else ''}"
@@ -128,3 +133,17 @@ def usable(use: dict[str, int] | str, case: Case) -> bool:
     return not isinstance(use, str) and (
         use["shared_bytes"] <= LIMIT_SHARED_BYTES and use["spilled_bytes"] <= LIMIT_SPILLED_BYTES[case.dtype]
     )
+
+
+def fields(tile: Tile) -> tuple:
+    """A tile as table.py has it: without the chunk where there is none."""
+    return dataclasses.astuple(tile) if tile.chunk else dataclasses.astuple(tile)[:-1]
+
+
+def table_source(rows: tuple) -> str:
+    """The text of table.py for these rows; its docstring is kept."""
+    lines = [f'"""{table.__doc__}"""', "", "ROWS = ("]
+    for key, origin, *tiles, passes in rows:
+        lines.append(f'    ({key!r}, "{origin}",'.replace("'", '"'))
+        lines.append("     " + ", ".join(repr(tile) for tile in tiles) + f', "{passes}"),')
+    return "\n".join([*lines, ")", ""])

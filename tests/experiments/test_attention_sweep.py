@@ -113,12 +113,15 @@ rows = merge(table.ROWS, case, found, "sm_90")
 (row,) = [row for row in rows if row[0] == ("sm_90", 16, "ieee", 64, True, 2048)]
 assert len(rows) == len(table.ROWS) and row[1] == "1x1x2048x64: 1.0000 + 4.0000 ms"
 assert (Tile(*row[2]), Tile(*row[3]), Tile(*row[4]), row[5]) == (tiles[1], tiles[2], tiles[2], "side by side")
+assert fields(tiles[0]) == (16, 16, 2, 2, 1, None, False) and fields(Tile(16, 16, chunk=64))[-1] == 64
 usable = [{"how": t, "ms": ms} for t, ms in zip(tiles, (1.0, 2.0, float("inf")))]
-rows_of = dict.fromkeys(configs.KERNELS, usable)
+rows_of = dict.fromkeys(configs.KERNELS, usable) | {"split": [{"how": Tile(16, 16, chunk=64), "ms": 1.0}]}
 assert {choice.passes for choice in pairs(rows_of)} == set(configs.PASSES)
 assert all(tiles[2] not in (c.dkdv, c.dq) for c in pairs(rows_of))
-assert all(0 < len(list(candidates(k, t, d))) < 60 for k in configs.KERNELS for d in (16, 128)
-           for t in ("bfloat16", "float32"))
+assert all(0 < len(list(candidates(k, t, d))) < 80 for k in TIMED for d in (16, 128) for t in ("bfloat16", "float32"))
+split = list(candidates("split", "float32", 64))
+assert {t.chunk for t in chunked(split, 2048)} == {64, 128, 256, 512, 1024} and chunked(split, 8192) == []
+assert {shape_of(t) for t in chunked(split, 2048)} == set(split) and chunked(tiles, 8192) == tiles
 """
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=120)
