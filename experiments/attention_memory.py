@@ -13,6 +13,7 @@ import gc
 import itertools
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,12 +23,14 @@ from distlab.report import (
     Column,
     OutputFolder,
     Record,
+    View,
+    add_from_option,
     commit,
     environment,
-    json_line,
     read_json,
-    render,
-    write_csv,
+    redraw,
+    say,
+    write,
     write_json,
 )
 from distlab.report.panels import panels
@@ -54,6 +57,7 @@ class Config:
     device: str = "cuda"
 
 
+QUICK = Config(lengths=(4096, 16384), head_dims=(64,), passes=10)
 SMOKE = Config(lengths=(32,), head_dims=(16,), dtypes=("float32",), passes=2, device="cpu")
 
 
@@ -142,8 +146,35 @@ COLUMNS = [
 ]
 
 
+def headline(records: Sequence[Record]) -> str:
+    """One line that says what the table below it was measured on."""
+    config, env = records[0].config, records[0].environment
+    where = f"{env['device_name']}, torch {env['torch']}"
+    return f"Batch {config['batch']}, no heads, causal, {config['passes']} passes, {where}"
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Peak bytes over length."""
+    if any(r.metrics.get("peak_alloc_bytes") is not None for r in records):
+        panels(records, path, "peak_alloc_bytes", "peak bytes")
+
+
+VIEW = View(
+    EXPERIMENT,
+    __doc__.splitlines()[0],
+    COLUMNS,
+    headline,
+    pictures={"memory.png": draw},
+    reading="Naive attention keeps the weights of all pairs, so its memory grows with the square of the length; the "
+    "others keep the log-sum-exp of each row. A row that says OOM did not fit; its prediction says what it wanted.",
+    prediction="Tensors counted by hand, in closed form: inputs, outputs, what is saved, and temporaries.",
+    noise="The bytes are the allocator's count, which does not vary. Times are medians over the passes.",
+)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two lengths, one head dim; on a CPU as --smoke")
     parser.add_argument("--smoke", action="store_true", help="a few seconds on a CPU")
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--head-dims", type=int, nargs="+")
@@ -152,22 +183,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", default="outputs", help="folder of all results")
     parser.add_argument("--stamp", help="name of this run; a name that exists is resumed")
     parser.add_argument("--commit", help="recorded where the tree has no git")
+    add_from_option(parser)
     options = parser.parse_args(argv)
+    if options.source:
+        return redraw(VIEW, options.source, options.out)
     chosen = {name: tuple(getattr(options, name)) for name in ("lengths", "head_dims", "dtypes", "variants")
               if getattr(options, name)}
-    config = dataclasses.replace(SMOKE if options.smoke else Config(), **chosen)
+    quick = QUICK if torch.cuda.is_available() else SMOKE
+    config = dataclasses.replace(SMOKE if options.smoke else quick if options.quick else Config(), **chosen)
     if config.device == "cuda" and not torch.cuda.is_available():
         print("the memory study needs a GPU (--smoke runs a few seconds on a CPU)", file=sys.stderr)
         return 1
     folder = OutputFolder(options.out, EXPERIMENT, options.stamp)
     records = run(config, folder.path / "records.json", commit(options.commit))
-    table = render(records, COLUMNS)
-    print(table)
-    folder.write_text("table.txt", table + "\n")
-    write_csv(records, folder.path / "records.csv")
-    if any(r.metrics.get("peak_alloc_bytes") is not None for r in records):
-        panels(records, folder.path / "memory.png", "peak_alloc_bytes", "peak bytes")
-    print(json_line(EXPERIMENT, records, folder.path))
+    say(VIEW, records, write(VIEW, records, folder))
     return 0
 
 

@@ -1,6 +1,7 @@
 """The record configuration: one sequence of 16,384 tokens, 16 heads, bf16, causal, forward and backward, on one H100.
 
     python experiments/attention_record.py                     # head dims 64 (the record) and 128
+    python experiments/attention_record.py --quick             # less time per number; on a CPU a short sequence
 
 Every variant runs through the same harness: one leaf tensor of shape (3, 16, 16384, d) is unpacked into q, k and v,
 attention is called, and `o.sum().backward()` fills the leaf's gradient, so that summing, unpacking and stacking are
@@ -18,18 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from distlab.measure.timing import measure as measure_calls
+from distlab.measure.timing import percentiles
 from distlab.report import (
     Column,
     OutputFolder,
     Record,
+    View,
+    add_from_option,
     commit,
     environment,
-    json_line,
-    render,
-    write_csv,
+    redraw,
+    say,
+    write,
     write_json,
 )
-from kernels.flash_attention import FlashAttention2, cost
+from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch, cost
 
 EXPERIMENT = "attention_record"
 HEADS = 16
@@ -53,6 +58,10 @@ def _flex(length: int) -> Attention:
 
 
 def variants(length: int) -> dict[str, Attention]:
+    """The attentions that are timed; on a CPU the tiled form in plain torch beside torch's own."""
+    if not torch.cuda.is_available():
+        tiled = FlashAttention2PyTorch.apply
+        return {"ours": lambda q, k, v: tiled(q, k, v, True), "sdpa-math": _sdpa(SDPBackend.MATH)}
     torch._dynamo.reset()
     ours = torch.compile(FlashAttention2.apply)
     return {
@@ -92,24 +101,34 @@ def errors(leaf: Tensor, fn: Attention) -> dict[str, float]:
 
 
 def measure(length: int, head_dim: int, name: str, fn: Attention, milliseconds: int) -> dict[str, object]:
-    from triton.testing import do_bench
-
     torch.manual_seed(head_dim)
-    leaf = torch.randn(3, HEADS, length, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    leaf = torch.randn(3, HEADS, length, head_dim, device=device, dtype=dtype, requires_grad=True)
     metrics: dict[str, object] = errors(leaf, fn)
     flops = cost(leaf.shape[1:], leaf.shape[1:], leaf.dtype, causal=True).flops
     runs = {"fwd": (lambda: fn(*leaf.unbind(0)), 1.0), "fwd_bwd": (lambda: step(leaf, fn), 3.5)}
     for kind, (call, times) in runs.items():
-        quantiles = do_bench(call, warmup=100, rep=milliseconds, quantiles=[0.2, 0.5, 0.8])
-        metrics |= {f"{kind}_{p}_ms": ms for p, ms in zip(("p20", "p50", "p80"), quantiles, strict=True)}
+        metrics |= {f"{kind}_{p}_ms": ms for p, ms in _timed(call, milliseconds).items()}
         metrics[f"{kind}_tflop_per_s"] = times * flops / metrics[f"{kind}_p50_ms"] / 1e9
     metrics["bwd_p50_ms"] = metrics["fwd_bwd_p50_ms"] - metrics["fwd_p50_ms"]  # sum and stacking included
     metrics["bwd_tflop_per_s"] = 2.5 * flops / metrics["bwd_p50_ms"] / 1e9
     return metrics
 
 
-def matmul_tflop_per_s() -> float:
-    """What a large bf16 product of cuBLAS reaches in this run: the practical roof."""
+def _timed(call: Callable[[], object], milliseconds: int) -> dict[str, float]:
+    """p20, p50 and p80 in ms; on a GPU by Triton's timer, with a cold L2."""
+    if not torch.cuda.is_available():
+        return percentiles(measure_calls(call, warmup=1, repeats=5, device="cpu"))
+    from triton.testing import do_bench
+
+    quantiles = do_bench(call, warmup=100, rep=milliseconds, quantiles=[0.2, 0.5, 0.8])
+    return dict(zip(("p20", "p50", "p80"), quantiles, strict=True))
+
+
+def matmul_tflop_per_s() -> float | None:
+    """What a large bf16 product of cuBLAS reaches in this run: the practical roof. None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
     from triton.testing import do_bench
 
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -134,6 +153,17 @@ def headline(records: list[Record]) -> str:
     )
 
 
+VIEW = View(
+    EXPERIMENT,
+    __doc__.splitlines()[0],
+    COLUMNS,
+    headline,
+    reading="All variants run through one harness, and what it costs (unpacking, the sum, stacking gradients) is in "
+    "every row alike. TFLOP/s count causal pairs only, backward as 2.5 forwards; the last column is what a large "
+    "product of cuBLAS reached in the same run. Errors are against float64 and must be alike between variants.",
+)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
@@ -141,23 +171,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ms", type=int, default=400, help="time to spend on each number")
     parser.add_argument("--out", default="outputs", help="folder of all results")
     parser.add_argument("--commit", help="recorded where the tree has no git")
+    parser.add_argument("--quick", action="store_true", help="100 ms per number; on a CPU 128 tokens of width 64")
+    add_from_option(parser)
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("the record configuration needs a GPU", file=sys.stderr)
+    if options.source:
+        return redraw(VIEW, options.source, options.out)
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and not options.quick:
+        print("the record configuration needs a GPU (--quick times a short one on a CPU)", file=sys.stderr)
         return 1
+    if options.quick:
+        options.ms = 100
+        options.length, options.head_dims = (options.length, options.head_dims) if on_gpu else (128, [64])
     folder = OutputFolder(options.out, EXPERIMENT).path
-    where, roof = environment("cuda"), matmul_tflop_per_s()
+    where, roof = environment("cuda" if on_gpu else "cpu"), matmul_tflop_per_s()
     records = []
     for head_dim in options.head_dims:
         for name, fn in variants(options.length).items():
-            config = {"heads": HEADS, "length": options.length, "head_dim": head_dim, "dtype": "bfloat16",
-                      "causal": True, "ms_per_number": options.ms}
+            config = {"heads": HEADS, "length": options.length, "head_dim": head_dim,
+                      "dtype": "bfloat16" if on_gpu else "float32", "causal": True, "ms_per_number": options.ms}
             metrics = measure(options.length, head_dim, name, fn, options.ms) | {"matmul_tflop_per_s": roof}
             records.append(Record(EXPERIMENT, name, config, metrics, where, commit(options.commit)))
             write_json(records, folder / "records.json")
-    write_csv(records, folder / "records.csv")
-    print(render(records, COLUMNS))
-    print(json_line(EXPERIMENT, records, folder))
+    say(VIEW, records, write(VIEW, records, folder))
     return 0
 
 

@@ -22,7 +22,7 @@ import multiprocessing
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -35,12 +35,14 @@ from distlab.report import (
     Column,
     OutputFolder,
     Record,
+    View,
+    add_from_option,
     commit,
     environment,
-    json_line,
     read_json,
-    render,
-    write_csv,
+    redraw,
+    say,
+    write,
     write_json,
 )
 from distlab.report.panels import panels
@@ -272,21 +274,37 @@ PICTURES = [
 ]
 
 
-def report(records: list[Record], folder: OutputFolder) -> None:
-    """Table to stdout and file, CSV and pictures into the folder."""
-    lines = [render(records, COLUMNS), *crossovers(records)]
-    print("\n".join(lines))
-    folder.write_text("table.txt", "\n".join([*lines, ""]))
-    write_csv(records, folder.path / "records.csv")
-    write_json(beside_best_peer(records), folder.path / "comparison.json")
-    for name, metric, label in PICTURES:
+def _picture(metric: str, label: str) -> Callable[[Sequence[Record], Path], None]:
+    def draw(records: Sequence[Record], path: Path) -> None:
         if any(r.metrics.get(metric) is not None for r in records):
-            panels(records, folder.path / f"{name}.png", metric, label)
+            panels(records, path, metric, label)
+
+    return draw
+
+
+VIEW = View(
+    EXPERIMENT,
+    __doc__.splitlines()[0],
+    COLUMNS,
+    lambda records: headline(records) if records[0].environment.get("cuda") else "A CPU: host time only",
+    pictures={f"{name}.png": _picture(metric, label) for name, metric, label in PICTURES},
+    findings=crossovers,
+    reading="Device times are replays of a CUDA graph with a warm L2; backward is forward + backward minus forward. "
+    "Host time is what issuing one forward and backward costs Python, and below some length it decides. In the memory "
+    "picture naive attention grows with the square of the length, all others with the length.",
+)
+COMPARISON_VIEW = View(
+    COMPARISON,
+    "Ours beside the fastest other variant of each shape",
+    COMPARISON_COLUMNS,
+    headline,
+    reading="Above 1 the peer is faster.",
+)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three lengths, one head dim, bf16: two minutes")
+    parser.add_argument("--quick", action="store_true", help="three lengths, one head dim; on a CPU as --smoke")
     parser.add_argument("--smoke", action="store_true", help="a few seconds on a CPU")
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--head-dims", type=int, nargs="+")
@@ -296,11 +314,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", default="outputs", help="folder of all results")
     parser.add_argument("--stamp", help="name of this run; a name that exists is resumed")
     parser.add_argument("--commit", help="recorded where the tree has no git")
+    add_from_option(parser)
     return parser.parse_args(argv)
 
 
 def configure(options: argparse.Namespace) -> Config:
-    config = SMOKE if options.smoke else QUICK if options.quick else Config()
+    quick = QUICK if torch.cuda.is_available() else SMOKE
+    config = SMOKE if options.smoke else quick if options.quick else Config()
     chosen = {name: tuple(getattr(options, name)) for name in ("lengths", "head_dims", "dtypes", "variants")
               if getattr(options, name)}
     return dataclasses.replace(config, **chosen)
@@ -308,6 +328,8 @@ def configure(options: argparse.Namespace) -> Config:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
+    if options.source:
+        return redraw(VIEW, options.source, options.out)
     config = configure(options)
     if config.device == "cuda" and not torch.cuda.is_available():
         print("the attention sweep needs a GPU (--smoke runs a few seconds on a CPU)", file=sys.stderr)
@@ -316,8 +338,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.warm:
         warm(config, options.warm)
     records = run(config, folder.path / "records.json", commit(options.commit))
-    report(records, folder)
-    print(json_line(EXPERIMENT, records, folder.path))
+    write_json(beside_best_peer(records), folder.path / "comparison.json")
+    say(VIEW, records, write(VIEW, records, folder))
     return 0
 
 

@@ -3,7 +3,8 @@
     python experiments/flash_attention_resources.py
 
 Every row of the table is compiled for an H100, which need not be there; the figures depend on the Triton version. A
-backward whose passes run jointly is one kernel, reported as "backward".
+backward whose passes run jointly is one kernel, reported as "backward"; one that is split has a kernel "split", and
+the two others for calls with a window.
 """
 
 import argparse
@@ -17,12 +18,13 @@ from distlab.report import (
     Column,
     OutputFolder,
     Record,
+    View,
+    add_from_option,
     commit,
     environment,
-    json_line,
-    render,
-    write_csv,
-    write_json,
+    redraw,
+    say,
+    write,
 )
 from kernels.flash_attention import configs
 from kernels.flash_attention.workbench import Case, compile_candidate
@@ -54,7 +56,8 @@ def kernels_of(choice: configs.Choice) -> dict[str, configs.Tile | configs.Choic
     """The kernels a row launches, besides the one that computes Δ."""
     if choice.passes == "joint":
         return {"forward": choice.forward, "backward": choice}
-    return {kernel: getattr(choice, kernel) for kernel in configs.KERNELS}
+    return {kernel: getattr(choice, kernel) for kernel in configs.KERNELS} | (
+        {"split": choice.dkdv} if choice.passes == "split" else {})
 
 
 def describe(how: configs.Tile | configs.Choice) -> str:
@@ -81,16 +84,33 @@ def run(table: dict[configs.Key, configs.Choice] = configs.TABLE) -> list[Record
     return records
 
 
+def headline(records: list[Record]) -> str:
+    """One line that says what the table below it was made with."""
+    env = records[0].environment
+    return f"Compiled for an H100 (sm_90), triton {env['triton']}, torch {env['torch']}; nothing ran"
+
+
+VIEW = View(
+    EXPERIMENT,
+    __doc__.splitlines()[0],
+    COLUMNS,
+    headline,
+    reading="Of 65,536 registers per SM, a block of w warps takes 32·w times the figure in the table; spilled bytes go "
+    "through local memory and should be few. Shared memory decides with the registers how many blocks an SM holds.",
+    noise="The compiler's figures do not vary.",
+)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the table's first two rows")
     parser.add_argument("--out", default="outputs", help="folder of all results")
+    add_from_option(parser)
     options = parser.parse_args(argv)
-    records = run()
-    folder = OutputFolder(options.out, EXPERIMENT).path
-    write_json(records, folder / "records.json")
-    write_csv(records, folder / "records.csv")
-    print(render(records, COLUMNS))
-    print(json_line(EXPERIMENT, records, folder))
+    if options.source:
+        return redraw(VIEW, options.source, options.out)
+    records = run(dict(list(configs.TABLE.items())[:2]) if options.quick else configs.TABLE)
+    say(VIEW, records, write(VIEW, records, OutputFolder(options.out, EXPERIMENT)))
     return 0
 
 

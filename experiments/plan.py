@@ -10,14 +10,24 @@ predictions, at the shares of the datasheets' peaks that a calibrated machine re
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from distlab.hardware import GPUSpec, by_alias
 from distlab.model import ModelConfig, preset
-from distlab.report import plot
-from distlab.report.record import OutputFolder, Record, commit, environment, json_line, write_csv, write_json
-from distlab.report.table import Column, render
+from distlab.report import (
+    OutputFolder,
+    Record,
+    View,
+    add_from_option,
+    commit,
+    environment,
+    plot,
+    redraw,
+    say,
+    write,
+)
+from distlab.report.table import Column
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
 from distlab.theory.compute import hardware_flops, mfu, step_flops
 from distlab.theory.memory import devices_to_fit, step_memory
@@ -218,7 +228,14 @@ COLUMNS = [
 ]
 
 
-def headline(config: PlanConfig) -> str:
+def config_of(records: Sequence[Record]) -> PlanConfig:
+    """The question that these records answer."""
+    return PlanConfig(**{field.name: records[0].config[field.name] for field in fields(PlanConfig)})
+
+
+def headline(records: Sequence[Record]) -> str:
+    """One line that says what was asked."""
+    config = config_of(records)
     gpu, ranks = config.fleet()
     model = config.shape()
     return (
@@ -228,8 +245,9 @@ def headline(config: PlanConfig) -> str:
     )
 
 
-def answer(config: PlanConfig, records: Sequence[Record]) -> str:
+def answer(records: Sequence[Record]) -> str:
     """The answer in words; `recomputed` means activation checkpointing of every block."""
+    config = config_of(records)
     gpu, _ = config.fleet()
     fitting = [record for record in records if record.metrics["fits"]]
     if not fitting:
@@ -254,12 +272,8 @@ def answer(config: PlanConfig, records: Sequence[Record]) -> str:
     return text
 
 
-def write(config: PlanConfig, records: Sequence[Record], folder: OutputFolder) -> None:
-    """Records, table and picture."""
-    write_json(records, folder.path / "records.json")
-    write_csv(records, folder.path / "records.csv")
-    table = render(records, COLUMNS, "markdown")
-    folder.write_text("table.md", f"{headline(config)}\n\n{table}\n\n{answer(config, records)}\n")
+def draw(records: Sequence[Record], path: Path) -> None:
+    """A bar per choice: where its step's time would go."""
     parts = ("compute", "memory bandwidth", "communication", "optimizer")
     shown = records[:DRAWN]
     bars = {
@@ -270,7 +284,22 @@ def write(config: PlanConfig, records: Sequence[Record], folder: OutputFolder) -
     }
     bars = {"exposed communication" if name == "communication" else name: bar for name, bar in bars.items()}
     labels = [record.variant for record in shown]
-    plot.stacked_bars(folder.path / "plan.png", labels, bars, title=headline(config), unit="ms per step")
+    plot.stacked_bars(path, labels, bars, title=headline(records), unit="ms per step")
+
+
+VIEW = View(
+    NAME,
+    __doc__.splitlines()[0],
+    COLUMNS,
+    headline,
+    pictures={"plan.png": draw},
+    findings=lambda records: [answer(records)],
+    reading="A row per strategy and micro-batch, the fastest first; `recomputed` means activation checkpointing of "
+    "every block. Where nothing fits, the last column of the answer says how many devices the states alone need.",
+    prediction="Everything here is predicted: memory in closed form, time from simulated layers at the shares of the "
+    "datasheets' peaks that a calibrated machine reaches. How good such predictions were: docs/theory/simulation.md.",
+    noise="Nothing was measured.",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -285,19 +314,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--tokens", type=float, default=1e11, help="tokens to train on")
     parser.add_argument("--strategies", type=lambda text: tuple(text.split(",")), default=STRATEGIES)
+    parser.add_argument("--quick", action="store_true", help="bucketed and fsdp only")
     parser.add_argument("--out", type=Path, default=Path("outputs"))
+    add_from_option(parser)
     options = vars(parser.parse_args(arguments))
-    out = options.pop("out")
+    out, source = options.pop("out"), options.pop("source")
+    if source:
+        return redraw(VIEW, source, out)
+    if options.pop("quick"):
+        options["strategies"] = ("bucketed", "fsdp")
     try:
         config = PlanConfig(**options)
         folder = OutputFolder(out, NAME)
         records = run(config)
-        write(config, records, folder)
+        page = write(VIEW, records, folder)
     except (ValueError, OSError) as error:
         print(f"{NAME}: error: {error}", file=sys.stderr)
         return 2
-    print(f"{headline(config)}\n\n{render(records, COLUMNS)}\n\n{answer(config, records)}")
-    print(json_line(NAME, records, folder.path))
+    say(VIEW, records, page)
     return 0
 
 

@@ -19,8 +19,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from distlab.model import ModelConfig, preset
-from distlab.report.record import Record, commit, environment, json_line, read_json, write_json
-from distlab.report.table import Column, render
+from distlab.report import (
+    OutputFolder,
+    Record,
+    View,
+    add_from_option,
+    commit,
+    environment,
+    read_json,
+    redraw,
+    say,
+    write,
+    write_json,
+)
+from distlab.report.table import Column
 from distlab.simulate import replay
 from distlab.simulate.calibrate import NEEDED, Calibration, calibrate
 from distlab.simulate.training import simulate_training
@@ -42,6 +54,10 @@ ROWS = {
     "zero1-400": ("zero1", 400.0),
     "fsdp": ("fsdp", None),
 }
+
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = str(ROOT / "records" / "ddp_bench" / "h200x2_xl_batch8.json")
 
 
 @dataclass(frozen=True)
@@ -98,7 +114,10 @@ def run(config: PredictConfig) -> list[Record]:
             for row in config.rows:
                 metrics = predict(model, row, batch, ranks, settings["dtype"], calibration)
                 shared = {"size": size, "batch": batch, "context": model.context_length, "world_size": ranks}
-                shared |= {"dtype": settings["dtype"], "calibrated_on": config.calibrate}
+                shared |= {
+                    "dtype": settings["dtype"],
+                    "calibrated_on": str(config.calibrate).removeprefix(f"{ROOT}/"),
+                }
                 records.append(Record(NAME, row, shared | asdict(calibration), metrics, **facts))
     return records
 
@@ -231,6 +250,39 @@ COLUMNS = [
 ]
 
 
+def headline(records: Sequence[Record]) -> str:
+    """One line for the table of `run`."""
+    config = records[0].config
+    sizes = ", ".join(dict.fromkeys(record.config["size"] for record in records))
+    shape = f"{sizes}, context {config['context']}, {config['dtype']}"
+    return f"Predicted: {shape}; constants from {config['calibrated_on']}"
+
+
+HOW = (
+    "Each strategy's own code runs on fake tensors; five constants of the machine, fitted to one record of ddp_bench, "
+    "put times to what it did. Peaks are the closed form of distlab.theory.memory."
+)
+VIEW = View(
+    NAME,
+    __doc__.splitlines()[0],
+    COLUMNS,
+    headline,
+    reading="Written down before the measurement; --compare puts what was measured beside it.",
+    prediction=HOW,
+    noise="Nothing was measured here.",
+)
+COMPARISON_VIEW = View(
+    COMPARISON,
+    "How good were the predictions?",
+    COMPARISON_COLUMNS,
+    comparison_headline,
+    reading="The record that the constants were fitted to is among the rows, so its own errors say little; all other "
+    "rows were predicted without having been measured. Calls and bytes must agree exactly.",
+    prediction=HOW,
+    noise="That of the measured rows: see their own records.",
+)
+
+
 def _case(text: str) -> tuple[str, int]:
     size, _, batch = text.partition(":")
     if not batch.isdigit():
@@ -246,11 +298,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
     parser.add_argument("--compare", nargs="+", metavar="FILE", help="records of ddp_bench to compare with")
     parser.add_argument("--predictions", help="what was predicted, for --compare")
-    parser.add_argument("--out", type=Path, help="file for the records")
+    parser.add_argument(
+        "--quick", action="store_true", help="calibrate on the committed record, predict medium:8"
+    )
+    parser.add_argument("--out", type=Path, help="file for the records, or a folder for the whole report")
+    add_from_option(parser)
     options = parser.parse_args(arguments)
+    view = COMPARISON_VIEW if options.compare else VIEW
+    if options.source:
+        return redraw(_view_of(options.source[0]), options.source, options.out or "outputs")
+    if options.quick:
+        options.calibrate, options.cases, options.ranks = QUICK, [("medium", 8)], [2]
+        options.rows = ["local", "flat", "bucketed-100", "fsdp"]
     if not (options.compare and options.predictions) and not (options.calibrate and options.cases):
         parser.error("give --calibrate and --cases, or --compare and --predictions")
-    columns = COMPARISON_COLUMNS if options.compare else COLUMNS
     try:
         if options.compare:
             measured = [record for path in options.compare for record in read_json(path)]
@@ -258,15 +319,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             cases, ranks, rows = tuple(options.cases), tuple(options.ranks), tuple(options.rows)
             records = run(PredictConfig(options.calibrate, cases, ranks, rows))
-        if options.out is not None:
+        page = write(view, records, OutputFolder(_folder_of(options.out), view.name))
+        if options.out is not None and options.out.suffix == ".json":
             options.out.parent.mkdir(parents=True, exist_ok=True)
             write_json(records, options.out)
     except (ValueError, OSError) as error:
         print(f"{NAME}: error: {error}", file=sys.stderr)
         return 2
-    print(render(records, columns))
-    print(json_line(NAME, records, options.out))
+    say(view, records, page)
     return 0
+
+
+def _folder_of(out: Path | None) -> Path:
+    """Where the report goes: `--out`, unless that names a file for the records alone."""
+    return Path("outputs") if out is None or out.suffix == ".json" else out
+
+
+def _view_of(source: str) -> View:
+    try:
+        return COMPARISON_VIEW if read_json(source)[0].experiment == COMPARISON else VIEW
+    except (ValueError, OSError, IndexError):
+        return VIEW  # redrawing says what is wrong with the file
 
 
 if __name__ == "__main__":

@@ -35,8 +35,18 @@ from distlab.parallel import (
     ShardedOptimizer,
     Strategy,
 )
-from distlab.report.record import OutputFolder, Record, commit, environment, json_line, write_csv, write_json
-from distlab.report.table import Column, render
+from distlab.report import (
+    OutputFolder,
+    Record,
+    View,
+    add_from_option,
+    commit,
+    environment,
+    redraw,
+    say,
+    write,
+)
+from distlab.report.table import Column
 from distlab.report.twins import twin_curves
 from distlab.testing import RanksFailed, run_ranks
 from distlab.theory.communication import step_volume
@@ -533,6 +543,21 @@ def draw(records: Sequence[Record], path: Path) -> None:
            levels={"floor of the data": floor})  # fmt: skip
 
 
+VIEW = View(
+    NAME,
+    __doc__.splitlines()[0],
+    COLUMNS,
+    headline,
+    pictures={"loss.png": draw},
+    findings=lambda records: [f"WRONG: {problem}" for problem in problems(records)],
+    reading="Every mistake is injected alone, into a run that is otherwise healthy and whose twin must pass all "
+    "checks. A loss curve that looks right proves nothing: several of these train on, only worse, or only at another "
+    "scale.",
+    noise="At two ranks the strategies equal one process bit for bit, so any difference of a parameter is a mistake; "
+    f"attention may differ from float64 by {ATTENTION_TOLERANCE:g}.",
+)
+
+
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
     p = argparse.ArgumentParser(
@@ -543,12 +568,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--quick", action="store_true", help="30 steps")
     p.add_argument("--out", default="outputs", help="folder for results [%(default)s]")
     p.add_argument("--commit", help="recorded where git is missing")
+    add_from_option(p)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run, print the table, write records and picture; 1 if a mistake passed."""
     args = parser().parse_args(argv)
+    if args.source:
+        return redraw(VIEW, args.source, args.out)
     names = tuple(MISTAKES) if args.mistakes == "all" else tuple(args.mistakes.split(","))
     try:
         config = SabotageConfig(names, args.steps or (30 if args.quick else 150))
@@ -557,15 +585,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{NAME}: error: {error}", file=sys.stderr)
         return 2
     records = run(config, lambda text: print(text, file=sys.stderr, flush=True), args.commit)
-    write_json(records, folder.path / "records.json")
-    write_csv(records, folder.path / "records.csv")
-    folder.write_text("table.md", render(records, COLUMNS, "markdown") + "\n")
-    draw(records, folder.path / "loss.png")
-    print(f"{headline(records)}\n\n{render(records, COLUMNS)}\n")
-    for problem in problems(records):
-        print(f"WRONG: {problem}")
-    print(f"table, records and picture: {folder.path}")
-    print(json_line(NAME, records, folder.path), flush=True)
+    say(VIEW, records, write(VIEW, records, folder))
     return 1 if problems(records) else 0
 
 

@@ -11,15 +11,25 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from distlab.hardware import by_alias
 from distlab.model import preset
 from distlab.parallel import get_strategy
-from distlab.report import plot
-from distlab.report.record import OutputFolder, Record, commit, environment, json_line, write_csv, write_json
-from distlab.report.table import Column, render
+from distlab.report import (
+    OutputFolder,
+    Record,
+    View,
+    add_from_option,
+    commit,
+    environment,
+    plot,
+    redraw,
+    say,
+    write,
+)
+from distlab.report.table import Column
 from distlab.simulate import Contention, LinkModel, replay
 from distlab.simulate.estimate import Machine, machine_of
 from distlab.simulate.events import CATEGORIES
@@ -154,7 +164,9 @@ COLUMNS = [
 ]
 
 
-def headline(config: ScaleConfig) -> str:
+def headline(records: Sequence[Record]) -> str:
+    """One line that says what was simulated."""
+    config = ScaleConfig(**{field.name: records[0].config[field.name] for field in fields(ScaleConfig)})
     model = config.shape()
     return (
         f"{config.model} ({model.num_parameters / 1e9:.1f} B parameters), {config.batch} × {model.context_length} "
@@ -163,19 +175,27 @@ def headline(config: ScaleConfig) -> str:
     )
 
 
-def write(config: ScaleConfig, records: Sequence[Record], rows: dict, folder: OutputFolder) -> None:
-    """Records, table, timeline, and the peak's memory by category."""
-    write_json(records, folder.path / "records.json")
-    write_csv(records, folder.path / "records.csv")
-    folder.write_text("table.md", f"{headline(config)}\n\n{render(records, COLUMNS, 'markdown')}\n")
-    plot.timeline(folder.path / "timeline.png", rows, title=headline(config))
+def draw_memory(records: Sequence[Record], path: Path) -> None:
+    """The peak's memory by category."""
     parts = {
         name: [record.metrics[f"peak_{name}_bytes"] / 2**30 for record in records] for name in CATEGORIES
     }
     labels = [record.variant for record in records]
-    plot.stacked_bars(
-        folder.path / "memory.png", labels, parts, title=f"At the peak: {headline(config)}", unit="GiB"
-    )
+    plot.stacked_bars(path, labels, parts, title=f"At the peak: {headline(records)}", unit="GiB")
+
+
+VIEW = View(
+    NAME,
+    __doc__.splitlines()[0],
+    COLUMNS,
+    headline,
+    pictures={"memory.png": draw_memory},
+    reading="One rank ran the strategies' own code on fake tensors: collectives, bytes and memory are counted, not "
+    "estimated. Times are those of a machine at the shares of its peaks that a calibrated one reaches. In the timeline "
+    "compute is above and communication below; what compute does not hide is orange.",
+    prediction="Every time here is predicted. How good such predictions were: docs/theory/simulation.md.",
+    noise="Nothing was measured but the seconds that the simulation took.",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -193,19 +213,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default=default.dtype, choices=("bf16", "fp32"))
     parser.add_argument("--bucket-size-mb", type=float, default=default.bucket_size_mb)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="the small model on 64 ranks")
     parser.add_argument("--out", type=Path, default=Path("outputs"))
+    add_from_option(parser)
     options = vars(parser.parse_args(arguments))
-    out = options.pop("out")
+    out, source = options.pop("out"), options.pop("source")
+    if source:
+        return redraw(VIEW, source, out)
+    if options.pop("quick"):
+        options |= {"model": "small", "ranks": 64}
     try:
         config = ScaleConfig(**options)
         folder = OutputFolder(out, NAME)
         records, rows = run(config, lambda text: print(text, file=sys.stderr, flush=True))
-        write(config, records, rows, folder)
+        plot.timeline(folder.path / "timeline.png", rows, title=headline(records))
+        page = write(VIEW, records, folder)
     except (ValueError, OSError) as error:
         print(f"{NAME}: error: {error}", file=sys.stderr)
         return 2
-    print(f"{headline(config)}\n\n{render(records, COLUMNS)}")
-    print(json_line(NAME, records, folder.path))
+    say(VIEW, records, page)
     return 0
 
 

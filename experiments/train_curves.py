@@ -31,11 +31,14 @@ from distlab.report import (
     Column,
     OutputFolder,
     Record,
+    View,
+    add_from_option,
     commit,
     environment,
     json_line,
     read_json,
-    render,
+    redraw,
+    write,
     write_json,
 )
 from distlab.report.curves import curves
@@ -415,6 +418,24 @@ def draw(records: Sequence[Record], path: Path) -> None:
         )
 
 
+VIEW = View(
+    NAME,
+    __doc__.splitlines()[0],
+    COLUMNS,
+    headline,
+    pictures={"loss.png": draw},
+    findings=lambda records: [f"WRONG: {problem}" for problem in verdicts(records)],
+    reading="All runs have one data order and one seed, so their curves may differ only as rounding makes them differ; "
+    "how much that is, the reference in two micro-batches shows. The killed run goes on from its checkpoint: its first "
+    "step is the one after that. The cost of checkpoints is that of whole blocks of steps, with and without, in turn.",
+    noise="Curves: the distance that the same mathematics in two micro-batches makes, in the headline.",
+)
+QUICK = {
+    "size": "tiny", "context": None, "dtype": "fp32", "steps": 12, "kill_at": 6, "checkpoint_every": 3, "rounds": 1,
+    "block": 2, "strategies": ("naive", "flat"),
+}  # fmt: skip
+
+
 def parser() -> argparse.ArgumentParser:
     on_gpu = torch.cuda.is_available()
     default = (
@@ -444,6 +465,8 @@ def parser() -> argparse.ArgumentParser:
         "--out", default="outputs/train_curves", help="folder of records; continued where it has some"
     )
     p.add_argument("--commit", help="recorded where git is missing")
+    p.add_argument("--quick", action="store_true", help="three strategies, a few steps of the tiny preset")
+    add_from_option(p)
     return p
 
 
@@ -457,7 +480,9 @@ def run(
 def main() -> int:
     args = parser().parse_args()
     names = [field.name for field in dataclasses.fields(CurvesConfig)]
-    config = CurvesConfig(**{name: getattr(args, name) for name in names})
+    if args.source:
+        return redraw(VIEW, args.source, args.out) if RankEnvironment.read().rank == 0 else 0
+    config = CurvesConfig(**{name: getattr(args, name) for name in names} | (QUICK if args.quick else {}))
     attempt = RankEnvironment.read().restarts
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if config.deterministic:
@@ -493,11 +518,11 @@ def main() -> int:
         problems = verdicts(records)
         if context.is_main:
             records = with_distances(records)
-            write_json(records, folder.path / "records.json")
-            draw(records, folder.path / "loss.png")
-            print(f"{headline(records)}\n\n{render(records, COLUMNS)}\n")
+            page = write(VIEW, records, folder)
+            print(f"{headline(records)}\n\n{VIEW.table(records)}\n")
             for problem in problems:
                 print(f"WRONG: {problem}")
+            print(f"report: {page}")
             print(json_line(NAME, [_short(record) for record in records], folder.path), flush=True)
         dist.barrier(context.group)
     return 0  # a wrong row is printed as wrong; another exit code would make torchrun start all over

@@ -5,12 +5,11 @@ With `--check` nothing is written; the exit code is 1 if a page is out of date.
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from distlab.report.embed import embed_code, embed_tables
-from distlab.report.record import Record, read_json
-from distlab.report.table import Column, render
+from distlab.report.record import read_json
+from distlab.report.view import View
 from experiments import (
     attention_record,
     attention_sweep,
@@ -23,18 +22,19 @@ from experiments import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-EXPERIMENTS: dict[str, tuple[Callable[[list[Record]], str], Callable[[list[Record]], list[Column]]]] = {
-    ddp_bench.NAME: (ddp_bench.headline, ddp_bench.columns),
-    memory_breakdown.NAME: (memory_breakdown.headline, lambda records: memory_breakdown.COLUMNS),
-    predict_steps.COMPARISON: (
-        predict_steps.comparison_headline,
-        lambda records: predict_steps.COMPARISON_COLUMNS,
-    ),
-    kernel_roofline.EXPERIMENT: (kernel_roofline.headline, lambda records: kernel_roofline.COLUMNS),
-    train_curves.NAME: (train_curves.headline, lambda records: train_curves.COLUMNS),
-    sabotage.NAME: (sabotage.headline, lambda records: sabotage.COLUMNS),
-    attention_record.EXPERIMENT: (attention_record.headline, lambda records: attention_record.COLUMNS),
-    attention_sweep.COMPARISON: (attention_sweep.headline, lambda records: attention_sweep.COMPARISON_COLUMNS),
+VIEWS: dict[str, View] = {
+    view.name: view
+    for view in (
+        ddp_bench.VIEW,
+        memory_breakdown.VIEW,
+        predict_steps.COMPARISON_VIEW,
+        kernel_roofline.VIEW,
+        train_curves.VIEW,
+        sabotage.VIEW,
+        attention_record.VIEW,
+        attention_sweep.VIEW,
+        attention_sweep.COMPARISON_VIEW,
+    )
 }
 
 
@@ -48,12 +48,12 @@ def table_of(source: str) -> str:
         if {record.variant for record in records} != set(wanted):
             raise ValueError(f"{source}: not all of {rows} are variants there")
     experiment = records[0].experiment
-    if experiment not in EXPERIMENTS:
+    if experiment not in VIEWS:
         raise ValueError(f"{source}: no columns are known for records of {experiment!r}")
-    headline, columns = EXPERIMENTS[experiment]
+    view = VIEWS[experiment]
     commit = (records[0].commit or "unknown")[:12]
-    note = f"{headline(records)} (commit {commit}, `{source}`)"
-    return f"{note}\n\n{render(records, columns(records), 'markdown')}"
+    note = f"{view.headline_of(records)} (commit {commit}, `{source}`)"
+    return f"{note}\n\n{view.table(records, 'markdown')}"
 
 
 def pages() -> list[Path]:

@@ -78,7 +78,7 @@ def test_command_prints_a_table_and_one_line_of_json(tmp_path, capsys):
     last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert last["experiment"] == "attention_sweep"
     assert {path.name for path in (tmp_path / "attention_sweep" / "run").iterdir()} == {
-        "records.json", "records.csv", "table.txt", "comparison.json"}
+        "records.json", "records.csv", "table.md", "table.tex", "report.html", "comparison.json"}
 
 
 def test_warming_up_survives_variants_that_fail():
@@ -88,7 +88,7 @@ def test_warming_up_survives_variants_that_fail():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about the message without a GPU")
 def test_without_a_gpu_the_command_says_so(tmp_path, capsys):
-    assert sweep.main(["--quick", "--out", str(tmp_path)]) == 1
+    assert sweep.main(["--out", str(tmp_path)]) == 1
     assert "needs a GPU" in capsys.readouterr().err
 
 

@@ -92,7 +92,7 @@ def test_command_writes_tables_and_pictures(tmp_path, capsys):
     out = capsys.readouterr().out.strip().splitlines()
     assert json.loads(out[-1])["experiment"] == "kernel_roofline"
     written = {path.name for path in (tmp_path / "kernel_roofline" / "run").iterdir()}
-    assert {"records.json", "records.csv", "table.txt", "roofline.png", "bars.png"} <= written
+    assert {"records.json", "records.csv", "table.md", "report.html", "roofline.png", "bars.png"} <= written
 
 
 def test_wrong_use_is_explained(capsys):

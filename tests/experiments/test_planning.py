@@ -15,6 +15,7 @@ from experiments.simulate_scale import ScaleConfig
 
 ROOT = Path(__file__).parents[2]
 RECORD = str(ROOT / "records" / "ddp_bench" / "h200x2_xl_batch8.json")
+REPORT = ("records.json", "records.csv", "table.md", "table.tex", "report.html")
 
 
 def _last_line(capsys):
@@ -26,7 +27,7 @@ def test_plan(tmp_path, capsys):
     assert plan.main([*arguments, "--out", str(tmp_path)]) == 0
     line = _last_line(capsys)
     folder = Path(line["out"])
-    assert {path.name for path in folder.iterdir()} == {"records.json", "records.csv", "table.md", "plan.png"}
+    assert {path.name for path in folder.iterdir()} == {*REPORT, "plan.png"}
     records = read_json(folder / "records.json")
     steps = [record.metrics["predicted_step_ms"] for record in records]
     assert steps == sorted(steps)
@@ -46,7 +47,7 @@ def test_plan_of_what_does_not_fit():
     config = PlanConfig("10B", 1, "h100:1", strategies=("bucketed", "fsdp"))
     records = plan.run(config)
     assert not any(record.metrics["fits"] for record in records)
-    words = plan.answer(config, records)
+    words = plan.answer(records)
     assert "Nothing fits" in words
     assert "3 devices" in words  # 16 bytes × 12.8 B parameters over 75.2 GB
 
@@ -104,8 +105,7 @@ def test_simulate_scale(tmp_path, capsys):
     assert simulate_scale.main([*arguments, "--out", str(tmp_path)]) == 0
     line = _last_line(capsys)
     folder = Path(line["out"])
-    names = {"records.json", "records.csv", "table.md", "timeline.png", "memory.png"}
-    assert {path.name for path in folder.iterdir()} == names
+    assert {path.name for path in folder.iterdir()} == {*REPORT, "timeline.png", "memory.png"}
     zero1, fsdp = read_json(folder / "records.json")
     assert fsdp.metrics["simulated_peak_bytes"] < zero1.metrics["simulated_peak_bytes"]
     assert fsdp.metrics["simulation_s"] < 30
