@@ -18,9 +18,10 @@ from distlab.hardware import lookup
 from distlab.measure.bandwidth import BY_HAND, LIBRARY, OPERATIONS, time_collective, traffic
 from distlab.measure.contention import disturb
 from distlab.measure.timing import percentiles
-from distlab.report.record import OutputFolder, Record, commit, environment, write_csv, write_json
+from distlab.report.record import Record, commit, environment
 from distlab.report.sweeps import Panel, Series, curves
-from distlab.report.table import Column, render
+from distlab.report.table import Column
+from distlab.report.view import View
 from distlab.theory.collective_fit import CollectiveFit, fit_collective, relative_errors
 
 NAME = "allreduce_sweep"
@@ -200,36 +201,15 @@ def _computations(config: SweepConfig, device: torch.device) -> dict[str, Callab
 COLUMNS = [
     Column("variant", "collective"),
     Column("config.world_size", "ranks"),
-    Column("metrics.payload_bytes", "bytes", ",d"),
-    Column("metrics.time_p50_ms", "p50 ms", ".3f"),
-    Column("metrics.time_p80_ms", "p80 ms", ".3f"),
-    Column("metrics.algbw_gb_per_s", "algbw GB/s", ".2f"),
-    Column("metrics.busbw_gb_per_s", "busbw GB/s", ".2f"),
-    Column("metrics.link_ms", "link's peak ms", ".3f"),
-    Column("metrics.fit_ms", "fit ms", ".3f"),
-    Column("metrics.fit_error_pct", "error %", "+.1f"),
-    Column("metrics.max_abs_error", "max |Δ|", ".1e"),
-]
-
-FIT_COLUMNS = [
-    Column("variant", "fit"),
-    Column("config.world_size", "ranks"),
-    Column("metrics.pieces", "pieces", lambda pieces: str(len(pieces))),
-    Column("metrics.latency_us", "latency µs", ".1f"),
-    Column("metrics.fitted_busbw_gb_per_s", "busbw GB/s", ".2f"),
-    Column("metrics.fit_error_max_pct", "largest error %", ".1f"),
-    Column("metrics.fit_error_above_1mb_pct", "above 1 MB %", ".1f"),
-]
-
-CONTENTION_COLUMNS = [
-    Column("variant", "beside an all-reduce"),
-    Column("config.world_size", "ranks"),
-    Column("metrics.compute_alone_ms", "alone ms", ".3f"),
-    Column("metrics.compute_beside_ms", "beside ms", ".3f"),
-    Column("metrics.compute_rate", "rate", ".2f"),
-    Column("metrics.comm_alone_ms", "all-reduce alone ms", ".3f"),
-    Column("metrics.comm_beside_ms", "beside ms", ".3f"),
-    Column("metrics.communication_rate", "rate", ".2f"),
+    Column("metrics.payload_bytes", "bytes", ",d", missing=""),
+    Column("metrics.time_p50_ms", "p50 ms", ".3f", missing=""),
+    Column("metrics.time_p80_ms", "p80 ms", ".3f", missing=""),
+    Column("metrics.algbw_gb_per_s", "algbw GB/s", ".2f", missing=""),
+    Column("metrics.busbw_gb_per_s", "busbw GB/s", ".2f", missing=""),
+    Column("metrics.link_ms", "link's peak ms", ".3f", missing=""),
+    Column("metrics.fit_ms", "fit ms", ".3f", missing=""),
+    Column("metrics.fit_error_pct", "error %", "+.1f", missing=""),
+    Column("metrics.max_abs_error", "max |Δ|", ".1e", missing=""),
 ]
 
 
@@ -258,16 +238,6 @@ def headline(records: Sequence[Record]) -> str:
     )
 
 
-def tables(records: Sequence[Record], style: str = "text") -> str:
-    """Fits, contention and all rows, one table each."""
-    parts = [
-        (fits(records), FIT_COLUMNS),
-        (contention(records), CONTENTION_COLUMNS),
-        (timings(records), COLUMNS),
-    ]
-    return "\n\n".join(render(rows, columns, style) for rows, columns in parts if rows)
-
-
 def wrong_rows(records: Sequence[Record]) -> list[str]:
     """Rows whose result was not what it should be, one line each."""
     return [
@@ -279,33 +249,54 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def write(records: Sequence[Record], folder: OutputFolder) -> None:
-    """Records, tables and pictures."""
-    write_json(records, folder.path / "records.json")
-    write_csv(records, folder.path / "records.csv")
-    for style, name in (("markdown", "table.md"), ("latex", "table.tex")):
-        folder.write_text(name, f"{headline(records)}\n\n{tables(records, style)}\n")
-    draw(records, folder.path / "bandwidth.png", folder.path / "fit.png")
+def findings(records: Sequence[Record]) -> list[str]:
+    """What follows: fits, contention, and what is wrong."""
+    lines = [f"WRONG: {problem}" for problem in wrong_rows(records)]
+    for record in fits(records):
+        m, ranks = record.metrics, record.config["world_size"]
+        large = m["fit_error_above_1mb_pct"]
+        above = "" if large is None else f", {large:.1f} % above 1 MB"
+        lines.append(
+            f"{record.config['operation']} on {ranks} ranks: {m['latency_us']:.0f} µs, busbw up to "
+            f"{m['fitted_busbw_gb_per_s']:.3g} GB/s, in {len(m['pieces'])} piece(s); largest error "
+            f"{m['fit_error_max_pct']:.1f} %{above}"
+        )
+    for record in contention(records):
+        m, what = record.metrics, record.variant.removeprefix(CONTENTION)
+        lines.append(
+            f"{what} beside an all-reduce on {record.config['world_size']} ranks: {m['compute_alone_ms']:.3f} ms "
+            f"become {m['compute_beside_ms']:.3f} (rate {m['compute_rate']:.2f}); the all-reduce's "
+            f"{m['comm_alone_ms']:.3f} become {m['comm_beside_ms']:.3f} (rate {m['communication_rate']:.2f})"
+        )
+    return lines
 
 
-def draw(records: Sequence[Record], bandwidth: Path, fit: Path) -> None:
-    """Bus bandwidth of everything, and times of the library's collectives with their fits; a panel per number of
-    ranks, and per machine where records of several are given."""
+def draw_bandwidth(records: Sequence[Record], path: Path) -> None:
+    """Bus bandwidth against size, a panel per number of ranks."""
+    panels = [
+        Panel(y_label="bus bandwidth (GB/s)", series=_bandwidth_series(rows), **shared)
+        for rows, shared in _by_ranks(records)
+    ]
+    curves(path, panels, title=headline(records))
+
+
+def draw_fits(records: Sequence[Record], path: Path) -> None:
+    """Times of the library's collectives with their fits, a panel per number of ranks."""
+    panels = [
+        Panel(y_label="time (ms)", log_y=True, series=_time_series(rows), **shared)
+        for rows, shared in _by_ranks(records)
+    ]
+    panels = [panel for panel in panels if panel.series]
+    if panels:
+        curves(path, panels, title=f"Measured times and α–β fits in pieces. {headline(records)}")
+
+
+def _by_ranks(records: Sequence[Record]) -> Iterator[tuple[list[Record], dict]]:
     rows = [r for r in timings(records) if isinstance(r.metrics.get("time_p50_ms"), float)]
-    machines = {_machine(r) for r in rows}
-    bandwidths, times = [], []
-    for key in dict.fromkeys((_machine(r), r.config["world_size"]) for r in rows):
-        mine = [r for r in rows if (_machine(r), r.config["world_size"]) == key]
+    for key in dict.fromkeys((r.config["world_size"], r.config["backend"]) for r in rows):
+        mine = [r for r in rows if (r.config["world_size"], r.config["backend"]) == key]
         mine.sort(key=lambda r: r.metrics["payload_bytes"])
-        where = "" if len(machines) == 1 else f", {key[0][0]} ({key[0][1]})"
-        shared = {"title": f"{key[1]} ranks{where}", "x_label": "payload", "x_ticks": _ticks(mine)}
-        bandwidths.append(Panel(y_label="bus bandwidth (GB/s)", series=_bandwidth_series(mine), **shared))
-        series = _time_series(mine)
-        if series:
-            times.append(Panel(y_label="time (ms)", log_y=True, series=series, **shared))
-    curves(bandwidth, bandwidths, title=headline(records), height_in=4.6)
-    if times:
-        curves(fit, times, title=f"Measured times and α–β fits in pieces. {headline(records)}", height_in=4.6)
+        yield mine, {"title": f"{key[0]} ranks, {key[1]}", "x_label": "payload", "x_ticks": _ticks(mine)}
 
 
 def _bandwidth_series(rows: Sequence[Record]) -> list[Series]:
@@ -343,5 +334,19 @@ def _ticks(rows: Sequence[Record]) -> list[tuple[float, str]]:
     return [(4**k * KIB, text) for k, text in ticks if 4**k * KIB <= 2 * largest]
 
 
-def _machine(record: Record) -> tuple[str, str]:
-    return record.environment["device_name"], record.config["backend"]
+VIEW = View(
+    NAME,
+    __doc__.splitlines()[0],
+    COLUMNS,
+    headline,
+    pictures={"bandwidth.png": draw_bandwidth, "fit.png": draw_fits},
+    findings=findings,
+    reading="algbw is the payload over the time; busbw multiplies it by the share of the payload that the busiest link "
+    "carries in the best algorithm (2(N−1)/N for an all-reduce, (N−1)/N for gather and scatter, 1 for a broadcast), so "
+    "that it can be held against the link's peak. ring_… are made of sends and receives in distlab.comm.ring; "
+    "whole_all_reduce forwards whole tensors. Every row's result was checked before it was timed (max |Δ|).\n\n"
+    "A rate beside an all-reduce is the speed relative to running alone, of the computation and of the all-reduce.",
+    prediction="The fit is α + S/W by relative error, in as few pieces as stay within 8 %; pieces have three sizes or "
+    "more. link's peak is the datasheet's NVLink bandwidth with no latency.",
+    noise="p20 to p80 of the repetitions are the error bars of the fit's picture.",
+)

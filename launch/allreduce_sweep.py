@@ -13,7 +13,7 @@ import torch
 
 from distlab.comm import RankContext
 from distlab.measure.bandwidth import OPERATIONS
-from distlab.report.record import json_line
+from distlab.report import say, write
 from experiments import allreduce_sweep
 from experiments.allreduce_sweep import CPU_SIZES, GPU_SIZES, KIB, MIB, SweepConfig
 from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
@@ -67,13 +67,8 @@ def sweep(context: RankContext, config: SweepConfig, args: argparse.Namespace) -
     )
     if not context.is_main:
         return 0
-    allreduce_sweep.write(records, folder)
-    print(f"{allreduce_sweep.headline(records)}\n\n{allreduce_sweep.tables(records)}\n")
-    problems = allreduce_sweep.wrong_rows(records)
-    for problem in problems:
-        print(f"WRONG: {problem}")
-    print(json_line(NAME, records, folder.path), flush=True)
-    return 1 if problems else 0
+    say(allreduce_sweep.VIEW, records, write(allreduce_sweep.VIEW, records, folder))
+    return 1 if allreduce_sweep.wrong_rows(records) else 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,7 +79,8 @@ def main(argv: list[str] | None = None) -> int:
         config = config_from(args)
         return lambda context: sweep(context, config, args)
 
-    return launch(prepare, args, script=__file__, arguments=arguments, name=NAME)
+    view = allreduce_sweep.VIEW
+    return launch(prepare, args, script=__file__, arguments=arguments, name=NAME, view=view)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ for n = √(S/(w·o)) buckets of √(S·w·o) bytes.
 """
 
 import math
+from collections.abc import Sequence
 
 
 def bucket_overhead(
@@ -60,6 +61,45 @@ def best_bucket_bytes(
 ) -> float:
     """S over the best number of buckets; √(S·w·o) where T = S/w."""
     return total_bytes / best_buckets(total_bytes, bandwidth, call_s, backward_s)
+
+
+def pipeline(
+    ready_s: Sequence[float],
+    message_s: Sequence[float],
+    backward_s: float,
+    *,
+    compute_rate: float = 1.0,
+    communication_rate: float = 1.0,
+) -> float:
+    """Seconds from the start of backward until all buckets are sent, without the closed form's assumptions.
+
+    Buckets are complete when they are and cost what they cost; they leave in order, and while one is under way
+    backward runs at p = `compute_rate` and the message at q = `communication_rate` of their speed alone.
+
+    Args:
+        ready_s: seconds of undisturbed backward after which each bucket is complete; later ones wait for earlier.
+        message_s: seconds of each message alone.
+        backward_s: T, undisturbed.
+
+    Raises:
+        ValueError: unequal lengths, a negative time, a rate outside (0, 1].
+    """
+    rates = (compute_rate, communication_rate)
+    if len(ready_s) != len(message_s) or not all(0 < rate <= 1 for rate in rates):
+        raise ValueError(
+            f"{len(ready_s)} buckets, {len(message_s)} messages, rates {rates}: see the docstring"
+        )
+    if min([backward_s, *ready_s, *message_s]) < 0:
+        raise ValueError("times must not be negative")
+    now = done = 0.0  # seconds, and seconds of backward's own time
+    for ready, message in zip(ready_s, message_s, strict=True):
+        ready = min(ready, backward_s)
+        if ready > done:  # nothing is under way
+            now, done = now + ready - done, ready
+        beside = min(message / communication_rate, (backward_s - done) / compute_rate)
+        now, done = now + beside, min(backward_s, done + compute_rate * beside)
+        now += message - communication_rate * beside
+    return now + backward_s - done
 
 
 def _check(total_bytes: float, bandwidth: float, call_s: float, backward_s: float | None) -> float:
