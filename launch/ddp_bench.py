@@ -10,18 +10,22 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from distlab.comm import RankContext
 from distlab.model.config import PRESETS
 from distlab.parallel import STRATEGIES, strategies_on
-from distlab.report import say
+from distlab.report import environment, read_json, say
 from experiments import ddp_bench
+from experiments.bucket_sweep import best_bucket_size
 from experiments.ddp_bench import DDPBenchConfig
 from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
 
 QUICK = ("local", "naive", "bucketed", "torch-ddp")
+AUTO = "auto"
+SWEEPS = Path(__file__).parents[1] / "records" / "bucket_sweep"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,8 +48,12 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         type=_bucket_size,
         default=default.bucket_sizes_mb,
-        help="MiB per bucket, one or several; 'none' for unbounded [%(default)s]",
+        help="MiB per bucket, one or several; 'none' for unbounded, 'auto' for a sweep's best [%(default)s]",
     )
+    p.add_argument(
+        "--bucket-sweep", nargs="+", default=[], metavar="FILE",
+        help="records of bucket_sweep for 'auto' [records/bucket_sweep/*.json]",
+    )  # fmt: skip
     p.add_argument("--warmup", type=int, default=default.warmup, help="untimed steps per round [%(default)s]")
     p.add_argument("--steps", type=int, default=default.steps, help="timed steps per round [%(default)s]")
     p.add_argument("--rounds", type=int, default=default.rounds, help="interleaved rounds [%(default)s]")
@@ -68,8 +76,22 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def _bucket_size(text: str) -> float | None:
-    return None if text == "none" else float(text)
+def _bucket_size(text: str) -> float | str | None:
+    return {"none": None, AUTO: AUTO}.get(text, text) if text in ("none", AUTO) else float(text)
+
+
+def _with_swept_size(config: DDPBenchConfig, context: RankContext, files: list[str]) -> DDPBenchConfig:
+    """The config with the bucket size that a bucket sweep found best for its model on this machine."""
+    found = files or sorted(map(str, SWEEPS.glob("*.json")))
+    records = [record for path in found for record in read_json(path)]
+    best = best_bucket_size(
+        records,
+        device_name=environment(context.device)["device_name"],
+        world_size=context.world_size,
+        size=config.size,
+        batch=config.batch,
+    )
+    return dataclasses.replace(config, bucket_sizes_mb=(best,))
 
 
 def config_from(args: argparse.Namespace) -> DDPBenchConfig:
@@ -84,7 +106,7 @@ def config_from(args: argparse.Namespace) -> DDPBenchConfig:
         ops=args.ops,
         dtype=args.dtype,
         strategies=names,
-        bucket_sizes_mb=tuple(args.bucket_size_mb),
+        bucket_sizes_mb=(25.0,) if args.bucket_size_mb == [AUTO] else tuple(args.bucket_size_mb),
         warmup=args.warmup,
         steps=args.steps,
         rounds=args.rounds,
@@ -99,6 +121,9 @@ def bench(context: RankContext, config: DDPBenchConfig, args: argparse.Namespace
     progress = progress_to_stderr(context)
     if context.world_size == 1:
         progress("one rank: nothing is communicated. For more: python launch/ddp_bench.py --nproc 2")
+    if args.bucket_size_mb == [AUTO]:
+        config = _with_swept_size(config, context, args.bucket_sweep)
+        progress(f"bucket size by sweep: {config.bucket_sizes_mb[0] or 'unbounded'} MiB")
     folder = shared_folder(context, args.out, ddp_bench.NAME)
     if context.is_main:
         settings = dataclasses.asdict(config) | {"world_size": context.world_size}

@@ -7,20 +7,97 @@ Five numbers are fitted, each to one measurement, in this order:
     latency, bandwidth   communication time of `naive` (many messages) and of `flat` (one), which nothing disturbs
     contention           communication time and step of `overlap`, where nearly all communication is covered
 
-Everything else is then a prediction: other strategies, bucket sizes, batches, models and numbers of ranks.
+Everything else is then a prediction: other strategies, bucket sizes, batches, models and numbers of ranks. Where
+experiments/allreduce_sweep.py has timed the machine's collectives, `measured_links` takes the link from there.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from distlab.measure.bandwidth import LIBRARY, traffic
+from distlab.measure.recorder import CollectiveCall
 from distlab.simulate.costs import Contention, DeviceModel, LinkModel
 from distlab.simulate.events import Compute
 from distlab.simulate.run import SimulatedStep
 from distlab.simulate.timeline import replay
+from distlab.theory.collective_fit import CollectiveFit
 
 NEEDED = ("local", "naive", "flat", "overlap")
 # Assumed, not fitted: the host's time to launch an operator of an eager model, and a ring's latency per further rank.
 LAUNCH_S, HOP_S = 10e-6, 3e-6
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """A `LinkModel` made of measured collectives: (operation, ranks) → fit.
+
+    Numbers of ranks that were not measured are predicted from the nearest: the latency grows by `hop_s` per further
+    rank of the ring, and what depends on the payload with the volume per link.
+
+    Args:
+        fits: of the library's collectives.
+        hop_s: see `LinkModel`.
+    """
+
+    fits: Mapping[tuple[str, int], CollectiveFit]
+    hop_s: float = HOP_S
+
+    def seconds(self, call: CollectiveCall, ranks: int) -> float:
+        """Time of one collective; 0 for a single rank. Raises ValueError for an operation without a fit."""
+        return self.time(call.op, call.bytes, ranks)
+
+    def time(self, operation: str, num_bytes: float, ranks: int) -> float:
+        """Seconds of `operation` on a payload of `num_bytes`."""
+        if ranks == 1:
+            return 0.0
+        known = [size for name, size in self.fits if name == operation]
+        if not known:
+            raise ValueError(
+                f"no fit of {operation!r}: run launch/allreduce_sweep.py with --operations {operation}"
+            )
+        nearest = min(known, key=lambda size: abs(math.log2(size / ranks)))
+        fit = self.fits[operation, nearest]
+        if nearest == ranks:
+            return fit.seconds(num_bytes)
+        # The same volume per link is that payload on the ranks that were measured.
+        alike = num_bytes * traffic(operation, ranks) / traffic(operation, nearest)
+        hops = self._hops(operation, ranks) - self._hops(operation, nearest)
+        return max(fit.seconds(alike) + self.hop_s * hops, 0.0)
+
+    @staticmethod
+    def _hops(operation: str, ranks: int) -> int:
+        tree = math.ceil(2 * math.log2(ranks)) if operation == "all_reduce" else ranks
+        return min(ranks - 2, tree)
+
+
+def measured_links(records: Iterable[Any], device_name: str, backend: str | None = None) -> MeasuredLinks:
+    """The fits that allreduce_sweep recorded on one kind of machine; those of other machines are left out.
+
+    Args:
+        records: of `experiments/allreduce_sweep.py`.
+        device_name: as in their `environment`.
+        backend: `nccl` or `gloo`; None for any.
+
+    Raises:
+        ValueError: none of the records is a fit on this device; the message lists the devices there are.
+    """
+    fits, devices = {}, set()
+    for record in records:
+        pieces, operation = record.metrics.get("pieces"), record.config.get("operation")
+        if not pieces or operation not in LIBRARY:
+            continue
+        devices.add(record.environment.get("device_name"))
+        same = backend in (None, record.config["backend"])
+        if same and record.environment.get("device_name") == device_name:
+            fits[operation, record.config["world_size"]] = CollectiveFit.from_list(pieces)
+    if not fits:
+        raise ValueError(
+            f"no collectives measured on {device_name!r} among the records (there are: "
+            f"{', '.join(sorted(map(str, devices))) or 'none'}): run launch/allreduce_sweep.py on this machine"
+        )
+    return MeasuredLinks(fits)
 
 
 @dataclass(frozen=True)
