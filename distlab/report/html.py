@@ -116,7 +116,7 @@ def _set_up(machine: str, records: Sequence[Record]) -> str:
     rows = {
         "device": f"{count} × {machine}" + (f" ({backend})" if backend else ""),
         "CPU": f"{known.get('cpu_model') or 'unknown'}, {known.get('cpu_cores') or '?'} usable cores, "
-        f"{known.get('cpu_threads_per_rank') or '?'} threads per process",
+        f"threads per process: {known.get('cpu_threads_per_rank') or '?'}",
         "versions": ", ".join(
             f"{label} {known[key]}"
             for label, key in (("torch", "torch"), ("Triton", "triton"), ("CUDA", "cuda"), ("NCCL", "nccl"),
@@ -126,7 +126,7 @@ def _set_up(machine: str, records: Sequence[Record]) -> str:
         "commit": ", ".join(dict.fromkeys(str(record.commit or "unknown") for record in records)),
     }  # fmt: skip
     commands = dict.fromkeys(record.environment.get("command") for record in records)
-    shown = "\n".join(command for command in commands if command) or "not recorded"
+    shown = "\n".join(command for command in commands if command) or "the command was not recorded"
     common = {
         key: value
         for key, value in first.config.items()
@@ -151,7 +151,8 @@ def _predictions(records: Sequence[Record], explained: bool) -> str:
     lines = [
         [(line.quantity, None), (str(line.figures), line.figures),
          (f"{line.median_error_pct:.1f}", line.median_error_pct),
-         (f"{line.worst_error_pct:+.1f}", line.worst_error_pct), (line.worst_variant, None)]
+         (f"{line.worst_error_pct:+.1f}", line.worst_error_pct),
+         (line.worst_variant if line.worst_error_pct else "none", None)]
         for line in accuracy(figures)
     ]  # fmt: skip
     summary = table(titles, lines, [True, False, False, False, True])

@@ -16,7 +16,7 @@ CSS = """
 }
 * { box-sizing: border-box; }
 body {
-  margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 72rem; background: var(--paper); color: var(--ink);
+  margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 75rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif;
 }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem; }
@@ -28,10 +28,12 @@ code, pre { font: .85rem/1.45 ui-monospace, monospace; }
 pre { background: var(--row); border: 1px solid var(--line); padding: .6rem .8rem; overflow-x: auto; }
 .scroll { overflow-x: auto; margin: .75rem 0; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .65rem; border-bottom: 1px solid var(--line); white-space: nowrap; text-align: right; }
-th { vertical-align: bottom; padding: 0; background: var(--row); }
+th, td { padding: .3rem .55rem; border-bottom: 1px solid var(--line); white-space: nowrap; text-align: right; }
+th { vertical-align: bottom; padding: 0; background: var(--row); white-space: normal; line-height: 1.3; }
+th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); z-index: 1; }
+th:first-child, tbody tr:hover td:first-child { background: var(--row); }
 th button {
-  all: unset; display: block; width: 100%; box-sizing: border-box; padding: .35rem .65rem; cursor: pointer;
+  all: unset; display: block; width: 100%; box-sizing: border-box; padding: .35rem .55rem; cursor: pointer;
   font-weight: 600; text-align: inherit;
 }
 th button:focus-visible { outline: 2px solid var(--link); outline-offset: -2px; }

@@ -1,0 +1,197 @@
+"""A run's folder: report.html in a real browser, tables in every form, `--from`, and machines that are not mixed."""
+
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+
+from distlab.report import Column, Record, View, read_json, redraw, write, write_json
+from distlab.report.machines import by_machine, keyed_apart
+from distlab.report.panels import panels
+from distlab.report.plot import stacked_bars
+from distlab.report.predictions import accuracy, compared
+from tests.report.browser import chromium, visit
+
+MACHINE = {
+    "device_name": "NVIDIA H200",
+    "torch": "2.11",
+    "cpu_cores": 2,
+    "command": "python launch/x.py --quick",
+}
+COLUMNS = [Column("variant", "variant"), Column("metrics.step_p50_ms", "step ms", ".1f")]
+
+
+def record(variant, step_ms, machine=MACHINE, **metrics):
+    metrics = {"step_p50_ms": step_ms} | metrics
+    return Record(
+        "bench", variant, {"batch": 4, "world_size": 2, "backend": "nccl"}, metrics, machine, "abc123"
+    )
+
+
+def draw(records, path):
+    labels = [r.variant for r in records]
+    stacked_bars(path, labels, {"compute": [r.metrics["step_p50_ms"] for r in records]}, title="t", unit="ms")
+
+
+def headline(records):
+    return f"batch 4 on <b>{records[0].environment['device_name']}</b>"
+
+
+VIEW = View(
+    "bench", "What does it cost?", COLUMNS, headline, "First this.\n\nThen that.", {"step_time.png": draw},
+    findings=lambda records: [f"{len(records)} rows"],
+)  # fmt: skip
+RECORDS = [
+    record(
+        "naive", 100.5, predicted_step_ms=110.55, step_p20_ms=90.0, step_p80_ms=110.0, noise_floor_pct=3.0
+    ),
+    record("flat", 20.25, predicted_step_ms=20.25, step_p20_ms=20.0, step_p80_ms=21.0, noise_floor_pct=5.0),
+    record("bucketed", "OOM"),
+    record("zero1", 9.0),
+    record("broken <i>", math.nan),
+]
+
+
+# Each heading is pressed twice; the picture has a width only once it was decoded; nothing else was fetched.
+PRESS = """[...document.querySelectorAll("table")[0].tHead.rows[0].cells].map(heading => [1, 2].map(() => {
+  heading.querySelector("button").click();
+  const rows = [...document.querySelectorAll("table")[0].tBodies[0].rows];
+  return [heading.getAttribute("aria-sort"), rows.map(row => row.cells[0].textContent)];
+}))"""
+LOOK = f"""({{
+  sorted: {PRESS},
+  pictures: [...document.images].map(image => image.naturalWidth),
+  wider: document.documentElement.scrollWidth > innerWidth,
+  fetched: performance.getEntriesByType("resource").map(entry => entry.name),
+  paper: getComputedStyle(document.body).backgroundColor,
+  headings: [...document.querySelectorAll("h2")].map(heading => heading.textContent),
+}})"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    return write(VIEW, RECORDS, tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.skipif(chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH")
+def test_the_report_in_a_browser(page):
+    seen = visit(page, LOOK)
+    assert (seen.problems, seen.console) == ([], [])
+    names, steps = seen.answer["sorted"]
+    assert names[0] == ["ascending", ["broken <i>", "bucketed", "flat", "naive", "zero1"]]
+    assert names[1] == ["descending", ["zero1", "naive", "flat", "bucketed", "broken <i>"]]
+    # As numbers (9 before 20), texts behind them in either direction.
+    assert steps[0][1][:3] == ["zero1", "flat", "naive"] and steps[1][1][:3] == ["naive", "flat", "zero1"]
+    assert {*steps[0][1][3:]} == {*steps[1][1][3:]} == {"bucketed", "broken <i>"}
+    assert seen.answer["pictures"] == [1200] and not seen.answer["wider"] and not seen.answer["fetched"]
+    assert seen.answer["headings"] == ["Set-up", "Result", "Prediction", "Noise floor", "Reading"]
+    dark = visit(page, "getComputedStyle(document.body).backgroundColor", dark=True)
+    brightness = [sum(map(int, re.findall(r"\d+", colour))) for colour in (seen.answer["paper"], dark.answer)]
+    assert brightness[0] > 700 and brightness[1] < 100 and not dark.problems
+
+
+def test_the_page_says_what_was_run_on_what(page):
+    text = page.read_text()
+    for words in ("What does it cost?", "2 × NVIDIA H200 (nccl)", "abc123", "python launch/x.py --quick", "5 rows",
+                  "torch 2.11", "First this.", "<p>Then that.</p>", "at most by 5.0 % (flat)", "12.4 %"):  # fmt: skip
+        assert words in text, words
+    assert "batch 4 on &lt;b&gt;NVIDIA H200" in text and "<i>" not in text
+    outside = re.findall(r"(?:src|href)=\"(?!data:)[^\"]*\"|https?://|url\(|@import", text)
+    assert not outside
+
+
+def test_all_forms_of_the_table_are_written(page):
+    folder = page.parent
+    assert {p.name for p in folder.iterdir() if p.is_file() and not p.name.startswith("visited")} == {
+        "records.json", "records.csv", "table.md", "table.tex", "report.html", "step_time.png"}  # fmt: skip
+    assert "| naive" in (folder / "table.md").read_text()
+    assert r"\begin{tabular}" in (folder / "table.tex").read_text()
+
+
+def test_saved_records_are_drawn_anew_without_measuring(page, tmp_path, capsys):
+    (page.parent / "timeline.png").write_bytes(
+        (page.parent / "step_time.png").read_bytes()
+    )  # only the run could
+    assert redraw(VIEW, [page.parent / "records.json"], tmp_path) == 0
+    (again,) = (tmp_path / "bench").iterdir()
+    assert repr(read_json(again / "records.json")) == repr(RECORDS)
+    text = (again / "report.html").read_text()
+    assert text.count("<img") == 2 and "timeline" in text
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["out"] == str(again)
+    (page.parent / "timeline.png").unlink()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        ("{", "truncated or not JSON"),
+        ("other", "records of other cannot be shown as bench"),
+    ],
+)
+def test_a_file_that_cannot_be_shown_is_named(tmp_path, capsys, content, message):
+    path = tmp_path / "records.json"
+    if content == "other":
+        write_json([dataclasses.replace(RECORDS[0], experiment="other")], path)
+    elif content is not None:
+        path.write_text(content)
+    assert redraw(VIEW, [path], tmp_path / "out") == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and not captured.out
+    with pytest.raises(ValueError, match="measured nothing"):
+        write(VIEW, [], tmp_path)
+
+
+def test_machines_are_never_mixed(tmp_path):
+    other = MACHINE | {"device_name": "AMD EPYC"}
+    records = [*RECORDS[:2], record("naive", 300.0, other)]
+    text = write(VIEW, records, tmp_path).read_text()
+    assert text.count("<img") == 2 and "step time, AMD EPYC" in text and "step time, NVIDIA H200" in text
+    assert "2 × AMD EPYC" in text and "| AMD EPYC" in (tmp_path / "table.md").read_text()
+    assert [r.variant for r in keyed_apart(records)][::2] == ["naive [NVIDIA H200]", "naive [AMD EPYC]"]
+    assert keyed_apart(RECORDS) == RECORDS
+    newer = record("naive", 1.0, MACHINE | {"torch": "2.13"})
+    assert list(by_machine([*records, newer])) == [
+        "NVIDIA H200, torch 2.11", "AMD EPYC", "NVIDIA H200, torch 2.13"]  # fmt: skip
+
+
+def test_lines_of_two_machines_are_two_lines(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"x"))
+    )
+    records = [
+        Record(
+            "x", "ours", {"dtype": "a", "head_dim": 1, "length": n}, {"ms": n}, {"device_name": device}, None
+        )
+        for device in ("A", "B")
+        for n in (1, 2)
+    ]
+    panels(records, tmp_path / "p.png", "ms", "time, ms")
+    assert [line.get_label() for line in drawn[0].axes[0].lines] == ["ours [A]", "ours [B]"]
+
+
+def test_predictions_find_what_was_measured():
+    rows = [
+        record("a", 100.0, predicted_step_ms=80.0, predicted_peak_bytes=8, peak_alloc_bytes=10),
+        record(
+            "b", 10.0, predicted_step_ms=11.0, predicted_phase="loss", measured_calls=0, predicted_calls=2
+        ),
+        record("c", None, predicted_step_ms=5.0),
+    ]
+    figures = compared(rows)
+    assert [(f.variant, f.quantity) for f in figures] == [
+        ("a", "step_ms"), ("a", "peak_bytes"), ("b", "step_ms"), ("b", "calls")]  # fmt: skip
+    assert [f.error_pct and round(f.error_pct, 6) for f in figures] == [-20, -20, 10, None]
+    step, peak = accuracy(figures)
+    assert (step.quantity, step.figures, round(step.median_error_pct, 6), step.worst_variant) == (
+        "step_ms",
+        2,
+        15,
+        "a",
+    )
+    assert round(peak.worst_error_pct, 6) == -20
