@@ -77,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _bucket_size(text: str) -> float | str | None:
-    return {"none": None, AUTO: AUTO}.get(text, text) if text in ("none", AUTO) else float(text)
+    if text in ("none", AUTO):
+        return None if text == "none" else AUTO
+    return float(text)
 
 
 def _with_swept_size(config: DDPBenchConfig, context: RankContext, files: list[str]) -> DDPBenchConfig:
@@ -97,6 +99,8 @@ def _with_swept_size(config: DDPBenchConfig, context: RankContext, files: list[s
 def config_from(args: argparse.Namespace) -> DDPBenchConfig:
     everything = strategies_on("cuda" if torch.cuda.is_available() and args.backend != "gloo" else "cpu")
     names = everything if args.strategies == "all" else tuple(args.strategies.split(","))
+    if AUTO in args.bucket_size_mb and len(args.bucket_size_mb) > 1:
+        raise ValueError("--bucket-size-mb auto stands alone, or give sizes in MiB")
     if args.quick:
         names, args.rounds, args.steps, args.check_steps, args.profile_steps = QUICK, 2, 4, 2, 1
     return DDPBenchConfig(
@@ -123,7 +127,7 @@ def bench(context: RankContext, config: DDPBenchConfig, args: argparse.Namespace
         progress("one rank: nothing is communicated. For more: python launch/ddp_bench.py --nproc 2")
     if args.bucket_size_mb == [AUTO]:
         config = _with_swept_size(config, context, args.bucket_sweep)
-        progress(f"bucket size by sweep: {config.bucket_sizes_mb[0] or 'unbounded'} MiB")
+        progress(f"bucket size by the sweep: {config.bucket_sizes_mb[0] or 'unbounded'}")
     folder = shared_folder(context, args.out, ddp_bench.NAME)
     if context.is_main:
         settings = dataclasses.asdict(config) | {"world_size": context.world_size}

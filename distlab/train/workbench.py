@@ -149,10 +149,12 @@ class Workbench:
         warmup: int,
         steps: int,
         progress: Callable[[str], None] = lambda text: None,
+        inspect: Callable[[Variant, "_Attached"], None] | None = None,
     ) -> dict[str, Timing]:
         """Time `rounds` × `steps` steps of every variant, interleaved; sample i of all variants form a pair.
 
         A variant that does not fit in memory on some rank is marked so on all, and left out from then on.
+        `inspect(variant, attached)` is called after each block of timed steps, on every rank.
         """
         timings = {variant.name: Timing.empty() for variant in rows}
         for round_number in range(rounds):
@@ -160,7 +162,7 @@ class Workbench:
             for variant in [*rows[shift:], *rows[:shift]]:
                 if not timings[variant.name].out_of_memory:
                     progress(f"round {round_number + 1}/{rounds}: {variant.name}")
-                    self._time_block(variant, warmup, steps, timings[variant.name])
+                    self._time_block(variant, warmup, steps, timings[variant.name], inspect)
         return timings
 
     def time_in_turn(
@@ -196,7 +198,14 @@ class Workbench:
                 self._add_samples(timings[name], timer.steps())
         return timings
 
-    def _time_block(self, variant: Variant, warmup: int, steps: int, timing: Timing) -> None:
+    def _time_block(
+        self,
+        variant: Variant,
+        warmup: int,
+        steps: int,
+        timing: Timing,
+        inspect: Callable[[Variant, "_Attached"], None] | None = None,
+    ) -> None:
         timer = PhaseTimer(self.context.device)
         with peak_memory(self.context.device) as memory, ExitStack() as stack:
             step = self._if_it_fits(lambda: stack.enter_context(self.attached(variant, mark=timer.mark)))
@@ -211,6 +220,8 @@ class Workbench:
                 timer.start()
                 step()
             samples = timer.steps()
+            if inspect is not None:
+                inspect(variant, step)
             outside = getattr(step.model, "bytes_outside_allocator", 0)  # symmetric memory, say
         if memory.peak_alloc_bytes is not None:
             timing.peak_alloc_bytes = _largest(memory.peak_alloc_bytes + outside, timing.peak_alloc_bytes)
