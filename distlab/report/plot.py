@@ -29,6 +29,9 @@ OKABE_ITO = {
     "purple": "#CC79A7",
 }
 
+# Two more, for pictures of ten parts: far from the others and from each other in lightness.
+GREYS = {"grey": "#999999", "light grey": "#DDDDDD"}
+
 # What a quantity is called decides its colour, so that it is the same in every picture of the lab.
 COLOURS = {
     "compute": OKABE_ITO["blue"],
@@ -37,6 +40,16 @@ COLOURS = {
     "exposed communication": OKABE_ITO["vermillion"],
     "optimizer": OKABE_ITO["orange"],
     "copies": OKABE_ITO["purple"],
+    "forward": OKABE_ITO["sky"],
+    "backward": OKABE_ITO["blue"],
+    "matrix products": OKABE_ITO["blue"],
+    "attention": OKABE_ITO["green"],
+    "softmax": OKABE_ITO["vermillion"],
+    "normalisation": OKABE_ITO["purple"],
+    "element-wise": OKABE_ITO["yellow"],
+    "loss": OKABE_ITO["black"],
+    "casts and copies": GREYS["grey"],
+    "other": GREYS["light grey"],
 }
 _SPARE = [OKABE_ITO[name] for name in ("green", "yellow", "purple", "sky", "black")]
 
@@ -44,6 +57,7 @@ _DARK = [OKABE_ITO[name] for name in ("black", "blue", "vermillion", "green")]  
 
 DPI = 150
 WIDTH_PX = 1200
+LEGEND_COLUMNS = 5  # more entries take further lines
 _INK = "#333333"
 _FAINT = "#BBBBBB"
 _PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # behind text that crosses grid lines
@@ -246,7 +260,7 @@ def _finish(
     figure.suptitle(textwrap.fill(title, 88), x=0.01, ha="left", fontsize=10.5, fontweight="bold", color=_INK)
     axes.legend(
         handles=[Patch(color=colour, label=name) for name, colour in legend],
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=len(legend), frameon=False, fontsize=8.5,
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=min(len(legend), LEGEND_COLUMNS), frameon=False, fontsize=8.5,
         borderaxespad=0.2, handlelength=1.2, columnspacing=1.6, borderpad=0.2,
     )  # fmt: skip
     axes.set_axisbelow(True)

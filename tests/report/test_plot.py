@@ -98,7 +98,7 @@ def test_pictures_are_deterministic(tmp_path):
 def test_colours_tell_the_parts_apart():
     names = ["compute", "exposed communication", "optimizer", "first other", "second other"]
     assert len({plot._colour(name, names) for name in names}) == len(names)
-    assert set(plot.COLOURS.values()) <= set(plot.OKABE_ITO.values())
+    assert set(plot.COLOURS.values()) <= {*plot.OKABE_ITO.values(), *plot.GREYS.values()}
 
 
 def test_mistakes_are_refused_and_leave_no_file(tmp_path):

@@ -1,0 +1,329 @@
+"""Named ranges around the parts of a model and the messages of a strategy, attached from outside.
+
+Neither models nor strategies contain an instrument. `named_ranges` hangs hooks on the modules, wraps the operations
+that a module keeps in its ``ops`` and the functions of `distlab.comm.collectives`, and takes all of it away again:
+when it is off, a step runs the very code that it would run if this file did not exist.
+
+What becomes a range while the block runs:
+
+``blocks.3.feed_forward``
+    every call of a submodule, by its name in the model;
+``blocks.3.attention/rope``, ``blocks.3.attention/attention``
+    every operation of a module's ``ops`` (a dataclass of functions), by its field;
+``blocks.3.attention/attention/scores``, ``…/softmax``, ``…/values``
+    the three parts of an attention that is written with matrix products and a softmax (a fused one has no parts);
+``blocks.3.attention/attention/softmax backward``
+    every node of autograd, named after the forward range in which it was made, which its sequence number tells;
+``message 3: all_reduce_mean 26.2 MB``
+    every collective that a strategy of this lab issues, counted from the step's forward: the buckets, by number and
+    size (NCCL adds ranges of its own under Nsight);
+``finish_gradient_synchronization`` and ``optimizer``
+    what their names say.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import os
+import shlex
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.profiler import record_function
+
+from distlab.comm import collectives
+
+# Functions of the seam, and which argument is the payload (the side on which all ranks' data lies).
+MESSAGES = {"all_reduce_mean": 0, "reduce_scatter_mean": 1, "all_gather": 0, "broadcast": 0}
+_PRODUCTS = ("matmul", "__matmul__", "bmm")
+
+
+class Emitter(NamedTuple):
+    """Who draws the ranges: `push` opens one on the calling thread, `pop` closes the innermost."""
+
+    push: Callable[[str], Any]
+    pop: Callable[[], Any]
+
+
+def emitter(name: str) -> Emitter:
+    """``"nvtx"`` for Nsight Systems, ``"profiler"`` for the traces of torch.profiler.
+
+    Raises:
+        ValueError: another name, or NVTX without a CUDA device.
+    """
+    if name == "nvtx":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "NVTX ranges need a CUDA device and there is none: use the profiler's ranges instead"
+            )
+        return Emitter(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
+    if name != "profiler":
+        raise ValueError(f"ranges for {name!r} are unknown: choose nvtx or profiler")
+    stacks = threading.local()  # autograd has its own threads, and a range belongs to one
+
+    def push(text: str) -> None:
+        stacks.__dict__.setdefault("open", []).append(record_function(text).__enter__())
+
+    def pop() -> None:
+        stacks.open.pop().__exit__(None, None, None)
+
+    return Emitter(push, pop)
+
+
+@contextmanager
+def named_ranges(
+    model: nn.Module, emit: Emitter, optimizer: torch.optim.Optimizer | None = None
+) -> Iterator[None]:
+    """While the block runs, parts, backward nodes, messages and the optimizer are ranges; afterwards all is as before.
+
+    Args:
+        model: a model, or a strategy's wrapper around one. A module compiled by `torch.compile(module)` is one range,
+            with nothing inside it.
+        emit: see `emitter`.
+        optimizer: its `step` is a range.
+
+    Raises:
+        ValueError: a module compiled in place (`module.compile()`): its hooks would become part of the graph.
+    """
+    ranges = _Ranges(emit)
+    with ExitStack() as undo:
+        for name, module in _parts(model):
+            if module._compiled_call_impl is not None:
+                raise ValueError(
+                    f"module {name or 'model'!r} was compiled in place: use torch.compile(module), or no compilation"
+                )
+            for handle in ranges.around(module, name or "model", is_root=module is model):
+                undo.callback(handle.remove)
+            undo.enter_context(_ranges_around_ops(module, name, ranges))
+        undo.enter_context(_ranges_around_messages(model, ranges))
+        if optimizer is not None:
+            undo.callback(optimizer.register_step_pre_hook(lambda *_: emit.push("optimizer")).remove)
+            undo.callback(optimizer.register_step_post_hook(lambda *_: emit.pop()).remove)
+        yield
+
+
+def _parts(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The model and every module below it that is called, with their names; what is compiled is not entered."""
+    yield prefix, model
+    if (
+        "_orig_mod" in model._modules
+    ):  # from torch.compile(module); asking for its class would import all of dynamo
+        return
+    for name, child in model.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if path == "module":  # a wrapper around the model
+            path = ""
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            for inner, module in child.named_children():
+                yield from _parts(module, f"{path}.{inner}")
+        else:
+            yield from _parts(child, path)
+
+
+class _Ranges:
+    """Opens and closes the forward's ranges, and remembers between which sequence numbers each was the innermost.
+
+    Every autograd node carries the sequence number that its thread counted when the forward made it. A mark
+    ``(number, name)`` says: nodes from here on belong to ``name``.
+    """
+
+    def __init__(self, emit: Emitter) -> None:
+        self.emit = emit
+        self.messages = 0
+        self._open: list[str] = []
+        self._marks: list[tuple[int, str]] = []
+
+    def push(self, name: str) -> None:
+        self._open.append(name)
+        self._mark()
+        self.emit.push(name)
+
+    def pop(self) -> None:
+        self._open.pop()
+        self._mark()
+        self.emit.pop()
+
+    def _mark(self) -> None:
+        self._marks.append((torch.autograd._get_sequence_nr(), self._open[-1] if self._open else ""))
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        self.push(name)
+        try:
+            yield
+        finally:
+            self.pop()
+
+    def around(self, module: nn.Module, name: str, is_root: bool) -> list[Any]:
+        """Hooks that make each call of `module` a range; the root's also start a step and name its backward."""
+
+        def before(*_: Any) -> None:
+            if is_root:
+                self.messages = 0
+                self._open, self._marks = [], []
+            self.push(name)
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            self.pop()
+            if is_root and torch.is_grad_enabled():
+                self._name_backward(_tensors(output))
+
+        # The first to begin and the last to end, so that the module's other hooks lie inside.
+        return [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+    def _name_backward(self, outputs: Iterable[Tensor]) -> None:
+        """Make every node behind `outputs` a range, named after the forward's."""
+        starts = [number for number, _ in self._marks]
+        todo, seen = [tensor.grad_fn for tensor in outputs], set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+            place = bisect.bisect_right(starts, node._sequence_nr()) - 1
+            name = self._marks[place][1] if place >= 0 else ""
+            if name:  # AccumulateGrad nodes, with the highest of all numbers, lie behind the last mark
+                node.register_prehook(lambda *_, name=name: self.emit.push(f"{name} backward"))
+                node.register_hook(lambda *_: self.emit.pop())
+
+
+@contextmanager
+def _ranges_around_ops(module: nn.Module, name: str, ranges: _Ranges) -> Iterator[None]:
+    """Replace a module's `ops`, if it has a dataclass of functions there, by one whose functions are ranges."""
+    ops = getattr(module, "ops", None)
+    if not dataclasses.is_dataclass(ops):
+        yield
+        return
+
+    def wrapped(field: str, function: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            path = f"{name}/{field}"
+            with ranges.range(path):
+                if field != "attention":
+                    return function(*args, **kwargs)
+                with _AttentionParts(path, ranges):
+                    return function(*args, **kwargs)
+
+        return call
+
+    functions = {
+        f.name: getattr(ops, f.name) for f in dataclasses.fields(ops) if callable(getattr(ops, f.name))
+    }
+    module.ops = dataclasses.replace(ops, **{field: wrapped(field, fn) for field, fn in functions.items()})
+    try:
+        yield
+    finally:
+        module.ops = ops
+
+
+class _AttentionParts(TorchFunctionMode):
+    """Inside: from the first matrix product on ``scores``, the ``softmax``, from the next product on ``values``."""
+
+    def __init__(self, path: str, ranges: _Ranges) -> None:
+        super().__init__()
+        self._path, self._ranges = path, ranges
+        self._part = ""
+
+    def _enter_part(self, part: str) -> None:
+        if self._part:
+            self._ranges.pop()
+        self._part = part
+        if part:
+            self._ranges.push(f"{self._path}/{part}")
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in _PRODUCTS and self._part in ("", "softmax"):
+            self._enter_part("values" if self._part else "scores")
+        elif name == "softmax" and self._part == "scores":
+            self._enter_part("softmax")
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *exception: Any) -> None:
+        self._enter_part("")
+        super().__exit__(*exception)
+
+
+@contextmanager
+def _ranges_around_messages(model: nn.Module, ranges: _Ranges) -> Iterator[None]:
+    """Every collective issued through the lab's one seam, and the wrapper's wait for them, as ranges."""
+
+    def wrapped(name: str, function: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            payload = args[MESSAGES[name]]
+            size = payload.numel() * payload.element_size()
+            ranges.emit.push(f"message {ranges.messages}: {name} {size / 1e6:.1f} MB")
+            ranges.messages += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                ranges.emit.pop()
+
+        return call
+
+    plain = {name: getattr(collectives, name) for name in MESSAGES}
+    finish = getattr(model, "finish_gradient_synchronization", None)
+
+    def finish_in_a_range() -> None:
+        ranges.emit.push("finish_gradient_synchronization")
+        try:
+            finish()
+        finally:
+            ranges.emit.pop()
+
+    try:
+        for name, function in plain.items():
+            setattr(collectives, name, wrapped(name, function))
+        if finish is not None:
+            model.__dict__["finish_gradient_synchronization"] = finish_in_a_range
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(collectives, name, function)
+        model.__dict__.pop("finish_gradient_synchronization", None)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a result: a tensor, or lists, tuples and dictionaries of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def nsys_command(script: str, arguments: Sequence[str], ranks: int, output: str) -> str | None:
+    """The shell command that records this run with Nsight Systems, one file per rank; None where nsys is missing.
+
+    The recording covers what runs between cudaProfilerStart and cudaProfilerStop, which `--nvtx` calls around the
+    timed steps.
+
+    Args:
+        script: the entry point, such as ``launch/model_benchmark.py``.
+        arguments: its command line.
+        ranks: processes of one host.
+        output: where the files go, without suffix; ``_rank<r>`` is appended.
+    """
+    if shutil.which("nsys") is None:
+        return None
+    python = os.path.basename(sys.executable)
+    profile = [
+        "nsys", "profile", "--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true",
+        "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
+    ]  # fmt: skip
+    # torchrun starts every rank under an nsys of its own, which puts the rank's number in the file's name.
+    command = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", "--no-python", *profile]
+    command += [f"--output={output}_rank%q{{RANK}}", python, script, *arguments]
+    return shlex.join(command)

@@ -1,0 +1,468 @@
+"""Where do the time and the memory of a training step go?
+
+The full step of each configuration taken apart: the kernels with the most time in forward, backward and optimizer, and
+the kinds of work by time beside their FLOPs, from the profiler's trace; memory over time by category, with the largest
+blocks and who asked for them; and what a block saves for backward, eager, compiled and with this lab's kernels.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from distlab.comm import RankContext, collectives
+from distlab.measure import snapshot
+from distlab.measure.attempt import attempt
+from distlab.measure.category import CATEGORIES
+from distlab.measure.flops import FlopsByCategory
+from distlab.measure.memory import peak_memory
+from distlab.measure.nvtx import emitter, named_ranges
+from distlab.measure.profile import PHASES, Phases, Profile, summarise
+from distlab.measure.residuals import gradient_bytes, saved_for_backward
+from distlab.measure.timing import MIN_SAMPLES, PhaseTimer, percentiles
+from distlab.measure.trace import load_trace, profile_steps
+from distlab.report import plot
+from distlab.report.areas import stacked_areas
+from distlab.report.record import Record, commit, environment
+from distlab.report.table import Column
+from distlab.report.view import View
+from distlab.theory.activations import PRECISIONS, block_activations
+from distlab.theory.shape import ModelShape
+from distlab.train.trial import TrialConfig, compiled, described, opened
+
+KERNELS, WORK, MEMORY, SAVED = "model_kernels", "model_work", "model_memory", "model_saved"
+
+Rows = list[tuple[str, dict[str, Any]]]  # variant and metrics
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` looks at.
+
+    Args:
+        profile: kernels and kinds of work, from a trace.
+        profile_ranks: which ranks write a trace; the first of them is summarised.
+        profile_steps: first and last step that is traced, counted from 0; the steps before run without the profiler.
+        memory: memory over time; on a GPU the allocator's history too.
+        saved: what is kept for backward, eager, compiled and by this lab's kernels.
+    """
+
+    profile: bool = False
+    profile_ranks: tuple[int, ...] = (0,)
+    profile_steps: tuple[int, int] = (3, 5)
+    memory: bool = False
+    saved: bool = False
+
+    def __post_init__(self) -> None:
+        first, last = self.profile_steps
+        if not 0 <= first <= last:
+            raise ValueError(f"profile steps {first} to {last}: give 0 <= first <= last")
+        if not self.profile_ranks or min(self.profile_ranks) < 0:
+            raise ValueError(f"profile ranks {self.profile_ranks}: give at least one, none below 0")
+
+
+def run(
+    trials: Mapping[str, TrialConfig],
+    wanted: Inspection,
+    context: RankContext,
+    folder: Path,
+    *,
+    default_commit: str | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, list[Record]]:
+    """Take the full step of every trial apart; call it on every rank.
+
+    Traces, pictures and the allocator's history are written to `folder`.
+
+    Args:
+        trials: by label, which stands before the rows of a table; "" for the only one.
+
+    Returns:
+        Records by experiment: `model_kernels` and `model_work`, `model_memory` (on rank 0), `model_saved`. A trial that
+        fails in one of them is reported by `progress` and has no rows there.
+
+    Raises:
+        ValueError: a rank to be profiled that does not exist.
+    """
+    if wanted.profile and max(wanted.profile_ranks) >= context.world_size:
+        raise ValueError(
+            f"profile ranks {wanted.profile_ranks}: there are ranks 0 to {context.world_size - 1}"
+        )
+    facts = {"environment": environment(context.device), "commit": commit(default_commit)}
+    found: dict[str, list[Record]] = {}
+    for label, trial in trials.items():
+        name = label or trial.size
+        where = asdict(trial) | {"context": trial.model().context_length, "world_size": context.world_size}
+        where |= {"backend": context.backend, "num_parameters": trial.model().num_parameters, "label": label}
+        slug = name.replace(", ", "-").replace(" ", "-")
+        parts: dict[str, Callable[[], dict[str, Rows]]] = {}
+        if wanted.profile:
+            parts["profiling"] = partial(profile, context, trial, wanted, folder, slug)
+        if wanted.memory:
+            parts["recording the memory of"] = partial(memory, context, trial, folder, slug)
+        if wanted.saved:
+            parts["listing what is saved for backward by"] = partial(saved, context, trial)
+        for what, part in parts.items():
+            progress(f"{what} {name}")
+            rows = attempt(part)
+            if (status := rows.pop("status")) != "ok":
+                progress(f"{what} {name}: {status}")
+            for experiment, measured in rows.items():
+                found.setdefault(experiment, []).extend(
+                    Record(experiment, f"{_prefix(label)}{variant}", where, metrics, **facts)
+                    for variant, metrics in measured
+                )
+    return found
+
+
+def count_flops(context: RankContext, trial: TrialConfig) -> dict[str, int]:
+    """FLOPs of one full step by category, counted in eager mode on one rank's model."""
+    with opened(context, replace(trial, compile="off", strategy="local")) as plain:
+        plain("step")
+        with FlopsByCategory() as counted:
+            plain("step")
+    return dict(counted.flops)
+
+
+def profile(
+    context: RankContext, config: TrialConfig, wanted: Inspection, folder: Path, slug: str
+) -> dict[str, Rows]:
+    """Write the traces of the chosen ranks; rows of kernels and of kinds of work, from the first of them."""
+    first, last = wanted.profile_steps
+    flops = count_flops(context, config)
+    phases, timer = Phases(), PhaseTimer(context.device)
+    found = None
+    with opened(context, config) as trial:
+
+        def step() -> None:
+            with phases.step():
+                trial("step", phases.mark)
+
+        for _ in range(first):
+            trial("step")
+        timer.synchronize()
+        for _ in range(MIN_SAMPLES + 2):  # the same steps without the profiler
+            timer.start()
+            trial("step", timer.mark)
+        timer_ms = percentiles([sample["step"] for sample in timer.steps()])["p50"]
+        steps = last - first + 1
+        if context.rank in wanted.profile_ranks:
+            path = folder / f"trace_{slug}_rank{context.rank}.json.gz"
+            profile_steps(
+                step, steps=steps, path=path, rank=context.rank, world_size=context.world_size,
+                device=context.device, finish=partial(dist.barrier, context.group),
+            )  # fmt: skip
+            found = summarise(load_trace(path))
+        else:
+            for _ in range(1 + steps):  # the profiler's own warm-up is a step too
+                step()
+            dist.barrier(context.group)
+    chosen = collectives.gather_objects(found, context.group)[wanted.profile_ranks[0]]
+    return {KERNELS: _kernel_rows(chosen), WORK: _work_rows(chosen, timer_ms, flops)}
+
+
+def _kernel_rows(profile: Profile, most: int = 8) -> Rows:
+    rows = []
+    for phase in PHASES:
+        for kernel in profile.top(phase, most):
+            metrics = {
+                "phase": phase, "category": kernel.category, "calls_per_step": kernel.count, "kernel_ms": kernel.ms,
+                "of_kernel_time_pct": 100 * kernel.ms / profile.kernel_ms,
+            }  # fmt: skip
+            rows.append((short_name(kernel.name), metrics))
+    return rows
+
+
+def short_name(kernel: str, longest: int = 64) -> str:
+    """A kernel's name without its return type, template arguments and namespaces."""
+    name = kernel.removeprefix("void ").replace("(anonymous namespace)::", "").replace("at::native::", "")
+    if "elementwise_kernel" in name:  # what it computes is in its arguments
+        inner = [word for word in ("Functor", "_kernel_cuda", "copy") if word in name]
+        name = name if not inner else name.replace("binary_internal::", "")
+    else:
+        name = name.split("<")[0].split("(")[0]
+    return name if len(name) <= longest else name[: longest - 1] + "…"
+
+
+def _work_rows(profile: Profile, timer_ms: float, flops: dict[str, int]) -> Rows:
+    times, all_flops = profile.category_ms(), sum(flops.values())
+    rows = []
+    for kind in CATEGORIES:
+        ms, operations = times.get(kind, 0.0), flops.get(kind, 0)
+        if ms or operations:
+            metrics = {
+                "kernel_ms": ms, "of_kernel_time_pct": 100 * ms / profile.kernel_ms, "flops": operations,
+                "of_flops_pct": 100 * operations / all_flops, "tflops_per_s": operations / ms / 1e9 if ms else None,
+                "profiler_step_ms": profile.step_ms, "profiler_busy_ms": profile.busy_ms,
+                "profiler_kernel_ms": profile.kernel_ms, "timer_step_ms": timer_ms,
+                "profiler_error_pct": 100 * (profile.step_ms / timer_ms - 1),
+            }  # fmt: skip
+            metrics |= {f"{phase}_kernel_ms": profile.phase_ms().get(phase, 0.0) for phase in PHASES}
+            rows.append((kind, metrics))
+    return rows
+
+
+def memory(
+    context: RankContext, config: TrialConfig, folder: Path, slug: str, most: int = 8
+) -> dict[str, Rows]:
+    """Draw rank 0's memory over one step; its largest blocks at the peak as rows, with what is held then."""
+    device = context.device
+    on_cuda = device.type == "cuda"
+    with opened(context, config) as trial:
+        trial("step")  # the optimizer's state comes with the first
+        trial.model.zero_grad(set_to_none=True)
+        trial.optimizer.zero_grad(set_to_none=True)
+        if not context.is_main:
+            for _ in range(1 + on_cuda):
+                trial("step")
+            return {}
+        with tempfile.TemporaryDirectory(prefix="distlab-memory-") as temporary, ExitStack() as stack:
+            path = Path(temporary) / "trace.json"
+            stack.enter_context(named_ranges(trial.model, emitter("profiler"), trial.optimizer))
+            allocator = stack.enter_context(peak_memory(device))
+            held = snapshot.record_memory(partial(trial, "step"), trial.model, trial.optimizer, path, device)
+            timeline = snapshot.memory_timeline(path, held, device)
+        if on_cuda:
+            with snapshot.allocator_history(folder / f"memory_{slug}.pickle"):
+                trial("step")
+    where = described([asdict(config)], environment(device))
+    draw_memory(timeline, folder / f"memory_{slug}.png", f"Memory over one training step: {where}")
+    at, categories = timeline.peak()
+    total = sum(categories.values())
+    shared = {f"at_peak_{name.replace(' ', '_')}_bytes": size for name, size in categories.items()}
+    shared |= {"timeline_peak_bytes": total, "peak_alloc_bytes": allocator.peak_alloc_bytes, "peak_at_ms": at}
+    rows = []
+    for block in timeline.largest(most, at_peak=True):
+        own = {
+            "block_bytes": block.bytes,
+            "of_peak_pct": 100 * block.bytes / total,
+            "category": block.category,
+        }
+        own |= {"phase": block.phase, "from_ms": block.start_ms, "to_ms": block.end_ms}
+        rows.append((block.origin, own | shared))
+    return {MEMORY: rows}
+
+
+def draw_memory(timeline: snapshot.MemoryTimeline, path: Path, title: str) -> None:
+    """Memory over one step by category."""
+    times, layers = timeline.curves()
+    at, categories = timeline.peak()
+    total = sum(categories.values())
+    unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+    stacked_areas(
+        path,
+        times,
+        {name: [value / size for value in values] for name, values in layers.items()},
+        title=title,
+        x_label="time since the start of the step (ms; stretched by the recording)",
+        y_label=f"held ({unit})",
+        end=timeline.step_ms,
+        spans=timeline.phases,
+        notes=[(at, total / size, f"peak {total / size:.1f} {unit}")],
+    )
+
+
+FORMS = {  # how the blocks are run, and with which operations
+    "eager": ("off", {"ops": "torch"}),
+    "compiled": ("blocks", {"ops": "torch"}),
+    "ours": ("off", {"ops": "triton"}),
+}
+
+
+def saved(context: RankContext, trial: TrialConfig, most: int = 5) -> dict[str, Rows]:
+    """What one block in the middle keeps for backward in each form: all of it, and the largest tensors."""
+    rows: Rows = []
+    for form, (how, changes) in FORMS.items():
+        if form == "ours" and context.device.type == "cuda":
+            changes = changes | {"attention": "flash"}
+        config = replace(trial, compile="off", strategy="local", **changes)
+        found = attempt(partial(_saved_in_block, context, config, how))
+        if found["status"] != "ok":
+            rows.append((f"{form}, all", found))
+            continue
+        blocks = found["saved"]
+        name = f"blocks.{config.model().num_layers // 2}"
+        kept, total = blocks[name], sum(tensor.bytes for tensor in blocks[name])
+        whole = {
+            "status": "ok", "saved_block_bytes": total, "tensors": len(kept), "of_block_pct": 100.0,
+            "saved_all_bytes": sum(tensor.bytes for block in blocks.values() for tensor in block),
+            "gradient_block_bytes": found["gradients"][name],
+            "predicted_saved_block_bytes": predicted_saved(config) if form == "eager" else None,
+        }  # fmt: skip
+        rows.append((f"{form}, all", whole))
+        for rank, tensor in enumerate(kept[:most], 1):
+            metrics = {
+                "status": "ok", "saved_block_bytes": tensor.bytes, "of_block_pct": 100 * tensor.bytes / total,
+                "shape": "×".join(map(str, tensor.shape)), "dtype": str(tensor.dtype).removeprefix("torch."),
+                "made_by": tensor.made_by,
+            }  # fmt: skip
+            rows.append((f"{form}, {rank}", metrics))
+    return {SAVED: rows}
+
+
+def _saved_in_block(context: RankContext, config: TrialConfig, how: str) -> dict[str, Any]:
+    with opened(context, config) as trial:
+        # On a CPU the saved tensors are chosen as by `inductor`, without waiting for its C++ compiler.
+        backend = "inductor" if context.device.type == "cuda" else "aot_eager_decomp_partition"
+        compiled(trial.module, how, backend)
+        blocks = {f"blocks.{index}": block for index, block in enumerate(trial.module.blocks)}
+        trial.forward().backward()  # what is compiled is compiled, and gradients are there
+        kept = saved_for_backward(trial.forward, trial.module, blocks)
+        return {"saved": kept, "gradients": gradient_bytes(blocks)}
+
+
+def predicted_saved(config: TrialConfig) -> int | None:
+    """Bytes that the closed form says one eager block keeps, autocast's copies of its matrices included."""
+    if config.checkpointing != "none":
+        return None
+    model, precision = config.model(), "fp32" if config.dtype == "fp32" else "bf16-autocast"
+    shape = ModelShape.of(model)
+    kept = block_activations(
+        shape, config.batch, model.context_length, PRECISIONS[precision], model.attention
+    )
+    copies = 2 * (4 * model.d_model**2 + 3 * model.d_model * model.d_ff) if config.dtype != "fp32" else 0
+    return kept + copies
+
+
+# -- how it is shown ----------------------------------------------------------------------------------------------
+
+
+def headline(records: Sequence[Record]) -> str:
+    """One line that says what the table below it was measured on."""
+    return described([record.config for record in records], records[0].environment)
+
+
+def _ms(metric: str, title: str) -> Column:
+    return Column(f"metrics.{metric}", title, ".2f")
+
+
+def _mib(metric: str, title: str) -> Column:
+    return Column(f"metrics.{metric}", title, ",.1f", scale=2**-20)
+
+
+def draw_work(records: Sequence[Record], path: Path) -> None:
+    """Shares of time beside shares of FLOPs, by kind of work."""
+    labels = list(dict.fromkeys(record.config["label"] for record in records))
+    rows = [f"{label} {what}".strip() for label in labels for what in ("time", "FLOPs")]
+    kinds = [kind for kind in CATEGORIES if any(record.variant.endswith(kind) for record in records)]
+    parts: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for label in labels:
+        mine = {
+            r.variant.removeprefix(f"{label}: "): r.metrics for r in records if r.config["label"] == label
+        }
+        for kind in kinds:
+            metrics = mine.get(kind, {})
+            parts[kind] += [metrics.get("of_kernel_time_pct", 0.0), metrics.get("of_flops_pct", 0.0)]
+    plot.stacked_bars(path, rows, parts, title=f"Where time and arithmetic go: {headline(records)}", unit="%")
+
+
+def _of_each(records: Sequence[Record]) -> dict[str, Record]:
+    """The first record of every combination."""
+    found: dict[str, Record] = {}
+    for record in records:
+        found.setdefault(record.config["label"], record)
+    return found
+
+
+def _prefix(label: str) -> str:
+    return f"{label}: " if label else ""
+
+
+def work_findings(records: Sequence[Record]) -> list[str]:
+    """The profiler's total beside the timer's."""
+    return [
+        f"{_prefix(label)}the profiler's step takes {r.metrics['profiler_step_ms']:.2f} ms and its kernels "
+        f"{r.metrics['profiler_kernel_ms']:.2f} ms (forward {r.metrics['forward_kernel_ms']:.2f}, backward "
+        f"{r.metrics['backward_kernel_ms']:.2f}, optimizer {r.metrics['optimizer_kernel_ms']:.2f}); the timer's step, "
+        f"without the profiler, {r.metrics['timer_step_ms']:.2f} ms ({r.metrics['profiler_error_pct']:+.1f} %)."
+        for label, r in _of_each(records).items()
+    ]
+
+
+def memory_findings(records: Sequence[Record]) -> list[str]:
+    """What is held at the peak, by category, and whether the allocator says the same."""
+    lines = []
+    for label, record in _of_each(records).items():
+        m = record.metrics
+        held = {name: m[f"at_peak_{name.replace(' ', '_')}_bytes"] for name in snapshot.CATEGORIES}
+        parts = [f"{name} {size / 2**20:,.1f}" for name, size in held.items()]
+        line = f"{_prefix(label)}held at the peak, in MiB: {', '.join(parts)}; together "
+        line += f"{m['timeline_peak_bytes'] / 2**20:,.1f}"
+        if m["peak_alloc_bytes"]:
+            line += f", by the allocator's count {m['peak_alloc_bytes'] / 2**20:,.1f}"
+        lines.append(line + ".")
+    return lines
+
+
+def saved_findings(records: Sequence[Record]) -> list[str]:
+    """One block and the whole step, in each form."""
+    lines = []
+    for record in records:
+        m = record.metrics
+        if not record.variant.endswith(", all") or m["status"] != "ok":
+            continue
+        predicted = m["predicted_saved_block_bytes"]
+        said = f" (predicted {predicted / 2**20:,.2f})" if predicted else ""
+        lines.append(
+            f"{record.variant.removesuffix(', all')}: one block saves {m['saved_block_bytes'] / 2**20:,.2f} MiB{said} "
+            f"in {m['tensors']} tensors, the whole model with its loss {m['saved_all_bytes'] / 2**20:,.2f} MiB; the "
+            f"gradients of a block take {m['gradient_block_bytes'] / 2**20:,.2f} MiB."
+        )
+    return lines
+
+
+_SHARE = Column("metrics.of_kernel_time_pct", "of time %", ".1f")
+KERNEL_VIEW = View(
+    KERNELS,
+    "Which kernels take the time in forward, backward and optimizer?",
+    [Column("metrics.phase", "phase", align="left"), Column("variant", "kernel"),
+     Column("metrics.category", "kind", align="left"), Column("metrics.calls_per_step", "calls", ",.0f"),
+     _ms("kernel_ms", "ms per step"), _SHARE],
+    headline,
+    reading="Kernels of the GPU by the phase in which the host launched them; without a GPU, operators and nodes of "
+    "autograd.",
+)  # fmt: skip
+WORK_VIEW = View(
+    WORK,
+    "Which kind of work takes the time, and which does the arithmetic?",
+    [Column("variant", "kind"), _ms("kernel_ms", "ms per step"), _SHARE,
+     Column("metrics.flops", "GFLOP", ",.2f", scale=1e-9), Column("metrics.of_flops_pct", "of FLOPs %", ".2f"),
+     Column("metrics.tflops_per_s", "TFLOP/s", ",.2f")],
+    headline,
+    pictures={"work.png": draw_work},
+    findings=work_findings,
+    reading="Kinds are told by the names of kernels and of the operators that launched them. FLOPs are counted in an "
+    "eager step at torch's dispatcher, products and attention by formula, everything else per element. On a CPU torch "
+    "writes normalisation out in simple operations, and its backward counts as element-wise.",
+)  # fmt: skip
+MEMORY_VIEW = View(
+    MEMORY,
+    "What holds the memory at the peak of a step, and where was it allocated?",
+    [Column("variant", "allocated by"), _mib("block_bytes", "MiB"), Column("metrics.of_peak_pct", "of peak %", ".1f"),
+     Column("metrics.category", "kind", align="left"), Column("metrics.phase", "phase", align="left"),
+     _ms("from_ms", "from ms"), _ms("to_ms", "to ms")],
+    headline,
+    findings=memory_findings,
+    reading="The largest blocks held when most memory is held. The origin is the named part of the model and the "
+    "operator that asked for the block. Activations are what forward leaves for backward; temporary blocks live within "
+    "a phase, or are made in backward; before is what was there at the start and is neither parameter nor state.",
+)  # fmt: skip
+SAVED_VIEW = View(
+    SAVED,
+    "What does a block save for backward, eager, compiled and with this lab's kernels?",
+    [Column("variant", "form"), _mib("saved_block_bytes", "MiB"), Column("metrics.of_block_pct", "of block %", ".1f"),
+     _mib("predicted_saved_block_bytes", "predicted"), Column("metrics.shape", "shape"),
+     Column("metrics.dtype", "type"), Column("metrics.made_by", "made by", align="left"),
+     _mib("gradient_block_bytes", "gradients MiB"), Column("metrics.status", "status", align="left")],
+    headline,
+    findings=saved_findings,
+    prediction="The closed form of distlab.theory.activations for eager blocks, with autocast's copies of matrices.",
+    reading="Tensors as they are handed to autograd, parameters left out, each storage once; the block is the one in "
+    "the middle. A tensor's maker is looked for through views and casts.",
+)  # fmt: skip
+VIEWS = {view.name: view for view in (KERNEL_VIEW, WORK_VIEW, MEMORY_VIEW, SAVED_VIEW)}

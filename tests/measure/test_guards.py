@@ -1,0 +1,148 @@
+"""Broken benchmarks are caught: clocks that do not wait, models that compute nothing, speeds that cannot be."""
+
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from distlab.measure import timing
+from distlab.measure.guards import Implausible, check_clock, check_speed, check_work
+from distlab.measure.timing import PhaseTimer, measure
+
+KERNEL_MS = 5.0
+
+
+class FakeGPU:
+    """A device with one stream: launching returns at once, and only synchronising waits for what was launched."""
+
+    def __init__(self):
+        self.free_at = 0.0
+
+    def launch(self, ms):
+        self.free_at = max(self.free_at, time.perf_counter()) + ms / 1e3
+
+    def synchronize(self, device=None):
+        time.sleep(max(0.0, self.free_at - time.perf_counter()))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """`timing` on a fake CUDA device, whose events are stamped when the stream reaches them."""
+    fake = FakeGPU()
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = 0.0
+
+        def record(self, stream):
+            self.at = max(fake.free_at, time.perf_counter())
+
+        def elapsed_time(self, other):
+            return (other.at - self.at) * 1e3
+
+    cuda = SimpleNamespace(synchronize=fake.synchronize, Event=Event, current_stream=lambda device: None)
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=cuda, device=torch.device))
+    return fake
+
+
+class ForgetfulTimer(PhaseTimer):
+    """The usual mistake: reads the host's clock without waiting for the device."""
+
+    def _now(self):
+        return time.perf_counter()
+
+
+def series(timer_class, gpu, calls=4):
+    """Samples and the wall clock of some launches, as benchmarks take them."""
+    timer = timer_class("cuda")
+    timer.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        timer.start()
+        gpu.launch(KERNEL_MS)
+        timer.mark("call")
+    timer.synchronize()
+    wall_ms = (time.perf_counter() - begin) * 1e3
+    return [step["step"] for step in timer.steps()], wall_ms
+
+
+def test_our_clock_sees_what_the_host_does_not_wait_for(gpu):
+    samples, _ = series(PhaseTimer, gpu)
+    assert all(sample == pytest.approx(KERNEL_MS, abs=0.5) for sample in samples)
+    assert sum(measure(lambda: gpu.launch(KERNEL_MS), warmup=1, repeats=3, device="cuda")) > 2.9 * KERNEL_MS
+
+
+def test_a_timer_without_synchronisation_is_caught(gpu):
+    samples, wall_ms = series(ForgetfulTimer, gpu)
+    assert max(samples) < KERNEL_MS / 2
+    with pytest.raises(Implausible, match="wait for the device"):
+        check_clock(samples, wall_ms)
+
+
+def test_what_the_clock_may_cover():
+    assert check_clock([1.0, 1.0], 2.0) == 1
+    with pytest.raises(Implausible, match="50 %"):
+        check_clock([1.0], 2.0)
+    with pytest.raises(Implausible, match="200 %"):
+        check_clock([2.0, 2.0], 2.0)
+
+
+def test_a_step_must_have_computed_something():
+    loss, gradient = torch.tensor(3.0), torch.ones(2)
+    check_work(loss)
+    check_work(loss, [gradient, None])
+    for wrong, match in (([torch.zeros(3), None], "zero"), ([], "zero"), ([torch.tensor([math.nan])], "nan")):
+        with pytest.raises(Implausible, match=match):
+            check_work(loss, wrong)
+    with pytest.raises(Implausible, match="NaNs"):
+        check_work(torch.tensor(math.inf))
+
+
+def test_nothing_is_faster_than_the_device():
+    assert check_speed(1e12, 1.0, None) is None
+    assert check_speed(1e12, 2.0, 1e15) == pytest.approx(0.5)
+    with pytest.raises(Implausible, match="200 %"):
+        check_speed(1e12, 0.5, 1e15)
+
+
+def matmul(size):
+    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    return lambda: a @ a
+
+
+@pytest.mark.gpu
+def test_the_timer_agrees_with_events_on_a_long_kernel():
+    """Within 1 %, and so does the wall clock of the whole series."""
+    kernel = matmul(8192)
+    kernel()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    ours = measure(kernel, warmup=0, repeats=20, device="cuda")
+    assert check_clock(ours, (time.perf_counter() - begin) * 1e3) == pytest.approx(1, abs=0.05)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(21)]
+    for event in events[:-1]:
+        event.record()
+        kernel()
+    events[-1].record()
+    torch.cuda.synchronize()
+    assert sum(ours) == pytest.approx(events[0].elapsed_time(events[-1]), rel=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["matmul", "softmax", "copy"])
+def test_the_timer_agrees_with_triton(name):
+    """Within 3 %, where do_bench's flush of the L2 between calls does not matter: tensors far larger than it."""
+    from triton.testing import do_bench
+
+    x = torch.randn(16384, 16384, device="cuda")
+    y = torch.empty_like(x)
+    kernel = {
+        "matmul": matmul(8192),
+        "softmax": lambda: torch.softmax(x, -1, out=y),
+        "copy": lambda: y.copy_(x),
+    }[name]
+    theirs = do_bench(kernel, warmup=100, rep=300, return_mode="median")
+    ours = sorted(measure(kernel, warmup=20, repeats=101, device="cuda"))[50]
+    assert ours == pytest.approx(theirs, rel=0.03)

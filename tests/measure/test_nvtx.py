@@ -1,0 +1,191 @@
+"""Ranges say what ran, and cost nothing when they are off."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+
+from distlab.measure.nvtx import Emitter, emitter, named_ranges, nsys_command
+from distlab.measure.timing import measure, paired_ratio
+from distlab.model import TransformerLM, cross_entropy, preset
+from distlab.parallel import BucketedDDP
+from distlab.testing import run_ranks
+
+
+def tiny(attention="naive", device="cpu"):
+    model = TransformerLM(preset("tiny", attention=attention, num_layers=1, context_length=16), device=device)
+    return model, torch.arange(32, device=device).reshape(2, 16)
+
+
+def train(model, tokens, optimizer=None):
+    cross_entropy(model(tokens), tokens).backward()
+    if optimizer is not None:
+        optimizer.step()
+
+
+class Log:
+    """An emitter that notes each range with its depth, and that every range is closed."""
+
+    def __init__(self):
+        self.names, self.depth = [], 0
+        self.emitter = Emitter(self.push, self.pop)
+
+    def push(self, name):
+        self.names.append((self.depth, name))
+        self.depth += 1
+
+    def pop(self):
+        self.depth -= 1
+
+
+def test_parts_operations_backward_and_the_optimizer_are_ranges():
+    model, tokens = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    log = Log()
+    with named_ranges(model, log.emitter, optimizer):
+        train(model, tokens, optimizer)
+    assert log.depth == 0
+    attention = "blocks.0.attention/attention"
+    names = [name for _, name in log.names]
+    assert [name for name in names if name.startswith(attention) and "backward" not in name] == [
+        attention, f"{attention}/scores", f"{attention}/softmax", f"{attention}/values",
+    ]  # fmt: skip
+    depth = {name: depth for depth, name in reversed(log.names)}
+    assert depth["model"] == 0 and depth["blocks.0"] == 1 and depth["blocks.0.attention"] == 2
+    assert depth[attention] == 3 and depth[f"{attention}/softmax"] == 4
+    # Backward in reverse, each node under the part that made it, and nothing nested.
+    backward = [name for name in names if name.endswith("backward")]
+    order = [f"{attention}/{part} backward" for part in ("values", "softmax", "scores")]
+    assert sorted(order, key=backward.index) == order
+    assert backward[0] == "head backward" and backward[-1] == "embedding backward"
+    assert all(depth[name] == 0 for name in backward)
+    assert names[-1] == "optimizer"
+
+
+def test_a_fused_attention_has_no_parts():
+    model, tokens = tiny("sdpa")
+    log = Log()
+    with named_ranges(model, log.emitter):
+        train(model, tokens)
+    names = {name for _, name in log.names}
+    assert "blocks.0.attention/attention" in names and "blocks.0.attention/attention/scores" not in names
+
+
+def calls_of(function, *arguments):
+    """The code of every Python function that `function` enters, in order."""
+    found = []
+    sys.setprofile(lambda frame, event, _: found.append(frame.f_code) if event == "call" else None)
+    try:
+        function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_off_means_the_same_code_as_never_attached():
+    """Not a timing, which two loaded cores could not resolve: the very same functions run, one by one."""
+    model, tokens = tiny()
+    for _ in range(2):  # what happens once only
+        train(model, tokens)
+    before, ops = calls_of(train, model, tokens), [module.__dict__.get("ops") for module in model.modules()]
+    with named_ranges(model, Log().emitter):
+        during = calls_of(train, model, tokens)
+    assert len(during) > len(before)
+    assert calls_of(train, model, tokens) == before
+    assert all(a is b for a, b in zip(ops, [m.__dict__.get("ops") for m in model.modules()], strict=True))
+
+
+def test_an_exception_closes_the_ranges_and_detaches():
+    model, tokens = tiny()
+    log = Log()
+    with pytest.raises(ValueError, match="expected"), named_ranges(model, log.emitter):
+        model(tokens[0])
+    assert log.depth == 0 and not model._forward_pre_hooks
+
+
+def messages(context):
+    model, tokens = tiny("sdpa")
+    wrapper = BucketedDDP(model, bucket_size_mb=2.0, process_group=context.group)
+    log = Log()
+    with named_ranges(wrapper, log.emitter):
+        for _ in range(2):
+            train(wrapper, tokens)
+            wrapper.finish_gradient_synchronization()
+    inside = len(log.names)
+    train(wrapper, tokens)
+    wrapper.finish_gradient_synchronization()
+    wrapper.close()
+    return [name for _, name in log.names], inside
+
+
+def test_buckets_are_numbered_ranges_of_their_size():
+    names, inside = run_ranks(messages, 2)[0]
+    assert len(names) == inside  # nothing was noted after it was taken off
+    sent = [name for name in names if name.startswith("message")]
+    half = len(sent) // 2
+    assert sent[:half] == sent[half:] and sent[0].startswith("message 0: all_reduce_mean 5.1 MB")
+    assert [int(name.split()[1].rstrip(":")) for name in sent[:half]] == list(range(half)) and half >= 2
+    assert names.count("finish_gradient_synchronization") == 2
+    assert "blocks.0.attention/attention" in names
+
+
+def test_what_is_compiled_is_one_range_or_a_refusal():
+    model, tokens = tiny("sdpa")
+    whole = torch.compile(model, backend="eager")
+    log = Log()
+    with named_ranges(whole, log.emitter):
+        train(whole, tokens)
+    assert {name.removesuffix(" backward") for _, name in log.names} == {"model"}
+    model.compile(backend="eager")
+    with pytest.raises(ValueError, match="compiled in place"), named_ranges(model, log.emitter):
+        pass
+
+
+def test_emitters():
+    with pytest.raises(ValueError, match="nvtx or profiler"):
+        emitter("vtune")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="CUDA"):
+            emitter("nvtx")
+    emit = emitter("profiler")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        emit.push("outer")
+        emit.push("inner")
+        emit.pop()
+        emit.pop()
+    assert {"outer", "inner"} <= {event.name for event in profiler.events()}
+
+
+def test_the_nsys_command_where_nsys_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert nsys_command("launch/model_benchmark.py", [], 2, "out/x") is None
+    monkeypatch.setattr(shutil, "which", lambda name: f"bin/{name}")
+    command = nsys_command("launch/model_benchmark.py", ["--size", "small"], 2, "out/x")
+    assert "--nproc-per-node=2" in command and "out/x_rank%q{RANK}" in command
+    assert (
+        command.endswith("launch/model_benchmark.py --size small")
+        and "--capture-range=cudaProfilerApi" in command
+    )
+
+
+@pytest.mark.gpu
+def test_ranges_that_were_taken_off_cost_nothing():
+    """Pairs of steps, never attached against taken off: the ratio's interval holds 1 and ends below 1.005."""
+    plain, tokens = tiny("sdpa", "cuda")
+    used, _ = tiny("sdpa", "cuda")
+    with named_ranges(used, emitter("nvtx")):
+        train(used, tokens)
+
+    def both(repeats):
+        pairs = []
+        for _ in range(repeats):  # the order turns, so that neither always follows the other
+            first = measure(lambda: train(plain, tokens), warmup=0, repeats=1, device="cuda")[0]
+            second = measure(lambda: train(used, tokens), warmup=0, repeats=1, device="cuda")[0]
+            third = measure(lambda: train(plain, tokens), warmup=0, repeats=1, device="cuda")[0]
+            pairs.append((second, (first + third) / 2))
+        return pairs
+
+    both(20)
+    ratio = paired_ratio(*zip(*both(300), strict=True))
+    assert ratio.ratio < 1.005, ratio
