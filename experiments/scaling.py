@@ -5,9 +5,14 @@
 Weak scaling keeps the batch per rank, strong scaling the batch of all ranks. Lines are predictions (compute from
 simulated layers, communication in closed form); dots are records of ddp_bench for the same model, context, type and
 device, with p20 to p80 as error bars. To add points, record them with ddp_bench and name the files here.
+
+    python -m experiments.scaling --measure
+
+measures instead: 1, 2, 4, … of this host's ranks in one launch (experiments/scaling_measured.py).
 """
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -252,7 +257,21 @@ def write(config: ScalingConfig, records: Sequence[Record], folder: OutputFolder
     draw(config, records, folder.path / "scaling.png")
 
 
+def _measure(arguments: Sequence[str]) -> int:
+    """Start the ranks of launch/scaling.py, which takes the other options, and say how torchrun would."""
+    script = Path(__file__).parents[1] / "launch" / "scaling.py"
+    form = "torchrun --standalone --nproc_per_node=RANKS launch/scaling.py"
+    print(f"the same by torchrun: {' '.join([form, *arguments])}", file=sys.stderr, flush=True)
+    if not script.exists():
+        print(f"{NAME}: error: {script} is not there: run this in a checkout", file=sys.stderr)
+        return 2
+    return subprocess.run([sys.executable, str(script), *arguments]).returncode
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if "--measure" in given:
+        return _measure([argument for argument in given if argument != "--measure"])
     default = ScalingConfig()
     parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=default.model, help="a preset")
@@ -268,8 +287,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default=default.dtype, choices=("bf16", "fp32"))
     parser.add_argument("--records", nargs="*", default=(), help="files of ddp_bench to draw as points")
     parser.add_argument("--out", type=Path, default=Path("outputs"))
+    parser.add_argument("--measure", action="store_true", help="measure on this host's ranks: launch/scaling.py")
     options = vars(parser.parse_args(arguments))
     out = options.pop("out")
+    del options["measure"]
     try:
         config = ScalingConfig(
             **options | {"ranks": tuple(options["ranks"]), "records": tuple(options["records"])}

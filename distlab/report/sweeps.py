@@ -46,7 +46,8 @@ class Panel:
         x_label, y_label: with units.
         series: what to draw.
         log_x: base of the horizontal axis, None for linear.
-        log_y: whether the vertical axis is logarithmic; else it begins at zero.
+        log_y: whether the vertical axis is logarithmic.
+        from_zero: else, whether it begins at zero.
         x_ticks: (place, text) where numbers would not do.
     """
 
@@ -56,6 +57,7 @@ class Panel:
     series: Sequence[Series]
     log_x: int | None = 2
     log_y: bool = False
+    from_zero: bool = True
     x_ticks: Sequence[tuple[float, str]] = field(default=())
 
 
@@ -111,7 +113,8 @@ def _dress(axes, panel: Panel) -> None:
     if panel.log_y:
         axes.set_yscale("log")
     else:
-        axes.set_ylim(bottom=0)
+        if panel.from_zero:
+            axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     if panel.x_ticks:
         axes.set_xticks([place for place, _ in panel.x_ticks], [text for _, text in panel.x_ticks])

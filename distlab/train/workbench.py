@@ -207,22 +207,23 @@ class Workbench:
         inspect: Callable[[Variant, "_Attached"], None] | None = None,
     ) -> None:
         timer = PhaseTimer(self.context.device)
-        with peak_memory(self.context.device) as memory, ExitStack() as stack:
-            step = self._if_it_fits(lambda: stack.enter_context(self.attached(variant, mark=timer.mark)))
-            timer.start()
-            if step is None or self._if_it_fits(lambda: step() or True) is None:
-                timing.out_of_memory = True
-                return
-            for number in range(1, warmup + steps):
-                if number == warmup:
-                    dist.barrier(self.context.group)
-                    timer.clear()
+        with ExitStack() as stack:
+            with peak_memory(self.context.device) as memory:
+                step = self._if_it_fits(lambda: stack.enter_context(self.attached(variant, mark=timer.mark)))
                 timer.start()
-                step()
-            samples = timer.steps()
-            if inspect is not None:
+                if step is None or self._if_it_fits(lambda: step() or True) is None:
+                    timing.out_of_memory = True
+                    return
+                for number in range(1, warmup + steps):
+                    if number == warmup:
+                        dist.barrier(self.context.group)
+                        timer.clear()
+                    timer.start()
+                    step()
+                samples = timer.steps()
+                outside = getattr(step.model, "bytes_outside_allocator", 0)  # symmetric memory, say
+            if inspect is not None:  # its memory is not the step's
                 inspect(variant, step)
-            outside = getattr(step.model, "bytes_outside_allocator", 0)  # symmetric memory, say
         if memory.peak_alloc_bytes is not None:
             timing.peak_alloc_bytes = _largest(memory.peak_alloc_bytes + outside, timing.peak_alloc_bytes)
         self._add_samples(timing, samples)
