@@ -16,7 +16,7 @@ from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
 from distlab.measure.exposure import StepAccount, account, closes, explain
 from distlab.measure.overlap import analyse, exposed_all_gathers, idle_gaps, lanes
-from distlab.measure.timing import MIN_PAIRS, noise_floor, paired_ratio, percentiles
+from distlab.measure.timing import MIN_PAIRS, exposure_ratio, noise_floor, paired_ratio, percentiles
 from distlab.measure.trace import load_trace
 from distlab.model.config import ModelConfig, preset
 from distlab.model.transformer import TransformerLM
@@ -216,13 +216,21 @@ def _timing_metrics(
 
 
 def _peer_ratio(timing: Timing, timings: dict[str, Timing]) -> dict[str, float]:
-    """This variant's step over that of torch DDP's fastest row, paired step by step, with its 95 % interval."""
+    """This variant's step, and its exposed communication, over those of torch DDP's fastest row, paired step by
+    step, with their 95 % intervals."""
     peers = [t for name, t in timings.items() if name.startswith("torch-ddp") and not t.out_of_memory]
     if not peers:
         return {}
     best = min(peers, key=lambda peer: percentiles(peer.phases["step"])["p50"])
     ratio = paired_ratio(timing.phases["step"], best.phases["step"])
-    return {"vs_torch_ddp": ratio.ratio, "vs_torch_ddp_low": ratio.low, "vs_torch_ddp_high": ratio.high}
+    metrics = {"vs_torch_ddp": ratio.ratio, "vs_torch_ddp_low": ratio.low, "vs_torch_ddp_high": ratio.high}
+    local = timings.get("local")
+    if local is None or local.out_of_memory or timing is local:
+        return metrics
+    exposed = exposure_ratio(timing.phases["step"], best.phases["step"], local.phases["step"])
+    if exposed is not None:
+        metrics |= {"exposed_vs_torch_ddp": exposed.ratio, "exposed_vs_torch_ddp_high": exposed.high}
+    return metrics
 
 
 def _sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
@@ -336,6 +344,12 @@ GATHERS = [
 ]
 
 
+RATIO = [
+    Column("metrics.exposed_vs_torch_ddp", "exposed ÷ torch's", ".2f"),
+    Column("metrics.exposed_vs_torch_ddp_high", "≤ (95 %)", ".2f"),
+]
+
+
 EXPLANATION = [
     Column("metrics.exposed_uncovered_ms", "exposed: alone ms", ".1f"),
     Column("metrics.exposed_slowdown_ms", "slower compute", ".1f"),
@@ -347,10 +361,12 @@ EXPLANATION = [
 
 
 def columns(records: Sequence[Record]) -> list[Column]:
-    """COLUMNS, what concerns all-gathers where a strategy has any, and what exposed communication consists of."""
+    """COLUMNS, and where records have them: the exposed time over torch's, all-gathers, and what exposed time is."""
     gathers = any(record.metrics.get("exposed_all_gather_forward_ms") is not None for record in records)
+    against = any("exposed_vs_torch_ddp" in record.metrics for record in records)
     explained = any("exposed_closes" in record.metrics for record in records)
-    return [*COLUMNS, *(GATHERS if gathers else ()), *(EXPLANATION if explained else ())]
+    groups = ((RATIO, against), (GATHERS, gathers), (EXPLANATION, explained))
+    return [*COLUMNS, *(column for group, wanted in groups if wanted for column in group)]
 
 
 def headline(records: Sequence[Record]) -> str:

@@ -9,6 +9,7 @@ A sender that copies its gradient anyway can do this division in the copy: it mu
 and passes `prescaled=True`.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,8 +45,12 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
     return group
 
 
-def communication_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream whose work goes before that of the computation, as NCCL's does here (see `rank_context`)."""
+@functools.cache
+def communication_stream(device: torch.device, number: int = 0) -> torch.cuda.Stream:
+    """A stream whose work goes before that of the computation, as NCCL's does here (see `rank_context`).
+
+    Always the same one of a number: a GPU has few queues, and each new stream may share that of the computation.
+    """
     return torch.cuda.Stream(device, priority=-1)
 
 

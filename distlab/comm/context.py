@@ -137,6 +137,9 @@ def rank_context(
 
     options = None
     if device.type == "cuda":
+        # Streams that share one of the driver's queues wait for each other; eight queues, its default, are too few
+        # for computation, NCCL and copy engines. Read when CUDA starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(device)
         # Communication kernels must get onto SMs that computation keeps busy: a high-priority stream
         # lets a bucket start when the next thread block retires instead of when the queue drains.

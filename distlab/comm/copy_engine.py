@@ -18,9 +18,12 @@ count. Multicast is not used.
 """
 
 import socket
+import uuid
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -84,7 +87,7 @@ class CopyEngineAllReduce:
             for start, size, dtype in zip(starts, sizes, dtypes, strict=True)
         ]
         self.tensors = [replica[self._rank] for replica in self._replicas]
-        self._lanes = [collectives.communication_stream(device) for _ in range(LANES)]
+        self._lanes = [collectives.communication_stream(device, lane) for lane in range(LANES)]
         staged = -(-max(sizes, default=0) // group.size() // ALIGNMENT) * ALIGNMENT
         self._staging = torch.empty(LANES, group.size() - 1, staged, dtype=torch.uint8, device=device)
         self._device = device
@@ -128,15 +131,23 @@ def check_copy_engines(device: torch.device, group: ProcessGroup) -> None:
         for other in range(torch.cuda.device_count())
         if other != device.index
     )
-    answers = collectives.gather_objects((reachable, socket.gethostname()), group)
-    if not all(reached for reached, _ in answers) or len({host for _, host in answers}) > 1:
+    answers = collectives.gather_objects((reachable, str(device), socket.gethostname()), group)
+    hosts = {host for _, _, host in answers}
+    if len(hosts) > 1 or not all(reached for reached, _, _ in answers):
         raise ValueError(
-            f"copy engines reach the memory of NVIDIA GPUs of one host; here rank {group.rank()} has {device} and the "
-            f"ranks are on {len({host for _, host in answers})} host(s): use collectives (BucketedDDP) instead"
+            "copy engines reach the memory of NVIDIA GPUs of one host that are linked to each other; here the ranks "
+            f"have {', '.join(name for _, name, _ in answers)} on {len(hosts)} host(s): use BucketedDDP, whose "
+            "collectives go anywhere"
         )
 
 
-def _symmetric_memory(num_bytes: int, device: torch.device, group: ProcessGroup):
-    from torch.distributed import _symmetric_memory as symmetric  # needs CUDA, and takes a while to import
+def _symmetric_memory(num_bytes: int, device: torch.device, group: ProcessGroup) -> Any:
+    """Memory of this size on every rank, each mapped by all. A collective."""
+    from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
 
-    return symmetric.rendezvous(symmetric.empty(num_bytes, dtype=torch.uint8, device=device), group)
+    # Under the group's own name torch would remember its store for the life of the process, and a later group of
+    # the same name (the default group, left and joined again) would meet nobody there.
+    name = collectives.gather_objects(f"copy-engine-{uuid.uuid4().hex}", group)[0]
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_process_group_store(group))
+    symmetric._SymmetricMemory.set_group_info(name, group.rank(), group.size(), store)
+    return symmetric.rendezvous(symmetric.empty(num_bytes, dtype=torch.uint8, device=device), name)

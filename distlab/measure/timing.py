@@ -187,6 +187,44 @@ def paired_ratio(
     return Ratio(float(np.median(first) / np.median(second)), float(low), float(high))
 
 
+def exposure_ratio(
+    a: Sequence[float],
+    b: Sequence[float],
+    without: Sequence[float],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> Ratio | None:
+    """(median(a) − median(without)) / (median(b) − median(without)) with its bootstrap interval.
+
+    The exposed communication of one variant over another's, where ``without`` are steps that send nothing;
+    ``a[i]``, ``b[i]`` and ``without[i]`` were timed in one round and are resampled jointly.
+
+    Returns:
+        None where b's exposed time is not above 0 in every resample: nothing to compare with.
+
+    Raises:
+        ValueError: as `paired_ratio`.
+    """
+    first, second, base = (_checked(samples, MIN_PAIRS, "exposure_ratio") for samples in (a, b, without))
+    if not len(first) == len(second) == len(base):
+        raise ValueError(
+            f"exposure_ratio needs triples, got {len(first)}, {len(second)} and {len(base)} samples"
+        )
+    if not 0 < confidence < 1 or resamples < 100:
+        raise ValueError(f"need 0 < confidence < 1 and resamples >= 100, got {confidence} and {resamples}")
+    picks = np.random.default_rng(seed).integers(len(first), size=(resamples, len(first)))
+    medians = [np.median(samples[picks], axis=1) for samples in (first, second, base)]
+    if (medians[1] <= medians[2]).any():
+        return None
+    ratios = (medians[0] - medians[2]) / (medians[1] - medians[2])
+    tail = 50 * (1 - confidence)
+    low, high = np.percentile(ratios, [tail, 100 - tail])
+    middle = (np.median(first) - np.median(base)) / (np.median(second) - np.median(base))
+    return Ratio(float(middle), float(low), float(high))
+
+
 def noise_floor(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, seed: int = 0) -> float:
     """The difference in % that two series of the *same* variant show: differences below it mean nothing.
 

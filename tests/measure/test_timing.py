@@ -14,6 +14,7 @@ from distlab.measure import timing
 from distlab.measure.memory import peak_memory
 from distlab.measure.timing import (
     PhaseTimer,
+    exposure_ratio,
     measure,
     noise_floor,
     paired_ratio,
@@ -167,3 +168,14 @@ def test_a_variant_against_itself_has_a_noise_floor():
 def test_paired_ratio_refuses(a, b, options):
     with pytest.raises(ValueError):
         paired_ratio(a, b, **options)
+
+
+def test_exposure_ratio_is_that_of_the_times_above_the_bare_step():
+    rng = np.random.default_rng(0)
+    bare = 100 + rng.normal(0, 1, 40)
+    half, whole = bare + 10, bare + 20
+    ratio, low, high = exposure_ratio(half, whole, bare)
+    assert low <= ratio <= high and abs(ratio - 0.5) < 0.05 and high < 0.6
+    assert exposure_ratio(half, bare, bare) is None  # nothing exposed to compare with
+    with pytest.raises(ValueError, match="triples"):
+        exposure_ratio(half, whole[:-1], bare)
