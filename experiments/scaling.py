@@ -287,7 +287,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default=default.dtype, choices=("bf16", "fp32"))
     parser.add_argument("--records", nargs="*", default=(), help="files of ddp_bench to draw as points")
     parser.add_argument("--out", type=Path, default=Path("outputs"))
-    parser.add_argument("--measure", action="store_true", help="measure on this host's ranks: launch/scaling.py")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure on this host's ranks: launch/scaling.py"
+    )
     options = vars(parser.parse_args(arguments))
     out = options.pop("out")
     del options["measure"]
