@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from . import _triton
 
 
@@ -56,10 +58,14 @@ def compile_for(capability: int = 90) -> Iterator[list[Any]]:
 
 
 def resources(compiled: Any) -> dict[str, int]:
-    """Registers per thread, bytes spilled and bytes of shared memory of a compiled kernel, as ptxas counts them.
+    """Registers per thread, bytes spilled and bytes of shared memory of a compiled kernel.
 
-    Needs no GPU: the kernel's PTX goes through Triton's own ptxas once more.
+    On a GPU machine the driver is asked; elsewhere the kernel's PTX goes through Triton's own ptxas once more.
     """
+    if torch.cuda.is_available():
+        compiled._init_handles()
+        return {"registers": compiled.n_regs, "spill_bytes": 4 * compiled.n_spills,
+                "shared_bytes": compiled.metadata.shared}
     import triton
 
     binary = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")

@@ -165,8 +165,9 @@ def launch_long_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor
     launch = chosen("long_strips", Launch(block=2048, warps=4, per_sm=6))
     strips = triton.cdiv(cols, launch.block)
     shares = max(1, min(rows, launch.programs(1 << 30, device) // strips))
-    dw, db = torch.empty(2, shares, cols, dtype=torch.float32, device=device).unbind(0)
-    _triton.launch(column_strip_kernel, (strips, shares), dy, dtotal, s, w, mean if centre else r, r, c1, c2, ds, dw,
-                   db, rows, cols, dy.stride(0), s.stride(0), CENTRE=centre, BIAS=has_bias, TOTAL=dtotal is not None,
-                   SILU=silu, BLOCK=launch.block, num_warps=launch.warps)
-    return sum_columns(dw, w.dtype), sum_columns(db, w.dtype) if has_bias else None
+    parts = torch.empty(1 + has_bias, shares, cols, dtype=torch.float32, device=device)
+    _triton.launch(column_strip_kernel, (strips, shares), dy, dtotal, s, w, mean if centre else r, r, c1, c2, ds,
+                   parts[0], parts[-1], rows, cols, dy.stride(0), s.stride(0), CENTRE=centre, BIAS=has_bias,
+                   TOTAL=dtotal is not None, SILU=silu, BLOCK=launch.block, num_warps=launch.warps)
+    dw, *db = sum_columns(parts, w.dtype)
+    return dw, db[0] if has_bias else None

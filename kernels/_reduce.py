@@ -14,8 +14,11 @@ from ._rows import Launch, chosen
 
 
 @triton.jit
-def column_sum_kernel(parts_ptr, out_ptr, count, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: BLOCK columns of out (cols) = Σ over the rows of parts (count, cols) fp32."""
+def column_sum_kernel(parts_ptr, out_ptr, second_ptr, count, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of out (cols) = Σ over the rows of parts (count, cols) fp32; program_id(1) = 1: of the second."""
+    parts_ptr += tl.program_id(1).to(tl.int64) * count * cols
+    if tl.program_id(1) == 1:
+        out_ptr = second_ptr
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.arange(0, ROWS)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -26,12 +29,12 @@ def column_sum_kernel(parts_ptr, out_ptr, count, cols, ROWS: tl.constexpr, BLOCK
     tl.store(out_ptr + columns, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=columns < cols)
 
 
-def sum_columns(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """parts (P, columns) fp32 → (columns) in `dtype`."""
-    count, cols = parts.shape
-    out = torch.empty(cols, dtype=dtype, device=parts.device)
+def sum_columns(parts: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """parts (K, P, columns) fp32, K 1 or 2 → K vectors (columns) in `dtype`, in one launch."""
+    kinds, count, cols = parts.shape
+    out = [torch.empty(cols, dtype=dtype, device=parts.device) for _ in range(kinds)]
     # Few columns per program: the matrix is small, and what counts is that all SMs take part.
-    launch = chosen("column_sum", Launch(block=32, rows=64, warps=4))
-    _triton.launch(column_sum_kernel, (triton.cdiv(cols, launch.block),), parts, out, count, cols,
+    launch = chosen("column_sum", Launch(block=16, rows=64, warps=4))
+    _triton.launch(column_sum_kernel, (triton.cdiv(cols, launch.block), kinds), parts, out[0], out[-1], count, cols,
                    ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
     return out

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import _triton
 
+TILES_IN_FLIGHT = 200 * 1024  # bytes of shared memory that pipelined loads may take
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -79,6 +80,25 @@ def row_launch(kernel: str, cols: int, per_thread: int = 16, tile: int = 2048, *
     rows = max(1, tile // block)
     warps = min(32, max(1, rows * block // (32 * per_thread)))
     return chosen(kernel, Launch(block, rows, warps, **options))
+
+
+def pipelined_launch(kernel: str, cols: int, itemsize: int, tile: int = 8192) -> Launch:
+    """Launch parameters for one program per multiprocessor that walks over tiles of whole rows, loads under way.
+
+    Few programs keep what each of them adds up over its rows small in all; several tiles in flight make up for it.
+
+    Args:
+        kernel: its name, for `forced`.
+        cols: elements of a row.
+        itemsize: bytes per element of all tensors that are loaded together.
+        tile: elements of a tile at the most, as long as a row fits.
+    """
+    block = power_of_two(cols)
+    if block < 1024:  # many short rows: smaller tiles, more programs
+        return row_launch(kernel, cols, stages=2, per_sm=4)
+    rows = power_of_two(max(1, min(tile, TILES_IN_FLIGHT // (3 * itemsize)) // block) + 1) // 2
+    fit = TILES_IN_FLIGHT // (rows * block * itemsize)
+    return chosen(kernel, Launch(block, rows, min(16, rows * block // 512), max(1, min(3, fit)), per_sm=1))
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ Math, per row with target t:  lse = log Σ_v exp(z_v),  loss = lse − (1 − ε
 With reduction "mean" both are divided by the number of rows that are not ignored; of none, the mean is 0.
 
 Shapes: `N` rows, `V` vocabulary: logits (N, V), targets (N) int64, loss and lse (N) fp32.
-Bytes: forward z once; backward z and dz once. `loss_and_gradient` does both in one launch: each row is read for the
-sums and again, from its end, for the gradient, which hits the L2 as far as that reaches. FLOPs: about 5 per logit and
-pass. Saved for backward: logits, targets, lse. Arithmetic in fp32 for every input type.
+Bytes: z twice and dz once; where loss and gradient come from one launch, each row is read for the sums and again,
+from its end, for the gradient, which hits the L2 as far as that reaches. FLOPs: about 5 per logit and pass.
+Saved for backward: logits, targets, lse. Arithmetic in fp32 for every input type.
 
 The sums are online: each thread keeps a running maximum and a sum scaled by it, per 16 bytes that it loads, and the
 program merges them once at the end of the row (Milakov & Gimelshein 2018). A target that is neither `ignore_index` nor
@@ -19,20 +19,30 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _triton, reference
-from ._language import tl, triton
+from ._language import KEPT, STREAMED, tl, triton
 from ._rows import Launch, check, check_device, chosen
+from ._scale import scale_
 from .cost import Cost
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
 @triton.jit
-def loss_kernel(z_ptr, target_ptr, loss_ptr, lse_ptr, dz_ptr, scale_ptr, cols, stride_z, stride_dz, ignore_index,
-                smoothing, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """Loss and lse of one row and, with GRADIENT, dz times the scalar at scale_ptr; dz may be z itself."""
-    row = tl.program_id(0).to(tl.int64)
-    z_ptr += row * stride_z
-    target = tl.load(target_ptr + row)
+def loss_kernel(z_ptr, target_ptr, loss_ptr, lse_ptr, dz_ptr, scale_ptr, rows, cols, stride_z, stride_dz,
+                ignore_index, smoothing, SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+                VECTOR: tl.constexpr):
+    """Loss and lse of every num_programs-th row and, with GRADIENT, dz times the scalar at scale_ptr."""
+    for index in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)  # the interpreter counts with Python integers
+        _one_row(z_ptr + row * stride_z, target_ptr + row, loss_ptr + row, lse_ptr + row, dz_ptr, row * stride_dz,
+                 scale_ptr, cols, ignore_index, smoothing, SMOOTH, GRADIENT, BLOCK, VECTOR)
+
+
+@triton.jit
+def _one_row(z_ptr, target_ptr, loss_ptr, lse_ptr, dz_ptr, dz_offset, scale_ptr, cols, ignore_index, smoothing,
+             SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """One row of `loss_kernel`; the pointers are those of the row, dz may be z itself."""
+    target = tl.load(target_ptr)
     # VECTOR neighbouring columns are one thread's: their maximum costs no exchange and one rescaling serves all.
     offsets = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     largest = tl.full([BLOCK // VECTOR], float("-inf"), tl.float32)
@@ -40,11 +50,13 @@ def loss_kernel(z_ptr, target_ptr, loss_ptr, lse_ptr, dz_ptr, scale_ptr, cols, s
     plain = tl.zeros([BLOCK // VECTOR], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         columns = start + offsets
-        z = tl.load(z_ptr + columns, mask=columns < cols, other=float("-inf")).to(tl.float32)
+        z = tl.load(z_ptr + columns, mask=columns < cols, other=float("-inf"),
+                    eviction_policy=KEPT if GRADIENT else STREAMED).to(tl.float32)
         larger = tl.maximum(largest, tl.max(z, 1))
         shift = tl.where(larger == float("-inf"), 0.0, larger)  # nothing but −inf so far
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
-        plain += tl.sum(tl.where(columns < cols, z, 0.0), 1)
+        if SMOOTH:
+            plain += tl.sum(tl.where(columns < cols, z, 0.0), 1)
         largest = larger
     m = tl.max(largest, 0)
     shift = tl.where(m == float("-inf"), 0.0, m)
@@ -53,29 +65,39 @@ def loss_kernel(z_ptr, target_ptr, loss_ptr, lse_ptr, dz_ptr, scale_ptr, cols, s
     within = (target >= 0) & (target < cols)
     z_target = tl.load(z_ptr + target, mask=kept & within, other=float("nan")).to(tl.float32)
     loss = lse - (1.0 - smoothing) * z_target
-    if smoothing != 0.0:
+    if SMOOTH:
         loss -= smoothing * (tl.sum(plain, 0) / cols)
-    tl.store(loss_ptr + row, tl.where(kept, loss, 0.0))
-    tl.store(lse_ptr + row, lse)
+    tl.store(loss_ptr, tl.where(kept, loss, 0.0))
+    tl.store(lse_ptr, lse)
     if GRADIENT:
         tl.debug_barrier()  # all threads have read z_target, which may be overwritten now
-        dz_ptr += row * stride_dz
-        scale = tl.where(kept, tl.load(scale_ptr), 0.0)
+        dz_ptr += dz_offset
+        scale = tl.load(scale_ptr)
         blocks = tl.cdiv(cols, BLOCK)
-        for block in tl.range(0, blocks):
-            columns = (blocks - 1 - block) * BLOCK + offsets
-            z = tl.load(z_ptr + columns, mask=columns < cols, other=float("-inf")).to(tl.float32)
-            dz = tl.exp(z - lse) - smoothing / cols
-            dz = tl.where(columns == target, dz - (1.0 - smoothing), dz)
-            dz = tl.where(kept, dz * scale, 0.0)
-            tl.store(dz_ptr + columns, dz.to(dz_ptr.dtype.element_ty), mask=columns < cols)
+        if kept:
+            for block in tl.range(0, blocks):
+                columns = (blocks - 1 - block) * BLOCK + offsets
+                z = tl.load(z_ptr + columns, mask=columns < cols, other=float("-inf"),
+                            eviction_policy=STREAMED).to(tl.float32)
+                dz = tl.exp(z - lse)
+                if SMOOTH:
+                    dz -= smoothing / cols
+                tl.store(dz_ptr + columns, (dz * scale).to(dz_ptr.dtype.element_ty), mask=columns < cols)
+            tl.debug_barrier()  # the one column that differs is written again, after all
+            dz = (tl.exp(z_target - lse) - smoothing / cols - (1.0 - smoothing)) * scale
+            tl.store(dz_ptr + target, dz.to(dz_ptr.dtype.element_ty), mask=within)
+        else:
+            for block in tl.range(0, blocks):
+                columns = block * BLOCK + offsets
+                nothing = tl.zeros([BLOCK // VECTOR, VECTOR], dz_ptr.dtype.element_ty)
+                tl.store(dz_ptr + columns, nothing, mask=columns < cols)
 
 
 @triton.jit
-def gradient_kernel(z_ptr, target_ptr, lse_ptr, upstream_ptr, scale_ptr, dz_ptr, rows, cols, stride_z,
+def gradient_kernel(z_ptr, target_ptr, lse_ptr, upstream_ptr, scale_ptr, dz_ptr, cols, stride_z,
                     stride_upstream, blocks, ignore_index, smoothing, BLOCK: tl.constexpr):
     """BLOCK columns of one row of dz; the last rows, which the forward read last, first."""
-    program = rows.to(tl.int64) * blocks - 1 - tl.program_id(0)
+    program = tl.num_programs(0).to(tl.int64) - 1 - tl.program_id(0)
     row = program // blocks
     columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row)
@@ -92,10 +114,14 @@ def launch_loss(z: Tensor, targets: Tensor, loss: Tensor, lse: Tensor, ignore_in
                 dz: Tensor | None = None, scale: Tensor | None = None) -> None:
     """Fill loss and lse and, where they are given, dz (which may be z) times the one element of scale."""
     rows, cols = z.shape
-    launch = chosen("cross_entropy", Launch(block=8192, warps=16))
-    _triton.launch(loss_kernel, (rows,), z, targets, loss, lse, dz, scale, cols, z.stride(0),
-                   0 if dz is None else dz.stride(0), ignore_index, float(smoothing), GRADIENT=dz is not None,
-                   BLOCK=launch.block, VECTOR=16 // z.element_size(), num_warps=launch.warps)
+    if dz is None:
+        launch = chosen("cross_entropy", Launch(block=8192, warps=16))
+    else:  # one row per multiprocessor: what it reads again is still in the L2
+        launch = chosen("cross_entropy_both", Launch(block=16384, warps=32, per_sm=1))
+    _triton.launch(loss_kernel, (launch.programs(rows, z.device),), z, targets, loss, lse, dz, scale, rows, cols,
+                   z.stride(0), 0 if dz is None else dz.stride(0), ignore_index, float(smoothing),
+                   SMOOTH=smoothing != 0, GRADIENT=dz is not None, BLOCK=launch.block, VECTOR=16 // z.element_size(),
+                   num_warps=launch.warps)
 
 
 def launch_gradient(z: Tensor, targets: Tensor, lse: Tensor, upstream: Tensor, scale: Tensor, dz: Tensor,
@@ -104,7 +130,7 @@ def launch_gradient(z: Tensor, targets: Tensor, lse: Tensor, upstream: Tensor, s
     rows, cols = z.shape
     launch = chosen("cross_entropy_gradient", Launch(block=4096, warps=8))
     blocks = triton.cdiv(cols, launch.block)
-    _triton.launch(gradient_kernel, (rows * blocks,), z, targets, lse, upstream, scale, dz, rows, cols, z.stride(0),
+    _triton.launch(gradient_kernel, (rows * blocks,), z, targets, lse, upstream, scale, dz, cols, z.stride(0),
                    1 if upstream.numel() > 1 else 0, blocks, ignore_index, float(smoothing), BLOCK=launch.block,
                    num_warps=launch.warps)
 
@@ -128,6 +154,19 @@ def forward_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float) 
         return loss.copy_(plain), lse.copy_(torch.logsumexp(reference.wide(z), -1))
     launch_loss(_rows(z), targets.contiguous(), loss, lse, ignore_index, smoothing)
     return loss, lse
+
+
+@torch.library.custom_op("distlab_kernels::cross_entropy_both", mutates_args=())
+def both_op(z: Tensor, targets: Tensor, scale: Tensor, ignore_index: int,
+            smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+    """z (N, V), targets (N) → loss and lse (N) fp32, and dz (N, V) times the one element of scale."""
+    loss, lse = (torch.empty(z.shape[0], dtype=torch.float32, device=z.device) for _ in range(2))
+    dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    if z.numel() and _triton.runs_triton(z):
+        launch_loss(_rows(z), targets.contiguous(), loss, lse, ignore_index, smoothing, dz, scale)
+        return loss, lse, dz
+    loss, lse = forward_op(z, targets, ignore_index, smoothing)
+    return loss, lse, dz.copy_(plain_gradient(z, targets, lse, scale, ignore_index, smoothing))
 
 
 @torch.library.custom_op("distlab_kernels::cross_entropy_gradient", mutates_args=())
@@ -161,6 +200,12 @@ def _(z, targets, ignore_index, smoothing):
     return z.new_empty(z.shape[0], dtype=torch.float32), z.new_empty(z.shape[0], dtype=torch.float32)
 
 
+@both_op.register_fake
+def _(z, targets, scale, ignore_index, smoothing):
+    loss, lse = (z.new_empty(z.shape[0], dtype=torch.float32) for _ in range(2))
+    return loss, lse, z.new_empty(z.shape)
+
+
 @gradient_op.register_fake
 def _(z, targets, lse, upstream, scale, ignore_index, smoothing):
     return z.new_empty(z.shape)
@@ -187,7 +232,11 @@ def check_arguments(logits_rows: int, logits: Tensor, targets: object, ignore_in
 class CrossEntropy(Function):
     """`apply(logits, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean")` → loss.
 
-    Saved: logits, targets, lse, and one fp32 element (1 over the number of rows that count).
+    Saved: logits, targets, lse, and one fp32 element (1 over the number of rows that count). Where a gradient will be
+    wanted the forward makes it in the same launch, for an upstream of 1, and the first backward multiplies it by the
+    upstream and gives it away; a second backward through a retained graph computes it from what is saved. So does the
+    first where that is better: rows with an upstream each (reduction "none"); fp16, whose loss scaling must come in
+    before rounding; and under torch.compile, which would copy before it multiplies.
     """
 
     @staticmethod
@@ -196,15 +245,24 @@ class CrossEntropy(Function):
         if logits.dim() != 2 or logits.shape[1] == 0:
             raise ValueError(f"logits has shape {tuple(logits.shape)}; allowed: (rows, vocabulary)")
         check_arguments(logits.shape[0], logits, targets, ignore_index, label_smoothing, reduction)
-        loss, lse = forward_op(logits, targets, ignore_index, float(label_smoothing))
         scale = mean_scale(targets, reduction, ignore_index)
-        ctx.save_for_backward(logits, targets, lse, scale)
         ctx.options = ignore_index, float(label_smoothing)
+        compiling = torch.compiler.is_compiling()
+        if ctx.needs_input_grad[0] and reduction != "none" and logits.dtype != torch.float16 and not compiling:
+            loss, lse, ctx.gradient = both_op(logits, targets, scale, *ctx.options)
+        else:
+            loss, lse = forward_op(logits, targets, *ctx.options)
+            ctx.gradient = None
+        ctx.save_for_backward(logits, targets, lse, scale)
         return loss if reduction == "none" else (loss.sum(0, keepdim=True) * scale).squeeze(0)
 
     @staticmethod
     def backward(ctx, dloss):
         logits, targets, lse, scale = ctx.saved_tensors
+        if ctx.gradient is not None:
+            gradient, ctx.gradient = ctx.gradient, None
+            scale_(gradient, dloss)
+            return gradient, None, None, None, None
         return gradient_op(logits, targets, lse, dloss.reshape(-1), scale, *ctx.options), None, None, None, None
 
 

@@ -18,9 +18,9 @@ from torch.autograd import Function
 
 from . import _triton, reference
 from ._language import tl, triton
-from ._rows import Launch, autocast_dtype, check, check_width, chosen
+from ._rows import autocast_dtype, check, check_width, chosen
 from .cost import Cost
-from .elementwise import gelu_of, gelu_slope
+from .elementwise import FLAT, gelu_of, gelu_slope
 
 LEVELS = 1 << 16
 ROUNDS = tl.constexpr(7)  # Philox4x32 passes BigCrush from 7 rounds on (Salmon et al., table 2)
@@ -83,7 +83,7 @@ def levels(p: float) -> tuple[int, float]:
 def launch_dropout(x: Tensor, bias: Tensor | None, seed: Tensor, y: Tensor, p: float, gelu: bool,
                    dy: Tensor | None = None) -> None:
     """Fill y from contiguous x or, with a dy, the gradient of x from that."""
-    options = chosen("dropout", Launch(block=2048, warps=4))
+    options = chosen("dropout", FLAT)
     count, cols = y.numel(), 1 if bias is None else bias.numel()
     flags = {"GELU": gelu, "BIAS": bias is not None, "BLOCK": options.block, "num_warps": options.warps}
     grid = (triton.cdiv(count, options.block),)

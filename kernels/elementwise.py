@@ -25,6 +25,7 @@ GELU_DOUBLED = tl.constexpr(2 * reference.GELU_SCALE)
 GELU_CUBIC = tl.constexpr(reference.GELU_CUBIC)
 # Beyond this GeLU is x or 0 and its derivative 1 or 0 in fp32, while x² in the derivative could still overflow.
 GELU_FLAT = tl.constexpr(30.0)
+FLAT = Launch(block=4096, warps=16)  # 8 elements per thread: one load of 16 bytes in bf16
 
 
 @triton.jit
@@ -71,10 +72,10 @@ def gelu_backward_kernel(dy_ptr, x_ptr, dx_ptr, count, BLOCK: tl.constexpr):
     tl.store(dx_ptr + offsets, (dy * gelu_slope(x)).to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-def launch_flat(kernel, name: str, *tensors: Tensor) -> None:
+def launch_flat(kernel, name: str, *tensors: Tensor, default: Launch = FLAT) -> None:
     """Launch an element-wise kernel over contiguous tensors of equal size, nothing empty."""
     count = tensors[0].numel()
-    launch = chosen(name, Launch(block=2048, warps=4))
+    launch = chosen(name, default)
     _triton.launch(kernel, (triton.cdiv(count, launch.block),), *tensors, count, BLOCK=launch.block,
                    num_warps=launch.warps)
 
@@ -88,7 +89,7 @@ def add_op(x: Tensor, y: Tensor) -> Tensor:
         return z
     if not _triton.runs_triton(x):
         return z.copy_(reference.add(x, y))
-    launch_flat(add_kernel, "add", x, y, z)
+    launch_flat(add_kernel, "add", x, y, z, default=Launch(block=1024, warps=8))
     return z
 
 

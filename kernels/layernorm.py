@@ -21,7 +21,7 @@ from . import _triton, reference
 from ._language import tl, triton
 from ._long_rows import launch_long_backward, launch_long_forward
 from ._reduce import sum_columns
-from ._rows import as_rows, autocast_dtype, check, check_positive, check_width, row_launch
+from ._rows import as_rows, autocast_dtype, check, check_positive, check_width, pipelined_launch, row_launch
 from .cost import Cost
 
 ONE_TILE = 16384  # columns up to which the forward keeps a row in registers
@@ -86,7 +86,7 @@ def backward_kernel(dy_ptr, x_ptr, w_ptr, m_ptr, r_ptr, dx_ptr, dw_ptr, db_ptr, 
 def launch_forward(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, m: Tensor, r: Tensor, eps: float) -> None:
     """Fill y, m and r. x has contiguous rows, y is contiguous."""
     rows, cols = x.shape
-    launch = row_launch("layernorm", cols)
+    launch = row_launch("layernorm", cols, per_thread=64, tile=8192)
     grid = (launch.programs(triton.cdiv(rows, launch.rows), x.device),)
     _triton.launch(forward_kernel, grid, x, w, b, y, m, r, rows, cols, x.stride(0), eps, BIAS=b is not None,
                    ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
@@ -96,12 +96,14 @@ def launch_backward(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor, dx: 
                     has_bias: bool) -> tuple[Tensor, Tensor | None]:
     """Fill dx; returns dw and db in w's type."""
     rows, cols = x.shape
-    launch = row_launch("layernorm_backward", cols, stages=2, per_sm=2)
+    launch = pipelined_launch("layernorm_backward", cols, dy.element_size() + x.element_size())
     programs = launch.programs(triton.cdiv(rows, launch.rows), x.device)
-    dw, db = torch.empty(2, programs, cols, dtype=torch.float32, device=x.device).unbind(0)
-    _triton.launch(backward_kernel, (programs,), dy, x, w, m, r, dx, dw, db, rows, cols, dy.stride(0), x.stride(0),
-                   BIAS=has_bias, ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
-    return sum_columns(dw, w.dtype), sum_columns(db, w.dtype) if has_bias else None
+    parts = torch.empty(1 + has_bias, programs, cols, dtype=torch.float32, device=x.device)
+    _triton.launch(backward_kernel, (programs,), dy, x, w, m, r, dx, parts[0], parts[-1], rows, cols, dy.stride(0),
+                   x.stride(0), BIAS=has_bias, ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages,
+                   num_warps=launch.warps)
+    dw, *db = sum_columns(parts, w.dtype)
+    return dw, db[0] if has_bias else None
 
 
 @torch.library.custom_op("distlab_kernels::layer_norm_forward", mutates_args=())

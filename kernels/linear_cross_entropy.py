@@ -10,8 +10,9 @@ them into their own gradient where they lie; two more products take that to dx a
 *forward* and backward only multiplies them by the upstream scalar; no product is computed twice, and the logits of one
 chunk are all that ever exists. The products are cuBLAS's: this is about memory, and nothing would be faster.
 
-Saved for backward: dx, dw (those that are needed). Logits are rounded to the inputs' type, as by a linear layer; sums
-and softmax are fp32. dw is summed over a handful of chunks in w's type; each adds half a unit in the last place.
+Kept for backward: dx, dw (those that are needed); the first backward multiplies them in place and gives them away.
+Logits are rounded to the inputs' type, as by a linear layer; sums and softmax are fp32. dw is summed over a handful of
+chunks in w's type; each adds half a unit in the last place.
 
 Source: the idea of gradients in the forward: Liger Kernel (Hsu et al. 2024).
 """
@@ -22,6 +23,7 @@ from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
 from ._rows import autocast_dtype, check, check_device
+from ._scale import scale_
 from .cost import Cost
 from .cross_entropy import check_arguments, loss_and_gradient, mean_scale
 
@@ -77,7 +79,7 @@ def flops(x, w, targets, ignore_index, smoothing, mean, need_dx, need_dw, *_, ou
 class LinearCrossEntropy(Function):
     """`apply(x, weight, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean", chunk_bytes=CHUNK_BYTES)`.
 
-    Saved: the gradients for an upstream of 1.
+    Kept: the gradients for an upstream of 1, for one backward.
     """
 
     @staticmethod
@@ -102,13 +104,22 @@ class LinearCrossEntropy(Function):
         with torch.autocast(x.device.type, enabled=False):
             loss, dx, dw = forward_op(x, weight, targets, ignore_index, float(label_smoothing), reduction == "mean",
                                       need[0], need[1], chunk_bytes)
-        ctx.save_for_backward(dx, dw)
+        ctx.gradients = dx, dw
         return loss
 
     @staticmethod
     def backward(ctx, dloss):
-        grads = ((grad * dloss.to(grad.dtype)).to(dtype) if need else None for grad, dtype, need in
-                 zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False))
+        grads, ctx.gradients = ctx.gradients, None
+        if grads is None:
+            raise RuntimeError("linear_cross_entropy makes its gradients once, in its forward, and an earlier backward "
+                               "of this graph was given them: call it again, or add the losses up first")
+        if torch.compiler.is_compiling():
+            grads = [grad * dloss.to(grad.dtype) for grad in grads]
+        else:
+            for grad in grads:
+                scale_(grad, dloss)
+        grads = (grad.to(dtype) if need else None for grad, dtype, need in
+                 zip(grads, ctx.dtypes, ctx.needs_input_grad, strict=False))
         return *grads, None, None, None, None, None
 
 

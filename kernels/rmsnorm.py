@@ -31,6 +31,7 @@ from ._rows import (
     check_like,
     check_positive,
     check_width,
+    pipelined_launch,
     row_launch,
 )
 from .cost import Cost
@@ -112,13 +113,13 @@ def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: 
                     silu: bool) -> Tensor:
     """Fill ds; returns dw in w's type."""
     rows, cols = s.shape
-    launch = row_launch("rmsnorm_backward", cols, stages=2, per_sm=2)
+    launch = pipelined_launch("rmsnorm_backward", cols, sum(t.element_size() for t in (dy, s, dtotal) if t is not None))
     programs = launch.programs(triton.cdiv(rows, launch.rows), s.device)
-    parts = torch.empty(programs, cols, dtype=torch.float32, device=s.device)
+    parts = torch.empty(1, programs, cols, dtype=torch.float32, device=s.device)
     _triton.launch(backward_kernel, (programs,), dy, dtotal, s, w, r, ds, parts, rows, cols, dy.stride(0), s.stride(0),
                    TOTAL=dtotal is not None, SILU=silu, ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages,
                    num_warps=launch.warps)
-    return sum_columns(parts, w.dtype)
+    return sum_columns(parts, w.dtype)[0]
 
 
 @torch.library.custom_op("distlab_kernels::rms_norm_forward", mutates_args=())

@@ -8,6 +8,8 @@ Three forms, by the length of a row:
 - longer: the row is split over programs. The first kernel leaves each piece's maximum m_i and sum l_i of exp(x − m_i);
   the second combines those of the row, M = max m_i, L = Σ l_i·exp(m_i − M), and writes. It goes through the tensor
   backwards, since what was read last is still in the L2.
+Backward holds two tensors: up to ONE_TILE_BACKWARD columns both rows stay in registers, up to HALF_TILE_BACKWARD one of
+them, and longer rows are read twice.
 
 Shapes: x, y (N, D). Bytes: x and y once (longer rows: x twice); backward y, dy and dx once. FLOPs: about 5 per element.
 Saved for backward: y. Arithmetic in fp32, results in x's type. A row of −inf only gives NaN, as in torch.
@@ -20,12 +22,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _triton, reference
-from ._language import tl, triton
-from ._rows import Launch, as_rows, check, chosen, row_launch
+from ._language import KEPT, STREAMED, tl, triton
+from ._rows import Launch, as_rows, check, chosen, power_of_two, row_launch
 from .cost import Cost
 
 ONE_TILE = 32768
 ONE_TILE_BACKWARD = 16384
+HALF_TILE_BACKWARD = 32768
 
 
 @triton.jit
@@ -68,7 +71,8 @@ def piece_statistics_kernel(x_ptr, m_ptr, l_ptr, cols, stride_x, piece, pieces, 
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(first, last, BLOCK):  # each thread keeps its own maximum: one reduction at the end
-        x = tl.load(x_ptr + start + offsets, mask=start + offsets < last, other=float("-inf")).to(tl.float32)
+        x = tl.load(x_ptr + start + offsets, mask=start + offsets < last, other=float("-inf"),
+                    eviction_policy=KEPT).to(tl.float32)
         larger = tl.maximum(largest, x)
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         total = total * tl.exp(largest - shift) + tl.exp(x - shift)
@@ -80,10 +84,10 @@ def piece_statistics_kernel(x_ptr, m_ptr, l_ptr, cols, stride_x, piece, pieces, 
 
 
 @triton.jit
-def normalise_kernel(x_ptr, m_ptr, l_ptr, y_ptr, rows, cols, stride_x, pieces, blocks, PIECES: tl.constexpr,
+def normalise_kernel(x_ptr, m_ptr, l_ptr, y_ptr, cols, stride_x, pieces, blocks, PIECES: tl.constexpr,
                      BLOCK: tl.constexpr):
     """BLOCK columns of one row of y, from the statistics of its pieces; the last blocks of the last rows first."""
-    program = rows.to(tl.int64) * blocks - 1 - tl.program_id(0)
+    program = tl.num_programs(0).to(tl.int64) - 1 - tl.program_id(0)
     row = program // blocks
     index = tl.arange(0, PIECES)
     m = tl.load(m_ptr + row * pieces + index, mask=index < pieces, other=float("-inf"))
@@ -91,9 +95,26 @@ def normalise_kernel(x_ptr, m_ptr, l_ptr, y_ptr, rows, cols, stride_x, pieces, b
     largest = tl.max(m, 0)
     total = tl.sum(l * tl.exp(m - largest), 0)
     columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * stride_x + columns, mask=columns < cols, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * stride_x + columns, mask=columns < cols, other=0.0,
+                eviction_policy=STREAMED).to(tl.float32)
     y = tl.exp(x - largest) * (1.0 / total)
     tl.store(y_ptr + row * cols + columns, y.to(y_ptr.dtype.element_ty), mask=columns < cols)
+
+
+@triton.jit
+def wide_backward_kernel(dy_ptr, y_ptr, dx_ptr, cols, stride_dy, BLOCK: tl.constexpr):
+    """One row of which y fits into registers and dy not beside it: dy is read again, from the L2."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < cols
+    dy_ptr += row * stride_dy + columns
+    y = tl.load(y_ptr + row * cols + columns, mask=inside, other=0.0, eviction_policy=STREAMED)
+    dy = tl.load(dy_ptr, mask=inside, other=0.0, eviction_policy=KEPT).to(tl.float32)
+    product = tl.sum(y.to(tl.float32) * dy, 0)
+    tl.debug_barrier()  # keeps the compiler from loading once and spilling
+    dy = tl.load(dy_ptr, mask=inside, other=0.0, eviction_policy=STREAMED).to(tl.float32)
+    dx = y.to(tl.float32) * (dy - product)
+    tl.store(dx_ptr + row * cols + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -104,22 +125,23 @@ def long_backward_kernel(dy_ptr, y_ptr, dx_ptr, cols, stride_dy, BLOCK: tl.const
     acc = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         inside = start + offsets < cols
-        y = tl.load(y_ptr + row * cols + start + offsets, mask=inside, other=0.0).to(tl.float32)
-        acc += y * tl.load(dy_ptr + row * stride_dy + start + offsets, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + row * cols + start + offsets, mask=inside, other=0.0, eviction_policy=KEPT)
+        dy = tl.load(dy_ptr + row * stride_dy + start + offsets, mask=inside, other=0.0, eviction_policy=KEPT)
+        acc += y.to(tl.float32) * dy.to(tl.float32)
     product = tl.sum(acc, 0)
     blocks = tl.cdiv(cols, BLOCK)
     for block in tl.range(0, blocks):
         columns = (blocks - 1 - block) * BLOCK + offsets
-        y = tl.load(y_ptr + row * cols + columns, mask=columns < cols, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row * stride_dy + columns, mask=columns < cols, other=0.0).to(tl.float32)
-        dx = y * (dy - product)
+        y = tl.load(y_ptr + row * cols + columns, mask=columns < cols, other=0.0, eviction_policy=STREAMED)
+        dy = tl.load(dy_ptr + row * stride_dy + columns, mask=columns < cols, other=0.0, eviction_policy=STREAMED)
+        dx = y.to(tl.float32) * (dy.to(tl.float32) - product)
         tl.store(dx_ptr + row * cols + columns, dx.to(dx_ptr.dtype.element_ty), mask=columns < cols)
 
 
 def launch_forward(x: Tensor, y: Tensor) -> None:
     """Fill y, for rows up to ONE_TILE columns."""
     rows, cols = x.shape
-    launch = row_launch("softmax", cols)
+    launch = row_launch("softmax", cols, tile=1024)
     grid = (launch.programs(triton.cdiv(rows, launch.rows), x.device),)
     _triton.launch(forward_kernel, grid, x, y, rows, cols, x.stride(0), ROWS=launch.rows, BLOCK=launch.block,
                    STAGES=launch.stages, num_warps=launch.warps)
@@ -128,7 +150,7 @@ def launch_forward(x: Tensor, y: Tensor) -> None:
 def launch_long_forward(x: Tensor, y: Tensor) -> None:
     """Fill y, for rows of any length."""
     rows, cols = x.shape
-    launch = chosen("softmax_long", Launch(block=4096, warps=8, per_sm=4))
+    launch = chosen("softmax_long", Launch(block=2048, warps=16, per_sm=2))
     # As many pieces as fill the GPU, each at least a block long.
     pieces = max(1, min(triton.cdiv(cols, launch.block), triton.cdiv(launch.programs(1 << 30, x.device), rows)))
     piece = triton.cdiv(triton.cdiv(cols, pieces), launch.block) * launch.block
@@ -137,7 +159,7 @@ def launch_long_forward(x: Tensor, y: Tensor) -> None:
     _triton.launch(piece_statistics_kernel, (rows * pieces,), x, m, l, cols, x.stride(0), piece, pieces,
                    BLOCK=launch.block, num_warps=launch.warps)
     blocks = triton.cdiv(cols, launch.block)
-    _triton.launch(normalise_kernel, (rows * blocks,), x, m, l, y, rows, cols, x.stride(0), pieces, blocks,
+    _triton.launch(normalise_kernel, (rows * blocks,), x, m, l, y, cols, x.stride(0), pieces, blocks,
                    PIECES=max(2, triton.next_power_of_2(pieces)), BLOCK=launch.block, num_warps=launch.warps)
 
 
@@ -145,9 +167,11 @@ def launch_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
     """Fill dx, for rows of any length."""
     rows, cols = y.shape
     if cols > ONE_TILE_BACKWARD:
-        launch = chosen("softmax_long_backward", Launch(block=8192, warps=16))
-        _triton.launch(long_backward_kernel, (rows,), dy, y, dx, cols, dy.stride(0), BLOCK=launch.block,
-                       num_warps=launch.warps)
+        if cols <= HALF_TILE_BACKWARD:
+            kernel, launch = wide_backward_kernel, Launch(block=power_of_two(cols), warps=32)
+        else:
+            kernel, launch = long_backward_kernel, chosen("softmax_long_backward", Launch(block=16384, warps=32))
+        _triton.launch(kernel, (rows,), dy, y, dx, cols, dy.stride(0), BLOCK=launch.block, num_warps=launch.warps)
         return
     launch = row_launch("softmax_backward", cols)
     grid = (launch.programs(triton.cdiv(rows, launch.rows), y.device),)

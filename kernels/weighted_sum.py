@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _triton, reference
-from ._language import tl, triton
+from ._language import STREAMED, tl, triton
 from ._reduce import sum_columns
 from ._rows import Launch, as_rows, check, check_width, chosen, power_of_two
 from .cost import Cost
@@ -30,7 +30,8 @@ def forward_kernel(x_ptr, w_ptr, y_ptr, rows, cols, stride_x, ROWS: tl.constexpr
     for start in tl.range(0, cols, BLOCK):
         columns = start + offsets
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
-        x = tl.load(x_ptr + row[:, None] * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None] * stride_x + columns[None, :], mask=inside, other=0.0,
+                    eviction_policy=STREAMED).to(tl.float32)
         w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0).to(tl.float32)
         acc += x * w[None, :]
     tl.store(y_ptr + row, tl.sum(acc, 1).to(y_ptr.dtype.element_ty), mask=row < rows)
@@ -58,8 +59,8 @@ def backward_kernel(dy_ptr, x_ptr, w_ptr, dx_ptr, parts_ptr, rows, cols, stride_
 def launch_forward(x: Tensor, w: Tensor, y: Tensor) -> None:
     """Fill y."""
     rows, cols = x.shape
-    block = min(2048, power_of_two(cols))
-    launch = chosen("weighted_sum", Launch(block, max(1, 4096 // block), 4))
+    block = min(4096, power_of_two(cols))
+    launch = chosen("weighted_sum", Launch(block, max(1, 8192 // block), 16))
     _triton.launch(forward_kernel, (triton.cdiv(rows, launch.rows),), x, w, y, rows, cols, x.stride(0),
                    ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
 
@@ -67,14 +68,14 @@ def launch_forward(x: Tensor, w: Tensor, y: Tensor) -> None:
 def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
     """Fill dx; returns dw in w's type."""
     rows, cols = x.shape
-    block = min(512, power_of_two(cols))
+    block = min(1024, power_of_two(cols))
     launch = chosen("weighted_sum_backward", Launch(block, max(1, 4096 // block), 4, per_sm=4))
     strips, tiles = triton.cdiv(cols, launch.block), triton.cdiv(rows, launch.rows)
     shares = max(1, min(tiles, launch.programs(1 << 30, x.device) // strips))
-    parts = torch.empty(shares, cols, dtype=torch.float32, device=x.device)
+    parts = torch.empty(1, shares, cols, dtype=torch.float32, device=x.device)
     _triton.launch(backward_kernel, (strips, shares), dy, x, w, dx, parts, rows, cols, x.stride(0), ROWS=launch.rows,
                    BLOCK=launch.block, num_warps=launch.warps)
-    return sum_columns(parts, w.dtype)
+    return sum_columns(parts, w.dtype)[0]
 
 
 @torch.library.custom_op("distlab_kernels::weighted_sum_forward", mutates_args=())

@@ -12,10 +12,10 @@ import sys
 import pytest
 
 SCRIPT = r"""
-import json, sys, torch
+import json, re, sys, torch
 from kernels._compile import compile_for, resources
 from kernels import adamw, cross_entropy, dropout, elementwise, layernorm, matmul, rmsnorm, rope, softmax, swiglu
-from kernels import weighted_sum, _long_rows, _triton
+from kernels import weighted_sum, _long_rows, _scale, _triton
 
 F, H, I = torch.float32, torch.bfloat16, torch.int64
 
@@ -46,9 +46,10 @@ with compile_for(90) as compiled:
     _long_rows.launch_long_backward(wide, wide, wide, wide_w, stat, stat, wide, True, True)
     for cols in (1024, 4096, 32768):
         softmax.launch_forward(e(n, cols, dtype=F), e(n, cols, dtype=F))
-    for cols in (4096, 16384, 200000):
+    for cols in (4096, 16384, 32768, 200000):
         softmax.launch_backward(*(e(256, cols, dtype=F) for _ in range(3)))
     softmax.launch_long_forward(wide, wide)
+    softmax.launch_long_forward(wide[:1], wide[:1])  # Triton makes a size of 1 a constant
     swiglu.launch(swiglu.forward_kernel, "swiglu", (x, x), (x,))
     swiglu.launch(swiglu.backward_kernel, "swiglu_backward", (x, x, x), (x, x))
     rope.launch_rope(q, table, table, q.contiguous(), 1.0)
@@ -59,6 +60,8 @@ with compile_for(90) as compiled:
     cross_entropy.launch_loss(z, t, stat, stat, -100, 0.1)
     cross_entropy.launch_loss(z, t, stat, stat, -100, 0.1, z, one)
     cross_entropy.launch_gradient(z, t, stat, one, one, z, -100, 0.1)
+    cross_entropy.launch_gradient(z[:1], t[:1], stat, one, one, z[:1], -100, 0.0)
+    _triton.launch(_scale.scale_kernel, (8,), z, one, z.numel(), BLOCK=4096, num_warps=8)
     a = e(d, d)
     for left, right in ((a, a), (a.T, a), (a, a.T)):
         assert matmul.launch_persistent(left, right, w, a, "gelu")
@@ -71,7 +74,7 @@ with compile_for(90) as compiled:
     for dtype in adamw._TYPES.values():
         _triton.launch(adamw.adamw_kernel, (8,), i, i, e(8, dtype=torch.int32), i, 1e-3, 0.9, 0.99, 1e-8, 0.1, 0.3, 0.4,
                        PARAMETER=dtype, GRADIENT=dtype, ALIGNMENT=16, BLOCK=2048, num_warps=8)
-json.dump([{"name": k.metadata.name, "wide_loads": "ld.global.v4" in k.asm["ptx"] or "cp.async" in k.asm["ptx"],
+json.dump([{"name": k.metadata.name, "wide_loads": bool(re.search(r"ld\.global[\w.:]*\.v4|cp\.async", k.asm["ptx"])),
             "warps": k.metadata.num_warps} | resources(k) for k in compiled], sys.stdout)
 """
 SHARED_MEMORY = 227 * 1024  # bytes that a block can have on an H100

@@ -26,6 +26,7 @@ def in_pieces(monkeypatch):
     for module in (rmsnorm, layernorm, softmax):
         monkeypatch.setattr(module, "ONE_TILE", 4)
         monkeypatch.setattr(module, "ONE_TILE_BACKWARD", 4)
+    monkeypatch.setattr(softmax, "HALF_TILE_BACKWARD", 4)
     small = Launch(block=32, warps=1, per_sm=1)
     with forced(long_forward=small, long_products=small, long_strips=small, softmax_long=small,
                 softmax_long_backward=small):
@@ -180,8 +181,14 @@ def test_forms_of_a_launch_agree():
 
 @pytest.mark.parametrize("count", [1, 64, 130])
 def test_second_stage_sums_every_share(count):
-    parts = draw(count, 33)
-    torch.testing.assert_close(sum_columns(parts, torch.float32), parts.sum(0), atol=1e-5, rtol=1e-5)
+    parts = draw(2, count, 33)
+    for out, exact in zip(sum_columns(parts, torch.float32), parts.sum(1), strict=True):
+        torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-5)
+
+
+def test_softmax_backward_that_reads_one_tensor_twice(monkeypatch):
+    monkeypatch.setattr(softmax, "ONE_TILE_BACKWARD", 4)
+    compare(softmax.softmax, reference.softmax, draw(3, 50))
 
 
 def test_course_functions():

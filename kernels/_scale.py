@@ -1,0 +1,38 @@
+"""A gradient that was made for an upstream of 1, multiplied by the upstream there really is.
+
+The upstream of a loss is usually 1, but it lies in device memory: to look at it the host would have to wait. So the
+kernel looks, and leaves without touching the gradient; only other factors cost a pass over it.
+"""
+
+import torch
+from torch import Tensor
+
+from . import _triton
+from ._language import tl, triton
+from ._rows import Launch, chosen
+
+
+@triton.jit
+def scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
+    """x *= factor over every num_programs-th block, unless the factor is 1."""
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+            offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            inside = offsets < count
+            x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
+            tl.store(x_ptr + offsets, (x * factor).to(x_ptr.dtype.element_ty), mask=inside)
+
+
+@torch.library.custom_op("distlab_kernels::scale_", mutates_args=("x",))
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """x *= factor, in place; x contiguous, of any shape, factor one element of any floating type on its device."""
+    if x.numel() == 0:
+        return
+    if not _triton.runs_triton(x):
+        x.mul_(factor.to(torch.float32))
+        return
+    launch = chosen("scale", Launch(block=4096, warps=8, per_sm=8))
+    blocks = triton.cdiv(x.numel(), launch.block)
+    _triton.launch(scale_kernel, (launch.programs(blocks, x.device),), x, factor, x.numel(), BLOCK=launch.block,
+                   num_warps=launch.warps)
