@@ -150,7 +150,7 @@ def launch_forward(x: Tensor, y: Tensor) -> None:
 def launch_long_forward(x: Tensor, y: Tensor) -> None:
     """Fill y, for rows of any length."""
     rows, cols = x.shape
-    launch = chosen("softmax_long", Launch(block=2048, warps=16, per_sm=2))
+    launch = chosen("softmax_long", Launch(block=8192 // x.element_size(), warps=16, per_sm=2))
     # As many pieces as fill the GPU, each at least a block long.
     pieces = max(1, min(triton.cdiv(cols, launch.block), triton.cdiv(launch.programs(1 << 30, x.device), rows)))
     piece = triton.cdiv(triton.cdiv(cols, pieces), launch.block) * launch.block
