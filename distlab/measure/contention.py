@@ -65,9 +65,13 @@ def disturb(
     queue_ms = median(bench.queue(messages, beside=0)[0] for _ in range(rounds))
     runs = [bench.queue(messages, beside=calls) for _ in range(rounds)]
     beside_ms = median(compute_ms for _, compute_ms in runs)
-    done = [(queue_ms - (total - compute_ms)) / compute_ms for total, compute_ms in runs]
-    rate = min(1.0, max(0.05, median(done)))
+    rate = median(rate_beside(queue_ms, total_ms, compute_ms) for total_ms, compute_ms in runs)
     return Disturbance(alone_ms / calls, beside_ms / calls, queue_ms / messages, queue_ms / messages / rate)
+
+
+def rate_beside(alone_ms: float, total_ms: float, beside_ms: float) -> float:
+    """q, between 0.05 and 1: a queue of `alone_ms` took `total_ms`, of which `beside_ms` beside computation."""
+    return min(1.0, max(0.05, (alone_ms - (total_ms - beside_ms)) / beside_ms))
 
 
 class _Bench:

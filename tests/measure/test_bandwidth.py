@@ -1,0 +1,105 @@
+"""Times of collectives: checked results, sizes and shares; what disturbs what; when gradients are there."""
+
+import itertools
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from distlab.comm import ring
+from distlab.measure.bandwidth import OPERATIONS, time_collective, traffic
+from distlab.measure.contention import Disturbance, disturb, rate_beside
+from distlab.measure.ready import GradientReadyTimes
+from distlab.testing import run_ranks
+
+
+def every_operation(context):
+    return [
+        time_collective(context, operation, size, warmup=1, repeats=5)
+        for operation in OPERATIONS
+        for size in (1, 4099)
+    ]
+
+
+def test_every_collective_is_checked_and_timed_on_the_slowest_rank():
+    answers = run_ranks(every_operation, 3)
+    assert answers[0] == answers[1] == answers[2]
+    assert [timing.operation for timing in answers[0][::2]] == list(OPERATIONS)
+    for small, large in zip(answers[0][::2], answers[0][1::2], strict=True):
+        assert (small.num_bytes, large.num_bytes) == (12, 4104)  # whole elements for each of three ranks
+        for timing in (small, large):
+            assert timing.max_abs_error == 0 and len(timing.samples_ms) == 5 and min(timing.samples_ms) > 0
+
+
+def broken_ring(context):
+    """A ring whose rank 1 keeps what it should pass on to itself: a forgotten exchange."""
+    exchange, calls = ring._pass_on, itertools.count()
+
+    def forgetful(outgoing, incoming, group):
+        if next(calls) % 2 == 0:
+            exchange(outgoing, incoming, group)
+
+    ring._pass_on = forgetful
+    try:
+        return [
+            time_collective(context, name, 4096, warmup=0, repeats=5).max_abs_error
+            for name in ("ring_all_reduce", "ring_reduce_scatter", "ring_all_gather", "whole_all_reduce")
+        ]
+    finally:
+        ring._pass_on = exchange
+
+
+def test_a_broken_synchronisation_shows_in_the_row():
+    for errors in run_ranks(broken_ring, 3):
+        assert all(error != 0 for error in errors), errors
+
+
+def test_shares_of_the_payload():
+    assert traffic("all_reduce", 4) == traffic("ring_all_reduce", 4) == traffic("whole_all_reduce", 4) == 1.5
+    assert traffic("all_gather", 4) == traffic("reduce_scatter", 4) == 0.75
+    assert traffic("broadcast", 8) == 1 and traffic("broadcast", 1) == 0
+    with pytest.raises(ValueError, match="'all_to_all' is unknown; choose among all_reduce"):
+        traffic("all_to_all", 2)
+    with pytest.raises(ValueError, match="num_bytes=0"):
+        time_collective(None, "all_reduce", 0)
+
+
+def test_the_rate_of_a_queue_beside_computation():
+    # A queue of 10 ms beside 8 ms of computation, at half speed there: 4 done in 8, the other 6 after it.
+    assert rate_beside(10, 14, 8) == pytest.approx(0.5)
+    # 2 ms ran before computation began: 2 alone, 4 beside it, 4 after it.
+    assert rate_beside(10, 2 + 8 + 4, 8) == pytest.approx(0.5)
+    assert rate_beside(10, 10, 8) == 1 and rate_beside(10, 9, 8) == 1  # undisturbed, and noise
+    found = Disturbance(2.0, 4.0, 3.0, 4.0)
+    assert (found.compute_rate, found.communication_rate) == (0.5, 0.75)
+
+
+def disturbed(context):
+    return disturb(context, lambda: time.sleep(0.002), 4096, least_ms=4, rounds=1)
+
+
+def test_contention_is_measured_alike_on_all_ranks():
+    first, second = run_ranks(disturbed, 2)
+    assert first == second
+    assert first.compute_alone_ms >= 2 and first.compute_beside_ms >= 2
+    assert 0 < first.communication_rate <= 1 and 0 < first.compute_rate <= 1
+
+
+def test_gradients_are_ready_in_the_order_of_backward():
+    layers = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    unused = nn.Parameter(torch.ones(3))
+    parameters = [*layers.parameters(), unused]
+    ready = GradientReadyTimes(parameters, "cpu")
+    with pytest.raises(ValueError, match="no backward was recorded"):
+        ready.times_ms()
+    with ready.recording():
+        for _ in range(3):
+            loss = layers(torch.randn(256, 64)).sum()
+            ready.start()
+            loss.backward()
+            ready.stop()
+    layers(torch.randn(2, 64)).sum().backward()  # no hook is left
+    times = ready.times_ms()
+    assert times[:-1] == sorted(times[:-1], reverse=True) and min(times) > 0
+    assert times[-1] == ready.backward_ms() >= max(times)

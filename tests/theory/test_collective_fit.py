@@ -1,0 +1,53 @@
+"""Fits on made-up machines whose constants are known."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.theory.collective_fit import CollectiveFit, Piece, fit_collective, relative_errors
+
+SIZES = [4096 * 4**k for k in range(10)]
+
+
+@given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e12))
+def test_one_line_is_found_again(latency, bandwidth):
+    fit = fit_collective(SIZES, [latency + size / bandwidth for size in SIZES])
+    (piece,) = fit.pieces
+    assert piece.latency_s == pytest.approx(latency, rel=1e-4)
+    assert piece.bytes_per_s == pytest.approx(bandwidth, rel=1e-4)
+
+
+def test_a_change_of_algorithm_takes_a_second_piece():
+    small, large = Piece(0, 1e-5, 1e9), Piece(1e6, 1e-4, 300e9)
+    true = CollectiveFit((small, large))
+    seconds = [true.seconds(size) for size in SIZES]
+    fit = fit_collective(SIZES, seconds)
+    assert len(fit.pieces) == 2
+    assert max(map(abs, relative_errors(fit, SIZES, seconds))) < 1e-6
+    assert fit.seconds(1) == pytest.approx(small.seconds(1))
+    assert fit.seconds(1e12) == pytest.approx(large.seconds(1e12))
+    assert CollectiveFit.from_list(fit.to_list()) == fit
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=10))
+def test_whatever_was_measured_the_fit_is_a_time(seconds):
+    sizes = SIZES[: len(seconds)]
+    fit = fit_collective(sizes, seconds)
+    for piece in fit.pieces:
+        assert piece.latency_s >= 0 and piece.bytes_per_s > 0
+    assert all(fit.seconds(size) > 0 for size in (1, *sizes, 1e12))
+
+
+def test_small_sizes_count_as_much_as_large_ones():
+    """A least-squares fit of the seconds would miss the latency of this machine by any factor."""
+    seconds = [2e-5 + size / 1e11 for size in SIZES]
+    seconds[-1] *= 1.05  # noise of the largest: 0.5 ms, 27 times the latency
+    assert fit_collective(SIZES, seconds).seconds(4096) == pytest.approx(2e-5, rel=0.05)
+
+
+@pytest.mark.parametrize(("sizes", "seconds"), [([1], [1.0]), ([1, 1], [1.0, 2.0]), ([1, 2], [1.0, 0.0])])
+def test_refusals(sizes, seconds):
+    with pytest.raises(ValueError, match="two or more different sizes"):
+        fit_collective(sizes, seconds)
+    with pytest.raises(ValueError, match="at least one piece"):
+        CollectiveFit(())
