@@ -32,7 +32,7 @@ def page(
     name: str,
     question: str,
     headline: str,
-    columns: Sequence[Column],
+    tables: Sequence[tuple[str, Sequence[Record], Sequence[Column]]],
     pictures: Sequence[tuple[str, Path]] = (),
     findings: Sequence[str] = (),
     reading: str = "",
@@ -44,7 +44,8 @@ def page(
     Args:
         name: of the experiment.
         question: what it asks, one sentence.
-        headline: what the table was measured on, one line.
+        headline: what the tables were measured on, one line.
+        tables: title (empty for an only one), records and columns of each.
         pictures: caption and file (`.png`) of each.
         findings: sentences that follow from these records.
         reading: how to read the table and the pictures.
@@ -55,7 +56,12 @@ def page(
         f"<h1>{_text(question)}</h1>",
         f'<p class="faint">{_text(name)}: {_text(headline)}</p>',
         _section("Set-up", *(_set_up(machine, group) for machine, group in machines.items())),
-        _section("Result", *_paragraphs(findings), _records_table(records, columns), *map(_figure, pictures)),
+        _section(
+            "Result",
+            *_paragraphs(findings),
+            *(_records_table(*each) for each in tables),
+            *map(_figure, pictures),
+        ),
         _section("Prediction", *_paragraphs([prediction]), _predictions(records, bool(prediction))),
         _section("Noise floor", *_paragraphs([noise]), *_paragraphs(_noise(records, bool(noise)))),
         _section("Reading", *_paragraphs(reading.split("\n\n"))),
@@ -95,7 +101,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[Cell]], left: Sequence[
     )
 
 
-def _records_table(records: Sequence[Record], columns: Sequence[Column]) -> str:
+def _records_table(title: str, records: Sequence[Record], columns: Sequence[Column]) -> str:
     rows = [
         [(column.text(record), _number(column.value(record))) for column in columns] for record in records
     ]
@@ -104,7 +110,8 @@ def _records_table(records: Sequence[Record], columns: Sequence[Column]) -> str:
         for label, style in (("Markdown", "markdown"), ("LaTeX", "latex"))
     )
     made = table([column.title for column in columns], rows, [column.stands_left for column in columns])
-    return f"{made}\n<details><summary>This table as Markdown and LaTeX</summary>{sources}</details>"
+    heading = f"<h3>{_text(title)}</h3>" if title else ""
+    return f"{heading}{made}\n<details><summary>This table as Markdown and LaTeX</summary>{sources}</details>"
 
 
 def _set_up(machine: str, records: Sequence[Record]) -> str:

@@ -39,6 +39,8 @@ class View:
         findings: records → sentences that follow from them.
         prediction: how predictions are made, or why there are none.
         noise: what to know of the noise, beside what the records say of it.
+        parted_by: a column's key, such as `config.part`: a table for each of its values, without the columns in which
+            that part has nothing. None for one table.
     """
 
     name: str
@@ -50,17 +52,33 @@ class View:
     findings: Callable[[Sequence[Record]], Sequence[str]] = lambda records: ()
     prediction: str = ""
     noise: str = ""
+    parted_by: str | None = None
 
     def table(self, records: Sequence[Record], style: str = "text") -> str:
-        """The table in one of `render`'s styles; of several machines, with a column that tells them apart."""
-        return render(records, self.columns_of(records), style)
+        """The table, or tables, in one of `render`'s styles."""
+        tables = self.tables(records)
+        title = {"text": "{}:\n", "markdown": "**{}**\n\n", "latex": "% {}\n"}.get(style, "")
+        texts = [
+            (title.format(part) if len(tables) > 1 else "") + render(group, columns, style)
+            for part, group, columns in tables
+        ]
+        return "\n\n".join(texts)
 
-    def columns_of(self, records: Sequence[Record]) -> list[Column]:
-        """The columns for these records."""
+    def tables(self, records: Sequence[Record]) -> list[tuple[str, list[Record], list[Column]]]:
+        """(title, records, columns) of each table; of several machines, with a column that tells them apart."""
         columns = list(self.columns(records) if callable(self.columns) else self.columns)
         if len(by_machine(records)) > 1:
             columns.insert(0, Column("environment.device_name", "machine", align="left"))
-        return columns
+        if self.parted_by is None:
+            return [("", list(records), columns)]
+        part = Column(self.parted_by, "part")
+        groups: dict[str, list[Record]] = {}
+        for record in records:
+            groups.setdefault(part.text(record), []).append(record)
+        return [
+            (name, group, [c for c in columns if any(c.value(record) is not None for record in group)])
+            for name, group in groups.items()
+        ]
 
     def headline_of(self, records: Sequence[Record]) -> str:
         """The headline of each machine's records."""
@@ -93,7 +111,7 @@ def write(view: View, records: Sequence[Record], folder: OutputFolder | Path) ->
         name=view.name,
         question=view.question,
         headline=headline,
-        columns=view.columns_of(records),
+        tables=view.tables(records),
         pictures=pictures,
         findings=findings,
         reading=view.reading,

@@ -1,0 +1,93 @@
+"""The parts of the study on a small model: what is predicted is what comes out, and what must break breaks."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from distlab.report import read_json
+from experiments import mixed_precision
+from experiments.mixed_precision import QUICK, PrecisionConfig, layer_norm, run
+
+SMALL = replace(QUICK, layers=1, context=16, micro_batches=256, rows=256, log2_scales=(0, 12, 40))
+
+
+@pytest.fixture(scope="module")
+def records():
+    return run(SMALL)
+
+
+def rows(records, part):
+    return {(r.variant, r.config["on"]): r.metrics for r in records if r.config["part"] == part}
+
+
+def test_sums_are_those_of_rounding_in_integers(records):
+    sums = rows(records, "accumulation")
+    assert len(sums) == 7 and all(m["sum"] == m["predicted_sum"] for m in sums.values())
+    value = {variant: m["sum"] for (variant, _), m in sums.items()}
+    assert value["bf16 += bf16"] == 4 and abs(value["fp32 += fp16"] - 10.002) < 1e-3 < abs(
+        value["fp16 += fp16"] - 10
+    )
+
+
+def test_types_under_autocast(records):
+    of = {key: (m["type_under_fp16"], m["type_under_bf16"]) for key, m in rows(records, "types").items()}
+    for case, products in (
+        ("toy", ("fc1", "fc2")),
+        ("Transformer", ("attention.qkv", "feed_forward.w2", "head")),
+    ):
+        assert {of[part, case] for part in products} == {("fp16", "bf16")}
+        assert {of[part, case] for part in ("parameters", "loss", "gradients")} == {("fp32", "fp32")}
+    assert of["residual stream", "Transformer"] == ("fp32", "fp32")
+
+
+def test_statistics_want_fp32(records):
+    found = rows(records, "norm")
+    for (variant, where), metrics in found.items():
+        low, _, statistics = variant.partition(", statistics ")
+        if statistics == "fp32":
+            assert (
+                metrics["relative_error"] < {"fp16": 1e-3, "bf16": 4e-3}[low]
+                and metrics["lost_rows_pct"] == 0
+            )
+        assert metrics["lost_rows_pct"] == pytest.approx(metrics["predicted_lost_rows_pct"], abs=3), (
+            variant,
+            where,
+        )
+    assert found["fp16, statistics fp16", "deviation 64"]["lost_rows_pct"] > 1
+    assert found["bf16, statistics bf16", "mean 100"]["relative_error"] > 0.01
+    x = torch.randn(4, 32, dtype=torch.float64)
+    assert torch.allclose(layer_norm(x), torch.nn.functional.layer_norm(x, (32,)))
+
+
+def test_small_gradients_need_a_scale_in_fp16_and_none_in_bf16(records):
+    found = {variant: m for (variant, _), m in rows(records, "scaling").items()}
+    assert found["fp16"]["underflow_pct"] > 50
+    for name in ("fp16", "fp16 × 2^12"):
+        assert found[name]["underflow_pct"] == pytest.approx(found[name]["predicted_underflow_pct"], abs=0.5)
+    assert found["fp16"]["relative_error"] > 10 * found["fp16 × 2^12"]["relative_error"]
+    assert found["fp16 × 2^12"]["underflow_pct"] == found["bf16"]["underflow_pct"] == 0
+    assert found["fp16 × 2^40"]["nonfinite_pct"] > 0 == found["fp16 × 2^12"]["nonfinite_pct"]
+    assert sum(found["fp32"]["histogram_pct"]) == pytest.approx(100, abs=1)
+    words = " ".join(mixed_precision.findings(records))
+    assert "stalls at 4" in words and "scales from 2^12 to 2^12" in words
+
+
+def test_command_writes_a_table_per_part(tmp_path, capsys, records, monkeypatch):
+    monkeypatch.setattr(mixed_precision, "run", lambda config, **_: records)
+    assert mixed_precision.main(["--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    folder = Path(json.loads(capsys.readouterr().out.splitlines()[-1])["out"])
+    assert len(read_json(folder / "records.json")) == len(records)
+    table = (folder / "table.md").read_text()
+    assert table.count("**") == 8 and "gradients.png" in {path.name for path in folder.iterdir()}
+    accumulation = table.split("**types**")[0]
+    assert "sum" in accumulation and "rows lost" not in accumulation
+    if not torch.cuda.is_available():
+        assert mixed_precision.main(["--device", "cuda"]) == 2
+        assert "no GPU" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="batch=0"):
+        PrecisionConfig(batch=0)
+    with pytest.raises(ValueError, match="at least one loss scale"):
+        PrecisionConfig(log2_scales=())
