@@ -51,6 +51,11 @@ def test_every_row_is_complete_checked_and_written(tmp_path):
         if name != "local":
             assert metrics["max_abs_param_diff"] < 1e-6
             assert metrics["comm_ms"] > 0 and 0 <= metrics["overlap_pct"] <= 100
+        causes = ("uncovered", "slowdown", "copies", "optimizer", "idle", "unexplained")
+        explained = sum(metrics[f"exposed_{cause}_ms"] for cause in causes)
+        assert metrics["exposed_comm_ms"] == pytest.approx(explained, abs=1e-6)
+        limit_ms = max(1.0, 0.05 * metrics["step_p50_ms"])
+        assert metrics["exposed_closes"] is (abs(metrics["exposed_unexplained_ms"]) <= limit_ms)
     assert by_name["local"]["comm_bytes_per_step"] == 0 and by_name["local"]["comm_ms"] == 0
     assert by_name["naive"]["collectives_per_step"] == by_name["overlap"]["collectives_per_step"] > 30
     folder = tmp_path / "ddp_bench" / "run"

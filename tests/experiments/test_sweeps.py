@@ -1,6 +1,7 @@
 """The sweeps in small: collectives, bucket sizes, scaling. What they write, what reads it, what they refuse."""
 
 import dataclasses
+import itertools
 import json
 import subprocess
 
@@ -143,7 +144,19 @@ def scaling_in_two_parts(context, root):
 
 def test_scaling_goes_on_where_it_was_cut_off(tmp_path):
     folder = OutputFolder(tmp_path, scaling_measured.NAME, "run").path
-    begun = scaling_measured.predictions(SCALING, 2, "the device named in the config counts")
+    begun = [
+        Record(
+            scaling_measured.NAME,
+            name,
+            {"regime": str(regime), "world_size": ranks},
+            {"predicted_step_ms": 2.0 + n},
+            {},
+            None,
+        )
+        for n, (regime, ranks, name) in enumerate(
+            itertools.product(SCALING.regimes, (1, 2), ("local", "bucketed", "fsdp"))
+        )
+    ]
     write_json(begun, folder / "predictions.json")  # what an earlier run wrote is kept
     (first, records), (_, others) = run_ranks(scaling_in_two_parts, 2, str(tmp_path))
     assert [r.to_dict() for r in records] == [r.to_dict() for r in others]
@@ -187,7 +200,13 @@ def test_predictions_are_made_in_a_process_of_their_own():
     assert scaling_measured._in_own_process(sorted, [3, 1, 2]) == [1, 2, 3]
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         scaling_measured._in_own_process(divmod, 1, 0)
-    assert scaling_measured.predictions(dataclasses.replace(SCALING, device=None), 2, "some CPU") == []
+    weak = dataclasses.replace(SCALING, regimes=SCALING.regimes[:1], strategies=("bucketed", "torch-ddp"))
+    assert scaling_measured.predictions(dataclasses.replace(weak, device=None), 2, "some CPU") == []
+    found = scaling_measured.predictions(weak, 2, "some CPU")  # the device that the config names
+    alone, local, bucketed, peer = (r.metrics for r in found)
+    assert alone == local and bucketed == peer and bucketed["predicted_step_ms"] > local["predicted_step_ms"]
+    expected = 100 * local["predicted_step_ms"] / bucketed["predicted_step_ms"]
+    assert bucketed["predicted_efficiency_pct"] == pytest.approx(expected)
     assert [Regime("strong", "tiny", 4).per_rank(ranks) for ranks in (1, 2, 3, 4)] == [4, 2, None, 1]
 
 
