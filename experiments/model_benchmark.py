@@ -5,11 +5,13 @@ sizes, contexts, batches, types, implementations and strategies; each row is che
 same weights, its clock against the wall's, and its speed against the device's peak.
 """
 
+import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,20 +117,9 @@ def run(
     facts = {"environment": environment(context.device), "commit": commit(default_commit)}
     records = []
     for trial in config.trials():
-        rows: dict[tuple[str, int], dict[str, Any]] = {}
-
-        def measure(trial: TrialConfig = trial, rows: dict = rows) -> dict[str, Any]:
-            with opened(context, trial) as opened_trial:
-                for mode in (mode for mode in MODES if mode in config.modes):
-                    progress(f"{config.label(trial) or trial.size}: {mode}")
-                    for warmup, metrics in time_mode(opened_trial, mode, config, nvtx).items():
-                        rows[mode, warmup] = metrics
-            return {}
-
-        failure = agreed(measure, context)  # first, while the process is cold
+        rows = timed(config, trial, context, nvtx, progress)  # first, while the process is cold
         checked = agreed(lambda trial=trial: errors_against_reference(context, trial), context)
-        for mode, warmup in itertools.product((m for m in MODES if m in config.modes), config.warmups):
-            metrics = rows.get((mode, warmup), {"status": failure["status"]})
+        for (mode, warmup), metrics in rows.items():
             metrics |= {name: checked.get(name) for name in ("loss_rel_error", "grad_rel_error")}
             if metrics["status"] == "ok":
                 metrics["status"] = verdict(checked, trial)
@@ -140,11 +131,44 @@ def run(
     return records
 
 
+def timed(
+    config: BenchmarkConfig,
+    trial: TrialConfig,
+    context: RankContext,
+    nvtx: bool,
+    progress: Callable[[str], None],
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """Metrics by mode and warm-up of one combination; what fails has its status alone."""
+    modes = [mode for mode in MODES if mode in config.modes]
+    found: dict[str, dict[str, Any]] = {}
+
+    def every_mode() -> dict[str, Any]:
+        with opened(context, trial) as ready:
+            for mode in modes:
+                progress(f"{config.label(trial) or trial.size}: {mode}")
+                found[mode] = agreed(
+                    lambda mode=mode: {"rows": time_mode(ready, mode, config, nvtx)}, context
+                )
+        return {}
+
+    failure = agreed(every_mode, context)
+    rows = {}
+    for mode, warmup in itertools.product(modes, config.warmups):
+        of_mode = found.get(mode, failure)
+        measured = of_mode.get("rows", of_mode["status"])
+        rows[mode, warmup] = {"status": measured} if isinstance(measured, str) else measured[warmup]
+    return rows
+
+
 def agreed(measure: Callable[[], dict[str, Any]], context: RankContext) -> dict[str, Any]:
     """`attempt`, with one status on all ranks: a combination fails everywhere if it fails anywhere."""
     found = attempt(measure)
     statuses = collectives.gather_objects(found["status"], context.group)
     failed = [status for status in statuses if status != "ok"]
+    if failed:  # what lay on the way to the failure must not make the next combination fail
+        gc.collect()
+        if context.device.type == "cuda":
+            torch.cuda.empty_cache()
     return {"status": failed[0]} if failed else found
 
 
@@ -159,34 +183,44 @@ def verdict(checked: dict[str, Any], trial: TrialConfig) -> str:
 
 def time_mode(
     trial: Trial, mode: str, config: BenchmarkConfig, nvtx: bool = False
-) -> dict[int, dict[str, Any]]:
-    """Metrics of one mode, by number of warm-up calls.
+) -> dict[int, dict[str, Any]] | str:
+    """Metrics of one mode, by number of warm-up calls; the status of the first call if it failed on some rank.
+
+    Memory runs out in the first call or not at all, so the ranks agree on it there, before they go on together.
 
     Raises:
         Implausible: the clock misses part of the work, nothing was computed, or faster than the device can be.
     """
-    device, group = trial.context.device, trial.context.group
-    timer = PhaseTimer(device)
-    calls = max(config.warmups) + config.repeats
+    context = trial.context
+    timer = PhaseTimer(context.device)
+
+    def call(times: int) -> dict[str, Any]:
+        timer.synchronize()
+        begin = time.perf_counter()
+        for _ in range(times):
+            timer.start()
+            trial(mode, timer.mark)
+        timer.synchronize()
+        return {"wall_ms": (time.perf_counter() - begin) * 1e3}
+
     with ExitStack() as stack:
-        memory = stack.enter_context(peak_memory(device))
+        memory = stack.enter_context(peak_memory(context.device))
         if nvtx:
             stack.enter_context(named_ranges(trial.model, emitter("nvtx"), trial.optimizer))
             torch.cuda.profiler.start()
             stack.callback(torch.cuda.profiler.stop)
-        dist.barrier(group)
-        timer.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            timer.start()
-            trial(mode, timer.mark)
-        timer.synchronize()
-        wall_ms = (time.perf_counter() - begin) * 1e3
+        dist.barrier(context.group)
+        first = agreed(lambda: call(1), context)
+        if first["status"] != "ok":
+            return first["status"]
+        wall_ms = first["wall_ms"] + call(max(config.warmups) + config.repeats - 1)["wall_ms"]
     samples = timer.steps()
-    covered = check_clock([sample["step"] for sample in samples], wall_ms)
+    slowest = partial(slowest_rank, group=context.group, device=context.device)
+    phases = {name: slowest([sample[name] for sample in samples]) for name in samples[0]}
+    peak = slowest([memory.peak_alloc_bytes or 0])[0]
+    # From here on nothing is communicated, so a rank may raise.
+    covered = check_clock([sample["step"] for sample in samples], wall_ms, context.device)
     check_work(trial.last_loss, trial.gradients() if mode in ("forward_backward", "step") else None)
-    phases = {name: slowest_rank([s[name] for s in samples], group, device) for name in samples[0]}
-    peak = slowest_rank([memory.peak_alloc_bytes or 0], group, device)[0]
     shared = {"peak_alloc_bytes": int(peak) or None, "clock_covered_pct": 100 * covered}
     return {
         warmup: _metrics(trial, mode, phases, warmup, config.repeats) | shared for warmup in config.warmups

@@ -217,6 +217,7 @@ def memory(
         trial("step")  # the optimizer's state comes with the first
         trial.model.zero_grad(set_to_none=True)
         trial.optimizer.zero_grad(set_to_none=True)
+        trial.last_loss = None
         if not context.is_main:
             for _ in range(1 + on_cuda):
                 trial("step")

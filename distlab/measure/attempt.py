@@ -15,8 +15,14 @@ def attempt(measure: Callable[[], dict[str, object]]) -> dict[str, object]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return {"status": "ok"} | measure()
-    except torch.OutOfMemoryError:
-        return {"status": "OOM"}
     except Exception as error:
+        if is_out_of_memory(error):
+            return {"status": "OOM"}
         reason = str(error).strip().splitlines()
         return {"status": f"{type(error).__name__}: {reason[0][:100] if reason else ''}"}
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocator, of a GPU or of the host, could not give what was asked for."""
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or "can't allocate memory" in str(error)

@@ -32,10 +32,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from distlab.measure.profile import OUTSIDE, PHASES, Phases
-from distlab.measure.trace import STEP
+from distlab.measure.trace import STEP, activities_on
 
 CATEGORIES = ("before", "parameters", "optimizer state", "gradients", "activations", "temporary")
 MAX_ENTRIES = 100_000  # events of the allocator's history: some tens of MB
@@ -147,8 +147,7 @@ def record_memory(
             gradients = (p.grad for p in _parameters(model, optimizer) if p.grad is not None)
             held.after_backward = _addresses(gradients, "gradients")
 
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
-    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=activities_on(device), profile_memory=True, acc_events=True) as profiler:
         with record_function(STEP), phases.step():
             step(mark)
         if on_cuda:

@@ -68,6 +68,16 @@ class Event(NamedTuple):
     operator: str | None = None
 
 
+def activities_on(device: torch.device | str) -> list[ProfilerActivity]:
+    """What torch.profiler records of a device: its kernels, and the host's operators."""
+    if torch.device(device).type == "cuda":
+        return [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    # torch 2.13's profiler announces its start and end on stderr, above the level of errors. Without CUPTI it has no
+    # errors worth the noise. It reads the variable at its first use.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    return [ProfilerActivity.CPU]
+
+
 def profile_steps(
     step: Callable[[], object],
     *,
@@ -106,11 +116,7 @@ def profile_steps(
     if steps < 1 or warmup < 0:
         raise ValueError(f"profile_steps needs steps >= 1 and warmup >= 0, got {steps} and {warmup}")
     on_cuda = torch.device(device).type == "cuda"
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
-    if not on_cuda:
-        # torch 2.13's profiler announces its start and end on stderr, above the level of errors. Without
-        # CUPTI it has no errors worth the noise. It reads the variable at its first use.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = activities_on(device)
 
     def synchronize() -> None:
         if on_cuda:

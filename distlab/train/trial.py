@@ -10,12 +10,14 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distlab.comm import RankContext
+from distlab.measure.attempt import is_out_of_memory
 from distlab.model.config import ModelConfig, checkpoint_groups, preset
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
@@ -114,15 +116,21 @@ class Trial:
             self.model, torch.optim.AdamW, lr=1e-5, fused=device.type in ("cuda", "cpu")
         )
         self._scaler = LossScaler() if config.dtype == "fp16" else None
-        self.last_loss = torch.zeros(())
+        self.last_loss: Tensor | None = None  # 0-dim, detached
 
     def __call__(self, mode: str, mark: Callable[[str], None] = lambda phase: None) -> None:
         """Run one of `MODES` on the next batch; `mark` is told `forward`, `backward`, `optimizer` as each ends."""
         batch = self._batches[self._calls % BATCHES]
         self._calls += 1
-        if mode == "step":
-            self._full_step(batch, mark)
-            return
+        try:
+            (self._full_step if mode == "step" else partial(self._part, mode))(batch, mark)
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):  # complete what was begun, so that all ranks have sent the same
+                self.model.finish_gradient_synchronization()
+            raise
+
+    def _part(self, mode: str, batch: tuple[Tensor, Tensor], mark: Callable[[str], None]) -> None:
+        """Any mode but the full step."""
         with torch.no_grad() if mode == "inference" else nullcontext():
             self.model.zero_grad(set_to_none=True)
             loss = self.forward(batch)
@@ -163,7 +171,7 @@ class Trial:
         """Of the model's parameters or, where a strategy keeps them elsewhere, of what its optimizer steps."""
         held = [p.grad for p in self.model.parameters()]
         held += [p.grad for group in self.optimizer.param_groups for p in group["params"]]
-        yield from (grad for grad in held if grad is not None)
+        yield from (getattr(grad, "_local_tensor", grad) for grad in held if grad is not None)
 
     def close(self) -> None:
         """Unhook and free everything."""

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.comm import RankContext, collectives
+from distlab.measure.attempt import is_out_of_memory
 from distlab.measure.memory import peak_memory
 from distlab.measure.recorder import CollectiveRecorder
 from distlab.measure.timing import PhaseTimer, slowest_rank
@@ -321,12 +322,6 @@ class _Attached:
             self._train.model.close()
         self._train = None
         gc.collect()
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocator, of a GPU or of the host, could not give what was asked for."""
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or "can't allocate memory" in str(error)
 
 
 def _largest(*values: int | None) -> int | None:

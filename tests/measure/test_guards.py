@@ -15,16 +15,18 @@ KERNEL_MS = 5.0
 
 
 class FakeGPU:
-    """A device with one stream: launching returns at once, and only synchronising waits for what was launched."""
+    """A device with one stream, and a clock of its own: launching takes the host 0.1 ms, and only synchronising waits
+    for what was launched."""
 
     def __init__(self):
-        self.free_at = 0.0
+        self.now = self.free_at = 0.0  # s
 
     def launch(self, ms):
-        self.free_at = max(self.free_at, time.perf_counter()) + ms / 1e3
+        self.now += 1e-4
+        self.free_at = max(self.free_at, self.now) + ms / 1e3
 
     def synchronize(self, device=None):
-        time.sleep(max(0.0, self.free_at - time.perf_counter()))
+        self.now = max(self.now, self.free_at)
 
 
 @pytest.fixture
@@ -37,13 +39,14 @@ def gpu(monkeypatch):
             self.at = 0.0
 
         def record(self, stream):
-            self.at = max(fake.free_at, time.perf_counter())
+            self.at = max(fake.free_at, fake.now)
 
         def elapsed_time(self, other):
             return (other.at - self.at) * 1e3
 
     cuda = SimpleNamespace(synchronize=fake.synchronize, Event=Event, current_stream=lambda device: None)
     monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=cuda, device=torch.device))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: fake.now))
     return fake
 
 
@@ -51,32 +54,34 @@ class ForgetfulTimer(PhaseTimer):
     """The usual mistake: reads the host's clock without waiting for the device."""
 
     def _now(self):
-        return time.perf_counter()
+        return timing.time.perf_counter()
 
 
 def series(timer_class, gpu, calls=4):
     """Samples and the wall clock of some launches, as benchmarks take them."""
     timer = timer_class("cuda")
     timer.synchronize()
-    begin = time.perf_counter()
+    begin = gpu.now
     for _ in range(calls):
         timer.start()
         gpu.launch(KERNEL_MS)
         timer.mark("call")
     timer.synchronize()
-    wall_ms = (time.perf_counter() - begin) * 1e3
+    wall_ms = (gpu.now - begin) * 1e3
     return [step["step"] for step in timer.steps()], wall_ms
 
 
 def test_our_clock_sees_what_the_host_does_not_wait_for(gpu):
-    samples, _ = series(PhaseTimer, gpu)
-    assert all(sample == pytest.approx(KERNEL_MS, abs=0.5) for sample in samples)
-    assert sum(measure(lambda: gpu.launch(KERNEL_MS), warmup=1, repeats=3, device="cuda")) > 2.9 * KERNEL_MS
+    samples, wall_ms = series(PhaseTimer, gpu)
+    assert samples == pytest.approx([KERNEL_MS] * 4, abs=0.11)
+    assert check_clock(samples, wall_ms) == pytest.approx(1, abs=0.01)
+    times = measure(lambda: gpu.launch(KERNEL_MS), warmup=1, repeats=3, device="cuda")
+    assert times == pytest.approx([KERNEL_MS] * 3, abs=0.11)
 
 
 def test_a_timer_without_synchronisation_is_caught(gpu):
     samples, wall_ms = series(ForgetfulTimer, gpu)
-    assert max(samples) < KERNEL_MS / 2
+    assert samples == pytest.approx([0.1] * 4)
     with pytest.raises(Implausible, match="wait for the device"):
         check_clock(samples, wall_ms)
 
@@ -85,6 +90,9 @@ def test_what_the_clock_may_cover():
     assert check_clock([1.0, 1.0], 2.0) == 1
     with pytest.raises(Implausible, match="50 %"):
         check_clock([1.0], 2.0)
+    assert check_clock([1.0], 2.0, "cpu") == 0.5  # other processes
+    with pytest.raises(Implausible, match="5 %"):
+        check_clock([0.1], 2.0, "cpu")
     with pytest.raises(Implausible, match="200 %"):
         check_clock([2.0, 2.0], 2.0)
 
