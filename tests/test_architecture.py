@@ -96,7 +96,8 @@ def _forbidden(module: str, target: str) -> str | None:
         return None  # third-party
     if LAYERS.index(target_layer) < LAYERS.index(layer):
         return f"{layer} lies further in than {target_layer}"
-    if layer == "experiments" and target_layer == "experiments" and target not in ("experiments", module):
+    same = module.split(".")[:2] == target.split(".")[:2]  # an experiment may be a package of several files
+    if layer == "experiments" and target_layer == "experiments" and target != "experiments" and not same:
         return "experiments do not import each other; share through distlab"
     return _forbidden_in_distlab(module, target) if layer == "distlab" else None
 

@@ -8,6 +8,10 @@ import torch
 
 from distlab.report import Record, read_json, write_json
 from experiments import kernel_roofline as bench
+from experiments.kernel_roofline import cases as rows
+from experiments.kernel_roofline.__main__ import main
+from experiments.kernel_roofline.prediction import KINDS, kind_of, naive_bytes, predicted
+from experiments.kernel_roofline.view import verdicts
 from kernels.cost import Cost
 
 FEW = dataclasses.replace(bench.SMOKE, only=("add", "rms_norm"))
@@ -40,8 +44,8 @@ def test_a_wrong_kernel_is_called_wrong(monkeypatch):
         case = next(c for c in REAL(True) if c.name == "rms_norm")
         return [dataclasses.replace(case, variants=case.variants | {"ours": lambda x, w: 2 * x * w})]
 
-    REAL = bench.cases
-    monkeypatch.setattr(bench, "cases", broken)
+    REAL = rows.cases
+    monkeypatch.setattr(rows, "cases", broken)
     status = {(r.variant, r.config["direction"]): r.metrics["status"] for r in bench.run(FEW)}
     assert status["ours", "fwd"] == status["ours", "bwd"] == "WRONG"
     assert status["naive", "fwd"] == status["builtin", "bwd"] == "ok"
@@ -54,22 +58,44 @@ def test_a_peer_that_is_missing_is_a_row(monkeypatch):
                          for status in liger)
 
 
-def test_predicted_traffic_of_the_naive_forms():
-    case = next(c for c in bench.cases() if c.name == "add_gelu")
+def case_named(name):
+    return next(c for c in rows.cases() if c.name == name)
+
+
+def test_traffic_of_the_naive_forms():
     tensor = 8192 * 8192
+    case = case_named("add_gelu")
     assert case.cost("fwd").bytes == 3 * 2 * tensor
     # x + y in bf16, GeLU in fp32: to float, products, tanh, and back; all of it at least three times the least.
-    assert bench.naive_bytes(case, "fwd") > 3 * case.cost("fwd").bytes
-    norm = next(c for c in bench.cases() if c.name == "rms_norm")
-    rows, cols = norm.shape
-    n = rows * cols
-    # to float 2+4, square 4+4, mean 4, times r 4+4, times w 4+4, to bf16 4+2 bytes per element, and the row statistics
-    assert bench.naive_bytes(norm, "fwd") == pytest.approx(40 * n, rel=0.01)
-    assert bench.naive_bytes(next(c for c in bench.cases() if c.name == "dropout"), "fwd") is None
+    assert naive_bytes(case, "fwd").total() > 3 * case.cost("fwd").bytes
+    norm = case_named("rms_norm")
+    n, count = norm.shape[0] * norm.shape[1], naive_bytes(norm, "fwd")
+    # to float 2+4; square 4+4 and to bf16 4+2; mean 4; times r 4+4, times w 4+4 bytes per element
+    expected = {"widen": 6, "copy": 14, "reduce": 4, "broadcast": 16}
+    assert {kind: count[kind] / n for kind in KINDS} == pytest.approx(expected, rel=0.01)
+    assert naive_bytes(case_named("dropout"), "fwd") is None
+
+
+def test_kinds_of_operations():
+    wide, narrow, column = torch.empty(8, 8), torch.empty(8, 8).bfloat16(), torch.empty(8, 1)
+    assert kind_of([wide, column], [wide]) == kind_of([column.expand(8, 8)], [wide]) == "broadcast"
+    assert kind_of([wide], [column]) == "reduce"
+    assert kind_of([narrow], [wide]) == "widen"
+    assert kind_of([wide], [narrow]) == kind_of([wide, wide], [wide]) == kind_of([wide, wide[0, 0]], [wide]) == "copy"
+
+
+def test_a_prediction_is_time_over_time():
+    case = case_named("add_gelu")
+    alike = {f"{kind}_gb_per_s": 1000.0 for kind in KINDS}
+    ratio = naive_bytes(case, "fwd").total() / (5 / 3 * case.cost("fwd").bytes)  # two kernels of ours move five tensors
+    assert predicted(case, "fwd", alike | {"empty_kernel_ms": 0.0})["predicted_speed_up"] == pytest.approx(ratio)
+    # kernels that take for ever to start make all forms alike
+    assert predicted(case, "fwd", alike | {"empty_kernel_ms": 1e6})["predicted_speed_up"] == pytest.approx(1, abs=1e-4)
+    assert predicted(case_named("matmul_gelu"), "fwd", alike | {"empty_kernel_ms": 0.0}) == {}
 
 
 def test_costs_of_both_directions_add_up():
-    case = next(c for c in bench.cases() if c.name == "cross_entropy")
+    case = case_named("cross_entropy")
     logits = 2048 * 151936 * 2
     assert case.cost("both").bytes == pytest.approx(3 * logits, rel=1e-3)
     assert isinstance(case.cost("both"), Cost)
@@ -81,14 +107,18 @@ def record(variant, ms, **metrics):
 
 
 def test_verdicts_name_the_peer_that_wins():
-    lines = bench.verdicts([record("ours", 2.0), record("liger", 1.0)])
-    assert lines == ["f 8 fwd: liger is faster, 1000.0 µs, ours 2000.0"]
-    assert "no peer" in bench.verdicts([record("ours", 1.0), record("liger", 2.0)])[0]
+    lines = verdicts([record("ours", 2.0), record("liger", 1.0)])
+    assert lines[0].startswith("in 0 of 1 rows")
+    assert lines[1:] == ["f 8 fwd: liger is faster by 100.0 %, 1000.0 µs against 2000.0"]
+    assert verdicts([record("ours", 1.0), record("liger", 2.0)])[0].startswith("in 1 of 1 rows no peer is faster; in 0")
+    assert len(verdicts([record("ours", 1.02, noise_pct=3.0), record("liger", 1.0)])) == 1  # within the noise
+    errors = [record("ours", 1.0, prediction_error_pct=error) for error in (14.0, -16.0)]
+    assert verdicts(errors)[1].startswith("predicted speed-ups: 1 of 2")
 
 
 def test_command_writes_tables_and_pictures(tmp_path, capsys):
     command = ["--smoke", "--only", "add", "swiglu", "--out", str(tmp_path), "--stamp", "run"]
-    assert bench.main(command) == 0
+    assert main(command) == 0
     out = capsys.readouterr().out.strip().splitlines()
     assert json.loads(out[-1])["experiment"] == "kernel_roofline"
     written = {path.name for path in (tmp_path / "kernel_roofline" / "run").iterdir()}
@@ -96,8 +126,8 @@ def test_command_writes_tables_and_pictures(tmp_path, capsys):
 
 
 def test_wrong_use_is_explained(capsys):
-    assert bench.main(["--smoke", "--only", "nothing"]) == 2
+    assert main(["--smoke", "--only", "nothing"]) == 2
     assert "choose among" in capsys.readouterr().err
     if not torch.cuda.is_available():
-        assert bench.main([]) == 2
+        assert main([]) == 2
         assert "--smoke" in capsys.readouterr().err

@@ -1,0 +1,188 @@
+"""Measuring: correctness first, then time, memory and launches of every variant of a case."""
+
+import dataclasses
+import gc
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.report import Record, environment, read_json, write_json
+
+from . import cases as table
+from .cases import VARIANTS, Case, Function, first, leaves, runner, upstream_of, with_gradients
+from .prediction import predicted
+from .timing import ceilings, device_ms, launched, spills
+
+EXPERIMENT = "kernel_roofline"
+TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 4e-2}  # of the largest value: sums, then one rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run.
+
+    Args:
+        device: "cuda", or "cpu" for the smoke test, where times are the host's.
+        small: sizes of the smoke test.
+        only: names of operations; empty for all.
+        variants: which to run.
+        repeat_ms: device time per number.
+    """
+
+    device: str = "cuda"
+    small: bool = False
+    only: tuple[str, ...] = ()
+    variants: tuple[str, ...] = VARIANTS
+    repeat_ms: int = 60
+
+
+QUICK = Config(only=("rms_norm", "layer_norm", "softmax", "swiglu", "cross_entropy", "matmul"))
+SMOKE = Config(device="cpu", small=True, variants=("ours", "naive", "builtin"), repeat_ms=1)
+
+
+def run(config: Config, path: Path | None = None, commit_id: str | None = None,
+        progress: Callable[[str], None] = lambda text: None) -> list[Record]:
+    """Measure every row that `path` does not hold yet; `path` is rewritten after each operation."""
+    records = read_json(path) if path is not None and path.exists() else []
+    done = {(r.config["label"], r.config["direction"], r.variant) for r in records}
+    where, limits = environment(config.device), ceilings(config.device, config.repeat_ms)
+    for case in table.cases(config.small):
+        if config.only and case.name not in config.only:
+            continue
+        for direction in case.directions:
+            wanted = [v for v in config.variants if v in case.variants or (v == "compile" and case.plain)]
+            missing = [v for v in wanted if (case.label, direction, v) not in done]
+            if not missing:
+                continue
+            progress(f"{case.label} {direction}: {', '.join(missing)}")
+            records += _rows_of(case, direction, missing, config, limits, where, commit_id)
+            _compare_with_prediction(records, case, direction, limits)
+            if config.device == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()
+            if path is not None:
+                write_json(records, path)
+    return records
+
+
+def _rows_of(case: Case, direction: str, variants: list[str], config: Config, limits: dict[str, float],
+             where: dict[str, Any], commit_id: str | None) -> Iterator[Record]:
+    inputs = case.inputs(case.shape, getattr(torch, case.dtype), config.device)
+    upstream = upstream_of(first(case.variants["ours"](*[t.detach() for t in inputs])), direction)
+    try:
+        expected = exact(case, inputs, direction, upstream)
+    except torch.OutOfMemoryError:
+        expected = None
+    rows = {variant: measure_row(case, variant, direction, config, limits, inputs, upstream, expected)
+            for variant in variants}
+    if "ours" in rows and "time_p50_ms" in rows["ours"]:
+        _measure_again(rows["ours"], case, direction, config, inputs, upstream)
+    for variant, metrics in rows.items():
+        row = {"label": case.label, "operation": case.name, "shape": list(case.shape), "dtype": case.dtype,
+               "direction": direction}
+        yield Record(EXPERIMENT, variant, row, metrics | _rates(case, direction, metrics, limits), where, commit_id)
+
+
+def exact(case: Case, inputs: list[Tensor], direction: str, upstream: Tensor) -> list[Tensor] | None:
+    """Results in float64; those of torch's own form where float64 is too large to hold; None where they are random."""
+    too_large = case.name.startswith("linear_cross_entropy") and math.prod(case.shape) > 10**9
+    if case.name in ("dropout", "linear_gelu_dropout", "adamw"):
+        return None
+    function = case.plain or (lambda x, w, t: torch.nn.functional.cross_entropy((x @ w.T).float(), t))
+    wide = with_gradients([t.double() if t.is_floating_point() and not too_large else t for t in inputs])
+    if direction == "fwd":
+        with torch.no_grad():
+            return [first(function(*wide))]
+    out = first(function(*wide))
+    return list(torch.autograd.grad(out, leaves(wide), upstream.to(out.dtype)))
+
+
+def measure_row(case: Case, variant: str, direction: str, config: Config, limits: dict[str, float],
+                inputs: list[Tensor], upstream: Tensor, expected: list[Tensor] | None) -> dict[str, Any]:
+    """Error, memory, time and launches of one variant; the reason in `status` where there are none."""
+    on_gpu = config.device == "cuda"
+    mine, fresh = with_gradients(inputs), with_gradients(inputs)  # a peer may overwrite what it is given
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            function = build(case, variant)
+            before = torch.cuda.memory_allocated() if on_gpu else 0
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            results = runner(function, fresh, direction, upstream)()
+            metrics: dict[str, Any] = {"status": "ok"}
+            if on_gpu:  # inputs, results and what lies between, and nothing that lay there before
+                own = sum(t.nbytes for t in fresh)
+                metrics["peak_alloc_bytes"] = torch.cuda.max_memory_allocated() - before + own
+            metrics["error"] = worst_error(results, expected)
+            del fresh, results
+            metrics |= device_ms(lambda: runner(function, mine, direction, upstream), config.device, config.repeat_ms,
+                                 case.name != "adamw")
+            if on_gpu:
+                again = runner(function, mine, direction, upstream)
+                metrics |= launched(again) | (spills(again) if variant == "ours" else {})
+    except torch.OutOfMemoryError:
+        return {"status": "OOM"}
+    except Exception as error:  # a peer that is missing or refuses: a row that says so, not the end of the run
+        return {"status": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:90]}"}
+    if metrics["error"] is not None and not metrics["error"] <= TOLERANCE[case.dtype]:
+        metrics["status"] = "WRONG"
+    return metrics
+
+
+def build(case: Case, variant: str) -> Function:
+    """The function of a variant; compiled ones are compiled for this size, as their users do."""
+    if variant != "compile":
+        return case.variants[variant]
+    torch._dynamo.reset()
+    return torch.compile(case.plain, dynamic=False)
+
+
+def worst_error(results: Any, expected: list[Tensor] | None) -> float | None:
+    """Largest difference of any result, over the largest value of that result."""
+    if expected is None:
+        return None
+    results = results if isinstance(results, tuple | list) else [results]
+    return max(((x.double() - y).abs().max() / y.abs().max().clamp(min=1e-30)).item()
+               for x, y in zip(results, expected, strict=False))
+
+
+def _measure_again(metrics: dict[str, Any], case: Case, direction: str, config: Config, inputs: list[Tensor],
+                   upstream: Tensor) -> None:
+    """Ours once more, after the peers: a card that warms up slows down what comes later, whoever it is."""
+    mine = with_gradients(inputs)
+    second = device_ms(lambda: runner(case.variants["ours"], mine, direction, upstream), config.device,
+                       config.repeat_ms, case.name != "adamw")
+    metrics["noise_pct"] = 100 * abs(second["time_p50_ms"] / metrics["time_p50_ms"] - 1)
+    for name in ("time_p20_ms", "time_p50_ms", "time_p80_ms"):
+        metrics[name] = (metrics[name] + second[name]) / 2
+
+
+def _rates(case: Case, direction: str, metrics: dict[str, Any], limits: dict[str, float]) -> dict[str, Any]:
+    """Bandwidth and arithmetic rate of a row, and their shares of the ceilings."""
+    if "time_p50_ms" not in metrics:
+        return {}
+    cost, ms = case.cost(direction), metrics["time_p50_ms"]
+    rates = {"min_bytes": cost.bytes, "flops": cost.flops, "gb_per_s": cost.bytes / ms / 1e6,
+             "tflop_per_s": cost.flops / ms / 1e9, "compute_bound": case.compute, **limits}
+    rates["of_copy_pct"] = None if case.compute else 100 * rates["gb_per_s"] / limits["copy_gb_per_s"]
+    rates["of_cublas_pct"] = 100 * rates["tflop_per_s"] / limits["cublas_tflop_per_s"] if case.compute else None
+    return rates
+
+
+def _compare_with_prediction(records: list[Record], case: Case, direction: str, limits: dict[str, float]) -> None:
+    """Speed-up over the naive form, measured and predicted, into our row."""
+    rows = {r.variant: r.metrics for r in records if (r.config["label"], r.config["direction"]) ==
+            (case.label, direction)}
+    mine, naive = rows.get("ours", {}), rows.get("naive", {})
+    if "time_p50_ms" not in mine or "time_p50_ms" not in naive:
+        return
+    mine["speed_up"] = naive["time_p50_ms"] / mine["time_p50_ms"]
+    mine |= predicted(case, direction, limits)
+    if "predicted_speed_up" in mine:
+        mine["prediction_error_pct"] = 100 * (mine["predicted_speed_up"] / mine["speed_up"] - 1)

@@ -1,0 +1,101 @@
+"""Device times, the ceilings of this run, and what was launched."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distlab.measure.timing import measure, percentiles
+
+
+def can_be_captured(run: Callable[[], Any]) -> bool:
+    """Whether one run asks nothing of the host; a failed capture would leave the device in doubt."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError:
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return True
+
+
+def device_ms(make: Callable[[], Callable[[], Any]], device: str, repeat_ms: int,
+              capture: bool = True) -> dict[str, Any]:
+    """p20, p50, p80 of one run. On CUDA a graph is replayed with the L2 flushed; where none can be captured (a peer
+    that waits for the device, an optimizer) the calls themselves are timed, and `captured` says so.
+
+    `make` is called on the stream that is captured, because a backward runs on the stream of its forward.
+    """
+    if device != "cuda":
+        return {f"time_{p}_ms": ms for p, ms in percentiles(measure(make(), warmup=1, repeats=3, device="cpu")).items()}
+    from triton.testing import do_bench
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run = make()
+        for _ in range(2):
+            run()
+        capture = capture and can_be_captured(run)
+    torch.cuda.synchronize()
+    timed: Callable[[], Any] = run
+    if capture:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+        timed = graph.replay
+    times = do_bench(timed, warmup=max(10, repeat_ms // 3), rep=repeat_ms, quantiles=[0.2, 0.5, 0.8])
+    return dict(zip(("time_p20_ms", "time_p50_ms", "time_p80_ms"), times, strict=True)) | {"captured": capture}
+
+
+def launched(run: Callable[[], Any]) -> dict[str, Any]:
+    """Names and number of the kernels of one run, by the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    names = [e.name for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA
+             and not e.name.startswith(("Memcpy", "Memset", "Activity", "Lazy", "Optimizer."))]
+    return {"kernels": len(names), "kernel_names": sorted({name[:60] for name in names})}
+
+
+def spills(run: Callable[[], Any]) -> dict[str, int]:
+    """Registers and spilled bytes of our kernels in one run: the most of any."""
+    from kernels import _triton
+    from kernels._compile import resources
+
+    with _triton.compile_only() as compiled:
+        run()
+    found = [resources(kernel) for kernel in compiled]
+    return {name: max((r[name] for r in found), default=0) for name in ("registers", "spill_bytes")}
+
+
+def ceilings(device: str, repeat_ms: int) -> dict[str, float]:
+    """Rates that rows are held against, measured now.
+
+    `copy_gb_per_s` is the faster of cudaMemcpy and torch's element-wise kernel; the rates of the other kinds of torch's
+    operations are what `prediction` needs.
+    """
+    on_gpu = device == "cuda"
+
+    def ms(run: Callable[[], Any]) -> float:
+        return device_ms(lambda: run, device, repeat_ms)["time_p50_ms"]
+
+    rows, cols = (65536, 4096) if on_gpu else (16, 4096)
+    x = torch.randn(rows, cols, device=device)
+    half, narrow, out = x.bfloat16(), torch.randn(rows, 1, device=device), torch.empty_like(x)
+    limits = {
+        "copy_gb_per_s": 2 * x.nbytes / min(ms(lambda: out.copy_(x)), ms(lambda: torch.abs(x, out=out))) / 1e6,
+        "broadcast_gb_per_s": 2 * x.nbytes / ms(lambda: torch.sub(x, narrow, out=out)) / 1e6,
+        "reduce_gb_per_s": x.nbytes / ms(lambda: x.sum(-1)) / 1e6,
+        "widen_gb_per_s": 1.5 * x.nbytes / ms(lambda: half.float()) / 1e6,
+        "empty_kernel_ms": ms(lambda: torch.abs(narrow[:1], out=narrow[:1])),
+    }
+    size = 8192 if on_gpu else 64
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    limits["cublas_tflop_per_s"] = 2 * size**3 / ms(lambda: torch.mm(a, b)) / 1e9
+    tiny = torch.ones(64, 64, device=device, requires_grad=True)
+    (tiny @ tiny).sum().backward()  # cuBLAS takes its workspaces now, and no row is charged for them
+    return limits
