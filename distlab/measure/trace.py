@@ -97,12 +97,13 @@ def profile_steps(
     own start-up.
 
     With ``queued`` steps follow each other as in training, without waiting for the device in between: the host
-    runs ahead, and what one step leaves in flight is hidden by the next. One more step follows in a range
-    ``distlab:next``, and `overlap.step_windows` finds on the device where each step begins.
+    runs ahead, and what one step leaves in flight is hidden by the next. On a GPU one more step follows in a range
+    ``distlab:next``, and `overlap.step_windows` finds on the device where each step begins; on a CPU the host does
+    the work, and nothing changes.
 
     Args:
-        step: one training step, called ``warmup + steps`` times (one more if queued); every rank must do so
-            together.
+        step: one training step, called ``warmup + steps`` times (one more if queued on a GPU); every rank
+            must do so together.
         path: where the JSON goes, gzipped if it ends in ``.gz``. Process names and ids in it carry the rank,
             so that the files of several ranks can be opened together; host name and paths are left out.
         device: CUDA activities are recorded if it is a CUDA device.
@@ -124,7 +125,7 @@ def profile_steps(
 
     with profile(activities=activities, acc_events=True) as profiler:
         synchronize()
-        for name in ["distlab:warmup"] * warmup + [STEP] * steps + [NEXT] * queued:
+        for name in ["distlab:warmup"] * warmup + [STEP] * steps + [NEXT] * (queued and on_cuda):
             with record_function(name):
                 step()
                 if not queued:

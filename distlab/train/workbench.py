@@ -265,7 +265,7 @@ class Workbench:
             profile_steps(
                 step,
                 steps=steps,
-                warmup=2,
+                warmup=2 if self.context.device.type == "cuda" else 1,
                 queued=True,
                 path=path,
                 rank=self.context.rank,

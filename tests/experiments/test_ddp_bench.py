@@ -22,7 +22,14 @@ from experiments.ddp_bench import DDPBenchConfig
 from tests.commands import ROOT, environment, python, torchrun
 
 SMOKE = DDPBenchConfig(
-    batch=1, context=16, bucket_sizes_mb=(1.0,), warmup=1, steps=5, rounds=1, check_steps=1
+    batch=1,
+    context=16,
+    bucket_sizes_mb=(1.0,),
+    warmup=1,
+    steps=5,
+    rounds=1,
+    check_steps=1,
+    profile_steps=1,
 )
 SMOKE_ARGUMENTS = ["--batch=1", "--context=16", "--warmup=1", "--steps=3", "--rounds=2", "--check-steps=1"]
 
