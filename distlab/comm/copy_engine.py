@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -145,9 +144,8 @@ def _symmetric_memory(num_bytes: int, device: torch.device, group: ProcessGroup)
     """Memory of this size on every rank, each mapped by all. A collective."""
     from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
 
-    # Under the group's own name torch would remember its store for the life of the process, and a later group of
-    # the same name (the default group, left and joined again) would meet nobody there.
+    # torch remembers the store of a group by the group's name for the life of the process, and would look for the
+    # peers of a later group of the same name (the default group, left and joined again) in the wrong one.
     name = collectives.gather_objects(f"copy-engine-{uuid.uuid4().hex}", group)[0]
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_process_group_store(group))
-    symmetric._SymmetricMemory.set_group_info(name, group.rank(), group.size(), store)
+    torch._C._distributed_c10d._register_process_group(name, group)
     return symmetric.rendezvous(symmetric.empty(num_bytes, dtype=torch.uint8, device=device), name)
