@@ -118,7 +118,8 @@ def run(
     records = []
     for trial in config.trials():
         rows = timed(config, trial, context, nvtx, progress)  # first, while the process is cold
-        checked = agreed(lambda trial=trial: errors_against_reference(context, trial), context)
+        checked = agreed(partial(checked_on_main, context, trial), context)
+        checked = collectives.gather_objects(checked, context.group)[0]
         for (mode, warmup), metrics in rows.items():
             metrics |= {name: checked.get(name) for name in ("loss_rel_error", "grad_rel_error")}
             if metrics["status"] == "ok":
@@ -158,6 +159,11 @@ def timed(
         measured = of_mode.get("rows", of_mode["status"])
         rows[mode, warmup] = {"status": measured} if isinstance(measured, str) else measured[warmup]
     return rows
+
+
+def checked_on_main(context: RankContext, trial: TrialConfig) -> dict[str, Any]:
+    """Rank 0's errors; the check needs no other rank, and those would only take its memory and cores."""
+    return errors_against_reference(context, trial) if context.is_main else {}
 
 
 def agreed(measure: Callable[[], dict[str, Any]], context: RankContext) -> dict[str, Any]:

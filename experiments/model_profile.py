@@ -83,8 +83,8 @@ def run(
         trials: by label, which stands before the rows of a table; "" for the only one.
 
     Returns:
-        Records by experiment: `model_kernels` and `model_work`, `model_memory` (on rank 0), `model_saved`. A trial that
-        fails in one of them is reported by `progress` and has no rows there.
+        Records by experiment: `model_kernels` and `model_work`, `model_memory`, `model_saved`; complete on rank 0. A trial
+        that fails in one of them is reported by `progress` and has no rows there.
 
     Raises:
         ValueError: a rank to be profiled that does not exist.
@@ -134,7 +134,7 @@ def profile(
 ) -> dict[str, Rows]:
     """Write the traces of the chosen ranks; rows of kernels and of kinds of work, from the first of them."""
     first, last = wanted.profile_steps
-    flops = count_flops(context, config)
+    flops = count_flops(context, config) if context.rank == wanted.profile_ranks[0] else {}
     phases, timer = Phases(), PhaseTimer(context.device)
     found = None
     with opened(context, config) as trial:
@@ -162,7 +162,7 @@ def profile(
             for _ in range(1 + steps):  # the profiler's own warm-up is a step too
                 step()
             dist.barrier(context.group)
-    chosen = collectives.gather_objects(found, context.group)[wanted.profile_ranks[0]]
+    chosen, flops = collectives.gather_objects((found, flops), context.group)[wanted.profile_ranks[0]]
     return {KERNELS: _kernel_rows(chosen), WORK: _work_rows(chosen, timer_ms, flops)}
 
 
@@ -276,9 +276,9 @@ FORMS = {  # how the blocks are run, and with which operations
 
 
 def saved(context: RankContext, trial: TrialConfig, most: int = 5) -> dict[str, Rows]:
-    """What one block in the middle keeps for backward in each form: all of it, and the largest tensors."""
+    """What one block in the middle keeps for backward in each form, on rank 0: all of it, and the largest tensors."""
     rows: Rows = []
-    for form, (how, changes) in FORMS.items():
+    for form, (how, changes) in FORMS.items() if context.is_main else ():
         if form == "ours" and context.device.type == "cuda":
             changes = changes | {"attention": "flash"}
         config = replace(trial, compile="off", strategy="local", **changes)

@@ -19,6 +19,8 @@ from distlab.model.config import ATTENTION_CHOICES, OPS_CHOICES, PRESETS
 from distlab.parallel import STRATEGIES
 from distlab.report import say, write
 from distlab.report.output import OutputFolder
+from distlab.report.record import read_json
+from distlab.report.view import View
 from distlab.train.trial import COMPILE, DTYPES, MODES
 from experiments import model_benchmark, model_profile
 from experiments.model_benchmark import BenchmarkConfig
@@ -127,6 +129,15 @@ def say_nsys(folder: Path, config: BenchmarkConfig, args: argparse.Namespace) ->
         print(f"under Nsight Systems: {command}\n")
 
 
+def view_of(args: argparse.Namespace) -> View:
+    """The benchmark's, or for `--from` that of the part whose records are given."""
+    try:
+        name = read_json(args.source[0])[0].experiment if args.source else model_benchmark.NAME
+    except (OSError, ValueError, IndexError):  # redrawing says what is wrong with the file
+        name = model_benchmark.NAME
+    return model_profile.VIEWS.get(name, model_benchmark.VIEW)
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(arguments)
@@ -142,8 +153,9 @@ def main(argv: list[str] | None = None) -> int:
         )
         return lambda context: measure(context, config, wanted, args)
 
-    return launch(prepare, args, script=__file__, arguments=arguments, name="model_benchmark",
-                  view=model_benchmark.VIEW)  # fmt: skip
+    return launch(
+        prepare, args, script=__file__, arguments=arguments, name="model_benchmark", view=view_of(args)
+    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from experiments import (
     ddp_bench,
     kernel_roofline,
     memory_breakdown,
+    model_benchmark,
+    model_profile,
     predict_steps,
     sabotage,
     train_curves,
@@ -27,6 +29,8 @@ VIEWS: dict[str, View] = {
     for view in (
         ddp_bench.VIEW,
         memory_breakdown.VIEW,
+        model_benchmark.VIEW,
+        *model_profile.VIEWS.values(),
         predict_steps.COMPARISON_VIEW,
         kernel_roofline.VIEW,
         train_curves.VIEW,
