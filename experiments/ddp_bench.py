@@ -71,11 +71,11 @@ class DDPBenchConfig:
     strategies: tuple[str, ...] = strategies_on("cpu")
     bucket_sizes_mb: tuple[float | None, ...] = (4.0,)
     warmup: int = 2
-    steps: int = 5
-    rounds: int = 3
+    steps: int = 6
+    rounds: int = 2
     in_turn: bool = False
-    check_steps: int = 3
-    profile_steps: int = 2
+    check_steps: int = 2
+    profile_steps: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:

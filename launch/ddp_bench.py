@@ -30,7 +30,7 @@ SWEEPS = Path(__file__).parents[1] / "records" / "bucket_sweep"
 
 def parser() -> argparse.ArgumentParser:
     on_gpu = torch.cuda.is_available()
-    gpu = DDPBenchConfig(size="medium", dtype="bf16", bucket_sizes_mb=(25.0,), warmup=3, steps=10)
+    gpu = DDPBenchConfig(size="medium", dtype="bf16", bucket_sizes_mb=(100.0,), warmup=3, steps=8, rounds=3)
     default = gpu if on_gpu else DDPBenchConfig()
     p = argparse.ArgumentParser(
         "ddp_bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
