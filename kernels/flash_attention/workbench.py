@@ -145,5 +145,6 @@ def table_source(rows: tuple) -> str:
     lines = [f'"""{table.__doc__}"""', "", "ROWS = ("]
     for key, origin, *tiles, passes in rows:
         lines.append(f'    ({key!r}, "{origin}",'.replace("'", '"'))
-        lines.append("     " + ", ".join(repr(tile) for tile in tiles) + f', "{passes}"),')
+        line, end = "     " + ", ".join(repr(tile) for tile in tiles), f'"{passes}"),'
+        lines += [f"{line}, {end}"] if len(line) + len(end) < 119 else [f"{line},", f"     {end}"]
     return "\n".join([*lines, ")", ""])
