@@ -11,7 +11,6 @@ that of the same step on fake tensors, and the closed form. Times are taken in r
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -35,8 +34,7 @@ from distlab.report import (
     say,
     write,
 )
-from distlab.report.output import atomic_path
-from distlab.report.plot import DPI, OKABE_ITO, WIDTH_PX
+from distlab.report.figure import OKABE_ITO, finish, new_figure, tidy
 from distlab.report.table import Column
 from distlab.simulate.run import simulate_step
 from distlab.theory.activations import PRECISIONS, activations
@@ -334,16 +332,13 @@ def findings(records: Sequence[Record]) -> list[str]:
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """Peak and time of each way, measured above predicted."""
-    from matplotlib.figure import Figure
-
     measured = any(r.metrics.get("peak_alloc_bytes") is not None for r in records)
     peak = "peak_alloc_bytes" if measured else "counted_peak_bytes"
     panels = (
         ("peak, GiB", 2**-30, peak, "predicted_peak_bytes", "allocator" if measured else "fake tensors"),
         ("forward and backward, ms", 1.0, "step_p50_ms", "predicted_step_ms", "measured, p50"),
     )
-    size = (WIDTH_PX / DPI, 1.6 + 0.42 * len(records))
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
+    figure = new_figure(1.6 + 0.42 * len(records))
     for axes, (label, scale, name, closed, how) in zip(
         figure.subplots(1, 2, sharey=True), panels, strict=True
     ):
@@ -359,17 +354,13 @@ def draw(records: Sequence[Record], path: Path) -> None:
             )
         axes.set_xlabel(label)
         axes.margins(x=0.16)
-        axes.grid(axis="x", color="#DDDDDD", linewidth=0.5)
-        axes.set_axisbelow(True)
+        tidy(axes)
+        axes.grid(visible=False, axis="y")
         axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
     axes.set_yticks(range(len(records)), [r.variant for r in records])
     axes.invert_yaxis()
     title = f"Recomputing blocks: {headline(records)}"
-    figure.suptitle(textwrap.fill(title, 100), x=0.01, ha="left", fontsize=9.5, fontweight="bold")
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary)
+    finish(figure, path, title)
 
 
 VIEW = View(

@@ -11,7 +11,6 @@ fp16 rounds to zero, and the window of loss scales between that and overflow; bf
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,8 +31,7 @@ from distlab.report import (
     say,
     write,
 )
-from distlab.report.output import atomic_path
-from distlab.report.plot import DPI, OKABE_ITO, WIDTH_PX
+from distlab.report.figure import OKABE_ITO, finish, new_figure, tidy
 from distlab.report.table import Column
 from distlab.theory.floating import FORMATS, overflow_share, repeated_sum, safe_loss_scales, stalls_at
 from distlab.train.data import SyntheticTokens
@@ -324,14 +322,12 @@ def findings(records: Sequence[Record]) -> list[str]:
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """Left, how gradients are distributed over powers of two, and fp16's range; right, what each loss scale does."""
-    from matplotlib.figure import Figure
-
     rows = [r for r in records if r.config["part"] == "scaling"]
     exact = next((r.metrics for r in rows if r.variant == "fp32"), None)
     if exact is None:
         return
     fp16, low = FORMATS["fp16"], [r.metrics for r in rows if r.variant.startswith("fp16")]
-    figure = Figure(figsize=(WIDTH_PX / DPI, 3.6), dpi=DPI, layout="constrained", facecolor="white")
+    figure = new_figure(3.6)
     left, right = figure.subplots(1, 2)
     left.bar(exact["histogram_log2"][:-1], exact["histogram_pct"], 0.9, align="edge", color=OKABE_ITO["sky"])
     for name, edge in (("zero in fp16", fp16.smallest / 2), ("full precision", fp16.smallest_normal)):
@@ -355,14 +351,9 @@ def draw(records: Sequence[Record], path: Path) -> None:
     right.set_ylabel("share of the gradients (%)")
     right.legend(fontsize=8, frameon=False)
     for axes in (left, right):
-        axes.grid(color="#DDDDDD", linewidth=0.5)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        tidy(axes)
     title = f"Gradients in fp16, and the loss scales they need: {headline(records)}"
-    figure.suptitle(textwrap.fill(title, 100), x=0.01, ha="left", fontsize=9.5, fontweight="bold")
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary)
+    finish(figure, path, title)
 
 
 VIEW = View(

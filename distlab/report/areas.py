@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 
-from distlab.report.output import atomic_path
-from distlab.report.plot import _FAINT, _INK, DPI, OKABE_ITO, WIDTH_PX
+from distlab.report.figure import INK, OKABE_ITO, finish, new_figure, tidy
 
 _COLOURS = [
     OKABE_ITO[name] for name in ("black", "blue", "orange", "green", "sky", "purple", "vermillion", "yellow")
@@ -45,9 +43,7 @@ def stacked_areas(
         or any(len(values) != len(times) for values in layers.values())
     ):
         raise ValueError(f"stacked_areas needs up to {len(_COLOURS)} layers with one value per time")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_PX / DPI, 4.6), dpi=DPI, layout="constrained", facecolor="white")
+    figure = new_figure(4.6)
     axes = figure.add_subplot()
     at = [*times, end]
     base = [0.0] * len(at)
@@ -59,29 +55,20 @@ def stacked_areas(
         base = top
     highest = max(base)
     for name, (start, stop) in (spans or {}).items():
-        axes.axvline(stop, color=_INK, linewidth=0.7, linestyle=":")
-        axes.text(
-            (start + stop) / 2, 1.13 * highest, name, ha="center", va="center", fontsize=8.5, color=_INK
-        )
+        axes.axvline(stop, color=INK, linewidth=0.7, linestyle=":")
+        axes.text((start + stop) / 2, 1.13 * highest, name, ha="center", va="center", fontsize=8.5, color=INK)
     for x, y, text in notes:
-        axes.plot([x], [y], "o", color=_INK, markersize=4)
+        axes.plot([x], [y], "o", color=INK, markersize=4)
         side, offset = ("right", -7) if x > 0.6 * end else ("left", 7)
-        axes.annotate(
-            text, (x, y), (offset, 7), textcoords="offset points", ha=side, fontsize=8.5, color=_INK
-        )
+        axes.annotate(text, (x, y), (offset, 7), textcoords="offset points", ha=side, fontsize=8.5, color=INK)
     axes.set_xlim(0, end)
     axes.set_ylim(0, 1.2 * highest)
-    axes.set_xlabel(x_label, color=_INK)
-    axes.set_ylabel(y_label, color=_INK)
-    axes.grid(color=_FAINT, linewidth=0.5)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.set_xlabel(x_label, color=INK)
+    axes.set_ylabel(y_label, color=INK)
+    tidy(axes)
     handles, names = axes.get_legend_handles_labels()
     # The legend in the order of the picture, from the top down.
     axes.legend(
         handles[::-1], names[::-1], fontsize=8.5, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5)
     )
-    figure.suptitle(textwrap.fill(title, 100), x=0.01, ha="left", fontsize=9.5, fontweight="bold", color=_INK)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary)
+    finish(figure, path, title)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 
-from distlab.report.output import atomic_path
-from distlab.report.plot import _FAINT, _INK, DPI, OKABE_ITO, WIDTH_PX
+from distlab.report.figure import INK, OKABE_ITO, finish, new_figure, tidy
 
 STYLES = ["-", "--", ":", "-."]
 
@@ -34,9 +32,7 @@ def curves(
     """
     if not series or any(len(x) != len(y) for x, y in series.values()):
         raise ValueError("curves needs at least one line, with as many x as y")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_PX / DPI, 4.2), dpi=DPI, layout="constrained", facecolor="white")
+    figure = new_figure(4.2)
     axes = figure.add_subplot()
     colours = [colour for name, colour in OKABE_ITO.items() if name != "yellow"]
     for index, (name, (x, y)) in enumerate(series.items()):
@@ -44,16 +40,12 @@ def curves(
         style = STYLES[index // len(colours) % len(STYLES)]
         axes.plot(x, y, style, color=colours[index % len(colours)], linewidth=width, label=name)
     for name, x in (events or {}).items():
-        axes.axvline(x, color=_INK, linewidth=0.8, linestyle=":")
+        axes.axvline(x, color=INK, linewidth=0.8, linestyle=":")
         axes.annotate(name, (x, 1), (3, -3), xycoords=("data", "axes fraction"), textcoords="offset points",
-                      va="top", fontsize=8, color=_INK)  # fmt: skip
+                      va="top", fontsize=8, color=INK)  # fmt: skip
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    figure.suptitle(textwrap.fill(title, 100), x=0.01, ha="left", fontsize=9.5, fontweight="bold", color=_INK)
-    axes.grid(color=_FAINT, linewidth=0.5)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    tidy(axes)
     if len(series) > 1:
         axes.legend(fontsize=8, frameon=False)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary)
+    finish(figure, path, title)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 
-from distlab.report.output import atomic_path
-from distlab.report.plot import _FAINT, _INK, DPI, OKABE_ITO, WIDTH_PX
-
-_COLOURS = [OKABE_ITO[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky", "black")]
+from distlab.report.figure import INK, LINES, OKABE_ITO, finish, new_figure, tidy
 
 Point = tuple[float, float, float, float]  # x, y, low and high end of the error bar
 
@@ -36,11 +32,9 @@ def log_lines(
     lines = [line for panel in panels.values() for line in panel.values()]
     if not lines or any(len(x) != len(y) for x, y in lines):
         raise ValueError("log_lines needs at least one line, with as many x as y")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_PX / DPI, 4.4), dpi=DPI, layout="constrained", facecolor="white")
+    figure = new_figure(4.4)
     names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
-    colour = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
+    colour = {name: LINES[index % len(LINES)] for index, name in enumerate(names)}
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (panel, content) in zip(all_axes, panels.items(), strict=True):
         for index, (name, (x, y)) in enumerate(content.items()):
@@ -61,13 +55,9 @@ def log_lines(
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_title(panel, loc="left", fontsize=9, color=_INK)
+        axes.set_title(panel, loc="left", fontsize=9, color=INK)
         axes.set_xlabel(x_label)
-        axes.grid(color=_FAINT, linewidth=0.5)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        tidy(axes)
     all_axes[0].set_ylabel(y_label)
     all_axes[0].legend(fontsize=8, frameon=False, loc="lower left")
-    figure.suptitle(textwrap.fill(title, 100), x=0.01, ha="left", fontsize=9.5, fontweight="bold", color=_INK)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary)
+    finish(figure, path, title)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from distlab.report.machines import keyed_apart
-from distlab.report.output import atomic_path
+from distlab.report.figure import INK, LINES, MARKERS, finish, label_edges, legend_below, panel_grid
+from distlab.report.machines import by_machine, keyed_apart
 from distlab.report.record import Record
 
-COLUMNS = 4
+ABREAST = 4
 
 
 def panels(
@@ -31,19 +31,13 @@ def panels(
         by: the fields of the config that make a panel.
         emphasis: the variant with the thick line.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     records = keyed_apart(records)
     shapes = sorted({tuple(r.config[name] for name in by) for r in records}, key=str)
     shapes.sort(key=lambda shape: [(isinstance(part, str), part) for part in shape])
-    columns = min(len(shapes), COLUMNS)
-    rows = -(-len(shapes) // columns)
-    figure = Figure(figsize=(4 * columns, 3.4 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure, grid = panel_grid(len(shapes), ABREAST, row_in=2.1)
     variants = list(dict.fromkeys(r.variant for r in records))
-    for place, shape in enumerate(shapes):
-        axes = figure.add_subplot(rows, columns, place + 1)
+    handles: dict[str, object] = {}
+    for axes, shape in zip(grid, shapes, strict=True):
         for number, variant in enumerate(variants):
             points = sorted(
                 (r.config[x], r.metrics[metric])
@@ -53,24 +47,18 @@ def panels(
                 and r.metrics.get(metric) is not None
             )
             if points:
-                width = 2.2 if variant.split(" [")[0] == emphasis else 1
-                axes.plot(
-                    *zip(*points, strict=True),
-                    marker="o",
-                    markersize=3,
-                    label=variant,
-                    color=f"C{number}",
-                    linewidth=width,
-                )
+                (handles[variant],) = axes.plot(
+                    *zip(*points, strict=True), marker=MARKERS[number % len(MARKERS)], markersize=3, label=variant,
+                    color=LINES[number % len(LINES)], linestyle="-" if number < len(LINES) else "--",
+                    linewidth=2.2 if variant.split(" [")[0] == emphasis else 1,
+                )  # fmt: skip
         title = ", ".join(f"{name} {value}" for name, value in zip(by, shape, strict=True))
-        axes.set(title=title, xlabel=x, ylabel=label, xscale="log", yscale="log")
+        axes.set_title(title, fontsize=7, color=INK)
         axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.3)
-    handles = {
-        name: line
-        for axes in figure.axes
-        for line, name in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.axes[0].legend(handles.values(), handles.keys(), fontsize=7)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=120)
+        axes.set_yscale("log")
+    label_edges(grid, ABREAST, x, label)
+    if handles:
+        legend_below(figure, handles)
+    env = records[0].environment
+    where = "" if len(by_machine(records)) > 1 else f" ({env.get('device_name', 'unknown device')})"
+    finish(figure, path, f"{label}, over {x}{where}", points=9)

@@ -7,30 +7,14 @@ numbers give the same picture. Every picture is `WIDTH_PX` wide and written atom
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from distlab.report.output import atomic_path
+from distlab.report.figure import FAINT, GREYS, INK, OKABE_ITO, finish, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-# Okabe & Ito's palette (https://jfly.uni-koeln.de/color/), distinguishable with any form of colour blindness.
-OKABE_ITO = {
-    "black": "#000000",
-    "orange": "#E69F00",
-    "sky": "#56B4E9",
-    "green": "#009E73",
-    "yellow": "#F0E442",
-    "blue": "#0072B2",
-    "vermillion": "#D55E00",
-    "purple": "#CC79A7",
-}
-
-# Two more, for pictures of ten parts: far from the others and from each other in lightness.
-GREYS = {"grey": "#999999", "light grey": "#DDDDDD"}
 
 # What a quantity is called decides its colour, so that it is the same in every picture of the lab.
 COLOURS = {
@@ -55,11 +39,7 @@ _SPARE = [OKABE_ITO[name] for name in ("green", "yellow", "purple", "sky", "blac
 
 _DARK = [OKABE_ITO[name] for name in ("black", "blue", "vermillion", "green")]  # white text reads on these
 
-DPI = 150
-WIDTH_PX = 1200
 LEGEND_COLUMNS = 5  # more entries take further lines
-_INK = "#333333"
-_FAINT = "#BBBBBB"
 _PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # behind text that crosses grid lines
 
 # Lanes of a timeline: name → (row below the strategy's first, drawn over what is there already, legend).
@@ -98,7 +78,7 @@ def stacked_bars(
     wrong = [name for name, values in series.items() if len(values) != len(labels)]
     if not labels or not parts or wrong:
         raise ValueError(f"stacked_bars needs one value per label ({len(labels)} labels); wrong: {wrong}")
-    figure = _figure(height_in=1.35 + 0.36 * len(labels))
+    figure = new_figure(height_in=1.35 + 0.36 * len(labels))
     axes = figure.add_subplot()
     bars = [{name: parts[name][row] for name in parts} for row in range(len(labels))]
     longest = max(sum(v for v in bar.values() if isinstance(v, int | float)) for bar in bars)
@@ -109,7 +89,7 @@ def stacked_bars(
     axes.set_xlabel(unit)
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
-    axes.grid(axis="x", color=_FAINT, linewidth=0.5)
+    axes.grid(axis="x", color=FAINT, linewidth=0.5)
     _finish(figure, axes, path, title, [(name, _colour(name, parts)) for name in parts])
 
 
@@ -120,7 +100,7 @@ def _stacked_bar(
     texts = [value for value in values.values() if isinstance(value, str)]
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
     if texts or not numbers:
-        style = {"color": _INK, "style": "italic", "bbox": _PAPER}
+        style = {"color": INK, "style": "italic", "bbox": _PAPER}
         text = texts[0] if texts else "n/a"
         axes.annotate(text, (0, row), (6, 0), textcoords="offset points", va="center", **style)
         return
@@ -143,7 +123,7 @@ def _stacked_bar(
         )  # fmt: skip
         end = max(end, high)
     total = f"{'' if len(numbers) == len(values) else '≥ '}{_number(sum(numbers.values()))}"
-    axes.annotate(total, (end, row), (6, 0), textcoords="offset points", va="center", color=_INK, bbox=_PAPER)
+    axes.annotate(total, (end, row), (6, 0), textcoords="offset points", va="center", color=INK, bbox=_PAPER)
 
 
 def timeline(
@@ -170,7 +150,7 @@ def timeline(
     if not rows or lanes - set(LANES):
         raise ValueError(f"a timeline needs rows with lanes among {', '.join(LANES)}; got {sorted(lanes)}")
     marks = marks or {}
-    figure = _figure(height_in=1.3 + 0.78 * len(rows))
+    figure = new_figure(height_in=1.3 + 0.78 * len(rows))
     axes = figure.add_subplot()
     end = 0.0
     for index, (strategy, content) in enumerate(rows.items()):
@@ -179,12 +159,12 @@ def timeline(
         ends = [stop for lane in spans.values() for _, stop in lane]
         end = max([end, *ends, *(stop for _, _, stop in marks.get(strategy, ()))])
         if index:
-            axes.axhline(3 * index - 1.06, color=_FAINT, linewidth=0.6)
+            axes.axhline(3 * index - 1.06, color=FAINT, linewidth=0.6)
     axes.set_yticks([3 * index + 0.5 for index in range(len(rows))], list(rows))
     axes.set_ylim(3 * len(rows) - 1.06, -1.06)
     axes.set_xlim(0, end * 1.01 or 1)
     axes.set_xlabel("time since the start of the step (ms)")
-    axes.grid(axis="x", color=_FAINT, linewidth=0.5)
+    axes.grid(axis="x", color=FAINT, linewidth=0.5)
     drawn = {lane for content in rows.values() for lane, spans in content.items() if spans}
     legend = [(LANES[lane][2], COLOURS[lane]) for lane in LANES if lane in drawn]
     _finish(figure, axes, path, title, legend)
@@ -245,29 +225,21 @@ def _number(value: float) -> str:
     return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
 
 
-def _figure(height_in: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(WIDTH_PX / DPI, height_in), dpi=DPI, layout="constrained", facecolor="white")
-
-
 def _finish(
     figure: Figure, axes: Axes, path: str | os.PathLike, title: str, legend: Sequence[tuple[str, str]]
 ) -> None:
     """Title, legend below the title, spines, and the file."""
     from matplotlib.patches import Patch
 
-    figure.suptitle(textwrap.fill(title, 88), x=0.01, ha="left", fontsize=10.5, fontweight="bold", color=_INK)
     axes.legend(
         handles=[Patch(color=colour, label=name) for name, colour in legend],
         loc="lower left", bbox_to_anchor=(0, 1), ncols=min(len(legend), LEGEND_COLUMNS), frameon=False, fontsize=8.5,
         borderaxespad=0.2, handlelength=1.2, columnspacing=1.6, borderpad=0.2,
     )  # fmt: skip
     axes.set_axisbelow(True)
-    axes.tick_params(colors=_INK, labelsize=8.5, length=0, axis="y")
-    axes.tick_params(colors=_INK, labelsize=8.5, axis="x")
+    axes.tick_params(colors=INK, labelsize=8.5, length=0, axis="y")
+    axes.tick_params(colors=INK, labelsize=8.5, axis="x")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_FAINT)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, metadata={"Software": None} if temporary.suffix == ".png" else None)
+    axes.spines["bottom"].set_color(FAINT)
+    finish(figure, path, title, points=10.5)

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distlab.report.output import atomic_path
-from distlab.report.plot import _FAINT, _INK, DPI, OKABE_ITO, WIDTH_PX
-
-_COLOURS = [OKABE_ITO[n] for n in ("blue", "vermillion", "green", "orange", "purple", "sky", "black")]
-_MARKERS = "osD^vPX"
+from distlab.report.figure import INK, LINES, MARKERS, finish, legend_below, new_figure, tidy
 
 
 @dataclass(frozen=True)
@@ -73,24 +68,17 @@ def curves(path: str | os.PathLike, panels: Sequence[Panel], *, title: str, heig
     every = [series for panel in panels for series in panel.series]
     if not panels or not all(panel.series for panel in panels) or any(len(s.x) != len(s.y) for s in every):
         raise ValueError("curves needs at least one panel, series in each, and as many x as y")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_PX / DPI, height_in), dpi=DPI, layout="constrained", facecolor="white")
+    figure = new_figure(height_in)
     keys = list(dict.fromkeys(series.like or series.label for series in every))
     handles: dict[str, object] = {}
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for series in panel.series:
             place = keys.index(series.like or series.label)
-            drawn = _draw(axes, series, _COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)])
+            drawn = _draw(axes, series, LINES[place % len(LINES)], MARKERS[place % len(MARKERS)])
             handles.setdefault(series.label, drawn)
         _dress(axes, panel)
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 4),
-        fontsize=7.5, frameon=False,
-    )  # fmt: skip
-    figure.suptitle(textwrap.fill(title, 100), x=0.01, ha="left", fontsize=9.5, fontweight="bold", color=_INK)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary)
+    legend_below(figure, handles)
+    finish(figure, path, title)
 
 
 def _draw(axes, series: Series, colour: str, marker: str):
@@ -119,11 +107,8 @@ def _dress(axes, panel: Panel) -> None:
     if panel.x_ticks:
         axes.set_xticks([place for place, _ in panel.x_ticks], [text for _, text in panel.x_ticks])
         axes.set_xticks([], minor=True)
-    axes.set_title(panel.title, loc="left", fontsize=9, color=_INK)
+    axes.set_title(panel.title, loc="left", fontsize=9, color=INK)
     axes.set_xlabel(panel.x_label, fontsize=8.5)
     axes.set_ylabel(panel.y_label, fontsize=8.5)
-    axes.tick_params(labelsize=8, colors=_INK)
-    axes.grid(color=_FAINT, linewidth=0.5)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.tick_params(labelsize=8, colors=INK)
+    tidy(axes)

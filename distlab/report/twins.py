@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 
-from distlab.report.output import atomic_path
-from distlab.report.plot import _FAINT, _INK, DPI, OKABE_ITO, WIDTH_PX
+from distlab.report.figure import INK, OKABE_ITO, finish, label_edges, legend_below, panel_grid
 
 ABREAST = 4
 
@@ -36,16 +34,11 @@ def twin_curves(
     """
     if not cells:
         raise ValueError("twin_curves needs at least one cell")
-    from matplotlib.figure import Figure
-
-    rows = -(-len(cells) // ABREAST)
-    size = (WIDTH_PX / DPI, 0.8 + 1.8 * rows)
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
-    grid = figure.subplots(rows, ABREAST, squeeze=False).flatten()
+    figure, grid = panel_grid(len(cells), ABREAST, row_in=1.8)
     names = list(dict.fromkeys(name for lines in cells.values() for name in lines))
     palette = [OKABE_ITO[colour] for colour in ("sky", "vermillion", "green", "purple")]
     handles = {}
-    for axes, (heading, lines) in zip(grid, cells.items(), strict=False):
+    for axes, (heading, lines) in zip(grid, cells.items(), strict=True):
         for name, values in lines.items():
             number = names.index(name)
             colour = palette[number % len(palette)]
@@ -56,22 +49,11 @@ def twin_curves(
                 note = f"{name}: no finite value"
                 axes.annotate(note, (0.3, 0.8), xycoords="axes fraction", fontsize=6, color=colour)
         for name, level in (levels or {}).items():
-            handles[name] = axes.axhline(level, color=_INK, linewidth=0.7, linestyle=":", label=name)
+            handles[name] = axes.axhline(level, color=INK, linewidth=0.7, linestyle=":", label=name)
         highest = max((value for value in lines[names[0]] if math.isfinite(value)), default=1.0)
         if axes.get_ylim()[1] > 1.5 * highest:
             axes.set_ylim(0, 1.5 * highest)
-        axes.set_title(heading, fontsize=6.5, color=_INK)
-        axes.tick_params(labelsize=6)
-        axes.grid(color=_FAINT, linewidth=0.4)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    for axes in grid[len(cells) :]:
-        axes.set_axis_off()
-    figure.supxlabel(x_label, fontsize=8)
-    figure.supylabel(y_label, fontsize=8)
-    figure.suptitle(textwrap.fill(title, 110), x=0.01, ha="left", fontsize=9, fontweight="bold", color=_INK)
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower right", ncols=4, fontsize=7, frameon=False
-    )
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary)
+        axes.set_title(heading, fontsize=6.5, color=INK)
+    label_edges(grid, ABREAST, x_label, y_label)
+    legend_below(figure, handles)
+    finish(figure, path, title, points=9)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from distlab.report import plot
+from distlab.report.figure import GREYS, OKABE_ITO, WIDTH_PX
 from distlab.report.plot import stacked_bars, timeline
 
 PARTS = {"compute": [6.0, 6.0, None, 6.0], "exposed communication": [-0.1, 3.0, "OOM", None]}
@@ -48,7 +49,7 @@ def test_bars_show_totals_and_gaps(tmp_path, drawn):
     path = tmp_path / "step_time.png"
     whiskers = [(5.5, 6.2), None, None, (5.0, 7.0)]
     stacked_bars(path, LABELS, PARTS, title="Step", unit="ms", whiskers=whiskers)
-    assert png_size(path)[0] == plot.WIDTH_PX
+    assert png_size(path)[0] == WIDTH_PX
     shown = texts(drawn[0])
     assert {"5.90", "9.00", "OOM", "≥ 6.00"} <= set(shown)
     stacked_bars(path, ["a"], {"compute": [None]}, title="Step", unit="ms")
@@ -72,7 +73,7 @@ def test_parts_stand_one_after_the_other_and_negative_ones_are_not_drawn(tmp_pat
 def test_timeline_has_a_row_per_strategy_and_says_when_nothing_was_sent(tmp_path, drawn):
     path = tmp_path / "timeline.png"
     timeline(path, ROWS, title="One step", marks={"naive": [("forward", 0, 4), ("backward", 4, 10)]})
-    assert png_size(path)[0] == plot.WIDTH_PX
+    assert png_size(path)[0] == WIDTH_PX
     axes = drawn[0].axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["local", "naive"]
     assert {"forward", "backward", "no communication"} == set(texts(drawn[0]))
@@ -98,7 +99,7 @@ def test_pictures_are_deterministic(tmp_path):
 def test_colours_tell_the_parts_apart():
     names = ["compute", "exposed communication", "optimizer", "first other", "second other"]
     assert len({plot._colour(name, names) for name in names}) == len(names)
-    assert set(plot.COLOURS.values()) <= {*plot.OKABE_ITO.values(), *plot.GREYS.values()}
+    assert set(plot.COLOURS.values()) <= {*OKABE_ITO.values(), *GREYS.values()}
 
 
 def test_mistakes_are_refused_and_leave_no_file(tmp_path):
