@@ -112,10 +112,16 @@ def run(
     """Time every combination; call it on every rank. A combination that fails is a row that says why.
 
     Args:
-        nvtx: attach NVTX ranges and record between cudaProfilerStart and cudaProfilerStop, for Nsight Systems.
+        nvtx: attach NVTX ranges, and call cudaProfilerStart before and cudaProfilerStop after, for Nsight Systems.
+
+    Raises:
+        ValueError: NVTX without a GPU.
     """
     facts = {"environment": environment(context.device), "commit": commit(default_commit)}
     records = []
+    if nvtx:
+        emitter("nvtx")  # refuses where there is no GPU
+        torch.cuda.profiler.start()
     for trial in config.trials():
         rows = timed(config, trial, context, nvtx, progress)  # first, while the process is cold
         checked = agreed(partial(checked_on_main, context, trial), context)
@@ -129,6 +135,8 @@ def run(
             where |= {"context": trial.model().context_length, "num_parameters": trial.model().num_parameters}
             where |= {"world_size": context.world_size, "backend": context.backend}
             records.append(Record(NAME, ", ".join(filter(None, parts)), where, metrics, **facts))
+    if nvtx:
+        torch.cuda.profiler.stop()
     return records
 
 
@@ -212,9 +220,8 @@ def time_mode(
     with ExitStack() as stack:
         memory = stack.enter_context(peak_memory(context.device))
         if nvtx:
+            stack.enter_context(torch.cuda.nvtx.range(mode))
             stack.enter_context(named_ranges(trial.model, emitter("nvtx"), trial.optimizer))
-            torch.cuda.profiler.start()
-            stack.callback(torch.cuda.profiler.stop)
         dist.barrier(context.group)
         first = agreed(lambda: call(1), context)
         if first["status"] != "ok":

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from distlab.comm import RankContext, collectives
 from distlab.measure import snapshot
 from distlab.measure.attempt import attempt
-from distlab.measure.category import CATEGORIES
+from distlab.measure.category import CATEGORIES, readable
 from distlab.measure.flops import FlopsByCategory
 from distlab.measure.memory import peak_memory
 from distlab.measure.nvtx import emitter, named_ranges
@@ -180,7 +180,12 @@ def _kernel_rows(profile: Profile, most: int = 8) -> Rows:
 
 def short_name(kernel: str, longest: int = 64) -> str:
     """A kernel's name without its return type, template arguments and namespaces."""
-    name = kernel.removeprefix("void ").replace("(anonymous namespace)::", "").replace("at::native::", "")
+    name = (
+        readable(kernel)
+        .removeprefix("void ")
+        .replace("(anonymous namespace)::", "")
+        .replace("at::native::", "")
+    )
     if "elementwise_kernel" in name:  # what it computes is in its arguments
         inner = [word for word in ("Functor", "_kernel_cuda", "copy") if word in name]
         name = name if not inner else name.replace("binary_internal::", "")

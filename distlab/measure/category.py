@@ -51,3 +51,9 @@ def category(name: str, operator: str | None = None) -> str:
             if pattern.search(text.lower()):
                 return kind
     return OTHER
+
+
+def readable(name: str) -> str:
+    """An operator's name without what only a machine reads: autograd's prefix, and the hash of a compiled graph."""
+    name = name.removeprefix("autograd::engine::evaluate_function: ")
+    return re.sub(r"## Call CompiledFxGraph \w+ ##", "compiled graph", name)

@@ -63,12 +63,6 @@ class FlopsByCategory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in flop_registry and func._overloadpacket not in flop_registry:
-            # Composite operators are looked into, as the compiler would: `matmul` is counted as its `bmm`.
-            with self:
-                parts = func.decompose(*args, **kwargs)
-            if parts is not NotImplemented:
-                return parts
         result = func(*args, **kwargs)
         self.flops[category(func._schema.name)] += _operations(func, args, kwargs, result)
         return result

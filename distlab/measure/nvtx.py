@@ -307,8 +307,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def nsys_command(script: str, arguments: Sequence[str], ranks: int, output: str) -> str | None:
     """The shell command that records this run with Nsight Systems, one file per rank; None where nsys is missing.
 
-    The recording covers what runs between cudaProfilerStart and cudaProfilerStop, which `--nvtx` calls around the
-    timed steps.
+    The recording covers what runs between cudaProfilerStart and cudaProfilerStop, which `--nvtx` calls before and after
+    the timed calls.
 
     Args:
         script: the entry point, such as ``launch/model_benchmark.py``.

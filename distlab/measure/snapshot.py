@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
+from distlab.measure.category import readable
 from distlab.measure.profile import OUTSIDE, PHASES, Phases
 from distlab.measure.trace import STEP, activities_on
 
@@ -283,7 +284,7 @@ class _Origins:
                 if span["cat"] == "user_annotation" and not span["name"].startswith(_RANGE_PREFIX):
                     part = part or span["name"]
                 elif span["cat"] == "cpu_op" and "::empty" not in span["name"]:
-                    operator = operator or span["name"].removeprefix("autograd::engine::evaluate_function: ")
+                    operator = operator or readable(span["name"])
             index = parents[index]
         return ": ".join(text for text in (part, operator) if text) or "unknown"
 

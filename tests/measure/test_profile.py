@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distlab.measure.category import CATEGORIES, category
+from distlab.measure.category import CATEGORIES, category, readable
 from distlab.measure.flops import FlopsByCategory
 from distlab.measure.profile import Phases, summarise
 from distlab.measure.trace import Event, load_trace, profile_steps
@@ -49,7 +49,13 @@ def test_a_kernel_that_says_little_is_told_by_its_operator():
     assert category("forward_kernel") == "other"
     assert category("forward_kernel", "distlab_kernels::rms_norm_forward") == "normalisation"
     assert category("dkdv_kernel", "distlab_kernels::flash_attention_backward") == "attention"
+    assert category("reduce_kernel<512, 1>", "distlab_kernels::rms_norm_backward") == "normalisation"
     assert category("ampere_sgemm_128x64_nn", "some::operator") == "matrix products"
+
+
+def test_names_for_people():
+    assert readable("## Call CompiledFxGraph fnci3pvdez ##") == "compiled graph"
+    assert readable("autograd::engine::evaluate_function: MmBackward0") == "MmBackward0"
 
 
 def test_kernels_belong_to_the_phase_that_launched_them():
