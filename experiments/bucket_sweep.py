@@ -95,6 +95,7 @@ class Parts:
 
     Args:
         ready_ms: per trainable parameter, from the start of an undisturbed backward until its gradient is there.
+        packed: per parameter, whether its gradient is copied into the bucket: some layers write it there themselves.
         backward_ms: of that backward.
         compute_ms: forward and backward of the local step; optimizer_ms: its optimizer.
         pack_ms_per_byte: to copy a gradient into its bucket.
@@ -103,6 +104,7 @@ class Parts:
     """
 
     ready_ms: list[float]
+    packed: list[bool]
     backward_ms: float
     compute_ms: float
     optimizer_ms: float
@@ -171,12 +173,13 @@ def measure_parts(
     config: BucketSweepConfig, context: RankContext, local: Timing, links: MeasuredLinks | None
 ) -> Parts:
     """What predictions need, measured without any bucket. Every rank calls it."""
-    ready_ms, backward_ms, disturbance = _backward_alone_and_disturbed(config, context)
+    ready_ms, packed, backward_ms, disturbance = _backward_alone_and_disturbed(config, context)
     gc.collect()  # hooks and graph form cycles; the next tensors need their memory
     num_bytes = 4 * config.model().num_parameters
     p50 = {phase: percentiles(samples)["p50"] for phase, samples in local.phases.items()}
     return Parts(
         ready_ms=ready_ms,
+        packed=packed,
         backward_ms=backward_ms,
         compute_ms=p50["forward_backward"],
         optimizer_ms=p50["optimizer"],
@@ -193,8 +196,9 @@ def _message(config: BucketSweepConfig) -> int:
 
 def _backward_alone_and_disturbed(
     config: BucketSweepConfig, context: RankContext
-) -> tuple[list[float], float, Disturbance]:
-    """Ready times of the gradients and length of backward in ms, and what a running all-reduce does to it."""
+) -> tuple[list[float], list[bool], float, Disturbance]:
+    """Ready times of the gradients in ms, whose gradients must be packed, the length of backward in ms, and what a
+    running all-reduce does to it."""
     shape, dtype = config.model(), DTYPES[config.dtype]
     model = TransformerLM(shape, device=context.device, seed=config.seed)
     tokens = SyntheticTokens(
@@ -205,15 +209,16 @@ def _backward_alone_and_disturbed(
         rank=context.rank,
         device=context.device,
     ).batch(0)
-    ready = GradientReadyTimes([p for p in model.parameters() if p.requires_grad], context.device)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    ready = GradientReadyTimes(parameters, context.device)
 
     def forward() -> torch.Tensor:
         model.zero_grad(set_to_none=True)
         with torch.autocast(context.device.type, dtype=dtype, enabled=dtype is not None):
             return next_token_loss(model, tokens)
 
-    for _ in range(2):
-        forward().backward()
+    forward().backward()
+    packed = _declined(parameters, lambda: forward().backward())
     with ready.recording():
         for _ in range(5):
             loss = forward()
@@ -228,7 +233,21 @@ def _backward_alone_and_disturbed(
 
     disturbance = disturb(context, backward, _message(config))
     times = slowest_rank([*ready.times_ms(), ready.backward_ms()], context.group, context.device)
-    return times[:-1], times[-1], disturbance
+    return times[:-1], packed, times[-1], disturbance
+
+
+def _declined(parameters: Sequence[torch.nn.Parameter], backward: Callable[[], None]) -> list[bool]:
+    """Of which parameters the gradient is not written where a bucket offers its memory, so that it must be copied.
+
+    All are offered one and the same memory: the gradients of this pass are good for nothing.
+    """
+    if not parameters[0].is_cuda:  # buckets offer none
+        return [True] * len(parameters)
+    scratch = torch.empty(max(p.numel() for p in parameters), device=parameters[0].device)
+    for parameter in parameters:
+        parameter.gradient_target = scratch[: parameter.numel()].view(parameter.shape)
+    backward()
+    return [parameter.__dict__.pop("gradient_target", None) is not None for parameter in parameters]
 
 
 def _all_reduce_fit(context: RankContext, num_bytes: int, links: MeasuredLinks | None) -> CollectiveFit:
@@ -262,11 +281,11 @@ def predict(config: BucketSweepConfig, parts: Parts, bucket_size_mb: float | Non
     numels = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
     rates = parts.disturbance
-    # Packing is work of the computing stream: every gradient that is there was also copied.
+    # Packing is work of the computing stream: what is there was also copied, if it was not written in place.
     order = sorted(range(len(numels)), key=lambda index: parts.ready_ms[index])
     packed, copied = {}, 0.0
     for index in order:
-        copied += 4 * numels[index] * parts.pack_ms_per_byte
+        copied += 4 * numels[index] * parts.pack_ms_per_byte * parts.packed[index]
         packed[index] = parts.ready_ms[index] + copied
     ready = [max(packed[slot.index] for slot in bucket.slots) / 1e3 for bucket in buckets]
     messages = [parts.fit.seconds(bucket.num_bytes) for bucket in buckets]
@@ -294,6 +313,7 @@ def _describe(parts: Parts) -> dict[str, Any]:
         "optimizer_ms": parts.optimizer_ms,
         "first_gradient_ms": min(parts.ready_ms),
         "pack_gb_per_s": 1e-6 / parts.pack_ms_per_byte,
+        "packed_parameters": sum(parts.packed),
         "compute_rate": parts.disturbance.compute_rate,
         "communication_rate": parts.disturbance.communication_rate,
         "pieces": parts.fit.to_list(),
@@ -402,7 +422,8 @@ def findings(records: Sequence[Record]) -> list[str]:
                 f"Parts: forward and backward {m['forward_backward_ms']:.1f} ms, of which backward "
                 f"{m['backward_ms']:.1f}; the first gradient after {m['first_gradient_ms']:.1f} ms; beside an "
                 f"all-reduce backward runs at {m['compute_rate']:.2f} of its speed and the all-reduce at "
-                f"{m['communication_rate']:.2f}; packing at {m['pack_gb_per_s']:.0f} GB/s."
+                f"{m['communication_rate']:.2f}; packing at {m['pack_gb_per_s']:.0f} GB/s, of "
+                f"{m.get('packed_parameters', len(m['ready_ms']))} of {len(m['ready_ms'])} parameters."
             )
     return lines
 
@@ -447,7 +468,7 @@ VIEW = View(
     reading="A small bucket leaves early and costs a latency; a large one leaves late, and the last is exposed whole. "
     "Where communication is longer than backward what counts most is that it starts early and is not slowed. “all” is "
     "one unbounded bucket: nothing overlaps.",
-    prediction="Every bucket is complete when its last gradient is made and packed; buckets are sent in order, each "
+    prediction="Every bucket is complete when its last gradient is made and, unless it was written there, packed; buckets are sent in order, each "
     "for the time of the fit; while one is under way, backward and it run at their measured rates beside each other "
     "(distlab.theory.bucket_model.pipeline). Nothing is fitted to a measured step with buckets.",
     noise="Error bars reach from p20 to p80 of the steps.",
