@@ -33,6 +33,7 @@ VIEWS: dict[str, View] = {
         *model_profile.VIEWS.values(),
         predict_steps.COMPARISON_VIEW,
         kernel_roofline.VIEW,
+        kernel_roofline.COMPARISON_VIEW,
         train_curves.VIEW,
         sabotage.VIEW,
         attention_record.VIEW,

@@ -16,10 +16,11 @@ Two rows lose on purpose: `spilling_add_rms_norm_silu`, a chain fused into too f
 which torch.compile makes one kernel and ours are two.
 
 The rows are in `cases`, how one is measured in `rows` and `timing`, the prediction in `prediction`, what is shown in
-`view` and `pictures`.
+`view`, `comparison` and `pictures`.
 """
 
+from .comparison import VIEW as COMPARISON_VIEW
 from .rows import EXPERIMENT, SMOKE, Config, run
 from .view import VIEW
 
-__all__ = ["EXPERIMENT", "SMOKE", "VIEW", "Config", "run"]
+__all__ = ["COMPARISON_VIEW", "EXPERIMENT", "SMOKE", "VIEW", "Config", "run"]

@@ -6,10 +6,11 @@ import sys
 
 import torch
 
-from distlab.report import OutputFolder, add_from_option, commit, redraw, say, write
+from distlab.report import OutputFolder, add_from_option, commit, redraw, say, write, write_json
 
 from . import __doc__ as DESCRIPTION
 from .cases import VARIANTS, cases
+from .comparison import beside_peers
 from .rows import EXPERIMENT, QUICK, SMOKE, Config, run
 from .tuning import dump_ptx, tune
 from .view import VIEW
@@ -60,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(line for kernel in config.only for line in tune(config, kernel, progress)))
         return 0
     records = run(config, folder.path / "records.json", commit(options.commit), progress)
+    write_json(beside_peers(records), folder.path / "comparison.json")
     say(VIEW, records, write(VIEW, records, folder))
     return 0
 

@@ -1,77 +1,105 @@
 """The two pictures: every kernel under the ceilings of the run, and bars against the peers."""
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distlab.hardware import lookup
 from distlab.report import Record
 from distlab.report.output import atomic_path
+from distlab.report.plot import OKABE_ITO
 
-from .cases import VARIANTS
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PEERS = {"builtin": "green", "compile": "vermillion", "liger": "purple"}
+DIRECTIONS = {"fwd": ("o", "blue", "forward"), "bwd": ("s", "orange", "backward"),
+              "both": ("^", "green", "forward and backward")}
+NAMED_BELOW = 0.75  # of what the ceilings allow: such a point is named
+LONGEST = 2.5  # bars beyond are cut off and say how long they are
+DPI = 100
 
 
-def plot_roofline(records: list[Record], path: Path) -> None:
-    """Every kernel of ours as a point under the two measured ceilings."""
+def plot_roofline(records: Sequence[Record], path: Path) -> None:
+    """Every kernel of ours as a point under the two measured ceilings; those that stay below are named."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     mine = [r for r in records if r.variant == "ours" and r.metrics.get("flops") and "tflop_per_s" in r.metrics]
     if not mine:
         return
-    bandwidth, peak = (mine[0].metrics[name] for name in ("copy_gb_per_s", "cublas_tflop_per_s"))
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    points = [(r.metrics["flops"] / r.metrics["min_bytes"], r.metrics["tflop_per_s"]) for r in mine]
-    intensities = sorted([0.05, 1000 * peak / bandwidth, 20000.0])
-    axes.plot(intensities, [min(peak, i * bandwidth / 1000) for i in intensities], color="#333333", linewidth=1.5,
-              label=f"copy {bandwidth:,.0f} GB/s, cuBLAS {peak:,.0f} TFLOP/s, measured")
+    bandwidth, peak = (mine[0].metrics[name] for name in ("copy_gb_per_s", "cublas_tflop_per_s"))
+    _ceiling(axes, bandwidth, peak, color="#333333", linewidth=1.5,
+             label=f"measured: copy {bandwidth:,.0f} GB/s, cuBLAS {peak:,.0f} TFLOP/s")
     spec = lookup(mine[0].environment.get("device_name") or "")
     if spec is not None:
-        top = spec.peak["bf16"] / 1e12
-        knee = sorted([0.05, spec.peak["bf16"] / spec.hbm_bandwidth, 20000.0])
-        axes.plot(knee, [min(top, i * spec.hbm_bandwidth / 1e12) for i in knee], "--", color="#999999", linewidth=1,
-                  label=f"datasheet of the {spec.name}")
-    for direction, marker in (("fwd", "o"), ("bwd", "s"), ("both", "^")):
+        _ceiling(axes, spec.hbm_bandwidth / 1e9, spec.peak["bf16"] / 1e12, color="#999999", linewidth=1,
+                 linestyle="--", label=f"datasheet of the {spec.name}")
+    points = [(r.metrics["flops"] / r.metrics["min_bytes"], r.metrics["tflop_per_s"]) for r in mine]
+    for direction, (marker, colour, label) in DIRECTIONS.items():
         chosen = [p for p, r in zip(points, mine, strict=True) if r.config["direction"] == direction]
         if chosen:
-            axes.plot(*zip(*chosen, strict=True), marker, markersize=5, linestyle="none",
-                      label={"fwd": "forward", "bwd": "backward", "both": "forward and backward"}[direction])
-    for number, (point, r) in enumerate(zip(points, mine, strict=True), 1):
-        axes.annotate(str(number), point, fontsize=7, xytext=(4, 3), textcoords="offset points")
-        axes.plot([], [], " ", label=f"{number} {r.config['label']} {r.config['direction']}")
+            axes.plot(*zip(*chosen, strict=True), marker, color=OKABE_ITO[colour], alpha=0.75, markersize=6,
+                      linestyle="none", label=label)
+    for (intensity, rate), r in zip(points, mine, strict=True):
+        if rate < NAMED_BELOW * min(peak, intensity * bandwidth / 1000):
+            left = intensity > 100  # of the point: there is no room on the other side
+            axes.annotate(f"{r.config['label']} {r.config['direction']}", (intensity, rate), fontsize=8,
+                          ha="right" if left else "left", xytext=(-7 if left else 7, -8), textcoords="offset points")
     axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte of least traffic", ylabel="TFLOP/s")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=1, handlelength=1.2)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", fontsize=9)
     with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=130)
+        figure.savefig(temporary, dpi=DPI)
 
 
-def plot_bars(records: list[Record], path: Path) -> None:
-    """Time of every variant over ours, one group of bars per operation and direction."""
+def _ceiling(axes: "Axes", gb_per_s: float, tflop_per_s: float, **style: object) -> None:
+    """The roof: bandwidth times intensity, up to the arithmetic peak."""
+    knee = 1000 * tflop_per_s / gb_per_s
+    xs = sorted([0.05, knee, max(2 * knee, 20000.0)])
+    axes.plot(xs, [min(tflop_per_s, x * gb_per_s / 1000) for x in xs], **style)
+
+
+def plot_bars(records: Sequence[Record], path: Path) -> None:
+    """Time of every peer over ours, one group of bars per operation and direction, in two columns."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     groups: dict[str, dict[str, float]] = {}
     for r in records:
-        if r.metrics.get("time_p50_ms"):
+        if r.metrics.get("time_p50_ms") and r.variant in ("ours", *PEERS):
             groups.setdefault(f"{r.config['label']} {r.config['direction']}", {})[r.variant] = r.metrics["time_p50_ms"]
-    groups = {label: times for label, times in groups.items() if "ours" in times}
-    if not groups:
+    rows = [(label, times) for label, times in groups.items() if len(times) > 1 and "ours" in times]
+    if not rows:
         return
-    figure = Figure(figsize=(9, 0.45 * len(groups) + 1.2), layout="constrained")
+    half = math.ceil(len(rows) / 2)
+    figure = Figure(figsize=(12, 0.36 * half + 1.3), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    present = [v for v in VARIANTS if any(v in times for times in groups.values())]
-    height = 0.8 / len(present)
-    for place, variant in enumerate(present):
-        at = [(row + (place - len(present) / 2 + 0.5) * height, times[variant] / times["ours"])
-              for row, times in enumerate(groups.values()) if variant in times]
-        axes.barh([y for y, _ in at], [x for _, x in at], height, label=variant)
-    axes.set_yticks(range(len(groups)), groups, fontsize=7)
-    axes.invert_yaxis()
-    axes.axvline(1, color="#333333", linewidth=0.8)
-    longest = max(t / times["ours"] for times in groups.values() for t in times.values())
-    axes.set(xlabel="time over ours (right of the line: ours is faster)", xlim=(0, min(6, 1.05 * longest)))
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+    columns = figure.subplots(1, 2 if len(rows) > half else 1, squeeze=False)[0]
+    for axes, part in zip(columns, (rows[:half], rows[half:]), strict=False):
+        _bars(axes, part)
+    handles = [columns[0].barh([0], [0], color=OKABE_ITO[colour], label=name) for name, colour in PEERS.items()]
+    figure.legend(handles=handles, labels=list(PEERS), loc="outside upper center", ncols=3, fontsize=9)
+    figure.supxlabel("time over ours: right of the line ours is faster", fontsize=10)
     with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=130)
+        figure.savefig(temporary, dpi=DPI)
+
+
+def _bars(axes: "Axes", rows: list[tuple[str, dict[str, float]]]) -> None:
+    height = 0.8 / len(PEERS)
+    for row, (_, times) in enumerate(rows):
+        present = [name for name in PEERS if name in times]
+        for place, name in enumerate(present):
+            ratio = times[name] / times["ours"]
+            y = row + (place - (len(present) - 1) / 2) * height
+            axes.barh(y, min(ratio, LONGEST), height * 0.9, color=OKABE_ITO[PEERS[name]])
+            if ratio > LONGEST:
+                axes.text(LONGEST * 0.99, y, f"{ratio:.1f}", ha="right", va="center", fontsize=6, color="white")
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=7)
+    axes.set(xlim=(0, LONGEST), ylim=(len(rows) - 0.4, -0.6))
+    axes.axvline(1, color="#333333", linewidth=0.9)
+    axes.grid(axis="x", alpha=0.3)

@@ -1,0 +1,54 @@
+"""One row per operation and direction: ours, each peer, and the prediction side by side."""
+
+from collections.abc import Sequence
+
+from distlab.report import Column, Record, View
+
+from .rows import EXPERIMENT
+from .view import headline
+
+COMPARISON = "kernel_comparison"
+PEERS = ("naive", "builtin", "compile", "liger")
+KEPT = ("time_p50_ms", "noise_pct", "of_copy_pct", "of_cublas_pct", "peak_alloc_bytes", "error", "speed_up",
+        "predicted_speed_up", "copy_gb_per_s", "cublas_tflop_per_s")
+
+
+def beside_peers(records: Sequence[Record]) -> list[Record]:
+    """Records of the experiment, turned: our row with the times of the others as further metrics; the variant is the
+    operation."""
+    others: dict[tuple[str, str], dict[str, float | None]] = {}
+    for r in records:
+        others.setdefault((r.config["label"], r.config["direction"]), {})[r.variant] = r.metrics.get("time_p50_ms")
+    found = []
+    for r in records:
+        if r.variant != "ours" or r.experiment != EXPERIMENT:
+            continue
+        times = others[r.config["label"], r.config["direction"]]
+        metrics = {name: r.metrics.get(name) for name in KEPT} | {f"{peer}_ms": times.get(peer) for peer in PEERS}
+        best = min((t for peer in PEERS if (t := times.get(peer)) is not None), default=None)
+        mine = metrics["time_p50_ms"]
+        metrics["peer_over_ours"] = best / mine if best is not None and mine is not None else None
+        found.append(Record(COMPARISON, r.config["operation"], r.config, metrics, r.environment, r.commit))
+    return found
+
+
+COLUMNS = [
+    Column("config.label", "operation", align="left"), Column("config.direction", ""),
+    Column("metrics.time_p50_ms", "ours µs", ",.1f", scale=1000), Column("metrics.noise_pct", "± %", ".1f"),
+    *(Column(f"metrics.{peer}_ms", peer, ",.1f", scale=1000, missing="") for peer in PEERS),
+    Column("metrics.peer_over_ours", "best peer / ours", ".2f"),
+    Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
+    Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
+    Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30), Column("metrics.error", "error", ".0e"),
+    Column("metrics.speed_up", "naive / ours", ".1f", missing=""),
+    Column("metrics.predicted_speed_up", "predicted", ".1f", missing=""),
+]
+
+VIEW = View(
+    COMPARISON,
+    "Ours beside every peer, one row per operation and direction",
+    COLUMNS,
+    headline,
+    reading="Times in µs. Above 1 in `best peer / ours` ours is the faster one; ± is how far two timings of ours, one "
+    "before and one after the peers, lie apart.",
+)
