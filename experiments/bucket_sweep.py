@@ -218,7 +218,9 @@ def _backward_alone_and_disturbed(
             return next_token_loss(model, tokens)
 
     forward().backward()
-    packed = _declined(parameters, lambda: forward().backward())
+    packed = [True] * len(parameters)
+    if context.device.type == "cuda":  # elsewhere buckets offer no memory
+        packed = _declined(parameters, lambda: forward().backward())
     with ready.recording():
         for _ in range(5):
             loss = forward()
@@ -241,8 +243,6 @@ def _declined(parameters: Sequence[torch.nn.Parameter], backward: Callable[[], N
 
     All are offered one and the same memory: the gradients of this pass are good for nothing.
     """
-    if not parameters[0].is_cuda:  # buckets offer none
-        return [True] * len(parameters)
     scratch = torch.empty(max(p.numel() for p in parameters), device=parameters[0].device)
     for parameter in parameters:
         parameter.gradient_target = scratch[: parameter.numel()].view(parameter.shape)
@@ -468,8 +468,9 @@ VIEW = View(
     reading="A small bucket leaves early and costs a latency; a large one leaves late, and the last is exposed whole. "
     "Where communication is longer than backward what counts most is that it starts early and is not slowed. “all” is "
     "one unbounded bucket: nothing overlaps.",
-    prediction="Every bucket is complete when its last gradient is made and, unless it was written there, packed; buckets are sent in order, each "
-    "for the time of the fit; while one is under way, backward and it run at their measured rates beside each other "
-    "(distlab.theory.bucket_model.pipeline). Nothing is fitted to a measured step with buckets.",
+    prediction="Every bucket is complete when its last gradient is made and, unless it was written there, packed; buckets "
+    "are sent in order, each for the time of the fit; while one is under way, backward and it run at their measured "
+    "rates beside each other (distlab.theory.bucket_model.pipeline). Nothing is fitted to a measured step with "
+    "buckets.",
     noise="Error bars reach from p20 to p80 of the steps.",
 )

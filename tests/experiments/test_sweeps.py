@@ -6,12 +6,14 @@ import json
 import subprocess
 
 import pytest
+import torch
 
 from distlab.measure import bandwidth
 from distlab.report import view
 from distlab.report.record import OutputFolder, Record, read_json, write_json
-from distlab.simulate.calibrate import measured_links
+from distlab.simulate.calibrate import MeasuredLinks, measured_links
 from distlab.testing import run_ranks
+from distlab.theory.collective_fit import CollectiveFit, Piece
 from distlab.train.workbench import Workbench, variants
 from experiments import allreduce_sweep, bucket_sweep, scaling, scaling_measured
 from experiments.allreduce_sweep import SweepConfig
@@ -92,19 +94,29 @@ def test_a_broken_collective_is_printed_as_wrong():
 BUCKETS = BucketSweepConfig(batch=1, context=16, bucket_sizes_mb=(1.0, None), warmup=1, steps=3, rounds=1)
 
 
+KNOWN_LINK = MeasuredLinks({("all_reduce", 2): CollectiveFit((Piece(0.0, 1e-4, 1e9),))})
+
+
 def sweep_of_buckets(context):
-    return bucket_sweep.run(BUCKETS, context)
+    taken_here = bucket_sweep._all_reduce_fit(context, 16384, None)
+    return bucket_sweep.run(BUCKETS, context, links=KNOWN_LINK), taken_here.seconds(8192)
 
 
 def test_bucket_sizes_are_predicted_measured_and_chosen(tmp_path):
-    records, other = run_ranks(sweep_of_buckets, 2)
+    (records, seconds), (other, _) = run_ranks(sweep_of_buckets, 2)
+    assert 0 < seconds < 1
     assert [r.to_dict() for r in other] == [r.to_dict() for r in records]
     by_name = {r.variant: r for r in records}
     names = ["bucketed-1", "bucketed-unbounded", "torch-ddp-tuned-1", "torch-ddp-tuned-unbounded"]
     assert list(by_name) == ["parts", "local", *names, "optimum"]
     parts, one = by_name["parts"].metrics, by_name["bucketed-unbounded"].metrics
     assert one["buckets"] == 1 < by_name["bucketed-1"].metrics["buckets"]
+    assert parts["packed_parameters"] == len(parts["ready_ms"])  # buckets offer their memory on GPUs only
     assert len(parts["ready_ms"]) > 20 and max(parts["ready_ms"]) <= parts["backward_ms"]
+    sent_ms = 0.1 + 4e-6 * (
+        by_name["parts"].config["num_parameters"] + len(parts["ready_ms"])
+    )  # flags ride along
+    assert one["predicted_comm_ms"] == pytest.approx(sent_ms)
     # One bucket is sent when all is made and packed: nothing overlaps.
     packed_ms = 4e-6 * by_name["parts"].config["num_parameters"] / parts["pack_gb_per_s"]
     least = one["predicted_comm_ms"] + packed_ms - (parts["backward_ms"] - max(parts["ready_ms"]))
@@ -121,6 +133,18 @@ def test_bucket_sizes_are_predicted_measured_and_chosen(tmp_path):
     for change in ({"world_size": 4}, {"size": "xl"}, {"device_name": "another"}):
         with pytest.raises(ValueError, match=r"no bucket sweep of .* run launch/bucket_sweep\.py"):
             best_bucket_size(records, **here | change)
+
+
+def test_gradients_that_are_written_in_place_are_not_packed():
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)]
+
+    def backward():
+        assert parameters[1].__dict__.pop("gradient_target").shape == (
+            5,
+        )  # as a layer that writes there does
+
+    assert bucket_sweep._declined(parameters, backward) == [True, False]
+    assert not any("gradient_target" in parameter.__dict__ for parameter in parameters)
 
 
 SCALING = MeasureConfig(

@@ -1,0 +1,181 @@
+"""How much communication does each step of a trace hide, where is it idle, and why is it longer than without?
+
+    python -m experiments.trace_overlap outputs/ddp_bench/20250101-120000         a folder of traces
+    python -m experiments.trace_overlap trace_bucketed_rank0.json.gz --local trace_local_rank0.json.gz
+
+Reads what torch.profiler wrote (ddp_bench does, with --profile-steps), on GPUs and CPUs. Every step of every trace is
+a row. With a trace of the same step without communication (`local`, or --local) exposed time is explained by cause.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from distlab.measure.exposure import StepAccount, account, explain
+from distlab.measure.overlap import analyse, idle_gaps, median_step, step_windows, streams
+from distlab.measure.trace import Event, load_trace_and_origin
+from distlab.report import Record, commit, environment, say, write
+from distlab.report.output import OutputFolder
+from distlab.report.streams import stream_lanes
+from distlab.report.table import Column
+from distlab.report.view import View, add_from_option, redraw
+
+NAME = "trace_overlap"
+_OURS = re.compile(r"trace_(?P<variant>.+)_rank(?P<rank>\d+)")
+
+
+def files_of(paths: Sequence[str]) -> list[Path]:
+    """The traces: files as they are, and of folders the traces of their lowest rank.
+
+    Raises:
+        ValueError: a folder without traces, or nothing there.
+    """
+    files: list[Path] = []
+    for path in map(Path, paths):
+        inside = sorted(path.glob("trace_*.json*")) if path.is_dir() else [path]
+        if not inside or not path.exists():
+            raise ValueError(f"{path}: no trace there; ddp_bench writes trace_<strategy>_rank<rank>.json.gz")
+        ranks = [int(match["rank"]) for file in inside if (match := _OURS.match(file.name))]
+        files += [
+            f
+            for f in inside
+            if len(inside) == 1 or ((m := _OURS.match(f.name)) and int(m["rank"]) == min(ranks))
+        ]
+    return files
+
+
+def variant_of(file: Path) -> str:
+    """The strategy by the file's name, or the name."""
+    match = _OURS.match(file.name)
+    return match["variant"] if match else file.name.split(".")[0]
+
+
+def run(files: Sequence[Path], local: Path | None = None) -> tuple[list[Record], dict[str, dict]]:
+    """A record per step of each trace, and the lanes of each trace's median step.
+
+    Args:
+        local: the trace of the step without communication; None: the one named `local` among the files, if any.
+
+    Raises:
+        OSError, ValueError: a file cannot be read, is truncated, is another tool's, or has no steps; names the file.
+    """
+    local = local or next((file for file in files if variant_of(file) == "local"), None)
+    base = None if local is None else account(_load(local)[0])
+    facts = {"environment": environment("cpu"), "commit": commit()}
+    records, lanes = [], {}
+    for file in files:
+        events, origin = _load(file)
+        variant = variant_of(file)
+        lanes[variant] = streams(events)
+        middle = median_step(events)
+        for number, window in enumerate(step_windows(events)):
+            metrics = _metrics(events, window, base)
+            config = {"file": file.name, "step": number, "is_median": window == middle} | origin
+            records.append(Record(NAME, variant, config, metrics, **facts))
+    return records, lanes
+
+
+def _load(file: Path) -> tuple[list[Event], dict]:
+    events, origin = load_trace_and_origin(file)
+    try:
+        step_windows(events)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    return events, origin
+
+
+def _metrics(
+    events: Sequence[Event], window: tuple[float, float], base: StepAccount | None
+) -> dict[str, float | None]:
+    seen, gaps = analyse(events, window), idle_gaps(events, window)
+    metrics = asdict(seen) | {"longest_idle_ms": gaps[0][1] - gaps[0][0] if gaps else 0.0}
+    metrics["comm_share_pct"] = 100 * seen.comm_ms / seen.step_ms
+    if base is not None:
+        mine = account(events, window)
+        found = explain(mine, base)
+        metrics |= {f"exposed_{name}": value for name, value in asdict(found).items()}
+        metrics["exposed_ms"] = found.explained_ms
+        metrics["slowdown_pct"] = 100 * found.slowdown_ms / base.compute_ms if base.compute_ms else None
+    return metrics
+
+
+COLUMNS = [
+    Column("variant", "trace"),
+    Column("config.rank", "rank", missing="?"),
+    Column("config.world_size", "of", missing="?"),
+    Column("config.step", "step"),
+    Column("metrics.step_ms", "step ms", ".1f"),
+    Column("metrics.compute_ms", "compute ms", ".1f"),
+    Column("metrics.comm_ms", "comm ms", ".1f"),
+    Column("metrics.uncovered_comm_ms", "uncovered", ".1f"),
+    Column("metrics.overlap_pct", "overlap %", ".0f"),
+    Column("metrics.copy_ms", "copies ms", ".1f"),
+    Column("metrics.idle_ms", "idle ms", ".1f"),
+    Column("metrics.longest_idle_ms", "longest gap", ".2f"),
+]
+EXPLANATION = [
+    Column("metrics.exposed_ms", "longer than local ms", "+.1f"),
+    Column("metrics.exposed_uncovered_comm_ms", "comm alone", "+.1f"),
+    Column("metrics.exposed_slowdown_ms", "slower compute", "+.1f"),
+    Column("metrics.slowdown_pct", "slower %", "+.1f"),
+    Column("metrics.exposed_copies_ms", "copies", "+.1f"),
+    Column("metrics.exposed_optimizer_ms", "optimizer", "+.1f"),
+    Column("metrics.exposed_idle_ms", "idle", "+.1f"),
+]
+
+
+def columns(records: Sequence[Record]) -> list[Column]:
+    """COLUMNS, and the explanation where there is a step without communication to hold against."""
+    explained = any("exposed_ms" in record.metrics for record in records)
+    return [*COLUMNS, *(EXPLANATION if explained else ())]
+
+
+def headline(records: Sequence[Record]) -> str:
+    """One line that says whose traces these are."""
+    worlds = sorted({str(record.config.get("world_size") or "?") for record in records})
+    names = ", ".join(dict.fromkeys(record.variant for record in records))
+    return f"Steps of {names} under the profiler, {', '.join(worlds)} ranks"
+
+
+VIEW = View(
+    NAME,
+    __doc__.splitlines()[0],
+    columns,
+    headline,
+    reading="A step is divided among compute, communication that no compute covers, copies beside neither, and idle "
+    "time; intervals are united first, so that streams side by side do not count twice. Longer than local is what a "
+    "step takes beyond the median step without communication, and the columns after it are its causes; they sum to it. "
+    "Slower compute is of the kernels that both steps run; kernels that only one of them runs count as copies.\n\n"
+    "The picture shows the streams (on a CPU, threads) of each trace's median step.",
+    prediction="None: this is what was seen.",
+    noise="Rows are single steps; those of one trace show how much steps differ.",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
+    parser.add_argument("traces", nargs="*", help="files of torch.profiler, or folders of ddp_bench")
+    parser.add_argument("--local", type=Path, help="the trace of the same step without communication")
+    parser.add_argument("--out", type=Path, default=Path("outputs"))
+    add_from_option(parser)
+    options = parser.parse_args(arguments)
+    if options.source:
+        return redraw(VIEW, options.source, options.out)
+    if not options.traces:
+        parser.error("name a trace, or a folder of traces")
+    try:
+        records, lanes = run(files_of(options.traces), options.local)
+        folder = OutputFolder(options.out, NAME)
+        stream_lanes(folder.path / "streams.png", lanes, title=headline(records))
+        say(VIEW, records, write(VIEW, records, folder))
+    except (ValueError, OSError) as error:
+        print(f"{NAME}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

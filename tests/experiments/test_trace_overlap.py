@@ -1,0 +1,87 @@
+"""The account of a trace, on two recorded ones (a small model on two gloo ranks, torch 2.13) and on what is none."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from distlab.measure.trace import load_trace_and_origin
+from experiments import trace_overlap
+
+TRACES = Path(__file__).parents[1] / "measure" / "traces"
+BUCKETED = TRACES / "trace_bucketed_rank0.json.gz"
+
+
+def test_recorded_traces_step_by_step(tmp_path, capsys):
+    assert trace_overlap.main([str(TRACES), "--out", str(tmp_path)]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {"streams.png", "records.json", "report.html"} <= {
+        path.name for path in Path(line["out"]).iterdir()
+    }
+    rows = {}
+    for row in line["records"]:
+        rows.setdefault(row["variant"], []).append(row["metrics"])
+    assert {name: len(steps) for name, steps in rows.items()} == {"bucketed": 2, "local": 2}
+    first = rows["bucketed"][0]
+    expected = {
+        "step_ms": 4.444,
+        "compute_ms": 1.311,
+        "comm_ms": 2.658,
+        "uncovered_comm_ms": 2.127,
+        "idle_ms": 1.006,
+    }
+    assert {name: first[name] for name in expected} == pytest.approx(expected, abs=1e-3)
+    assert first["overlap_pct"] == pytest.approx(100 * (1 - 2.1265 / 2.6581), abs=0.01)
+    for metrics in (metrics for steps in rows.values() for metrics in steps):
+        parts = metrics["compute_ms"] + metrics["uncovered_comm_ms"] + metrics["copy_ms"] + metrics["idle_ms"]
+        assert parts == pytest.approx(metrics["step_ms"])
+        causes = ("uncovered_comm", "slowdown", "copies", "optimizer", "idle")
+        assert sum(metrics[f"exposed_{cause}_ms"] for cause in causes) == pytest.approx(metrics["exposed_ms"])
+    assert min(abs(metrics["exposed_ms"]) for metrics in rows["local"]) == 0  # its median step against itself
+    assert load_trace_and_origin(BUCKETED)[1] == {"rank": 0, "world_size": 2, "backend": "gloo"}
+
+
+def test_the_lowest_rank_stands_for_a_folder(tmp_path):
+    for rank in (3, 1, 2):
+        shutil.copy(BUCKETED, tmp_path / f"trace_bucketed_rank{rank}.json.gz")
+    (file,) = trace_overlap.files_of([str(tmp_path)])
+    assert file.name == "trace_bucketed_rank1.json.gz"
+    records, lanes = trace_overlap.run([file])
+    assert len(records) == 2 and "exposed_ms" not in records[0].metrics  # nothing to hold it against
+    assert set(lanes) == {"bucketed"}
+    assert trace_overlap.variant_of(Path("other.json")) == "other"
+
+
+def without_steps(body):
+    body["traceEvents"] = [event for event in body["traceEvents"] if event["name"] != "distlab:step"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"schemaVersion": 1, "traceEvents": [{"ph', "is truncated or is not a trace"),
+        (b'{"traceEvents": []}', r"was not written by torch\.profiler"),
+        (without_steps, "has no range 'distlab:step'"),
+    ],
+    ids=["truncated", "another tool's", "no steps"],
+)
+def test_what_is_no_trace_of_steps_is_refused_by_name(data, message, tmp_path, capsys):
+    path = tmp_path / "mine.json"
+    if callable(data):
+        body = json.loads(gzip.decompress(BUCKETED.read_bytes()))
+        data(body)
+        data = json.dumps(body).encode()
+    path.write_bytes(data)
+    assert trace_overlap.main([str(path), "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "mine.json" in error and len(error.splitlines()) == 1
+    with pytest.raises(ValueError, match=message):
+        trace_overlap.run([path])
+
+
+def test_a_folder_without_traces_is_said_so(tmp_path, capsys):
+    assert trace_overlap.main([str(tmp_path)]) == 2
+    assert trace_overlap.main([str(tmp_path / "missing.json")]) == 2
+    assert capsys.readouterr().err.count("no trace there; ddp_bench writes") == 2
