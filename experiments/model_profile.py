@@ -83,8 +83,8 @@ def run(
         trials: by label, which stands before the rows of a table; "" for the only one.
 
     Returns:
-        Records by experiment: `model_kernels` and `model_work`, `model_memory`, `model_saved`; complete on rank 0. A trial
-        that fails in one of them is reported by `progress` and has no rows there.
+        Records by experiment: `model_kernels` and `model_work`, `model_memory`, `model_saved`; complete on rank 0. A
+        trial that fails in one of them is reported by `progress` and has no rows there.
 
     Raises:
         ValueError: a rank to be profiled that does not exist.
