@@ -39,7 +39,7 @@ from distlab.report.table import Column
 from distlab.simulate.run import simulate_step
 from distlab.theory.activations import PRECISIONS, activations
 from distlab.theory.compute import forward_flops
-from distlab.theory.memory import CUBLAS_WORKSPACES, step_memory
+from distlab.theory.memory import CUBLAS_WORKSPACES, StepMemory, step_memory
 from distlab.theory.recompute import (
     best_group_size,
     best_group_size_estimate,
@@ -224,20 +224,10 @@ def predicted(
 ) -> dict[str, float | int | str]:
     """The closed forms; the time from the measured step without checkpointing, if that one ran."""
     groups, model = checkpoint_groups(choice), config.model()
-    workspaces = CUBLAS_WORKSPACES if config.device == "cuda" else 0  # of which fake tensors have none
-    memory = step_memory(
-        ModelShape.of(model),
-        batch=config.batch,
-        context=model.context_length,
-        precision={"fp32": "fp32", "bf16": "bf16-autocast"}[config.dtype],
-        attention=model.attention,
-        checkpointing=groups,
-        optimizer="sgd",
-        workspace_bytes=workspaces,
-    )
+    memory = _closed_form(config, groups)
     found: dict[str, float | int | str] = {
         "predicted_peak_bytes": memory.peak.total,
-        "predicted_counted_peak_bytes": memory.peak.total - workspaces,
+        "predicted_counted_peak_bytes": memory.peak.total - _workspaces(config),
         "predicted_peak_phase": memory.peak_phase,
         "blocks_run_again": blocks_run_again(model.num_layers, groups)[0],
     }
@@ -248,6 +238,25 @@ def predicted(
         forward, step = (percentiles(base[phase])["p50"] for phase in ("forward", "step"))
         found["predicted_step_ms"] = step + again * forward
     return found
+
+
+def _closed_form(config: CheckpointingConfig, groups: tuple[int, ...]) -> StepMemory:
+    model = config.model()
+    return step_memory(
+        ModelShape.of(model),
+        batch=config.batch,
+        context=model.context_length,
+        precision={"fp32": "fp32", "bf16": "bf16-autocast"}[config.dtype],
+        attention=model.attention,
+        checkpointing=groups,
+        optimizer="sgd",
+        workspace_bytes=_workspaces(config),
+    )
+
+
+def _workspaces(config: CheckpointingConfig) -> int:
+    """Bytes of libraries in the allocator, of which fake tensors have none."""
+    return CUBLAS_WORKSPACES if config.device == "cuda" else 0
 
 
 def counted_peak(config: CheckpointingConfig, choice: str) -> int:
@@ -271,12 +280,14 @@ def _facts_of(config: CheckpointingConfig) -> dict[str, Any]:
     precision = PRECISIONS[{"fp32": "fp32", "bf16": "bf16-autocast"}[config.dtype]]
     kept = activations(ModelShape.of(model), config.batch, model.context_length, precision, model.attention)
     arguments = (model.num_layers, kept.block, kept.checkpoint)
+    peaks = {size: _closed_form(config, (size,)).peak.total for size in range(1, model.num_layers + 1)}
     return {
         "num_layers": model.num_layers,
         "num_parameters": model.num_parameters,
         "block_activation_bytes": kept.block,
         "block_input_bytes": kept.checkpoint,
         "best_group_size": best_group_size(*arguments),
+        "best_group_size_of_peak": min(peaks, key=peaks.__getitem__),
         "best_group_size_estimate": best_group_size_estimate(*arguments),
     }
 
@@ -315,9 +326,10 @@ def findings(records: Sequence[Record]) -> list[str]:
     config = records[0].config
     b, c = config["block_activation_bytes"], config["block_input_bytes"]
     found = [
-        f"A block keeps {b / 2**20:,.1f} MiB and its input is {c / 2**20:,.1f} MiB: by closed form groups of "
-        f"{config['best_group_size']} keep least on a single level (√(L·c/b) = "
-        f"{config['best_group_size_estimate']:.2f})."
+        f"A block keeps {b / 2**20:,.1f} MiB and its input is {c / 2**20:,.1f} MiB: on a single level groups of "
+        f"{config['best_group_size']} keep fewest activations (√(L·c/b) = {config['best_group_size_estimate']:.2f}); "
+        "the peak of the whole step, gradients included, is least with groups of "
+        f"{config['best_group_size_of_peak']}. Both in closed form."
     ]
     for metric, words in (("peak_alloc_bytes", "Measured"), ("counted_peak_bytes", "On fake tensors")):
         single = {r.variant: r.metrics[metric] for r in records

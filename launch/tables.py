@@ -11,11 +11,13 @@ from distlab.report.embed import embed_code, embed_tables
 from distlab.report.record import read_json
 from distlab.report.view import View
 from experiments import (
+    activation_checkpointing,
     attention_record,
     attention_sweep,
     ddp_bench,
     kernel_roofline,
     memory_breakdown,
+    mixed_precision,
     model_benchmark,
     model_profile,
     predict_steps,
@@ -29,6 +31,8 @@ VIEWS: dict[str, View] = {
     for view in (
         ddp_bench.VIEW,
         memory_breakdown.VIEW,
+        mixed_precision.VIEW,
+        activation_checkpointing.VIEW,
         model_benchmark.VIEW,
         *model_profile.VIEWS.values(),
         predict_steps.COMPARISON_VIEW,

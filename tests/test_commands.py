@@ -38,6 +38,7 @@ QUICK: dict[str, str] = {
     r"launch/sample\.py": "--tokens 5",
     r"experiments/train_curves\.py": CURVES,
     r"experiments/sabotage\.py": "--steps 4",
+    r"experiments/(mixed_precision|activation_checkpointing)\.py$": "--quick",
     r"experiments\.kernel_roofline": "--smoke",
     r"experiments[./]attention_memory": "--smoke",
     r"experiments\.simulate_scale": "--model small --ranks 4",
@@ -116,7 +117,9 @@ def test_what_a_command_names_exists(command):
             made_by_the_command = words[place - 1] in ("--table", "--out")
             assert made_by_the_command or (ROOT / word).exists(), f"{command.page}: {word}"
         if word == "-m" and words[place + 1].startswith(("experiments.", "launch.", "distlab.")):
-            assert (ROOT / (words[place + 1].replace(".", "/") + ".py")).exists(), f"{command.page}: {word}"
+            module = ROOT / words[place + 1].replace(".", "/")
+            runs = module.with_suffix(".py").exists() or (module / "__main__.py").exists()
+            assert runs, f"{command.page}: {words[place + 1]}"
 
 
 def test_the_tables_of_this_file_are_used():

@@ -35,7 +35,9 @@ def test_every_way_is_measured_beside_its_prediction(records):
     assert steps[0] == rows["none"]["step_p50_ms"] and steps == sorted(steps)
     words = study.findings(records)
     assert (
-        "groups of 1 keep least" in words[0] and "least peak of a single level is that of block" in words[1]
+        "groups of 1 keep fewest" in words[0]
+        and "least with groups of 1." in words[0]
+        and "least peak of a single level is that of block" in words[1]
     )
 
 
