@@ -15,7 +15,7 @@ Five constants of the machine come from one record of ddp_bench (its local, naiv
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from distlab.model import ModelConfig, preset
@@ -34,7 +34,7 @@ from distlab.report import (
 )
 from distlab.report.table import Column
 from distlab.simulate import replay
-from distlab.simulate.calibrate import NEEDED, Calibration, calibrate
+from distlab.simulate.calibrate import NEEDED, Calibration, calibrate, measured_links
 from distlab.simulate.training import simulate_training
 from distlab.theory.memory import step_memory
 from distlab.theory.shape import ModelShape
@@ -66,6 +66,7 @@ class PredictConfig:
 
     Args:
         calibrate: a record of ddp_bench with local, naive, flat and overlap.
+        collectives: records of allreduce_sweep on the same machine, whose fits then stand for the link.
         cases: (preset, sequences per rank).
         ranks: world sizes.
         rows: names among `ROWS`.
@@ -78,6 +79,7 @@ class PredictConfig:
     cases: tuple[tuple[str, int], ...]
     ranks: tuple[int, ...] = (2, 4)
     rows: tuple[str, ...] = tuple(ROWS)
+    collectives: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         unknown = [row for row in self.rows if row not in ROWS]
@@ -85,8 +87,8 @@ class PredictConfig:
             raise ValueError(f"rows {unknown} are unknown; choose among {', '.join(ROWS)}, and give a case")
 
 
-def fit(path: str) -> tuple[Calibration, dict]:
-    """The machine's constants from a record, and the record's settings.
+def fit(path: str, collectives: Sequence[str] = ()) -> tuple[Calibration, dict]:
+    """The machine's constants from a record (the link's from those of allreduce_sweep, if given), and its settings.
 
     Raises:
         ValueError, OSError: the record cannot be read or lacks a row.
@@ -100,12 +102,17 @@ def fit(path: str) -> tuple[Calibration, dict]:
         )
         for name in NEEDED
     }
-    return calibrate({name: record.metrics for name, record in rows.items()}, steps), settings
+    calibration = calibrate({name: record.metrics for name, record in rows.items()}, steps)
+    if collectives:
+        device = rows["local"].environment["device_name"]
+        known = [record for file in collectives for record in read_json(file)]
+        calibration = replace(calibration, link=measured_links(known, device))
+    return calibration, settings
 
 
 def run(config: PredictConfig) -> list[Record]:
     """One record per case, number of ranks and row."""
-    calibration, settings = fit(config.calibrate)
+    calibration, settings = fit(config.calibrate, config.collectives)
     facts = {"environment": environment("cpu"), "commit": commit(None)}
     records = []
     for size, batch in config.cases:
@@ -293,6 +300,7 @@ def _case(text: str) -> tuple[str, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
     parser.add_argument("--calibrate", help="a record of ddp_bench on the machine")
+    parser.add_argument("--collectives", nargs="+", default=[], help="records of allreduce_sweep on the machine")
     parser.add_argument("--cases", type=_case, nargs="+", metavar="PRESET:BATCH")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
@@ -318,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             records = compare(read_json(options.predictions), measured)
         else:
             cases, ranks, rows = tuple(options.cases), tuple(options.ranks), tuple(options.rows)
-            records = run(PredictConfig(options.calibrate, cases, ranks, rows))
+            records = run(PredictConfig(options.calibrate, cases, ranks, rows, tuple(options.collectives)))
         page = write(view, records, OutputFolder(_folder_of(options.out), view.name))
         if options.out is not None and options.out.suffix == ".json":
             options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,9 +11,11 @@ from distlab.report.embed import embed_code, embed_tables
 from distlab.report.record import read_json
 from distlab.report.view import View
 from experiments import (
+    allreduce_sweep,
     activation_checkpointing,
     attention_record,
     attention_sweep,
+    bucket_sweep,
     ddp_bench,
     kernel_roofline,
     memory_breakdown,
@@ -22,6 +24,8 @@ from experiments import (
     model_profile,
     predict_steps,
     sabotage,
+    scaling_measured,
+    trace_overlap,
     train_curves,
 )
 
@@ -30,6 +34,10 @@ VIEWS: dict[str, View] = {
     view.name: view
     for view in (
         ddp_bench.VIEW,
+        allreduce_sweep.VIEW,
+        bucket_sweep.VIEW,
+        scaling_measured.VIEW,
+        trace_overlap.VIEW,
         memory_breakdown.VIEW,
         mixed_precision.VIEW,
         activation_checkpointing.VIEW,

@@ -33,6 +33,7 @@ QUICK: dict[str, str] = {
     r"^make test-gpu$": "ARGS=--collect-only",
     r"launch/ddp_bench\.py": BENCH,
     r"launch/memory_breakdown\.py": f"{TINY} --steps 3",
+    r"launch/(allreduce_sweep|bucket_sweep)\.py|scaling --measure": "--quick",
     r"launch/model_benchmark\.py": f"{TINY} --steps 3",
     r"launch/train\.py": "--size tiny --steps 4 --log-every 1",
     r"launch/sample\.py": "--tokens 5",
