@@ -300,7 +300,9 @@ def _case(text: str) -> tuple[str, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
     parser.add_argument("--calibrate", help="a record of ddp_bench on the machine")
-    parser.add_argument("--collectives", nargs="+", default=[], help="records of allreduce_sweep on the machine")
+    parser.add_argument(
+        "--collectives", nargs="+", default=[], help="records of allreduce_sweep on the machine"
+    )
     parser.add_argument("--cases", type=_case, nargs="+", metavar="PRESET:BATCH")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rows", nargs="+", default=list(ROWS))

@@ -11,8 +11,8 @@ from distlab.report.embed import embed_code, embed_tables
 from distlab.report.record import read_json
 from distlab.report.view import View
 from experiments import (
-    allreduce_sweep,
     activation_checkpointing,
+    allreduce_sweep,
     attention_record,
     attention_sweep,
     bucket_sweep,
