@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,9 +131,7 @@ def run(
             if metrics["status"] == "ok":
                 metrics["status"] = verdict(checked, trial)
             parts = [config.label(trial), mode, f"warm-up {warmup}" if len(config.warmups) > 1 else ""]
-            where = asdict(trial) | {"mode": mode, "warmup": warmup, "repeats": config.repeats}
-            where |= {"context": trial.model().context_length, "num_parameters": trial.model().num_parameters}
-            where |= {"world_size": context.world_size, "backend": context.backend}
+            where = trial.recorded(context) | {"mode": mode, "warmup": warmup, "repeats": config.repeats}
             records.append(Record(NAME, ", ".join(filter(None, parts)), where, metrics, **facts))
     if nvtx:
         torch.cuda.profiler.stop()

@@ -8,7 +8,7 @@ blocks and who asked for them; and what a block saves for backward, eager, compi
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,7 @@ def run(
     found: dict[str, list[Record]] = {}
     for label, trial in trials.items():
         name = label or trial.size
-        where = asdict(trial) | {"context": trial.model().context_length, "world_size": context.world_size}
-        where |= {"backend": context.backend, "num_parameters": trial.model().num_parameters, "label": label}
+        where = trial.recorded(context) | {"label": label}
         slug = name.replace(", ", "-").replace(" ", "-")
         parts: dict[str, Callable[[], dict[str, Rows]]] = {}
         if wanted.profile:
@@ -236,7 +235,7 @@ def memory(
         if on_cuda:
             with snapshot.allocator_history(folder / f"memory_{slug}.pickle"):
                 trial("step")
-    where = described([asdict(config)], environment(device))
+    where = described([config.recorded(context)], environment(device))
     draw_memory(timeline, folder / f"memory_{slug}.png", f"Memory over one training step: {where}")
     at, categories = timeline.peak()
     total = sum(categories.values())

@@ -10,7 +10,6 @@ Every option that takes several values is swept; the rows are all combinations.
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from distlab.comm import RankContext
@@ -27,7 +26,7 @@ from experiments.model_benchmark import BenchmarkConfig
 from experiments.model_profile import Inspection
 from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
 
-QUICK = {"warmups": (1,), "repeats": 10}
+QUICK_WARMUP = 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     swept("checkpointing", "none, block or every-K: what is recomputed in backward")
     swept("strategy", "with several ranks (--nproc)", allowed=tuple(STRATEGIES))
     p.add_argument("--mode", nargs="+", choices=MODES, default=MODES, help="[all]")
-    p.add_argument("--warmup", nargs="+", type=int, default=default.warmups, help="calls left out [5]")
+    p.add_argument("--warmup", nargs="+", type=int, help="calls left out [5]")
     p.add_argument("--steps", type=int, default=default.repeats, help="timed calls [%(default)s]")
     p.add_argument("--quick", action="store_true", help="one warm-up call: within a minute on two CPU cores")
     p.add_argument("--profile", action="store_true", help="traces, and kernels and kinds of work by time")
@@ -81,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
 
 def config_of(args: argparse.Namespace) -> BenchmarkConfig:
     """The options as a configuration; raises ValueError."""
-    config = BenchmarkConfig(
+    return BenchmarkConfig(
         size=tuple(args.size),
         batch=tuple(args.batch),
         context=tuple(args.context),
@@ -92,10 +91,9 @@ def config_of(args: argparse.Namespace) -> BenchmarkConfig:
         checkpointing=tuple(args.checkpointing),
         strategy=tuple(args.strategy),
         modes=tuple(args.mode),
-        warmups=tuple(args.warmup),
+        warmups=tuple(args.warmup or ([QUICK_WARMUP] if args.quick else BenchmarkConfig.warmups)),
         repeats=args.steps,
     )
-    return replace(config, **QUICK) if args.quick else config
 
 
 def measure(

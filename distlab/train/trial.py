@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,12 @@ class TrialConfig:
         """The model's shape and operations."""
         overrides = {} if self.context is None else {"context_length": self.context}
         return preset(self.size, attention=self.attention, ops=self.ops, **overrides)
+
+    def recorded(self, context: RankContext) -> dict[str, Any]:
+        """What a record's configuration holds of it, on these ranks."""
+        model = self.model()
+        known = {"context": model.context_length, "num_parameters": model.num_parameters}
+        return asdict(self) | known | {"world_size": context.world_size, "backend": context.backend}
 
 
 class Trial:
