@@ -46,10 +46,10 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
 
 
 @functools.cache
-def communication_stream(device: torch.device, number: int = 0) -> torch.cuda.Stream:
+def communication_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream whose work goes before that of the computation, as NCCL's does here (see `rank_context`).
 
-    Always the same one of a number: a GPU has few queues, and each new stream may share that of the computation.
+    Always the same one: a GPU has few queues, and each new stream may share that of the computation.
     """
     return torch.cuda.Stream(device, priority=-1)
 

@@ -28,7 +28,6 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
 
-LANES = 2  # streams in turn: one tensor's averaging runs beside the next one's copies
 ALIGNMENT = 512  # bytes, of each tensor's beginning
 
 # An operator of its own, so that instruments at torch's dispatcher see one all-reduce and not its copies.
@@ -86,9 +85,9 @@ class CopyEngineAllReduce:
             for start, size, dtype in zip(starts, sizes, dtypes, strict=True)
         ]
         self.tensors = [replica[self._rank] for replica in self._replicas]
-        self._lanes = [collectives.communication_stream(device, lane) for lane in range(LANES)]
+        self._stream = collectives.communication_stream(device)
         staged = -(-max(sizes, default=0) // group.size() // ALIGNMENT) * ALIGNMENT
-        self._staging = torch.empty(LANES, group.size() - 1, staged, dtype=torch.uint8, device=device)
+        self._staging = torch.empty(group.size() - 1, staged, dtype=torch.uint8, device=device)
         self._device = device
         self._arriving = False
 
@@ -98,12 +97,10 @@ class CopyEngineAllReduce:
         Returns:
             Something to `wait()` for.
         """
-        lane = number % LANES
-        tensor, stream = self.tensors[number], self._lanes[lane]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._memory.barrier(channel=lane)
-            staging = self._staging[lane].view(tensor.dtype)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._memory.barrier()
+            staging = self._staging.view(self.tensors[number].dtype)
             torch.ops.distlab.all_reduce_mean_by_copy(self._replicas[number], staging, self._rank)
         self._arriving = True
         return self
@@ -113,10 +110,9 @@ class CopyEngineAllReduce:
         if not self._arriving:
             return
         self._arriving = False
-        for lane, stream in enumerate(self._lanes):
-            with torch.cuda.stream(stream):
-                self._memory.barrier(channel=lane)
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+        with torch.cuda.stream(self._stream):
+            self._memory.barrier()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def check_copy_engines(device: torch.device, group: ProcessGroup) -> None:

@@ -32,6 +32,12 @@ class FlatDDP(DataParallel):
         scale = collectives.mean_scale(self.device, self.process_group)
         self._buckets = [GradientBucket(bucket, self.trainable, scale) for bucket in plan]
 
+    def close(self) -> None:
+        """Detach every hook; see `DataParallel.close`."""
+        super().close()
+        for bucket in self._buckets:
+            bucket.release()
+
     def _synchronize(self) -> None:
         works = [
             collectives.all_reduce_mean(bucket.seal(), self.process_group, prescaled=True)
