@@ -34,7 +34,7 @@ from distlab.report import (
 )
 from distlab.report.table import Column
 from distlab.simulate import replay
-from distlab.simulate.calibrate import NEEDED, Calibration, calibrate, measured_links
+from distlab.simulate.calibrate import NEEDED, Calibration, MeasuredLinks, calibrate, measured_links
 from distlab.simulate.training import simulate_training
 from distlab.theory.memory import step_memory
 from distlab.theory.shape import ModelShape
@@ -125,8 +125,15 @@ def run(config: PredictConfig) -> list[Record]:
                     "dtype": settings["dtype"],
                     "calibrated_on": str(config.calibrate).removeprefix(f"{ROOT}/"),
                 }
-                records.append(Record(NAME, row, shared | asdict(calibration), metrics, **facts))
+                records.append(Record(NAME, row, shared | _constants(calibration), metrics, **facts))
     return records
+
+
+def _constants(calibration: Calibration) -> dict:
+    """The calibration for a record; measured fits are in the records that they came from."""
+    link = calibration.link
+    named = {"device": asdict(calibration.device), "contention": asdict(calibration.contention)}
+    return named | {"link": "measured collectives" if isinstance(link, MeasuredLinks) else asdict(link)}
 
 
 def predict(

@@ -220,7 +220,10 @@ def load_trace(path: str | os.PathLike) -> list[Event]:
 
 
 def load_trace_and_origin(path: str | os.PathLike) -> tuple[list[Event], dict[str, Any]]:
-    """`load_trace`'s events, and whose they are: ``rank``, ``world_size``, ``backend`` where the file says so."""
+    """`load_trace`'s events, and whose they are: ``rank``, ``world_size``, ``backend`` where the file says so.
+
+    Raises OSError and ValueError as `load_trace` does.
+    """
     path = Path(path)
     data = path.read_bytes()
     try:

@@ -45,11 +45,11 @@ class MeasuredLinks:
     hop_s: float = HOP_S
 
     def seconds(self, call: CollectiveCall, ranks: int) -> float:
-        """Time of one collective; 0 for a single rank. Raises ValueError for an operation without a fit."""
+        """Time of one collective; 0 for a single rank. Raises ValueError as `time` does."""
         return self.time(call.op, call.bytes, ranks)
 
     def time(self, operation: str, num_bytes: float, ranks: int) -> float:
-        """Seconds of `operation` on a payload of `num_bytes`."""
+        """Seconds of `operation` on a payload of `num_bytes`. Raises ValueError for an operation without a fit."""
         if ranks == 1:
             return 0.0
         known = [size for name, size in self.fits if name == operation]
