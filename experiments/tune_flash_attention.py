@@ -40,7 +40,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}  # of RMS again
 FAMILIES = [*(("float32", head_dim, "tf32x3") for head_dim in (64, 128, 32, 16)),
             *(("bfloat16", head_dim, "ieee") for head_dim in (128, 64, 32, 16))]
 COMPILED = {"spilled_bytes": 0, "shared_bytes": 0}
-CHUNKS, LONGEST_SPLIT = (64, 128, 256, 512, 1024), 4096
+CHUNKS = (64, 128, 256, 512, 1024)
 TIMED = (*configs.KERNELS, "split")
 Row = dict[str, object]
 
@@ -112,7 +112,7 @@ def from_table(kernel: str, case: Case, lengths: list[int]) -> list[Tile]:
 
 def chunked(tiles: list[Tile], length: int) -> list[Tile]:
     """Each tile that carries a chunk with every chunk that splits this length."""
-    chunks = [c for c in CHUNKS if c < length <= LONGEST_SPLIT and length // c <= 32]
+    chunks = [c for c in CHUNKS if c < length <= configs.LONGEST_SPLIT and length // c <= 32]
     return [dataclasses.replace(t, chunk=c) for t in tiles for c in (chunks if t.chunk else (0,))
             if c == 0 or c >= max(t.block_m, t.block_n)]
 

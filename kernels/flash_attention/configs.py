@@ -20,6 +20,7 @@ PASSES = ("in turn", "side by side", "joint", "split")
 # Classes of batch·heads·length, by their largest member; the last stands for all that is longer. What wins changes
 # while a GPU is not full: 132 multiprocessors take 8,448 rows in tiles of 64.
 ROW_CLASSES = (1024, 2048, 4096, 8192, 16384, 32768)
+LONGEST_SPLIT = 4096  # keys of a call whose backward is split: the shares of dQ grow with queries times keys
 
 
 @dataclass(frozen=True)
@@ -182,15 +183,16 @@ def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile],
     return _searched[kernel, key]
 
 
-def concurrent(q: torch.Tensor, problem: Problem) -> Choice | None:
+def concurrent(q: torch.Tensor, key_count: int, problem: Problem) -> Choice | None:
     """The row to follow if both passes of this backward run at once, else None; a window cannot be split."""
     if "passes" in _forced:
         row = Choice(_forced["dq"], _forced["dkdv"], _forced["dq"], _forced["passes"])
     else:
         row = None if interpreted() or _forced else lookup(key_of(q, problem))
-    if row is None or row.passes == "in turn" or (row.passes == "split" and (problem.has_lo or problem.has_doc)):
+    if row is None or row.passes == "in turn":
         return None
-    return row
+    whole = problem.has_lo or problem.has_doc or key_count > LONGEST_SPLIT
+    return None if row.passes == "split" and whole else row
 
 
 def choose_fused(q: torch.Tensor, problem: Problem, run: Callable[[Tile], None]) -> Tile:

@@ -29,7 +29,7 @@ from .configs import POINTER_TILES, Tile
 from .descriptors import row_descriptors
 from .options import Problem
 from .ranges import cut_range, head_origin, load_rows, load_tile, phase_range, schedule, tile_range, visible
-from .split import launch_combine, parts_like
+from .split import chunk_of, launch_combine, parts_like
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -148,7 +148,8 @@ def launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.T
     k_desc, v_desc = row_descriptors((k, v), tile.block_n) if tile.tma else (None, None)
     if tile.tma and k_desc is None:
         tile = POINTER_TILES.get(("forward", block_d), tile)
-    parts = triton.cdiv(k.shape[2], tile.chunk) if tile.chunk else 1
+    chunk = chunk_of(tile, k.shape[2])
+    parts = triton.cdiv(k.shape[2], chunk)
     split = parts > 1
     out, out_lse = (parts_like(o, parts), parts_like(lse, parts)) if split else (o, lse)
     launch(
@@ -156,7 +157,7 @@ def launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.T
         q, k, v, k_desc, v_desc, out, out_lse, problem.doc_first, problem.doc_last,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[-4:-1],
         heads, heads // k.shape[1], query_count, k.shape[2], problem.lo, problem.hi, problem.scale * LOG2_E.value,
-        batch * heads, tile.chunk, HAS_LO=problem.has_lo, HAS_HI=problem.has_hi, HAS_DOC=problem.has_doc,
+        batch * heads, chunk, HAS_LO=problem.has_lo, HAS_HI=problem.has_hi, HAS_DOC=problem.has_doc,
         HEAD_DIM=head_dim, BLOCK_D=block_d,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, HEAD_GROUP=tile.head_group, PRECISION=problem.precision,
         TMA=k_desc is not None, RAGGED=k.shape[2] % tile.block_n != 0, SPLIT=split,

@@ -85,7 +85,7 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
     q, k, v, o, do = _aligned(q, k, v, o, do)
     outs = (dq, dk, dv) if head_dim == q.shape[-1] else tuple(torch.empty_like(x) for x in (q, k, v))
     saved = launch_delta(q, k, v, o, lse.contiguous(), do)
-    at_once = None if fused else configs.concurrent(q, problem)
+    at_once = None if fused else configs.concurrent(q, k.shape[2], problem)
     if fused:
         _launch_fused(saved, *outs, problem)
     elif at_once is not None and at_once.passes == "split":

@@ -22,6 +22,7 @@ from .._triton import launch
 from .configs import Tile
 from .options import Problem
 
+MOST_PARTS = 64  # of the forward, however many keys a few queries have
 STEP = 8  # parts that are loaded together
 ROWS = 4  # of one program: many small ones, as the call is short
 COMBINE_COUNTS = ["heads", "query_count", "batch_heads", "parts"]
@@ -122,6 +123,12 @@ def sum_kernel(dq_part_ptr, dk_part_ptr, dv_part_ptr, dq_ptr, dk_ptr, dv_ptr, st
 def parts_like(x: torch.Tensor, parts: int) -> torch.Tensor:
     """Room for `parts` fp32 versions of x: (parts, *x.shape), contiguous."""
     return torch.empty((parts, *x.shape), dtype=torch.float32, device=x.device)
+
+
+def chunk_of(tile: Tile, count: int) -> int:
+    """Keys that one program takes of `count`: the tile's chunk, or as many tiles more as keep to MOST_PARTS parts."""
+    least = triton.cdiv(count, MOST_PARTS * tile.block_n) * tile.block_n
+    return max(tile.chunk, least) if tile.chunk else max(count, 1)
 
 
 def launch_combine(o_parts: torch.Tensor, lse_parts: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from kernels.flash_attention import (
     flash_attention,
 )
 from kernels.flash_attention.configs import Tile
+from kernels.flash_attention.options import Problem
 
 from .attention_reference import attention, in_float64, log_sum_exp, with_gradients
 
@@ -227,6 +228,22 @@ def test_split_calls(query_count, key_count, options, monkeypatch):
     tiles = {"forward": Tile(32, 16, chunk=32), "dkdv": Tile(16, 32, tma=True, chunk=32), "dq": Tile(32, 16)}
     with configs.forced(**tiles, passes="split"):
         check(FlashAttention2, inputs(1, 2, 1, query_count, key_count, 16), **options)
+
+
+def test_few_queries_of_many_keys_have_a_bounded_number_of_parts(monkeypatch):
+    """As in decoding: neither the parts of the forward nor the shares of dQ may grow with the keys."""
+    from kernels.flash_attention import split
+
+    monkeypatch.setattr(split, "MOST_PARTS", 2)
+    monkeypatch.setattr(configs, "LONGEST_SPLIT", 64)
+    tile = Tile(16, 16, chunk=16)
+    assert [split.chunk_of(tile, count) for count in (16, 32, 33, 100)] == [16, 16, 32, 64]
+    tensors = inputs(1, 1, 1, 5, 100, 16)
+    problem = Problem((None, None), 1.0)
+    with configs.forced(forward=tile, dkdv=tile, dq=tile, passes="split"):
+        assert configs.concurrent(tensors[0], 64, problem).passes == "split"
+        assert configs.concurrent(tensors[0], 65, problem) is None
+        check(FlashAttention2, tensors)
 
 
 def test_a_split_pass_needs_a_chunk():
