@@ -15,23 +15,25 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from distlab.hardware import by_alias, lookup
 from distlab.model import ModelConfig, preset
-from distlab.report.lines import Point, log_lines
-from distlab.report.record import (
+from distlab.report import (
     OutputFolder,
     Record,
+    View,
+    add_from_option,
     commit,
     environment,
-    json_line,
     read_json,
-    write_csv,
-    write_json,
+    redraw,
+    say,
+    write,
 )
-from distlab.report.table import Column, render
+from distlab.report.lines import Point, log_lines
+from distlab.report.table import Column
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
 from distlab.theory.memory import step_memory
 from distlab.theory.shape import ModelShape
@@ -213,7 +215,9 @@ COLUMNS = [
 ]
 
 
-def headline(config: ScalingConfig) -> str:
+def headline(records: Sequence[Record]) -> str:
+    """One line that says what was predicted, and for what."""
+    config = ScalingConfig(**{field.name: records[0].config[field.name] for field in fields(ScalingConfig)})
     return (
         f"{config.model} on {by_alias(config.device).name} ({config.link}, {config.between}), {config.dtype}: weak "
         f"scaling with {config.batch} sequences per rank, strong scaling with {config.global_batch} together; "
@@ -221,7 +225,7 @@ def headline(config: ScalingConfig) -> str:
     )
 
 
-def draw(config: ScalingConfig, records: Sequence[Record], path: Path) -> None:
+def draw(records: Sequence[Record], path: Path) -> None:
     """Tokens per second and rank, so that perfect scaling is a level line; error bars from p20 to p80."""
     panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
     points: dict[str, dict[str, list[Point]]] = {}
@@ -242,19 +246,25 @@ def draw(config: ScalingConfig, records: Sequence[Record], path: Path) -> None:
     log_lines(
         path,
         panels,
-        title=headline(config),
+        title=headline(records),
         x_label="ranks",
         y_label="tokens per second and rank",
         points=points,
     )
 
 
-def write(config: ScalingConfig, records: Sequence[Record], folder: OutputFolder) -> None:
-    """Records, table and picture."""
-    write_json(records, folder.path / "records.json")
-    write_csv(records, folder.path / "records.csv")
-    folder.write_text("table.md", f"{headline(config)}\n\n{render(records, COLUMNS, 'markdown')}\n")
-    draw(config, records, folder.path / "scaling.png")
+VIEW = View(
+    NAME,
+    __doc__.splitlines()[0],
+    COLUMNS,
+    headline,
+    pictures={"scaling.png": draw},
+    reading="Weak scaling keeps the batch of each rank, strong scaling that of all ranks together. A level line is "
+    "perfect; where one turns down, communication that compute no longer covers has taken over. Dots are records of "
+    "ddp_bench for the same model, context, type and device, from p20 to p80.",
+    prediction="Compute from simulated layers, communication in closed form (distlab.simulate.estimate).",
+    noise="That of the measured points: see their own records.",
+)
 
 
 def _measure(arguments: Sequence[str]) -> int:
@@ -286,12 +296,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices-per-node", type=int, default=default.devices_per_node)
     parser.add_argument("--dtype", default=default.dtype, choices=("bf16", "fp32"))
     parser.add_argument("--records", nargs="*", default=(), help="files of ddp_bench to draw as points")
+    parser.add_argument("--quick", action="store_true", help="two strategies on 1 to 64 ranks")
     parser.add_argument("--out", type=Path, default=Path("outputs"))
+    add_from_option(parser)
     parser.add_argument(
         "--measure", action="store_true", help="measure on this host's ranks: launch/scaling.py"
     )
     options = vars(parser.parse_args(arguments))
-    out = options.pop("out")
+    out, source = options.pop("out"), options.pop("source")
+    if source:
+        return redraw(VIEW, source, out)
+    if options.pop("quick"):
+        options |= {"strategies": ("bucketed", "fsdp"), "ranks": (1, 2, 8, 64)}
     del options["measure"]
     try:
         config = ScalingConfig(
@@ -299,12 +315,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         folder = OutputFolder(out, NAME)
         records = run(config)
-        write(config, records, folder)
+        page = write(VIEW, records, folder)
     except (ValueError, OSError) as error:
         print(f"{NAME}: error: {error}", file=sys.stderr)
         return 2
-    print(f"{headline(config)}\n\n{render(records, COLUMNS)}")
-    print(json_line(NAME, records, folder.path))
+    say(VIEW, records, page)
     return 0
 
 

@@ -8,7 +8,7 @@ and under whatever strategy.
 import hashlib
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
 from distlab.measure.memory import peak_memory
-from distlab.report import OutputFolder, Record, commit, environment, write_csv, write_json
+from distlab.report import Column, OutputFolder, Record, View, commit, environment, write
 from distlab.report.curves import curves
 from distlab.theory.compute import mfu, step_flops
 from distlab.train.config import DTYPES, TrainConfig
@@ -203,8 +203,6 @@ class Training:
             "backend": self.context.backend,
         }
         record = Record(NAME, self.config.strategy, shared, metrics, **facts)
-        write_json([record], self.folder.path / "records.json")
-        write_csv([record], self.folder.path / "records.csv")
         series = {"training": ([line["step"] for line in lines], [line["loss"] for line in lines])}
         if outcome.validation:
             series["validation"] = tuple(zip(*outcome.validation, strict=True))
@@ -216,4 +214,37 @@ class Training:
             x_label="step",
             y_label="loss (nats per token)",
         )
+        write(VIEW, [record], self.folder)
         return record
+
+
+COLUMNS = [
+    Column("variant", "strategy"),
+    Column("metrics.steps", "steps", ",d"),
+    Column("metrics.final_loss", "loss", ".4f"),
+    Column("metrics.validation_loss", "validation loss", ".4f"),
+    Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
+    Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
+    Column("metrics.mfu_pct", "MFU %", ".1f"),
+    Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+]
+
+
+def headline(records: Sequence[Record]) -> str:
+    """One line that says what was trained on what."""
+    config, env = records[0].config, records[0].environment
+    return (
+        f"{config['size']}, {config['steps']} steps of {config['batch']} sequences, {config['dtype']}, "
+        f"{config['world_size']} × {env['device_name']} ({config['backend']}), torch {env['torch']}"
+    )
+
+
+VIEW = View(
+    NAME,
+    "How does this model train?",
+    COLUMNS,
+    headline,
+    reading="The loss of every step is in metrics.jsonl, decimal and in hex; two runs of the same command, one of them "
+    "killed and resumed, have the same hex. Times are those of whole steps, data and logging included.",
+    noise="A single run: the loss of one step varies with its batch. Compare curves, not last values.",
+)

@@ -280,6 +280,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
     """
+    if not torch.is_grad_enabled() and isinstance(logits, Tensor):
+        logits = logits.detach()  # inside the Function nobody could tell that no gradient is wanted
     return CrossEntropy.apply(logits, targets, ignore_index, label_smoothing, reduction)
 
 

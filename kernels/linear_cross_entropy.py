@@ -136,6 +136,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
     """
+    if not torch.is_grad_enabled() and isinstance(x, Tensor) and isinstance(weight, Tensor):
+        x, weight = x.detach(), weight.detach()  # inside the Function nobody could tell that no gradient is wanted
     return LinearCrossEntropy.apply(x, weight, targets, ignore_index, label_smoothing, reduction, chunk_bytes)
 
 

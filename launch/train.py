@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--name", help="of the run [data and size]")
     p.add_argument("--fresh", action="store_true", help="put an older run of this name aside and begin anew")
     p.add_argument("--log-every", type=int, default=10, help="steps between progress lines [%(default)s]")
+    p.add_argument("--quick", action="store_true", help="ten steps of the tiny preset")
     p.add_argument("--max-restarts", type=int, default=0, help="start all ranks again so often [%(default)s]")
     add_rank_options(p)
     return p
@@ -107,10 +108,12 @@ def main(argv: list[str] | None = None) -> int:
 
     def prepare() -> Callable[[RankContext], int]:
         options = {field.name: getattr(args, field.name) for field in dataclasses.fields(TrainConfig)}
+        if args.quick:
+            options |= {"size": "tiny", "steps": 10}
         config, data = TrainConfig(**options), DataConfig(args.data, args.val_data, args.token_dtype)
         return lambda context: train(context, config, data, args)
 
-    return launch(prepare, args, script=__file__, arguments=arguments, name="train")
+    return launch(prepare, args, script=__file__, arguments=arguments, name="train", view=training.VIEW)
 
 
 if __name__ == "__main__":

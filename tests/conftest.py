@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from distlab.comm import rank_context
+
 torch.set_num_threads(1)
 
 # A loaded two-core machine makes single examples slow; that is no failure of the property.
@@ -28,3 +30,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs 2 GPUs, this machine has {gpus}"))
         elif "gpu" in item.keywords and gpus < 1:
             item.add_marker(pytest.mark.skip(reason="needs a GPU, this machine has none"))
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """The context of the only rank of a world of one, in this process."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    with rank_context(backend="gloo", store=store, rank=0, world_size=1) as context:
+        yield context

@@ -30,6 +30,7 @@ class Ops:
         swiglu: `(gate, up) -> silu(gate) * up`, any equal shapes.
         rope: `(x, cos, sin) -> y`; x `(..., T, D)`, cos and sin `(T, D)` in fp32 from `rope_tables`.
         cross_entropy: `(logits_BTV, targets_BT) -> mean loss`, a scalar.
+        linear_cross_entropy: `(x_BTd, weight_Vd, targets_BT) -> mean loss`, the same of the logits x Wᵀ.
     """
 
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -38,6 +39,7 @@ class Ops:
     swiglu: Callable[[Tensor, Tensor], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
+    linear_cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def naive_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
@@ -131,7 +133,8 @@ class _CastLinear(torch.autograd.Function):
         if target is None:
             return dx, torch.mm(dy.t(), x, out_dtype=ctx.weight.dtype), None
         torch.mm(dy.t(), x, out_dtype=ctx.weight.dtype, out=target)
-        return dx, target.view_as(target), None  # a tensor nobody else holds, which autograd makes `.grad` as it is
+        # A tensor nobody else holds: autograd makes it `.grad` as it is.
+        return dx, target.view_as(target), None
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -182,6 +185,24 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets_BT.flatten())
 
 
+def linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: Tensor) -> Tensor:
+    """`cross_entropy` of the logits x Wᵀ, which stand whole in memory here."""
+    return cross_entropy(linear(x_BTd, weight_Vd), targets_BT)
+
+
+def adamw(ops: str = "torch") -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:
+    """AdamW's class for a choice of operations, and options it is given besides the usual ones.
+
+    Both update all parameters in a few launches; the state has the same names, so that a checkpoint of one is
+    loaded by the other.
+    """
+    if ops == "torch":
+        return torch.optim.AdamW, {"fused": True}
+    from kernels.adamw import AdamW
+
+    return AdamW, {}
+
+
 def _flash_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """This lab's Triton kernel, imported only when asked for: the other choices work without Triton."""
     try:
@@ -204,6 +225,20 @@ def _triton_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return fused(logits_BTV.flatten(0, -2), targets_BT.flatten())
 
 
+def _triton_linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: Tensor) -> Tensor:
+    """`linear_cross_entropy` that holds the logits of some rows at a time, and makes the gradients in the forward.
+
+    Not in fp16: its loss scaling comes with the upstream gradient, too late for gradients that exist already.
+    """
+    from kernels.linear_cross_entropy import linear_cross_entropy as fused
+
+    kind = x_BTd.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_BTd.dtype
+    if dtype == torch.float16:
+        return _triton_cross_entropy(linear(x_BTd, weight_Vd), targets_BT)
+    return fused(x_BTd.flatten(0, -2), weight_Vd, targets_BT.flatten())
+
+
 def _triton_ops(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Ops:
     """This lab's kernels; where Triton cannot run, on a CPU say, they compute in plain torch."""
     from kernels.rmsnorm import add_rms_norm as fused_add_rms_norm
@@ -212,7 +247,13 @@ def _triton_ops(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Ops:
     from kernels.swiglu import swiglu as fused_swiglu
 
     return Ops(
-        attention, fused_rms_norm, fused_add_rms_norm, fused_swiglu, fused_rope, _triton_cross_entropy
+        attention,
+        fused_rms_norm,
+        fused_add_rms_norm,
+        fused_swiglu,
+        fused_rope,
+        _triton_cross_entropy,
+        _triton_linear_cross_entropy,
     )
 
 
@@ -238,4 +279,4 @@ def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
         function = naive_attention if attention == "naive" else sdpa_attention
     if ops == "triton":
         return _triton_ops(function)
-    return Ops(function, rms_norm, add_rms_norm, swiglu, rope, cross_entropy)
+    return Ops(function, rms_norm, add_rms_norm, swiglu, rope, cross_entropy, linear_cross_entropy)

@@ -44,6 +44,22 @@ class Linear(nn.Linear):
         """Nothing: see `TransformerLM.reset_parameters`."""
 
 
+class Head(Linear):
+    """Logits `(..., d) -> (..., V)`; with targets `(...)` their mean cross-entropy, by `ops`.
+
+    The loss is computed here because whoever shards the weight has it whole only while this forward runs.
+    """
+
+    def __init__(self, inputs: int, outputs: int, ops: Ops, **factory) -> None:
+        super().__init__(inputs, outputs, **factory)
+        self.ops = ops
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return linear(x, self.weight)
+        return self.ops.linear_cross_entropy(x, self.weight, targets)
+
+
 class Embedding(nn.Embedding):
     """`nn.Embedding` left as it is allocated, like `Linear`."""
 
@@ -159,12 +175,16 @@ class TransformerLM(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, ops, **factory) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps, ops, **factory)
-        self.head = Linear(config.d_model, config.vocab_size, **factory)
+        self.head = Head(config.d_model, config.vocab_size, ops, **factory)
         self._tie()
         self.reset_parameters(seed)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Next-token logits: `(B, T)` integers → `(B, T, V)` in the parameters' dtype, or autocast's."""
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Next-token logits: `(B, T)` integers → `(B, T, V)` in the parameters' dtype, or autocast's.
+
+        With targets `(B, T)` the mean cross-entropy instead, a scalar; the config's `ops` decide whether the logits
+        stand in memory for it.
+        """
         if tokens_BT.ndim != 2 or tokens_BT.shape[1] > self.config.context_length:
             raise ValueError(
                 f"tokens of shape {tuple(tokens_BT.shape)}: expected (batch, sequence) with sequence at most "
@@ -174,7 +194,8 @@ class TransformerLM(nn.Module):
         cos, sin = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device)
         x_BTd = self.dropout(self.embedding(tokens_BT))
         groups = checkpoint_groups(self.checkpoint_blocks) if torch.is_grad_enabled() else ()
-        return self.head(self.norm(_run_blocks(list(self.blocks), groups, x_BTd, cos, sin)))
+        x_BTd = self.norm(_run_blocks(list(self.blocks), groups, x_BTd, cos, sin))
+        return self.head(x_BTd) if targets_BT is None else self.head(x_BTd, targets_BT)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:

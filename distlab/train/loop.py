@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from distlab.comm import RankContext
-from distlab.model.ops import get_ops
+from distlab.model.ops import adamw, get_ops
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
 from distlab.train import rng
@@ -24,7 +24,7 @@ from distlab.train.config import DTYPES, TrainConfig, refuse_other_run
 from distlab.train.evaluate import validation_loss
 from distlab.train.heartbeat import Beat, Heartbeat, NonFiniteLoss, StopSignals
 from distlab.train.scaler import LossScaler
-from distlab.train.step import TrainStep, next_token_loss_by
+from distlab.train.step import TrainStep, loss_of_model, next_token_loss_by
 from distlab.train.tokens import GlobalOrder, Sequences, to_batch
 
 
@@ -137,19 +137,20 @@ class Trainer:
             for index, block in enumerate(model.blocks):
                 model.blocks[index] = torch.compile(block)
         self.wrapper = strategy.wrap(model, self.context.group, config.bucket_size_mb, dtype)
+        optimizer_cls, options = adamw(config.ops)
         self.optimizer = strategy.optimizer(
             self.wrapper,
-            torch.optim.AdamW,
+            optimizer_cls,
             lr=config.lr,
             betas=(0.9, config.beta2),
             weight_decay=config.weight_decay,
-            fused=True,
+            **options,
         )
         self.autocast_dtype = strategy.autocast_dtype(dtype)
         self.train_step = TrainStep(
             self.wrapper,
             self.optimizer,
-            next_token_loss_by(get_ops(ops=config.ops)),
+            loss_of_model if config.ops == "triton" else next_token_loss_by(get_ops(ops=config.ops)),
             autocast_dtype=self.autocast_dtype,
             # Without clipping the norm is still taken: it shows a NaN one step before the loss does.
             max_grad_norm=config.clip or float("inf"),

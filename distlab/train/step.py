@@ -30,6 +30,11 @@ def next_token_loss_by(ops: Ops) -> LossFunction:
     return lambda model, batch: ops.cross_entropy(model(batch[0]), batch[1])
 
 
+def loss_of_model(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """`next_token_loss` computed by the model's own forward, which need not hold the logits for it."""
+    return model(*batch)
+
+
 class TrainStep:
     """Callable that trains on a list of micro-batches and returns the mean loss of this rank, detached.
 

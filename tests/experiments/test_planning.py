@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.report.output import OutputFolder
+from distlab.report import OutputFolder, write
 from distlab.report.record import read_json
 from experiments import plan, predict_steps, scaling, simulate_scale
 from experiments.plan import PlanConfig
@@ -93,7 +93,7 @@ def test_scaling(tmp_path):
     assert strong == [1, 2] * 2  # 4096 ranks have no sequence each
     alone = [record for record in records if record.config["world_size"] == 1]
     assert all(record.metrics["predicted_efficiency_pct"] == pytest.approx(100) for record in alone)
-    scaling.write(config, records, OutputFolder(tmp_path, scaling.NAME, "run"))
+    write(scaling.VIEW, records, OutputFolder(tmp_path, scaling.NAME, "run"))
     assert (tmp_path / "scaling" / "run" / "scaling.png").stat().st_size > 10_000
     # Records of another device are no points of this one.
     assert not scaling.measured_points(ScalingConfig(device="h100", records=(RECORD,)))

@@ -77,13 +77,21 @@ def test_triton_ops_train_the_same_model(autocast):
     tokens = torch.arange(2 * 33, device=device).view(2, 33) % 50
     results = []
     for choice in ("torch", "triton"):
-        config = preset("tiny", num_layers=2, d_model=32, d_ff=48, num_heads=2, vocab_size=50, ops=choice)
+        config = preset("tiny", num_layers=1, d_model=32, d_ff=48, num_heads=2, vocab_size=50, ops=choice)
         model = TransformerLM(config, device=device)
         with torch.autocast(device, torch.float16, enabled=autocast):
             logits = model(tokens[:, :-1])
             loss = get_ops(ops=choice).cross_entropy(logits, tokens[:, 1:])
+            at_once = model(tokens[:, :-1], tokens[:, 1:])
+        at_once.backward()
+        gradients = [p.grad for p in model.parameters()]
+        model.zero_grad()
         loss.backward()
-        results.append((logits, loss, *(p.grad for p in model.parameters())))
+        results.append((logits, loss, at_once, *gradients, *(p.grad for p in model.parameters())))
+        optimizer_cls, options = ops.adamw(choice)
+        optimizer_cls(model.parameters(), lr=1e-3, **options).step()
+        if not autocast:  # else gradients differ so much that a step of lr goes the other way
+            results[-1] += tuple(model.parameters())
     # fp16 products are rounded to 11 bits after operations that round in other places.
     close = {"atol": 1e-2, "rtol": 1e-2} if autocast else FP32
     for a, b in zip(*results, strict=True):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from distlab.comm import RankContext
+from distlab.parallel import strategies_on
 from distlab.testing import run_ranks
 from distlab.train.config import TRAINABLE, TrainConfig
 from distlab.train.evaluate import validation_loss
@@ -27,10 +28,11 @@ def losses_and_norms(context: RankContext, strategies: list[str], changes: dict)
 
 def test_all_strategies_train_alike_bit_for_bit_and_clip_by_the_same_norm():
     """A clip that is always active: a wrong norm would change every loss after the first."""
-    results = run_ranks(losses_and_norms, 2, list(TRAINABLE), {"clip": 0.05})[0]
+    strategies = [name for name in TRAINABLE if name in strategies_on("cpu")]
+    results = run_ranks(losses_and_norms, 2, strategies, {"clip": 0.05})[0]
     losses, norms, validation = results[0]
     assert len(losses) == 4 and all(norm > 0.05 for norm in norms.values())
-    for strategy, (others, other_norms, other_validation) in zip(TRAINABLE, results, strict=True):
+    for strategy, (others, other_norms, other_validation) in zip(strategies, results, strict=True):
         for step, loss in losses.items():
             # Norms are sums in another order under each strategy: a last bit of the factor, in AdamW's steps.
             assert float.fromhex(others[step]) == pytest.approx(float.fromhex(loss), abs=1e-5), strategy

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distlab.comm import rank_context
 from distlab.model.config import preset
 from distlab.model.ops import get_ops
 from distlab.train import trial as module
@@ -14,16 +13,9 @@ from distlab.train.trial import MODES, TrialConfig, described, errors_against_re
 TINY = TrialConfig(batch=2, context=16)
 
 
-@pytest.fixture
-def context(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    with rank_context(backend="gloo", store=store, rank=0, world_size=1) as context:
-        yield context
-
-
-def test_modes_mark_their_phases_and_leave_what_they_should(context):
+def test_modes_mark_their_phases_and_leave_what_they_should(one_rank):
     phases = {}
-    with opened(context, TINY) as trial:
+    with opened(one_rank, TINY) as trial:
         before = trial.module.head.weight.detach().clone()
         for mode in MODES:
             phases[mode] = []
@@ -40,20 +32,22 @@ def test_modes_mark_their_phases_and_leave_what_they_should(context):
     }
 
 
-def test_fp16_steps_with_a_scaled_loss(context):
-    with opened(context, replace(TINY, dtype="fp16")) as trial:
+def test_fp16_steps_with_a_scaled_loss(one_rank):
+    with opened(one_rank, replace(TINY, dtype="fp16")) as trial:
         before = trial.module.head.weight.detach().clone()
         trial("step")
         assert not torch.equal(before, trial.module.head.weight)
         assert all(bool(gradient.isfinite().all()) for gradient in trial.gradients())
 
 
-def test_errors_tell_rounding_from_another_model(context, monkeypatch):
+def test_errors_tell_rounding_from_another_model(one_rank, monkeypatch):
     plain = replace(TINY, attention="naive")
-    assert errors_against_reference(context, plain) == {"loss_rel_error": 0.0, "grad_rel_error": 0.0}
-    assert 0 < errors_against_reference(context, TINY)["grad_rel_error"] < 1e-5
-    assert 1e-4 < errors_against_reference(context, replace(TINY, dtype="bf16"))["grad_rel_error"] < 0.1
-    assert errors_against_reference(context, replace(plain, checkpointing="every-2"))["grad_rel_error"] < 1e-6
+    assert errors_against_reference(one_rank, plain) == {"loss_rel_error": 0.0, "grad_rel_error": 0.0}
+    assert 0 < errors_against_reference(one_rank, TINY)["grad_rel_error"] < 1e-5
+    assert 1e-4 < errors_against_reference(one_rank, replace(TINY, dtype="bf16"))["grad_rel_error"] < 0.1
+    assert (
+        errors_against_reference(one_rank, replace(plain, checkpointing="every-2"))["grad_rel_error"] < 1e-6
+    )
     honest = get_ops("sdpa")
     lazy = replace(honest, attention=lambda q, k, v: v)  # as fast as attention can be
     real = module.TransformerLM
@@ -66,7 +60,7 @@ def test_errors_tell_rounding_from_another_model(context, monkeypatch):
         return built
 
     monkeypatch.setattr(module, "TransformerLM", build)
-    assert errors_against_reference(context, TINY)["grad_rel_error"] > 0.02
+    assert errors_against_reference(one_rank, TINY)["grad_rel_error"] > 0.02
 
 
 @pytest.mark.parametrize(
