@@ -78,6 +78,18 @@ def emitter(name: str) -> Emitter:
     return Emitter(push, pop)
 
 
+def _saying_nothing(emit: Emitter) -> Emitter:
+    """`emit` without what it returns: NVTX returns a depth, and torch takes a hook's result for a new gradient."""
+
+    def push(name: str) -> None:
+        emit.push(name)
+
+    def pop() -> None:
+        emit.pop()
+
+    return Emitter(push, pop)
+
+
 @contextmanager
 def named_ranges(
     model: nn.Module, emit: Emitter, optimizer: torch.optim.Optimizer | None = None
@@ -93,6 +105,7 @@ def named_ranges(
     Raises:
         ValueError: a module compiled in place (`module.compile()`): its hooks would become part of the graph.
     """
+    emit = _saying_nothing(emit)
     ranges = _Ranges(emit)
     with ExitStack() as undo:
         for name, module in _parts(model):

@@ -25,7 +25,10 @@ def train(model, tokens, optimizer=None):
 
 
 class Log:
-    """An emitter that notes each range with its depth, and that every range is closed."""
+    """An emitter that notes each range with its depth, and that every range is closed.
+
+    Like NVTX's it returns depths, which hooks must not hand on: torch would take them for gradients.
+    """
 
     def __init__(self):
         self.names, self.depth = [], 0
@@ -34,9 +37,11 @@ class Log:
     def push(self, name):
         self.names.append((self.depth, name))
         self.depth += 1
+        return self.depth - 1
 
     def pop(self):
         self.depth -= 1
+        return self.depth
 
 
 def test_parts_operations_backward_and_the_optimizer_are_ranges():
