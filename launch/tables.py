@@ -17,6 +17,7 @@ from experiments import (
     attention_sweep,
     bucket_sweep,
     ddp_bench,
+    instrument_cost,
     kernel_roofline,
     memory_breakdown,
     mixed_precision,
@@ -40,6 +41,7 @@ VIEWS: dict[str, View] = {
         trace_overlap.VIEW,
         memory_breakdown.VIEW,
         mixed_precision.VIEW,
+        instrument_cost.VIEW,
         activation_checkpointing.VIEW,
         model_benchmark.VIEW,
         *model_profile.VIEWS.values(),
@@ -56,7 +58,11 @@ VIEWS: dict[str, View] = {
 
 
 def table_of(source: str) -> str:
-    """Headline and table of a file of records, or of some of its variants (`records/….json#naive,flat`)."""
+    """Headline and table of a file of records.
+
+    Or of some of its variants, and of some columns by the last part of their keys: `records/….json#naive,flat@comm_ms`.
+    """
+    source, _, only = source.partition("@")
     source, _, rows = source.partition("#")
     records = read_json(ROOT / source)
     if rows:
@@ -70,7 +76,7 @@ def table_of(source: str) -> str:
     view = VIEWS[experiment]
     commit = (records[0].commit or "unknown")[:12]
     note = f"{view.headline_of(records)} (commit {commit}, `{source}`)"
-    return f"{note}\n\n{view.table(records, 'markdown')}"
+    return f"{note}\n\n{view.table(records, 'markdown', only.split(',') if only else ())}"
 
 
 def pages() -> list[Path]:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from distlab.measure.nvtx import Emitter, emitter, named_ranges, nsys_command
-from distlab.measure.timing import measure, paired_ratio
 from distlab.model import TransformerLM, cross_entropy, preset
 from distlab.parallel import BucketedDDP
 from distlab.testing import run_ranks
@@ -172,26 +171,3 @@ def test_the_nsys_command_where_nsys_is(tmp_path, monkeypatch):
         command.endswith("launch/model_benchmark.py --size small")
         and "--capture-range=cudaProfilerApi" in command
     )
-
-
-@pytest.mark.gpu
-def test_ranges_that_were_taken_off_cost_nothing():
-    """Steps of a model that never had ranges against one whose ranges were taken off, in pairs: below 0.5 %.
-
-    One layer, so that the host is what a step waits for: it is the host that hooks would cost.
-    """
-    plain, tokens = tiny("sdpa", "cuda")
-    used, _ = tiny("sdpa", "cuda")
-    with named_ranges(used, emitter("nvtx")):
-        train(used, tokens)
-
-    def sample(model):
-        return measure(lambda: train(model, tokens), warmup=0, repeats=1, device="cuda")[0]
-
-    pairs = []
-    for number in range(1020):
-        before, between, after = sample(plain), sample(used), sample(plain)  # drift hits both alike
-        if number >= 20:
-            pairs.append((between, (before + after) / 2))
-    ratio = paired_ratio(*zip(*pairs, strict=True))
-    assert ratio.low < 1.005 and ratio.ratio < 1.02, ratio
