@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distlab.comm import RankContext
-from distlab.measure.nvtx import nsys_command
+from distlab.measure.nvtx import emitter, nsys_command
 from distlab.model.config import ATTENTION_CHOICES, OPS_CHOICES, PRESETS
 from distlab.parallel import STRATEGIES
 from distlab.report import say, write
@@ -112,17 +112,18 @@ def measure(
         page = write(view, rows, OutputFolder(folder.path, "parts", name).path)
         print(f"{view.question}\n{view.headline_of(rows)}\n\n{view.table(rows)}\n")
         print("\n".join([*view.findings(rows), f"report: {page}\n"]))
-    say_nsys(folder.path, config, args)
+    say_nsys(folder.path, context.world_size, args)
     say(model_benchmark.VIEW, records, write(model_benchmark.VIEW, records, folder))
     return 0
 
 
-def say_nsys(folder: Path, config: BenchmarkConfig, args: argparse.Namespace) -> None:
-    """The command that records this run under Nsight Systems, where that is installed."""
-    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--nproc")]
-    command = nsys_command(
-        "launch/model_benchmark.py", [*arguments, "--nvtx"], args.nproc, str(folder / "nsys")
-    )
+def say_nsys(folder: Path, ranks: int, args: argparse.Namespace) -> None:
+    """The command that records this run under Nsight Systems, where that is installed.
+
+    A rank's own command line has no --nproc any more, so that `args` does not know how many there are.
+    """
+    arguments = [*sys.argv[1:], "--nvtx"]
+    command = nsys_command("launch/model_benchmark.py", arguments, ranks, str(folder / "nsys"))
     if command is not None and not args.nvtx:
         print(f"under Nsight Systems: {command}\n")
 
@@ -142,6 +143,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def prepare() -> Callable[[RankContext], int]:
         config = config_of(args)
+        if args.nvtx:
+            emitter("nvtx")  # refuses where there is no GPU, before any rank is started
         wanted = Inspection(
             profile=args.profile,
             profile_ranks=tuple(args.profile_ranks),

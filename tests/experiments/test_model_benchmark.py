@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -189,6 +190,20 @@ def test_options_become_combinations():
     config = launcher.config_of(args)
     assert len(config.trials()) == 8 and config.compile == ("model",) and config.warmups == (0, 1)
     assert config.label(config.trials()[1]) == "tiny, fp32, checkpointing every-2"
+
+
+def test_the_command_for_nsight_starts_as_many_ranks_as_there_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda name: f"bin/{name}")
+    monkeypatch.setattr("sys.argv", ["launch/model_benchmark.py", "--size", "small"])  # of a rank: no --nproc
+    launcher.say_nsys(tmp_path, 4, launcher.parser().parse_args(["--size", "small"]))
+    said = capsys.readouterr().out
+    assert "--nproc-per-node=4" in said and said.endswith("launch/model_benchmark.py --size small --nvtx\n\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused only where there is no GPU")
+def test_nvtx_without_a_gpu_is_refused_before_ranks_start(capsys):
+    assert launcher.main(["--nvtx"]) == 2
+    assert capsys.readouterr().err.count("CUDA device") == 1
 
 
 @pytest.mark.commands
