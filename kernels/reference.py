@@ -55,9 +55,12 @@ def gelu_by_exponentials(x: Tensor) -> Tensor:
 
 
 def softmax(x: Tensor) -> Tensor:
-    """exp(x − max) / Σ exp(x − max) over the last dimension; a row of −inf only becomes NaN, as in torch."""
+    """exp(x − max) / Σ exp(x − max) over the last dimension; a row of −inf only becomes NaN, as in torch.
+
+    Whatever is subtracted cancels, so the maximum needs no gradient, which would be half of the backward's time.
+    """
     x32 = wide(x)
-    powered = torch.exp(x32 - x32.amax(-1, keepdim=True))
+    powered = torch.exp(x32 - x32.detach().amax(-1, keepdim=True))
     return (powered / powered.sum(-1, keepdim=True)).to(x.dtype)
 
 

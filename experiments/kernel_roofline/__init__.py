@@ -7,10 +7,12 @@
     python -m experiments.kernel_roofline --smoke               # seconds, on a CPU
 
 Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's own, compile: the
-naive form through torch.compile, liger: Liger Kernel where it is installed). Median device time of a CUDA graph's
-replays with the L2 flushed in between; GB/s of the *least* traffic and its share of the copy bandwidth of this run;
-TFLOP/s and its share of cuBLAS in this run; launched kernels; registers and spills of ours; the largest error against
-float64, relative to the largest value. Beside the measured speed-up over the naive form stands the predicted one.
+naive form through torch.compile, template: of products, the best of Inductor's Triton templates with cuBLAS left out,
+liger: Liger Kernel where it is installed). Median device time of a CUDA graph's replays with the L2 flushed in between;
+GB/s of the *least* traffic and its share of the copy bandwidth of this run; TFLOP/s and its share of cuBLAS in this
+run; launched kernels; registers and spills of ours; the largest error against float64, relative to the largest value
+(none where results are random, and of the optimizer). Beside the measured speed-up over the naive form stands the
+predicted one.
 
 Two rows lose on purpose: `spilling_add_rms_norm_silu`, a chain fused into too few threads' registers, and `add_gelu`,
 which torch.compile makes one kernel and ours are two.

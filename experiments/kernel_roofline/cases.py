@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.cost import Cost
 
-VARIANTS = ("ours", "naive", "builtin", "compile", "liger")
+VARIANTS = ("ours", "naive", "builtin", "compile", "template", "liger")
 Function = Callable[..., Any]
 
 
@@ -24,7 +24,7 @@ class Case:
         dtype: torch's name of it.
         directions: "fwd", "bwd" or "both".
         inputs: shape, dtype, device → tensors; those of floating point get gradients.
-        variants: name → function of the inputs. "compile" is made from "naive" unless given.
+        variants: name → function of the inputs; "compile" and "template" are made from `plain`.
         cost: direction → least FLOPs and bytes.
         compute: bound by arithmetic: the share of cuBLAS counts, not that of the copy.
         moves: direction → bytes that our form moves over the least, where it knowingly moves more.
@@ -48,6 +48,11 @@ class Case:
     def plain(self) -> Function | None:
         """What torch.compile is given, and what is right in float64: the naive form, or torch's own."""
         return None if self.name == "adamw" else self.variants.get("naive", self.variants.get("builtin"))
+
+    def has(self, variant: str) -> bool:
+        """Whether there is such a row: torch.compile takes what is plain, its templates are for single products."""
+        made = {"compile": self.plain is not None, "template": self.name in ("matmul", "matmul_gelu")}
+        return variant in self.variants or made.get(variant, False)
 
 
 class Table:
@@ -85,6 +90,7 @@ def cases(small: bool = False) -> list[Case]:
 
 # Kernels are imported inside the functions: importing them decides how they run.
 NORM, TINY = (8192, 4096), (4, 64)
+MANY_ROWS = (65536, 4096)  # so large that starting and ending a kernel do not show
 
 
 def _element_wise(table: Table) -> None:
@@ -124,14 +130,15 @@ def _stepping(optimizer_class: type, **options: Any) -> Function:
 def _rows(table: Table) -> None:
     from kernels import layernorm, reference, rmsnorm, softmax, weighted_sum
 
-    table.add("weighted_sum", NORM, TINY, "bfloat16", rows_and_weight, weighted_sum.cost,
-              ours=weighted_sum.weighted_sum, naive=reference.weighted_sum, builtin=lambda x, w: x @ w)
+    for shape in (NORM, MANY_ROWS):
+        table.add("weighted_sum", shape, TINY, "bfloat16", rows_and_weight, weighted_sum.cost,
+                  ours=weighted_sum.weighted_sum, naive=reference.weighted_sum, builtin=lambda x, w: x @ w)
     for shape in (NORM, (32768, 1024), (1024, 32768), (256, 200000)):
         twice = {"fwd": 3 / 2, "bwd": 5 / 3} if shape[1] > softmax.HALF_TILE_BACKWARD else {}  # what is read, twice
         table.add("softmax", shape, (4, shape[1] // 16), "float32", one, softmax.cost, moves=twice,
                   ours=softmax.softmax, naive=reference.softmax, builtin=lambda x: F.softmax(x, -1),
                   liger=_liger("softmax"))
-    for shape in (NORM, (65536, 4096)):  # the second so large that starting and ending a kernel do not show
+    for shape in (NORM, MANY_ROWS):
         table.add("layer_norm", shape, TINY, "bfloat16", row_weight_and_bias, layernorm.cost,
                   ours=layernorm.layer_norm, naive=reference.layer_norm,
                   builtin=lambda x, w, b: F.layer_norm(x, w.shape, w, b), liger=_liger("layer_norm", 1e-5))

@@ -8,7 +8,7 @@ from .rows import EXPERIMENT
 from .view import headline
 
 COMPARISON = "kernel_comparison"
-PEERS = ("naive", "builtin", "compile", "liger")
+PEERS = ("naive", "builtin", "compile", "template", "liger")
 KEPT = ("time_p50_ms", "noise_pct", "of_copy_pct", "of_cublas_pct", "peak_alloc_bytes", "error", "speed_up",
         "predicted_speed_up", "copy_gb_per_s", "cublas_tflop_per_s")
 
@@ -44,10 +44,16 @@ COLUMNS = [
     Column("metrics.predicted_speed_up", "predicted", ".1f", missing=""),
 ]
 
+def columns_of(records: Sequence[Record]) -> list[Column]:
+    """COLUMNS without the peers that none of these records knows."""
+    empty = {f"metrics.{peer}_ms" for peer in PEERS if all(r.metrics.get(f"{peer}_ms") is None for r in records)}
+    return [column for column in COLUMNS if column.key not in empty]
+
+
 VIEW = View(
     COMPARISON,
     "Ours beside every peer, one row per operation and direction",
-    COLUMNS,
+    columns_of,
     headline,
     reading="Times in µs. Above 1 in `best peer / ours` ours is the faster one; ± is how far two timings of ours, one "
     "before and one after the peers, lie apart.",

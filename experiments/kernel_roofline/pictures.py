@@ -13,7 +13,7 @@ from distlab.report.plot import OKABE_ITO
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PEERS = {"builtin": "green", "compile": "vermillion", "liger": "purple"}
+PEERS = {"builtin": "green", "compile": "vermillion", "template": "sky", "liger": "purple"}
 DIRECTIONS = {"fwd": ("o", "blue", "forward"), "bwd": ("s", "orange", "backward"),
               "both": ("^", "green", "forward and backward")}
 NAMED_BELOW = 0.75  # of what the ceilings allow: such a point is named
@@ -82,8 +82,9 @@ def plot_bars(records: Sequence[Record], path: Path) -> None:
     columns = figure.subplots(1, 2 if len(rows) > half else 1, squeeze=False)[0]
     for axes, part in zip(columns, (rows[:half], rows[half:]), strict=False):
         _bars(axes, part)
-    handles = [columns[0].barh([0], [0], color=OKABE_ITO[colour], label=name) for name, colour in PEERS.items()]
-    figure.legend(handles=handles, labels=list(PEERS), loc="outside upper center", ncols=3, fontsize=9)
+    shown = {name: colour for name, colour in PEERS.items() if any(name in times for _, times in rows)}
+    handles = [columns[0].barh([0], [0], color=OKABE_ITO[colour], label=name) for name, colour in shown.items()]
+    figure.legend(handles=handles, labels=list(shown), loc="outside upper center", ncols=len(shown), fontsize=9)
     figure.supxlabel("time over ours: right of the line ours is faster", fontsize=10)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=DPI)

@@ -19,6 +19,9 @@ from .prediction import predicted
 from .timing import ceilings, device_ms, launched, spills
 
 EXPERIMENT = "kernel_roofline"
+# Inductor's products by its own Triton templates, the best of those it tries; without this it takes cuBLAS's.
+TEMPLATES = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON",
+             "triton.enable_persistent_tma_matmul": True}
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 4e-2}  # of the largest value: sums, then one rounding
 
 
@@ -55,7 +58,7 @@ def run(config: Config, path: Path | None = None, commit_id: str | None = None,
         if config.only and case.name not in config.only:
             continue
         for direction in case.directions:
-            wanted = [v for v in config.variants if v in case.variants or (v == "compile" and case.plain)]
+            wanted = [v for v in config.variants if case.has(v)]
             missing = [v for v in wanted if (case.label, direction, v) not in done]
             if not missing:
                 continue
@@ -137,10 +140,10 @@ def measure_row(case: Case, variant: str, direction: str, config: Config, limits
 
 def build(case: Case, variant: str) -> Function:
     """The function of a variant; compiled ones are compiled for this size, as their users do."""
-    if variant != "compile":
+    if variant in case.variants:
         return case.variants[variant]
     torch._dynamo.reset()
-    return torch.compile(case.plain, dynamic=False)
+    return torch.compile(case.plain, dynamic=False, options=TEMPLATES if variant == "template" else None)
 
 
 def worst_error(results: Any, expected: list[Tensor] | None) -> float | None:

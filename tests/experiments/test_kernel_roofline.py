@@ -10,7 +10,10 @@ from distlab.report import Record, read_json, write_json
 from experiments import kernel_roofline as bench
 from experiments.kernel_roofline import cases as rows
 from experiments.kernel_roofline.__main__ import main
+from experiments.kernel_roofline.comparison import VIEW as COMPARISON_VIEW
+from experiments.kernel_roofline.comparison import beside_peers
 from experiments.kernel_roofline.prediction import KINDS, kind_of, naive_bytes, predicted
+from experiments.kernel_roofline.rows import build
 from experiments.kernel_roofline.view import verdicts
 from kernels.cost import Cost
 
@@ -92,6 +95,22 @@ def test_a_prediction_is_time_over_time():
     # kernels that take for ever to start make all forms alike
     assert predicted(case, "fwd", alike | {"empty_kernel_ms": 1e6})["predicted_speed_up"] == pytest.approx(1, abs=1e-4)
     assert predicted(case_named("matmul_gelu"), "fwd", alike | {"empty_kernel_ms": 0.0}) == {}
+
+
+def test_templates_are_a_peer_of_single_products(monkeypatch):
+    assert [c.name for c in rows.cases() if c.has("template")] == ["matmul", "matmul_gelu"] * 2
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
+    for variant in ("template", "compile"):
+        build(case_named("matmul_gelu"), variant)
+    assert asked[0]["options"]["max_autotune_gemm_backends"] == "TRITON" and asked[1]["options"] is None
+
+
+def test_the_comparison_leaves_out_peers_that_nobody_ran():
+    beside = beside_peers([record("ours", 1.0), record("template", 2.0)])
+    titles = [column.title for column in COMPARISON_VIEW.columns(beside)]
+    assert "template" in titles and "liger" not in titles
+    assert beside[0].metrics["peer_over_ours"] == 2.0
 
 
 def test_costs_of_both_directions_add_up():
