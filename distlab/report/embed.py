@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MARKED = re.compile(
-    r"(?P<begin><!-- table (?P<source>\S+) -->\n)(?P<body>.*?)(?P<end><!-- end table -->)", re.DOTALL
+    r"(?P<begin><!-- table (?P<source>\S[^\n]*?) -->\n)(?P<body>.*?)(?P<end><!-- end table -->)", re.DOTALL
 )
 CODE = re.compile(
     r"(?P<begin><!-- code (?P<path>\S+) (?P<name>\S+) -->\n)(?P<body>.*?)(?P<end><!-- end code -->)",
