@@ -147,6 +147,8 @@ def test_command_writes_tables_and_pictures(tmp_path, capsys):
 def test_wrong_use_is_explained(capsys):
     assert main(["--smoke", "--only", "nothing"]) == 2
     assert "choose among" in capsys.readouterr().err
+    assert main(["--dump-ptx", "nothing"]) == 2
+    assert "choose one of add, gelu" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert main([]) == 2
         assert "--smoke" in capsys.readouterr().err

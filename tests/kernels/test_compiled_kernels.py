@@ -16,6 +16,7 @@ import json, re, sys, torch
 from kernels._compile import compile_for, resources
 from kernels import adamw, cross_entropy, dropout, elementwise, layernorm, matmul, rmsnorm, rope, softmax, swiglu
 from kernels import weighted_sum, _long_rows, _scale, _triton
+from experiments.kernel_roofline.tuning import dump_ptx
 
 F, H, I = torch.float32, torch.bfloat16, torch.int64
 
@@ -74,6 +75,8 @@ with compile_for(90) as compiled:
     for dtype in adamw._TYPES.values():
         _triton.launch(adamw.adamw_kernel, (8,), i, i, e(8, dtype=torch.int32), i, 1e-3, 0.9, 0.99, 1e-8, 0.1, 0.3, 0.4,
                        PARAMETER=dtype, GRADIENT=dtype, ALIGNMENT=16, BLOCK=2048, num_warps=8)
+ptx = dump_ptx("gelu")
+assert ".target sm_90" in ptx and "gelu_forward_kernel" in ptx, ptx[:300]
 json.dump([{"name": k.metadata.name, "wide_loads": bool(re.search(r"ld\.global[\w.:]*\.v4|cp\.async", k.asm["ptx"])),
             "warps": k.metadata.num_warps} | resources(k) for k in compiled], sys.stdout)
 """

@@ -10,8 +10,12 @@ from kernels import matmul as matmul_module
 from kernels import reference
 from kernels._rows import Launch, forced
 from kernels.cross_entropy import cross_entropy, loss_and_gradient, mean_scale
+from kernels.dropout import dropout, linear_gelu_dropout
+from kernels.layernorm import layer_norm
 from kernels.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from kernels.matmul import matmul
+from kernels.rmsnorm import add_rms_norm
+from kernels.weighted_sum import weighted_sum
 
 from .fused import DEVICE, compare, draw
 
@@ -208,6 +212,34 @@ def test_linear_cross_entropy_under_autocast():
     loss.backward()
     assert (loss.dtype, x.grad.dtype, w.grad.dtype) == (torch.float32,) * 3
     torch.testing.assert_close(loss, F.cross_entropy(x @ w.T, t), atol=2e-2, rtol=2e-2)
+
+
+def test_autocast_casts_products_and_gives_gradients_back_in_their_type():
+    x, w, b = (draw(*shape).requires_grad_() for shape in ((6, 8), (10, 8), (10,)))
+    with torch.autocast(DEVICE, torch.float16):
+        results = matmul(x, w.T, b, epilogue="gelu"), linear_gelu_dropout(x, w, b, 0.25, seed=5)
+    for y, kept in zip(results, (1.0, (results[1] != 0) / 0.75), strict=True):
+        assert y.dtype == torch.float16
+        torch.testing.assert_close(y.float(), reference.gelu(F.linear(x, w, b)) * kept, atol=2e-2, rtol=1e-2)
+        gradients = torch.autograd.grad(y.sum(), (x, w, b))
+        assert all(g.dtype == torch.float32 and g.any() for g in gradients)
+
+
+def test_compile_has_no_break_in_what_trains():
+    """Every operation whose forward keeps more than tensors, or draws, or launches twice; bits as without compiling."""
+
+    def f(x, w, b, m, t):
+        y, total = add_rms_norm(layer_norm(x, w, b), x, w, 1e-5, "silu")
+        h = dropout(linear_gelu_dropout(y, m, b, 0.25, seed=5), 0.25, seed=6)
+        loss = linear_cross_entropy(h, m, t) + cross_entropy(h @ m.T, t, label_smoothing=0.1)
+        return loss + weighted_sum(total, w).sum()
+
+    t, results = torch.arange(6, device=DEVICE), []
+    for function in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
+        leaves = [draw(*shape).requires_grad_() for shape in ((6, 16), (16,), (16,), (16, 16))]
+        loss = function(*leaves, t)
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize(("rows", "vocabulary", "itemsize"), [(8192, 151936, 2), (1, 10**9, 4), (100, 1000, 4)])
