@@ -447,6 +447,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"{NAME}: error: {error}", file=sys.stderr)
         return 2
+    if args.quick:  # on cores that are shared, two threads wait for each other far longer than they compute
+        torch.set_num_threads(1)
     records = run(
         config, default_commit=args.commit, progress=lambda text: print(text, file=sys.stderr, flush=True)
     )

@@ -39,7 +39,7 @@ QUICK: dict[str, str] = {
     r"launch/sample\.py": "--tokens 5",
     r"experiments/train_curves\.py": CURVES,
     r"experiments/sabotage\.py": "--steps 4",
-    r"experiments/(mixed_precision|activation_checkpointing)\.py$": "--quick",
+    r"experiments/(mixed_precision|activation_checkpointing|instrument_cost)\.py$": "--quick",
     r"experiments\.kernel_roofline": "--smoke",
     r"experiments[./]attention_memory": "--smoke",
     r"experiments\.simulate_scale": "--model small --ranks 4",

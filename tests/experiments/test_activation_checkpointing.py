@@ -62,6 +62,7 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
 
 def test_command_writes_the_report(tmp_path, capsys, records, monkeypatch):
     monkeypatch.setattr(study, "run", lambda config, **_: records)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # other tests run in this process
     assert study.main(["--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
     folder = Path(json.loads(capsys.readouterr().out.splitlines()[-1])["out"])
     assert {"records.json", "checkpointing.png", "report.html"} <= {path.name for path in folder.iterdir()}
