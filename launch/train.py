@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distlab.comm import RankContext, RankEnvironment, collectives
+from distlab.model.config import OPS_CHOICES
 from distlab.report import OutputFolder, json_line
 from distlab.train.config import DTYPES, TRAINABLE, TrainConfig
 from experiments import training
@@ -25,6 +26,7 @@ HELP = {
     "strategy": f"one of {', '.join(TRAINABLE)}",
     "batch": "sequences per step over all ranks",
     "accumulate": "micro-batches per step; gradients are synchronised once",
+    "ops": f"one of {', '.join(OPS_CHOICES)}; triton: this lab's kernels, AdamW too",
     "lr_floor": "last learning rate as a fraction of --lr",
     "clip": "largest gradient norm, 0 for none",
     "dtype": f"one of {', '.join(DTYPES)}",
