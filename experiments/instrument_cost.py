@@ -53,8 +53,8 @@ class CostConfig:
     """What to time.
 
     Args:
-        rounds: each begins with new models, since where a model lies in memory may cost more than what is measured;
-            the medians of a round's steps are one sample.
+        rounds: each begins with new models, made in a new order, since where a model lies in memory may cost more than
+            what is measured; the median of a round's steps is one sample.
         steps: of every variant in a round, one of each in turn, in an order drawn anew each time.
         warmup: steps of every variant before them.
         vocab, context, batch: words, tokens per sequence, and sequences.
@@ -63,7 +63,7 @@ class CostConfig:
         ValueError: fewer rounds than an interval needs, or a negative warm-up.
     """
 
-    rounds: int = 400
+    rounds: int = 600
     steps: int = 20
     warmup: int = 2
     vocab: int = 256
@@ -106,9 +106,8 @@ class Subject:
         self.tokens = (torch.arange(count, device=config.device) % config.vocab).reshape(config.batch, -1)
         self.device = config.device
         instrument, _, state = variant.partition(" ")
-        if state == "off again":
-            with attached(instrument, self.model):
-                self.step()
+        with attached(instrument, self.model) if state == "off again" else nullcontext():
+            self.step()  # of every variant, so that memory is laid out alike
         # What is on is attached before the clock starts and taken off after it stops.
         self.around: Callable[[], Any] = nullcontext
         if state == "on":
@@ -143,7 +142,7 @@ def run(
     order = random.Random(config.seed)
     for number in range(config.rounds):
         progress(f"round {number + 1} of {config.rounds}")
-        subjects = {variant: Subject(variant, config) for variant in VARIANTS}
+        subjects = {variant: Subject(variant, config) for variant in order.sample(VARIANTS, len(VARIANTS))}
         steps: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
         for _ in range(config.warmup + config.steps):
             for variant in order.sample(VARIANTS, len(VARIANTS)):
