@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from distlab.hardware import lookup
 from distlab.report import Record
-from distlab.report.output import atomic_path
-from distlab.report.plot import OKABE_ITO
+from distlab.report.figure import GREYS, INK, OKABE_ITO, finish, new_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,43 +17,40 @@ DIRECTIONS = {"fwd": ("o", "blue", "forward"), "bwd": ("s", "orange", "backward"
               "both": ("^", "green", "forward and backward")}
 NAMED_BELOW = 0.75  # of what the ceilings allow: such a point is named
 LONGEST = 2.5  # bars beyond are cut off and say how long they are
-DPI = 100
 
 
 def plot_roofline(records: Sequence[Record], path: Path) -> None:
     """Every kernel of ours as a point under the two measured ceilings; those that stay below are named."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     mine = [r for r in records if r.variant == "ours" and r.metrics.get("flops") and "tflop_per_s" in r.metrics]
     if not mine:
         return
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(4.5)
     axes = figure.add_subplot()
     bandwidth, peak = (mine[0].metrics[name] for name in ("copy_gb_per_s", "cublas_tflop_per_s"))
-    _ceiling(axes, bandwidth, peak, color="#333333", linewidth=1.5,
+    _ceiling(axes, bandwidth, peak, color=INK, linewidth=1.2,
              label=f"measured: copy {bandwidth:,.0f} GB/s, cuBLAS {peak:,.0f} TFLOP/s")
     spec = lookup(mine[0].environment.get("device_name") or "")
     if spec is not None:
-        _ceiling(axes, spec.hbm_bandwidth / 1e9, spec.peak["bf16"] / 1e12, color="#999999", linewidth=1,
+        _ceiling(axes, spec.hbm_bandwidth / 1e9, spec.peak["bf16"] / 1e12, color=GREYS["grey"], linewidth=0.8,
                  linestyle="--", label=f"datasheet of the {spec.name}")
     points = [(r.metrics["flops"] / r.metrics["min_bytes"], r.metrics["tflop_per_s"]) for r in mine]
     for direction, (marker, colour, label) in DIRECTIONS.items():
         chosen = [p for p, r in zip(points, mine, strict=True) if r.config["direction"] == direction]
         if chosen:
-            axes.plot(*zip(*chosen, strict=True), marker, color=OKABE_ITO[colour], alpha=0.75, markersize=6,
+            axes.plot(*zip(*chosen, strict=True), marker, color=OKABE_ITO[colour], alpha=0.75, markersize=4,
                       linestyle="none", label=label)
     for (intensity, rate), r in zip(points, mine, strict=True):
         if rate < NAMED_BELOW * min(peak, intensity * bandwidth / 1000):
             left = intensity > 100  # of the point: there is no room on the other side
-            axes.annotate(f"{r.config['label']} {r.config['direction']}", (intensity, rate), fontsize=8,
-                          ha="right" if left else "left", xytext=(-7 if left else 7, -8), textcoords="offset points")
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte of least traffic", ylabel="TFLOP/s")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", fontsize=9)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=DPI)
+            axes.annotate(f"{r.config['label']} {r.config['direction']}", (intensity, rate), fontsize=5.5,
+                          ha="right" if left else "left", xytext=(-5 if left else 5, -5), textcoords="offset points")
+    axes.set(xscale="log", yscale="log")
+    axes.set_xlabel("FLOPs per byte of least traffic", fontsize=7.5)
+    axes.set_ylabel("TFLOP/s", fontsize=7.5)
+    axes.tick_params(labelsize=6.5, which="both")
+    tidy(axes)
+    axes.legend(loc="upper left", fontsize=6.5)
+    finish(figure, path, "Our kernels under the ceilings of the run; named are those below three quarters of them")
 
 
 def _ceiling(axes: "Axes", gb_per_s: float, tflop_per_s: float, **style: object) -> None:
@@ -66,9 +62,6 @@ def _ceiling(axes: "Axes", gb_per_s: float, tflop_per_s: float, **style: object)
 
 def plot_bars(records: Sequence[Record], path: Path) -> None:
     """Time of every peer over ours, one group of bars per operation and direction, in two columns."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     groups: dict[str, dict[str, float]] = {}
     for r in records:
         if r.metrics.get("time_p50_ms") and r.variant in ("ours", *PEERS):
@@ -77,17 +70,15 @@ def plot_bars(records: Sequence[Record], path: Path) -> None:
     if not rows:
         return
     half = math.ceil(len(rows) / 2)
-    figure = Figure(figsize=(12, 0.36 * half + 1.3), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(0.24 * half + 1.0)
     columns = figure.subplots(1, 2 if len(rows) > half else 1, squeeze=False)[0]
     for axes, part in zip(columns, (rows[:half], rows[half:]), strict=False):
         _bars(axes, part)
     shown = {name: colour for name, colour in PEERS.items() if any(name in times for _, times in rows)}
     handles = [columns[0].barh([0], [0], color=OKABE_ITO[colour], label=name) for name, colour in shown.items()]
-    figure.legend(handles=handles, labels=list(shown), loc="outside upper center", ncols=len(shown), fontsize=9)
-    figure.supxlabel("time over ours: right of the line ours is faster", fontsize=10)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=DPI)
+    figure.legend(handles=handles, labels=list(shown), loc="outside lower center", ncols=len(shown), fontsize=6.5,
+                  frameon=False)
+    finish(figure, path, "Time of every peer over ours, by operation and direction")
 
 
 def _bars(axes: "Axes", rows: list[tuple[str, dict[str, float]]]) -> None:
@@ -99,8 +90,11 @@ def _bars(axes: "Axes", rows: list[tuple[str, dict[str, float]]]) -> None:
             y = row + (place - (len(present) - 1) / 2) * height
             axes.barh(y, min(ratio, LONGEST), height * 0.9, color=OKABE_ITO[PEERS[name]])
             if ratio > LONGEST:
-                axes.text(LONGEST * 0.99, y, f"{ratio:.1f}", ha="right", va="center", fontsize=6, color="white")
-    axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=7)
+                axes.text(LONGEST * 0.99, y, f"{ratio:.1f}", ha="right", va="center", fontsize=4.5, color="white")
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=5)
     axes.set(xlim=(0, LONGEST), ylim=(len(rows) - 0.4, -0.6))
-    axes.axvline(1, color="#333333", linewidth=0.9)
-    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("time over ours: right of the line ours is faster", fontsize=6.5)
+    axes.tick_params(axis="x", labelsize=6)
+    tidy(axes)
+    axes.grid(visible=False, axis="y")
+    axes.axvline(1, color=INK, linewidth=0.8)
