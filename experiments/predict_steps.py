@@ -5,8 +5,8 @@
 
 and afterwards, beside what was measured:
 
-    python -m experiments.predict_steps --compare records/ddp_bench/h200x2_*.json \
-        --predictions records/predictions/h200.json --out records/predictions/h200x2_compared.json
+    python -m experiments.predict_steps --compare records/ddp_bench/h200x[24]_*.json \
+        --predictions records/predictions/h200.json --out records/predictions/h200_compared.json
 
 Five constants of the machine come from one record of ddp_bench (its local, naive, flat and overlap rows; see
 `distlab.simulate.calibrate`); all other numbers are predictions from the simulated steps.

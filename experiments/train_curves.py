@@ -17,7 +17,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -477,6 +477,15 @@ def run(
     return Bench(config, context, folder, tokens, **options).run()
 
 
+def check_restarts(parts: Sequence[str], variables: Mapping[str, str]) -> None:
+    """Raise ValueError if a rank will kill itself and nobody will start it again."""
+    if "kill" in parts and int(variables.get("TORCHELASTIC_MAX_RESTARTS", 0)) < 1:
+        raise ValueError(
+            "the part 'kill' ends a rank, which torchrun must start again: torchrun --standalone --nproc-per-node 2 "
+            "--max-restarts 1 experiments/train_curves.py, or leave it out with --parts curves,cost"
+        )
+
+
 def main() -> int:
     args = parser().parse_args()
     names = [field.name for field in dataclasses.fields(CurvesConfig)]
@@ -484,6 +493,11 @@ def main() -> int:
         return redraw(VIEW, args.source, args.out) if RankEnvironment.read().rank == 0 else 0
     config = CurvesConfig(**{name: getattr(args, name) for name in names} | (QUICK if args.quick else {}))
     attempt = RankEnvironment.read().restarts
+    try:
+        check_restarts(config.parts, os.environ)
+    except ValueError as error:
+        print(f"{NAME}: error: {error}", file=sys.stderr)
+        return 2
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -95,11 +95,17 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     form rounds it to autocast's type and casts it in a pass of its own. And it is written where it is wanted: see
     `gradient_target`.
     """
-    if x.is_cuda and torch.is_autocast_enabled("cuda") and not torch.compiler.is_compiling():
-        dtype = torch.get_autocast_dtype("cuda")
+    kind = x.device.type
+    if on_gpu(x) and torch.is_autocast_enabled(kind) and not torch.compiler.is_compiling():
+        dtype = torch.get_autocast_dtype(kind)
         if weight.requires_grad and weight.dtype == torch.float32 and dtype != torch.float32:
             return _CastLinear.apply(x, weight, dtype)
     return F.linear(x, weight)
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether the GPU's products are to be had, which write another type than they read; simulations say yes."""
+    return x.is_cuda
 
 
 def gradient_target(weight: Tensor) -> Tensor | None:

@@ -237,9 +237,8 @@ class GradientBucket:
 
     def _offer_targets(self) -> None:
         """Let who computes a gradient write it straight into the bucket, if it can (`model.ops.gradient_target`)."""
-        if self.buffer.is_cuda:
-            for parameter, view in zip(self.parameters, self.views, strict=True):
-                parameter.gradient_target = view
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.gradient_target = view
 
     def release(self) -> None:
         """Offer this memory to nobody any more."""

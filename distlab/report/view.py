@@ -54,9 +54,15 @@ class View:
     noise: str = ""
     parted_by: str | None = None
 
-    def table(self, records: Sequence[Record], style: str = "text") -> str:
-        """The table, or tables, in one of `render`'s styles."""
+    def table(self, records: Sequence[Record], style: str = "text", only: Sequence[str] = ()) -> str:
+        """The table, or tables, in one of `render`'s styles; `only` some columns, by the last part of their keys.
+
+        Raises:
+            ValueError: no column has such a key.
+        """
         tables = self.tables(records)
+        if only:
+            tables = [(part, group, _only(columns, only)) for part, group, columns in tables]
         title = {"text": "{}:\n", "markdown": "**{}**\n\n", "latex": "% {}\n"}.get(style, "")
         texts = [
             (title.format(part) if len(tables) > 1 else "") + render(group, columns, style)
@@ -83,6 +89,13 @@ class View:
     def headline_of(self, records: Sequence[Record]) -> str:
         """The headline of each machine's records."""
         return "; ".join(self.headline(group) for group in by_machine(records).values())
+
+
+def _only(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
+    known = {column.key.rpartition(".")[2]: column for column in columns}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(known)}")
+    return [column for name, column in known.items() if name == "variant" or name in names]
 
 
 def write(view: View, records: Sequence[Record], folder: OutputFolder | Path) -> Path:

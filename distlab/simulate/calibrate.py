@@ -25,8 +25,8 @@ from distlab.simulate.timeline import replay
 from distlab.theory.collective_fit import CollectiveFit
 
 NEEDED = ("local", "naive", "flat", "overlap")
-# Assumed, not fitted: the host's time to launch an operator of an eager model, and a ring's latency per further rank.
-LAUNCH_S, HOP_S = 10e-6, 3e-6
+# Assumed, not fitted: what every operator takes beside its work, and a ring's latency per further rank.
+LAUNCH_S, HOP_S = 3e-6, 3e-6
 
 
 @dataclass(frozen=True)

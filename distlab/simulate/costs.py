@@ -9,12 +9,12 @@ from distlab.simulate.events import Compute
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """An operator takes the longer of its arithmetic and its memory traffic, and at least a launch.
+    """An operator takes the longer of its arithmetic and its memory traffic, and a launch.
 
     Args:
         flops_per_s: what matrix products reach (peak × efficiency).
         bytes_per_s: what memory-bound operators reach.
-        launch_s: least time of an operator: what the host needs to launch the next.
+        launch_s: added to every operator: the gap before its kernel, the kernel's ramp and its tail.
     """
 
     flops_per_s: float
@@ -23,7 +23,7 @@ class DeviceModel:
 
     def seconds(self, operator: Compute) -> float:
         """Time of one operator."""
-        return max(operator.flops / self.flops_per_s, operator.bytes / self.bytes_per_s, self.launch_s)
+        return self.launch_s + max(operator.flops / self.flops_per_s, operator.bytes / self.bytes_per_s)
 
 
 @dataclass(frozen=True)

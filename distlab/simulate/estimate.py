@@ -22,8 +22,8 @@ from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, s
 FP32 = 4
 # Shares of the datasheet's peaks that one calibrated machine reaches: two H200s training the 3.4 B preset in bf16
 # (records/ddp_bench/h200x2_xl_batch8.json; rules in `distlab.simulate.calibrate`). Other machines are assumed alike.
-FLOPS_SHARE, MEMORY_SHARE, LINK_SHARE = 0.57, 0.75, 0.74
-LATENCY_S, CONTENTION = 50e-6, (0.58, 0.84)
+FLOPS_SHARE, MEMORY_SHARE, LINK_SHARE = 0.59, 0.78, 0.79
+LATENCY_S, CONTENTION = 58e-6, (0.64, 0.73)
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,12 @@ def compute_time(
         phases.append(_phases(operators, device))
     one, two = phases
     seconds = {phase: one[phase] + (config.num_layers - 1) * (two[phase] - one[phase]) for phase in one}
-    copied = 2 * FP32 * config.num_parameters  # read and written
-    return ComputeTime(**seconds, pack=copied / device.bytes_per_s)
+    copied = config.num_parameters
+    if DTYPES[dtype] is not None:  # linear layers write theirs into the buffers (`model.ops.linear`)
+        shape = ModelShape.of(config)
+        head = 0 if config.tie_embeddings else shape.embedding_parameters
+        copied -= config.num_layers * sum(shape.matrices_per_block) + head
+    return ComputeTime(**seconds, pack=2 * FP32 * copied / device.bytes_per_s)  # read and written
 
 
 def _phases(operators: tuple[Compute, ...], device: DeviceModel) -> dict[str, float]:

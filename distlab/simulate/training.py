@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distlab.model import ModelConfig, TransformerLM
+from distlab.model import ModelConfig, TransformerLM, ops
 from distlab.model.config import Checkpointing
 from distlab.parallel import get_strategy
 from distlab.simulate.run import Mark, SimulatedStep, simulate_step
@@ -36,6 +37,8 @@ def simulate_training(
         dtype: `fp32`, or `bf16`/`fp16` over fp32 parameters.
         checkpointing: see `TransformerLM`'s `checkpoint_blocks`.
         micro_batches: accumulated before the synchronisation.
+        like_nccl: as on GPUs: NCCL's answers (see `fake_world`), and linear layers that write their weights' gradients
+            in fp32 straight to where they are wanted (see `model.ops.linear`).
 
     Raises:
         ValueError: an unknown strategy or dtype, one of torch's strategies, a size below one.
@@ -53,12 +56,13 @@ def simulate_training(
         train = TrainStep(wrapper, optimizer, next_token_loss, autocast_dtype=autocast, mark=mark)
         return lambda: train([(tokens, tokens)] * micro_batches)
 
-    return simulate_step(
-        strategy,
-        lambda: TransformerLM(config, device="cpu", checkpoint_blocks=checkpointing),
-        make_step,
-        world_size=world_size,
-        bucket_size_mb=bucket_size_mb,
-        compute_dtype=compute_dtype,
-        like_nccl=like_nccl,
-    )
+    with mock.patch.object(ops, "on_gpu", lambda x: like_nccl):
+        return simulate_step(
+            strategy,
+            lambda: TransformerLM(config, device="cpu", checkpoint_blocks=checkpointing),
+            make_step,
+            world_size=world_size,
+            bucket_size_mb=bucket_size_mb,
+            compute_dtype=compute_dtype,
+            like_nccl=like_nccl,
+        )

@@ -5,12 +5,14 @@ sec. 3; theirs keeps fp16 parameters and gradients beside an fp32 copy, see `zer
 
     strategy                     parameters   gradients              optimizer state
     local, naive, overlap        4P           4P, as backward makes them        8P
-    flat                         4P           4P as made, and a buffer of 4P    8P
-    bucketed                     4P           4P in buckets, always there       8P
+    flat                         4P           4P as made, and a buffer of 4P*   8P
+    bucketed, bucketed-dma       4P           4P in buckets, always there       8P
     torch-ddp                    4P           4P as made, and buckets of 4P     8P
     sharded-optimizer, torch-zero  as bucketed, torch-ddp                       8P/N, whole parameters
     zero1                        4P           4P in buckets, always there       8P/N
     fsdp, fsdp2                  4P/N         4P/N                              8P/N
+
+* Under autocast linear layers write theirs into the buffer; only those of norms and embedding are made outside.
 
 On top come what forward leaves for backward (`activations`), the low-precision copies that autocast makes of the
 matrices (kept until each has been used in backward), gathered units, and temporaries. `step_memory` walks a settled
@@ -31,7 +33,7 @@ CUBLAS_WORKSPACES = 2 * 32 * MIB
 MESSAGE_BYTES = 25 * MIB  # of a broadcast that carries several parameters
 
 REPLICATED = ("local", "naive", "overlap")
-BUCKETED = ("bucketed", "sharded-optimizer", "zero1")
+BUCKETED = ("bucketed", "bucketed-dma", "sharded-optimizer", "zero1")
 TORCH_DDP = ("torch-ddp", "torch-ddp-tuned", "torch-zero")
 SHARDED = ("fsdp", "fsdp2")
 STRATEGIES = (*REPLICATED, "flat", *BUCKETED, *TORCH_DDP, *SHARDED)
@@ -371,15 +373,22 @@ def dealt_out(numels: list[int], ranks: int) -> list[int]:
 
 
 def _grown(setting: _Setting, done: int) -> int:
-    """Gradients outside of buckets once backward has finished `done` parameters."""
+    """Gradients outside of buckets once backward has finished `done` parameters, head and blocks."""
     # Where `.grad` becomes a view of a bucket at once, nothing gathers outside.
     in_buckets = setting.strategy in (*BUCKETED, "torch-ddp-tuned", "torch-zero")
-    return 0 if in_buckets else setting.sharded(done)
+    return 0 if in_buckets or _in_place(setting) else setting.sharded(done)
 
 
 def _all_gradients(setting: _Setting) -> int:
     """After backward; the flat buffer takes every gradient over one by one and lets it go."""
+    if _in_place(setting):
+        return 0 if setting.strategy in BUCKETED else FP32 * setting.shape.embedding_parameters
     return _grown(setting, setting.shape.num_parameters)
+
+
+def _in_place(setting: _Setting) -> bool:
+    """Whether linear layers write their weights' gradients where they are sent from (`model.ops.gradient_target`)."""
+    return setting.precision.copies_weights and setting.strategy in ("flat", *BUCKETED)
 
 
 def _copies(setting: _Setting) -> int:
@@ -405,10 +414,12 @@ def _full_gradients(setting: _Setting, numel: int) -> int:
 
 
 def _weight_gradient(setting: _Setting, numel: int) -> int:
-    """One matrix's gradient as the product leaves it, and in fp32 before it is accumulated or packed."""
+    """One matrix's gradient as the product leaves it, before it is accumulated, packed or cast."""
+    if _in_place(setting):
+        return 0
     if setting.strategy in SHARDED and not setting.precision.copies_weights:
         return setting.precision.compute * numel
-    return ((setting.precision.compute if setting.precision.copies_weights else 0) + FP32) * numel
+    return FP32 * numel
 
 
 def _rebuilt(setting: _Setting) -> int:

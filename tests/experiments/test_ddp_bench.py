@@ -43,7 +43,7 @@ def smoke(context: RankContext, root: str) -> list[Record]:
 
 
 def test_every_row_is_complete_checked_and_written(tmp_path):
-    records, others = run_ranks(smoke, 2, str(tmp_path), deadline_s=180)  # twelve variants, traces and checks
+    records, others = run_ranks(smoke, 2, str(tmp_path), deadline_s=300)  # twelve variants, traces and checks
     assert [r.to_dict() for r in records] == [r.to_dict() for r in others]
     by_name = {record.variant: record.metrics for record in records}
     assert list(by_name) == list(SMOKE.strategies)

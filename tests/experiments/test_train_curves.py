@@ -2,8 +2,10 @@
 
 import json
 
+import pytest
+
 from distlab.report import Record, read_json
-from experiments.train_curves import COST, KILLED, REFERENCE, ROUNDING, headline, verdicts
+from experiments.train_curves import COST, KILLED, REFERENCE, ROUNDING, check_restarts, headline, verdicts
 from tests.commands import torchrun
 
 ARGUMENTS = [
@@ -55,3 +57,11 @@ def test_what_is_wrong_is_said():
     assert verdicts([*good, record(KILLED, loss=[2.01], first_step=1)]) == []
     cost = Record("train_curves", COST, {}, {"checkpoint_cost_pct": 7.0}, {}, None)
     assert "more than 5 %" in verdicts([cost])[0]
+
+
+def test_nobody_is_killed_whom_nobody_starts_again():
+    for variables in ({}, {"TORCHELASTIC_MAX_RESTARTS": "0"}):
+        with pytest.raises(ValueError, match="--max-restarts 1"):
+            check_restarts(("curves", "kill"), variables)
+        check_restarts(("curves", "cost"), variables)
+    check_restarts(("kill",), {"TORCHELASTIC_MAX_RESTARTS": "1"})

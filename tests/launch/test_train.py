@@ -18,6 +18,7 @@ from distlab.train.sample import newest_usable
 from launch import train
 from tests.commands import ROOT, environment, python
 
+REPORT = ("records.json", "records.csv", "table.md", "table.tex", "report.html")
 STEPS = 30
 ARGUMENTS = [
     *(
@@ -45,7 +46,7 @@ def undisturbed(tmp_path_factory) -> dict[int, str]:
     assert answer["records"][0]["metrics"]["steps"] == STEPS
     folder = out / "train" / "run"
     names = {path.name for path in folder.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "checkpoints", "loss.png", "records.json", "records.csv"}
+    assert names == {"config.json", "metrics.jsonl", "checkpoints", "loss.png", *REPORT}
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_00000025", "step_00000030"}
     assert f"step {STEPS}/{STEPS}" in done.stderr and "MFU n/a" in done.stderr
     found = losses(out)
