@@ -202,7 +202,10 @@ def leave_process(code: int) -> NoReturn:
 
 def is_lost_peer(error: RuntimeError) -> bool:
     """Whether gloo says that another rank is gone; it raises plain RuntimeErrors."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "timed out")
+    signs = (
+        *("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "timed out"),
+        "Application timeout caused pair closure",
+    )
     return any(sign in str(error) for sign in signs)
 
 

@@ -135,8 +135,9 @@ def calibrate(
         if missing:
             raise ValueError(f"calibration needs the measured and the simulated step of {name!r}")
     local = steps["local"]
-    optimizer_s = measured["local"]["optimizer_p50_ms"] / 1e3
-    device = DeviceModel(1e15, _moved(local, "optimizer") / optimizer_s, launch_s)
+    moved, launches = _moved(local, "optimizer")
+    optimizer_s = measured["local"]["optimizer_p50_ms"] / 1e3 - launches * launch_s
+    device = DeviceModel(1e15, moved / optimizer_s, launch_s)
     device = _fit_flops(device, local, measured["local"]["forward_backward_p50_ms"] / 1e3)
     link = _fit_link(steps, {name: measured[name]["comm_ms"] / 1e3 for name in ("naive", "flat")}, hop_s)
     overlap, seen = steps["overlap"], measured["overlap"]
@@ -151,9 +152,11 @@ def calibrate(
     return Calibration(device, link, Contention(rate, slowed))
 
 
-def _moved(step: SimulatedStep, phase: str) -> int:
+def _moved(step: SimulatedStep, phase: str) -> tuple[int, int]:
+    """Bytes of one phase, and its number of operators."""
     operators = (item for item in step.items[step.boundary :] if isinstance(item, Compute))
-    return sum(item.bytes for item in operators if item.phase == phase)
+    sizes = [item.bytes for item in operators if item.phase == phase]
+    return sum(sizes), len(sizes)
 
 
 def _fit_flops(device: DeviceModel, local: SimulatedStep, seconds: float) -> DeviceModel:

@@ -16,6 +16,7 @@ import pytest
 from distlab.train.journal import read_journal
 from distlab.train.sample import newest_usable
 from launch import train
+from launch.common import is_lost_peer
 from tests.commands import ROOT, environment, python
 
 REPORT = ("records.json", "records.csv", "table.md", "table.tex", "report.html")
@@ -204,3 +205,9 @@ def test_bad_input_gives_one_clear_message(tmp_path):
 def test_an_unknown_option_value_starts_no_rank(capsys):
     assert train.main(["--strategy=local"]) == 2
     assert "train: error: strategy 'local' cannot train; allowed: naive" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", ["Connection closed by peer [::1]:1", "Application timeout caused pair closure"])
+def test_what_gloo_says_of_a_lost_rank_is_known(said):
+    assert is_lost_peer(RuntimeError(f"[../gloo/transport/tcp/pair.cc:1] {said}"))
+    assert not is_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -132,7 +132,7 @@ def train_with_delays(
     chance = random.Random(None if delay_seed is None else 100 * delay_seed + context.rank)
 
     def maybe_sleep(*_) -> None:
-        if delay_seed is not None and chance.random() < 0.15:
+        if delay_seed is not None and chance.random() < 0.06:
             time.sleep(chance.uniform(0, 0.05))
 
     model = build("unused-on-some", context.rank, context.device)
