@@ -14,13 +14,8 @@ from hypothesis import strategies as st
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
 from distlab.report.record import read_json
 from distlab.theory.activations import PRECISIONS, activations, block_activations
-from distlab.theory.memory import (
-    STRATEGIES,
-    dealt_out,
-    devices_to_fit,
-    step_memory,
-    zero_paper_bytes,
-)
+from distlab.theory.held import STRATEGIES, dealt_out
+from distlab.theory.memory import devices_to_fit, step_memory, zero_paper_bytes
 from distlab.theory.shape import ModelShape
 
 RECORDS = Path(__file__).parents[2] / "records" / "ddp_bench"
