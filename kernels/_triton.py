@@ -75,6 +75,16 @@ def generation(index: int | None = None) -> str:
     return "interpreter" if interpreted() else _capability(index)
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up; Triton's own are for kernels, and cost microseconds when a launcher calls them."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is not below n ≥ 1."""
+    return 1 << (n - 1).bit_length()
+
+
 _compiled: list[Any] | None = None
 
 

@@ -4,9 +4,8 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
 
-from .._triton import launch
+from .._triton import cdiv, launch, next_power_of_2
 from .backward import DELTA_ROWS, LOG2_E, ROW_PADDING, delta_kernel, dkdv_kernel, dq_kernel
 from .backward_joint import joint_kernel
 from .configs import POINTER_TILES, Tile
@@ -32,7 +31,7 @@ class Saved:
 
 
 def _block_d(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
 def _constants(saved: Saved, problem: Problem) -> dict[str, int | bool | str]:
@@ -48,7 +47,7 @@ def launch_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Ten
                  do: torch.Tensor) -> Saved:
     """Run `delta_kernel` on what the forward saved (last dimensions contiguous, nothing empty)."""
     batch, heads, query_count, head_dim = q.shape
-    padded_count = triton.cdiv(query_count, ROW_PADDING) * ROW_PADDING
+    padded_count = cdiv(query_count, ROW_PADDING) * ROW_PADDING
     delta = torch.empty((batch, heads, padded_count), dtype=torch.float32, device=q.device)
     lse2 = torch.empty_like(delta)
     launch(delta_kernel, (padded_count // DELTA_ROWS * batch * heads,), o, do, lse, delta, lse2,
@@ -72,7 +71,7 @@ def launch_dkdv(saved: Saved, dk: torch.Tensor, dv: torch.Tensor, problem: Probl
     if tile.tma and not use_tma:
         tile = POINTER_TILES.get(("dkdv", _block_d(q.shape[3])), tile)
     delta_desc, lse2_desc = (flat_descriptor(x, tile.block_m) if use_tma else None for x in (delta, lse2))
-    launch(dkdv_kernel, (triton.cdiv(key_count, tile.block_n) * batch * kv_heads, max(parts, 1)),
+    launch(dkdv_kernel, (cdiv(key_count, tile.block_n) * batch * kv_heads, max(parts, 1)),
            q, k, v, do, delta, lse2, q_desc, do_desc, delta_desc, lse2_desc, dk, dv, dv if dq_sum is None else dq_sum,
            problem.doc_first, problem.doc_last, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
            *dk.stride()[-4:-1], *dv.stride()[-4:-1], kv_heads, q.shape[1] // kv_heads, *saved.counts(),
@@ -89,8 +88,8 @@ def launch_split(saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Ten
     Without a lower bound of the band and without documents. The shares take 4 bytes · B · D · (Hk · Tk for each chunk
     of queries, twice, and H · Tq for each tile of keys).
     """
-    parts = triton.cdiv(saved.q.shape[2], tile.chunk)
-    dq_parts = parts_like(dq, triton.cdiv(saved.k.shape[2], tile.block_n))
+    parts = cdiv(saved.q.shape[2], tile.chunk)
+    dq_parts = parts_like(dq, cdiv(saved.k.shape[2], tile.block_n))
     dk_parts, dv_parts = parts_like(dk, parts), parts_like(dv, parts)
     launch_dkdv(saved, dk_parts, dv_parts, problem, tile, dq_parts, parts)
     launch_sum((dq_parts, dk_parts, dv_parts), (dq, dk, dv), problem, tile)
@@ -103,7 +102,7 @@ def launch_dq(saved: Saved, dq: torch.Tensor, problem: Problem, tile: Tile) -> N
     k_desc, v_desc = row_descriptors((k, v), tile.block_n) if tile.tma else (None, None)
     if tile.tma and k_desc is None:
         tile = POINTER_TILES.get(("dq", _block_d(q.shape[3])), tile)
-    launch(dq_kernel, (triton.cdiv(query_count, tile.block_m) * batch * heads,),
+    launch(dq_kernel, (cdiv(query_count, tile.block_m) * batch * heads,),
            q, k, v, do, delta, lse2, k_desc, v_desc, dq, problem.doc_first, problem.doc_last,
            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
            heads, heads // k.shape[1], *saved.counts(), problem.lo, problem.hi,
@@ -142,7 +141,7 @@ def launch_joint(saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Ten
     stats = (None, None)
     if q_desc is not None:
         stats = (flat_descriptor(delta, dkdv_tile.block_m), flat_descriptor(lse2, dkdv_tile.block_m))
-    programs = triton.cdiv(key_count, dkdv_tile.block_n) * kv_heads + triton.cdiv(query_count, dq_tile.block_m) * heads
+    programs = cdiv(key_count, dkdv_tile.block_n) * kv_heads + cdiv(query_count, dq_tile.block_m) * heads
     launch(joint_kernel, (programs * batch,), q, k, v, do, delta, lse2, q_desc, do_desc,
            *stats, k_desc, v_desc, dq, dk, dv, problem.doc_first, problem.doc_last,
            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],

@@ -5,13 +5,14 @@ search at start. A GPU that is not in it gets a small search among CANDIDATES at
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 
-from .._triton import generation, interpreted
+from .._triton import generation, interpreted, next_power_of_2
 from .options import Problem
 from .table import ROWS
 
@@ -145,12 +146,13 @@ def key_of(q: torch.Tensor, problem: Problem, gpu: str | None = None) -> Key:
         gpu=gpu or generation(q.device.index),
         bits=bits,
         precision=problem.precision if bits == 32 else "ieee",
-        head_dim=max(16, 1 << (head_dim - 1).bit_length()),
+        head_dim=max(16, next_power_of_2(head_dim)),
         causal=problem.has_hi,
         rows=next((c for c in ROW_CLASSES if batch * heads * count <= c), ROW_CLASSES[-1]),
     )
 
 
+@functools.cache
 def lookup(key: Key) -> Choice | None:
     """The row of TABLE for a key, or that of its next longer class, or of the longest there is.
 

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import launch
+from .._triton import cdiv, launch, next_power_of_2
 from .configs import POINTER_TILES, Tile
 from .descriptors import row_descriptors
 from .options import Problem
@@ -144,16 +144,16 @@ def launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.T
                    problem: Problem, tile: Tile) -> None:
     """Fill o and lse. Tensors as in the module docstring, last dimension contiguous, nothing empty."""
     batch, heads, query_count, head_dim = q.shape
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     k_desc, v_desc = row_descriptors((k, v), tile.block_n) if tile.tma else (None, None)
     if tile.tma and k_desc is None:
         tile = POINTER_TILES.get(("forward", block_d), tile)
     chunk = chunk_of(tile, k.shape[2])
-    parts = triton.cdiv(k.shape[2], chunk)
+    parts = cdiv(k.shape[2], chunk)
     split = parts > 1
     out, out_lse = (parts_like(o, parts), parts_like(lse, parts)) if split else (o, lse)
     launch(
-        forward_kernel, (triton.cdiv(query_count, tile.block_m) * batch * heads, parts),
+        forward_kernel, (cdiv(query_count, tile.block_m) * batch * heads, parts),
         q, k, v, k_desc, v_desc, out, out_lse, problem.doc_first, problem.doc_last,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[-4:-1],
         heads, heads // k.shape[1], query_count, k.shape[2], problem.lo, problem.hi, problem.scale * LOG2_E.value,

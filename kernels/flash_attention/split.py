@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import launch
+from .._triton import cdiv, launch, next_power_of_2
 from .configs import Tile
 from .options import Problem
 
@@ -127,7 +127,7 @@ def parts_like(x: torch.Tensor, parts: int) -> torch.Tensor:
 
 def chunk_of(tile: Tile, count: int) -> int:
     """Keys that one program takes of `count`: the tile's chunk, or as many tiles more as keep to MOST_PARTS parts."""
-    least = triton.cdiv(count, MOST_PARTS * tile.block_n) * tile.block_n
+    least = cdiv(count, MOST_PARTS * tile.block_n) * tile.block_n
     return max(tile.chunk, least) if tile.chunk else max(count, 1)
 
 
@@ -135,9 +135,9 @@ def launch_combine(o_parts: torch.Tensor, lse_parts: torch.Tensor, o: torch.Tens
     """Fill o (B, H, Tq, D) and lse (B, H, Tq) from their parts; rows without a key in a part have lse −inf there."""
     batch, heads, query_count, head_dim = o.shape
     parts = len(o_parts)
-    launch(combine_kernel, (triton.cdiv(query_count, ROWS) * batch * heads,), o_parts, lse_parts, o, lse,
+    launch(combine_kernel, (cdiv(query_count, ROWS) * batch * heads,), o_parts, lse_parts, o, lse,
            *o.stride()[:3], heads, query_count, batch * heads, parts, HEAD_DIM=head_dim,
-           BLOCK_D=triton.next_power_of_2(head_dim), ROWS=ROWS, ALL=triton.next_power_of_2(parts), STEP=STEP)
+           BLOCK_D=next_power_of_2(head_dim), ROWS=ROWS, ALL=next_power_of_2(parts), STEP=STEP)
 
 
 def launch_sum(parts: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...], problem: Problem, tile: Tile) -> None:
@@ -145,8 +145,8 @@ def launch_sum(parts: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...],
     dq, dk, dv = grads
     batch, heads, query_count, head_dim = dq.shape
     kv_heads, key_count = dk.shape[1:3]
-    rows = max(triton.cdiv(query_count, ROWS) * heads, triton.cdiv(key_count, ROWS) * kv_heads)
+    rows = max(cdiv(query_count, ROWS) * heads, cdiv(key_count, ROWS) * kv_heads)
     launch(sum_kernel, (rows * batch, 3), *parts, *grads, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
            heads, kv_heads, query_count, key_count, problem.hi, batch, tile.chunk, problem.scale,
-           HAS_HI=problem.has_hi, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+           HAS_HI=problem.has_hi, HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim),
            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, ROWS=ROWS, STEP=STEP)

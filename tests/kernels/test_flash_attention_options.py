@@ -133,7 +133,8 @@ def test_a_length_without_a_row_takes_the_next_longer_one_and_else_the_longest(m
     key = configs.Key("sm_90", 16, "ieee", 64, True, 4096)
     medium, long = (configs.Choice(*[configs.Tile(16, n)] * 3) for n in (16, 32))
     monkeypatch.setattr(configs, "TABLE", {replace(key, rows=2048): medium, replace(key, rows=8192): long})
-    found = [configs.lookup(replace(key, rows=rows)) for rows in configs.ROW_CLASSES]
+    lookup = configs.lookup.__wrapped__  # without what it remembers of the real table
+    found = [lookup(replace(key, rows=rows)) for rows in configs.ROW_CLASSES]
     assert found == [medium, medium, long, long, long, long]
 
 
