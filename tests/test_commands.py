@@ -40,6 +40,7 @@ QUICK: dict[str, str] = {
     r"experiments/train_curves\.py": CURVES,
     r"experiments/sabotage\.py": "--steps 4",
     r"experiments/(mixed_precision|activation_checkpointing|instrument_cost)\.py$": "--quick",
+    r"experiments\.predict_steps --calibrate": "--quick",
     r"experiments\.kernel_roofline": "--smoke",
     r"experiments[./]attention_memory": "--smoke",
     r"experiments\.simulate_scale": "--model small --ranks 4",
@@ -51,7 +52,7 @@ CANNOT: dict[str, str] = {
     r"^pip install": "changes the environment; make install does the same from pinned versions",
     r"--nnodes 2|machine0|^sbatch": "needs several machines",
     r"^compute-sanitizer": "needs a GPU and the CUDA toolkit",
-    r"experiments[./](tune_flash_attention|attention_record|attention_sweep|predict_steps)": "needs a GPU",
+    r"experiments[./](tune_flash_attention|attention_record|attention_sweep)": "needs a GPU",
 }
 TIMEOUT_S = 420
 
