@@ -96,10 +96,17 @@ def _forbidden(module: str, target: str) -> str | None:
         return None  # third-party
     if LAYERS.index(target_layer) < LAYERS.index(layer):
         return f"{layer} lies further in than {target_layer}"
-    same = module.split(".")[:2] == target.split(".")[:2]  # an experiment may be a package of several files
-    if layer == "experiments" and target_layer == "experiments" and target != "experiments" and not same:
+    if layer == target_layer == "experiments" and not _of_one_experiment(module, target):
         return "experiments do not import each other; share through distlab"
     return _forbidden_in_distlab(module, target) if layer == "distlab" else None
+
+
+def _of_one_experiment(module: str, target: str) -> bool:
+    """An experiment may be a package, or a file `x.py` whose pieces lie in `x_pieces/` and do not import it."""
+    if target == "experiments":
+        return True
+    mine, other = (name.split(".")[1] if "." in name else "" for name in (module, target))
+    return other in (mine, f"{mine}_pieces")
 
 
 def _forbidden_in_distlab(module: str, target: str) -> str | None:
@@ -232,6 +239,8 @@ def test_all_layers_were_walked():
         ("experiments.one", "from experiments import two"),
         ("experiments.one", "from experiments.two import run"),
         ("experiments.one", "from .two import run"),
+        ("experiments.one", "from experiments.two_pieces.checks import examine"),
+        ("experiments.one_pieces.checks", "from experiments.one import run"),
         ("experiments.one", "from launch import ddp_bench"),
         ("kernels.softmax", "import numpy"),
         ("kernels.softmax", "from distlab.hardware import lookup"),
@@ -262,6 +271,8 @@ def test_the_checker_keeps_kernels_empty(source: str):
         ("distlab.report.record", "from distlab import __version__"),
         ("distlab.testing", "from distlab.parallel import FlatDDP\nfrom kernels import softmax"),
         ("experiments.one", "from distlab.train import step\nimport kernels.softmax"),
+        ("experiments.one", "from experiments.one_pieces.checks import examine"),
+        ("experiments.one_pieces.checks", "from .mistakes import MISTAKES"),
         ("launch.bench", "from experiments import one\nfrom distlab.report import Record"),
         ("kernels.softmax", "import math, torch, triton.language as tl\nfrom .cost import Cost"),
         (STREAM_MAKER, "import torch\ns = torch.cuda.Stream()"),

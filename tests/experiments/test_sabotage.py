@@ -8,6 +8,7 @@ from distlab.report.record import read_json
 from distlab.testing import run_ranks
 from experiments import sabotage
 from experiments.sabotage import MISTAKES, SabotageConfig
+from experiments.sabotage_pieces.checks import ERROR
 from tests.commands import ROOT
 
 STEPS = 2  # curves are for people; the checks have their own steps
@@ -58,7 +59,7 @@ def test_ranks_that_fail_are_caught_too(monkeypatch, examined):
 
     monkeypatch.setattr(sabotage, "run_ranks", run_ranks)
     (record,) = sabotage.run(SabotageConfig(("no broadcast",), 2))
-    assert record.metrics["caught_by"] == sabotage.ERROR and "ready twice" in record.metrics["error"]
+    assert record.metrics["caught_by"] == ERROR and "ready twice" in record.metrics["error"]
 
 
 def test_the_command(monkeypatch, examined, tmp_path, capsys):

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from distlab.report import Record, read_json
-from experiments.train_curves import COST, KILLED, REFERENCE, ROUNDING, check_restarts, headline, verdicts
+from experiments.train_curves import check_restarts, headline, verdicts
+from experiments.train_curves_pieces.config import COST, KILLED, REFERENCE, ROUNDING
 from tests.commands import torchrun
 
 ARGUMENTS = [

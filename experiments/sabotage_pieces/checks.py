@@ -1,0 +1,107 @@
+"""The checks that every run is put to, with a mistake or without: one process, the closed form, float64 attention."""
+
+import math
+from typing import Any
+
+import torch
+
+from distlab.comm import RankContext, collectives
+from distlab.measure.recorder import CollectiveRecorder
+from distlab.model.ops import naive_attention
+from distlab.parallel import Strategy
+from distlab.theory.communication import step_volume
+from distlab.train.step import TrainStep
+from distlab.train.workbench import Task, Variant, parameter_difference
+
+from .injected import healthy_attention
+from .mistakes import ATTENTION, EQUALITY, MISTAKES, VOLUME, Attention, Mistake
+
+BUCKET_MB = 0.02
+# At two ranks the strategies equal one process bit for bit; attention differs from float64 by rounding, about 1e-6.
+PARAMETER_TOLERANCE, ATTENTION_TOLERANCE = 0.0, 1e-4
+ERROR = "error"  # ranks that fail have caught the mistake themselves
+
+
+def attention_difference(attention: Attention) -> float:
+    """Largest |Δ| of output and gradients against naive attention in float64; inf for NaN.
+
+    The scores are large (up to a few hundred), as a softmax must survive them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, upstream = (torch.randn(2, 2, 32, 16, generator=generator) for _ in range(4))
+    q = 30 * q
+    results = []
+    for fn, dtype in ((attention, torch.float32), (naive_attention, torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        o = fn(*leaves)
+        results.append([o.detach(), *torch.autograd.grad(o, leaves, upstream.to(dtype))])
+    # Gradients of k carry q's factor 30; relative to their size they are all of order one.
+    worst = [((x - y).abs().max() / y.abs().max()).item() for x, y in zip(*results, strict=True)]
+    return math.inf if any(map(math.isnan, worst)) else max(worst)
+
+
+def volume_difference(context: RankContext, mistake: Mistake, broken: bool) -> tuple[int, int]:
+    """Collectives and bytes of one step beyond the closed form of what the strategy must send."""
+    strategy, task = mistake.strategy(broken), mistake.trained(broken)
+    train = _train_step(context, strategy, task, (torch.optim.SGD, 0.1))
+    train(task.batches(context.rank, 0, context.device))
+    with CollectiveRecorder() as recorder:
+        train(task.batches(context.rank, 1, context.device))
+    model = task.build(0, context.device)
+    sizes = [(parameter.numel(), parameter.element_size()) for parameter in model.parameters()]
+    expected = step_volume(mistake.healthy, *zip(*sizes, strict=True), bucket_size_mb=BUCKET_MB,
+                           world_size=context.world_size)  # fmt: skip
+    train.model.close()
+    return recorder.count - expected.collectives, recorder.total_bytes - expected.bytes
+
+
+def _train_step(context: RankContext, strategy: Strategy, task: Task, learner: tuple) -> TrainStep:
+    wrapper = strategy.wrap(task.build(context.rank, context.device), context.group, BUCKET_MB)
+    cls, rate = learner
+    return TrainStep(wrapper, strategy.optimizer(wrapper, cls, lr=rate), task.loss_fn)
+
+
+def loss_curve(context: RankContext, mistake: Mistake, broken: bool, steps: int) -> tuple[list[float], float]:
+    """The mean loss over ranks of every step, and how far the ranks' parameters lie apart at the end."""
+    task = mistake.trained(broken)
+    train = _train_step(context, mistake.strategy(broken), task, mistake.learner)
+    losses = torch.stack([train(task.batches(context.rank, step, context.device)) for step in range(steps)])
+    means = collectives.sum_tensor(losses, context.group) / context.world_size
+    flat = torch.cat([parameter.detach().flatten() for parameter in train.model.module.parameters()])
+    mean = collectives.sum_tensor(flat, context.group) / context.world_size
+    train.model.close()
+    return means.tolist(), (flat - mean).abs().max().item()
+
+
+def examine(context: RankContext, name: str, broken: bool, check_steps: int, steps: int) -> dict[str, Any]:
+    """All checks and the curve of one run, with the mistake or without; call it on every rank."""
+    mistake = MISTAKES[name]
+    variant = Variant(name, mistake.strategy(broken), BUCKET_MB)
+    difference = parameter_difference(
+        context, variant, steps=check_steps, task=mistake.task, suspect=mistake.trained(broken)
+    )
+    calls, size = volume_difference(context, mistake, broken)
+    attention = mistake.attention if broken and mistake.attention else healthy_attention
+    losses, apart = loss_curve(context, mistake, broken, steps)
+    return {
+        "max_abs_param_diff": difference,
+        "collectives_beyond_prediction": calls,
+        "comm_bytes_beyond_prediction": size,
+        "attention_error": attention_difference(attention),
+        "ranks_apart": apart,
+        "loss": losses,
+    }
+
+
+def caught_by(metrics: dict[str, Any]) -> list[str]:
+    """The checks that say no."""
+    if "error" in metrics:
+        return [ERROR]
+    found = []
+    if metrics["max_abs_param_diff"] > PARAMETER_TOLERANCE:
+        found.append(EQUALITY)
+    if metrics["collectives_beyond_prediction"] or metrics["comm_bytes_beyond_prediction"]:
+        found.append(VOLUME)
+    if metrics["attention_error"] > ATTENTION_TOLERANCE:
+        found.append(ATTENTION)
+    return found

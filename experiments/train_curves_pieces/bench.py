@@ -1,0 +1,228 @@
+"""The runs: a loss curve per strategy, one more that is killed and resumed, and steps with and without checkpoints."""
+
+import dataclasses
+import gc
+import hashlib
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distlab.comm import RankContext, collectives
+from distlab.measure.memory import peak_memory
+from distlab.report import Record, commit, environment, read_json, write_json
+from distlab.train.config import TrainConfig
+from distlab.train.loop import StepReport, Trainer
+from distlab.train.tokens import TokenWindows
+
+from .config import COST, KILLED, LAST, NAME, REFERENCE, ROUNDING, CurvesConfig
+
+
+class Bench:
+    """Runs the parts, one record each.
+
+    Args:
+        config: what to run.
+        context: this rank.
+        folder: of records; all ranks see it.
+        tokens: bytes.
+        attempt: 0, or how often torchrun has restarted the ranks.
+    """
+
+    def __init__(
+        self,
+        config: CurvesConfig,
+        context: RankContext,
+        folder: Path,
+        tokens: np.ndarray,
+        *,
+        attempt: int = 0,
+        default_commit: str | None = None,
+        progress: Callable[[str], None] = lambda text: None,
+    ):
+        self.config, self.context, self.folder, self.attempt = config, context, folder, attempt
+        self.progress = progress
+        model = config.training(REFERENCE).model()
+        self.data = TokenWindows(tokens, 256, model.context_length)
+        self.text = {"bytes": len(tokens), "sha256": hashlib.sha256(tokens.tobytes()).hexdigest()}
+        facts = dataclasses.asdict(config) | {"world_size": context.world_size, "backend": context.backend}
+        self.shared = facts | {"text": self.text, "num_parameters": model.num_parameters}
+        self.facts = {"environment": environment(context.device), "commit": commit(default_commit)}
+
+    # -- records -------------------------------------------------------------------------------------------
+
+    def path_of(self, variant: str) -> Path:
+        return self.folder / f"{variant.replace(', ', '-').replace(' ', '-')}.json"
+
+    def done(self, variant: str) -> Record | None:
+        """The record of a part that was run before, with the same configuration."""
+        path = self.path_of(variant)
+        found = read_json(path)[0] if path.exists() else None
+        same = (
+            found is not None
+            and found.config == Record(NAME, "", self.shared, {}, {}, None).to_dict()["config"]
+        )
+        return found if same else None
+
+    def once(self, variant: str, run: Callable[[], dict[str, object]]) -> None:
+        # Rank 0 decides for all: another host's view of the folder may lag.
+        done = self.context.is_main and self.done(variant) is not None
+        if collectives.gather_objects(done, self.context.group)[0]:
+            self.progress(f"{variant}: has its record")
+            return
+        self.progress(variant)
+        metrics = run()
+        if self.context.is_main:
+            write_json([Record(NAME, variant, self.shared, metrics, **self.facts)], self.path_of(variant))
+        dist.barrier(self.context.group)
+
+    def records(self) -> list[Record]:
+        names = [*self.config.strategies, ROUNDING, KILLED, COST]
+        return [record for record in map(self.done, dict.fromkeys([REFERENCE, *names])) if record is not None]
+
+    # -- parts ---------------------------------------------------------------------------------------------
+
+    def run(self) -> list[Record]:
+        """Everything that has no record yet; call it on every rank."""
+        parts = self.config.parts
+        if "curves" in parts:
+            for strategy in dict.fromkeys([REFERENCE, *self.config.strategies]):
+                self.once(strategy, lambda strategy=strategy: self.curve(self.config.training(strategy)))
+            micro = self.config.training(REFERENCE, accumulate=2)
+            self.once(ROUNDING, lambda: self.curve(micro))
+        if "kill" in parts:
+            self.once(KILLED, self.killed_curve)
+        if "cost" in parts:
+            self.once(COST, self.cost)
+        return self.records()
+
+    def curve(
+        self,
+        config: TrainConfig,
+        folder: Path | None = None,
+        after: Callable[[StepReport], None] | None = None,
+    ) -> dict[str, object]:
+        """Train; the loss of every step, as it is and in hex."""
+        reports: list[StepReport] = []
+
+        def report(step: StepReport) -> None:
+            reports.append(step)
+            if after is not None:
+                after(step)
+
+        with peak_memory(self.context.device) as memory:
+            trainer = self.trainer(config, folder, report)
+            if folder is not None:
+                trainer.resume()
+            first = trainer.step
+            begin = time.perf_counter()
+            trainer.run()
+            spent = time.perf_counter() - begin
+            trainer.close()
+        del trainer
+        gc.collect()  # wrappers and hooks form cycles; the next strategy needs the memory
+        steady = [r.step_ms for r in reports[len(reports) // 4 :]]
+        losses = [r.loss for r in reports]
+        return {
+            "first_step": first,
+            "loss": losses,
+            "loss_hex": [loss.hex() for loss in losses],
+            "final_loss": statistics.mean(losses[-LAST:]),
+            "step_p50_ms": statistics.median(steady),
+            "train_s": spent,
+            "peak_alloc_bytes": memory.peak_alloc_bytes,
+        }
+
+    def trainer(
+        self, config: TrainConfig, folder: Path | None, report: Callable[[StepReport], None]
+    ) -> Trainer:
+        return Trainer(
+            config, self.context, train=self.data, data_identity=self.text, folder=folder, report=report,
+            progress=self.progress,
+        )  # fmt: skip
+
+    def killed_curve(self) -> dict[str, object]:
+        """The reference once more. In the first attempt the last rank dies by SIGKILL; the next one resumes."""
+        config = self.config.training(REFERENCE, checkpoint_every=self.config.checkpoint_every)
+        victim = self.context.rank == self.context.world_size - 1 and self.attempt == 0
+
+        def die(report: StepReport) -> None:
+            if victim and report.step == self.config.kill_at:
+                print(f"rank {self.context.rank} kills itself", file=sys.stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        metrics = self.curve(config, self.folder / "killed" / "checkpoints", die)
+        reference = self.done(REFERENCE)
+        if reference is not None:
+            twin = reference.metrics["loss"][metrics["first_step"] :]
+            differences = [abs(a - b) for a, b in zip(metrics["loss"], twin, strict=True)]
+            metrics["max_abs_loss_diff"] = max(differences)
+            metrics["equal_steps_pct"] = 100 * sum(d == 0 for d in differences) / len(differences)
+        return metrics
+
+    def cost(self) -> dict[str, object]:
+        """Blocks of steps with a checkpoint and without, in turn, on one trainer.
+
+        A block with a checkpoint begins with `save()` and ends when that checkpoint is complete: what a checkpoint
+        that is still being written would make the next one wait is counted.
+        """
+        config = self.config.training(REFERENCE, batch=self.config.cost_batch, keep=1)
+        trainer = self.trainer(config, self.folder / "cost" / "checkpoints", lambda report: None)
+        metrics: dict[str, list[float]] = {"with": [], "without": [], "save": [], "wait": []}
+        with peak_memory(self.context.device) as before:
+            self._block(trainer, 5, None)
+        with peak_memory(self.context.device) as memory:
+            self._block(trainer, 5, {"save": [], "wait": []})  # takes the pinned memory, once per run
+            for number in range(2 * self.config.rounds):
+                saves = number % 2 == number // 2 % 2  # with, without, without, with, …
+                timed = self._block(trainer, self.config.block, metrics if saves else None)
+                metrics["with" if saves else "without"].append(timed)
+        ratio = statistics.median(metrics["with"]) / statistics.median(metrics["without"])
+        written = collectives.gather_objects(trainer.checkpoints.host_bytes, self.context.group)
+        trainer.close()
+        added = None
+        if before.peak_alloc_bytes is not None:
+            added = max(0, memory.peak_alloc_bytes - before.peak_alloc_bytes)
+        return {
+            "block_steps": self.config.block,
+            "block_with_ms": metrics["with"],
+            "block_without_ms": metrics["without"],
+            "step_p50_ms": statistics.median(metrics["without"]) / self.config.block,
+            "step_with_checkpoints_ms": statistics.median(metrics["with"]) / self.config.block,
+            "checkpoint_cost_pct": 100 * (ratio - 1),
+            "noise_floor_pct": 100 * (max(metrics["without"]) / min(metrics["without"]) - 1),
+            "save_p50_ms": statistics.median(metrics["save"]),
+            "wait_p50_ms": statistics.median(metrics["wait"]),
+            "checkpoint_bytes": sum(written),
+            "host_bytes_per_rank": max(written),
+            "added_device_bytes": added,
+        }
+
+    def _block(self, trainer: Trainer, steps: int, metrics: dict[str, list[float]] | None) -> float:
+        """Time a block of steps, ms, that of the slowest rank."""
+        self._finish_everything()
+        begin = time.perf_counter()
+        if metrics is not None:
+            trainer.save()
+            metrics["save"].append(1e3 * (time.perf_counter() - begin))
+        for _ in range(steps):
+            trainer.heartbeat.note(trainer.step + 1, trainer.one_step(), trainer.train_step.grad_norm)
+        trainer.heartbeat.settle()
+        self._finish_everything()
+        if metrics is not None:
+            waiting = time.perf_counter()
+            trainer.checkpoints.wait()
+            metrics["wait"].append(1e3 * (time.perf_counter() - waiting))
+        return max(collectives.gather_objects(1e3 * (time.perf_counter() - begin), self.context.group))
+
+    def _finish_everything(self) -> None:
+        dist.barrier(self.context.group)
+        if self.context.device.type == "cuda":
+            torch.cuda.synchronize()
