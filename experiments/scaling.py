@@ -8,7 +8,7 @@ device, with p20 to p80 as error bars. To add points, record them with ddp_bench
 
     python -m experiments.scaling --measure
 
-measures instead: 1, 2, 4, … of this host's ranks in one launch (experiments/scaling_measured.py).
+measures instead: 1, 2, 4, … of this host's ranks in one launch (experiments/scaling_measured).
 """
 
 import argparse

@@ -17,7 +17,7 @@ from distlab.train import trial as trial_module
 from distlab.train.trial import TrialConfig
 from experiments import model_benchmark, model_profile
 from experiments.model_benchmark import BenchmarkConfig
-from experiments.model_profile import Inspection
+from experiments.model_profile import Inspection, residuals, work
 from launch import model_benchmark as launcher
 from tests.commands import python
 
@@ -123,8 +123,8 @@ def test_what_forms_of_a_block_save(one_rank, tmp_path):
     norms, mask = 2 * 2 * 16 * 128 * 4, 16 * 16
     assert whole["eager"] == saved["eager, all"]["predicted_saved_block_bytes"] + norms + mask
     assert saved["eager, 1"]["of_block_pct"] >= saved["eager, 5"]["of_block_pct"] > 0
-    page = write(model_profile.SAVED_VIEW, found, tmp_path)
-    assert "made by" in page.read_text() and len(model_profile.saved_findings(found)) == 3
+    page = write(residuals.VIEW, found, tmp_path)
+    assert "made by" in page.read_text() and len(residuals.saved_findings(found)) == 3
 
 
 def test_the_tables_and_pictures_of_a_step_taken_apart(results, tmp_path):
@@ -137,12 +137,12 @@ def test_the_tables_and_pictures_of_a_step_taken_apart(results, tmp_path):
         (tmp_path / name).mkdir()
         page = write(view, records, tmp_path / name)
         assert page.exists() and "naive: " in view.table(records)
-    work = {record.variant.removeprefix("naive: "): record.metrics for record in parts["model_work"]}
-    assert work["communication"]["kernel_ms"] > 0 and work["communication"]["flops"] == 0
-    assert sum(m["of_kernel_time_pct"] for m in work.values()) == pytest.approx(100)
-    assert sum(m["of_flops_pct"] for m in work.values()) == pytest.approx(100)
-    assert work["matrix products"]["of_flops_pct"] > 80
-    assert "timer's step" in model_profile.work_findings(parts["model_work"])[0]
+    kinds = {record.variant.removeprefix("naive: "): record.metrics for record in parts["model_work"]}
+    assert kinds["communication"]["kernel_ms"] > 0 and kinds["communication"]["flops"] == 0
+    assert sum(m["of_kernel_time_pct"] for m in kinds.values()) == pytest.approx(100)
+    assert sum(m["of_flops_pct"] for m in kinds.values()) == pytest.approx(100)
+    assert kinds["matrix products"]["of_flops_pct"] > 80
+    assert "timer's step" in work.work_findings(parts["model_work"])[0]
     assert {r.metrics["phase"] for r in parts["model_kernels"]} == {"forward", "backward", "optimizer"}
     # The buckets were there before the step, and hold the gradients of it.
     held = parts["model_memory"][0].metrics
@@ -173,15 +173,10 @@ def test_inspections_that_cannot_be():
 
 
 def test_kernel_names_are_cut_to_what_says_something():
-    assert (
-        model_profile.short_name("void cutlass::Kernel2<cutlass_80_tensorop(int)>(Params)")
-        == "cutlass::Kernel2"
-    )
-    long = model_profile.short_name(
-        "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float>>"
-    )
+    assert work.short_name("void cutlass::Kernel2<cutlass_80_tensorop(int)>(Params)") == "cutlass::Kernel2"
+    long = work.short_name("void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float>>")
     assert long == "vectorized_elementwise_kernel<4, MulFunctor<float>>"
-    assert len(model_profile.short_name("aten::" + "x" * 100)) == 64
+    assert len(work.short_name("aten::" + "x" * 100)) == 64
 
 
 def test_options_become_combinations():

@@ -18,7 +18,7 @@ from distlab.train.workbench import Workbench, variants
 from experiments import allreduce_sweep, bucket_sweep, scaling, scaling_measured
 from experiments.allreduce_sweep import SweepConfig
 from experiments.bucket_sweep import BucketSweepConfig, best_bucket_size
-from experiments.scaling_measured import MeasureConfig, Regime
+from experiments.scaling_measured import MeasureConfig, Regime, cells, prediction
 from launch import allreduce_sweep as launch_sweep
 from launch import bucket_sweep as launch_buckets
 from launch import scaling as launch_scaling
@@ -190,7 +190,7 @@ def test_scaling_goes_on_where_it_was_cut_off(tmp_path):
     timed = {(r.config["regime"], r.config["world_size"], r.variant) for r in records}
     regimes = ("weak:tiny:1", "strong:tiny:4")
     assert timed == (
-        {("collectives", 2, f"fit {name}") for name in scaling_measured.COLLECTIVES}
+        {("collectives", 2, f"fit {name}") for name in cells.COLLECTIVES}
         | {(regime, 1, "local") for regime in regimes}
         | {(regime, 2, name) for regime in regimes for name in ("local", "bucketed", "fsdp")}
     )
@@ -221,12 +221,12 @@ def test_scaling_goes_on_where_it_was_cut_off(tmp_path):
 
 
 def test_predictions_are_made_in_a_process_of_their_own():
-    assert scaling_measured._in_own_process(sorted, [3, 1, 2]) == [1, 2, 3]
+    assert prediction.in_own_process(sorted, [3, 1, 2]) == [1, 2, 3]
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        scaling_measured._in_own_process(divmod, 1, 0)
+        prediction.in_own_process(divmod, 1, 0)
     weak = dataclasses.replace(SCALING, regimes=SCALING.regimes[:1], strategies=("bucketed", "torch-ddp"))
-    assert scaling_measured.predictions(dataclasses.replace(weak, device=None), 2, "some CPU") == []
-    found = scaling_measured.predictions(weak, 2, "some CPU")  # the device that the config names
+    assert prediction.predictions(dataclasses.replace(weak, device=None), 2, "some CPU") == []
+    found = prediction.predictions(weak, 2, "some CPU")  # the device that the config names
     alone, local, bucketed, peer = (r.metrics for r in found)
     assert alone == local and bucketed == peer and bucketed["predicted_step_ms"] > local["predicted_step_ms"]
     expected = 100 * local["predicted_step_ms"] / bucketed["predicted_step_ms"]
@@ -240,7 +240,7 @@ def different_ranks(context):
     bench = Workbench(context, SCALING.model(SCALING.regimes[0]), batch_size=1)
     with bench.attached(row) as attached:
         attached()
-        return scaling_measured.compare_ranks(context, row, attached)
+        return cells.compare_ranks(context, row, attached)
 
 
 def test_ranks_that_differ_are_seen():
