@@ -52,6 +52,7 @@ CANNOT: dict[str, str] = {
     r"^pip install": "changes the environment; make install does the same from pinned versions",
     r"--nnodes 2|machine0|^sbatch": "needs several machines",
     r"^compute-sanitizer": "needs a GPU and the CUDA toolkit",
+    r"bucketed-dma": "needs a GPU",
     r"experiments[./](tune_flash_attention|attention_record|attention_sweep)": "needs a GPU",
 }
 TIMEOUT_S = 420
