@@ -1,7 +1,8 @@
 """Run a few training steps of a real strategy in a fake world, and keep what the last ones did."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +94,7 @@ def simulate_step(
     if optimizer_options is None:
         optimizer_options = {"fused": True} if optimizer_cls is torch.optim.AdamW else {}
     log = EventLog()
-    with fake_world(world_size, rank, like_nccl=like_nccl) as group, log.recording():
+    with _collecting_only_what_is_new(), fake_world(world_size, rank, like_nccl=like_nccl) as group, log.recording():
         wrapper = entry.wrap(build(), group, bucket_size_mb, compute_dtype)
         optimizer = entry.optimizer(wrapper, optimizer_cls, **optimizer_options)
         gc.collect()
@@ -112,7 +113,6 @@ def simulate_step(
         items, all_calls, memory = tuple(log.items), tuple(log.calls), tuple(log.memory)
         wrapper.close()  # gathers parameters, perhaps: not part of the step
         del step, wrapper, optimizer
-    gc.collect()  # finalizers of fake storages write into the log: let them do it now
     _, (first, _, _), (second, calls, moments) = begins
     return SimulatedStep(
         entry.name,
@@ -123,3 +123,15 @@ def simulate_step(
         memory[moments:],
         after_init,
     )
+
+
+@contextmanager
+def _collecting_only_what_is_new() -> Iterator[None]:
+    """Whole collections are cheap within: they leave out what exists already. One more at the end, because finalizers
+    of fake storages write into the log: let them do it now."""
+    gc.freeze()
+    try:
+        yield
+        gc.collect()
+    finally:
+        gc.unfreeze()
