@@ -20,6 +20,7 @@ starts new ones.
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -186,6 +187,7 @@ def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
 def _run_job(message: bytes) -> Any:
     rank, (path, world_size, backend, timeout_s), job = pickle.loads(message)
     fn, args = pickle.loads(job)
+    gc.freeze()  # a job ends with a collection, which need not look through torch and all that is imported by now
     store = dist.FileStore(path, world_size)
     with rank_context(
         backend=backend, timeout_s=timeout_s, store=store, rank=rank, world_size=world_size
