@@ -1,6 +1,7 @@
 """What every entry point does around its experiment: start ranks, make the context, say clearly what failed."""
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -125,6 +126,7 @@ def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout
     """Run `work` on this rank inside its context; turn exceptions into one clear message and an exit code."""
     place = RankEnvironment.read()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    gc.freeze()  # no collection, ours between variants or Python's own, looks through all of torch again
     try:
         with rank_context(backend=backend, timeout_s=timeout_s) as context:
             try:
