@@ -45,7 +45,7 @@ QUICK: dict[str, str] = {
     r"experiments[./]attention_memory": "--smoke",
     r"experiments\.simulate_scale": "--model small --ranks 4",
     r"^pytest -n auto": "tests/test_hardware.py",
-    r"^(pytest|\.venv/bin/python -m pytest|TRITON_INTERPRET)": "--maxfail=1 -x",
+    r"^(pytest|\.venv/bin/python -m pytest|TRITON_INTERPRET)": "-x",  # run whole: a failure ends and fails them
 }
 # Why a command does not run here at all. `--help` is asked instead where it has a script of ours.
 CANNOT: dict[str, str] = {
