@@ -172,8 +172,12 @@ def test_a_real_trace_of_two_ranks(tmp_path):
         events = load_trace(path)
         assert len(step_windows(events)) == 3
         for window in step_windows(events):
+            begun = [e for e in events if e.name == "gloo:all_reduce" and window[0] <= e.start_ms < window[1]]
+            # Not more about their ends: DDP goes on when the result is there, and on a busy machine gloo's thread may
+            # close its interval late, anywhere in the next step.
+            assert len(begun) >= 2  # a step waits for its buckets, so they all began in it
             found = analyse(events, window)
-            assert 0 < found.compute_ms < found.step_ms and 0 < found.comm_ms < found.step_ms
+            assert 0 < found.compute_ms < found.step_ms and 0 < found.comm_ms <= found.step_ms
             assert 0 <= found.overlap_pct <= 100 and found.copy_ms == 0
             assert [name for name, *_ in phases(events, window)] == ["forward", "backward"]
             assert total(lanes(events, window)["exposed"]) == pytest.approx(found.uncovered_comm_ms)
@@ -202,7 +206,7 @@ def test_gloo_intervals_begin_with_execution_and_contain_waiting_for_a_peer(tmp_
     run_ranks(collectives_in_flight, 2, str(tmp_path))
     events = load_trace(tmp_path / "0.json")
     start, end = step_windows(events)[0]
-    calls = [e for e in events if e.name == "gloo:all_reduce" and start <= e.start_ms and e.end_ms <= end]
+    calls = [e for e in events if e.name == "gloo:all_reduce" and start <= e.start_ms < end]
     assert len(calls) == 7
     by_lane = {}
     for call in calls:
