@@ -23,17 +23,7 @@ from distlab.measure.attempt import attempt
 from distlab.measure.memory import peak_memory
 from distlab.measure.timing import MIN_PAIRS, PhaseTimer, noise_floor, percentiles
 from distlab.model import ModelConfig, TransformerLM, checkpoint_groups, cross_entropy, preset
-from distlab.report import (
-    OutputFolder,
-    Record,
-    View,
-    add_from_option,
-    commit,
-    environment,
-    redraw,
-    say,
-    write,
-)
+from distlab.report import Record, View, Work, add_from_option, commit, environment, progress, run_command
 from distlab.report.figure import OKABE_ITO, finish, new_figure, tidy
 from distlab.report.table import Column
 from distlab.simulate.run import simulate_step
@@ -439,21 +429,14 @@ def config_from(args: argparse.Namespace) -> CheckpointingConfig:
 def main(argv: list[str] | None = None) -> int:
     """Run, print the table, write the report."""
     args = parser().parse_args(argv)
-    if args.source:
-        return redraw(VIEW, args.source, args.out)
-    try:
-        config = config_from(args)
-        folder = OutputFolder(args.out, NAME)
-    except (ValueError, OSError) as error:
-        print(f"{NAME}: error: {error}", file=sys.stderr)
-        return 2
     if args.quick:  # on cores that are shared, two threads wait for each other far longer than they compute
         torch.set_num_threads(1)
-    records = run(
-        config, default_commit=args.commit, progress=lambda text: print(text, file=sys.stderr, flush=True)
-    )
-    say(VIEW, records, write(VIEW, records, folder))
-    return 0
+
+    def prepare() -> Work:
+        config = config_from(args)
+        return lambda folder: run(config, default_commit=args.commit, progress=progress)
+
+    return run_command(VIEW, args, prepare)
 
 
 if __name__ == "__main__":

@@ -21,16 +21,14 @@ import torch
 from distlab.measure.attempt import attempt
 from distlab.report import (
     Column,
-    OutputFolder,
     Record,
     View,
+    Work,
     add_from_option,
     commit,
     environment,
     read_json,
-    redraw,
-    say,
-    write,
+    run_command,
     write_json,
 )
 from distlab.report.panels import panels
@@ -184,20 +182,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stamp", help="name of this run; a name that exists is resumed")
     parser.add_argument("--commit", help="recorded where the tree has no git")
     add_from_option(parser)
-    options = parser.parse_args(argv)
-    if options.source:
-        return redraw(VIEW, options.source, options.out)
-    chosen = {name: tuple(getattr(options, name)) for name in ("lengths", "head_dims", "dtypes", "variants")
-              if getattr(options, name)}
-    quick = QUICK if torch.cuda.is_available() else SMOKE
-    config = dataclasses.replace(SMOKE if options.smoke else quick if options.quick else Config(), **chosen)
-    if config.device == "cuda" and not torch.cuda.is_available():
-        print("the memory study needs a GPU (--smoke runs a few seconds on a CPU)", file=sys.stderr)
-        return 1
-    folder = OutputFolder(options.out, EXPERIMENT, options.stamp)
-    records = run(config, folder.path / "records.json", commit(options.commit))
-    say(VIEW, records, write(VIEW, records, folder))
-    return 0
+    args = parser.parse_args(argv)
+
+    def prepare() -> Work:
+        chosen = {name: tuple(getattr(args, name)) for name in ("lengths", "head_dims", "dtypes", "variants")
+                  if getattr(args, name)}
+        quick = QUICK if torch.cuda.is_available() else SMOKE
+        config = dataclasses.replace(SMOKE if args.smoke else quick if args.quick else Config(), **chosen)
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("the memory study needs a GPU (--smoke runs a few seconds on a CPU)")
+        return lambda folder: run(config, folder / "records.json", commit(args.commit))
+
+    return run_command(VIEW, args, prepare)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ first head of the inputs that were timed. The public class record for ours' d = 
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -23,15 +24,13 @@ from distlab.measure.timing import measure as measure_calls
 from distlab.measure.timing import percentiles
 from distlab.report import (
     Column,
-    OutputFolder,
     Record,
     View,
+    Work,
     add_from_option,
     commit,
     environment,
-    redraw,
-    say,
-    write,
+    run_command,
     write_json,
 )
 from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch, cost
@@ -164,6 +163,23 @@ VIEW = View(
 )
 
 
+def run(
+    head_dims: Sequence[int], length: int, ms: int, path: Path, default_commit: str | None = None
+) -> list[Record]:
+    """A record per head dim and variant, saved at `path` as they come; `ms` is the time to spend on each number."""
+    on_gpu = torch.cuda.is_available()
+    where, roof = environment("cuda" if on_gpu else "cpu"), matmul_tflop_per_s()
+    records: list[Record] = []
+    for head_dim in head_dims:
+        for name, fn in variants(length).items():
+            config = {"heads": HEADS, "length": length, "head_dim": head_dim,
+                      "dtype": "bfloat16" if on_gpu else "float32", "causal": True, "ms_per_number": ms}
+            metrics = measure(length, head_dim, name, fn, ms) | {"matmul_tflop_per_s": roof}
+            records.append(Record(EXPERIMENT, name, config, metrics, where, commit(default_commit)))
+            write_json(records, path)
+    return records
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
@@ -173,28 +189,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--commit", help="recorded where the tree has no git")
     parser.add_argument("--quick", action="store_true", help="100 ms per number; on a CPU 128 tokens of width 64")
     add_from_option(parser)
-    options = parser.parse_args(argv)
-    if options.source:
-        return redraw(VIEW, options.source, options.out)
+    args = parser.parse_args(argv)
     on_gpu = torch.cuda.is_available()
-    if not on_gpu and not options.quick:
-        print("the record configuration needs a GPU (--quick times a short one on a CPU)", file=sys.stderr)
-        return 1
-    if options.quick:
-        options.ms = 100
-        options.length, options.head_dims = (options.length, options.head_dims) if on_gpu else (128, [64])
-    folder = OutputFolder(options.out, EXPERIMENT).path
-    where, roof = environment("cuda" if on_gpu else "cpu"), matmul_tflop_per_s()
-    records = []
-    for head_dim in options.head_dims:
-        for name, fn in variants(options.length).items():
-            config = {"heads": HEADS, "length": options.length, "head_dim": head_dim,
-                      "dtype": "bfloat16" if on_gpu else "float32", "causal": True, "ms_per_number": options.ms}
-            metrics = measure(options.length, head_dim, name, fn, options.ms) | {"matmul_tflop_per_s": roof}
-            records.append(Record(EXPERIMENT, name, config, metrics, where, commit(options.commit)))
-            write_json(records, folder / "records.json")
-    say(VIEW, records, write(VIEW, records, folder))
-    return 0
+    if args.quick:
+        args.ms = 100
+        args.length, args.head_dims = (args.length, args.head_dims) if on_gpu else (128, [64])
+
+    def prepare() -> Work:
+        if not on_gpu and not args.quick:
+            raise ValueError("the record configuration needs a GPU (--quick times a short one on a CPU)")
+        return lambda folder: run(args.head_dims, args.length, args.ms, folder / "records.json", args.commit)
+
+    return run_command(VIEW, args, prepare)
 
 
 if __name__ == "__main__":

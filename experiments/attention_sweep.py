@@ -33,16 +33,14 @@ from distlab.measure.attempt import attempt
 from distlab.measure.timing import percentiles
 from distlab.report import (
     Column,
-    OutputFolder,
     Record,
     View,
+    Work,
     add_from_option,
     commit,
     environment,
     read_json,
-    redraw,
-    say,
-    write,
+    run_command,
     write_json,
 )
 from distlab.report.panels import panels
@@ -327,20 +325,23 @@ def configure(options: argparse.Namespace) -> Config:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
-    if options.source:
-        return redraw(VIEW, options.source, options.out)
-    config = configure(options)
-    if config.device == "cuda" and not torch.cuda.is_available():
-        print("the attention sweep needs a GPU (--smoke runs a few seconds on a CPU)", file=sys.stderr)
-        return 1
-    folder = OutputFolder(options.out, EXPERIMENT, options.stamp)
-    if options.warm:
-        warm(config, options.warm)
-    records = run(config, folder.path / "records.json", commit(options.commit))
-    write_json(beside_best_peer(records), folder.path / "comparison.json")
-    say(VIEW, records, write(VIEW, records, folder))
-    return 0
+    args = parse(argv)
+
+    def prepare() -> Work:
+        config = configure(args)
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("the attention sweep needs a GPU (--smoke runs a few seconds on a CPU)")
+
+        def work(folder: Path) -> list[Record]:
+            if args.warm:
+                warm(config, args.warm)
+            records = run(config, folder / "records.json", commit(args.commit))
+            write_json(beside_best_peer(records), folder / "comparison.json")
+            return records
+
+        return work
+
+    return run_command(VIEW, args, prepare)
 
 
 if __name__ == "__main__":

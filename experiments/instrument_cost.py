@@ -29,15 +29,14 @@ from distlab.measure.timing import MIN_PAIRS, measure, noise_floor, paired_ratio
 from distlab.model import TransformerLM, cross_entropy, preset
 from distlab.report import (
     Column,
-    OutputFolder,
     Record,
     View,
+    Work,
     add_from_option,
     commit,
     environment,
-    redraw,
-    say,
-    write,
+    progress,
+    run_command,
 )
 from distlab.report.figure import INK, OKABE_ITO, finish, new_figure, tidy
 
@@ -285,20 +284,13 @@ def config_from(args: argparse.Namespace) -> CostConfig:
 def main(argv: list[str] | None = None) -> int:
     """Run, print the table, write the report."""
     args = parser().parse_args(argv)
-    if args.source:
-        return redraw(VIEW, args.source, args.out)
-    try:
-        config = config_from(args)
-        folder = OutputFolder(args.out, NAME)
-    except (ValueError, OSError) as error:
-        print(f"{NAME}: error: {error}", file=sys.stderr)
-        return 2
     torch.set_num_threads(1)  # so small a step gains nothing by more, and waits for them
-    records = run(
-        config, default_commit=args.commit, progress=lambda text: print(text, file=sys.stderr, flush=True)
-    )
-    say(VIEW, records, write(VIEW, records, folder))
-    return 0
+
+    def prepare() -> Work:
+        config = config_from(args)
+        return lambda folder: run(config, default_commit=args.commit, progress=progress)
+
+    return run_command(VIEW, args, prepare)
 
 
 if __name__ == "__main__":

@@ -20,17 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
-from distlab.report import (
-    OutputFolder,
-    Record,
-    View,
-    add_from_option,
-    commit,
-    environment,
-    redraw,
-    say,
-    write,
-)
+from distlab.report import Record, View, Work, add_from_option, commit, environment, progress, run_command
 from distlab.report.figure import OKABE_ITO, finish, new_figure, tidy
 from distlab.report.table import Column
 from distlab.theory.floating import FORMATS, overflow_share, repeated_sum, safe_loss_scales, stalls_at
@@ -396,28 +386,30 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run, print the table, write the report."""
-    args = parser().parse_args(argv)
-    if args.source:
-        return redraw(VIEW, args.source, args.out)
+def config_from(args: argparse.Namespace) -> PrecisionConfig:
+    """The options over the defaults of the device.
+
+    Raises:
+        ValueError: a value that is not allowed, or a GPU that is not there.
+    """
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no GPU; leave it out, or give cpu")
     base = QUICK if args.quick else PrecisionConfig() if device == "cuda" else CPU
     options = {name: getattr(args, name) for name in ("size", "batch", "micro_batches")}
     asked = {name: value for name, value in options.items() if value is not None}
-    try:
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda: this machine has no GPU; leave it out, or give cpu")
-        config = replace(base, device=device, **asked)
-        folder = OutputFolder(args.out, NAME)
-    except (ValueError, OSError) as error:
-        print(f"{NAME}: error: {error}", file=sys.stderr)
-        return 2
-    records = run(
-        config, default_commit=args.commit, progress=lambda text: print(text, file=sys.stderr, flush=True)
-    )
-    say(VIEW, records, write(VIEW, records, folder))
-    return 0
+    return replace(base, device=device, **asked)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, print the table, write the report."""
+    args = parser().parse_args(argv)
+
+    def prepare() -> Work:
+        config = config_from(args)
+        return lambda folder: run(config, default_commit=args.commit, progress=progress)
+
+    return run_command(VIEW, args, prepare)
 
 
 if __name__ == "__main__":

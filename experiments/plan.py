@@ -15,18 +15,7 @@ from pathlib import Path
 
 from distlab.hardware import GPUSpec, by_alias
 from distlab.model import ModelConfig, preset
-from distlab.report import (
-    OutputFolder,
-    Record,
-    View,
-    add_from_option,
-    commit,
-    environment,
-    plot,
-    redraw,
-    say,
-    write,
-)
+from distlab.report import Record, View, Work, add_from_option, commit, environment, plot, run_command
 from distlab.report.table import Column
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
 from distlab.theory.compute import hardware_flops, mfu, step_flops
@@ -317,22 +306,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="bucketed and fsdp only")
     parser.add_argument("--out", type=Path, default=Path("outputs"))
     add_from_option(parser)
-    options = vars(parser.parse_args(arguments))
-    out, source = options.pop("out"), options.pop("source")
-    if source:
-        return redraw(VIEW, source, out)
-    if options.pop("quick"):
-        options["strategies"] = ("bucketed", "fsdp")
-    try:
-        config = PlanConfig(**options)
-        folder = OutputFolder(out, NAME)
-        records = run(config)
-        page = write(VIEW, records, folder)
-    except (ValueError, OSError) as error:
-        print(f"{NAME}: error: {error}", file=sys.stderr)
-        return 2
-    say(VIEW, records, page)
-    return 0
+    args = parser.parse_args(arguments)
+    if args.quick:
+        args.strategies = ("bucketed", "fsdp")
+
+    def prepare() -> Work:
+        config = PlanConfig(**{field.name: getattr(args, field.name) for field in fields(PlanConfig)})
+        return lambda folder: run(config)
+
+    return run_command(VIEW, args, prepare)
 
 
 if __name__ == "__main__":

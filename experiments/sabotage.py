@@ -18,17 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distlab.report import (
-    OutputFolder,
-    Record,
-    View,
-    add_from_option,
-    commit,
-    environment,
-    redraw,
-    say,
-    write,
-)
+from distlab.report import Record, View, Work, add_from_option, commit, environment, progress, run_command
 from distlab.report.table import Column
 from distlab.report.twins import twin_curves
 from distlab.testing import RanksFailed, run_ranks
@@ -178,18 +168,13 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run, print the table, write records and picture; 1 if a mistake passed."""
     args = parser().parse_args(argv)
-    if args.source:
-        return redraw(VIEW, args.source, args.out)
     names = tuple(MISTAKES) if args.mistakes == "all" else tuple(args.mistakes.split(","))
-    try:
+
+    def prepare() -> Work:
         config = SabotageConfig(names, args.steps or (30 if args.quick else 150))
-        folder = OutputFolder(args.out, NAME)
-    except (ValueError, OSError) as error:
-        print(f"{NAME}: error: {error}", file=sys.stderr)
-        return 2
-    records = run(config, lambda text: print(text, file=sys.stderr, flush=True), args.commit)
-    say(VIEW, records, write(VIEW, records, folder))
-    return 1 if problems(records) else 0
+        return lambda folder: run(config, progress, args.commit)
+
+    return run_command(VIEW, args, prepare, passed=lambda records: not problems(records))
 
 
 if __name__ == "__main__":

@@ -20,18 +20,7 @@ from pathlib import Path
 
 from distlab.hardware import by_alias, lookup
 from distlab.model import ModelConfig, preset
-from distlab.report import (
-    OutputFolder,
-    Record,
-    View,
-    add_from_option,
-    commit,
-    environment,
-    read_json,
-    redraw,
-    say,
-    write,
-)
+from distlab.report import Record, View, Work, add_from_option, commit, environment, read_json, run_command
 from distlab.report.lines import Point, log_lines
 from distlab.report.table import Column
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
@@ -302,25 +291,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--measure", action="store_true", help="measure on this host's ranks: launch/scaling.py"
     )
-    options = vars(parser.parse_args(arguments))
-    out, source = options.pop("out"), options.pop("source")
-    if source:
-        return redraw(VIEW, source, out)
-    if options.pop("quick"):
-        options |= {"strategies": ("bucketed", "fsdp"), "ranks": (1, 2, 8, 64)}
-    del options["measure"]
-    try:
-        config = ScalingConfig(
-            **options | {"ranks": tuple(options["ranks"]), "records": tuple(options["records"])}
-        )
-        folder = OutputFolder(out, NAME)
-        records = run(config)
-        page = write(VIEW, records, folder)
-    except (ValueError, OSError) as error:
-        print(f"{NAME}: error: {error}", file=sys.stderr)
-        return 2
-    say(VIEW, records, page)
-    return 0
+    args = parser.parse_args(arguments)
+    if args.quick:
+        args.strategies, args.ranks = ("bucketed", "fsdp"), (1, 2, 8, 64)
+    args.ranks, args.records = tuple(args.ranks), tuple(args.records)
+
+    def prepare() -> Work:
+        config = ScalingConfig(**{field.name: getattr(args, field.name) for field in fields(ScalingConfig)})
+        return lambda folder: run(config)
+
+    return run_command(VIEW, args, prepare)
 
 
 if __name__ == "__main__":

@@ -18,16 +18,15 @@ from distlab.hardware import by_alias
 from distlab.model import preset
 from distlab.parallel import get_strategy
 from distlab.report import (
-    OutputFolder,
     Record,
     View,
+    Work,
     add_from_option,
     commit,
     environment,
     plot,
-    redraw,
-    say,
-    write,
+    progress,
+    run_command,
 )
 from distlab.report.table import Column
 from distlab.simulate import Contention, LinkModel, replay
@@ -216,23 +215,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="the small model on 64 ranks")
     parser.add_argument("--out", type=Path, default=Path("outputs"))
     add_from_option(parser)
-    options = vars(parser.parse_args(arguments))
-    out, source = options.pop("out"), options.pop("source")
-    if source:
-        return redraw(VIEW, source, out)
-    if options.pop("quick"):
-        options |= {"model": "small", "ranks": 64}
-    try:
-        config = ScaleConfig(**options)
-        folder = OutputFolder(out, NAME)
-        records, rows = run(config, lambda text: print(text, file=sys.stderr, flush=True))
-        plot.timeline(folder.path / "timeline.png", rows, title=headline(records))
-        page = write(VIEW, records, folder)
-    except (ValueError, OSError) as error:
-        print(f"{NAME}: error: {error}", file=sys.stderr)
-        return 2
-    say(VIEW, records, page)
-    return 0
+    args = parser.parse_args(arguments)
+    if args.quick:
+        args.model, args.ranks = "small", 64
+
+    def prepare() -> Work:
+        config = ScaleConfig(**{field.name: getattr(args, field.name) for field in fields(ScaleConfig)})
+
+        def work(folder: Path) -> list[Record]:
+            records, rows = run(config, progress)
+            plot.timeline(folder / "timeline.png", rows, title=headline(records))
+            return records
+
+        return work
+
+    return run_command(VIEW, args, prepare)
 
 
 if __name__ == "__main__":

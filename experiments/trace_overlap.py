@@ -17,11 +17,9 @@ from pathlib import Path
 from distlab.measure.exposure import StepAccount, account, explain
 from distlab.measure.overlap import analyse, idle_gaps, median_step, step_windows, streams
 from distlab.measure.trace import Event, load_trace_and_origin
-from distlab.report import Record, commit, environment, say, write
-from distlab.report.output import OutputFolder
+from distlab.report import Record, View, Work, add_from_option, commit, environment, run_command
 from distlab.report.streams import stream_lanes
 from distlab.report.table import Column
-from distlab.report.view import View, add_from_option, redraw
 
 NAME = "trace_overlap"
 _OURS = re.compile(r"trace_(?P<variant>.+)_rank(?P<rank>\d+)")
@@ -161,20 +159,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--local", type=Path, help="the trace of the same step without communication")
     parser.add_argument("--out", type=Path, default=Path("outputs"))
     add_from_option(parser)
-    options = parser.parse_args(arguments)
-    if options.source:
-        return redraw(VIEW, options.source, options.out)
-    if not options.traces:
+    args = parser.parse_args(arguments)
+    if not (args.source or args.traces):
         parser.error("name a trace, or a folder of traces")
-    try:
-        records, lanes = run(files_of(options.traces), options.local)
-        folder = OutputFolder(options.out, NAME)
-        stream_lanes(folder.path / "streams.png", lanes, title=headline(records))
-        say(VIEW, records, write(VIEW, records, folder))
-    except (ValueError, OSError) as error:
-        print(f"{NAME}: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    def prepare() -> Work:
+        records, lanes = run(files_of(args.traces), args.local)  # before there is a folder: a file may be broken
+
+        def work(folder: Path) -> list[Record]:
+            stream_lanes(folder / "streams.png", lanes, title=headline(records))
+            return records
+
+        return work
+
+    return run_command(VIEW, args, prepare)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from distlab.comm import RankContext, RankEnvironment, collectives, rank_context
 from distlab.comm.context import choose_device
-from distlab.report.record import OutputFolder
-from distlab.report.view import View, add_from_option, redraw
+from distlab.report import OutputFolder, View, add_from_option, redraw
 
 USAGE_ERROR = 2
 # What a user can mend. Anything else is our mistake and keeps its traceback.

@@ -2,24 +2,28 @@
 measured.
 """
 
+from distlab.report.command import Work, add_from_option, progress, redraw, run_command
 from distlab.report.output import OutputFolder
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, write_csv, write_json
 from distlab.report.table import Column, render
-from distlab.report.view import View, add_from_option, redraw, say, write
+from distlab.report.view import View, say, write
 
 __all__ = [
     "Column",
     "OutputFolder",
     "Record",
     "View",
+    "Work",
     "add_from_option",
     "commit",
     "environment",
     "json_line",
+    "progress",
     "read_json",
     "redraw",
     "render",
+    "run_command",
     "say",
     "write",
     "write_csv",

@@ -1,4 +1,4 @@
-"""How an experiment's records are shown, in one place: what every run writes, and what `--from` writes anew.
+"""How an experiment's records are shown, in one place: what every run writes.
 
 An experiment declares its `View` once; `write` makes of records and view the whole folder of a run:
 
@@ -7,9 +7,6 @@ An experiment declares its `View` once; `write` makes of records and view the wh
 
 from __future__ import annotations
 
-import argparse
-import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +14,10 @@ from pathlib import Path
 from distlab.report import html
 from distlab.report.machines import by_machine
 from distlab.report.output import OutputFolder, atomic_path
-from distlab.report.record import Record, json_line, read_json, write_csv, write_json
+from distlab.report.record import Record, json_line, write_csv, write_json
 from distlab.report.table import Column, render
 
 Draw = Callable[[Sequence[Record], Path], None]
-USAGE_ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ def write(view: View, records: Sequence[Record], folder: OutputFolder | Path) ->
     Raises:
         ValueError: no records, or records of another experiment.
     """
-    _check(view, records)
+    check_records(view, records)
     path = Path(getattr(folder, "path", folder))
     write_json(records, path / "records.json")
     write_csv(records, path / "records.csv")
@@ -137,7 +133,8 @@ def write(view: View, records: Sequence[Record], folder: OutputFolder | Path) ->
     return path / "report.html"
 
 
-def _check(view: View, records: Sequence[Record]) -> None:
+def check_records(view: View, records: Sequence[Record]) -> None:
+    """Raise ValueError if these are not records of the view's experiment, or none at all."""
     if not records:
         raise ValueError(f"no records to show: {view.name} measured nothing")
     others = {record.experiment for record in records} - {view.name}
@@ -162,39 +159,6 @@ def _draw(view: View, records: Sequence[Record], path: Path) -> list[tuple[str, 
     drawn = {target for _, target in found}
     others = (other for other in sorted(path.glob("*.png")) if other not in drawn)
     return found + [(other.stem.replace("_", " "), other) for other in others]
-
-
-def add_from_option(parser: argparse.ArgumentParser) -> None:
-    """The option `--from`, which every experiment has: draw saved records anew instead of measuring."""
-    parser.add_argument(
-        "--from",
-        dest="source",
-        nargs="+",
-        metavar="RECORDS",
-        help="write table, pictures and report.html of these records.json anew, without measuring",
-    )
-
-
-def redraw(view: View, sources: Sequence[str | Path], out: str | Path) -> int:
-    """What `--from` does: read records, of one machine or of several, and write a folder of them under `out`.
-
-    Pictures that records alone cannot give (timelines, from traces) are taken from beside the first file.
-
-    Returns:
-        0, or 2 after a line on stderr that says what is wrong with a file.
-    """
-    try:
-        records = [record for source in sources for record in read_json(source)]
-        _check(view, records)
-        folder = OutputFolder(out, view.name)
-        for picture in sorted(Path(sources[0]).parent.glob("*.png")) if len(sources) == 1 else []:
-            shutil.copy(picture, folder.path)
-        page = write(view, records, folder)
-    except (ValueError, OSError) as error:
-        print(f"{view.name}: error: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    say(view, records, page)
-    return 0
 
 
 def say(view: View, records: Sequence[Record], page: Path, *, quiet: bool = False) -> None:

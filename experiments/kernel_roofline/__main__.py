@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from distlab.report import OutputFolder, add_from_option, commit, redraw, say, write, write_json
+from distlab.report import OutputFolder, add_from_option, commit, progress, redraw, say, write, write_json
 
 from . import __doc__ as DESCRIPTION
 from .cases import VARIANTS, cases
@@ -53,10 +53,6 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         print(f"{EXPERIMENT}: error: {error}", file=sys.stderr)
         return 2
-
-    def progress(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     if options.tune:
         print("\n".join(line for kernel in config.only for line in tune(config, kernel, progress)))
         return 0

@@ -45,5 +45,5 @@ def test_command_prints_a_table_and_one_line_of_json(tmp_path, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about the message without a GPU")
 def test_without_a_gpu_the_command_says_so(tmp_path, capsys):
-    assert study.main(["--out", str(tmp_path)]) == 1
-    assert "needs a GPU" in capsys.readouterr().err
+    assert study.main(["--out", str(tmp_path)]) == 2
+    assert "needs a GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())

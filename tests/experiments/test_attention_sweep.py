@@ -88,8 +88,8 @@ def test_warming_up_survives_variants_that_fail():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about the message without a GPU")
 def test_without_a_gpu_the_command_says_so(tmp_path, capsys):
-    assert sweep.main(["--out", str(tmp_path)]) == 1
-    assert "needs a GPU" in capsys.readouterr().err
+    assert sweep.main(["--out", str(tmp_path)]) == 2
+    assert "needs a GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_only_fp32_has_a_row_in_ieee_arithmetic(monkeypatch):

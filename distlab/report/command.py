@@ -1,0 +1,87 @@
+"""A command that one process runs: options, work, report. What several ranks run starts in `launch/common.py`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from distlab.report.output import OutputFolder
+from distlab.report.record import Record, read_json
+from distlab.report.view import View, check_records, say, write
+
+USAGE_ERROR = 2
+Work = Callable[[Path], Sequence[Record]]  # what is left to do once the options are right: the run's folder → records
+
+
+def progress(text: str) -> None:
+    """A line on stderr, at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_command(
+    view: View,
+    args: argparse.Namespace,
+    prepare: Callable[[], Work],
+    *,
+    passed: Callable[[Sequence[Record]], object] = lambda records: True,
+) -> int:
+    """Do what an experiment's `main` does once it has parsed its options, and return the exit code.
+
+    Args:
+        args: with `source` (see `add_from_option`), `out` (folder of all results) and, where a run can be resumed,
+            `stamp` (its name).
+        prepare: checks the options, before there is a folder, and returns the work. A ValueError or OSError of
+            either is the user's to mend, and becomes one line on stderr.
+        passed: whether the records say that all went well.
+
+    Returns:
+        0; 1 if the run did not pass; 2 after a user's mistake.
+    """
+    if args.source:
+        return redraw(view, args.source, args.out)
+    try:
+        work = prepare()
+        folder = OutputFolder(args.out, view.name, getattr(args, "stamp", None))
+        records = work(folder.path)
+        page = write(view, records, folder)
+    except (ValueError, OSError) as error:
+        print(f"{view.name}: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    say(view, records, page)
+    return 0 if passed(records) else 1
+
+
+def add_from_option(parser: argparse.ArgumentParser) -> None:
+    """The option `--from`, which every experiment has: draw saved records anew instead of measuring."""
+    parser.add_argument(
+        "--from",
+        dest="source",
+        nargs="+",
+        metavar="RECORDS",
+        help="write table, pictures and report.html of these records.json anew, without measuring",
+    )
+
+
+def redraw(view: View, sources: Sequence[str | Path], out: str | Path) -> int:
+    """What `--from` does: read records, of one machine or of several, and write a folder of them under `out`.
+
+    Pictures that records alone cannot give (timelines, from traces) are taken from beside the first file.
+
+    Returns:
+        0, or 2 after a line on stderr that says what is wrong with a file.
+    """
+    try:
+        records = [record for source in sources for record in read_json(source)]
+        check_records(view, records)
+        folder = OutputFolder(out, view.name)
+        for picture in sorted(Path(sources[0]).parent.glob("*.png")) if len(sources) == 1 else []:
+            shutil.copy(picture, folder.path)
+        page = write(view, records, folder)
+    except (ValueError, OSError) as error:
+        print(f"{view.name}: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    say(view, records, page)
+    return 0
