@@ -112,7 +112,7 @@ def rank_context(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Iterator[RankContext]:
-    """Join the process group, yield this rank's context, leave the group whatever happens.
+    """Join the process group, yield this rank's context once all have joined, leave the group whatever happens.
 
     Args:
         backend: `gloo`, `nccl` or None (NCCL where there are GPUs).
@@ -155,6 +155,10 @@ def rank_context(
         device_id=device if device.type == "cuda" else None,
     )
     try:
+        if backend == "gloo":
+            # Each rank connects to all others. One that has done so and leaves again at once would close its
+            # connections under a rank that is still making its own.
+            dist.barrier()
         yield RankContext(
             place.rank, place.local_rank, place.world_size, device, backend, dist.group.WORLD, timeout_s
         )

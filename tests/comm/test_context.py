@@ -2,6 +2,7 @@
 
 import subprocess
 import textwrap
+import time
 
 import pytest
 import torch
@@ -58,6 +59,29 @@ def places(context: RankContext) -> tuple:
 
 def test_every_rank_knows_its_place():
     assert run_ranks(places, 3) == [(r, r, 3, "cpu", "gloo") for r in range(3)]
+
+
+def join_late(context: RankContext, path: str) -> tuple[float, float]:
+    """(when this rank had connected to the others, when its context opened) for a group that rank 1 joins late."""
+    dist.destroy_process_group()
+    connect, connected_at = dist.init_process_group, []
+
+    def connect_late(*args, **kwargs):
+        connect(*args, **kwargs)
+        time.sleep(0.5 * context.rank)
+        connected_at.append(time.monotonic())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", connect_late)
+        place = {"store": dist.FileStore(path, 2), "rank": context.rank, "world_size": 2}
+        with rank_context(backend="gloo", timeout_s=20, **place):
+            return connected_at[0], time.monotonic()
+
+
+def test_no_context_opens_before_all_ranks_have_joined(tmp_path):
+    """A rank that leaves earlier closes the connections that another is still making."""
+    (_, opened), (joined, _) = run_ranks(join_late, 2, str(tmp_path / "store"))
+    assert opened >= joined
 
 
 TRAIN = """
