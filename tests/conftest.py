@@ -1,5 +1,6 @@
 """Shared set-up: one thread per process, hardware markers that skip with a reason, hypothesis without a clock."""
 
+import contextlib
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -7,6 +8,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    # Kernels are interpreted where there is no GPU, in every test and in all that tests start. Triton decides
+    # that when it is imported: here, before a test sets the variable otherwise.
+    os.environ["TRITON_INTERPRET"] = "1"
+    with contextlib.suppress(ImportError):
+        import triton  # noqa: F401
 
 from distlab.comm import rank_context
 
