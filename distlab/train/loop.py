@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from distlab.comm import RankContext
-from distlab.model.ops import adamw, get_ops
+from distlab.model.ops import adamw
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
 from distlab.train import rng
@@ -24,7 +24,7 @@ from distlab.train.config import DTYPES, TrainConfig, refuse_other_run
 from distlab.train.evaluate import validation_loss
 from distlab.train.heartbeat import Beat, Heartbeat, NonFiniteLoss, StopSignals
 from distlab.train.scaler import LossScaler
-from distlab.train.step import TrainStep, loss_of_model, next_token_loss_by
+from distlab.train.step import TrainStep, loss_function
 from distlab.train.tokens import GlobalOrder, Sequences, to_batch
 
 
@@ -150,7 +150,7 @@ class Trainer:
         self.train_step = TrainStep(
             self.wrapper,
             self.optimizer,
-            loss_of_model if config.ops == "triton" else next_token_loss_by(get_ops(ops=config.ops)),
+            loss_function(config.ops),
             autocast_dtype=self.autocast_dtype,
             # Without clipping the norm is still taken: it shows a NaN one step before the loss does.
             max_grad_norm=config.clip or float("inf"),

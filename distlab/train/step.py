@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.comm import RankContext, collectives
-from distlab.model.ops import Ops, cross_entropy
+from distlab.model.ops import cross_entropy
 from distlab.train.layout import stepped_by
 from distlab.train.scaler import LossScaler
 
@@ -25,14 +25,18 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(model(tokens_BT), targets_BT)
 
 
-def next_token_loss_by(ops: Ops) -> LossFunction:
-    """`next_token_loss` with the cross-entropy of these operations."""
-    return lambda model, batch: ops.cross_entropy(model(batch[0]), batch[1])
-
-
 def loss_of_model(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """`next_token_loss` computed by the model's own forward, which need not hold the logits for it."""
+    """`next_token_loss` computed by the head of a `TransformerLM`, which need not hold all logits for it."""
     return model(*batch)
+
+
+def loss_function(ops: str) -> LossFunction:
+    """The loss of a `TransformerLM` with these operations (`torch` or `triton`).
+
+    Torch's hold all logits anyway, and their loss is taken outside: in the head, FSDP would keep the head's weight
+    beside them.
+    """
+    return loss_of_model if ops == "triton" else next_token_loss
 
 
 class TrainStep:

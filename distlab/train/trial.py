@@ -23,7 +23,7 @@ from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
 from distlab.train.data import SyntheticTokens
 from distlab.train.scaler import LossScaler
-from distlab.train.step import TrainStep, next_token_loss_by
+from distlab.train.step import TrainStep, loss_function, next_token_loss
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MODES = ("inference", "forward", "forward_backward", "step")
@@ -112,7 +112,7 @@ class Trial:
         )  # fmt: skip
         self._batches = [data.batch(step) for step in range(BATCHES)]
         self._calls = 0
-        self._loss = next_token_loss_by(_ops_of(self.module))
+        self._loss = loss_function(config.ops)
         strategy, compute_dtype = get_strategy(config.strategy), DTYPES[config.dtype]
         self._autocast = strategy.autocast_dtype(compute_dtype)
         self.compiled = compiled(self.module, config.compile)
@@ -203,11 +203,6 @@ def compiled(module: TransformerLM, how: str, backend: str = "inductor") -> nn.M
     return module
 
 
-def _ops_of(module: TransformerLM):
-    """The operations that a model was built with."""
-    return module.norm.ops
-
-
 @contextmanager
 def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
     """A trial that is closed at the end."""
@@ -238,12 +233,12 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
     suspect = TransformerLM(
         shape, device=context.device, seed=config.seed, checkpoint_blocks=config.checkpointing
     )
-    expected = next_token_loss_by(_ops_of(reference))(reference, batch)
+    expected = next_token_loss(reference, batch)
     expected.backward()
     scale = LossScaler().scale if config.dtype == "fp16" else 1.0
     dtype = DTYPES[config.dtype]
     with nullcontext() if dtype is None else torch.autocast(context.device.type, dtype=dtype):
-        found = next_token_loss_by(_ops_of(suspect))(compiled(suspect, config.compile), batch)
+        found = loss_function(config.ops)(compiled(suspect, config.compile), batch)
     (found * scale).backward()
     difference = norm = 0.0
     for mine, theirs in zip(suspect.parameters(), reference.parameters(), strict=True):

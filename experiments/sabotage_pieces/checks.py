@@ -10,8 +10,9 @@ from distlab.measure.recorder import CollectiveRecorder
 from distlab.model.ops import naive_attention
 from distlab.parallel import Strategy
 from distlab.theory.communication import step_volume
+from distlab.train.reference import Task, parameter_difference
 from distlab.train.step import TrainStep
-from distlab.train.workbench import Task, Variant, parameter_difference
+from distlab.train.workbench import Variant
 
 from .injected import healthy_attention
 from .mistakes import ATTENTION, EQUALITY, MISTAKES, VOLUME, Attention, Mistake

@@ -14,7 +14,7 @@ from distlab.model.ops import naive_attention
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import STRATEGIES, Strategy
 from distlab.train.data import SyntheticTokens
-from distlab.train.workbench import Task
+from distlab.train.reference import Task
 
 from .injected import (
     HookOrder,

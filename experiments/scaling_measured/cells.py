@@ -10,7 +10,8 @@ from distlab.measure.bandwidth import time_collective
 from distlab.measure.timing import percentiles
 from distlab.parallel import get_strategy
 from distlab.theory.collective_fit import fit_collective, relative_errors
-from distlab.train.workbench import Variant, Workbench, full_parameters
+from distlab.train.reference import full_parameters
+from distlab.train.workbench import Variant, Workbench
 
 from .config import DTYPES, MeasureConfig, Regime, key
 

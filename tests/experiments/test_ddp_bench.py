@@ -16,7 +16,8 @@ from distlab.parallel import NaiveDDP
 from distlab.report.record import OutputFolder, Record, read_json
 from distlab.testing import run_ranks
 from distlab.train import workbench
-from distlab.train.workbench import Workbench, parameter_difference, variants
+from distlab.train.reference import parameter_difference
+from distlab.train.workbench import Workbench, variants
 from experiments import ddp_bench
 from experiments.ddp_bench import DDPBenchConfig
 from tests.commands import ROOT, environment, python, torchrun

@@ -18,6 +18,7 @@ from distlab.train.workbench import Workbench, variants
 from experiments import allreduce_sweep, bucket_sweep, scaling, scaling_measured
 from experiments.allreduce_sweep import SweepConfig
 from experiments.bucket_sweep import BucketSweepConfig, best_bucket_size
+from experiments.bucket_sweep import parts as sweep_parts
 from experiments.scaling_measured import MeasureConfig, Regime, cells, prediction
 from launch import allreduce_sweep as launch_sweep
 from launch import bucket_sweep as launch_buckets
@@ -98,7 +99,7 @@ KNOWN_LINK = MeasuredLinks({("all_reduce", 2): CollectiveFit((Piece(0.0, 1e-4, 1
 
 
 def sweep_of_buckets(context):
-    taken_here = bucket_sweep._all_reduce_fit(context, 16384, None)
+    taken_here = sweep_parts._all_reduce_fit(context, 16384, None)
     return bucket_sweep.run(BUCKETS, context, links=KNOWN_LINK), taken_here.seconds(8192)
 
 
@@ -143,7 +144,7 @@ def test_gradients_that_are_written_in_place_are_not_packed():
             5,
         )  # as a layer that writes there does
 
-    assert bucket_sweep._declined(parameters, backward) == [True, False]
+    assert sweep_parts._declined(parameters, backward) == [True, False]
     assert not any("gradient_target" in parameter.__dict__ for parameter in parameters)
 
 

@@ -10,7 +10,7 @@ from distlab.model import TransformerLM, preset
 from distlab.model.ops import adamw
 from distlab.parallel import get_strategy
 from distlab.testing import run_ranks
-from distlab.train.step import TrainStep, loss_of_model, next_token_loss
+from distlab.train.step import TrainStep, loss_function
 
 STRATEGIES = ("bucketed", "zero1", "sharded-optimizer", "fsdp")
 
@@ -24,7 +24,7 @@ def trained(context: RankContext, strategy_name: str, ops: str, tied: bool) -> t
     optimizer_cls, options = adamw(ops)
     # eps far above rounding: with the usual one a gradient of 1e-9 moves a weight as far as any other, either way.
     optimizer = strategy.optimizer(wrapper, optimizer_cls, lr=0.02, eps=1e-2, **options)
-    step = TrainStep(wrapper, optimizer, loss_of_model if ops == "triton" else next_token_loss)
+    step = TrainStep(wrapper, optimizer, loss_function(ops))
     drawn = torch.randint(23, (2, 2, 2, 6), generator=torch.Generator().manual_seed(context.rank))
     losses = [step([tuple(batch) for batch in drawn]).item() for _ in range(3)]
     if hasattr(wrapper, "gather_full_params"):

@@ -1,0 +1,111 @@
+"""Training in one process, the reference: whether a strategy leaves the same parameters.
+
+In fp32, with plain SGD (AdamW would turn a rounding error into a step of ±lr). The ranks' micro-batches run one after
+the other, and their gradients are summed in rank order.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from distlab.comm import RankContext, collectives
+from distlab.model.config import preset
+from distlab.model.transformer import TransformerLM
+from distlab.train.data import SyntheticTokens
+from distlab.train.step import LossFunction, TrainStep, next_token_loss
+from distlab.train.workbench import Variant
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained where strategies are held against one process.
+
+    Args:
+        build: `build(seed, device)` → the model.
+        batches: `batches(rank, step, device)` → the micro-batches of one rank in one step.
+        loss_fn: see `TrainStep`.
+    """
+
+    build: Callable[[int, torch.device], nn.Module]
+    batches: Callable[[int, int, torch.device], list[Any]]
+    loss_fn: LossFunction = next_token_loss
+
+
+def _tiny() -> Task:
+    config = replace(preset("tiny"), context_length=32)
+
+    def batches(rank: int, step: int, device: torch.device) -> list[Any]:
+        data = SyntheticTokens(config.vocab_size, 2, 32, seed=0, rank=rank, device=device)
+        return [data.batch(step)]
+
+    return Task(lambda seed, device: TransformerLM(config, device=device, seed=seed), batches)
+
+
+def parameter_difference(
+    context: RankContext,
+    variant: Variant,
+    *,
+    steps: int,
+    seed: int = 0,
+    task: Task | None = None,
+    suspect: Task | None = None,
+) -> float:
+    """Largest |Δparameter| over ranks and parameters after k steps, against training in one process.
+
+    Ranks start from different weights, so a missing broadcast shows.
+
+    Args:
+        task: what one process trains; default: the tiny preset on synthetic tokens.
+        suspect: what the ranks train, if that is to be held against `task` too (another attention, other data).
+
+    Returns:
+        The difference, the same on every rank; inf where a parameter is not a number.
+    """
+    task = task or _tiny()
+    suspect = suspect or task
+    model = suspect.build(seed + context.rank, context.device)
+    reference = task.build(seed, context.device)
+    wrapper = variant.wrap(model, context.group)
+    optimizer = variant.strategy.optimizer(wrapper, torch.optim.SGD, lr=0.1)
+    train = TrainStep(wrapper, optimizer, suspect.loss_fn)
+    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for number in range(steps):
+        train(suspect.batches(context.rank, number, context.device))
+        _mean_gradients(task, reference, number, context)
+        reference_optimizer.step()
+    expected = dict(reference.named_parameters())
+    mine = full_parameters(wrapper, optimizer)
+    # torch's maximum keeps a NaN, which Python's would lose in a comparison.
+    difference = torch.stack([(mine[name] - expected[name]).abs().max() for name in expected]).max().item()
+    wrapper.close()
+    differences = collectives.gather_objects(difference, context.group)
+    return max(math.inf if math.isnan(value) else value for value in differences)
+
+
+def _mean_gradients(task: Task, model: nn.Module, step: int, context: RankContext) -> None:
+    """Leave in `.grad` the mean over ranks: each rank's micro-batches added up, then the ranks', in their order."""
+    totals: dict[nn.Parameter, torch.Tensor] = {}
+    for rank in range(context.world_size):
+        model.zero_grad()
+        batches = task.batches(rank, step, context.device)
+        for batch in batches:
+            (task.loss_fn(model, batch) / len(batches)).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                total = totals.get(parameter)
+                totals[parameter] = parameter.grad if total is None else total + parameter.grad
+    for parameter, total in totals.items():
+        parameter.grad = total / context.world_size
+
+
+def full_parameters(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Every parameter, whole and up to date, by its name in the wrapped model. On every rank alike."""
+    if hasattr(wrapper, "gather_full_params"):
+        return wrapper.gather_full_params()
+    if hasattr(optimizer, "synchronize"):
+        optimizer.synchronize()
+    return dict(wrapper.module.named_parameters())

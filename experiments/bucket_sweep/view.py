@@ -1,0 +1,109 @@
+"""What a reader gets: table, findings, and step time against bucket size."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from distlab.report.record import Record
+from distlab.report.sweeps import Panel, Series, curves
+from distlab.report.table import Column
+from distlab.report.view import View
+
+from . import __doc__ as QUESTION
+from .config import NAME, OPTIMUM, OURS, PARTS, PEER
+
+COLUMNS = [
+    Column("variant", "strategy"),
+    Column("metrics.buckets", "buckets", "d", missing=""),
+    Column("metrics.step_p20_ms", "step p20 ms", ".1f", missing=""),
+    Column("metrics.step_p50_ms", "p50", ".1f", missing=""),
+    Column("metrics.step_p80_ms", "p80", ".1f", missing=""),
+    Column("metrics.predicted_step_ms", "predicted ms", ".1f", missing=""),
+    Column("metrics.error_pct", "error %", "+.1f", missing=""),
+    Column("metrics.predicted_comm_ms", "predicted comm ms", ".1f", missing=""),
+    Column("metrics.predicted_exposed_comm_ms", "exposed", ".1f", missing=""),
+    Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, missing=""),
+]
+
+
+def headline(records: Sequence[Record]) -> str:
+    """One line that says what was swept."""
+    config, env = records[0].config, records[0].environment
+    return (
+        f"Bucket sizes: {config['size']} ({config['num_parameters'] / 1e6:,.1f} M parameters), batch "
+        f"{config['batch']} × context {config['context']} per rank, {config['dtype']}, {config['world_size']} × "
+        f"{env['device_name']} ({config['backend']}), torch {env['torch']}"
+    )
+
+
+def findings(records: Sequence[Record]) -> list[str]:
+    """The optimum both ways, and the parts that the prediction is made of."""
+    lines = []
+    for record in records:
+        m = record.metrics
+        if record.variant == OPTIMUM and m:
+            lines.append(
+                f"Best measured: {m['best_bucket_mb']} MiB, {m['best_step_ms']:.1f} ms. Predicted best: "
+                f"{m['predicted_best_bucket_mb']} MiB, which takes {m['step_at_predicted_best_ms']:.1f} ms "
+                f"({m['regret_pct']:+.1f} %). Largest error of a prediction: {m['largest_error_pct']:+.1f} %."
+            )
+            if "torch_best_step_ms" in m:
+                lines.append(
+                    f"torch DDP's best: {m['torch_best_bucket_mb']} MiB, {m['torch_best_step_ms']:.1f} ms."
+                )
+        if record.variant == PARTS:
+            lines.append(
+                f"Parts: forward and backward {m['forward_backward_ms']:.1f} ms, of which backward "
+                f"{m['backward_ms']:.1f}; the first gradient after {m['first_gradient_ms']:.1f} ms; beside an "
+                f"all-reduce backward runs at {m['compute_rate']:.2f} of its speed and the all-reduce at "
+                f"{m['communication_rate']:.2f}; packing at {m['pack_gb_per_s']:.0f} GB/s, of "
+                f"{m.get('packed_parameters', len(m['ready_ms']))} of {len(m['ready_ms'])} parameters."
+            )
+    return lines
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Step time against bucket size: points measured, line predicted."""
+    rows = [r for r in records if r.config.get("strategy") in (OURS, PEER)]
+    sizes = [r.config["bucket_size_mb"] for r in rows]
+    finite = sorted({size for size in sizes if size is not None})
+    beyond = 4 * finite[-1] if finite else 1.0
+    ticks = [(size, f"{size:g}") for size in finite] + [(beyond, "all")] * (None in sizes)
+    series = []
+    for strategy, label in ((OURS, "bucketed, measured"), (PEER, "torch DDP, measured")):
+        mine = [
+            r
+            for r in rows
+            if r.config["strategy"] == strategy and isinstance(r.metrics["step_p50_ms"], float)
+        ]
+        if not mine:
+            continue
+        x = [beyond if r.config["bucket_size_mb"] is None else r.config["bucket_size_mb"] for r in mine]
+        low, y, high = ([r.metrics[f"step_{p}_ms"] for r in mine] for p in ("p20", "p50", "p80"))
+        series.append(Series(label, x, y, low, high, dashed=strategy == PEER))
+        if strategy == OURS:
+            predicted = [r.metrics["predicted_step_ms"] for r in mine]
+            series.append(Series("bucketed, predicted", x, predicted, line=True, like=label))
+    local = next((r.metrics.get("step_p50_ms") for r in records if r.variant == "local"), None)
+    if isinstance(local, float):
+        ends = [min(finite or [1.0]), beyond]
+        series.append(Series("no communication", ends, [local, local], line=True, dashed=True))
+    panel = Panel("", "bucket size (MiB)", "step (ms)", series, log_x=10, x_ticks=ticks)
+    curves(path, [panel], title=headline(records), height_in=4.2)
+
+
+VIEW = View(
+    NAME,
+    QUESTION.splitlines()[0],
+    COLUMNS,
+    headline,
+    pictures={"bucket_sweep.png": draw},
+    findings=findings,
+    reading="A small bucket leaves early and costs a latency; a large one leaves late, and the last is exposed whole. "
+    "Where communication is longer than backward what counts most is that it starts early and is not slowed. “all” is "
+    "one unbounded bucket: nothing overlaps.",
+    prediction="Every bucket is complete when its last gradient is made and, unless it was written there, packed; "
+    "buckets are sent in order, each for the time of the fit; while one is under way, backward and it run at their "
+    "measured rates beside each other (distlab.theory.bucket_model.pipeline). Nothing is fitted to a measured "
+    "step with buckets.",
+    noise="Error bars reach from p20 to p80 of the steps.",
+)

@@ -1,0 +1,146 @@
+"""Measure every variant of one run."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+from distlab.comm import RankContext, collectives
+from distlab.hardware import peak_flops
+from distlab.measure.attempt import is_out_of_memory
+from distlab.measure.exposure import StepAccount
+from distlab.measure.timing import MIN_PAIRS, exposure_ratio, noise_floor, paired_ratio, percentiles
+from distlab.report.record import OutputFolder, Record, commit, environment
+from distlab.theory.compute import mfu, step_flops
+from distlab.train.reference import parameter_difference
+from distlab.train.workbench import Timing, Workbench, variants
+
+from .account import explanation, overlap, sent
+from .config import DTYPES, NAME, OOM, DDPBenchConfig
+
+
+def run(
+    config: DDPBenchConfig,
+    context: RankContext,
+    folder: OutputFolder | None = None,
+    *,
+    default_commit: str | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Record]:
+    """Measure every variant; call it on every rank. All ranks return the same records.
+
+    Args:
+        folder: where each rank writes its traces; None profiles nothing and leaves those metrics None.
+        default_commit: for a machine without git.
+        progress: called with a line now and then.
+
+    Raises:
+        MemoryError: the model with this batch does not fit even without communication.
+    """
+    rows = variants(config.strategies, config.bucket_sizes_mb)
+    model_config = config.model()
+    differences = {}
+    for variant in rows if config.check_steps else []:
+        if variant.strategy.synchronizes:
+            progress(f"checking {variant.name} against one process")
+            differences[variant.name] = parameter_difference(context, variant, steps=config.check_steps)
+    progress(f"building {config.size}: {model_config.num_parameters / 1e6:,.1f} M parameters")
+    try:
+        bench = Workbench(
+            context,
+            model_config,
+            batch_size=config.batch,
+            compute_dtype=DTYPES[config.dtype],
+            seed=config.seed,
+        )
+        if config.in_turn:
+            steps = config.rounds * config.steps
+            timings = bench.time_in_turn(rows, warmup=config.warmup, steps=steps, progress=progress)
+        else:
+            timings = bench.time_rounds(
+                rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=progress
+            )
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise MemoryError(_does_not_fit(config, context)) from error
+        raise
+    if all(timing.out_of_memory for timing in timings.values()):
+        raise MemoryError(_does_not_fit(config, context))
+
+    records = []
+    facts = {"environment": environment(context.device), "commit": commit(default_commit)}
+    shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
+    shared |= {"num_parameters": model_config.num_parameters, "context": model_config.context_length}
+    reference = timings.get("local")
+    accounts: dict[str, StepAccount] = {}
+    for variant in rows:
+        timing = timings[variant.name]
+        if timing.out_of_memory:
+            metrics = {"step_p50_ms": OOM}
+        else:
+            progress(f"explaining {variant.name}")
+            metrics = _timing_metrics(config, context, timing, reference)
+            metrics |= _peer_ratio(timing, timings)
+            metrics |= sent(bench, variant)
+            metrics |= overlap(bench, variant, folder, config.profile_steps, accounts)
+            metrics["max_abs_param_diff"] = differences.get(variant.name)
+        own = {"bucket_size_mb": variant.bucket_size_mb if variant.strategy.has_buckets else None}
+        records.append(Record(NAME, variant.name, shared | own, metrics, **facts))
+    for record in records:
+        record.metrics.update(explanation(record, accounts))
+    # Clocks differ between ranks by what the profiler adds; the table is rank 0's.
+    return collectives.gather_objects(records, context.group)[0]
+
+
+def _does_not_fit(config: DDPBenchConfig, context: RankContext) -> str:
+    return (
+        f"{config.size} with batch {config.batch} × context {config.model().context_length} in {config.dtype} "
+        f"does not fit in the memory of {context.device} on rank {context.rank}: "
+        "pass a smaller --batch, --context or --size"
+    )
+
+
+def _timing_metrics(
+    config: DDPBenchConfig, context: RankContext, timing: Timing, reference: Timing | None
+) -> dict[str, float | int | None]:
+    metrics: dict[str, float | int | None] = {}
+    for phase, samples in timing.phases.items():
+        metrics |= {f"{phase}_{p}_ms": value for p, value in percentiles(samples).items()}
+    step_ms = metrics["step_p50_ms"]
+    model = config.model()
+    shape = {"batch": config.batch, "context": model.context_length, "vocab_size": model.vocab_size}
+    shape |= {"d_model": model.d_model, "d_ff": model.d_ff, "num_layers": model.num_layers}
+    peak = None
+    if context.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(context.device), DTYPES[config.dtype] or torch.float32)
+    share = mfu(step_flops(**shape), step_ms / 1e3, peak)
+    tokens = config.batch * model.context_length * context.world_size
+    metrics["tokens_per_s"] = tokens / (step_ms / 1e3)
+    metrics["mfu_pct"] = None if share is None else 100 * share
+    metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes
+    has_reference = reference is not None and not reference.out_of_memory
+    local_ms = percentiles(reference.phases["step"])["p50"] if has_reference else None
+    metrics["exposed_comm_ms"] = None if local_ms is None else step_ms - local_ms
+    samples = timing.phases["step"]
+    if len(samples) >= 2 * MIN_PAIRS:  # the same variant against itself: even against odd steps
+        half = len(samples) // 2
+        metrics["noise_floor_pct"] = noise_floor(samples[0::2][:half], samples[1::2][:half])
+    return metrics
+
+
+def _peer_ratio(timing: Timing, timings: dict[str, Timing]) -> dict[str, float]:
+    """This variant's step, and its exposed communication, over those of torch DDP's fastest row, paired step by
+    step, with their 95 % intervals."""
+    peers = [t for name, t in timings.items() if name.startswith("torch-ddp") and not t.out_of_memory]
+    if not peers:
+        return {}
+    best = min(peers, key=lambda peer: percentiles(peer.phases["step"])["p50"])
+    ratio = paired_ratio(timing.phases["step"], best.phases["step"])
+    metrics = {"vs_torch_ddp": ratio.ratio, "vs_torch_ddp_low": ratio.low, "vs_torch_ddp_high": ratio.high}
+    local = timings.get("local")
+    if local is None or local.out_of_memory or timing is local:
+        return metrics
+    exposed = exposure_ratio(timing.phases["step"], best.phases["step"], local.phases["step"])
+    if exposed is not None:
+        metrics |= {"exposed_vs_torch_ddp": exposed.ratio, "exposed_vs_torch_ddp_high": exposed.high}
+    return metrics

@@ -1,0 +1,173 @@
+"""What a reader gets: table, findings, bars and timeline."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from distlab.comm import RankContext
+from distlab.measure.overlap import lanes
+from distlab.measure.trace import load_trace
+from distlab.report import plot, view
+from distlab.report.record import OutputFolder, Record
+from distlab.report.table import Column
+
+from . import __doc__ as QUESTION
+from .account import trace_path
+from .config import NAME, OOM
+
+COLUMNS = [
+    Column("variant", "strategy"),
+    Column("metrics.step_p20_ms", "step p20 ms", ".1f"),
+    Column("metrics.step_p50_ms", "p50", ".1f"),
+    Column("metrics.step_p80_ms", "p80", ".1f"),
+    Column("metrics.forward_backward_p50_ms", "fwd+bwd+sync ms", ".1f"),
+    Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f"),
+    Column("metrics.exposed_comm_ms", "exposed ms", ".1f"),
+    Column("metrics.comm_ms", "comm ms", ".1f"),
+    Column("metrics.comm_share_pct", "of step %", ".0f"),
+    Column("metrics.overlap_pct", "overlap %", ".0f"),
+    Column("metrics.collectives_per_step", "calls", "d"),
+    Column("metrics.comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
+    Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
+    Column("metrics.mfu_pct", "MFU %", ".1f"),
+    Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+    Column("metrics.vs_torch_ddp", "÷ torch", ".3f"),
+    Column("metrics.vs_torch_ddp_high", "≤ (95 %)", ".3f"),
+    Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
+]
+
+
+GATHERS = [
+    Column("metrics.exposed_all_gather_forward_ms", "all-gather alone fwd ms", ".1f"),
+    Column("metrics.exposed_all_gather_backward_ms", "bwd ms", ".1f"),
+]
+
+
+RATIO = [
+    Column("metrics.exposed_vs_torch_ddp", "exposed ÷ torch's", ".2f"),
+    Column("metrics.exposed_vs_torch_ddp_high", "≤ (95 %)", ".2f"),
+]
+
+
+EXPLANATION = [
+    Column("metrics.exposed_uncovered_ms", "exposed: alone ms", ".1f"),
+    Column("metrics.exposed_slowdown_ms", "slower compute", ".1f"),
+    Column("metrics.exposed_copies_ms", "copies", ".1f"),
+    Column("metrics.exposed_optimizer_ms", "optimizer", "+.1f"),
+    Column("metrics.exposed_idle_ms", "idle", "+.1f"),
+    Column("metrics.exposed_unexplained_ms", "unexplained", "+.1f"),
+]
+
+
+def columns(records: Sequence[Record]) -> list[Column]:
+    """COLUMNS, and where records have them: the exposed time over torch's, all-gathers, and what exposed time is."""
+    gathers = any(record.metrics.get("exposed_all_gather_forward_ms") is not None for record in records)
+    against = any("exposed_vs_torch_ddp" in record.metrics for record in records)
+    explained = any("exposed_closes" in record.metrics for record in records)
+    groups = ((RATIO, against), (GATHERS, gathers), (EXPLANATION, explained))
+    return [*COLUMNS, *(column for group, wanted in groups if wanted for column in group)]
+
+
+def headline(records: Sequence[Record]) -> str:
+    """One line that says what the table below it was measured on."""
+    config, env = records[0].config, records[0].environment
+    floors = [record.metrics.get("noise_floor_pct") for record in records if record.variant == "local"]
+    floor = f"; noise floor {floors[0]:.1f} %" if floors and floors[0] is not None else ""
+    return (
+        f"{config['size']} ({config['num_parameters'] / 1e6:,.1f} M parameters), batch {config['batch']} × "
+        f"context {config['context']} per rank, {config['dtype']}, {config['world_size']} × "
+        f"{env['device_name']} ({config['backend']}), torch {env['torch']}{floor}"
+    )
+
+
+def unexplained_rows(records: Sequence[Record]) -> list[str]:
+    """Rows whose exposed communication the trace explains to less than 5 % of the step or 1 ms, one line each.
+
+    The account is of steps under the profiler, so a row within its noise floor is let pass.
+    """
+
+    def noise_ms(metrics: dict[str, float]) -> float:
+        return (metrics.get("noise_floor_pct") or 0.0) / 100 * metrics["step_p50_ms"]
+
+    return [
+        f"{record.variant}: {record.metrics['exposed_unexplained_ms']:+.1f} ms of "
+        f"{record.metrics['exposed_comm_ms']:.1f} ms exposed communication are in no part of its trace's account"
+        for record in records
+        if record.metrics.get("exposed_closes") is False
+        and abs(record.metrics["exposed_unexplained_ms"]) > noise_ms(record.metrics)
+    ]
+
+
+def wrong_rows(records: Sequence[Record]) -> list[str]:
+    """What is wrong with the results, one line each: volumes off the closed form, parameters off the reference."""
+    problems = []
+    for record in records:
+        metrics = record.metrics
+        if metrics.get("volume_as_predicted") is False:
+            problems.append(
+                f"{record.variant}: sent {metrics['collectives_per_step']} collectives, "
+                f"{metrics['comm_bytes_per_step']} bytes; the closed form says "
+                f"{metrics['predicted_collectives_per_step']} and {metrics['predicted_comm_bytes_per_step']}"
+            )
+        difference = metrics.get("max_abs_param_diff")
+        if difference is not None and not difference < 1e-5:  # fp32 SGD at rate 0.1: some 1e-8 from rounding
+            problems.append(f"{record.variant}: parameters differ from one process by {difference:.1e}")
+    return problems
+
+
+def findings(records: Sequence[Record]) -> list[str]:
+    """What is wrong with a result, and what is not explained."""
+    wrong = [f"WRONG: {problem}" for problem in wrong_rows(records)]
+    return wrong + [f"UNEXPLAINED: {row}" for row in unexplained_rows(records)]
+
+
+def draw_step_times(records: Sequence[Record], path: Path) -> None:
+    """Stacked bars: compute, exposed communication, optimizer; whiskers from p20 to p80 of the step."""
+    local = next((r.metrics for r in records if r.variant == "local"), None)
+    compute_ms = local.get("forward_backward_p50_ms") if local else None
+    parts: dict[str, list[float | str | None]] = {"compute": [], "exposed communication": [], "optimizer": []}
+    whiskers: list[tuple[float, float] | None] = []
+    for record in records:
+        metrics = record.metrics
+        if metrics["step_p50_ms"] == OOM or compute_ms is None:
+            cells = [OOM if metrics["step_p50_ms"] == OOM else None] * 3
+            whiskers.append(None)
+        else:
+            both, update = metrics["forward_backward_p50_ms"], metrics["optimizer_p50_ms"]
+            cells = [compute_ms, both - compute_ms, update]
+            whiskers.append((metrics["step_p20_ms"], metrics["step_p80_ms"]))
+        for part, cell in zip(parts.values(), cells, strict=True):
+            part.append(cell)
+    labels = [record.variant for record in records]
+    title = f"Where a step's time goes: {headline(records)}"
+    plot.stacked_bars(path, labels, parts, title=title, unit="ms", whiskers=whiskers)
+
+
+VIEW = view.View(
+    NAME,
+    QUESTION.splitlines()[0],
+    columns,
+    headline,
+    pictures={"step_time.png": draw_step_times},
+    findings=findings,
+    reading="Exposed communication is what a step takes longer than the same step without communication (local). "
+    "Communication time and overlap, the share of it that compute covers, come from the profiler's trace of rank 0; "
+    "calls and bytes are counted at torch's dispatcher. The ratio to torch is over torch DDP's fastest row, paired "
+    "step by step; beside it stands the upper end of its 95 % bootstrap interval. The last column is the largest "
+    "difference of any parameter from training in one process after a few steps of fp32 SGD on the tiny preset.\n\n"
+    "In the timeline compute is above, communication below; what compute does not hide is orange.",
+    prediction="Collectives and bytes per step in closed form (distlab.theory.communication). Step times are predicted "
+    "by experiments.predict_steps, before a measurement.",
+)
+
+
+def write(records: Sequence[Record], folder: OutputFolder, context: RankContext) -> Path:
+    """Everything of this run into the folder; call it on one rank. Returns the report's path."""
+    rows = {}
+    for record in records:
+        path = trace_path(folder, record.variant, context.rank)
+        if path.exists():
+            rows[record.variant] = lanes(load_trace(path))
+    if rows:
+        title = f"One step of rank {context.rank} under the profiler: {headline(records)}"
+        plot.timeline(folder.path / "timeline.png", rows, title=title)
+    return view.write(VIEW, records, folder)
