@@ -9,7 +9,10 @@ import torch
 
 from distlab.report import read_json
 from experiments import activation_checkpointing as study
-from experiments.activation_checkpointing import QUICK, Bench, CheckpointingConfig, run
+from experiments.activation_checkpointing_pieces import measuring
+from experiments.activation_checkpointing_pieces.config import NAME, QUICK, CheckpointingConfig
+from experiments.activation_checkpointing_pieces.measuring import Bench, run
+from experiments.activation_checkpointing_pieces.prediction import one_step, predicted
 
 SMALL = replace(QUICK, layers=4, context=32, vocab=32, groups=("block", "every-4-2"))
 
@@ -47,8 +50,8 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
             raise torch.OutOfMemoryError("out of memory")
         return original(model, *rest)
 
-    original = study.one_step
-    monkeypatch.setattr(study, "one_step", step)
+    original = one_step
+    monkeypatch.setattr(measuring, "one_step", step)
     bench = Bench(replace(SMALL, steps=3))
     for choice in ("none", "block"):
         bench.time(choice)
@@ -57,7 +60,7 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
     assert (
         found["status"] == "ok" and "step_over_none" not in found and found["max_rel_grad_norm_diff"] is None
     )
-    assert "predicted_step_ms" not in study.predicted(SMALL, "block", bench.times.get("none"))
+    assert "predicted_step_ms" not in predicted(SMALL, "block", bench.times.get("none"))
 
 
 def test_command_writes_the_report(tmp_path, capsys, records, monkeypatch):
@@ -68,7 +71,7 @@ def test_command_writes_the_report(tmp_path, capsys, records, monkeypatch):
     assert {"records.json", "checkpointing.png", "report.html"} <= {path.name for path in folder.iterdir()}
     again = tmp_path / "again"
     assert study.main(["--from", str(folder / "records.json"), "--out", str(again)]) == 0
-    (folder,) = (again / study.NAME).iterdir()
+    (folder,) = (again / NAME).iterdir()
     assert [r.variant for r in read_json(folder / "records.json")] == ["none", "block", "every-4-2"]
     capsys.readouterr()
     assert study.main(["--groups", "every-0", "--device", "cpu", "--out", str(tmp_path)]) == 2

@@ -9,7 +9,9 @@ import torch
 
 from distlab.report import read_json
 from experiments import mixed_precision
-from experiments.mixed_precision import QUICK, PrecisionConfig, layer_norm, run
+from experiments.mixed_precision import run
+from experiments.mixed_precision_pieces.config import QUICK, PrecisionConfig
+from experiments.mixed_precision_pieces.parts import layer_norm
 
 SMALL = replace(QUICK, layers=1, context=16, micro_batches=256, rows=256, log2_scales=(0, 12, 40))
 

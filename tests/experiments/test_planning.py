@@ -10,6 +10,7 @@ from distlab.report.record import read_json
 from experiments import plan, predict_steps, scaling, simulate_scale
 from experiments.plan import PlanConfig
 from experiments.predict_steps import PredictConfig
+from experiments.predict_steps.__main__ import main as predict_main
 from experiments.scaling import ScalingConfig
 from experiments.simulate_scale import ScaleConfig
 
@@ -139,4 +140,4 @@ def test_predictions_are_kept():
         assert row.metrics["volume_as_predicted"], case
     with pytest.raises(ValueError, match="none of the measured rows"):
         predict_steps.compare(records, [])
-    assert predict_steps.main(["--calibrate", "missing.json", "--cases", "xl:2"]) == 2
+    assert predict_main(["--calibrate", "missing.json", "--cases", "xl:2"]) == 2

@@ -1,18 +1,11 @@
-"""How long do the parts of a training step take, and how much memory?
-
-Times forward without gradients, forward, forward and backward, and the full step for every combination of the given
-sizes, contexts, batches, types, implementations and strategies; each row is checked against the plainest model of the
-same weights, its clock against the wall's, and its speed against the device's peak.
-"""
+"""Time every configuration, mode and warm-up."""
 
 import gc
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,79 +19,19 @@ from distlab.measure.guards import check_clock, check_speed, check_work
 from distlab.measure.memory import peak_memory
 from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.profile import PHASES
-from distlab.measure.timing import MIN_PAIRS, MIN_SAMPLES, PhaseTimer, noise_floor, percentiles, slowest_rank
-from distlab.report import plot
-from distlab.report.curves import curves
+from distlab.measure.timing import MIN_PAIRS, PhaseTimer, noise_floor, percentiles, slowest_rank
 from distlab.report.record import Record, commit, environment
-from distlab.report.table import Column
-from distlab.report.view import View
 from distlab.theory.compute import forward_flops, mfu
-from distlab.train.trial import MODES, Trial, TrialConfig, described, errors_against_reference, opened
+from distlab.train.trial import MODES, Trial, TrialConfig, errors_against_reference, opened
 
-NAME = "model_benchmark"
+from .config import NAME, BenchmarkConfig
+
 PASSES = {"inference": 1, "forward": 1, "forward_backward": 3, "step": 3}  # in units of a forward's FLOPs
 TOLERANCE = {
     "fp32": 1e-3,
     "bf16": 0.1,
     "fp16": 0.05,
 }  # relative error of all gradients; seen: 1e-6, 2e-2, 3e-3
-SWEPT = [field.name for field in fields(TrialConfig) if field.name not in ("bucket_size_mb", "seed")]
-
-
-@dataclass(frozen=True)
-class BenchmarkConfig:
-    """Every combination of these; see `TrialConfig` for the options.
-
-    Args:
-        modes: of `distlab.train.trial.MODES`; run in that order.
-        warmups: numbers of first calls to leave out. All rows of one combination come from one series, so that they
-            show what those calls cost. A process is cold only once: compare warm-ups in the first combination.
-        repeats: timed calls.
-
-    Raises:
-        ValueError: a value that is not allowed.
-    """
-
-    size: tuple[str, ...] = ("tiny",)
-    batch: tuple[int, ...] = (4,)
-    context: tuple[int | None, ...] = (None,)
-    dtype: tuple[str, ...] = ("fp32",)
-    compile: tuple[str, ...] = ("off",)
-    attention: tuple[str, ...] = ("sdpa",)
-    ops: tuple[str, ...] = ("torch",)
-    checkpointing: tuple[str, ...] = ("none",)
-    strategy: tuple[str, ...] = ("local",)
-    modes: tuple[str, ...] = MODES
-    warmups: tuple[int, ...] = (5,)
-    repeats: int = 10
-    bucket_size_mb: float = 25.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        unknown = [mode for mode in self.modes if mode not in MODES]
-        if unknown or not self.modes:
-            raise ValueError(f"mode {unknown or '(none)'}: choose among {', '.join(MODES)}")
-        if not self.warmups or min(self.warmups) < 0:
-            raise ValueError(f"warmup={self.warmups}: give at least one, none below 0")
-        if self.repeats < MIN_SAMPLES:
-            raise ValueError(f"repeats={self.repeats}: time at least {MIN_SAMPLES}")
-        self.trials()
-
-    def trials(self) -> list[TrialConfig]:
-        """All combinations; modes and warm-ups share a trial."""
-        choices = itertools.product(*(getattr(self, name) for name in SWEPT))
-        rest = {"bucket_size_mb": self.bucket_size_mb, "seed": self.seed}
-        found = [TrialConfig(**dict(zip(SWEPT, choice, strict=True)), **rest) for choice in choices]
-        if not found:
-            raise ValueError("give at least one value of every option")
-        return found
-
-    def label(self, trial: TrialConfig) -> str:
-        """What tells this trial from the others of the run: the options that have several values."""
-        varied = [name for name in SWEPT if len(getattr(self, name)) > 1]
-        plain = ("size", "dtype", "attention", "strategy")  # values that say what they are
-        texts = [str(getattr(trial, n)) if n in plain else f"{n} {getattr(trial, n)}" for n in varied]
-        return ", ".join(texts)
 
 
 def run(
@@ -282,84 +215,3 @@ def _peak_flops(trial: Trial) -> float | None:
     if dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32:
         dtype = "tf32"
     return peak_flops(torch.cuda.get_device_name(device), dtype)
-
-
-# -- how it is shown ----------------------------------------------------------------------------------------------
-
-
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what the table below it was measured on."""
-    return described([record.config for record in records], records[0].environment)
-
-
-def _ms(metric: str, title: str) -> Column:
-    return Column(f"metrics.{metric}", title, ".2f")
-
-
-def _exponent(value: float) -> str:
-    return f"{value:.0e}"
-
-
-COLUMNS = [
-    Column("variant", "what"),
-    _ms("step_mean_ms", "mean ms"), _ms("step_std_ms", "± std"), _ms("step_p20_ms", "p20"), _ms("step_p50_ms", "p50"),
-    _ms("step_p80_ms", "p80"), _ms("first_ms", "first"), _ms("forward_p50_ms", "forward"),
-    _ms("backward_p50_ms", "backward"), _ms("optimizer_p50_ms", "optimizer"),
-    Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30),
-    Column("metrics.tokens_per_s", "tokens/s", ",.0f"), Column("metrics.tflops_per_s", "TFLOP/s", ",.2f"),
-    Column("metrics.mfu_pct", "MFU %", ".1f"), Column("metrics.grad_rel_error", "gradient error", _exponent),
-    Column("metrics.noise_floor_pct", "noise %", ".1f"), Column("metrics.status", "status", align="left"),
-]  # fmt: skip
-
-
-def draw_steps(records: Sequence[Record], path: Path) -> None:
-    """A bar per row: forward, backward and optimizer, with p20 and p80 of the whole."""
-    labels = [record.variant for record in records]
-    parts: dict[str, list[float | str | None]] = {phase: [] for phase in PHASES}
-    whiskers: list[tuple[float, float] | None] = []
-    for record in records:
-        metrics = record.metrics
-        timed = metrics.get("step_p50_ms") is not None
-        for phase, values in parts.items():
-            values.append((metrics[f"{phase}_p50_ms"] or 0.0) if timed else metrics["status"])
-        whiskers.append((metrics["step_p20_ms"], metrics["step_p80_ms"]) if timed else None)
-    plot.stacked_bars(path, labels, parts, title=headline(records), unit="ms (median; whiskers p20 to p80)",
-                      whiskers=whiskers)  # fmt: skip
-
-
-def draw_warmup(records: Sequence[Record], path: Path) -> None:
-    """Every call of the series that were measured from the first call on; nothing without such a series."""
-    series = {
-        r.variant.removesuffix(", warm-up 0"): (
-            list(range(len(r.metrics["series_ms"]))),
-            r.metrics["series_ms"],
-        )
-        for r in records
-        if r.metrics.get("series_ms")
-    }
-    if series and len({r.config["warmup"] for r in records}) > 1:
-        curves(
-            path,
-            series,
-            title=f"Every call from the first: {headline(records)}",
-            x_label="call",
-            y_label="ms",
-        )
-
-
-VIEW = View(
-    NAME,
-    __doc__.splitlines()[0],
-    COLUMNS,
-    headline,
-    pictures={"steps.png": draw_steps, "warmup.png": draw_warmup},
-    reading="Inference is a forward without gradients; forward keeps what backward needs and stops there; "
-    "forward_backward adds backward and the synchronisation of gradients; step adds the optimizer. Every call works on "
-    "the next of four batches. Rows with several warm-ups are cut from one series; the column first is a row's first "
-    "call.\n\n"
-    "The gradient error is ‖g − g_ref‖ / ‖g_ref‖ over all parameters, against a model of the same weights with naive "
-    "attention, torch's operations, fp32, nothing compiled. A row whose error is above the tolerance of its type, "
-    "whose clock does not cover the wall's, whose gradients are zero, or that is faster than the device's peak, says "
-    "so in its status.",
-    prediction="None: see ddp_bench, plan and the calculator for predicted steps.",
-)
