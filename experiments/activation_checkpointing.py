@@ -18,7 +18,16 @@ from pathlib import Path
 import torch
 
 from distlab.model import checkpoint_groups
-from distlab.report import Record, View, Work, add_from_option, progress, run_command
+from distlab.report import (
+    Record,
+    View,
+    Work,
+    add_device_option,
+    add_output_options,
+    device_of,
+    progress,
+    run_command,
+)
 from distlab.report.figure import OKABE_ITO, finish, new_figure, tidy
 from distlab.report.table import Column
 from experiments.activation_checkpointing_pieces.config import CPU, NAME, QUICK, CheckpointingConfig
@@ -142,10 +151,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--count", action="store_true", default=None, help="count peaks on fake tensors too [on a CPU]"
     )
-    p.add_argument("--device", choices=("cuda", "cpu"), help="[cuda where there is one]")
-    p.add_argument("--out", default="outputs", help="folder for results [%(default)s]")
-    p.add_argument("--commit", help="recorded where git is missing")
-    add_from_option(p)
+    add_device_option(p)
+    add_output_options(p)
     return p
 
 
@@ -155,9 +162,7 @@ def config_from(args: argparse.Namespace) -> CheckpointingConfig:
     Raises:
         ValueError: a value that is not allowed, or a GPU that is not there.
     """
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine has no GPU; leave it out, or give cpu")
+    device = device_of(args)
     base = QUICK if args.quick else CheckpointingConfig() if device == "cuda" else CPU
     given = {field.name: getattr(args, field.name, None) for field in fields(CheckpointingConfig)}
     given |= {"device": device, "groups": tuple(args.groups) if args.groups else None}

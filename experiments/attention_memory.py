@@ -24,7 +24,7 @@ from distlab.report import (
     Record,
     View,
     Work,
-    add_from_option,
+    add_output_options,
     commit,
     environment,
     read_json,
@@ -178,10 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--head-dims", type=int, nargs="+")
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS)
-    parser.add_argument("--out", default="outputs", help="folder of all results")
-    parser.add_argument("--stamp", help="name of this run; a name that exists is resumed")
-    parser.add_argument("--commit", help="recorded where the tree has no git")
-    add_from_option(parser)
+    add_output_options(parser, resumes=True)
     args = parser.parse_args(argv)
 
     def prepare() -> Work:

@@ -27,7 +27,7 @@ from distlab.report import (
     Record,
     View,
     Work,
-    add_from_option,
+    add_output_options,
     commit,
     environment,
     run_command,
@@ -185,10 +185,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--ms", type=int, default=400, help="time to spend on each number")
-    parser.add_argument("--out", default="outputs", help="folder of all results")
-    parser.add_argument("--commit", help="recorded where the tree has no git")
     parser.add_argument("--quick", action="store_true", help="100 ms per number; on a CPU 128 tokens of width 64")
-    add_from_option(parser)
+    add_output_options(parser)
     args = parser.parse_args(argv)
     on_gpu = torch.cuda.is_available()
     if args.quick:

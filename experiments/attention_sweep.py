@@ -36,7 +36,7 @@ from distlab.report import (
     Record,
     View,
     Work,
-    add_from_option,
+    add_output_options,
     commit,
     environment,
     read_json,
@@ -309,10 +309,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS)
     parser.add_argument("--warm", type=int, default=0, help="processes that compile everything before the timing")
-    parser.add_argument("--out", default="outputs", help="folder of all results")
-    parser.add_argument("--stamp", help="name of this run; a name that exists is resumed")
-    parser.add_argument("--commit", help="recorded where the tree has no git")
-    add_from_option(parser)
+    add_output_options(parser, resumes=True)
     return parser.parse_args(argv)
 
 

@@ -19,7 +19,7 @@ from distlab.report import (
     OutputFolder,
     Record,
     View,
-    add_from_option,
+    add_output_options,
     commit,
     environment,
     redraw,
@@ -104,8 +104,7 @@ VIEW = View(
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the table's first two rows")
-    parser.add_argument("--out", default="outputs", help="folder of all results")
-    add_from_option(parser)
+    add_output_options(parser, measures=False)
     options = parser.parse_args(argv)
     if options.source:
         return redraw(VIEW, options.source, options.out)

@@ -32,8 +32,10 @@ from distlab.report import (
     Record,
     View,
     Work,
-    add_from_option,
+    add_device_option,
+    add_output_options,
     commit,
+    device_of,
     environment,
     progress,
     run_command,
@@ -264,18 +266,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--quick", action="store_true", help="fewer rounds, on a CPU")
     p.add_argument("--rounds", type=int, help=f"with new models each [{CPU.rounds}]")
     p.add_argument("--steps", type=int, help=f"of every variant in a round [{CPU.steps}]")
-    p.add_argument("--device", choices=("cuda", "cpu"), help="[cuda where there is one]")
-    p.add_argument("--out", default="outputs", help="folder for results [%(default)s]")
-    p.add_argument("--commit", help="recorded where git is missing")
-    add_from_option(p)
+    add_device_option(p)
+    add_output_options(p)
     return p
 
 
 def config_from(args: argparse.Namespace) -> CostConfig:
     """The options over the defaults; raises ValueError for a GPU that is not there."""
-    device = args.device or ("cuda" if torch.cuda.is_available() and not args.quick else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine has no GPU; leave it out, or give cpu")
+    device = "cpu" if args.quick and not args.device else device_of(args)
     given = {"rounds": args.rounds, "steps": args.steps}
     given = {name: value for name, value in given.items() if value is not None}
     return replace(QUICK if args.quick else CPU, device=device, **given)

@@ -17,7 +17,18 @@ from pathlib import Path
 
 import torch
 
-from distlab.report import Record, View, Work, add_from_option, commit, environment, progress, run_command
+from distlab.report import (
+    Record,
+    View,
+    Work,
+    add_device_option,
+    add_output_options,
+    commit,
+    device_of,
+    environment,
+    progress,
+    run_command,
+)
 from distlab.report.figure import OKABE_ITO, finish, new_figure, tidy
 from distlab.report.table import Column
 from distlab.theory.floating import FORMATS, safe_loss_scales, stalls_at
@@ -166,10 +177,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--size", help="model preset")
     p.add_argument("--batch", type=int, help="sequences of a micro-batch")
     p.add_argument("--micro-batches", type=int, help="micro-batches that make a step")
-    p.add_argument("--device", choices=("cuda", "cpu"), help="[cuda where there is one]")
-    p.add_argument("--out", default="outputs", help="folder for results [%(default)s]")
-    p.add_argument("--commit", help="recorded where git is missing")
-    add_from_option(p)
+    add_device_option(p)
+    add_output_options(p)
     return p
 
 
@@ -179,9 +188,7 @@ def config_from(args: argparse.Namespace) -> PrecisionConfig:
     Raises:
         ValueError: a value that is not allowed, or a GPU that is not there.
     """
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine has no GPU; leave it out, or give cpu")
+    device = device_of(args)
     base = QUICK if args.quick else PrecisionConfig() if device == "cuda" else CPU
     options = {name: getattr(args, name) for name in ("size", "batch", "micro_batches")}
     asked = {name: value for name, value in options.items() if value is not None}

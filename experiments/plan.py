@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distlab.hardware import GPUSpec, by_alias
 from distlab.model import ModelConfig, preset
-from distlab.report import Record, View, Work, add_from_option, commit, environment, plot, run_command
+from distlab.report import Record, View, Work, add_output_options, commit, environment, plot, run_command
 from distlab.report.table import Column
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
 from distlab.theory.compute import hardware_flops, mfu, step_flops
@@ -304,8 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=float, default=1e11, help="tokens to train on")
     parser.add_argument("--strategies", type=lambda text: tuple(text.split(",")), default=STRATEGIES)
     parser.add_argument("--quick", action="store_true", help="bucketed and fsdp only")
-    parser.add_argument("--out", type=Path, default=Path("outputs"))
-    add_from_option(parser)
+    add_output_options(parser, measures=False)
     args = parser.parse_args(arguments)
     if args.quick:
         args.strategies = ("bucketed", "fsdp")

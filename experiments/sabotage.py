@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distlab.report import Record, View, Work, add_from_option, commit, environment, progress, run_command
+from distlab.report import Record, View, Work, add_output_options, commit, environment, progress, run_command
 from distlab.report.table import Column
 from distlab.report.twins import twin_curves
 from distlab.testing import RanksFailed, run_ranks
@@ -159,9 +159,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--mistakes", default="all", help=f"comma-separated: {', '.join(MISTAKES)} [all]")
     p.add_argument("--steps", type=int, help="of each loss curve [150]")
     p.add_argument("--quick", action="store_true", help="30 steps")
-    p.add_argument("--out", default="outputs", help="folder for results [%(default)s]")
-    p.add_argument("--commit", help="recorded where git is missing")
-    add_from_option(p)
+    add_output_options(p)
     return p
 
 

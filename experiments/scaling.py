@@ -20,7 +20,7 @@ from pathlib import Path
 
 from distlab.hardware import by_alias, lookup
 from distlab.model import ModelConfig, preset
-from distlab.report import Record, View, Work, add_from_option, commit, environment, read_json, run_command
+from distlab.report import Record, View, Work, add_output_options, commit, environment, read_json, run_command
 from distlab.report.lines import Point, log_lines
 from distlab.report.table import Column
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
@@ -286,8 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default=default.dtype, choices=("bf16", "fp32"))
     parser.add_argument("--records", nargs="*", default=(), help="files of ddp_bench to draw as points")
     parser.add_argument("--quick", action="store_true", help="two strategies on 1 to 64 ranks")
-    parser.add_argument("--out", type=Path, default=Path("outputs"))
-    add_from_option(parser)
+    add_output_options(parser, measures=False)
     parser.add_argument(
         "--measure", action="store_true", help="measure on this host's ranks: launch/scaling.py"
     )

@@ -21,7 +21,7 @@ from distlab.report import (
     Record,
     View,
     Work,
-    add_from_option,
+    add_output_options,
     commit,
     environment,
     plot,
@@ -213,8 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bucket-size-mb", type=float, default=default.bucket_size_mb)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--quick", action="store_true", help="the small model on 64 ranks")
-    parser.add_argument("--out", type=Path, default=Path("outputs"))
-    add_from_option(parser)
+    add_output_options(parser, measures=False)
     args = parser.parse_args(arguments)
     if args.quick:
         args.model, args.ranks = "small", 64

@@ -17,7 +17,7 @@ from pathlib import Path
 from distlab.measure.exposure import StepAccount, account, explain
 from distlab.measure.overlap import analyse, idle_gaps, median_step, step_windows, streams
 from distlab.measure.trace import Event, load_trace_and_origin
-from distlab.report import Record, View, Work, add_from_option, commit, environment, run_command
+from distlab.report import Record, View, Work, add_output_options, commit, environment, run_command
 from distlab.report.streams import stream_lanes
 from distlab.report.table import Column
 
@@ -157,8 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
     parser.add_argument("traces", nargs="*", help="files of torch.profiler, or folders of ddp_bench")
     parser.add_argument("--local", type=Path, help="the trace of the same step without communication")
-    parser.add_argument("--out", type=Path, default=Path("outputs"))
-    add_from_option(parser)
+    add_output_options(parser, measures=False)
     args = parser.parse_args(arguments)
     if not (args.source or args.traces):
         parser.error("name a trace, or a folder of traces")

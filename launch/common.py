@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from distlab.comm import RankContext, RankEnvironment, collectives, rank_context
 from distlab.comm.context import choose_device
-from distlab.report import OutputFolder, View, add_from_option, redraw
+from distlab.report import OutputFolder, View, add_output_options, redraw
 
 USAGE_ERROR = 2
 # What a user can mend. Anything else is our mistake and keeps its traceback.
@@ -83,9 +83,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=60.0, help="seconds a collective may take [%(default)s]"
     )
-    parser.add_argument("--out", default="outputs", help="folder for results [%(default)s]")
-    parser.add_argument("--commit", help="recorded where git is missing")
-    add_from_option(parser)
+    add_output_options(parser)
 
 
 def launch(

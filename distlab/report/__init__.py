@@ -2,7 +2,16 @@
 measured.
 """
 
-from distlab.report.command import Work, add_from_option, progress, redraw, run_command
+from distlab.report.command import (
+    Work,
+    add_device_option,
+    add_from_option,
+    add_output_options,
+    device_of,
+    progress,
+    redraw,
+    run_command,
+)
 from distlab.report.output import OutputFolder
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, write_csv, write_json
@@ -15,8 +24,11 @@ __all__ = [
     "Record",
     "View",
     "Work",
+    "add_device_option",
     "add_from_option",
+    "add_output_options",
     "commit",
+    "device_of",
     "environment",
     "json_line",
     "progress",

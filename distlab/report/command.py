@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from distlab.report.output import OutputFolder
 from distlab.report.record import Record, read_json
 from distlab.report.view import View, check_records, say, write
@@ -31,8 +33,7 @@ def run_command(
     """Do what an experiment's `main` does once it has parsed its options, and return the exit code.
 
     Args:
-        args: with `source` (see `add_from_option`), `out` (folder of all results) and, where a run can be resumed,
-            `stamp` (its name).
+        args: with the options of `add_output_options`.
         prepare: checks the options, before there is a folder, and returns the work. A ValueError or OSError of
             either is the user's to mend, and becomes one line on stderr.
         passed: whether the records say that all went well.
@@ -52,6 +53,34 @@ def run_command(
         return USAGE_ERROR
     say(view, records, page)
     return 0 if passed(records) else 1
+
+
+def add_output_options(
+    parser: argparse.ArgumentParser, *, measures: bool = True, resumes: bool = False
+) -> None:
+    """Where a run's results go, and `--from`; `--commit` of one that measures; `--stamp` of one that can be resumed."""
+    parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
+    if resumes:
+        parser.add_argument("--stamp", help="name of this run; a name that exists is resumed")
+    if measures:
+        parser.add_argument("--commit", help="recorded where the tree has no git")
+    add_from_option(parser)
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """The option `--device`, for `device_of`."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="[cuda where there is one]")
+
+
+def device_of(args: argparse.Namespace) -> str:
+    """The device asked for by `--device`, or cuda where there is one.
+
+    Raises:
+        ValueError: a GPU that is not there.
+    """
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no GPU; leave it out, or give cpu")
+    return args.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def add_from_option(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from distlab.report import OutputFolder, add_from_option, commit, progress, redraw, say, write, write_json
+from distlab.report import OutputFolder, add_output_options, commit, progress, redraw, say, write, write_json
 
 from . import __doc__ as DESCRIPTION
 from .cases import VARIANTS, cases
@@ -25,10 +25,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat-ms", type=int, help="device time per number")
     parser.add_argument("--tune", action="store_true", help="launch parameters of the operations of --only instead")
     parser.add_argument("--dump-ptx", metavar="KERNEL", help="print the PTX of one kernel and stop")
-    parser.add_argument("--out", default="outputs", help="folder of all results")
-    parser.add_argument("--stamp", help="name of this run; a name that exists is resumed")
-    parser.add_argument("--commit", help="recorded where the tree has no git")
-    add_from_option(parser)
+    add_output_options(parser, resumes=True)
     return parser.parse_args(argv)
 
 
