@@ -12,6 +12,7 @@ missing gradient (None) counts as zero; a parameter that no rank used keeps `.gr
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from torch.distributed import ProcessGroup
 from distlab.comm import collectives
 
 
-class DataParallel(nn.Module):
+class DataParallel(nn.Module, ABC):
     """Base class of the four DDPs.
 
     Construction compares the model across ranks, then broadcasts parameters and buffers from rank 0.
@@ -66,9 +67,9 @@ class DataParallel(nn.Module):
     def _gradient_ready(self, index: int) -> None:
         """The gradient of `trainable[index]` is complete in this backward; communication may start."""
 
+    @abstractmethod
     def _synchronize(self) -> None:
         """Send what has not been sent, wait for all, leave the means in `.grad`."""
-        raise NotImplementedError
 
     # -- the public face -----------------------------------------------------------------------------------
 

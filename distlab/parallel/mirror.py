@@ -4,6 +4,7 @@
 an ordinary optimizer; the inner one holds the same groups with this rank's share of them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-class MirroredOptimizer(Optimizer):
+class MirroredOptimizer(Optimizer, ABC):
     """Keeps the inner optimizer's groups and options like the outer ones'.
 
     A subclass says in `_mine(group)` which parameters of a group the inner optimizer gets, and may act on newly
@@ -54,9 +55,9 @@ class MirroredOptimizer(Optimizer):
     def _take(self, parameters: list[nn.Parameter]) -> None:
         """New parameters arrived; decide whose they are."""
 
+    @abstractmethod
     def _mine(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group with this rank's share of its parameters, which may be empty."""
-        raise NotImplementedError
 
     def _complete(self, group: dict[str, Any]) -> None:
         """Give a group the options that only the inner optimizer's defaults know."""

@@ -53,7 +53,15 @@ ring_reduce_scatter = ring_all_gather
 
 
 def ring_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
-    """A reduce-scatter and an all-gather: per link 2(N−1)/N·S bytes, never more than 2·S."""
+    """A reduce-scatter and an all-gather, in seconds: 2(N−1)·α + 2(N−1)/N · S/W, and 0 for a single rank.
+
+    The S bytes are cut into N pieces. In N−1 rounds every rank passes one piece to its neighbour, who adds its own; in
+    N−1 more the finished pieces go round. All links are busy at once, and each carries less than 2·S however many
+    ranks there are: the ring is bandwidth-optimal, its latency is not.
+
+    Raises:
+        ValueError: fewer than one rank, or negative bytes.
+    """
     return 2 * ring_all_gather(num_bytes, ranks, link)
 
 

@@ -1,10 +1,10 @@
-"""What one training step sends, in closed form: collectives, their bytes, and the time a ring needs for them.
+"""What one training step sends, in closed form: collectives and their bytes.
 
 Benchmarks assert these numbers against the recorded collectives, so each function states one strategy's rule
 anew, apart from the code that executes it: an agreement of the two means something.
 
 Bytes are payload, the size of the tensor handed to the collective on one rank. What then crosses the wires
-depends on the algorithm (`ring_all_reduce_seconds`).
+depends on the algorithm, and so does the time it takes (`collective_cost`).
 
 All functions take the trainable parameters of one model in registration order, a tied parameter once:
 `numels` are their elements and `itemsizes` the bytes per element of their gradients. Gradients share a buffer
@@ -47,7 +47,7 @@ def naive(
     count = len(numels)
     if not count:
         return CommunicationVolume(0, 0)
-    gradients = sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
+    gradients = _payload(numels, itemsizes)
     return CommunicationVolume(count + 1, gradients + FLAG_BYTES * count)
 
 
@@ -110,11 +110,9 @@ def bucketed_dma(
     Raises:
         ValueError: as `bucketed`, or fewer than one rank.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size}: must be at least 1")
     # With one element more per parameter each bucket holds its flags, which must not count towards the limit.
     buckets = _bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes, flags=1)
-    padded = sum(-(-numel // world_size) * world_size * size for numel, size in buckets)
+    padded = _padded(buckets, world_size)
     return CommunicationVolume(len(buckets), padded)
 
 
@@ -154,7 +152,7 @@ def torch_ddp(
         if filled[dtype] >= (later if closed[dtype] else first):
             closed[dtype] += 1
             del filled[dtype]
-    total = sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
+    total = _payload(numels, itemsizes)
     return CommunicationVolume(sum(closed.values()) + len(filled), total)
 
 
@@ -174,10 +172,8 @@ def zero1(
     Raises:
         ValueError: as `bucketed`, or fewer than one rank.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size}: must be at least 1")
     buckets = _bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
-    padded = sum(-(-numel // world_size) * world_size * size for numel, size in buckets)
+    padded = _padded(buckets, world_size)
     return CommunicationVolume(2 * len(buckets) + 1, 2 * padded + FLAG_BYTES * len(numels))
 
 
@@ -198,8 +194,7 @@ def sharded_optimizer(
     Raises:
         ValueError: as `bucketed`, or fewer than one rank.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size}: must be at least 1")
+    _check_ranks(world_size)
     gradients = bucketed(numels, itemsizes, bucket_size_mb, dtypes=dtypes)
     labels = _check(numels, itemsizes, dtypes)
     loads, filled, calls = [0] * world_size, {}, 0
@@ -210,7 +205,7 @@ def sharded_optimizer(
         if key not in filled or filled[key] + size > message_mb * MIB:
             calls, filled[key] = calls + 1, 0
         filled[key] += size
-    parameters = sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
+    parameters = _payload(numels, itemsizes)
     return CommunicationVolume(gradients.collectives + calls, gradients.bytes + parameters)
 
 
@@ -232,7 +227,7 @@ def torch_zero(
     ddp = torch_ddp(
         numels, itemsizes, first_bucket_mb=bucket_cap_mb, bucket_cap_mb=bucket_cap_mb, dtypes=dtypes
     )
-    parameters = sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
+    parameters = _payload(numels, itemsizes)
     return CommunicationVolume(ddp.collectives + len(numels), ddp.bytes + parameters)
 
 
@@ -258,14 +253,12 @@ def fsdp(
     Raises:
         ValueError: as `naive`, or fewer than one rank.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size}: must be at least 1")
     _check(numels, itemsizes, dtypes)
     ends: dict[Hashable, int] = {}
     for numel, unit in zip(numels, units, strict=True):
         if unit is not None:
             ends[unit] = -(-ends.get(unit, 0) // FSDP_ALIGNMENT) * FSDP_ALIGNMENT + numel
-    padded = sum(-(-end // world_size) * world_size for end in ends.values())
+    padded = _padded([(end, 1) for end in ends.values()], world_size)
     small = [numel for numel, unit in zip(numels, units, strict=True) if unit is None]
     master = max(itemsizes, default=4)
     gathers, reductions = 2 * padded * compute_itemsize, padded * master
@@ -319,37 +312,6 @@ def step_volume(
     return forms[strategy]() if strategy in forms else None
 
 
-def ring_all_reduce_seconds(num_bytes: float, ranks: int, bandwidth: float, latency: float = 0.0) -> float:
-    """Time of a ring all-reduce: 2·(N−1)·latency + 2·(N−1)/N · S/W.
-
-    The S bytes are cut into N pieces. In N−1 rounds of reduce-scatter every rank passes one piece to its
-    neighbour, who adds its own; in N−1 rounds of all-gather the finished pieces go round. So each rank sends
-    2·(N−1) pieces of S/N bytes, all links busy at once, each round paying one latency. The volume per link
-    tends to 2·S/W however many ranks there are: the ring is bandwidth-optimal (Patarasuk & Yuan 2009), its
-    latency is not.
-
-    Args:
-        num_bytes: S, payload on each rank.
-        ranks: N.
-        bandwidth: W, bytes per second that one rank can send in one direction.
-        latency: seconds per round.
-
-    Returns:
-        Seconds; 0 for a single rank.
-
-    Raises:
-        ValueError: fewer than one rank, a bandwidth that is not positive, negative bytes or latency.
-    """
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks}: must be at least 1")
-    if not bandwidth > 0:
-        raise ValueError(f"bandwidth={bandwidth}: must be positive, in bytes per second")
-    if num_bytes < 0 or latency < 0:
-        raise ValueError(f"num_bytes={num_bytes}, latency={latency}: must not be negative")
-    rounds = 2 * (ranks - 1)
-    return rounds * latency + rounds / ranks * num_bytes / bandwidth
-
-
 def _check(
     numels: Sequence[int], itemsizes: Sequence[int], dtypes: Sequence[Hashable] | None
 ) -> Sequence[Hashable]:
@@ -363,6 +325,22 @@ def _check(
     if any(numel < 0 for numel in numels) or any(size < 1 for size in itemsizes):
         raise ValueError("numels must not be negative and itemsizes must be at least 1 byte")
     return dtypes
+
+
+def _check_ranks(world_size: int) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: must be at least 1")
+
+
+def _payload(numels: Sequence[int], itemsizes: Sequence[int]) -> int:
+    """Bytes of all gradients."""
+    return sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
+
+
+def _padded(buffers: Sequence[tuple[int, int]], world_size: int) -> int:
+    """Bytes of buffers of (elements, bytes per element), each padded to a multiple of the world size."""
+    _check_ranks(world_size)
+    return sum(-(-numel // world_size) * world_size * size for numel, size in buffers)
 
 
 def _bucket_payloads(

@@ -12,7 +12,6 @@ and runs no code from the files.
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -20,13 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from distlab.comm import RankContext, collectives
 from distlab.train import checkpoint_dcp as dcp
 from distlab.train import rng
 from distlab.train.checkpoint_dcp import CheckpointError, Item
+from distlab.train.checkpoint_staging import Staging
 from distlab.train.checkpoint_store import (
     CheckpointFolder,
     Damaged,
@@ -75,7 +75,7 @@ class Checkpointer:
         self.progress = progress
         self.last_saved: int | None = None  # the newest step known to be complete
         self._group = _gloo_group(context)
-        self._staging = _Staging()
+        self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -288,49 +288,6 @@ def refuse_other_model(stored: Stored, model: Sequence[Run], shapes: Mapping[str
         shown = "; ".join(differences[:5])
         more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise ValueError(f"{stored.path} is a checkpoint of another model: {shown}{more}")
-
-
-class _Staging:
-    """Host memory that a snapshot is copied into, kept from one checkpoint to the next."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[torch.dtype, Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
-    def copy(self, runs: Sequence[Run], device: torch.device) -> tuple[list[Item], Callable[[], None]]:
-        """Queue copies of all runs; returns the items on the host, and what waits until they are filled."""
-        needed: dict[torch.dtype, int] = {}
-        for run in runs:
-            needed[run.values.dtype] = needed.get(run.values.dtype, 0) + run.values.numel()
-        for dtype, count in needed.items():
-            if dtype not in self._buffers or self._buffers[dtype].numel() < count:
-                self._buffers[dtype] = host_memory(count, dtype, pinned=device.type == "cuda")
-        used = dict.fromkeys(needed, 0)
-        items = []
-        for run in runs:
-            dtype, count = run.values.dtype, run.values.numel()
-            place = self._buffers[dtype][used[dtype] : used[dtype] + count]
-            used[dtype] += count
-            place.copy_(run.values, non_blocking=True)
-            items.append(Item(run.key, run.start, run.numel, place))
-        if device.type != "cuda":
-            return items, lambda: None
-        event = torch.cuda.Event()
-        event.record()
-        return items, event.synchronize
-
-
-def host_memory(count: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Host memory, pinned exactly: torch's own pinned allocator rounds up to a power of two."""
-    memory = torch.empty(count, dtype=dtype)
-    if pinned and count:
-        runtime = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
-    return memory
 
 
 def _gloo_group(context: RankContext) -> dist.ProcessGroup:

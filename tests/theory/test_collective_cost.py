@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from distlab.theory import collective_cost as cost
 from distlab.theory.collective_cost import Link
-from distlab.theory.communication import ring_all_reduce_seconds
 
 LINK = Link(bytes_per_s=3.0, latency_s=0.25)
 RANKS = st.integers(1, 9)
@@ -56,10 +55,20 @@ def test_rings(ranks, piece, all_reduce):
 
 
 @given(RANKS, st.floats(0, 1e6))
-def test_two_statements_of_the_ring_agree(ranks, size):
-    assert cost.ring_all_reduce(size, ranks, LINK) == pytest.approx(
-        ring_all_reduce_seconds(size, ranks, LINK.bytes_per_s, LINK.latency_s)
-    )
+def test_the_ring_is_its_closed_form(ranks, size):
+    """2(N−1)·α + 2(N−1)/N · S/W, stated anew."""
+    rounds = 2 * (ranks - 1)
+    expected = rounds * LINK.latency_s + rounds / ranks * size / LINK.bytes_per_s
+    assert cost.ring_all_reduce(size, ranks, LINK) == pytest.approx(expected)
+
+
+@given(st.integers(2, 64), st.integers(1, 10**6))
+def test_ring_formula_counts_what_a_simulated_ring_sends(ranks, pieces):
+    # Walk the algorithm: 2·(N−1) rounds, in each of which a rank sends one of N pieces.
+    link, seconds = Link(1e9, 3e-6), 0.0
+    for _ in range(2 * (ranks - 1)):
+        seconds += link.latency_s + pieces / link.bytes_per_s
+    assert cost.ring_all_reduce(float(pieces * ranks), ranks, link) == pytest.approx(seconds)
 
 
 def test_published_ring():
@@ -179,6 +188,7 @@ def test_traffic(ranks, size):
         (lambda: Link(0.0), "bytes_per_s=0"),
         (lambda: Link(1.0, -1.0), "latency_s=-1"),
         (lambda: cost.ring_all_reduce(1, 0, LINK), "ranks=0"),
+        (lambda: cost.ring_all_reduce(-1, 2, LINK), "num_bytes=-1"),
         (lambda: cost.halving_doubling_all_reduce(1, 6, LINK), "power of two, such as 8"),
         (lambda: cost.chain_broadcast(1, 3, LINK, 0), "pieces=0"),
         (lambda: cost.step_traffic("zero9", 1, 2), "zero9"),

@@ -14,7 +14,6 @@ from distlab.theory.communication import (
     flat,
     naive,
     overlap,
-    ring_all_reduce_seconds,
     torch_ddp,
 )
 
@@ -104,29 +103,11 @@ def test_bucketed_lies_between_flat_and_one_call_per_parameter(parameters, limit
         (lambda: torch_ddp([1], [4], first_bucket_mb=-1), "first_bucket_mb=-1"),
         (lambda: naive([1, 2], [4]), "2 numels, 1 itemsizes"),
         (lambda: flat([-1], [4]), "negative"),
-        (lambda: ring_all_reduce_seconds(1, 0, 1.0), "ranks=0"),
-        (lambda: ring_all_reduce_seconds(1, 2, 0.0), "bandwidth=0"),
-        (lambda: ring_all_reduce_seconds(-1, 2, 1.0), "num_bytes=-1"),
     ],
 )
 def test_refusals_name_the_value(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@given(st.integers(2, 64), st.integers(1, 10**6))
-@settings(deadline=None)
-def test_ring_formula_counts_what_a_simulated_ring_sends(ranks, pieces):
-    # Walk the algorithm: 2·(N−1) rounds, in each of which a rank sends one of N pieces.
-    piece_bytes, latency, bandwidth = float(pieces), 3e-6, 1e9
-    seconds = 0.0
-    for _ in range(2 * (ranks - 1)):
-        seconds += latency + piece_bytes / bandwidth
-    assert ring_all_reduce_seconds(piece_bytes * ranks, ranks, bandwidth, latency) == pytest.approx(seconds)
-
-
-def test_ring_of_one_rank_costs_nothing():
-    assert ring_all_reduce_seconds(1e9, 1, 1e9, 1e-3) == 0.0
 
 
 def test_fsdp_aligns_parameters_pads_units_and_sends_norms_apart():
