@@ -82,8 +82,7 @@ class MemoryConfig:
         self.model()
 
     def model(self) -> ModelConfig:
-        overrides = {} if self.context is None else {"context_length": self.context}
-        return preset(self.size, **overrides)
+        return preset(self.size, context_length=self.context)
 
 
 def run(

@@ -83,7 +83,7 @@ class PlanConfig:
             )
 
     def shape(self) -> ModelConfig:
-        return preset(self.model, **({} if self.context is None else {"context_length": self.context}))
+        return preset(self.model, context_length=self.context)
 
     def fleet(self) -> tuple[GPUSpec, int]:
         """The device and how many."""

@@ -78,7 +78,7 @@ class ScalingConfig:
         self.machine()
 
     def shape(self) -> ModelConfig:
-        return preset(self.model, **({} if self.context is None else {"context_length": self.context}))
+        return preset(self.model, context_length=self.context)
 
     def machine(self) -> Machine:
         return machine_of(

@@ -86,7 +86,7 @@ class ScaleConfig:
         self.shape()
 
     def shape(self):
-        return preset(self.model, **({} if self.context is None else {"context_length": self.context}))
+        return preset(self.model, context_length=self.context)
 
     def machine(self) -> Machine:
         return machine_of(

@@ -137,7 +137,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str, **overrides: object) -> ModelConfig:
-    """The preset of that name with some fields replaced, e.g. `preset("xl", context_length=1024)`.
+    """The preset of that name with some fields replaced, e.g. `preset("xl", context_length=1024)`; None replaces none.
 
     Raises:
         ValueError: no such preset or no such field (the message lists them), or an override out of range.
@@ -148,4 +148,4 @@ def preset(name: str, **overrides: object) -> ModelConfig:
     unknown = [key for key in overrides if key not in known]
     if unknown:
         raise ValueError(f"unknown model option {unknown[0]!r}; choose among {', '.join(known)}")
-    return replace(PRESETS[name], **overrides)
+    return replace(PRESETS[name], **{key: value for key, value in overrides.items() if value is not None})

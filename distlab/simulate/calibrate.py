@@ -8,7 +8,7 @@ Five numbers are fitted, each to one measurement, in this order:
     contention           communication time and step of `overlap`, where nearly all communication is covered
 
 Everything else is then a prediction: other strategies, bucket sizes, batches, models and numbers of ranks. Where
-experiments/allreduce_sweep.py has timed the machine's collectives, `measured_links` takes the link from there.
+experiments/allreduce_sweep has timed the machine's collectives, `measured_links` takes the link from there.
 """
 
 import math
@@ -76,7 +76,7 @@ def measured_links(records: Iterable[Any], device_name: str, backend: str | None
     """The fits that allreduce_sweep recorded on one kind of machine; those of other machines are left out.
 
     Args:
-        records: of `experiments/allreduce_sweep.py`.
+        records: of `experiments/allreduce_sweep`.
         device_name: as in their `environment`.
         backend: `nccl` or `gloo`; None for any.
 

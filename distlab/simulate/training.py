@@ -12,9 +12,7 @@ from distlab.model import ModelConfig, TransformerLM, ops
 from distlab.model.config import Checkpointing
 from distlab.parallel import get_strategy
 from distlab.simulate.run import Mark, SimulatedStep, simulate_step
-from distlab.train.step import TrainStep, next_token_loss
-
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+from distlab.train.step import DTYPES, TrainStep, next_token_loss
 
 
 def simulate_training(

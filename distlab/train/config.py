@@ -3,13 +3,11 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from distlab.model.config import ModelConfig, preset
 from distlab.parallel import STRATEGIES, get_strategy
 from distlab.train.schedule import WarmupCosine
+from distlab.train.step import DTYPES
 
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # local drifts apart; ZeroRedundancyOptimizer keeps its state where no checkpoint could find it.
 TRAINABLE = tuple(name for name, s in STRATEGIES.items() if s.synchronizes and name != "torch-zero")
 # What decides the sequence of losses, besides the model and the data.
@@ -91,12 +89,8 @@ class TrainConfig:
 
     def model(self) -> ModelConfig:
         """The preset with this run's overrides."""
-        overrides: dict[str, Any] = {"dropout": self.dropout, "ops": self.ops}
-        if self.context is not None:
-            overrides["context_length"] = self.context
-        if self.vocab is not None:
-            overrides["vocab_size"] = self.vocab
-        return preset(self.size, **overrides)
+        sizes = {"context_length": self.context, "vocab_size": self.vocab}
+        return preset(self.size, dropout=self.dropout, ops=self.ops, **sizes)
 
     def schedule(self) -> WarmupCosine:
         """The learning rate over the steps of this run."""

@@ -16,6 +16,8 @@ from distlab.model.ops import cross_entropy
 from distlab.train.layout import stepped_by
 from distlab.train.scaler import LossScaler
 
+# Types of the computation over fp32 parameters, by autocast or by the wrapper; None: the parameters' own.
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 

@@ -23,9 +23,8 @@ from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
 from distlab.train.data import SyntheticTokens
 from distlab.train.scaler import LossScaler
-from distlab.train.step import TrainStep, loss_function, next_token_loss
+from distlab.train.step import DTYPES, TrainStep, loss_function, next_token_loss
 
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MODES = ("inference", "forward", "forward_backward", "step")
 COMPILE = ("off", "model", "blocks")
 BATCHES = 4  # different ones, used in turn
@@ -77,8 +76,7 @@ class TrialConfig:
 
     def model(self) -> ModelConfig:
         """The model's shape and operations."""
-        overrides = {} if self.context is None else {"context_length": self.context}
-        return preset(self.size, attention=self.attention, ops=self.ops, **overrides)
+        return preset(self.size, context_length=self.context, attention=self.attention, ops=self.ops)
 
     def recorded(self, context: RankContext) -> dict[str, Any]:
         """What a record's configuration holds of it, on these ranks."""

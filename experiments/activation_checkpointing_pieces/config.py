@@ -58,8 +58,8 @@ class CheckpointingConfig:
         self.model()
 
     def model(self) -> ModelConfig:
-        wanted = {"num_layers": self.layers, "context_length": self.context, "vocab_size": self.vocab}
-        return preset(self.size, **{name: value for name, value in wanted.items() if value is not None})
+        sizes = {"num_layers": self.layers, "context_length": self.context, "vocab_size": self.vocab}
+        return preset(self.size, **sizes)
 
     def choices(self) -> tuple[str, ...]:
         """The ways to group, the base first."""

@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from distlab.measure.timing import MIN_SAMPLES
 from distlab.model.config import ModelConfig, preset
+from distlab.train.step import DTYPES
 from distlab.train.workbench import Variant, variants
 
 NAME = "bucket_sweep"
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = (1.0, 10.0, 25.0, 100.0, 400.0, 1000.0, None)
 OURS, PEER, PARTS, OPTIMUM = "bucketed", "torch-ddp-tuned", "parts", "optimum"
 
@@ -54,7 +52,7 @@ class BucketSweepConfig:
         self.model()
 
     def model(self) -> ModelConfig:
-        return preset(self.size, **({} if self.context is None else {"context_length": self.context}))
+        return preset(self.size, context_length=self.context)
 
     def rows(self) -> list[Variant]:
         """local, ours and torch's with every bucket size."""

@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from distlab.measure.timing import MIN_PAIRS
 from distlab.model.config import ModelConfig, preset
 from distlab.parallel import strategies_on
+from distlab.train.step import DTYPES
 from distlab.train.workbench import variants
 
 NAME = "ddp_bench"
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OOM = "OOM"
 
 
@@ -76,5 +74,4 @@ class DDPBenchConfig:
         self.model()
 
     def model(self) -> ModelConfig:
-        overrides = {} if self.context is None else {"context_length": self.context}
-        return preset(self.size, ops=self.ops, **overrides)
+        return preset(self.size, ops=self.ops, context_length=self.context)

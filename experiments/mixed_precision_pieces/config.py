@@ -50,8 +50,7 @@ class PrecisionConfig:
         self.model()
 
     def model(self) -> ModelConfig:
-        wanted = {"num_layers": self.layers, "context_length": self.context}
-        return preset(self.size, **{name: value for name, value in wanted.items() if value is not None})
+        return preset(self.size, num_layers=self.layers, context_length=self.context)
 
 
 CPU = PrecisionConfig(

@@ -115,7 +115,7 @@ class MeasureConfig:
             by_alias(self.device)
 
     def model(self, regime: Regime) -> ModelConfig:
-        return preset(regime.model, **({} if self.context is None else {"context_length": self.context}))
+        return preset(regime.model, context_length=self.context)
 
     def groups(self, world_size: int) -> tuple[int, ...]:
         """Numbers of ranks to measure on. Raises ValueError for one that there is not."""
