@@ -23,6 +23,7 @@ Source: Dao, FlashAttention-2 (2023), algorithm 2.
 import triton
 import triton.language as tl
 
+from .products import product
 from .ranges import cut_range, head_origin, load_rows, load_tile, phase_range, schedule, tile_range, visible
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -30,7 +31,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 DKDV_COUNTS = ["kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads", "chunk"]
 DQ_COUNTS = ["heads", *DKDV_COUNTS[1:-1]]
 ROW_PADDING = 128  # Δ and LSE are padded to a multiple of this, so that tiles load them without a mask
-DELTA_ROWS = 64
+DELTA_ROWS = (64, 16)  # of one program, in long calls and in short ones, where small programs fill more of a GPU
+FEW_ROWS = 8192  # of all heads, up to which a call is short
 
 
 @triton.jit
@@ -95,19 +97,19 @@ def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, q_desc, 
         delta = load_stats(delta_base, delta_desc, start, offs_m, stats0, TMA)
         # every wait for a load stands before the first product: a wait between asynchronous products makes ptxas
         # serialise them
-        st = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        dpt = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        st = product(k, tl.trans(q), None, PRECISION)
+        dpt = product(v, tl.trans(do), None, PRECISION)
         pt = tl.exp2(st * scale_log2 - lse2[None, :])
         if MASKED:
             seen = visible(cols[:, None], (start + offs_m)[None, :], query_count, hi, lo, doc_lo, doc_hi,
                            HAS_HI, HAS_LO, HAS_DOC)
             pt = tl.where(seen, pt, 0.0)
-        dv = tl.dot(pt.to(do.dtype), do, dv, input_precision=PRECISION)
+        dv = product(pt.to(do.dtype), do, dv, PRECISION)
         dst = pt * (dpt - delta[None, :])
-        dk = tl.dot(dst.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk = product(dst.to(q.dtype), q, dk, PRECISION)
         if FUSED or SPLIT:
             dst = tl.where((cols < key_count)[:, None], dst, 0.0)  # past the last key P is anything, even infinite
-            dq = tl.dot(tl.trans(dst.to(q.dtype)), k, input_precision=PRECISION)
+            dq = product(tl.trans(dst.to(q.dtype)), k, None, PRECISION)
             rows = start + offs_m
             dq_ptrs = dq_base + rows[:, None] * HEAD_DIM + offs_d[None, :]
             inside = (rows < query_count)[:, None] & (offs_d < HEAD_DIM)[None, :]
@@ -231,17 +233,17 @@ def _walk_keys(dq, q, do, lse2, delta, k_base, v_base, k_desc, v_desc, k_row0, k
     for start in tl.range(first, last, BLOCK_N):
         k = load_tile(k_base, k_desc, start, offs_n, stride_kt, offs_d, key_count, k_row0, k_col0, HEAD_DIM, BLOCK_D,
                       MASKED, TMA)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = product(q, tl.trans(k), None, PRECISION)
         v = load_tile(v_base, v_desc, start, offs_n, stride_vt, offs_d, key_count, v_row0, v_col0, HEAD_DIM, BLOCK_D,
                       MASKED, TMA)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        dp = product(do, tl.trans(v), None, PRECISION)
         p = tl.exp2(s * scale_log2 - lse2[:, None])
         if MASKED:
             seen = visible(rows[:, None], (start + offs_n)[None, :], key_count, lo, hi, doc_lo, doc_hi,
                            HAS_LO, HAS_HI, HAS_DOC)
             p = tl.where(seen, p, 0.0)
         ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = product(ds.to(k.dtype), k, dq, PRECISION)
         k_base += BLOCK_N * stride_kt
         v_base += BLOCK_N * stride_vt
     return dq

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from .._triton import cdiv, launch, next_power_of_2
-from .backward import DELTA_ROWS, LOG2_E, ROW_PADDING, delta_kernel, dkdv_kernel, dq_kernel
+from .backward import DELTA_ROWS, FEW_ROWS, LOG2_E, ROW_PADDING, delta_kernel, dkdv_kernel, dq_kernel
 from .backward_joint import joint_kernel
 from .configs import POINTER_TILES, Tile
 from .descriptors import MAX_COORDINATE, flat_descriptor, row_descriptors
@@ -50,9 +50,10 @@ def launch_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Ten
     padded_count = cdiv(query_count, ROW_PADDING) * ROW_PADDING
     delta = torch.empty((batch, heads, padded_count), dtype=torch.float32, device=q.device)
     lse2 = torch.empty_like(delta)
-    launch(delta_kernel, (padded_count // DELTA_ROWS * batch * heads,), o, do, lse, delta, lse2,
+    rows = DELTA_ROWS[delta.numel() <= FEW_ROWS]
+    launch(delta_kernel, (padded_count // rows * batch * heads,), o, do, lse, delta, lse2,
            *o.stride()[:3], *do.stride()[:3], heads, query_count, padded_count,
-           HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), BLOCK_M=DELTA_ROWS)
+           HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), BLOCK_M=rows)
     return Saved(q, k, v, do, delta, lse2)
 
 

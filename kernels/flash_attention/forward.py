@@ -28,6 +28,7 @@ from .._triton import cdiv, launch, next_power_of_2
 from .configs import POINTER_TILES, Tile
 from .descriptors import row_descriptors
 from .options import Problem
+from .products import product
 from .ranges import cut_range, head_origin, load_rows, load_tile, phase_range, schedule, tile_range, visible
 from .split import chunk_of, launch_combine, parts_like
 
@@ -50,7 +51,7 @@ def _walk_keys(acc, row_sum, row_max, q, k_base, v_base, k_desc, v_desc, k_row0,
     for start in tl.range(first, last, BLOCK_N):
         k = load_tile(k_base, k_desc, start, offs_n, stride_kt, offs_d, key_count, k_row0, k_col0, HEAD_DIM, BLOCK_D,
                       MASKED, TMA)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = product(q, tl.trans(k), None, PRECISION)
         if MASKED:
             seen = visible(rows[:, None], (start + offs_n)[None, :], key_count, lo, hi, doc_lo, doc_hi,
                            HAS_LO, HAS_HI, HAS_DOC)
@@ -66,7 +67,7 @@ def _walk_keys(acc, row_sum, row_max, q, k_base, v_base, k_desc, v_desc, k_row0,
         acc = acc * shrink[:, None]
         v = load_tile(v_base, v_desc, start, offs_n, stride_vt, offs_d, key_count, v_row0, v_col0, HEAD_DIM, BLOCK_D,
                       MASKED, TMA)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = product(p.to(v.dtype), v, acc, PRECISION)
         row_max = new_max
         k_base += BLOCK_N * stride_kt
         v_base += BLOCK_N * stride_vt

@@ -23,8 +23,8 @@ from .configs import Tile
 from .options import Problem
 
 MOST_PARTS = 64  # of the forward, however many keys a few queries have
-STEP = 8  # parts that are loaded together
-ROWS = 4  # of one program: many small ones, as the call is short
+COMBINE = {"ROWS": 4, "STEP": 8, "num_warps": 4}  # rows of one program, parts that are loaded together
+SUM = {"ROWS": 4, "STEP": 8, "num_warps": 4}
 COMBINE_COUNTS = ["heads", "query_count", "batch_heads", "parts"]
 SUM_COUNTS = ["heads", "kv_heads", "query_count", "key_count", "hi", "batch", "chunk"]
 
@@ -32,8 +32,12 @@ SUM_COUNTS = ["heads", "kv_heads", "query_count", "key_count", "hi", "batch", "c
 @triton.jit(do_not_specialize=COMBINE_COUNTS)
 def combine_kernel(o_part_ptr, lse_part_ptr, o_ptr, lse_ptr, stride_ob, stride_oh, stride_ot, heads, query_count,
                    batch_heads, parts, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-                   ALL: tl.constexpr, STEP: tl.constexpr):
-    """ROWS rows of one head's output and log-sum-exp from their parts; ALL is a power of two, at least `parts`."""
+                   STEP: tl.constexpr):
+    """ROWS rows of one head's output and log-sum-exp from their parts, STEP parts at a time, the largest so far in top.
+
+    A part that saw no key of a row has log-sum-exp −inf there and has written no output: what lies in its memory is
+    loaded, since waiting for the log-sum-exp would take longer, and dropped.
+    """
     tiles = tl.cdiv(query_count, ROWS)
     rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     bh = tl.program_id(0) // tiles
@@ -42,25 +46,26 @@ def combine_kernel(o_part_ptr, lse_part_ptr, o_ptr, lse_ptr, stride_ob, stride_o
     own = bh.to(tl.int64) * query_count + rows  # rows of all heads, counted through
     stride = batch_heads.to(tl.int64) * query_count
 
-    part = tl.arange(0, ALL)
-    lse = tl.load(lse_part_ptr + part[:, None] * stride + own[None, :], mask=(part < parts)[:, None] & inside[None, :],
-                  other=float("-inf"))
-    top = tl.max(lse, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp(lse - top[None, :]), 0)
-    seen = total > 0.0
-    safe_total = tl.where(seen, total, 1.0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     o = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for start in tl.range(0, parts, STEP):
-        some = start + tl.arange(0, STEP)
-        lse_some = tl.load(lse_part_ptr + some[:, None] * stride + own[None, :],
-                      mask=(some < parts)[:, None] & inside[None, :], other=float("-inf"))
-        weight = tl.exp(lse_some - top[None, :]) / safe_total[None, :]
-        ptrs = o_part_ptr + (some[:, None, None] * stride + own[None, :, None]) * HEAD_DIM + offs_d[None, None, :]
-        # a part that saw no key of a row has written nothing there
-        written = (lse_some > float("-inf"))[:, :, None] & (offs_d < HEAD_DIM)[None, None, :]
-        found = tl.load(ptrs, mask=written, other=0.0)
-        o += tl.sum(found * weight[:, :, None], 0)
+        part = start + tl.arange(0, STEP)
+        there = (part < parts)[:, None] & inside[None, :]
+        lse = tl.load(lse_part_ptr + part[:, None] * stride + own[None, :], mask=there, other=float("-inf"))
+        found = tl.load(o_part_ptr + (part[:, None, None] * stride + own[None, :, None]) * HEAD_DIM
+                        + offs_d[None, None, :], mask=there[:, :, None] & (offs_d < HEAD_DIM)[None, None, :], other=0.0)
+        found = tl.where((lse > float("-inf"))[:, :, None], found, 0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp(lse - shift[None, :])
+        shrink = tl.exp(top - shift)
+        o = o * shrink[:, None] + tl.sum(found * weight[:, :, None], 0)
+        total = total * shrink + tl.sum(weight, 0)
+        top = new_top
+    seen = total > 0.0
+    safe_total = tl.where(seen, total, 1.0)
+    o = o / safe_total[:, None]
     tl.store(lse_ptr + own, tl.where(seen, top + tl.log(safe_total), float("-inf")), mask=inside)
     o_ptr += (bh // heads).to(tl.int64) * stride_ob + (bh % heads).to(tl.int64) * stride_oh
     tl.store(o_ptr + rows.to(tl.int64)[:, None] * stride_ot + offs_d[None, :], o.to(o_ptr.dtype.element_ty),
@@ -135,9 +140,9 @@ def launch_combine(o_parts: torch.Tensor, lse_parts: torch.Tensor, o: torch.Tens
     """Fill o (B, H, Tq, D) and lse (B, H, Tq) from their parts; rows without a key in a part have lse −inf there."""
     batch, heads, query_count, head_dim = o.shape
     parts = len(o_parts)
-    launch(combine_kernel, (cdiv(query_count, ROWS) * batch * heads,), o_parts, lse_parts, o, lse,
+    launch(combine_kernel, (cdiv(query_count, COMBINE["ROWS"]) * batch * heads,), o_parts, lse_parts, o, lse,
            *o.stride()[:3], heads, query_count, batch * heads, parts, HEAD_DIM=head_dim,
-           BLOCK_D=next_power_of_2(head_dim), ROWS=ROWS, ALL=next_power_of_2(parts), STEP=STEP)
+           BLOCK_D=next_power_of_2(head_dim), **COMBINE)
 
 
 def launch_sum(parts: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...], problem: Problem, tile: Tile) -> None:
@@ -145,8 +150,8 @@ def launch_sum(parts: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...],
     dq, dk, dv = grads
     batch, heads, query_count, head_dim = dq.shape
     kv_heads, key_count = dk.shape[1:3]
-    rows = max(cdiv(query_count, ROWS) * heads, cdiv(key_count, ROWS) * kv_heads)
+    rows = max(cdiv(query_count, SUM["ROWS"]) * heads, cdiv(key_count, SUM["ROWS"]) * kv_heads)
     launch(sum_kernel, (rows * batch, 3), *parts, *grads, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
            heads, kv_heads, query_count, key_count, problem.hi, batch, tile.chunk, problem.scale,
            HAS_HI=problem.has_hi, HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim),
-           BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, ROWS=ROWS, STEP=STEP)
+           BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **SUM)
