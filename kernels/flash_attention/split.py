@@ -23,8 +23,8 @@ from .configs import Tile
 from .options import Problem
 
 MOST_PARTS = 64  # of the forward, however many keys a few queries have
-COMBINE = {"ROWS": 4, "STEP": 8, "num_warps": 4}  # rows of one program, parts that are loaded together
-SUM = {"ROWS": 4, "STEP": 8, "num_warps": 4}
+COMBINE = {"ROWS": 4, "STEP": 8, "num_warps": 1}  # rows of one program, parts that are loaded together
+SUM = {"ROWS": 2, "STEP": 32, "num_warps": 1}
 COMBINE_COUNTS = ["heads", "query_count", "batch_heads", "parts"]
 SUM_COUNTS = ["heads", "kv_heads", "query_count", "key_count", "hi", "batch", "chunk"]
 
