@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     )
     default = SweepConfig()
     p.add_argument("--operations", default="all", help=f"comma-separated: {', '.join(OPERATIONS)} [all]")
-    p.add_argument("--sizes", type=int, nargs="+", help="payload bytes [4 KiB … 1 GiB; on a CPU … 16 MiB]")
+    p.add_argument("--sizes", type=int, nargs="+", help="payload bytes [4 KiB … 2 GiB; on a CPU … 16 MiB]")
     p.add_argument("--group-sizes", type=int, nargs="+", default=[], help="numbers of ranks [2, 4, … all]")
     p.add_argument("--warmup", type=int, default=default.warmup)
     p.add_argument("--repeats", type=int, default=default.repeats, help="timed calls, at most [%(default)s]")

@@ -3,7 +3,8 @@
 Five numbers are fitted, each to one measurement, in this order:
 
     bytes per second     the optimizer's phase of `local`: a pass over parameters, gradients and states
-    FLOP per second      forward and backward of `local`
+    FLOP per second      forward and backward of `local`; with those of a second model, whose operators do less
+                         arithmetic per byte, also the bytes per second of the operators of forward and backward
     latency, bandwidth   communication time of `naive` (many messages) and of `flat` (one), which nothing disturbs
     contention           communication time and step of `overlap`, where nearly all communication is covered
 
@@ -112,6 +113,7 @@ class Calibration:
 def calibrate(
     measured: Mapping[str, Mapping[str, float]],
     steps: Mapping[str, SimulatedStep],
+    second: tuple[SimulatedStep, float] | None = None,
     *,
     launch_s: float = LAUNCH_S,
     hop_s: float = HOP_S,
@@ -122,10 +124,11 @@ def calibrate(
         measured: per strategy `forward_backward_p50_ms`, `optimizer_p50_ms`, `step_p50_ms` and `comm_ms`, as
             ddp_bench records them; `local`, `naive`, `flat` and `overlap` are read.
         steps: the same steps simulated, on the same number of ranks, two or more.
+        second: `local` of another model or batch simulated, and the measured seconds of its forward and backward.
 
     Raises:
         ValueError: a strategy or a figure is missing, or the figures contradict the model (more messages took
-            no longer than one).
+            no longer than one; no memory bandwidth explains the second `local` beside the first).
     """
     for name in NEEDED:
         missing = name not in steps or any(
@@ -138,7 +141,8 @@ def calibrate(
     moved, launches = _moved(local, "optimizer")
     optimizer_s = measured["local"]["optimizer_p50_ms"] / 1e3 - launches * launch_s
     device = DeviceModel(1e15, moved / optimizer_s, launch_s)
-    device = _fit_flops(device, local, measured["local"]["forward_backward_p50_ms"] / 1e3)
+    seconds = measured["local"]["forward_backward_p50_ms"] / 1e3
+    device = _fit_flops(device, local, seconds) if second is None else _fit_both(device, (local, seconds), second)
     link = _fit_link(steps, {name: measured[name]["comm_ms"] / 1e3 for name in ("naive", "flat")}, hop_s)
     overlap, seen = steps["overlap"], measured["overlap"]
     alone_ms = 1e3 * sum(link.seconds(call, overlap.world_size) for call in overlap.calls)
@@ -171,6 +175,30 @@ def _fit_flops(device: DeviceModel, local: SimulatedStep, seconds: float) -> Dev
         return sum(fitted.seconds(item) for item in operators) > seconds
 
     return replace(device, flops_per_s=_bisect(takes_longer, 1e9, 1e17))
+
+
+def _fit_both(
+    device: DeviceModel, first: tuple[SimulatedStep, float], second: tuple[SimulatedStep, float]
+) -> DeviceModel:
+    """FLOP and bytes per second that explain both; the optimizer keeps the rate of `device`."""
+    other, seconds = second
+    operators = [i for i in other.items[other.boundary :] if isinstance(i, Compute) and i.phase != "optimizer"]
+
+    def fitted(bytes_per_s: float) -> DeviceModel:
+        both = replace(device, bytes_per_s=bytes_per_s, update_bytes_per_s=device.bytes_per_s)
+        return _fit_flops(both, *first)
+
+    def takes_longer(bytes_per_s: float) -> bool:
+        found = fitted(bytes_per_s)
+        return sum(found.seconds(item) for item in operators) > seconds
+
+    low, high = device.bytes_per_s / 4, device.bytes_per_s * 4
+    if not takes_longer(low) or takes_longer(high):
+        raise ValueError(
+            f"no memory bandwidth between {low:.3g} and {high:.3g} B/s explains both forward and backward of `local`, "
+            f"{first[1]:.4f} s and {seconds:.4f} s: take a second model whose operators do less arithmetic per byte"
+        )
+    return fitted(_bisect(takes_longer, low, high))
 
 
 def _fit_link(steps: Mapping[str, SimulatedStep], seconds: Mapping[str, float], hop_s: float) -> LinkModel:

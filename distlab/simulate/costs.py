@@ -15,15 +15,19 @@ class DeviceModel:
         flops_per_s: what matrix products reach (peak × efficiency).
         bytes_per_s: what memory-bound operators reach.
         launch_s: added to every operator: the gap before its kernel, the kernel's ramp and its tail.
+        update_bytes_per_s: of the optimizer, one long pass over contiguous tensors; None: as `bytes_per_s`.
     """
 
     flops_per_s: float
     bytes_per_s: float
     launch_s: float = 0.0
+    update_bytes_per_s: float | None = None
 
     def seconds(self, operator: Compute) -> float:
         """Time of one operator."""
-        return self.launch_s + max(operator.flops / self.flops_per_s, operator.bytes / self.bytes_per_s)
+        updates = operator.phase == "optimizer" and self.update_bytes_per_s is not None
+        bytes_per_s = self.update_bytes_per_s if updates else self.bytes_per_s
+        return self.launch_s + max(operator.flops / self.flops_per_s, operator.bytes / bytes_per_s)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from distlab.theory.shape import ModelShape
 from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, step_time
 
 FP32 = 4
-# Shares of the datasheet's peaks that one calibrated machine reaches: two H200s training the 3.4 B preset in bf16
-# (records/ddp_bench/h200x2_xl_batch8.json; rules in `distlab.simulate.calibrate`). Other machines are assumed alike.
-FLOPS_SHARE, MEMORY_SHARE, LINK_SHARE = 0.59, 0.78, 0.79
+# Shares of the datasheet's peaks that one calibrated machine reaches: two H200s training the 3.4 B and the 0.4 B preset
+# in bf16 (records/ddp_bench/h200x2_xl_batch8.json and h200x2_medium_batch8.json; rules in
+# `distlab.simulate.calibrate`). MEMORY of operators, UPDATE of the optimizer. Other machines are assumed alike.
+FLOPS_SHARE, MEMORY_SHARE, UPDATE_SHARE, LINK_SHARE = 0.68, 0.56, 0.78, 0.79
 LATENCY_S, CONTENTION = 58e-6, (0.64, 0.73)
 
 
@@ -169,5 +170,8 @@ def machine_of(
     network = Network(
         inside[link] * LINK_SHARE, NETWORK_LINKS[between] * LINK_SHARE, devices_per_node, LATENCY_S, HOP_S
     )
-    device = DeviceModel(spec.peak[peak] * FLOPS_SHARE, spec.hbm_bandwidth * MEMORY_SHARE, LAUNCH_S)
+    bandwidth = spec.hbm_bandwidth
+    device = DeviceModel(
+        spec.peak[peak] * FLOPS_SHARE, bandwidth * MEMORY_SHARE, LAUNCH_S, bandwidth * UPDATE_SHARE
+    )
     return Machine(device, network, CONTENTION)

@@ -7,7 +7,8 @@ from distlab.measure.bandwidth import OPERATIONS, traffic
 
 NAME = "allreduce_sweep"
 KIB, MIB = 2**10, 2**20
-GPU_SIZES = tuple(4 * KIB * 2**k for k in range(19))  # 4 KiB … 1 GiB
+# 4 KiB … 2 GiB; 1.5 GiB since rings change their ways at 1 GiB, and a piece of a fit takes three sizes
+GPU_SIZES = tuple(sorted((*(4 * KIB * 2**k for k in range(20)), 1536 * MIB)))
 CPU_SIZES = tuple(4 * KIB * 2**k for k in range(13))  # … 16 MiB
 
 

@@ -1,6 +1,6 @@
-"""Time every collective on every group, and fit."""
+"""Time every collective on every group."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import torch
@@ -12,10 +12,10 @@ from distlab.measure.bandwidth import time_collective, traffic
 from distlab.measure.contention import disturb
 from distlab.measure.timing import percentiles
 from distlab.report.record import Record, commit, environment
-from distlab.theory.collective_fit import CollectiveFit, fit_collective, relative_errors
 
 from .config import NAME, SweepConfig
-from .rows import CONTENTION, FIT
+from .fitting import with_fits
+from .rows import CONTENTION
 
 
 def run(
@@ -35,7 +35,7 @@ def run(
                 for variant, own, metrics in _rows(config, group, progress):
                     records.append(Record(NAME, variant, shared | own, metrics, **facts))
         rest(context, f"sweep-{ranks}", ranks)
-    return collectives.gather_objects(records, context.group)[0]
+    return with_fits(collectives.gather_objects(records, context.group)[0])
 
 
 def _rows(
@@ -44,19 +44,8 @@ def _rows(
     """(variant, own config, metrics) of every row of one group."""
     for operation in config.operations:
         progress(f"{context.world_size} ranks: {operation}")
-        rows = []
         for size in config.sizes:
-            rows.append(({"operation": operation, "num_bytes": size}, _row(config, context, operation, size)))
-        timed = [(own, metrics) for own, metrics in rows if metrics.get("time_p50_ms") not in (None, "OOM")]
-        fit = _fit(timed)
-        for own, metrics in rows:
-            if fit is not None and (own, metrics) in timed:
-                fitted = 1e3 * fit.seconds(metrics["payload_bytes"])
-                metrics["fit_ms"] = fitted
-                metrics["fit_error_pct"] = 100 * (fitted / metrics["time_p50_ms"] - 1)
-            yield operation, own, metrics
-        if fit is not None:
-            yield FIT + operation, {"operation": operation}, _fit_metrics(fit, timed, context.world_size)
+            yield operation, {"operation": operation, "num_bytes": size}, _row(config, context, operation, size)
     if config.contention_bytes:
         progress(f"{context.world_size} ranks: contention")
         for name, compute in _computations(config, context.device).items():
@@ -100,26 +89,6 @@ def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -
 def _link_bytes_per_s(device: torch.device) -> float | None:
     spec = lookup(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return None if spec is None else spec.nvlink_bandwidth
-
-
-def _fit(timed: Sequence[tuple[dict, dict]]) -> CollectiveFit | None:
-    points = {metrics["payload_bytes"]: metrics["time_p50_ms"] / 1e3 for _, metrics in timed}
-    return fit_collective(list(points), list(points.values())) if len(points) > 1 else None
-
-
-def _fit_metrics(fit: CollectiveFit, timed: Sequence[tuple[dict, dict]], ranks: int) -> dict[str, object]:
-    sizes = [metrics["payload_bytes"] for _, metrics in timed]
-    errors = relative_errors(fit, sizes, [metrics["time_p50_ms"] / 1e3 for _, metrics in timed])
-    large = [abs(error) for size, error in zip(sizes, errors, strict=True) if size > 1e6]
-    share = traffic(timed[0][0]["operation"], ranks)
-    return {
-        "pieces": fit.to_list(),
-        "latency_us": 1e6 * fit.pieces[0].latency_s,
-        "fitted_busbw_gb_per_s": fit.pieces[-1].bytes_per_s * share / 1e9,
-        "fit_error_max_pct": 100 * max(map(abs, errors)),
-        "fit_error_above_1mb_pct": 100 * max(large) if large else None,
-        "residuals_pct": [100 * error for error in errors],
-    }
 
 
 def _computations(config: SweepConfig, device: torch.device) -> dict[str, Callable[[], object]]:

@@ -24,6 +24,7 @@ def _case(text: str) -> tuple[str, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=NAME, description=QUESTION.splitlines()[0])
     parser.add_argument("--calibrate", help="a record of ddp_bench on the machine")
+    parser.add_argument("--memory", help="a record with local of a model that does less arithmetic per byte")
     parser.add_argument(
         "--collectives", nargs="+", default=[], help="records of allreduce_sweep on the machine"
     )
@@ -52,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             records = compare(read_json(options.predictions), measured)
         else:
             cases, ranks, rows = tuple(options.cases), tuple(options.ranks), tuple(options.rows)
-            records = run(PredictConfig(options.calibrate, cases, ranks, rows, tuple(options.collectives)))
+            collectives = tuple(options.collectives)
+            records = run(PredictConfig(options.calibrate, cases, ranks, rows, collectives, options.memory))
         page = write(view, records, OutputFolder(_folder_of(options.out), view.name))
         if options.out is not None and options.out.suffix == ".json":
             options.out.parent.mkdir(parents=True, exist_ok=True)

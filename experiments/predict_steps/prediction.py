@@ -7,7 +7,7 @@ from pathlib import Path
 from distlab.model import ModelConfig, preset
 from distlab.report import Record, View, commit, environment, read_json
 from distlab.report.table import Column
-from distlab.simulate import replay
+from distlab.simulate import SimulatedStep, replay
 from distlab.simulate.calibrate import NEEDED, Calibration, MeasuredLinks, calibrate, measured_links
 from distlab.simulate.training import simulate_training
 from distlab.theory.memory import step_memory
@@ -43,6 +43,8 @@ class PredictConfig:
         cases: (preset, sequences per rank).
         ranks: world sizes.
         rows: names among `ROWS`.
+        memory: a record of ddp_bench with `local` of a model whose operators do less arithmetic per byte, from which
+            their memory bandwidth is fitted too.
 
     Raises:
         ValueError: an unknown row, or nothing to predict.
@@ -53,6 +55,7 @@ class PredictConfig:
     ranks: tuple[int, ...] = (2, 4)
     rows: tuple[str, ...] = tuple(ROWS)
     collectives: tuple[str, ...] = ()
+    memory: str | None = None
 
     def __post_init__(self) -> None:
         unknown = [row for row in self.rows if row not in ROWS]
@@ -60,22 +63,24 @@ class PredictConfig:
             raise ValueError(f"rows {unknown} are unknown; choose among {', '.join(ROWS)}, and give a case")
 
 
-def fit(path: str, collectives: Sequence[str] = ()) -> tuple[Calibration, dict]:
+def fit(path: str, collectives: Sequence[str] = (), memory: str | None = None) -> tuple[Calibration, dict]:
     """The machine's constants from a record (the link's from those of allreduce_sweep, if given), and its settings.
+
+    `memory` is as in `PredictConfig`.
 
     Raises:
         ValueError, OSError: the record cannot be read or lacks a row.
     """
     rows = {record.variant: record for record in read_json(path)}
     settings = next(iter(rows.values())).config
-    model = preset(settings["size"], context_length=settings["context"])
-    steps = {
-        name: simulate_training(
-            model, name, batch=settings["batch"], world_size=settings["world_size"], dtype=settings["dtype"]
-        )
-        for name in NEEDED
-    }
-    calibration = calibrate({name: record.metrics for name, record in rows.items()}, steps)
+    steps = {name: _simulated(settings, name) for name in NEEDED}
+    second = None
+    if memory is not None:
+        local = next((record for record in read_json(memory) if record.variant == "local"), None)
+        if local is None:
+            raise ValueError(f"{memory} has no row of local, from which to fit the memory's bandwidth")
+        second = _simulated(local.config, "local"), local.metrics["forward_backward_p50_ms"] / 1e3
+    calibration = calibrate({name: record.metrics for name, record in rows.items()}, steps, second)
     if collectives:
         device = rows["local"].environment["device_name"]
         known = [record for file in collectives for record in read_json(file)]
@@ -83,9 +88,16 @@ def fit(path: str, collectives: Sequence[str] = ()) -> tuple[Calibration, dict]:
     return calibration, settings
 
 
+def _simulated(settings: dict, strategy: str) -> SimulatedStep:
+    """The step that ddp_bench measured with these settings."""
+    model = preset(settings["size"], context_length=settings["context"])
+    ranks, dtype = settings["world_size"], settings["dtype"]
+    return simulate_training(model, strategy, batch=settings["batch"], world_size=ranks, dtype=dtype)
+
+
 def run(config: PredictConfig) -> list[Record]:
     """One record per case, number of ranks and row."""
-    calibration, settings = fit(config.calibrate, config.collectives)
+    calibration, settings = fit(config.calibrate, config.collectives, config.memory)
     facts = {"environment": environment("cpu"), "commit": commit(None)}
     records = []
     for size, batch in config.cases:
@@ -96,10 +108,15 @@ def run(config: PredictConfig) -> list[Record]:
                 shared = {"size": size, "batch": batch, "context": model.context_length, "world_size": ranks}
                 shared |= {
                     "dtype": settings["dtype"],
-                    "calibrated_on": str(config.calibrate).removeprefix(f"{ROOT}/"),
+                    "calibrated_on": _calibrated_on(config),
                 }
                 records.append(Record(NAME, row, shared | _constants(calibration), metrics, **facts))
     return records
+
+
+def _calibrated_on(config: PredictConfig) -> str:
+    files = [config.calibrate] + ([config.memory] if config.memory else [])
+    return " and ".join(str(file).removeprefix(f"{ROOT}/") for file in files)
 
 
 def _constants(calibration: Calibration) -> dict:

@@ -16,9 +16,9 @@ from experiments.simulate_scale import ScaleConfig
 
 ROOT = Path(__file__).parents[2]
 RECORD = str(ROOT / "records" / "ddp_bench" / "h200x2_xl_batch8.json")
-COMPARED = ("h200x2_xl_batch2", "h200x2_xl_batch8", "h200x2_medium_batch8", "h200x4_*")
-# On four ranks the medium model waited for a host that was busy with something else: noise of 13 to 17 %.
-MISSED = {(name, "medium", 8, 4) for name in ("overlap", "zero1-100", "fsdp")}
+COMPARED = [f"h200x{ranks}_{case}" for ranks in (2, 4) for case in ("xl_batch2", "xl_batch8", "medium_batch8")]
+# On four ranks the medium model waits for its host, which the simulation leaves out.
+MISSED = {(name, "medium", 8, 4) for name in ("overlap", "fsdp")}
 REPORT = ("records.json", "records.csv", "table.md", "table.tex", "report.html")
 
 
@@ -120,8 +120,8 @@ def test_simulate_scale(tmp_path, capsys):
 
 
 def test_predictions_are_kept():
-    """The committed predictions cover every case and lie within 15 % of every measured step whose noise is below that;
-    batch 8 on two ranks calibrated them, nothing else did."""
+    """The committed predictions cover every case and lie within 15 % of every measured step but two, whose host was
+    busy; batch 8 on two ranks and `local` of the smaller model calibrated them, nothing else did."""
     records = read_json(ROOT / "records" / "predictions" / "h200.json")
     cases = {(r.config["size"], r.config["batch"], r.config["world_size"]) for r in records}
     assert cases == {
@@ -129,8 +129,7 @@ def test_predictions_are_kept():
     }
     with pytest.raises(ValueError, match=r"rows \['zero9'\]"):
         PredictConfig(RECORD, (("xl", 2),), rows=("zero9",))
-    paths = [path for case in COMPARED for path in (ROOT / "records" / "ddp_bench").glob(f"{case}.json")]
-    measured = [record for path in paths for record in read_json(path)]
+    measured = [record for case in COMPARED for record in read_json(ROOT / "records" / "ddp_bench" / f"{case}.json")]
     rows = predict_steps.compare(records, measured)
     assert len(rows) == 44 and {"naive", "zero1-400", "fsdp", "bucketed-100"} <= {row.variant for row in rows}
     for row in rows:

@@ -1,5 +1,7 @@
 """The two streams on synthetic events, the cost models, and the calibration on steps of known constants."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -120,6 +122,19 @@ def test_calibration_finds_the_constants_it_was_given():
     assert found.device.bytes_per_s == pytest.approx(2e12, rel=0.02)
     assert found.link.bytes_per_s == pytest.approx(2e11, rel=0.01)
     assert found.link.latency_s == pytest.approx(3e-6, rel=0.01)
+    slower = dataclasses.replace(device, bytes_per_s=1e12, update_bytes_per_s=2e12)
+    small = ModelConfig(64, 256, 2, 4, vocab_size=500, context_length=64)
+    other = simulate_training(small, "local", batch=4, world_size=2)
+    for name, one in {**steps, "second": other}.items():
+        line = replay(one, slower, link, contention)
+        measured.setdefault(name, {})["forward_backward_p50_ms"] = line.step_ms - line.phases["optimizer"]
+    second = other, measured.pop("second")["forward_backward_p50_ms"] / 1e3
+    both = calibrate(measured, steps, second, launch_s=1e-6, hop_s=0.0).device
+    assert both.flops_per_s == pytest.approx(4e13, rel=0.02)
+    assert both.bytes_per_s == pytest.approx(1e12, rel=0.02)
+    assert both.update_bytes_per_s == pytest.approx(2e12, rel=0.02)
+    with pytest.raises(ValueError, match="less arithmetic per byte"):
+        calibrate(measured, steps, (other, 1.0), launch_s=1e-6, hop_s=0.0)
     again = replay(steps["overlap"], found.device, found.link, found.contention)
     assert again.step_ms == pytest.approx(measured["overlap"]["step_p50_ms"], rel=0.01)
     del measured["flat"]["comm_ms"]
