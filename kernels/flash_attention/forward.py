@@ -136,7 +136,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
     o_base += row0.to(tl.int64) * stride_ot
     written = rows < query_count
     if SPLIT:
-        written = written & (row_sum > 0.0)  # what saw no key is left out when the parts are put together
+        written = written & (row_sum != 0.0)  # what saw no key is left out when the parts are put together
     tl.store(o_base + offs_m[:, None] * stride_ot + offs_d[None, :], acc.to(o_ptr.dtype.element_ty),
              mask=written[:, None] & (offs_d < HEAD_DIM)[None, :])
 

@@ -14,13 +14,15 @@ def _split_tf32(x):
 
 @triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr):
-    """a (M, K) · b (K, N), added to `acc` unless that is None.
+    """a (M, K) · b (K, N) in fp32, added to `acc` (M, N) in fp32 unless that is None.
+
+    Operands of 16 bits are multiplied as they are, and fp32 as PRECISION says: "ieee", "tf32" or "tf32x3".
 
     "tf32x3" takes the two parts of each fp32 operand and leaves out the product of the small ones, 2⁻²² of the whole.
     The three are summed apart from `acc`, which is rounded once per tile: tensor cores cut off what an accumulator
     cannot hold, and the loss would add up along the sequence. Triton's own "tf32x3" looks for infinities in every
     element of operands and results besides, which takes more instructions than the products. Here an infinite operand
-    gives NaN.
+    gives NaN, and so does one within 2⁻¹² of the largest fp32 number, which rounds to infinity.
     """
     if PRECISION == "tf32x3" and a.dtype == tl.float32:
         a_high, a_low = _split_tf32(a)

@@ -23,7 +23,8 @@ from .configs import Tile
 from .options import Problem
 
 MOST_PARTS = 64  # of the forward, however many keys a few queries have
-COMBINE = {"ROWS": 4, "STEP": 8, "num_warps": 1}  # rows of one program, parts that are loaded together
+# Rows of one program, and parts that it loads together; of all that were tried, records/flash_attention_sums.csv.
+COMBINE = {"ROWS": 4, "STEP": 8, "num_warps": 1}
 SUM = {"ROWS": 2, "STEP": 32, "num_warps": 1}
 COMBINE_COUNTS = ["heads", "query_count", "batch_heads", "parts"]
 SUM_COUNTS = ["heads", "kv_heads", "query_count", "key_count", "hi", "batch", "chunk"]
@@ -36,7 +37,8 @@ def combine_kernel(o_part_ptr, lse_part_ptr, o_ptr, lse_ptr, stride_ob, stride_o
     """ROWS rows of one head's output and log-sum-exp from their parts, STEP parts at a time, the largest so far in top.
 
     A part that saw no key of a row has log-sum-exp −inf there and has written no output: what lies in its memory is
-    loaded, since waiting for the log-sum-exp would take longer, and dropped.
+    loaded, since waiting for the log-sum-exp would take longer, and dropped. NaN in a part is NaN in output and
+    log-sum-exp.
     """
     tiles = tl.cdiv(query_count, ROWS)
     rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
@@ -55,7 +57,7 @@ def combine_kernel(o_part_ptr, lse_part_ptr, o_ptr, lse_ptr, stride_ob, stride_o
         lse = tl.load(lse_part_ptr + part[:, None] * stride + own[None, :], mask=there, other=float("-inf"))
         found = tl.load(o_part_ptr + (part[:, None, None] * stride + own[None, :, None]) * HEAD_DIM
                         + offs_d[None, None, :], mask=there[:, :, None] & (offs_d < HEAD_DIM)[None, None, :], other=0.0)
-        found = tl.where((lse > float("-inf"))[:, :, None], found, 0.0)
+        found = tl.where((lse != float("-inf"))[:, :, None], found, 0.0)
         new_top = tl.maximum(top, tl.max(lse, 0))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp(lse - shift[None, :])
@@ -63,7 +65,7 @@ def combine_kernel(o_part_ptr, lse_part_ptr, o_ptr, lse_ptr, stride_ob, stride_o
         o = o * shrink[:, None] + tl.sum(found * weight[:, :, None], 0)
         total = total * shrink + tl.sum(weight, 0)
         top = new_top
-    seen = total > 0.0
+    seen = total != 0.0
     safe_total = tl.where(seen, total, 1.0)
     o = o / safe_total[:, None]
     tl.store(lse_ptr + own, tl.where(seen, top + tl.log(safe_total), float("-inf")), mask=inside)
@@ -137,7 +139,10 @@ def chunk_of(tile: Tile, count: int) -> int:
 
 
 def launch_combine(o_parts: torch.Tensor, lse_parts: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
-    """Fill o (B, H, Tq, D) and lse (B, H, Tq) from their parts; rows without a key in a part have lse −inf there."""
+    """Fill o (B, H, Tq, D) and lse (B, H, Tq) from their parts, (parts, *shape) in contiguous fp32.
+
+    Where a part saw no key of a row, its lse is −inf and its o may be anything.
+    """
     batch, heads, query_count, head_dim = o.shape
     parts = len(o_parts)
     launch(combine_kernel, (cdiv(query_count, COMBINE["ROWS"]) * batch * heads,), o_parts, lse_parts, o, lse,
@@ -146,7 +151,11 @@ def launch_combine(o_parts: torch.Tensor, lse_parts: torch.Tensor, o: torch.Tens
 
 
 def launch_sum(parts: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...], problem: Problem, tile: Tile) -> None:
-    """Fill (dq, dk, dv) from their parts, as the dK/dV pass with this tile has written them."""
+    """Fill (dq, dk, dv), shaped like q, k and v, from their parts as the dK/dV pass with this tile has written them.
+
+    Contiguous fp32 of (key tiles, *dq.shape) and twice (chunks of queries, *dk.shape). Parts that no program had
+    anything to write to may hold anything: they are not read.
+    """
     dq, dk, dv = grads
     batch, heads, query_count, head_dim = dq.shape
     kv_heads, key_count = dk.shape[1:3]

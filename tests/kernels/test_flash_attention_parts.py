@@ -1,0 +1,171 @@
+"""Pieces of attention by themselves: products of a tile, and how the parts of a split call are put together."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kernels.flash_attention import configs, flash_attention
+from kernels.flash_attention.configs import Tile
+from kernels.flash_attention.options import Problem
+from kernels.flash_attention.products import _split_tf32, product
+from kernels.flash_attention.split import COMBINE, SUM, launch_combine, launch_sum
+
+from .attention_reference import with_gradients
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@triton.jit
+def product_kernel(a_ptr, b_ptr, acc_ptr, out_ptr, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+                   ADD: tl.constexpr, PRECISION: tl.constexpr):
+    m, k, n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, N)
+    a = tl.load(a_ptr + m[:, None] * K + k[None, :])
+    b = tl.load(b_ptr + k[:, None] * N + n[None, :])
+    at = m[:, None] * N + n[None, :]
+    if ADD:
+        found = product(a, b, tl.load(acc_ptr + at), PRECISION)
+    else:
+        found = product(a, b, None, PRECISION)
+    tl.store(out_ptr + at, found)
+
+
+@triton.jit
+def split_kernel(x_ptr, high_ptr, low_ptr, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    high, low = _split_tf32(tl.load(x_ptr + at))
+    tl.store(high_ptr + at, high)
+    tl.store(low_ptr + at, low)
+
+
+def multiply(a, b, acc, precision):
+    out = torch.full((a.shape[0], b.shape[1]), NAN, device=DEVICE)
+    product_kernel[(1,)](a, b, out if acc is None else acc, out, *a.shape, b.shape[1], acc is not None, precision)
+    return out
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+CHAINS = pytest.mark.parametrize(("k", "n"), [(64, 16), (16, 64)], ids=["three short chains", "one long chain"])
+
+
+@CHAINS
+@pytest.mark.parametrize("add", [False, True], ids=["alone", "added"])
+@pytest.mark.parametrize("precision", ["tf32x3", "ieee"])
+def test_a_product_is_as_accurate_as_fp32(k, n, add, precision):
+    """To 2⁻²⁰ of what is summed; a product of operands rounded to TF32 is off by 2⁻¹²."""
+    a, b = draw(16, k), draw(k, n, seed=1)
+    acc = draw(16, n, seed=2) if add else None
+    exact, summed = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    if add:
+        exact, summed = exact + acc.double(), summed + acc.double().abs()
+    assert ((multiply(a, b, acc, precision).double() - exact).abs() <= 2**-20 * summed).all()
+
+
+@pytest.mark.parametrize("precision", ["tf32x3", "ieee"])
+def test_a_product_of_16_bits_ignores_the_precision(precision):
+    a, b, acc = draw(16, 64).half(), draw(64, 16, seed=1).half(), draw(16, 16, seed=2)
+    torch.testing.assert_close(multiply(a, b, acc, precision), a.float() @ b.float() + acc, atol=1e-5, rtol=1e-5)
+
+
+@CHAINS
+def test_infinite_operands_are_never_a_finite_number_and_large_ones_are_right(k, n):
+    a, b = draw(16, k), draw(k, n, seed=1)
+    a[3, 5], b[2, 4] = INFINITY, -INFINITY
+    touched = torch.zeros(16, n, dtype=torch.bool, device=DEVICE)
+    touched[3], touched[:, 4] = True, True
+    found = multiply(a, b, None, "tf32x3")
+    assert found[touched].isnan().all() and found[~touched].isfinite().all()
+    a[3, 5], b[2, 4] = 1e30, -1e30
+    a[:, 2] = a[:, 2].clamp(-1, 1)  # 1e30 squared is no fp32 number
+    a[3, 2], b[5, 4] = 1.0, 1.0
+    error = (multiply(a, b, None, "tf32x3").double() - a.double() @ b.double()).abs()
+    assert (error <= 2**-20 * (a.double().abs() @ b.double().abs())).all()
+
+
+def test_the_two_parts_of_a_number_are_eleven_bits_and_an_exact_rest():
+    x = torch.cat([draw(1020), torch.tensor([0.0, 1e30, -1e-30, 3.0], device=DEVICE)])
+    high, low = torch.empty_like(x), torch.empty_like(x)
+    split_kernel[(1,)](x, high, low, len(x))
+    assert (high.view(torch.int32) & 0x1FFF == 0).all()
+    assert torch.equal(high.double() + low.double(), x.double())
+    assert (low.abs() <= 2**-11 * x.abs()).all()
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_an_infinite_input_shows_in_its_row_only(split):
+    """Output, log-sum-exp and gradient of the query whose score is not a number, the others as without it."""
+    q, k, v, do = (draw(1, 1, 48, 16, seed=i) for i in range(4))
+    expected = with_gradients(lambda *x: flash_attention(*x, causal=True), q, k, v, do)
+    q[..., 40, 3] = INFINITY
+    forward = Tile(16, 16, chunk=16 if split else 0)
+    with configs.forced(forward=forward, dkdv=Tile(16, 16, chunk=16), dq=Tile(16, 16)):
+        leaf = q.clone().requires_grad_()
+        o = flash_attention(leaf, k, v, causal=True)
+        (lse,) = (x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1])
+        (dq,) = torch.autograd.grad(o, leaf, do)
+    for x in (o, dq, lse[..., None]):
+        assert x[..., 40, :].isnan().all()
+    others = torch.arange(48, device=DEVICE) != 40
+    torch.testing.assert_close(o[..., others, :], expected[0][..., others, :], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(dq[..., others, :], expected[1][..., others, :], atol=2e-5, rtol=2e-5)
+
+
+def test_a_key_that_is_not_a_number_is_not_lost_between_parts():
+    """Its part is the second of three: what the rows after it get is no softmax over the keys of the others."""
+    q, k, v, _ = (draw(1, 1, 48, 16, seed=i) for i in range(4))
+    k[..., 20, 0] = NAN
+    with configs.forced(forward=Tile(16, 16, chunk=16)):
+        o = flash_attention(q.requires_grad_(), k, v, causal=True)
+    (lse,) = (x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1])
+    assert lse[..., 20:].isnan().all() and o[..., 20:, :].isnan().all()
+    assert lse[..., :16].isfinite().all() and o[..., :16, :].isfinite().all()
+
+
+@pytest.mark.parametrize("parts", [COMBINE["STEP"] - 1, 2 * COMBINE["STEP"] + 3])
+def test_parts_are_combined_whatever_those_without_a_key_hold(parts):
+    """More parts than are loaded together, too; rows whose first keys, last keys or all keys are hidden."""
+    o_parts, lse_parts = draw(parts, 2, 1, 9, 24), 10 * draw(parts, 2, 1, 9, seed=1)
+    hidden = torch.zeros(parts, 2, 1, 9, dtype=torch.bool, device=DEVICE)
+    hidden[:-1, :, :, 0] = hidden[1:, :, :, 1] = hidden[:, :, :, 2] = hidden[::2, 1, :, 3] = True
+    o_parts[hidden], lse_parts[hidden] = NAN, -INFINITY
+    o, lse = torch.full((2, 1, 9, 24), NAN, device=DEVICE), torch.full((2, 1, 9), NAN, device=DEVICE)
+    launch_combine(o_parts, lse_parts, o, lse)
+    weights = torch.softmax(lse_parts.double(), 0).nan_to_num(0.0)
+    expected = (weights[..., None] * o_parts.nan_to_num(0.0).double()).sum(0)
+    torch.testing.assert_close(o.double(), expected, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(lse.double(), torch.logsumexp(lse_parts.double(), 0), atol=2e-6, rtol=2e-6)
+    assert (o[:, :, 2] == 0).all() and (lse[:, :, 2] == -INFINITY).all()
+
+
+@pytest.mark.parametrize("hi", [None, 0, 21, -21])
+def test_sums_read_all_parts_that_were_written_and_no_other(hi):
+    """More parts than are loaded together; `written` follows the programs of the pass, tile by tile.
+
+    What they write for a query and keys that it does not see is zero, what they do not write here NaN.
+    """
+    queries, keys, block_m, block_n, chunk = 75, 71, 2, 2, 2
+    reach = hi if hi is not None else keys + queries
+    row, tile_starts = torch.arange(queries), torch.arange(0, keys, block_n)
+    column, chunk_ends = torch.arange(keys), torch.arange(0, queries, chunk) + chunk - 1
+    assert min(len(tile_starts), len(chunk_ends)) > SUM["STEP"]
+    dq_written = row // block_m * block_m + block_m - 1 + reach >= tile_starts[:, None]
+    first = (column // block_n * block_n - reach).clamp(min=0) // block_m * block_m  # query that a tile of keys visits
+    dkv_written = chunk_ends[:, None] >= first
+    dq_seen = row + reach >= tile_starts[:, None]
+    dkv_seen = chunk_ends.clamp(max=queries - 1)[:, None] + reach >= column
+    parts, expected = [], []
+    for i, (written, seen) in enumerate([(dq_written, dq_seen), (dkv_written, dkv_seen), (dkv_written, dkv_seen)]):
+        part = draw(written.shape[0], 1, 2, written.shape[1], 16, seed=i)
+        written, seen = (x.to(DEVICE)[:, None, None, :, None].expand_as(part) for x in (written, seen))
+        assert (written | ~seen).all()
+        part = torch.where(seen, part, 0.0)
+        expected.append((0.5 if i == 0 else 1.0) * part.double().sum(0))
+        parts.append(torch.where(written, part, NAN))
+    grads = tuple(torch.full(x.shape[1:], NAN, device=DEVICE) for x in parts)
+    launch_sum(tuple(parts), grads, Problem((None, hi), 0.5, "ieee"), Tile(block_m, block_n, chunk=chunk))
+    for x, y in zip(grads, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5)
