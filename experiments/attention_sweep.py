@@ -5,10 +5,10 @@
 
 Causal attention, batch 1, one head, every length × head dim × type. For each variant: device time of forward and of
 forward+backward as replays of a CUDA graph (backward is their difference), host time to issue one forward+backward,
-peak memory, TFLOP/s by convention (causal pairs only, backward 2.5 × forward), and the largest error of output and
-gradients against float64. fp32 peers multiply in torch's default, IEEE fp32; ours in "tf32x3", three TF32 products on
-the tensor cores that are as accurate (see the error columns), "ours-ieee" like them. The L2 is warm in graph replays;
-shapes up to a length of about 65,536 fit in it for every variant alike.
+peak memory of such a call with its inputs, TFLOP/s by convention (causal pairs only, backward 2.5 × forward), and the
+largest error of output and gradients against float64. fp32 peers multiply in torch's default, IEEE fp32; ours in
+"tf32x3", three TF32 products on the tensor cores that are as accurate (see the error columns), "ours-ieee" like them.
+The L2 is warm in graph replays; shapes up to a length of about 65,536 fit in it for every variant alike.
 
 A variant that refuses a type says so, one that runs out of memory says OOM, and the sweep goes on.
 """
@@ -95,8 +95,13 @@ class Case:
 
     def errors(self, fn: Attention) -> dict[str, float]:
         """Largest absolute error of the output and of the worst gradient."""
-        o, *grads = ((x.double() - y).abs().max().item() for x, y in zip(self.both(fn), self.exact, strict=True))
+        found = [(x.double() - y).abs().max() for x, y in zip(self.both(fn), self.exact, strict=True)]
+        o, *grads = torch.stack(found).tolist()  # one wait for the device, not four
         return {"max_abs_error": o, "max_abs_grad_error": max(grads)}
+
+    def input_bytes(self) -> int:
+        """Bytes of q, k, v and the output's gradient."""
+        return sum(x.nbytes for x in (self.q, self.k, self.v, self.do))
 
 
 def replay_ms(run: Callable[[], object], repeats: int) -> list[float]:
@@ -146,14 +151,15 @@ def host_ms(run: Callable[[], object], repeats: int) -> list[float]:
 
 def speed(case: Case, fn: Attention, config: Config) -> dict[str, object]:
     """All metrics of one row of the length sweep."""
-    metrics: dict[str, object] = case.errors(fn)
+    metrics: dict[str, object] = case.errors(fn)  # the first call, which compiles what has to be
+    before = 0
     if config.device == "cuda":
+        before = torch.cuda.memory_allocated()  # libraries keep workspaces, far larger than a short call's tensors
         torch.cuda.reset_peak_memory_stats()
-        case.both(fn)
-        metrics["peak_alloc_bytes"] = torch.cuda.max_memory_allocated()
     metrics |= {f"host_{p}_ms": ms for p, ms in percentiles(host_ms(lambda: case.both(fn), config.repeats)).items()}
     if config.device != "cuda":
         return metrics
+    metrics["peak_bytes"] = torch.cuda.max_memory_allocated() - before + case.input_bytes()
     forward = percentiles(replay_ms(lambda: case.forward(fn), config.repeats))
     both = percentiles(replay_ms(lambda: case.both(fn), config.repeats))
     metrics |= {f"fwd_device_{p}_ms": ms for p, ms in forward.items()}
@@ -170,6 +176,18 @@ def measure_row(config: Config, case: Case, variant: str) -> dict[str, object]:
     return attempt(lambda: speed(case, build(variant, case.q.shape[-2], config.device), config))
 
 
+def release(held: int) -> int:
+    """Give back what a row has left on the GPU, where `held` bytes were in use before it; the bytes in use now.
+
+    Only memory that is still in use can lie in cycles of Python objects: looking for those takes longer than timing
+    a short row, some 0.3 s with a compiler loaded.
+    """
+    if torch.cuda.memory_allocated() > held:
+        gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
 def run(config: Config, path: Path | None = None, commit_id: str | None = None) -> list[Record]:
     """Measure every row that `path` does not hold yet; `path` is rewritten after each shape."""
     records = read_json(path) if path is not None and path.exists() else []
@@ -181,13 +199,13 @@ def run(config: Config, path: Path | None = None, commit_id: str | None = None) 
         if not missing:
             continue
         case = Case(length, head_dim, dtype, config.device)
+        held = torch.cuda.memory_allocated() if config.device == "cuda" else 0
         for variant in missing:
             row = {"batch": 1, "length": length, "head_dim": head_dim, "dtype": dtype, "causal": True,
                    "repeats": config.repeats}
             records.append(Record(EXPERIMENT, variant, row, measure_row(config, case, variant), where, commit_id))
-            gc.collect()
             if config.device == "cuda":
-                torch.cuda.empty_cache()
+                held = release(held)
         del case
         if path is not None:
             write_json(records, path)
@@ -259,7 +277,7 @@ COLUMNS = [
     Column("variant", "variant"), Column("metrics.fwd_device_p50_ms", "fwd ms", ".4f"),
     Column("metrics.bwd_device_p50_ms", "bwd ms", ".4f"), Column("metrics.fwd_bwd_device_p50_ms", "f+b ms", ".4f"),
     Column("metrics.fwd_bwd_tflop_per_s", "TFLOP/s", ".1f"), Column("metrics.host_p50_ms", "host ms", ".3f"),
-    Column("metrics.peak_alloc_bytes", "peak MiB", ".1f", scale=2**-20),
+    Column("metrics.peak_bytes", "peak MiB", ".1f", scale=2**-20),
     Column("metrics.max_abs_error", "max |Δo|", ".1e"), Column("metrics.max_abs_grad_error", "max |Δgrad|", ".1e"),
     Column("metrics.status", "status"),
 ]
@@ -268,7 +286,7 @@ COLUMNS = [
 PICTURES = [
     ("time", "fwd_bwd_device_p50_ms", "forward + backward, ms"),
     ("tflops", "fwd_bwd_tflop_per_s", "TFLOP/s"),
-    ("memory", "peak_alloc_bytes", "peak bytes"),
+    ("memory", "peak_bytes", "peak bytes"),
 ]
 
 

@@ -86,6 +86,29 @@ def test_warming_up_survives_variants_that_fail():
     assert sweep.warm_one((sweep.SMOKE, 32, 16, "float32", "no such variant")) is None
 
 
+def test_garbage_is_collected_only_where_a_row_has_left_memory_behind(monkeypatch):
+    in_use, collected = [100], []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: in_use[0])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(sweep.gc, "collect", lambda: collected.append(in_use[0]))
+    assert sweep.release(100) == 100 and collected == []
+    in_use[0] = 150  # a library's workspace: looked at once, then part of what is in use
+    assert sweep.release(100) == 150 and sweep.release(150) == 150 and collected == [150]
+
+
+def test_peak_memory_is_what_a_call_takes_and_not_what_was_there(monkeypatch):
+    """Workspaces of libraries and the float64 results lie beside the call's own tensors."""
+    case = sweep.Case(32, 16, "float32", "cpu")
+    assert case.input_bytes() == 4 * 4 * 32 * 16
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 10_000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 10_700)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    times = iter(([1.0] * 3, [2.0] * 3))
+    monkeypatch.setattr(sweep, "replay_ms", lambda run, repeats: next(times))
+    config = dataclasses.replace(sweep.SMOKE, device="cuda")
+    assert sweep.speed(case, naive, config)["peak_bytes"] == 700 + case.input_bytes()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about the message without a GPU")
 def test_without_a_gpu_the_command_says_so(tmp_path, capsys):
     assert sweep.main(["--out", str(tmp_path)]) == 2
