@@ -56,13 +56,13 @@ CHAINS = pytest.mark.parametrize(("k", "n"), [(64, 16), (16, 64)], ids=["three s
 @pytest.mark.parametrize("add", [False, True], ids=["alone", "added"])
 @pytest.mark.parametrize("precision", ["tf32x3", "ieee"])
 def test_a_product_is_as_accurate_as_fp32(k, n, add, precision):
-    """To 2⁻²⁰ of what is summed; a product of operands rounded to TF32 is off by 2⁻¹²."""
+    """To 2⁻¹⁹ of what is summed; one product of operands rounded to TF32 is off by some 2⁻¹⁵ of it."""
     a, b = draw(16, k), draw(k, n, seed=1)
     acc = draw(16, n, seed=2) if add else None
     exact, summed = a.double() @ b.double(), a.double().abs() @ b.double().abs()
     if add:
         exact, summed = exact + acc.double(), summed + acc.double().abs()
-    assert ((multiply(a, b, acc, precision).double() - exact).abs() <= 2**-20 * summed).all()
+    assert ((multiply(a, b, acc, precision).double() - exact).abs() <= 2**-19 * summed).all()
 
 
 @pytest.mark.parametrize("precision", ["tf32x3", "ieee"])
@@ -83,7 +83,7 @@ def test_infinite_operands_are_never_a_finite_number_and_large_ones_are_right(k,
     a[:, 2] = a[:, 2].clamp(-1, 1)  # 1e30 squared is no fp32 number
     a[3, 2], b[5, 4] = 1.0, 1.0
     error = (multiply(a, b, None, "tf32x3").double() - a.double() @ b.double()).abs()
-    assert (error <= 2**-20 * (a.double().abs() @ b.double().abs())).all()
+    assert (error <= 2**-19 * (a.double().abs() @ b.double().abs())).all()
 
 
 def test_the_two_parts_of_a_number_are_eleven_bits_and_an_exact_rest():
