@@ -17,8 +17,10 @@ predicted one.
 Two rows lose on purpose: `spilling_add_rms_norm_silu`, a chain fused into too few threads' registers, and `add_gelu`,
 which torch.compile makes one kernel and ours are two.
 
-The rows are in `cases`, how one is measured in `rows` and `timing`, the prediction in `prediction`, what is shown in
-`view`, `comparison` and `pictures`.
+Rows bound by arithmetic run at a clock that the card's power sets: their variants are timed in turns, in rounds.
+
+The rows are in `cases`, how one is measured in `rows`, `timing` and `turns`, the prediction in `prediction`, what is
+shown in `view`, `comparison` and `pictures`.
 """
 
 from .comparison import VIEW as COMPARISON_VIEW

@@ -1,13 +1,15 @@
 """The two pictures: every kernel under the ceilings of the run, and bars against the peers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distlab.hardware import lookup
 from distlab.report import Record
 from distlab.report.figure import GREYS, INK, OKABE_ITO, finish, new_figure, tidy
+
+from .turns import over_ours
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,10 +64,10 @@ def _ceiling(axes: "Axes", gb_per_s: float, tflop_per_s: float, **style: object)
 
 def plot_bars(records: Sequence[Record], path: Path) -> None:
     """Time of every peer over ours, one group of bars per operation and direction, in two columns."""
-    groups: dict[str, dict[str, float]] = {}
+    groups: dict[str, dict[str, Mapping[str, Any]]] = {}
     for r in records:
         if r.metrics.get("time_p50_ms") and r.variant in ("ours", *PEERS):
-            groups.setdefault(f"{r.config['label']} {r.config['direction']}", {})[r.variant] = r.metrics["time_p50_ms"]
+            groups.setdefault(f"{r.config['label']} {r.config['direction']}", {})[r.variant] = r.metrics
     rows = [(label, times) for label, times in groups.items() if len(times) > 1 and "ours" in times]
     if not rows:
         return
@@ -81,12 +83,12 @@ def plot_bars(records: Sequence[Record], path: Path) -> None:
     finish(figure, path, "Time of every peer over ours, by operation and direction")
 
 
-def _bars(axes: "Axes", rows: list[tuple[str, dict[str, float]]]) -> None:
+def _bars(axes: "Axes", rows: list[tuple[str, dict[str, Mapping[str, Any]]]]) -> None:
     height = 0.8 / len(PEERS)
     for row, (_, times) in enumerate(rows):
         present = [name for name in PEERS if name in times]
         for place, name in enumerate(present):
-            ratio = times[name] / times["ours"]
+            ratio = over_ours(times[name], times["ours"])
             y = row + (place - (len(present) - 1) / 2) * height
             axes.barh(y, min(ratio, LONGEST), height * 0.9, color=OKABE_ITO[PEERS[name]])
             if ratio > LONGEST:

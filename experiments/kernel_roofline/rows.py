@@ -1,5 +1,6 @@
 """Measuring: correctness first, then time, memory and launches of every variant of a case."""
 
+import contextlib
 import dataclasses
 import gc
 import math
@@ -16,7 +17,8 @@ from distlab.report import Record, environment, read_json, write_json
 from . import cases as table
 from .cases import VARIANTS, Case, Function, first, leaves, runner, upstream_of, with_gradients
 from .prediction import predicted
-from .timing import ceilings, device_ms, launched, spills
+from .timing import Prepared, ceilings, device_ms, launched, prepare, spills
+from .turns import fits, in_turns, summary
 
 EXPERIMENT = "kernel_roofline"
 # Inductor's products by its own Triton templates, the best of those it tries; without this it takes cuBLAS's.
@@ -35,6 +37,7 @@ class Config:
         only: names of operations; empty for all.
         variants: which to run.
         repeat_ms: device time per number.
+        rounds: of the rows that are timed in turns; even, so that forward and back are as many.
     """
 
     device: str = "cuda"
@@ -42,10 +45,11 @@ class Config:
     only: tuple[str, ...] = ()
     variants: tuple[str, ...] = VARIANTS
     repeat_ms: int = 60
+    rounds: int = 8
 
 
 QUICK = Config(only=("rms_norm", "layer_norm", "softmax", "swiglu", "cross_entropy", "matmul"))
-SMOKE = Config(device="cpu", small=True, variants=("ours", "naive", "builtin"), repeat_ms=1)
+SMOKE = Config(device="cpu", small=True, variants=("ours", "naive", "builtin"), repeat_ms=1, rounds=6)
 
 
 def run(config: Config, path: Path | None = None, commit_id: str | None = None,
@@ -73,22 +77,66 @@ def run(config: Config, path: Path | None = None, commit_id: str | None = None,
     return records
 
 
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One operation in one direction: what all its variants are given."""
+
+    case: Case
+    direction: str
+    config: Config
+    inputs: list[Tensor]
+    upstream: Tensor
+
+    def maker(self, function: Function) -> Callable[[], Callable[[], Any]]:
+        """Makes what is timed, over copies of the inputs: a peer may overwrite what it is given."""
+        mine = with_gradients(self.inputs)
+        return lambda: runner(function, mine, self.direction, self.upstream)
+
+    @property
+    def timing(self) -> dict[str, Any]:
+        """How one variant alone is timed; an optimizer's steps are not captured."""
+        return {"device": self.config.device, "capture": self.case.name != "adamw"}
+
+
 def _rows_of(case: Case, direction: str, variants: list[str], config: Config, limits: dict[str, float],
              where: dict[str, Any], commit_id: str | None) -> Iterator[Record]:
+    if not {"compile", "template"}.isdisjoint(variants):
+        torch._dynamo.reset()  # not between the two: captured graphs launch what either compiled
     inputs = case.inputs(case.shape, getattr(torch, case.dtype), config.device)
     upstream = upstream_of(first(case.variants["ours"](*[t.detach() for t in inputs])), direction)
+    row = Row(case, direction, config, inputs, upstream)
     try:
         expected = exact(case, inputs, direction, upstream)
     except torch.OutOfMemoryError:
         expected = None
-    rows = {variant: measure_row(case, variant, direction, config, limits, inputs, upstream, expected)
-            for variant in variants}
-    if "ours" in rows and "time_p50_ms" in rows["ours"]:
-        _measure_again(rows["ours"], case, direction, config, inputs, upstream)
-    for variant, metrics in rows.items():
-        row = {"label": case.label, "operation": case.name, "shape": list(case.shape), "dtype": case.dtype,
-               "direction": direction}
-        yield Record(EXPERIMENT, variant, row, metrics | _rates(case, direction, metrics, limits), where, commit_id)
+    found: dict[str, dict[str, Any]] = {variant: {"status": "ok"} for variant in variants}
+    functions: dict[str, Function] = {}
+    for variant, metrics in found.items():
+        with _failures_into(metrics):
+            function = build(case, variant)
+            metrics |= check(row, function, expected, ours=variant == "ours")
+            functions[variant] = function
+    del expected
+    held = [metrics["peak_alloc_bytes"] for metrics in found.values() if "peak_alloc_bytes" in metrics]
+    time = _time_in_turns if case.compute and fits(held) else _time_one_by_one
+    time(row, functions, found)
+    for variant, metrics in found.items():
+        shown = {"label": case.label, "operation": case.name, "shape": list(case.shape), "dtype": case.dtype,
+                 "direction": direction}
+        yield Record(EXPERIMENT, variant, shown, metrics | _rates(case, direction, metrics, limits), where, commit_id)
+
+
+@contextlib.contextmanager
+def _failures_into(metrics: dict[str, Any]) -> Iterator[None]:
+    """A peer that is missing, refuses or needs too much memory: a row that says so, not the end of the run."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except torch.OutOfMemoryError:
+        metrics["status"] = "OOM"
+    except Exception as error:
+        metrics["status"] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:90]}"
 
 
 def exact(case: Case, inputs: list[Tensor], direction: str, upstream: Tensor) -> list[Tensor] | None:
@@ -105,44 +153,61 @@ def exact(case: Case, inputs: list[Tensor], direction: str, upstream: Tensor) ->
     return list(torch.autograd.grad(out, leaves(wide), upstream.to(out.dtype)))
 
 
-def measure_row(case: Case, variant: str, direction: str, config: Config, limits: dict[str, float],
-                inputs: list[Tensor], upstream: Tensor, expected: list[Tensor] | None) -> dict[str, Any]:
-    """Error, memory, time and launches of one variant; the reason in `status` where there are none."""
-    on_gpu = config.device == "cuda"
-    mine, fresh = with_gradients(inputs), with_gradients(inputs)  # a peer may overwrite what it is given
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            function = build(case, variant)
-            before = torch.cuda.memory_allocated() if on_gpu else 0
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats()
-            results = runner(function, fresh, direction, upstream)()
-            metrics: dict[str, Any] = {"status": "ok"}
-            if on_gpu:  # inputs, results and what lies between, and nothing that lay there before
-                own = sum(t.nbytes for t in fresh)
-                metrics["peak_alloc_bytes"] = torch.cuda.max_memory_allocated() - before + own
-            metrics["error"] = worst_error(results, expected)
-            del fresh, results
-            metrics |= device_ms(lambda: runner(function, mine, direction, upstream), config.device, config.repeat_ms,
-                                 case.name != "adamw")
-            if on_gpu:
-                again = runner(function, mine, direction, upstream)
-                metrics |= launched(again) | (spills(again) if variant == "ours" else {})
-    except torch.OutOfMemoryError:
-        return {"status": "OOM"}
-    except Exception as error:  # a peer that is missing or refuses: a row that says so, not the end of the run
-        return {"status": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:90]}"}
-    if metrics["error"] is not None and not metrics["error"] <= TOLERANCE[case.dtype]:
+def check(row: Row, function: Function, expected: list[Tensor] | None, ours: bool) -> dict[str, Any]:
+    """Error, memory and launches of one variant, alone on the device."""
+    on_gpu, metrics = row.config.device == "cuda", {}
+    fresh = with_gradients(row.inputs)
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    results = runner(function, fresh, row.direction, row.upstream)()
+    if on_gpu:  # inputs, results and what lies between, and nothing that lay there before
+        own = sum(t.nbytes for t in fresh)
+        metrics["peak_alloc_bytes"] = torch.cuda.max_memory_allocated() - before + own
+    metrics["error"] = worst_error(results, expected)
+    del fresh, results
+    if on_gpu:
+        again = row.maker(function)()
+        metrics |= launched(again) | (spills(again) if ours else {})
+    if metrics["error"] is not None and not metrics["error"] <= TOLERANCE[row.case.dtype]:
         metrics["status"] = "WRONG"
     return metrics
+
+
+def _time_one_by_one(row: Row, functions: dict[str, Function], found: dict[str, dict[str, Any]]) -> None:
+    """Times of each, and of ours once more after its peers: a card that warms up slows down what comes later."""
+
+    def ms(variant: str) -> dict[str, Any]:
+        return device_ms(row.maker(functions[variant]), repeat_ms=row.config.repeat_ms, **row.timing)
+
+    for variant in functions:
+        with _failures_into(found[variant]):
+            found[variant] |= ms(variant)
+    mine = found.get("ours", {})
+    if "time_p50_ms" not in mine:
+        return
+    second = ms("ours")
+    mine["noise_pct"] = 100 * abs(second["time_p50_ms"] / mine["time_p50_ms"] - 1)
+    for name in ("time_p20_ms", "time_p50_ms", "time_p80_ms"):
+        mine[name] = (mine[name] + second[name]) / 2
+
+
+def _time_in_turns(row: Row, functions: dict[str, Function], found: dict[str, dict[str, Any]]) -> None:
+    """Times of all variants, made ready before the first round, so that nothing is compiled between two turns."""
+    ready: dict[str, Prepared] = {}
+    for variant, function in functions.items():
+        with _failures_into(found[variant]):
+            ready[variant] = prepare(row.maker(function), **row.timing)
+    calls = {variant: prepared.call for variant, prepared in ready.items()}
+    times = in_turns(calls, row.config.repeat_ms, row.config.rounds, row.config.device)
+    for variant, metrics in summary(times).items():
+        found[variant] |= metrics | {"captured": ready[variant].captured}
 
 
 def build(case: Case, variant: str) -> Function:
     """The function of a variant; compiled ones are compiled for this size, as their users do."""
     if variant in case.variants:
         return case.variants[variant]
-    torch._dynamo.reset()
     return torch.compile(case.plain, dynamic=False, options=TEMPLATES if variant == "template" else None)
 
 
@@ -153,17 +218,6 @@ def worst_error(results: Any, expected: list[Tensor] | None) -> float | None:
     results = results if isinstance(results, tuple | list) else [results]
     return max(((x.double() - y).abs().max() / y.abs().max().clamp(min=1e-30)).item()
                for x, y in zip(results, expected, strict=False))
-
-
-def _measure_again(metrics: dict[str, Any], case: Case, direction: str, config: Config, inputs: list[Tensor],
-                   upstream: Tensor) -> None:
-    """Ours once more, after the peers: a card that warms up slows down what comes later, whoever it is."""
-    mine = with_gradients(inputs)
-    second = device_ms(lambda: runner(case.variants["ours"], mine, direction, upstream), config.device,
-                       config.repeat_ms, case.name != "adamw")
-    metrics["noise_pct"] = 100 * abs(second["time_p50_ms"] / metrics["time_p50_ms"] - 1)
-    for name in ("time_p20_ms", "time_p50_ms", "time_p80_ms"):
-        metrics[name] = (metrics[name] + second[name]) / 2
 
 
 def _rates(case: Case, direction: str, metrics: dict[str, Any], limits: dict[str, float]) -> dict[str, Any]:

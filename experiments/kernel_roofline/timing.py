@@ -1,11 +1,12 @@
 """Device times, the ceilings of this run, and what was launched."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from distlab.measure.timing import measure, percentiles
+from distlab.measure.timing import measure
 
 
 def can_be_captured(run: Callable[[], Any]) -> bool:
@@ -20,17 +21,21 @@ def can_be_captured(run: Callable[[], Any]) -> bool:
     return True
 
 
-def device_ms(make: Callable[[], Callable[[], Any]], device: str, repeat_ms: int,
-              capture: bool = True) -> dict[str, Any]:
-    """p20, p50, p80 of one run. On CUDA a graph is replayed with the L2 flushed; where none can be captured (a peer
-    that waits for the device, an optimizer) the calls themselves are timed, and `captured` says so.
+class Prepared(NamedTuple):
+    """What is timed: a graph's replay, or the call itself. `kept` is what the graph reads, and must live as long."""
+
+    call: Callable[[], Any]
+    captured: bool
+    kept: Any
+
+
+def prepare(make: Callable[[], Callable[[], Any]], device: str, capture: bool = True) -> Prepared:
+    """One run, warm, as a CUDA graph where it can be captured, which a peer that waits for the device cannot.
 
     `make` is called on the stream that is captured, because a backward runs on the stream of its forward.
     """
     if device != "cuda":
-        return {f"time_{p}_ms": ms for p, ms in percentiles(measure(make(), warmup=1, repeats=3, device="cpu")).items()}
-    from triton.testing import do_bench
-
+        return Prepared(make(), False, None)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -39,14 +44,30 @@ def device_ms(make: Callable[[], Callable[[], Any]], device: str, repeat_ms: int
             run()
         capture = capture and can_be_captured(run)
     torch.cuda.synchronize()
-    timed: Callable[[], Any] = run
-    if capture:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-        timed = graph.replay
-    times = do_bench(timed, warmup=max(10, repeat_ms // 3), rep=repeat_ms, quantiles=[0.2, 0.5, 0.8])
-    return dict(zip(("time_p20_ms", "time_p50_ms", "time_p80_ms"), times, strict=True)) | {"captured": capture}
+    if not capture:
+        return Prepared(run, False, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return Prepared(graph.replay, True, run)
+
+
+def device_ms(make: Callable[[], Callable[[], Any]], device: str, repeat_ms: int,
+              capture: bool = True) -> dict[str, Any]:
+    """p20, p50, p80 of one run. On CUDA a graph is replayed with the L2 flushed in between; where none can be captured
+    the calls themselves are timed, and `captured` says so."""
+    ready = prepare(make, device, capture)
+    if device != "cuda":
+        return quantiles(measure(ready.call, warmup=1, repeats=3, device="cpu"))
+    from triton.testing import do_bench
+
+    times = do_bench(ready.call, warmup=max(10, repeat_ms // 3), rep=repeat_ms, return_mode="all")
+    return quantiles(times) | {"captured": ready.captured}
+
+
+def quantiles(times: Sequence[float]) -> dict[str, float]:
+    """`time_p20_ms`, `time_p50_ms` and `time_p80_ms` of any number of times: a long call is timed once."""
+    return {f"time_p{p}_ms": float(np.percentile(times, p)) for p in (20, 50, 80)}
 
 
 def launched(run: Callable[[], Any]) -> dict[str, Any]:

@@ -5,13 +5,15 @@ from distlab.report import Column, Record, View
 from . import __doc__ as QUESTION
 from .pictures import plot_bars, plot_roofline
 from .rows import EXPERIMENT
+from .turns import over_ours
 
 EQUAL_PCT = 1.0  # differences below this, or below the row's own noise, are none
 
 COLUMNS = [
     Column("config.label", "operation", align="left"), Column("config.direction", ""), Column("variant", "variant"),
     Column("metrics.time_p50_ms", "p50 µs", ".1f", scale=1000),
-    Column("metrics.noise_pct", "noise %", ".1f", missing=""), Column("metrics.gb_per_s", "GB/s", ",.0f"),
+    Column("metrics.noise_pct", "noise %", ".1f", missing=""), Column("metrics.rounds", "rounds", missing=""),
+    Column("metrics.gb_per_s", "GB/s", ",.0f"),
     Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
     Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
     Column("metrics.kernels", "kernels"), Column("metrics.registers", "registers", missing=""),
@@ -23,11 +25,13 @@ COLUMNS = [
 
 
 def headline(records: list[Record]) -> str:
-    """What was measured on, for the line above a table."""
+    """What was measured on, and how, for the line above a table."""
     r = records[0]
     limits = next((x.metrics for x in records if "copy_gb_per_s" in x.metrics), {})
+    in_turns = "in turns where rounds are given, else " * any(x.metrics.get("rounds") for x in records)
     return (f"{r.environment.get('device_name', 'CPU')}, torch {r.environment.get('torch', '?')}; copy "
-            f"{limits.get('copy_gb_per_s', 0):,.0f} GB/s, cuBLAS {limits.get('cublas_tflop_per_s', 0):,.0f} TFLOP/s")
+            f"{limits.get('copy_gb_per_s', 0):,.0f} GB/s, cuBLAS {limits.get('cublas_tflop_per_s', 0):,.0f} TFLOP/s; "
+            f"variants timed {in_turns}one after the other")
 
 
 def verdicts(records: list[Record]) -> list[str]:
@@ -43,8 +47,9 @@ def verdicts(records: list[Record]) -> list[str]:
         if mine is None or not times:
             continue
         held += 1
-        best = min(times, key=times.get)
-        behind = 100 * (mine / times[best] - 1)
+        ratios = {variant: over_ours(rows[variant].metrics, rows["ours"].metrics) for variant in times}
+        best = min(ratios, key=ratios.get)
+        behind = 100 * (1 / ratios[best] - 1)
         limit = max(EQUAL_PCT, rows["ours"].metrics.get("noise_pct") or 0)
         alike += abs(behind) <= limit
         if behind > limit:
@@ -73,5 +78,9 @@ VIEW = View(
     prediction="The speed-up over the naive form: what the naive form's operators move, counted at torch's dispatcher, "
     "at the rates that copies, broadcasts, reductions and widening casts reach in this run, over the bytes that the "
     "fused kernel moves at the copy's rate.",
-    noise="Ours is timed before and after its peers; the time is the mean of the two and the noise their difference.",
+    noise="Ours is timed before and after its peers; the time is the mean of the two and the noise their difference. "
+    "Rows bound by arithmetic, whose clock the card's power sets, are timed in turns where all variants fit in memory "
+    "at once: `rounds` says in how many, and a row without was timed one after the other. In turns, times are of all "
+    "rounds, peers are compared with ours within each round, and the noise is how far from 1 the 95 % interval of ours "
+    "over ours reaches.",
 )

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from distlab.measure import timing
 from distlab.report import Record, read_json, write_json
 from experiments import kernel_roofline as bench
 from experiments.kernel_roofline import cases as rows
@@ -14,6 +16,7 @@ from experiments.kernel_roofline.comparison import VIEW as COMPARISON_VIEW
 from experiments.kernel_roofline.comparison import beside_peers
 from experiments.kernel_roofline.prediction import KINDS, kind_of, naive_bytes, predicted
 from experiments.kernel_roofline.rows import build
+from experiments.kernel_roofline.turns import fits
 from experiments.kernel_roofline.view import verdicts
 from kernels.cost import Cost
 
@@ -22,10 +25,12 @@ FEW = dataclasses.replace(bench.SMOKE, only=("add", "rms_norm"))
 
 def test_operations_are_right_in_the_smoke_run():
     # One of each kind; every kernel is compared with float64 in tests/kernels.
-    names = ("add_rms_norm", "rope", "cross_entropy", "adamw")
+    names = ("add_rms_norm", "rope", "cross_entropy", "adamw", "matmul")
     records = bench.run(dataclasses.replace(bench.SMOKE, only=names))
     assert {r.config["operation"] for r in records} == set(names)
     for r in records:
+        in_turns = r.config["operation"] == "matmul"  # bound by arithmetic
+        assert r.metrics.get("rounds") == (bench.SMOKE.rounds if in_turns else None)
         assert r.metrics["status"] == "ok", (r.config["label"], r.variant, r.metrics)
         assert r.metrics["time_p50_ms"] > 0 and r.metrics["gb_per_s"] > 0
 
@@ -59,6 +64,63 @@ def test_a_peer_that_is_missing_is_a_row(monkeypatch):
     liger = [r.metrics["status"] for r in rows if r.variant == "liger"]
     assert liger and all(status == "ok" or status.startswith(("ModuleNotFoundError", "Runtime", "Assertion"))
                          for status in liger)
+
+
+@pytest.fixture
+def drifting(monkeypatch):
+    """One operation whose variants all take the same, on a clock by which every call takes 2 % longer than the last."""
+    now = [0.0, 0.001]
+
+    def same(x, w):
+        now[0], now[1] = now[0] + now[1], 1.02 * now[1]
+        return x * w
+
+    def only_this(small=False):
+        norm = next(c for c in REAL(True) if c.name == "rms_norm")
+        variants = dict.fromkeys(("ours", "naive", "builtin"), same)
+        return [dataclasses.replace(norm, compute=True, directions=("fwd",), variants=variants)]
+
+    REAL = rows.cases
+    monkeypatch.setattr(rows, "cases", only_this)
+    rates = (*(f"{kind}_gb_per_s" for kind in KINDS), "empty_kernel_ms", "cublas_tflop_per_s")
+    monkeypatch.setattr("experiments.kernel_roofline.rows.ceilings", lambda *_: dict.fromkeys(rates, 1.0))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def run():
+        return {r.variant: r.metrics for r in bench.run(dataclasses.replace(bench.SMOKE, only=("rms_norm",)))}
+
+    return run
+
+
+def test_in_turns_a_drift_favours_nobody(drifting):
+    found = drifting()
+    for peer in ("naive", "builtin"):
+        assert found[peer]["rounds"] == 6 and found[peer]["over_ours"] == pytest.approx(1, abs=0.005)
+    assert found["ours"]["noise_pct"] > 3  # what a drift within a round does to ours, first and last in it
+
+
+def test_what_does_not_fit_is_timed_one_after_the_other(drifting, monkeypatch):
+    monkeypatch.setattr("experiments.kernel_roofline.rows.fits", lambda held: False)
+    found = drifting()
+    assert "rounds" not in found["ours"] and "over_ours" not in found["builtin"]
+    assert found["builtin"]["time_p50_ms"] / found["naive"]["time_p50_ms"] > 1.05  # the drift, here
+
+
+def test_what_graphs_hold_must_fit_with_room_to_spare(monkeypatch):
+    for name, gib in (("memory_reserved", 10), ("memory_allocated", 4)):
+        monkeypatch.setattr(torch.cuda, name, lambda gib=gib: gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (54 * 2**30, 80 * 2**30))  # with the cached 6: 60 free
+    assert fits([20 * 2**30] * 2) and not fits([20 * 2**30, 21 * 2**30]) and fits([])
+
+
+@pytest.mark.gpu
+def test_graphs_of_all_variants_live_side_by_side_on_a_gpu():
+    config = bench.Config(small=True, only=("matmul_gelu", "linear_gelu_dropout"), repeat_ms=4,
+                          variants=("ours", "naive", "builtin", "compile"))
+    records = bench.run(config)
+    assert len(records) == 4 + 3 + 3
+    for r in records:
+        assert r.metrics["status"] == "ok" and r.metrics["captured"] and r.metrics["rounds"] == 8, r
 
 
 def case_named(name):
@@ -109,7 +171,7 @@ def test_templates_are_a_peer_of_single_products(monkeypatch):
 def test_the_comparison_leaves_out_peers_that_nobody_ran():
     beside = beside_peers([record("ours", 1.0), record("template", 2.0)])
     titles = [column.title for column in COMPARISON_VIEW.columns(beside)]
-    assert "template" in titles and "liger" not in titles
+    assert "template" in titles and "liger" not in titles and "rounds" not in titles
     assert beside[0].metrics["peer_over_ours"] == 2.0
 
 
@@ -131,6 +193,9 @@ def test_verdicts_name_the_peer_that_wins():
     assert lines[1:] == ["f 8 fwd: liger is faster by 100.0 %, 1000.0 µs against 2000.0"]
     assert verdicts([record("ours", 1.0), record("liger", 2.0)])[0].startswith("in 1 of 1 rows no peer is faster; in 0")
     assert len(verdicts([record("ours", 1.02, noise_pct=3.0), record("liger", 1.0)])) == 1  # within the noise
+    in_turns = [record("ours", 2.0, noise_pct=0.5, rounds=8), record("liger", 1.0, over_ours=1.02, rounds=8)]
+    assert verdicts(in_turns)[0].startswith("in 1 of 1 rows no peer is faster")  # in the same round ours is faster
+    assert beside_peers(in_turns)[0].metrics["peer_over_ours"] == 1.02
     errors = [record("ours", 1.0, prediction_error_pct=error) for error in (14.0, -16.0)]
     assert verdicts(errors)[1].startswith("predicted speed-ups: 1 of 2")
 
