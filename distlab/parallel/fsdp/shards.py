@@ -34,6 +34,7 @@ class FlatShard:
         self.group = group
         self.rank = group.rank()
         self.plan = FlatPlan(tuple(entry.parameter.numel() for entry in entries), group.size())
+        self._places = [self.plan.place(index, self.rank) for index in range(len(entries))]
         self.trainable = entries[0].parameter.requires_grad
         self.master = torch.zeros(self.plan.slice_numel, dtype=entries[0].master_dtype, device=device)
         self.buffer = torch.empty(self.plan.numel, dtype=entries[0].compute_dtype, device=device)
@@ -53,8 +54,7 @@ class FlatShard:
 
     def _slices(self, flat: Tensor) -> list[Tensor]:
         """`(plan.slice_numel,)` → one 1-D view per parameter: its piece, perhaps empty."""
-        places = (self.plan.place(index, self.rank) for index in range(len(self.entries)))
-        return [flat[first:last] for first, last in places]
+        return [flat[first:last] for first, last in self._places]
 
     @torch.no_grad()
     def load(self, index: int, full: Tensor) -> None:

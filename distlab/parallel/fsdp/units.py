@@ -12,6 +12,7 @@ Nothing here holds memory or talks to other ranks.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ class FlatPlan:
     numels: tuple[int, ...]
     world_size: int
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """First element of each parameter, a multiple of `ALIGNMENT`."""
         offsets, end = [], 0
@@ -40,7 +41,7 @@ class FlatPlan:
             end += -(-numel // ALIGNMENT) * ALIGNMENT
         return tuple(offsets)
 
-    @property
+    @cached_property
     def slice_numel(self) -> int:
         """Elements of one rank's slice, padding included."""
         end = self.offsets[-1] + self.numels[-1] if self.numels else 0
@@ -89,11 +90,15 @@ class Entry:
         """The name under which `named_parameters()` lists it."""
         return self.names[0]
 
-    @property
+    @cached_property
     def memory_order(self) -> tuple[int, ...]:
         """Dimensions from the outermost stride to the innermost: keeps a transposed weight transposed."""
         strides = self.parameter.stride()
         return tuple(sorted(range(len(strides)), key=lambda d: -strides[d]))
+
+    @cached_property
+    def _inverse_order(self) -> tuple[int, ...]:
+        return tuple(sorted(range(len(self.memory_order)), key=self.memory_order.__getitem__))
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """A tensor of the parameter's shape → `(numel,)` in memory order."""
@@ -101,9 +106,7 @@ class Entry:
 
     def unflatten(self, flat: Tensor) -> Tensor:
         """`(numel,)` in memory order → a view of the parameter's shape."""
-        order = self.memory_order
-        inverse = sorted(range(len(order)), key=order.__getitem__)
-        return flat.view([self.parameter.shape[d] for d in order]).permute(inverse)
+        return flat.view([self.parameter.shape[d] for d in self.memory_order]).permute(self._inverse_order)
 
     def forget_values(self) -> None:
         """Keep the parameter's shape, strides and name only, so that its memory can go."""
