@@ -231,7 +231,10 @@ def warm(config: Config, workers: int) -> None:
 
 
 def beside_best_peer(records: list[Record]) -> list[Record]:
-    """One record per type, head dim and length: forward+backward of ours and of the fastest other variant."""
+    """One record per type, head dim and length: forward+backward of ours and of the fastest other variant.
+
+    `code` is the commit at which that shape was measured: a file may hold shapes of several runs.
+    """
     found = []
     shape_of = lambda r: (r.config["dtype"], r.config["head_dim"], r.config["length"])  # noqa: E731
     for shape, group in itertools.groupby(sorted(records, key=shape_of), shape_of):
@@ -243,6 +246,7 @@ def beside_best_peer(records: list[Record]) -> list[Record]:
         best = min(peers, key=lambda r: r.metrics["fwd_bwd_device_p50_ms"])
         ms, peer_ms = (r.metrics["fwd_bwd_device_p50_ms"] for r in (ours, best))
         config = dict(zip(("dtype", "head_dim", "length"), shape, strict=True))
+        config["code"] = (ours.commit or "unknown")[:7]
         metrics = {"ours_ms": ms, "peer": best.variant, "peer_ms": peer_ms, "ours_over_peer": ms / peer_ms}
         found.append(Record(COMPARISON, "ours", config, metrics, ours.environment, ours.commit))
     return found
@@ -271,6 +275,7 @@ COMPARISON_COLUMNS = [
     Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
     Column("metrics.ours_ms", "ours ms", ".4f"), Column("metrics.peer", "fastest peer"),
     Column("metrics.peer_ms", "its ms", ".4f"), Column("metrics.ours_over_peer", "ours / peer", ".2f"),
+    Column("config.code", "code"),
 ]
 COLUMNS = [
     Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
@@ -313,7 +318,7 @@ COMPARISON_VIEW = View(
     COMPARISON,
     "Ours beside the fastest other variant of each shape",
     COMPARISON_COLUMNS,
-    headline,
+    lambda records: headline(records) + "; each shape by the code in the last column",
     reading="Above 1 the peer is faster.",
 )
 
