@@ -31,8 +31,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 DKDV_COUNTS = ["kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads", "chunk"]
 DQ_COUNTS = ["heads", *DKDV_COUNTS[1:-1]]
 ROW_PADDING = 128  # Δ and LSE are padded to a multiple of this, so that tiles load them without a mask
-DELTA_ROWS = (64, 16)  # of one program, in long calls and in short ones, where small programs fill more of a GPU
-FEW_ROWS = 8192  # of all heads, up to which a call is short
+# Rows of one program of `delta_kernel`: small programs fill more of a GPU in calls of up to FEW_ROWS, padded, in all.
+LONG_DELTA_ROWS, SHORT_DELTA_ROWS, FEW_ROWS = 64, 16, 8192
 
 
 @triton.jit

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 import torch
 
 from .._triton import cdiv, launch, next_power_of_2
-from .backward import DELTA_ROWS, FEW_ROWS, LOG2_E, ROW_PADDING, delta_kernel, dkdv_kernel, dq_kernel
+from .backward import (
+    FEW_ROWS,
+    LOG2_E,
+    LONG_DELTA_ROWS,
+    ROW_PADDING,
+    SHORT_DELTA_ROWS,
+    delta_kernel,
+    dkdv_kernel,
+    dq_kernel,
+)
 from .backward_joint import joint_kernel
 from .configs import POINTER_TILES, Tile
 from .descriptors import MAX_COORDINATE, flat_descriptor, row_descriptors
@@ -45,12 +54,15 @@ def _constants(saved: Saved, problem: Problem) -> dict[str, int | bool | str]:
 
 def launch_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
                  do: torch.Tensor) -> Saved:
-    """Run `delta_kernel` on what the forward saved (last dimensions contiguous, nothing empty)."""
+    """Run `delta_kernel` on what the forward saved: q, k, v, o, lse as in forward.py, do like o.
+
+    Last dimensions are contiguous, and nothing is empty.
+    """
     batch, heads, query_count, head_dim = q.shape
     padded_count = cdiv(query_count, ROW_PADDING) * ROW_PADDING
     delta = torch.empty((batch, heads, padded_count), dtype=torch.float32, device=q.device)
     lse2 = torch.empty_like(delta)
-    rows = DELTA_ROWS[delta.numel() <= FEW_ROWS]
+    rows = SHORT_DELTA_ROWS if delta.numel() <= FEW_ROWS else LONG_DELTA_ROWS
     launch(delta_kernel, (padded_count // rows * batch * heads,), o, do, lse, delta, lse2,
            *o.stride()[:3], *do.stride()[:3], heads, query_count, padded_count,
            HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), BLOCK_M=rows)

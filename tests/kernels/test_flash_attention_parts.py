@@ -1,11 +1,15 @@
 """Pieces of attention by themselves: products of a tile, and how the parts of a split call are put together."""
 
+import math
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 from kernels.flash_attention import configs, flash_attention
+from kernels.flash_attention.backward import FEW_ROWS, ROW_PADDING
+from kernels.flash_attention.backward_launch import launch_delta
 from kernels.flash_attention.configs import Tile
 from kernels.flash_attention.options import Problem
 from kernels.flash_attention.products import _split_tf32, product
@@ -139,6 +143,20 @@ def test_parts_are_combined_whatever_those_without_a_key_hold(parts):
     torch.testing.assert_close(o.double(), expected, atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(lse.double(), torch.logsumexp(lse_parts.double(), 0), atol=2e-6, rtol=2e-6)
     assert (o[:, :, 2] == 0).all() and (lse[:, :, 2] == -INFINITY).all()
+
+
+@pytest.mark.parametrize("heads", [2, FEW_ROWS // ROW_PADDING + 1], ids=["short call", "long call"])
+def test_delta_and_log_sum_exp_are_padded_so_that_tiles_need_no_mask(heads):
+    """Past the last query, and for one without a key, P = exp2(s − LSE·log2(e)) is to be zero."""
+    q, o, do = (draw(1, heads, 37, 16, seed=i) for i in range(3))
+    lse = draw(1, heads, 37, seed=3)
+    lse[:, 1, 5] = -INFINITY
+    saved = launch_delta(q, q, q, o, lse, do)
+    assert saved.delta.shape == saved.lse2.shape == (1, heads, ROW_PADDING)
+    torch.testing.assert_close(saved.delta[..., :37], (o * do).sum(-1), atol=1e-5, rtol=1e-5)
+    assert (saved.delta[..., 37:] == 0).all() and (saved.lse2[..., 37:] == INFINITY).all()
+    expected = torch.where(lse == -INFINITY, INFINITY, lse / math.log(2))
+    torch.testing.assert_close(saved.lse2[..., :37], expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("hi", [None, 0, 21, -21])
