@@ -9,8 +9,9 @@ and afterwards, beside what was measured:
     python -m experiments.predict_steps --compare records/ddp_bench/h200x[24]_*.json \
         --predictions records/predictions/h200.json --out records/predictions/h200_compared.json
 
-Five constants of the machine come from one record of ddp_bench (its local, naive, flat and overlap rows), and the memory
-bandwidth of operators from `local` of another (see `distlab.simulate.calibrate`); all other numbers are predictions from the simulated steps.
+Five constants of the machine come from one record of ddp_bench (its local, naive, flat and overlap rows), and the
+memory bandwidth of operators from `local` of another (see `distlab.simulate.calibrate`); all other numbers are
+predictions from the simulated steps.
 
 Predicting is in `prediction`, holding predictions against records in `comparison`.
 """
