@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 
 import torch
 from torch import nn
+
+from distlab.measure.timing import Instant, elapsed_ms, instant
 
 
 class GradientReadyTimes:
@@ -33,7 +34,7 @@ class GradientReadyTimes:
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device | str) -> None:
         self.parameters = list(parameters)
         self.device = torch.device(device)
-        self._passes: list[dict[int | str, torch.cuda.Event | float]] = []
+        self._passes: list[dict[int | str, Instant]] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -50,11 +51,11 @@ class GradientReadyTimes:
 
     def start(self) -> None:
         """Backward begins: call it right before `loss.backward()`, and `stop` right after."""
-        self._passes.append({"start": self._now()})
+        self._passes.append({"start": instant(self.device)})
 
     def stop(self) -> None:
         """Backward has been queued (on a CPU: has ended)."""
-        self._passes[-1]["stop"] = self._now()
+        self._passes[-1]["stop"] = instant(self.device)
 
     def times_ms(self) -> list[float]:
         """Per parameter, the median over the passes."""
@@ -69,18 +70,7 @@ class GradientReadyTimes:
             raise ValueError("no backward was recorded: call start() and stop() around it")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return median(self._between(one["start"], one.get(what, one["stop"])) for one in self._passes)
+        return median(elapsed_ms(one["start"], one.get(what, one["stop"])) for one in self._passes)
 
     def _note(self, index: int) -> None:
-        self._passes[-1][index] = self._now()
-
-    def _now(self) -> torch.cuda.Event | float:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    @staticmethod
-    def _between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-        return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
+        self._passes[-1][index] = instant(self.device)

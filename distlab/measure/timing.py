@@ -20,6 +20,23 @@ MIN_SAMPLES = 3  # below that p20 and p80 describe nothing
 MIN_PAIRS = 5  # below that a bootstrap interval of a median hardly varies
 
 
+Instant = torch.cuda.Event | float
+
+
+def instant(device: torch.device) -> Instant:
+    """Now, on the device's clock: an event on the current stream of a GPU, seconds on a CPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def elapsed_ms(begin: Instant, end: Instant) -> float:
+    """Milliseconds between two instants of one device, which on a GPU must have passed: synchronise before."""
+    return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
+
+
 class Ratio(NamedTuple):
     """A ratio with its confidence interval ``[low, high]``."""
 
@@ -82,7 +99,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self._marks: list[list[tuple[str, torch.cuda.Event | float]]] = []
+        self._marks: list[list[tuple[str, Instant]]] = []
 
     def start(self) -> None:
         """Begin a step."""
@@ -116,22 +133,15 @@ class PhaseTimer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _now(self) -> torch.cuda.Event | float:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+    def _now(self) -> Instant:
+        return instant(self.device)
 
     @staticmethod
-    def _resolve(marks: list[tuple[str, torch.cuda.Event | float]]) -> dict[str, float]:
-        def between(begin, end) -> float:
-            return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
-
+    def _resolve(marks: list[tuple[str, Instant]]) -> dict[str, float]:
         phases: dict[str, float] = {}
         for (_, begin), (phase, end) in itertools.pairwise(marks):
-            phases[phase] = phases.get(phase, 0.0) + between(begin, end)
-        return phases | {"step": between(marks[0][1], marks[-1][1])}
+            phases[phase] = phases.get(phase, 0.0) + elapsed_ms(begin, end)
+        return phases | {"step": elapsed_ms(marks[0][1], marks[-1][1])}
 
 
 def slowest_rank(
