@@ -74,8 +74,8 @@ def table_of(source: str) -> str:
     if experiment not in VIEWS:
         raise ValueError(f"{source}: no columns are known for records of {experiment!r}")
     view = VIEWS[experiment]
-    commit = (records[0].commit or "unknown")[:12]
-    note = f"{view.headline_of(records)} (commit {commit}, `{source}`)"
+    commits = dict.fromkeys((record.commit or "unknown")[:12] for record in records)
+    note = f"{view.headline_of(records)} (commit{'s' * (len(commits) > 1)} {', '.join(commits)}, `{source}`)"
     return f"{note}\n\n{view.table(records, 'markdown', only.split(',') if only else ())}"
 
 
