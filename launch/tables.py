@@ -74,9 +74,14 @@ def table_of(source: str) -> str:
     if experiment not in VIEWS:
         raise ValueError(f"{source}: no columns are known for records of {experiment!r}")
     view = VIEWS[experiment]
-    commits = dict.fromkeys((record.commit or "unknown")[:12] for record in records)
+    commits = dict.fromkeys(_short(record.commit) for record in records)
     note = f"{view.headline_of(records)} (commit{'s' * (len(commits) > 1)} {', '.join(commits)}, `{source}`)"
     return f"{note}\n\n{view.table(records, 'markdown', only.split(',') if only else ())}"
+
+
+def _short(commit: str | None) -> str:
+    name, _, state = (commit or "unknown").partition("-")
+    return name[:12] + (f"-{state}" if state else "")
 
 
 def pages() -> list[Path]:
