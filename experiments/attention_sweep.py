@@ -20,7 +20,6 @@ import gc
 import itertools
 import multiprocessing
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -44,12 +43,12 @@ from distlab.report import (
     write_json,
 )
 from distlab.report.panels import panels
+from experiments.attention_sweep_pieces.comparison import beside_best_peer, crossovers, headline
+from experiments.attention_sweep_pieces.timing import host_ms, replay_ms
 from kernels.flash_attention import cost
 from kernels.flash_attention.peers import VARIANTS, Attention, build, exact
 
 EXPERIMENT = "attention_sweep"
-COMPARISON = "attention_comparison"
-GRAPH_MS, MAX_CALLS = 2.0, 10  # of calls in one timed graph; short ones take 0.2 to 0.5 ms when the host issues them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,51 +101,6 @@ class Case:
     def input_bytes(self) -> int:
         """Bytes of q, k, v and the output's gradient."""
         return sum(x.nbytes for x in (self.q, self.k, self.v, self.do))
-
-
-def replay_ms(run: Callable[[], object], repeats: int) -> list[float]:
-    """Device time in ms of `run` in `repeats` replays of a CUDA graph, captured after two warm-ups.
-
-    The graph holds as many calls of a short `run` as make starting it negligible.
-    """
-    torch.cuda.empty_cache()  # what earlier calls cached is of no use to the graph's own pool
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.stream(side):
-        run()
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.current_stream().wait_stream(side)
-    end.synchronize()
-    calls = max(1, min(MAX_CALLS, int(GRAPH_MS / begin.elapsed_time(end))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    torch.cuda.synchronize()
-    del graph
-    torch.cuda.empty_cache()
-    return [a.elapsed_time(b) / calls for a, b in itertools.pairwise(marks)]
-
-
-def host_ms(run: Callable[[], object], repeats: int) -> list[float]:
-    """Time the host needs to issue `run` once, the device left to follow."""
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - begin))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    return times
 
 
 def speed(case: Case, fn: Attention, config: Config) -> dict[str, object]:
@@ -230,53 +184,6 @@ def warm(config: Config, workers: int) -> None:
         list(pool.map(warm_one, jobs))
 
 
-def beside_best_peer(records: list[Record]) -> list[Record]:
-    """One record per type, head dim and length: forward+backward of ours and of the fastest other variant.
-
-    `code` is the commit at which that shape was measured: a file may hold shapes of several runs.
-    """
-    found = []
-    shape_of = lambda r: (r.config["dtype"], r.config["head_dim"], r.config["length"])  # noqa: E731
-    for shape, group in itertools.groupby(sorted(records, key=shape_of), shape_of):
-        rows = {r.variant: r for r in group if r.metrics.get("fwd_bwd_device_p50_ms") is not None}
-        ours = rows.pop("ours", None)
-        peers = [r for r in rows.values() if not r.variant.startswith("ours")]
-        if ours is None or not peers:
-            continue
-        best = min(peers, key=lambda r: r.metrics["fwd_bwd_device_p50_ms"])
-        ms, peer_ms = (r.metrics["fwd_bwd_device_p50_ms"] for r in (ours, best))
-        config = dict(zip(("dtype", "head_dim", "length"), shape, strict=True))
-        config["code"] = (ours.commit or "unknown")[:7]
-        metrics = {"ours_ms": ms, "peer": best.variant, "peer_ms": peer_ms, "ours_over_peer": ms / peer_ms}
-        found.append(Record(COMPARISON, "ours", config, metrics, ours.environment, ours.commit))
-    return found
-
-
-def crossovers(records: list[Record]) -> list[str]:
-    """Per type and head dim, the lengths at which a peer is faster."""
-    lines = []
-    for dtype, head_dim in sorted({(r.config["dtype"], r.config["head_dim"]) for r in records}):
-        mine = [r for r in beside_best_peer(records) if (r.config["dtype"], r.config["head_dim"]) == (dtype, head_dim)]
-        behind = [f"{r.config['length']} ({r.metrics['peer']} {r.metrics['peer_ms']:.4f} ms, ours "
-                  f"{r.metrics['ours_ms']:.4f})" for r in mine if r.metrics["ours_over_peer"] > 1]
-        verdict = "a peer is faster at " + ", ".join(behind) if behind else "ours is the fastest at every length"
-        lines.append(f"{dtype} d={head_dim}: {verdict if mine else 'no device times to compare'}")
-    return lines
-
-
-def headline(records: list[Record]) -> str:
-    """One line that says what the comparison below it was measured on."""
-    env = records[0].environment
-    return (f"Batch 1, one head, causal, forward + backward, device time, {env['device_name']}, torch {env['torch']}, "
-            f"triton {env['triton']}")
-
-
-COMPARISON_COLUMNS = [
-    Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
-    Column("metrics.ours_ms", "ours ms", ".4f"), Column("metrics.peer", "fastest peer"),
-    Column("metrics.peer_ms", "its ms", ".4f"), Column("metrics.ours_over_peer", "ours / peer", ".2f"),
-    Column("config.code", "code"),
-]
 COLUMNS = [
     Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
     Column("variant", "variant"), Column("metrics.fwd_device_p50_ms", "fwd ms", ".4f"),
@@ -314,15 +221,6 @@ VIEW = View(
     "Host time is what issuing one forward and backward costs Python, and below some length it decides. In the memory "
     "picture naive attention grows with the square of the length, all others with the length.",
 )
-COMPARISON_VIEW = View(
-    COMPARISON,
-    "Ours beside the fastest other variant of each shape",
-    COMPARISON_COLUMNS,
-    lambda records: headline(records) + "; each shape by the code in the last column",
-    reading="Above 1 the peer is faster.",
-)
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three lengths, one head dim; on a CPU as --smoke")

@@ -29,6 +29,7 @@ from experiments import (
     trace_overlap,
     train_curves,
 )
+from experiments.attention_sweep_pieces import comparison
 
 ROOT = Path(__file__).resolve().parents[1]
 VIEWS: dict[str, View] = {
@@ -52,7 +53,7 @@ VIEWS: dict[str, View] = {
         sabotage.VIEW,
         attention_record.VIEW,
         attention_sweep.VIEW,
-        attention_sweep.COMPARISON_VIEW,
+        comparison.COMPARISON_VIEW,
     )
 }
 

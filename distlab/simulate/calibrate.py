@@ -138,9 +138,9 @@ def calibrate(
         if missing:
             raise ValueError(f"calibration needs the measured and the simulated step of {name!r}")
     local = steps["local"]
-    moved, launches = _moved(local, "optimizer")
-    optimizer_s = measured["local"]["optimizer_p50_ms"] / 1e3 - launches * launch_s
-    device = DeviceModel(1e15, moved / optimizer_s, launch_s)
+    update = _operators(local, update=True)
+    optimizer_s = measured["local"]["optimizer_p50_ms"] / 1e3 - len(update) * launch_s
+    device = DeviceModel(1e15, sum(item.bytes for item in update) / optimizer_s, launch_s)
     seconds = measured["local"]["forward_backward_p50_ms"] / 1e3
     device = _fit_flops(device, local, seconds) if second is None else _fit_both(device, (local, seconds), second)
     link = _fit_link(steps, {name: measured[name]["comm_ms"] / 1e3 for name in ("naive", "flat")}, hop_s)
@@ -156,19 +156,14 @@ def calibrate(
     return Calibration(device, link, Contention(rate, slowed))
 
 
-def _moved(step: SimulatedStep, phase: str) -> tuple[int, int]:
-    """Bytes of one phase, and its number of operators."""
+def _operators(step: SimulatedStep, *, update: bool) -> list[Compute]:
+    """Those of the optimizer, or those of forward and backward."""
     operators = (item for item in step.items[step.boundary :] if isinstance(item, Compute))
-    sizes = [item.bytes for item in operators if item.phase == phase]
-    return sum(sizes), len(sizes)
+    return [item for item in operators if (item.phase == "optimizer") is update]
 
 
 def _fit_flops(device: DeviceModel, local: SimulatedStep, seconds: float) -> DeviceModel:
-    operators = [
-        item
-        for item in local.items[local.boundary :]
-        if isinstance(item, Compute) and item.phase != "optimizer"
-    ]
+    operators = _operators(local, update=False)
 
     def takes_longer(flops_per_s: float) -> bool:
         fitted = replace(device, flops_per_s=flops_per_s)
@@ -181,8 +176,7 @@ def _fit_both(
     device: DeviceModel, first: tuple[SimulatedStep, float], second: tuple[SimulatedStep, float]
 ) -> DeviceModel:
     """FLOP and bytes per second that explain both; the optimizer keeps the rate of `device`."""
-    other, seconds = second
-    operators = [i for i in other.items[other.boundary :] if isinstance(i, Compute) and i.phase != "optimizer"]
+    operators, seconds = _operators(second[0], update=False), second[1]
 
     def fitted(bytes_per_s: float) -> DeviceModel:
         both = replace(device, bytes_per_s=bytes_per_s, update_bytes_per_s=device.bytes_per_s)

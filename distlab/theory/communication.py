@@ -15,7 +15,16 @@ only with gradients of the same dtype; where two dtypes have one size (fp16 and 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-MIB = 2**20
+from distlab.theory.messages import (
+    MIB,
+    bucket_payloads,
+    check_ranks,
+    labels_of,
+    padded_bytes,
+    payload,
+    positive_mib,
+)
+
 FSDP_ALIGNMENT = 8  # elements
 FLAG_BYTES = 4  # a flag outside the buckets is one fp32 number
 
@@ -43,11 +52,11 @@ def naive(
     Raises:
         ValueError: lists of different lengths, or a negative size.
     """
-    dtypes = _check(numels, itemsizes, dtypes)
+    dtypes = labels_of(numels, itemsizes, dtypes)
     count = len(numels)
     if not count:
         return CommunicationVolume(0, 0)
-    gradients = _payload(numels, itemsizes)
+    gradients = payload(numels, itemsizes)
     return CommunicationVolume(count + 1, gradients + FLAG_BYTES * count)
 
 
@@ -91,7 +100,7 @@ def bucketed(
     Raises:
         ValueError: as `naive`, or a bucket size that is not positive.
     """
-    buckets = _bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
+    buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
     return CommunicationVolume(
         len(buckets), sum((numel + 1) * size for numel, size in zip(numels, itemsizes, strict=True))
     )
@@ -111,8 +120,8 @@ def bucketed_dma(
         ValueError: as `bucketed`, or fewer than one rank.
     """
     # With one element more per parameter each bucket holds its flags, which must not count towards the limit.
-    buckets = _bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes, flags=1)
-    padded = _padded(buckets, world_size)
+    buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes, flags=1)
+    padded = padded_bytes(buckets, world_size)
     return CommunicationVolume(len(buckets), padded)
 
 
@@ -142,17 +151,17 @@ def torch_ddp(
     Raises:
         ValueError: as `naive`, or a limit that is not positive.
     """
-    dtypes = _check(numels, itemsizes, dtypes)
+    dtypes = labels_of(numels, itemsizes, dtypes)
     # torch truncates limits to whole bytes.
-    first = int(_positive_mib("first_bucket_mb", first_bucket_mb))
-    later = int(_positive_mib("bucket_cap_mb", bucket_cap_mb))
+    first = int(positive_mib("first_bucket_mb", first_bucket_mb))
+    later = int(positive_mib("bucket_cap_mb", bucket_cap_mb))
     closed, filled = dict.fromkeys(dtypes, 0), {}
     for numel, size, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
         filled[dtype] = filled.get(dtype, 0) + numel * size
         if filled[dtype] >= (later if closed[dtype] else first):
             closed[dtype] += 1
             del filled[dtype]
-    total = _payload(numels, itemsizes)
+    total = payload(numels, itemsizes)
     return CommunicationVolume(sum(closed.values()) + len(filled), total)
 
 
@@ -172,8 +181,8 @@ def zero1(
     Raises:
         ValueError: as `bucketed`, or fewer than one rank.
     """
-    buckets = _bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
-    padded = _padded(buckets, world_size)
+    buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
+    padded = padded_bytes(buckets, world_size)
     return CommunicationVolume(2 * len(buckets) + 1, 2 * padded + FLAG_BYTES * len(numels))
 
 
@@ -194,9 +203,9 @@ def sharded_optimizer(
     Raises:
         ValueError: as `bucketed`, or fewer than one rank.
     """
-    _check_ranks(world_size)
+    check_ranks(world_size)
     gradients = bucketed(numels, itemsizes, bucket_size_mb, dtypes=dtypes)
-    labels = _check(numels, itemsizes, dtypes)
+    labels = labels_of(numels, itemsizes, dtypes)
     loads, filled, calls = [0] * world_size, {}, 0
     for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
         owner = loads.index(min(loads))
@@ -205,7 +214,7 @@ def sharded_optimizer(
         if key not in filled or filled[key] + size > message_mb * MIB:
             calls, filled[key] = calls + 1, 0
         filled[key] += size
-    parameters = _payload(numels, itemsizes)
+    parameters = payload(numels, itemsizes)
     return CommunicationVolume(gradients.collectives + calls, gradients.bytes + parameters)
 
 
@@ -227,7 +236,7 @@ def torch_zero(
     ddp = torch_ddp(
         numels, itemsizes, first_bucket_mb=bucket_cap_mb, bucket_cap_mb=bucket_cap_mb, dtypes=dtypes
     )
-    parameters = _payload(numels, itemsizes)
+    parameters = payload(numels, itemsizes)
     return CommunicationVolume(ddp.collectives + len(numels), ddp.bytes + parameters)
 
 
@@ -253,12 +262,12 @@ def fsdp(
     Raises:
         ValueError: as `naive`, or fewer than one rank.
     """
-    _check(numels, itemsizes, dtypes)
+    labels_of(numels, itemsizes, dtypes)
     ends: dict[Hashable, int] = {}
     for numel, unit in zip(numels, units, strict=True):
         if unit is not None:
             ends[unit] = -(-ends.get(unit, 0) // FSDP_ALIGNMENT) * FSDP_ALIGNMENT + numel
-    padded = _padded([(end, 1) for end in ends.values()], world_size)
+    padded = padded_bytes([(end, 1) for end in ends.values()], world_size)
     small = [numel for numel, unit in zip(numels, units, strict=True) if unit is None]
     master = max(itemsizes, default=4)
     gathers, reductions = 2 * padded * compute_itemsize, padded * master
@@ -310,61 +319,3 @@ def step_volume(
         sharding = {"units": units, "world_size": world_size, "compute_itemsize": compute_itemsize}
         forms["fsdp"] = lambda: fsdp(**sharding, **sizes)
     return forms[strategy]() if strategy in forms else None
-
-
-def _check(
-    numels: Sequence[int], itemsizes: Sequence[int], dtypes: Sequence[Hashable] | None
-) -> Sequence[Hashable]:
-    """The dtype labels; sizes tell dtypes apart where no labels were given."""
-    dtypes = itemsizes if dtypes is None else dtypes
-    if not len(numels) == len(itemsizes) == len(dtypes):
-        raise ValueError(
-            f"{len(numels)} numels, {len(itemsizes)} itemsizes, {len(dtypes)} dtypes: "
-            "give one of each per parameter"
-        )
-    if any(numel < 0 for numel in numels) or any(size < 1 for size in itemsizes):
-        raise ValueError("numels must not be negative and itemsizes must be at least 1 byte")
-    return dtypes
-
-
-def _check_ranks(world_size: int) -> None:
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size}: must be at least 1")
-
-
-def _payload(numels: Sequence[int], itemsizes: Sequence[int]) -> int:
-    """Bytes of all gradients."""
-    return sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
-
-
-def _padded(buffers: Sequence[tuple[int, int]], world_size: int) -> int:
-    """Bytes of buffers of (elements, bytes per element), each padded to a multiple of the world size."""
-    _check_ranks(world_size)
-    return sum(-(-numel // world_size) * world_size * size for numel, size in buffers)
-
-
-def _bucket_payloads(
-    numels: Sequence[int],
-    itemsizes: Sequence[int],
-    bucket_size_mb: float | None,
-    dtypes: Sequence[Hashable] | None,
-    flags: int = 0,
-) -> list[tuple[int, int]]:
-    """(elements, bytes per element) of each bucket of the greedy rule of `bucketed`: of gradients, and of `flags`
-    more per gradient, which do not count towards the limit."""
-    dtypes = _check(numels, itemsizes, dtypes)
-    limit = float("inf") if bucket_size_mb is None else _positive_mib("bucket_size_mb", bucket_size_mb)
-    closed, filled = [], {}
-    for numel, size, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
-        before, count, _ = filled.get(dtype, (0, 0, size))
-        if dtype in filled and (before + numel) * size > limit:
-            closed.append(filled.pop(dtype))
-            before = count = 0
-        filled[dtype] = (before + numel, count + 1, size)
-    return [(numel + flags * count, size) for numel, count, size in [*closed, *filled.values()]]
-
-
-def _positive_mib(name: str, mib: float) -> float:
-    if not mib > 0:
-        raise ValueError(f"{name}={mib}: give a positive number of MiB")
-    return mib * MIB
