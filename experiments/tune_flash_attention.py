@@ -38,6 +38,7 @@ PAIRS = 3
 PRUNE = 4.0  # times the best at one length, beyond which a tile is not tried at the next
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}  # of RMS against the first guess
 FAMILIES = [*(("float32", head_dim, "tf32x3") for head_dim in (64, 128, 32, 16)),
+            *(("float32", head_dim, "bf16x6") for head_dim in (128, 64)),  # after those it is compared with
             *(("bfloat16", head_dim, "ieee") for head_dim in (128, 64, 32, 16))]
 COMPILED = {"spilled_bytes": 0, "shared_bytes": 0}
 CHUNKS = (64, 128, 256, 512, 1024)
@@ -76,11 +77,18 @@ def miscompiled(dtype: str, m: int, n: int, warps: int) -> bool:
     return dtype == "float32" and warps == 8 and min(m, n) == 16
 
 
-def candidates(kernel: str, dtype: str, head_dim: int) -> Iterator[Tile]:
+def candidates(kernel: str, dtype: str, head_dim: int, precision: str = "ieee") -> Iterator[Tile]:
     """Tiles of 16 to 64 rows of one's own, by the warps that can share them; larger ones lost at every length.
 
-    Those of a split pass, and the same of the forward once more, carry the smallest chunk.
+    Those of a split pass, and the same of the forward once more, carry the smallest chunk. With "bf16x6" whole
+    warpgroups multiply, 64 rows of one's own each, and nothing is split: it is for long calls.
     """
+    if precision == "bf16x6":
+        for own, other, stages in itertools.product((64, 128), (32, 64), (1, 2) if head_dim > 64 else (1, 2, 3)):
+            m, n = (other, own) if kernel == "dkdv" else (own, other)
+            if kernel != "split":
+                yield Tile(m, n, own // 16, stages)
+        return
     if kernel == "split":
         wide = dtype != "float32"
         for m, n, count in itertools.product((16, 32, 64), (32, 64, 128) if wide else (16, 32, 64), (4, 8)):
@@ -107,7 +115,8 @@ def from_table(kernel: str, case: Case, lengths: list[int]) -> list[Tile]:
     """The table's own tiles for these lengths, and all split ones: enough to see whether splitting pays."""
     rows = [configs.lookup(dataclasses.replace(case, length=length).key(generation())) for length in lengths]
     known = [] if kernel == "split" else [dataclasses.replace(getattr(row, kernel), chunk=0) for row in rows]
-    return list(dict.fromkeys([*known, *(t for t in candidates(kernel, case.dtype, case.head_dim) if t.chunk)]))
+    split = (t for t in candidates(kernel, case.dtype, case.head_dim, case.precision) if t.chunk)
+    return list(dict.fromkeys([*known, *split]))
 
 
 def chunked(tiles: list[Tile], length: int) -> list[Tile]:
@@ -159,6 +168,9 @@ def duel(bench: Bench, kernel: str, rows: list[Row]) -> list[Row]:
 
 def pairs(found: dict[str, list[Row]]) -> list[Choice]:
     """Backwards worth timing as a whole: the best tiles in turn, good ones at once on two streams and in one launch."""
+    for kernel in configs.KERNELS:
+        if not any(row["ms"] < float("inf") for row in found[kernel]):
+            raise ValueError(f"no tile of {kernel} can be used: {[row.get('why') for row in found[kernel]]}")
     forward, dkdv, dq = (found[kernel][0]["how"] for kernel in configs.KERNELS)
     usable = {kernel: [row for row in found[kernel] if row["ms"] < float("inf")] for kernel in ("dkdv", "dq")}
     joint = []
@@ -182,8 +194,9 @@ class Family:
     def __init__(self, dtype: str, head_dim: int, precision: str, lengths: list[int], near_table: bool,
                  pool: ProcessPoolExecutor):
         self.cases = [Case(1, 1, length, head_dim, dtype, True, precision) for length in lengths]
-        pick = from_table if near_table else lambda kernel, *_: list(candidates(kernel, dtype, head_dim))
-        self.jobs = {kernel: pick(kernel, self.cases[0], lengths) for kernel in TIMED}
+        pick = from_table if near_table else lambda kernel, *_: list(candidates(kernel, dtype, head_dim, precision))
+        short = min(lengths) <= configs.LONGEST_SPLIT
+        self.jobs = {k: [t for t in pick(k, self.cases[0], lengths) if short or not t.chunk] for k in TIMED}
         self.asked = [(kernel, tile) for kernel in TIMED for tile in self.jobs[kernel]]
         self.compiled = pool.map(compile_candidate, [(self.cases[0], *job) for job in self.asked], chunksize=2)
 
@@ -236,6 +249,17 @@ def short(how: Tile | Choice) -> str:
     return f"{how.block_m}x{how.block_n} w{how.warps} s{how.stages}{extras}"
 
 
+def beats_tf32(case: Case, found: list[Row]) -> bool:
+    """Whether the winners of a bf16x6 case are faster than the table's row for tf32x3, timed now on the same shape."""
+    bench = Bench(dataclasses.replace(case, precision="tf32x3"))
+    row = configs.lookup(dataclasses.replace(case, precision="tf32x3").key(generation()))
+    theirs = sum(device_ms(lambda k=kernel, h=how: bench.launch(k, h), 5)
+                 for kernel, how in (("forward", row.forward), ("backward", row)))
+    ours = sum(best_of(found, kernel, case.length)["sustained_ms"] for kernel in ("forward", "backward"))
+    print(f"  {case.length:6d} bf16x6 {1e3 * ours:8.1f} us, tf32x3 {1e3 * theirs:8.1f} us")
+    return ours < theirs
+
+
 def merge(rows: tuple, case: Case, found: list[Row], gpu: str) -> tuple:
     """ROWS with the winners of one case in the place of their key."""
     forward, whole = (best_of(found, kernel, case.length) for kernel in ("forward", "backward"))
@@ -265,7 +289,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", default=[], help="dtype,head_dim[,precision]; may be repeated")
     parser.add_argument("--all", action="store_true", help="every family of the sweep")
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(configs.ROW_CLASSES[:-1]))
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(configs.ROW_CLASSES[:-2]))
     parser.add_argument("--near-table", action="store_true", help="try only the table's tiles and split ones")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--table", type=pathlib.Path, help="write a table.py with the winners")
@@ -298,7 +322,11 @@ def main(argv: list[str] | None = None) -> int:
             show(found, options.lengths)
             write_json(to_records(family, found, options.commit), paths[family])
             for length in options.lengths if options.table else ():
-                rows = merge(rows, Case(1, 1, length, head_dim, dtype, True, precision), found, generation())
+                case = Case(1, 1, length, head_dim, dtype, True, precision)
+                if precision == "bf16x6" and not beats_tf32(case, found):
+                    rows = tuple(row for row in rows if row[0] != dataclasses.astuple(case.key(generation())))
+                else:
+                    rows = merge(rows, case, found, generation())
                 options.table.write_text(table_source(rows), encoding="utf-8")
     return 0
 

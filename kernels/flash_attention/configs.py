@@ -20,7 +20,7 @@ KERNELS = ("forward", "dkdv", "dq")
 PASSES = ("in turn", "side by side", "joint", "split")
 # Classes of batch·heads·length, by their largest member; the last stands for all that is longer. What wins changes
 # while a GPU is not full: 132 multiprocessors take 8,448 rows in tiles of 64.
-ROW_CLASSES = (1024, 2048, 4096, 8192, 16384, 32768)
+ROW_CLASSES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 LONGEST_SPLIT = 4096  # keys of a call whose backward is split: the shares of dQ grow with queries times keys
 
 
@@ -156,9 +156,9 @@ def key_of(q: torch.Tensor, problem: Problem, gpu: str | None = None) -> Key:
 def lookup(key: Key) -> Choice | None:
     """The row of TABLE for a key, or that of its next longer class, or of the longest there is.
 
-    Without one of their own, full masks share the causal rows and tf32 those of tf32x3.
+    Without one of their own, full masks share the causal rows, and tf32 and bf16x6 those of tf32x3.
     """
-    precision = "tf32x3" if key.precision == "tf32" else key.precision
+    precision = "ieee" if key.precision == "ieee" else "tf32x3"
     longer = [c for c in ROW_CLASSES if c >= key.rows]
     classes = longer + [c for c in reversed(ROW_CLASSES) if c < key.rows]
     for near in (key, replace(key, causal=True), replace(key, causal=True, precision=precision)):
@@ -166,6 +166,21 @@ def lookup(key: Key) -> Choice | None:
             if (found := replace(near, rows=rows)) in TABLE:
                 return TABLE[found]
     return None
+
+
+def settled(q: torch.Tensor, problem: Problem, fused: bool = False) -> Problem:
+    """The problem with "emulated" precision replaced by the arithmetic that is the faster one for a call with this q.
+
+    That is "bf16x6" where TABLE has a row for it, and "tf32x3" elsewhere and for the `fused` backward. Types of 16 bits
+    have one arithmetic, "ieee".
+    """
+    if q.element_size() == 2:
+        return replace(problem, precision="ieee")
+    if problem.precision != "emulated":
+        return problem
+    six = replace(problem, precision="bf16x6")
+    known = not (fused or interpreted() or _forced) and replace(key_of(q, six), causal=True) in TABLE
+    return six if known else replace(problem, precision="tf32x3")
 
 
 def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile], None]) -> Tile:

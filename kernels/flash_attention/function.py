@@ -61,7 +61,7 @@ class FlashAttention2(Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="tf32x3",
+    def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
                 document_ids=None, backward="two-pass"):
         check_types(q, k, v)
         ctx.input_dtypes = q.dtype, k.dtype, v.dtype
@@ -87,7 +87,7 @@ class FlashAttention2PyTorch(Function):
     """The same algorithm in plain torch tiles (`tiled.py`), on any device; float64 too, for `gradcheck`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="tf32x3",
+    def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
                 document_ids=None, backward="two-pass"):
         check_types(q, k, v)
         ctx.input_dtypes = q.dtype, k.dtype, v.dtype
@@ -139,7 +139,7 @@ class FlashAttention2CompiledBackward(Function):
         check_inputs(q, k, v)
         if q.shape != k.shape:
             raise ValueError(f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they must be equal here")
-        _setup(ctx, q, k, is_causal, None, None, "top-left", "tf32x3", None, "two-pass")
+        _setup(ctx, q, k, is_causal, None, None, "top-left", "emulated", None, "two-pass")
         o, lse = ops.forward_op(*_four_d(q, k, v), *ctx.band, ctx.scale, ctx.precision, None, None)
         ctx.save_for_backward(q, k, v, o.view(q.shape), lse.view(q.shape[:-1]))
         return o.view(q.shape)
@@ -154,7 +154,7 @@ class FlashAttention2CompiledBackward(Function):
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
-                    window: int | None = None, alignment: str = "top-left", precision: str = "tf32x3",
+                    window: int | None = None, alignment: str = "top-left", precision: str = "emulated",
                     document_ids: Tensor | None = None, backward: str = "two-pass") -> Tensor:
     """softmax(scale · q kᵀ + mask) v, without the (T, T) matrix in memory; differentiable in q, k and v.
 
@@ -167,8 +167,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
             the later ones only if not causal); None means no window.
         alignment: where query 0 stands when Tq ≠ Tk: "top-left" aligns the first positions (shift = 0), "bottom-right"
             the last ones (shift = Tk − Tq), as for decoding with a cache.
-        precision: how the GPU multiplies fp32 inputs: "tf32x3", three TF32 products, as exact as fp32 here and several
-            times as fast; "ieee", fp32 units; "tf32", one product with 11 bits. fp16 and bf16 do not depend on it.
+        precision: how the GPU multiplies fp32 inputs: "emulated" on the tensor cores, as exact as fp32 here and several
+            times as fast, by three TF32 products ("tf32x3") or six of bf16 ("bf16x6"), whichever is known to be the
+            faster for the head dim and length; "ieee", fp32 units; "tf32", one product with 11 bits. fp16 and bf16 do
+            not depend on it.
         document_ids: (B, T) integers for packed sequences, Tq = Tk: positions see each other only within one run of
             equal ids.
         backward: "two-pass", bit-identical from run to run, or "fused", five products instead of seven with dQ summed

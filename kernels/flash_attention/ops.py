@@ -47,6 +47,7 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, lo: int | None, hi: int | None, 
 
     head_dim = q.shape[-1]
     q, k, v = _aligned(q, k, v)
+    problem = configs.settled(q, problem)
     out = o if head_dim == q.shape[-1] else torch.empty_like(q)
     run = partial(launch_forward, q, k, v, out, lse, problem)
     run(configs.choose("forward", q, problem, run))
@@ -83,6 +84,7 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
 
     head_dim = q.shape[-1]
     q, k, v, o, do = _aligned(q, k, v, o, do)
+    problem = configs.settled(q, problem, fused)
     outs = (dq, dk, dv) if head_dim == q.shape[-1] else tuple(torch.empty_like(x) for x in (q, k, v))
     saved = launch_delta(q, k, v, o, lse.contiguous(), do)
     at_once = None if fused else configs.concurrent(q, k.shape[2], problem)

@@ -7,7 +7,7 @@ import torch
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PRECISIONS = ("ieee", "tf32x3", "tf32")
+PRECISIONS = ("emulated", "ieee", "tf32x3", "bf16x6", "tf32")
 ALIGNMENTS = ("top-left", "bottom-right")
 BACKWARDS = ("two-pass", "fused")
 
@@ -20,7 +20,8 @@ class Problem:
         lo, hi: the band; None leaves that side open.
         doc_first, doc_last: (B, T) int32, first and one past the last position of each position's document, or None.
         scale: multiplies Q Kᵀ; positive.
-        precision: arithmetic of fp32 products, one of PRECISIONS; without effect on fp16 and bf16.
+        precision: arithmetic of fp32 products, one of PRECISIONS; without effect on fp16 and bf16. Kernels take any
+            but "emulated", which stands for one of them (`configs.settled`).
     """
 
     band: tuple[int | None, int | None]

@@ -20,7 +20,7 @@ from .configs import Choice, Key, Tile, key_of
 from .options import Problem
 
 LIMIT_SHARED_BYTES = 227 * 1024  # of one program on an H100
-LIMIT_SPILLED_BYTES = {"float32": 1024, "float16": 128, "bfloat16": 128}  # per thread; fp32 tiles rarely fit whole
+LIMIT_SPILLED_BYTES = {"float32": 1024, "float16": 256, "bfloat16": 256}  # per thread; fp32 tiles rarely fit whole
 
 
 @dataclass(frozen=True)

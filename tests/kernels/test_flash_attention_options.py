@@ -54,7 +54,7 @@ def test_tensors_that_do_not_fit(function, arguments, message):
         ({"scale": float("nan")}, ValueError, "scale is nan; allowed"),
         ({"causal": 1}, TypeError, "causal must be True or False"),
         ({"alignment": "left"}, ValueError, "alignment is 'left'; allowed: top-left, bottom-right"),
-        ({"precision": "fp8"}, ValueError, "precision is 'fp8'; allowed: ieee, tf32x3, tf32"),
+        ({"precision": "fp8"}, ValueError, "precision is 'fp8'; allowed: emulated, ieee, tf32x3, bf16x6, tf32"),
         ({"backward": "one"}, ValueError, "backward is 'one'; allowed: two-pass, fused"),
         ({"document_ids": torch.zeros(2, 5)}, TypeError, "document_ids must be an integer tensor"),
         ({"document_ids": torch.zeros(2, 5).long()}, ValueError, "document_ids needs as many queries as keys"),
@@ -118,12 +118,16 @@ def test_a_gpu_on_which_nothing_runs_says_so(monkeypatch):
 
 
 def test_keys_share_rows_only_in_the_documented_way():
-    causal = configs.Key("sm_90", 32, "tf32x3", 64, True, 32768)
-    assert configs.lookup(replace(causal, causal=False, precision="tf32")) == configs.TABLE[causal]
+    causal = configs.Key("sm_90", 32, "tf32x3", 64, True, 65536)
+    for precision in ("tf32", "tf32x3"):
+        assert configs.lookup(replace(causal, causal=False, precision=precision)) == configs.TABLE[causal]
+    small = replace(causal, head_dim=16, rows=1024)
+    assert configs.lookup(replace(small, precision="bf16x6")) == configs.TABLE[small]
     assert configs.lookup(replace(causal, gpu="sm_00")) is None
     for key in configs.TABLE:
         assert key.head_dim in (16, 32, 64, 128, 256)
-    for bits, precision in ((16, "ieee"), (32, "ieee"), (32, "tf32x3"), (32, "tf32")):  # no call on sm_90 searches
+    arithmetics = [(16, "ieee"), *((32, precision) for precision in ("ieee", "tf32x3", "bf16x6", "tf32"))]
+    for bits, precision in arithmetics:  # no call on sm_90 searches
         for head_dim in (16, 32, 64, 128, 256):
             for rows, is_causal in product(configs.ROW_CLASSES, (False, True)):
                 assert configs.lookup(configs.Key("sm_90", bits, precision, head_dim, is_causal, rows)) is not None
@@ -135,12 +139,33 @@ def test_a_length_without_a_row_takes_the_next_longer_one_and_else_the_longest(m
     monkeypatch.setattr(configs, "TABLE", {replace(key, rows=2048): medium, replace(key, rows=8192): long})
     lookup = configs.lookup.__wrapped__  # without what it remembers of the real table
     found = [lookup(replace(key, rows=rows)) for rows in configs.ROW_CLASSES]
-    assert found == [medium, medium, long, long, long, long]
+    assert found == [medium, medium, long, long, long, long, long]
+
+
+def test_emulated_fp32_is_the_arithmetic_that_the_table_has_for_the_call(monkeypatch):
+    monkeypatch.setattr(configs, "generation", lambda index: "sm_90")
+    monkeypatch.setattr(configs, "interpreted", lambda: False)
+    problem = Problem((None, None), 1.0, "emulated")
+
+    def arithmetic(length, head_dim, fused=False, dtype=torch.float32):
+        q = torch.empty(1, 1, length, head_dim, device="meta", dtype=dtype)
+        return configs.settled(q, problem, fused).precision
+
+    assert [arithmetic(length, 100) for length in (128, 8192, 8193, 16384, 2**20)] == ["tf32x3"] * 2 + ["bf16x6"] * 3
+    assert arithmetic(16384, 16) == "tf32x3"
+    assert arithmetic(16384, 128, dtype=torch.bfloat16) == "ieee"
+    assert arithmetic(16384, 128, fused=True) == "tf32x3"
+    with configs.forced(dq=configs.Tile(16, 16)):  # a tile of one kernel says nothing of the others'
+        assert arithmetic(16384, 128) == "tf32x3"
+    monkeypatch.setattr(configs, "generation", lambda index: "sm_00")
+    assert arithmetic(16384, 128) == "tf32x3"
+    asked = Problem((None, None), 1.0, "ieee")
+    assert configs.settled(Q, asked) is asked
 
 
 def test_row_classes_count_the_rows_of_the_whole_call():
     problem = Problem((None, 0), 1.0)
-    shapes = {(1, 1, 1024): 1024, (1, 1, 1025): 2048, (2, 4, 1024): 8192, (4, 16, 4096): 32768}
+    shapes = {(1, 1, 1024): 1024, (1, 1, 1025): 2048, (2, 4, 1024): 8192, (4, 2, 4096): 32768, (4, 16, 4096): 65536}
     for shape, rows in shapes.items():
         assert configs.key_of(torch.empty(*shape, 16, device="meta"), problem, "sm_90").rows == rows
 

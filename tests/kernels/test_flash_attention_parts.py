@@ -12,7 +12,7 @@ from kernels.flash_attention.backward import FEW_ROWS, ROW_PADDING
 from kernels.flash_attention.backward_launch import launch_delta
 from kernels.flash_attention.configs import Tile
 from kernels.flash_attention.options import Problem
-from kernels.flash_attention.products import _split_tf32, product
+from kernels.flash_attention.products import _split_bf16, _split_tf32, product
 from kernels.flash_attention.split import COMBINE, SUM, launch_combine, launch_sum
 
 from .attention_reference import with_gradients
@@ -36,9 +36,13 @@ def product_kernel(a_ptr, b_ptr, acc_ptr, out_ptr, M: tl.constexpr, K: tl.conste
 
 
 @triton.jit
-def split_kernel(x_ptr, high_ptr, low_ptr, COUNT: tl.constexpr):
+def split_kernel(x_ptr, high_ptr, middle_ptr, low_ptr, COUNT: tl.constexpr, THREE: tl.constexpr):
     at = tl.arange(0, COUNT)
-    high, low = _split_tf32(tl.load(x_ptr + at))
+    if THREE:
+        high, middle, low = _split_bf16(tl.load(x_ptr + at))
+        tl.store(middle_ptr + at, middle)
+    else:
+        high, low = _split_tf32(tl.load(x_ptr + at))
     tl.store(high_ptr + at, high)
     tl.store(low_ptr + at, low)
 
@@ -58,7 +62,7 @@ CHAINS = pytest.mark.parametrize(("k", "n"), [(64, 16), (16, 64)], ids=["three s
 
 @CHAINS
 @pytest.mark.parametrize("add", [False, True], ids=["alone", "added"])
-@pytest.mark.parametrize("precision", ["tf32x3", "ieee"])
+@pytest.mark.parametrize("precision", ["tf32x3", "bf16x6", "ieee"])
 def test_a_product_is_as_accurate_as_fp32(k, n, add, precision):
     """To 2⁻¹⁹ of what is summed; one product of operands rounded to TF32 is off by some 2⁻¹⁵ of it."""
     a, b = draw(16, k), draw(k, n, seed=1)
@@ -69,34 +73,39 @@ def test_a_product_is_as_accurate_as_fp32(k, n, add, precision):
     assert ((multiply(a, b, acc, precision).double() - exact).abs() <= 2**-19 * summed).all()
 
 
-@pytest.mark.parametrize("precision", ["tf32x3", "ieee"])
+@pytest.mark.parametrize("precision", ["tf32x3", "bf16x6", "ieee"])
 def test_a_product_of_16_bits_ignores_the_precision(precision):
     a, b, acc = draw(16, 64).half(), draw(64, 16, seed=1).half(), draw(16, 16, seed=2)
     torch.testing.assert_close(multiply(a, b, acc, precision), a.float() @ b.float() + acc, atol=1e-5, rtol=1e-5)
 
 
 @CHAINS
-def test_infinite_operands_are_never_a_finite_number_and_large_ones_are_right(k, n):
+@pytest.mark.parametrize("precision", ["tf32x3", "bf16x6"])
+def test_infinite_operands_are_never_a_finite_number_and_large_ones_are_right(k, n, precision):
     a, b = draw(16, k), draw(k, n, seed=1)
     a[3, 5], b[2, 4] = INFINITY, -INFINITY
     touched = torch.zeros(16, n, dtype=torch.bool, device=DEVICE)
     touched[3], touched[:, 4] = True, True
-    found = multiply(a, b, None, "tf32x3")
+    found = multiply(a, b, None, precision)
     assert found[touched].isnan().all() and found[~touched].isfinite().all()
     a[3, 5], b[2, 4] = 1e30, -1e30
     a[:, 2] = a[:, 2].clamp(-1, 1)  # 1e30 squared is no fp32 number
     a[3, 2], b[5, 4] = 1.0, 1.0
-    error = (multiply(a, b, None, "tf32x3").double() - a.double() @ b.double()).abs()
+    error = (multiply(a, b, None, precision).double() - a.double() @ b.double()).abs()
     assert (error <= 2**-19 * (a.double().abs() @ b.double().abs())).all()
 
 
-def test_the_two_parts_of_a_number_are_eleven_bits_and_an_exact_rest():
+@pytest.mark.parametrize("three", [False, True], ids=["TF32", "bf16"])
+def test_the_parts_of_a_number_are_short_and_their_sum_is_exact(three):
+    """TF32 has 11 bits and the second part is whatever is left; all three parts of the other split have 8 bits."""
     x = torch.cat([draw(1020), torch.tensor([0.0, 1e30, -1e-30, 3.0], device=DEVICE)])
-    high, low = torch.empty_like(x), torch.empty_like(x)
-    split_kernel[(1,)](x, high, low, len(x))
-    assert (high.view(torch.int32) & 0x1FFF == 0).all()
-    assert torch.equal(high.double() + low.double(), x.double())
-    assert (low.abs() <= 2**-11 * x.abs()).all()
+    high, middle, low = (torch.zeros_like(x) for _ in range(3))
+    split_kernel[(1,)](x, high, middle, low, len(x), three)
+    assert torch.equal(high.double() + middle.double() + low.double(), x.double())
+    for part in (high, middle, low) if three else (high,):
+        assert (part.view(torch.int32) & (0xFFFF if three else 0x1FFF) == 0).all()
+    assert (middle.abs() <= 2**-8 * x.abs()).all()
+    assert (low.abs() <= (2**-16 if three else 2**-11) * x.abs()).all()
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
