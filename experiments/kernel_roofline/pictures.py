@@ -28,7 +28,8 @@ def plot_roofline(records: Sequence[Record], path: Path) -> None:
         return
     figure = new_figure(4.5)
     axes = figure.add_subplot()
-    bandwidth, peak = (mine[0].metrics[name] for name in ("copy_gb_per_s", "cublas_tflop_per_s"))
+    # Every process of a resumed run measures its own ceilings: those that held highest.
+    bandwidth, peak = (max(r.metrics[name] for r in mine) for name in ("copy_gb_per_s", "cublas_tflop_per_s"))
     _ceiling(axes, bandwidth, peak, color=INK, linewidth=1.2,
              label=f"measured: copy {bandwidth:,.0f} GB/s, cuBLAS {peak:,.0f} TFLOP/s")
     spec = lookup(mine[0].environment.get("device_name") or "")

@@ -27,11 +27,17 @@ COLUMNS = [
 def headline(records: list[Record]) -> str:
     """What was measured on, and how, for the line above a table."""
     r = records[0]
-    limits = next((x.metrics for x in records if "copy_gb_per_s" in x.metrics), {})
     in_turns = "in turns where rounds are given, else " * any(x.metrics.get("rounds") for x in records)
     return (f"{r.environment.get('device_name', 'CPU')}, torch {r.environment.get('torch', '?')}; copy "
-            f"{limits.get('copy_gb_per_s', 0):,.0f} GB/s, cuBLAS {limits.get('cublas_tflop_per_s', 0):,.0f} TFLOP/s; "
+            f"{_limit(records, 'copy_gb_per_s')} GB/s, cuBLAS {_limit(records, 'cublas_tflop_per_s')} TFLOP/s; "
             f"variants timed {in_turns}one after the other")
+
+
+def _limit(records: list[Record], name: str) -> str:
+    """A ceiling as it was measured: a run that was resumed has one of every process, and rows are held against their
+    own."""
+    found = dict.fromkeys(f"{x.metrics[name]:,.0f}" for x in records if name in x.metrics)
+    return " and ".join(found) or "0"
 
 
 def verdicts(records: list[Record]) -> list[str]:

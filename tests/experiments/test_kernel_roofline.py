@@ -17,7 +17,7 @@ from experiments.kernel_roofline.comparison import beside_peers
 from experiments.kernel_roofline.prediction import KINDS, kind_of, naive_bytes, predicted
 from experiments.kernel_roofline.rows import build
 from experiments.kernel_roofline.turns import fits
-from experiments.kernel_roofline.view import verdicts
+from experiments.kernel_roofline.view import headline, verdicts
 from kernels.cost import Cost
 
 FEW = dataclasses.replace(bench.SMOKE, only=("add", "rms_norm"))
@@ -198,6 +198,12 @@ def test_verdicts_name_the_peer_that_wins():
     assert beside_peers(in_turns)[0].metrics["peer_over_ours"] == 1.02
     errors = [record("ours", 1.0, prediction_error_pct=error) for error in (14.0, -16.0)]
     assert verdicts(errors)[1].startswith("predicted speed-ups: 1 of 2")
+
+
+def test_a_resumed_run_names_the_ceilings_of_every_process():
+    parts = [record("ours", 1.0, copy_gb_per_s=3000.0, cublas_tflop_per_s=rate) for rate in (672.0, 672.0, 773.0)]
+    assert "copy 3,000 GB/s, cuBLAS 672 and 773 TFLOP/s" in headline(parts)
+    assert "cuBLAS 672 TFLOP/s" in headline(parts[:2])
 
 
 def test_command_writes_tables_and_pictures(tmp_path, capsys):
