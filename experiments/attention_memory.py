@@ -63,15 +63,17 @@ def predicted_memory(variant: str, batch: int, length: int, head_dim: int, dtype
     """(bytes in use before the backward, bytes at its peak) in closed form, the inputs and do included.
 
     A tensor is T·D per sequence, a matrix T². Naive attention saves P and the shared boolean mask beside q, k, v, o;
-    its backward holds dP and dS beside P. Flash attention saves q, k, v, o and the log-sum-exp; its backward adds dq,
-    dk, dv and, as fp32, two rows of statistics. torch's own fused kernels are predicted alike.
+    its backward holds dP, the softmax's gradient and the masked one beside P. Flash attention saves q, k, v, o and the
+    log-sum-exp; its backward adds dq, dk, dv and, as fp32, two rows of statistics. torch's own fused kernels are
+    predicted alike, with a sum of dq in fp32 besides. The shares of a split call, up to 4,096 rows, are left out.
     """
     tensor = batch * length * head_dim * dtype.itemsize
     matrix = batch * length * length * dtype.itemsize
     statistics = 4 * batch * length
     if variant == "naive":
-        return 5 * tensor + matrix + length * length, 6 * tensor + 3 * matrix + length * length
-    return 5 * tensor + statistics, 8 * tensor + 3 * statistics
+        return 5 * tensor + matrix + length * length, 6 * tensor + 4 * matrix + length * length
+    summed = 0 if variant.startswith("ours") else 4 * batch * length * head_dim
+    return 5 * tensor + statistics, 8 * tensor + 3 * statistics + summed
 
 
 def pass_once(fn: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> dict[str, float]:
@@ -95,8 +97,19 @@ def pass_once(fn: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
     return found
 
 
+def _held_by_libraries(device: str) -> int:
+    """Bytes in use after a small product and its gradient: cuBLAS keeps a workspace for each thread that calls it."""
+    if device != "cuda":
+        return 0
+    x, w = (torch.ones(16, 16, device=device, requires_grad=True) for _ in range(2))
+    (x @ w).sum().backward()
+    del x, w
+    return torch.cuda.memory_allocated()
+
+
 def memory(config: Config, length: int, head_dim: int, dtype: str, variant: str) -> dict[str, object]:
-    """Metrics of one row: medians of the times, the last pass's bytes."""
+    """Metrics of one row: medians of the times, the last pass's bytes without what was there before the row."""
+    held = _held_by_libraries(config.device)
     shape = (config.batch, length, head_dim)
     torch.manual_seed(length + head_dim)
     q, k, v, do = (torch.randn(shape, device=config.device).to(getattr(torch, dtype)) for _ in range(4))
@@ -104,7 +117,7 @@ def memory(config: Config, length: int, head_dim: int, dtype: str, variant: str)
         x.requires_grad_()
     fn = build(variant, length, config.device)
     passes = [pass_once(fn, q, k, v, do) for _ in range(config.passes)]
-    metrics: dict[str, object] = {name: x for name, x in passes[-1].items() if name.endswith("bytes")}
+    metrics: dict[str, object] = {name: x - held for name, x in passes[-1].items() if name.endswith("bytes")}
     for name in ("fwd", "bwd"):
         metrics[f"{name}_p50_ms"] = sorted(p[f"{name}_ms"] for p in passes)[len(passes) // 2]
     return metrics

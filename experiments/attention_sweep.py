@@ -7,7 +7,8 @@ Causal attention, batch 1, one head, every length × head dim × type. For each 
 forward+backward as replays of a CUDA graph (backward is their difference), host time to issue one forward+backward,
 peak memory of such a call with its inputs, TFLOP/s by convention (causal pairs only, backward 2.5 × forward), and the
 largest error of output and gradients against float64. fp32 peers multiply in torch's default, IEEE fp32; ours in
-"tf32x3", three TF32 products on the tensor cores that are as accurate (see the error columns), "ours-ieee" like them.
+"emulated", three TF32 products or six of bf16 on the tensor cores that are as accurate (see the error columns),
+"ours-ieee" like them.
 The L2 is warm in graph replays; shapes up to a length of about 65,536 fit in it for every variant alike.
 
 A variant that refuses a type says so, one that runs out of memory says OOM, and the sweep goes on.

@@ -35,7 +35,8 @@ def panels(
     shapes = sorted({tuple(r.config[name] for name in by) for r in records}, key=str)
     shapes.sort(key=lambda shape: [(isinstance(part, str), part) for part in shape])
     figure, grid = panel_grid(len(shapes), ABREAST, row_in=2.1)
-    variants = list(dict.fromkeys(r.variant for r in records))
+    emphasised = lambda variant: variant.split(" [")[0] == emphasis  # noqa: E731
+    variants = sorted(dict.fromkeys(r.variant for r in records), key=emphasised, reverse=True)  # its line is solid
     handles: dict[str, object] = {}
     for axes, shape in zip(grid, shapes, strict=True):
         for number, variant in enumerate(variants):
@@ -50,7 +51,7 @@ def panels(
                 (handles[variant],) = axes.plot(
                     *zip(*points, strict=True), marker=MARKERS[number % len(MARKERS)], markersize=3, label=variant,
                     color=LINES[number % len(LINES)], linestyle="-" if number < len(LINES) else "--",
-                    linewidth=2.2 if variant.split(" [")[0] == emphasis else 1,
+                    linewidth=2.2 if emphasised(variant) else 1,
                 )  # fmt: skip
         title = ", ".join(f"{name} {value}" for name, value in zip(by, shape, strict=True))
         axes.set_title(title, fontsize=7, color=INK)

@@ -47,3 +47,13 @@ def test_command_prints_a_table_and_one_line_of_json(tmp_path, capsys):
 def test_without_a_gpu_the_command_says_so(tmp_path, capsys):
     assert study.main(["--out", str(tmp_path)]) == 2
     assert "needs a GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["naive", "ours"])
+def test_the_count_by_hand_is_the_allocators(variant):
+    config = study.Config(batch=2, passes=2)
+    found = study.memory(config, 8192, 64, "bfloat16", variant)
+    counted = study.predicted_memory(variant, 2, 8192, 64, torch.bfloat16)
+    measured = found["before_bwd_alloc_bytes"], found["peak_alloc_bytes"]
+    assert measured == pytest.approx(counted, abs=2**20)
