@@ -1,5 +1,7 @@
 """Element-wise kernels, RoPE, dropout and AdamW: interpreted on a CPU, compiled where there is a GPU."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -187,6 +189,19 @@ def test_moments_that_are_loaded_keep_their_bits():
         assert loaded.dtype is torch.float32 and torch.equal(loaded, saved)
         assert loaded.data_ptr() != saved.data_ptr()
     assert again.state[q]["step"] == 1
+
+
+def test_a_copy_of_adamw_goes_on_like_the_original():
+    p = draw(40).requires_grad_()
+    p.grad = draw(40, seed=1)
+    first = AdamW([p])
+    first.step()
+    again = copy.deepcopy(first)
+    (q,) = again.param_groups[0]["params"]
+    q.grad = p.grad.clone()
+    first.step()
+    again.step()
+    assert torch.equal(p, q) and p is not q
 
 
 @pytest.mark.parametrize(("call", "message"), [
