@@ -8,8 +8,8 @@ forward+backward as replays of a CUDA graph (backward is their difference), host
 peak memory of such a call with its inputs, TFLOP/s by convention (causal pairs only, backward 2.5 × forward), and the
 largest error of output and gradients against float64. fp32 peers multiply in torch's default, IEEE fp32; ours in
 "emulated", three TF32 products or six of bf16 on the tensor cores that are as accurate (see the error columns),
-"ours-ieee" like them.
-The L2 is warm in graph replays; shapes up to a length of about 65,536 fit in it for every variant alike.
+"ours-ieee" like them. The L2 is warm in graph replays; shapes up to a length of about 65,536 fit in it for every
+variant alike.
 
 A variant that refuses a type says so, one that runs out of memory says OOM, and the sweep goes on.
 """
@@ -222,6 +222,8 @@ VIEW = View(
     "Host time is what issuing one forward and backward costs Python, and below some length it decides. In the memory "
     "picture naive attention grows with the square of the length, all others with the length.",
 )
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three lengths, one head dim; on a CPU as --smoke")

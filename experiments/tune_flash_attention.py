@@ -84,10 +84,10 @@ def candidates(kernel: str, dtype: str, head_dim: int, precision: str = "ieee") 
     warpgroups multiply, 64 rows of one's own each, and nothing is split: it is for long calls.
     """
     if precision == "bf16x6":
-        for own, other, stages in itertools.product((64, 128), (32, 64), (1, 2) if head_dim > 64 else (1, 2, 3)):
+        depths = (1, 2) if head_dim > 64 else (1, 2, 3)
+        for own, other, stages in itertools.product((64, 128), (32, 64), depths if kernel != "split" else ()):
             m, n = (other, own) if kernel == "dkdv" else (own, other)
-            if kernel != "split":
-                yield Tile(m, n, own // 16, stages)
+            yield Tile(m, n, own // 16, stages)
         return
     if kernel == "split":
         wide = dtype != "float32"
@@ -289,7 +289,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", default=[], help="dtype,head_dim[,precision]; may be repeated")
     parser.add_argument("--all", action="store_true", help="every family of the sweep")
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(configs.ROW_CLASSES[:-2]))
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(configs.ROW_CLASSES[:-2]),
+                        help="of one head [1024 … 16384; the table's two longer classes take minutes each]")
     parser.add_argument("--near-table", action="store_true", help="try only the table's tiles and split ones")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--table", type=pathlib.Path, help="write a table.py with the winners")
