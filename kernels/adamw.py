@@ -14,6 +14,7 @@ thousands.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import chain
 
@@ -79,22 +80,40 @@ def _tables(sizes: list[int], block: int, device: torch.device) -> tuple[Tensor,
     return torch.tensor(sizes).to(device), owner.to(device), first.to(device)
 
 
-def launch_adamw(parameters: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor],
-                 step: int, tables: Callable[[tuple[int, ...], int], tuple[Tensor, Tensor, Tensor]], *, lr: float,
+class Addresses:
+    """The kernel's table of addresses in device memory, sent again only when a tensor has moved."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._table, self.aligned = torch.empty(0), False
+
+    def of(self, columns: list[list[Tensor]]) -> Tensor:
+        """(P, 4) int64: the addresses of P parameters, gradients and moments; `aligned` says if to 16 bytes."""
+        rows = [t.data_ptr() for column in columns for t in column]
+        device = columns[0][0].device
+        if rows != self._rows or device != self._table.device:
+            table = torch.tensor(rows, dtype=torch.int64).view(4, -1).T.contiguous()
+            table = table.pin_memory() if device.type == "cuda" else table
+            self._rows, self._table = rows, table.to(device, non_blocking=True)
+            self.aligned = all(address % 16 == 0 for address in rows)
+        return self._table
+
+
+def launch_adamw(columns: list[list[Tensor]], addresses: Addresses, step: int,
+                 tables: Callable[[tuple[int, ...], int], tuple[Tensor, Tensor, Tensor]], *, lr: float,
                  betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Update parameters and moments in place; all of one device and one pair of types, contiguous, not empty."""
+    """Update parameters and moments in place.
+
+    `columns` are the lists of parameters, gradients, first and second moments, all of one device and one pair of types,
+    contiguous, not empty.
+    """
+    parameters, gradients, *_ = columns
     launch = chosen("adamw", Launch(block=2048, warps=8))
-    device = parameters[0].device
-    rows = [[t.data_ptr() for t in four] for four in zip(parameters, gradients, first, second, strict=True)]
-    addresses = torch.tensor(rows, dtype=torch.int64)
-    if device.type == "cuda":
-        addresses = addresses.pin_memory()
     sizes, owner, begin = tables(tuple(p.numel() for p in parameters), launch.block)
-    aligned = all(address % 16 == 0 for row in rows for address in row)
-    _triton.launch(adamw_kernel, (len(owner),), addresses.to(device, non_blocking=True), sizes, owner, begin, lr,
+    _triton.launch(adamw_kernel, (len(owner),), addresses.of(columns), sizes, owner, begin, lr,
                    betas[0], betas[1], eps, weight_decay, 1 - betas[0]**step, math.sqrt(1 - betas[1]**step),
                    PARAMETER=_TYPES[parameters[0].dtype], GRADIENT=_TYPES[gradients[0].dtype],
-                   ALIGNMENT=16 if aligned else 1, BLOCK=launch.block, num_warps=launch.warps)
+                   ALIGNMENT=16 if addresses.aligned else 1, BLOCK=launch.block, num_warps=launch.warps)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -119,7 +138,7 @@ class AdamW(torch.optim.Optimizer):
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas is {betas!r}; allowed: two numbers from 0 to below 1")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._tables: dict = {}
+        self._keep_nothing()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -128,17 +147,18 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-            alike: dict = {}
-            for p in group["params"]:
-                if p.grad is not None and p.numel():
-                    state = self._state_of(p)
-                    state["step"] += 1
-                    key = (p.device, p.dtype, p.grad.dtype, int(state["step"]))
-                    alike.setdefault(key, []).append((p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
-            for (device, _, _, step), rows in alike.items():
-                self._update(device, [list(column) for column in zip(*rows, strict=True)], step, options)
+            rows = [(p, p.grad, self._state_of(p)) for p in group["params"] if p.grad is not None and p.numel()]
+            if rows:
+                torch._foreach_add_([state["step"] for _, _, state in rows], 1)
+            alike: dict = defaultdict(list)
+            for p, grad, state in rows:
+                key = p.device, p.dtype, grad.dtype, int(state["step"])
+                alike[key].append((p, grad, state["exp_avg"], state["exp_avg_sq"]))
+            for (*types, step), four in alike.items():
+                columns = [list(column) for column in zip(*four, strict=True)]
+                self._update(columns, step, options, (number, *types))
         return loss
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -153,7 +173,12 @@ class AdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict) -> None:
         """For copies and pickles, which hold what torch's optimizers hold."""
         super().__setstate__(state)
-        self._tables = {}
+        self._keep_nothing()
+
+    def _keep_nothing(self) -> None:
+        """Tables that lie on the device from step to step: made again when they are missing."""
+        self._tables: dict = {}
+        self._addresses: dict = defaultdict(Addresses)
 
     def _state_of(self, p: Tensor) -> dict:
         if p.dtype not in DTYPES or p.grad.dtype not in DTYPES or p.grad.is_sparse:
@@ -165,15 +190,17 @@ class AdamW(torch.optim.Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = (
                 torch.zeros(p.shape, dtype=torch.float32, device=p.device) for _ in range(2))
         for name in ("exp_avg", "exp_avg_sq"):  # whoever sets a state may leave it in another type
-            state[name] = state[name].to(torch.float32).contiguous()
+            if state[name].dtype != torch.float32 or not state[name].is_contiguous():
+                state[name] = state[name].to(torch.float32).contiguous()
         return state
 
-    def _update(self, device: torch.device, tensors: list[list[Tensor]], step: int, options: dict) -> None:
-        parameters, gradients, first, second = tensors
-        runnable = _triton.runs_triton(parameters[0]) and all(p.is_contiguous() for p in parameters)
-        if runnable:
+    def _update(self, columns: list[list[Tensor]], step: int, options: dict, kind: tuple) -> None:
+        """Step one kind of parameters: those of one group, device and pair of types, at the same step."""
+        parameters, gradients, first, second = columns
+        if _triton.runs_triton(parameters[0]) and all(p.is_contiguous() for p in parameters):
             gradients = [g.contiguous() for g in gradients]
-            launch_adamw(parameters, gradients, first, second, step, self._cached_tables(device), **options)
+            launch_adamw([parameters, gradients, first, second], self._addresses[kind], step,
+                         self._cached_tables(parameters[0].device), **options)
             return
         for p, g, m, v in zip(parameters, gradients, first, second, strict=True):
             wide = p if p.dtype == torch.float32 else p.float()
