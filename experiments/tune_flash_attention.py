@@ -38,7 +38,7 @@ PAIRS = 3
 PRUNE = 4.0  # times the best at one length, beyond which a tile is not tried at the next
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}  # of RMS against the first guess
 FAMILIES = [*(("float32", head_dim, "tf32x3") for head_dim in (64, 128, 32, 16)),
-            *(("float32", head_dim, "bf16x6") for head_dim in (128, 64)),  # after those it is compared with
+            *(("float32", head_dim, "bf16x6") for head_dim in (128, 64, 32, 16)),  # after those it is compared with
             *(("bfloat16", head_dim, "ieee") for head_dim in (128, 64, 32, 16))]
 COMPILED = {"spilled_bytes": 0, "shared_bytes": 0}
 CHUNKS = (64, 128, 256, 512, 1024)

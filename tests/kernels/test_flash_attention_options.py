@@ -121,8 +121,8 @@ def test_keys_share_rows_only_in_the_documented_way():
     causal = configs.Key("sm_90", 32, "tf32x3", 64, True, 65536)
     for precision in ("tf32", "tf32x3"):
         assert configs.lookup(replace(causal, causal=False, precision=precision)) == configs.TABLE[causal]
-    small = replace(causal, head_dim=16, rows=1024)
-    assert configs.lookup(replace(small, precision="bf16x6")) == configs.TABLE[small]
+    wide = replace(causal, head_dim=256)
+    assert configs.lookup(replace(wide, precision="bf16x6")) == configs.TABLE[wide]
     assert configs.lookup(replace(causal, gpu="sm_00")) is None
     for key in configs.TABLE:
         assert key.head_dim in (16, 32, 64, 128, 256)
@@ -152,7 +152,7 @@ def test_emulated_fp32_is_the_arithmetic_that_the_table_has_for_the_call(monkeyp
         return configs.settled(q, problem, fused).precision
 
     assert [arithmetic(length, 100) for length in (128, 8192, 8193, 16384, 2**20)] == ["tf32x3"] * 2 + ["bf16x6"] * 3
-    assert arithmetic(16384, 16) == "tf32x3"
+    assert arithmetic(16384, 16) == "bf16x6" and arithmetic(16384, 256) == "tf32x3"
     assert arithmetic(16384, 128, dtype=torch.bfloat16) == "ieee"
     assert arithmetic(16384, 128, fused=True) == "tf32x3"
     with configs.forced(dq=configs.Tile(16, 16)):  # a tile of one kernel says nothing of the others'
