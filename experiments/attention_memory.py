@@ -109,6 +109,9 @@ def _held_by_libraries(device: str) -> int:
 
 def memory(config: Config, length: int, head_dim: int, dtype: str, variant: str) -> dict[str, object]:
     """Metrics of one row: medians of the times, the last pass's bytes without what was there before the row."""
+    gc.collect()  # what an earlier row or error left must not go away in the middle of this one
+    if config.device == "cuda":
+        torch.cuda.empty_cache()
     held = _held_by_libraries(config.device)
     shape = (config.batch, length, head_dim)
     torch.manual_seed(length + head_dim)
@@ -138,9 +141,6 @@ def run(config: Config, path: Path | None = None, commit_id: str | None = None) 
                "passes": config.passes}
         metrics = attempt(lambda row=(length, head_dim, dtype, variant): memory(config, *row)) | predicted
         records.append(Record(EXPERIMENT, variant, row, metrics, where, commit_id))
-        gc.collect()
-        if config.device == "cuda":
-            torch.cuda.empty_cache()
         if path is not None:
             write_json(records, path)
     return records
