@@ -1,9 +1,9 @@
 """The mean of several tensors, written over one of them: what is left to compute of an all-reduce by copy engines.
 
-Math:  own ← (own + Σₖ others[k]) · scale, in fp32, added in the order k = 0, 1, …
+Math:  own ← (own + Σₖ others[k]) · scale, in fp32, or fp64 for tensors of it, added in the order k = 0, 1, …
 
 Shapes: `n` elements, `K` others; own `(n,)` and others `(K, n)`, contiguous rows. Bytes: (K + 2)·n·itemsize.
-FLOPs: (K + 1)·n. Nothing is differentiated. Sums in fp32, the result rounded once to own's type.
+FLOPs: (K + 1)·n. Nothing is differentiated. The result is rounded once to own's type.
 """
 
 import torch
@@ -18,14 +18,15 @@ WARPS = 4
 
 
 @triton.jit
-def average_kernel(own_ptr, others_ptr, row_stride, count, scale, OTHERS: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of own."""
+def average_kernel(own_ptr, others_ptr, row_stride, count, SCALE: tl.constexpr, OTHERS: tl.constexpr,
+                   SUM: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of own. SCALE is a constant, since a number that is passed would be rounded to fp32."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
-    total = tl.load(own_ptr + offsets, mask=inside).to(tl.float32)
+    total = tl.load(own_ptr + offsets, mask=inside).to(SUM)
     for k in tl.static_range(OTHERS):
-        total += tl.load(others_ptr + k * row_stride + offsets, mask=inside).to(tl.float32)
-    tl.store(own_ptr + offsets, (total * scale).to(own_ptr.dtype.element_ty), mask=inside)
+        total += tl.load(others_ptr + k * row_stride + offsets, mask=inside).to(SUM)
+    tl.store(own_ptr + offsets, (total * SCALE).to(own_ptr.dtype.element_ty), mask=inside)
 
 
 def average_into(own: Tensor, others: Tensor, scale: float) -> None:
@@ -48,10 +49,12 @@ def average_into(own: Tensor, others: Tensor, scale: float) -> None:
         raise ValueError(f"strides {own.stride()} and {others.stride()}: own and each row must be contiguous")
     if own.numel() == 0:
         return
+    double = own.dtype == torch.float64
     if not _triton.runs_triton(own):
-        total = own.float()
+        wide = torch.float64 if double else torch.float32
+        total = own.to(wide)
         for other in others:
-            total = total + other.float()
+            total = total + other.to(wide)
         own.copy_(total * scale)
         return
     grid = (triton.cdiv(own.numel(), BLOCK),)
@@ -62,8 +65,9 @@ def average_into(own: Tensor, others: Tensor, scale: float) -> None:
         others,
         others.stride(0),
         own.numel(),
-        scale,
+        SCALE=scale,
         OTHERS=len(others),
+        SUM=tl.float64 if double else tl.float32,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )

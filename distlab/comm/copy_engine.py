@@ -17,6 +17,8 @@ The tensors lie in symmetric memory (`torch.distributed._symmetric_memory`), whi
 count. Multicast is not used.
 """
 
+import itertools
+import re
 import socket
 import uuid
 from collections.abc import Sequence
@@ -24,11 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from distlab.comm import collectives
 
 ALIGNMENT = 512  # bytes, of each tensor's beginning
+_meetings = itertools.count()  # of this process with others, over their memory
 
 # An operator of its own, so that instruments at torch's dispatcher see one all-reduce and not its copies.
 _library = torch.library.Library("distlab", "DEF")
@@ -136,12 +139,52 @@ def check_copy_engines(device: torch.device, group: ProcessGroup) -> None:
         )
 
 
+class MeetingStore(Store):
+    """A group's store for one meeting, whose exchanges are numbered anew, in the order in which they come.
+
+    torch writes a rank's part of an exchange under "name/number/rank", and counts the numbers in each process over all
+    of its groups: ranks of which one has met others before would look for each other under numbers of their own.
+
+    Args:
+        store: of the group, on this rank. C++ does not keep this Python object alive: who passes it on has to.
+    """
+
+    def __init__(self, store: Store):
+        super().__init__()
+        self._store, self._numbers = store, {}
+
+    def _numbered(self, key: str) -> str:
+        return re.sub(r"/(\d+)", lambda n: f"/{self._numbers.setdefault(n[1], len(self._numbers))}", key, count=1)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._numbered(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._numbered(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._numbered(key), amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check([self._numbered(key) for key in keys])
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait([self._numbered(key) for key in keys], *timeout)
+
+
 def _symmetric_memory(num_bytes: int, device: torch.device, group: ProcessGroup) -> Any:
     """Memory of this size on every rank, each mapped by all. A collective."""
     from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
 
     # torch remembers the store of a group by the group's name for the life of the process, and would look for the
     # peers of a later group of the same name (the default group, left and joined again) in the wrong one.
-    name = collectives.gather_objects(f"copy-engine-{uuid.uuid4().hex}", group)[0]
-    torch._C._distributed_c10d._register_process_group(name, group)
+    names, met = zip(
+        *collectives.gather_objects((f"copy-engine-{uuid.uuid4().hex}", next(_meetings)), group), strict=True
+    )
+    name, c10d = names[0], torch._C._distributed_c10d
+    if len(set(met)) == 1:
+        c10d._register_process_group(name, group)
+    else:
+        store = MeetingStore(PrefixStore(name, group.get_group_store()))
+        c10d._SymmetricMemory.set_group_info(name, group.rank(), group.size(), store)
     return symmetric.rendezvous(symmetric.empty(num_bytes, dtype=torch.uint8, device=device), name)

@@ -1,4 +1,4 @@
-"""The kernel that averages: any number of others, any length, sums in fp32."""
+"""The kernel that averages: any number of others, any length, sums in fp32 or in fp64."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from kernels.average import average_into, cost
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("numel", [1, 50, 4097])
 def test_own_becomes_the_mean(numel, count, dtype):
     generator = torch.Generator().manual_seed(0)
@@ -17,7 +17,7 @@ def test_own_becomes_the_mean(numel, count, dtype):
     padded[:, :numel] = everything[1:]
     average_into(own, padded[:, :numel], 1 / (count + 1))
     expected = everything.double().mean(0)
-    # One rounding to the type; the fp32 sum adds count roundings.
+    # One rounding to the type; the sum adds count roundings.
     ulps = (count + 2) * torch.finfo(dtype).eps
     torch.testing.assert_close(own.double(), expected, rtol=ulps, atol=ulps)
 
