@@ -36,8 +36,8 @@ def headline(records: list[Record]) -> str:
 def _limit(records: list[Record], name: str) -> str:
     """A ceiling as it was measured: a run that was resumed has one of every process, and rows are held against their
     own."""
-    found = dict.fromkeys(f"{x.metrics[name]:,.0f}" for x in records if name in x.metrics)
-    return " and ".join(found) or "0"
+    *others, last = dict.fromkeys(f"{x.metrics[name]:,.0f}" for x in records if name in x.metrics) or ["0"]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def verdicts(records: list[Record]) -> list[str]:
