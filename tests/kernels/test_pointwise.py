@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from kernels import elementwise, reference
 from kernels._rows import Launch, forced
-from kernels.adamw import AdamW
+from kernels.adamw import AdamW, Addresses
 from kernels.dropout import dropout, linear_gelu_dropout
 from kernels.elementwise import add, gelu
 from kernels.rope import rope
@@ -158,6 +158,16 @@ def test_adamw_equals_torchs(dtype, either):
             torch.testing.assert_close(p.detach().float(), q.detach(), atol=limit, rtol=limit)
             q.data.copy_(p.detach())
         assert torch.equal(before[4], ours[4])
+
+
+def test_addresses_are_sent_again_only_when_a_tensor_has_moved():
+    columns = [[draw(8), draw(8)] for _ in range(4)]
+    addresses = Addresses()
+    table = addresses.of(columns)
+    assert table.tolist() == [[t.data_ptr() for t in row] for row in zip(*columns, strict=True)]
+    assert addresses.aligned and addresses.of(columns) is table
+    columns[1][0] = draw(9)[1:]
+    assert addresses.of(columns)[0, 1] == columns[1][0].data_ptr() and not addresses.aligned
 
 
 def test_adamw_resumes_and_follows_a_schedule():
