@@ -31,7 +31,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from distlab.comm import collectives
 
 ALIGNMENT = 512  # bytes, of each tensor's beginning
-_meetings = itertools.count()  # of this process with others, over their memory
+_meetings = itertools.count()  # of this process with others, to map each other's memory
 
 # An operator of its own, so that instruments at torch's dispatcher see one all-reduce and not its copies.
 _library = torch.library.Library("distlab", "DEF")
@@ -182,7 +182,7 @@ def _symmetric_memory(num_bytes: int, device: torch.device, group: ProcessGroup)
         *collectives.gather_objects((f"copy-engine-{uuid.uuid4().hex}", next(_meetings)), group), strict=True
     )
     name, c10d = names[0], torch._C._distributed_c10d
-    if len(set(met)) == 1:
+    if len(set(met)) == 1:  # the ranks have met equally often, and torch's own numbers agree
         c10d._register_process_group(name, group)
     else:
         store = MeetingStore(PrefixStore(name, group.get_group_store()))
