@@ -25,7 +25,8 @@ class _NoDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        """Triton keeps compiled kernels by device: another for each generation, so that one's are not another's."""
+        return self.target.arch
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -60,16 +61,17 @@ def compile_for(capability: int = 90) -> Iterator[list[Any]]:
 def resources(compiled: Any) -> dict[str, int]:
     """Registers per thread, bytes spilled and bytes of shared memory of a compiled kernel.
 
-    On a GPU machine the driver is asked; elsewhere the kernel's PTX goes through Triton's own ptxas once more.
+    On a GPU of the generation it is compiled for the driver is asked; elsewhere the kernel's PTX goes through Triton's
+    own ptxas once more.
     """
-    if torch.cuda.is_available():
+    arch = compiled.metadata.target.arch
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == divmod(arch, 10):
         compiled._init_handles()
         return {"registers": compiled.n_regs, "spill_bytes": 4 * compiled.n_spills,
                 "shared_bytes": compiled.metadata.shared}
     import triton
 
     binary = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
-    arch = compiled.metadata.target.arch
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
         source.write(compiled.asm["ptx"])
         source.flush()

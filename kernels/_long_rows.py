@@ -154,10 +154,10 @@ def launch_long_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor
 
 
 def launch_long_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, mean: Tensor | None, r: Tensor,
-                         ds: Tensor, silu: bool, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Fill ds; returns dw and db in w's type."""
+                         ds: Tensor, silu: bool, bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """Fill ds; returns dw in w's dtype and db in bias_dtype, if there is one."""
     rows, cols = s.shape
-    device, centre = s.device, mean is not None
+    device, centre, has_bias = s.device, mean is not None, bias_dtype is not None
     c1, c2 = torch.empty(2, rows, dtype=torch.float32, device=device).unbind(0)
     launch = chosen("long_products", Launch(block=4096, warps=8))
     _triton.launch(row_products_kernel, (rows,), dy, s, w, mean if centre else r, r, c1, c2, cols, dy.stride(0),
@@ -169,5 +169,5 @@ def launch_long_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor
     _triton.launch(column_strip_kernel, (strips, shares), dy, dtotal, s, w, mean if centre else r, r, c1, c2, ds,
                    parts[0], parts[-1], rows, cols, dy.stride(0), s.stride(0), CENTRE=centre, BIAS=has_bias,
                    TOTAL=dtotal is not None, SILU=silu, BLOCK=launch.block, num_warps=launch.warps)
-    dw, *db = sum_columns(parts, w.dtype)
+    dw, *db = sum_columns(parts, w.dtype, *[bias_dtype] * has_bias)
     return dw, db[0] if has_bias else None

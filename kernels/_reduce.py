@@ -29,12 +29,13 @@ def column_sum_kernel(parts_ptr, out_ptr, second_ptr, count, cols, ROWS: tl.cons
     tl.store(out_ptr + columns, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=columns < cols)
 
 
-def sum_columns(parts: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """parts (K, P, columns) fp32, K 1 or 2 → K vectors (columns) in `dtype`, in one launch."""
+def sum_columns(parts: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
+    """parts (K, P, columns) fp32, K 1 or 2 → K vectors (columns) in K dtypes, in one launch if these are equal."""
     kinds, count, cols = parts.shape
-    out = [torch.empty(cols, dtype=dtype, device=parts.device) for _ in range(kinds)]
+    written = dtypes[0] if dtypes[0] == dtypes[-1] else torch.float32
+    out = [torch.empty(cols, dtype=written, device=parts.device) for _ in range(kinds)]
     # Few columns per program: the matrix is small, and what counts is that all SMs take part.
     launch = chosen("column_sum", Launch(block=16, rows=64, warps=4))
     _triton.launch(column_sum_kernel, (triton.cdiv(cols, launch.block), kinds), parts, out[0], out[-1], count, cols,
                    ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
-    return out
+    return [x.to(dtype) for x, dtype in zip(out, dtypes, strict=True)]

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from . import _triton
 
-TILES_IN_FLIGHT = 200 * 1024  # bytes of shared memory that pipelined loads may take
+# Bytes of all stages of pipelined loads, of which one less than their number lies in shared memory: a program has
+# 163 KiB of that or more on these generations, and 99 on others (CUDA programming guide, compute capabilities).
+TILES_IN_FLIGHT, TILES_IN_LESS = 200 * 1024, 140 * 1024
+MUCH_SHARED_MEMORY = frozenset({"sm_80", "sm_87", "sm_90", "sm_100", "sm_103", "interpreter"})
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -82,7 +85,7 @@ def row_launch(kernel: str, cols: int, per_thread: int = 16, tile: int = 2048, *
     return chosen(kernel, Launch(block, rows, warps, **options))
 
 
-def pipelined_launch(kernel: str, cols: int, itemsize: int, tile: int = 8192) -> Launch:
+def pipelined_launch(kernel: str, cols: int, itemsize: int, device: torch.device, tile: int = 8192) -> Launch:
     """Launch parameters for one program per multiprocessor that walks over tiles of whole rows, loads under way.
 
     Few programs keep what each of them adds up over its rows small in all; several tiles in flight make up for it.
@@ -91,13 +94,15 @@ def pipelined_launch(kernel: str, cols: int, itemsize: int, tile: int = 8192) ->
         kernel: its name, for `forced`.
         cols: elements of a row.
         itemsize: bytes per element of all tensors that are loaded together.
+        device: where it runs.
         tile: elements of a tile at the most, as long as a row fits.
     """
     block = power_of_two(cols)
     if block < 1024:  # many short rows: smaller tiles, more programs
         return row_launch(kernel, cols, stages=2, per_sm=4)
-    rows = power_of_two(max(1, min(tile, TILES_IN_FLIGHT // (3 * itemsize)) // block) + 1) // 2
-    fit = TILES_IN_FLIGHT // (rows * block * itemsize)
+    most = TILES_IN_FLIGHT if _triton.generation(device.index) in MUCH_SHARED_MEMORY else TILES_IN_LESS
+    rows = power_of_two(max(1, min(tile, most // (3 * itemsize)) // block) + 1) // 2
+    fit = most // (rows * block * itemsize)
     return chosen(kernel, Launch(block, rows, min(16, rows * block // 512), max(1, min(3, fit)), per_sm=1))
 
 
@@ -134,9 +139,9 @@ def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
         raise ValueError(f"{name} is on {x.device}, {other_name} on {other.device}; they must be on one device")
 
 
-def check_width(name: str, weight: object, x_name: str, x: Tensor) -> None:
+def check_width(name: str, weight: object, x_name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     """Raise unless weight is a vector as long as x's last dimension, on x's device."""
-    check(name, weight)
+    check(name, weight, dtypes=dtypes)
     if tuple(weight.shape) != (x.shape[-1],):
         raise ValueError(f"{name} has shape {tuple(weight.shape)}; allowed: ({x.shape[-1]},), as wide as {x_name}")
     check_device(name, weight, x_name, x)
@@ -151,7 +156,21 @@ def check_positive(name: str, value: object) -> None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The type results get: autocast's where it is on, else x's."""
-    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+    """The dtype results get: autocast's where it is on, else x's. Meta knows no autocast, and autocast leaves fp64."""
+    device = x.device.type
+    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x.dtype
-    return torch.get_autocast_dtype(x.device.type)
+    return torch.get_autocast_dtype(device)
+
+
+def common_dtype(y_name: str, y: Tensor, x_name: str, x: Tensor) -> torch.dtype:
+    """The dtype of y and x, autocast's where it is on. Raise unless they have one dtype then, and one device."""
+    check_device(y_name, y, x_name, x)
+    if y.dtype != x.dtype and autocast_dtype(y) != autocast_dtype(x):
+        raise ValueError(f"{y_name} has dtype {y.dtype}, {x_name} {x.dtype}; they must be equal")
+    return autocast_dtype(x)
+
+
+def sum_over_rows(x: Tensor) -> Tensor:
+    """Σ over all dimensions but the last, (…, D) → (D), in fp32 (float64 for float64)."""
+    return x.unsqueeze(0).flatten(0, -2).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))

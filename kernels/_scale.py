@@ -14,23 +14,28 @@ from ._rows import Launch, chosen
 
 @triton.jit
 def scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
-    """x *= factor over every num_programs-th block, unless the factor is 1."""
+    """x *= factor over every num_programs-th block, unless the factor is 1; zeros stay, whatever the factor."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
             offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             inside = offsets < count
             x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
-            tl.store(x_ptr + offsets, (x * factor).to(x_ptr.dtype.element_ty), mask=inside)
+            x = tl.where(x == 0.0, x, x * factor)
+            tl.store(x_ptr + offsets, x.to(x_ptr.dtype.element_ty), mask=inside)
 
 
 @torch.library.custom_op("distlab_kernels::scale_", mutates_args=("x",))
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """x *= factor, in place; x contiguous, of any shape, factor one element of any floating type on its device."""
+    """x *= factor, in place; x contiguous, of any shape, factor one element of any floating dtype on its device.
+
+    Zeros stay zeros where the factor is infinite or NaN, as loss scaling makes it: rows that are ignored have none.
+    """
     if x.numel() == 0:
         return
     if not _triton.runs_triton(x):
-        x.mul_(factor.to(torch.float32))
+        zero = x == 0
+        x.mul_(factor.to(torch.float32)).masked_fill_(zero, 0)
         return
     launch = chosen("scale", Launch(block=4096, warps=8, per_sm=8))
     blocks = triton.cdiv(x.numel(), launch.block)

@@ -6,7 +6,9 @@ Math, per element (Loshchilov & Hutter 2019, Algorithm 2), t the step:
 
 Shapes: any list of parameters with their gradients and two fp32 moments. Bytes: 7 tensors (p, m, v read and written, g
 read) instead of the dozen passes of the plain form. FLOPs: about 15 per element. Nothing is saved.
-Arithmetic and moments in fp32, parameters and gradients fp32, fp16 or bf16.
+Arithmetic and moments in fp32, parameters and gradients fp32, fp16 or bf16. Of a β close to 1, fp32 keeps few digits of
+1 − β: it is formed on the host, and m moves by (1 − β)(g − m), where β does not appear. (Of a β up to 0.5 the like is
+true with g in the place of m.) Squares beyond fp32 count as its largest number.
 
 One grid covers all parameters: a table of addresses and sizes lies in device memory, and each program looks up which
 BLOCK elements of which parameter are its own. So a model of a thousand small tensors costs one launch instead of
@@ -17,6 +19,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import chain
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -26,12 +29,19 @@ from ._language import tl, triton
 from ._rows import DTYPES, Launch, chosen
 from .cost import Cost
 
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
-def _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, lr, beta1, beta2, eps, weight_decay, correction1,
-                  root_correction2, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+def _moving_average(old, new, weight):
+    """β·old + (1 − β)·new: from old where weight is 1 − β, from new where it is −β, so that neither cancels."""
+    return tl.where(weight > 0, old, new) + (new - old) * weight
+
+
+@triton.jit
+def _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, decay, weight1, weight2, eps, rate, root_correction2,
+                  MASKED: tl.constexpr, BLOCK: tl.constexpr):
     """The first BLOCK elements at the pointers, or `left` of them with MASKED."""
     offsets = tl.arange(0, BLOCK)
     inside = offsets < left if MASKED else offsets >= 0  # the latter is known to hold, and loads stay 16 bytes wide
@@ -39,19 +49,18 @@ def _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, lr, beta1, beta2, eps, weigh
     g = tl.load(g_ptr + offsets, mask=inside).to(tl.float32)
     m = tl.load(m_ptr + offsets, mask=inside)
     v = tl.load(v_ptr + offsets, mask=inside)
-    p = p * (1.0 - lr * weight_decay)
-    m = m + (g - m) * (1.0 - beta1)
-    v = v * beta2 + g * g * (1.0 - beta2)
-    p = p - (lr / correction1) * (m / (tl.sqrt(v) / root_correction2 + eps))
+    p = p - p * decay
+    m = _moving_average(m, g, weight1)
+    v = _moving_average(tl.minimum(v, LARGEST), tl.minimum(g * g, LARGEST), weight2)  # ∞ − ∞ would be NaN
+    p = p - rate * (m / (tl.sqrt(v) / root_correction2 + eps))
     tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=inside)
     tl.store(m_ptr + offsets, m, mask=inside)
     tl.store(v_ptr + offsets, v, mask=inside)
 
 
 @triton.jit
-def adamw_kernel(addresses_ptr, sizes_ptr, owner_ptr, first_ptr, lr, beta1, beta2, eps, weight_decay, correction1,
-                 root_correction2, PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, ALIGNMENT: tl.constexpr,
-                 BLOCK: tl.constexpr):
+def adamw_kernel(addresses_ptr, sizes_ptr, owner_ptr, first_ptr, decay, weight1, weight2, eps, rate, root_correction2,
+                 PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK elements of the parameter that this program owns; addresses is (parameters, 4): p, g, m, v."""
     owner = tl.load(owner_ptr + tl.program_id(0)).to(tl.int64)
     first = tl.load(first_ptr + tl.program_id(0))
@@ -63,11 +72,11 @@ def adamw_kernel(addresses_ptr, sizes_ptr, owner_ptr, first_ptr, lr, beta1, beta
     m_ptr = tl.multiple_of(tl.load(addresses_ptr + 2).to(tl.pointer_type(tl.float32)) + first, ALIGNMENT)
     v_ptr = tl.multiple_of(tl.load(addresses_ptr + 3).to(tl.pointer_type(tl.float32)) + first, ALIGNMENT)
     if left >= BLOCK:
-        _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, lr, beta1, beta2, eps, weight_decay, correction1,
-                      root_correction2, False, BLOCK)
+        _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, decay, weight1, weight2, eps, rate, root_correction2,
+                      False, BLOCK)
     else:
-        _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, lr, beta1, beta2, eps, weight_decay, correction1,
-                      root_correction2, True, BLOCK)
+        _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, decay, weight1, weight2, eps, rate, root_correction2,
+                      True, BLOCK)
 
 
 def _tables(sizes: list[int], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,21 +108,43 @@ class Addresses:
         return self._table
 
 
+def factors(step: int, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> list[float]:
+    """What the kernel multiplies by, from `decay` to `root_correction2`, in double precision; they are passed in fp32.
+
+    step counts from 1; the rest are AdamW's options.
+    """
+    lr, first, second = float(lr), float(betas[0]), float(betas[1])
+    weights = (1 - beta if beta > 0.5 else -beta for beta in (first, second))
+    return [lr * float(weight_decay), *weights, float(eps), lr / (1 - first**step), math.sqrt(1 - second**step)]
+
+
 def launch_adamw(columns: list[list[Tensor]], addresses: Addresses, step: int,
-                 tables: Callable[[tuple[int, ...], int], tuple[Tensor, Tensor, Tensor]], *, lr: float,
-                 betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+                 tables: Callable[[tuple[int, ...], int], tuple[Tensor, Tensor, Tensor]], **options: float) -> None:
     """Update parameters and moments in place.
 
     `columns` are the lists of parameters, gradients, first and second moments, all of one device and one pair of types,
-    contiguous, not empty.
+    contiguous, not empty; options as for `factors`.
     """
     parameters, gradients, *_ = columns
     launch = chosen("adamw", Launch(block=2048, warps=8))
     sizes, owner, begin = tables(tuple(p.numel() for p in parameters), launch.block)
-    _triton.launch(adamw_kernel, (len(owner),), addresses.of(columns), sizes, owner, begin, lr,
-                   betas[0], betas[1], eps, weight_decay, 1 - betas[0]**step, math.sqrt(1 - betas[1]**step),
+    _triton.launch(adamw_kernel, (len(owner),), addresses.of(columns), sizes, owner, begin, *factors(step, **options),
                    PARAMETER=_TYPES[parameters[0].dtype], GRADIENT=_TYPES[gradients[0].dtype],
                    ALIGNMENT=16 if addresses.aligned else 1, BLOCK=launch.block, num_warps=launch.warps)
+
+
+def _check_options(options: dict) -> None:
+    """Raise unless lr, betas, eps and weight_decay are numbers in their ranges."""
+    betas = options["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas is {betas!r}; allowed: two numbers from 0 to below 1")
+    for name, value, end in (("lr", options["lr"], math.inf), ("eps", options["eps"], math.inf),
+                             ("weight_decay", options["weight_decay"], math.inf), *(("betas", b, 1) for b in betas)):
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; allowed: a Python number"
+                            + " each" * (name == "betas"))
+        if not 0 <= value < end:
+            raise ValueError(f"{name} is {value!r}; allowed: 0 or a number above it and below {end}")
 
 
 class AdamW(torch.optim.Optimizer):
@@ -121,24 +152,26 @@ class AdamW(torch.optim.Optimizer):
 
     Args:
         params: parameters or parameter groups: fp32, fp16 or bf16, contiguous.
-        lr, betas, eps, weight_decay: as for `torch.optim.AdamW`.
+        lr, betas, eps, weight_decay: as for `torch.optim.AdamW`, numbers; also in a group.
 
     The state has torch's names (`step`, `exp_avg`, `exp_avg_sq`), with moments in fp32. Where Triton cannot run the
-    plain form steps.
+    plain form steps. Step number and options are numbers of the host: a CUDA graph would repeat those of its capture.
 
     Raises:
+        TypeError: an option that is no number, such as a tensor.
         ValueError: an option out of range; from `step`, a sparse gradient or a parameter of another type.
+        RuntimeError: from `step`, while a CUDA graph is being captured.
     """
 
     def __init__(self, params: Iterable, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 1e-2) -> None:
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value!r}; allowed: 0 or a finite number above")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas is {betas!r}; allowed: two numbers from 0 to below 1")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._keep_nothing()
+
+    def add_param_group(self, param_group: dict) -> None:
+        """As torch's, which does not look at the options: raises TypeError or ValueError for them."""
+        _check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -147,8 +180,12 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("AdamW's step number and learning rate are numbers of the host, which a CUDA graph "
+                               "would repeat: step outside of the graph, or use torch.optim.AdamW(capturable=True)")
         for number, group in enumerate(self.param_groups):
             options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            _check_options(options)
             rows = [(p, p.grad, self._state_of(p)) for p in group["params"] if p.grad is not None and p.numel()]
             if rows:
                 torch._foreach_add_([state["step"] for _, _, state in rows], 1)
@@ -203,9 +240,7 @@ class AdamW(torch.optim.Optimizer):
                          self._cached_tables(parameters[0].device), **options)
             return
         for p, g, m, v in zip(parameters, gradients, first, second, strict=True):
-            wide = p if p.dtype == torch.float32 else p.float()
-            reference.adamw_(wide, g.float(), m, v, step, **options)
-            p.copy_(wide)
+            reference.adamw_(p, g, m, v, step, **options)
 
     def _cached_tables(self, device: torch.device) -> Callable:
         def tables(sizes: tuple[int, ...], block: int) -> tuple[Tensor, Tensor, Tensor]:

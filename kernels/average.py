@@ -25,7 +25,7 @@ def average_kernel(own_ptr, others_ptr, row_stride, count, SCALE: tl.constexpr, 
     inside = offsets < count
     total = tl.load(own_ptr + offsets, mask=inside).to(SUM)
     for k in tl.static_range(OTHERS):
-        total += tl.load(others_ptr + k * row_stride + offsets, mask=inside).to(SUM)
+        total += tl.load(others_ptr + k * tl.cast(row_stride, tl.int64) + offsets, mask=inside).to(SUM)
     tl.store(own_ptr + offsets, (total * SCALE).to(own_ptr.dtype.element_ty), mask=inside)
 
 

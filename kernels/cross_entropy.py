@@ -1,17 +1,20 @@
 """Cross-entropy over large vocabularies, with label smoothing and ignored targets.
 
-Math, per row with target t:  lse = log Σ_v exp(z_v),  loss = lse − (1 − ε)·z_t − ε·mean(z).
-    dz_v = upstream·(exp(z_v − lse) − (1 − ε)·[v = t] − ε/V), 0 in ignored rows.
+Math, per row with target t:  m = max z,  s = Σ_v exp(z_v − m),  loss = log s + (1 − ε)·(m − z_t) + ε·(m − mean(z)).
+    dz_v = upstream·(exp(z_v − m)/s − (1 − ε)·[v = t] − ε/V), 0 in ignored rows.
 With reduction "mean" both are divided by the number of rows that are not ignored; of none, the mean is 0.
+m and s are kept apart: their sum m + log s, rounded to fp32, would lose log s beside logits of 1e7.
 
-Shapes: `N` rows, `V` vocabulary: logits (N, V), targets (N) int64, loss and lse (N) fp32.
+Shapes: `N` rows, `V` vocabulary: logits (N, V), targets (N) int64, loss, m and s (N) fp32.
 Bytes: z twice and dz once; where loss and gradient come from one launch, each row is read for the sums and again,
 from its end, for the gradient, which hits the L2 as far as that reaches. FLOPs: about 5 per logit and pass.
-Saved for backward: logits, targets, lse. Arithmetic in fp32 for every input type.
+Saved for backward: logits, targets, m, s. Arithmetic in fp32 for every input type.
 
 The sums are online: each thread keeps a running maximum and a sum scaled by it, per 16 bytes that it loads, and the
-program merges them once at the end of the row (Milakov & Gimelshein 2018). A target that is neither `ignore_index` nor
-within [0, V) makes its row's loss NaN; nothing outside the row is read.
+program merges them once at the end of the row (Milakov & Gimelshein 2018).
+
+A target that is neither `ignore_index` nor within [0, V) is an error: raised where the targets are on a CPU; on a GPU,
+where looking would make the host wait, its row's loss and gradient are NaN. Nothing outside the row is read.
 """
 
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _triton, reference
+from ._autograd import first_order
 from ._language import KEPT, STREAMED, tl, triton
 from ._rows import Launch, check, check_device, chosen
 from ._scale import scale_
@@ -28,19 +32,19 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 @triton.jit
-def loss_kernel(z_ptr, target_ptr, loss_ptr, lse_ptr, dz_ptr, scale_ptr, rows, cols, stride_z, stride_dz,
+def loss_kernel(z_ptr, target_ptr, loss_ptr, largest_ptr, total_ptr, dz_ptr, scale_ptr, rows, cols, stride_z, stride_dz,
                 ignore_index, smoothing, SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
                 VECTOR: tl.constexpr):
-    """Loss and lse of every num_programs-th row and, with GRADIENT, dz times the scalar at scale_ptr."""
+    """Loss, m and s of every num_programs-th row and, with GRADIENT, dz times the scalar at scale_ptr."""
     for index in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)  # the interpreter counts with Python integers
-        _one_row(z_ptr + row * stride_z, target_ptr + row, loss_ptr + row, lse_ptr + row, dz_ptr, row * stride_dz,
-                 scale_ptr, cols, ignore_index, smoothing, SMOOTH, GRADIENT, BLOCK, VECTOR)
+        _one_row(z_ptr + row * stride_z, target_ptr + row, loss_ptr + row, largest_ptr + row, total_ptr + row, dz_ptr,
+                 row * stride_dz, scale_ptr, cols, ignore_index, smoothing, SMOOTH, GRADIENT, BLOCK, VECTOR)
 
 
 @triton.jit
-def _one_row(z_ptr, target_ptr, loss_ptr, lse_ptr, dz_ptr, dz_offset, scale_ptr, cols, ignore_index, smoothing,
-             SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+def _one_row(z_ptr, target_ptr, loss_ptr, largest_ptr, total_ptr, dz_ptr, dz_offset, scale_ptr, cols, ignore_index,
+             smoothing, SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
     """One row of `loss_kernel`; the pointers are those of the row, dz may be z itself."""
     target = tl.load(target_ptr)
     # VECTOR neighbouring columns are one thread's: their maximum costs no exchange and one rescaling serves all.
@@ -48,6 +52,10 @@ def _one_row(z_ptr, target_ptr, loss_ptr, lse_ptr, dz_ptr, dz_offset, scale_ptr,
     largest = tl.full([BLOCK // VECTOR], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK // VECTOR], tl.float32)
     plain = tl.zeros([BLOCK // VECTOR], tl.float32)
+    if SMOOTH:
+        # The sum of large logits would be rounded: what is added up are differences from the first of the row.
+        first = tl.load(z_ptr).to(tl.float32)
+        first = tl.where(first == float("-inf"), 0.0, first)
     for start in tl.range(0, cols, BLOCK):
         columns = start + offsets
         z = tl.load(z_ptr + columns, mask=columns < cols, other=float("-inf"),
@@ -56,35 +64,37 @@ def _one_row(z_ptr, target_ptr, loss_ptr, lse_ptr, dz_ptr, dz_offset, scale_ptr,
         shift = tl.where(larger == float("-inf"), 0.0, larger)  # nothing but −inf so far
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
         if SMOOTH:
-            plain += tl.sum(tl.where(columns < cols, z, 0.0), 1)
+            plain += tl.sum(tl.where(columns < cols, z - first, 0.0), 1)
         largest = larger
     m = tl.max(largest, 0)
-    shift = tl.where(m == float("-inf"), 0.0, m)
-    lse = shift + tl.log(tl.sum(total * tl.exp(largest - shift), 0))
+    m = tl.where(m == float("-inf"), 0.0, m)
+    s = tl.sum(total * tl.exp(largest - m), 0)
     kept = target != ignore_index
     within = (target >= 0) & (target < cols)
     z_target = tl.load(z_ptr + target, mask=kept & within, other=float("nan")).to(tl.float32)
-    loss = lse - (1.0 - smoothing) * z_target
+    loss = tl.log(s) + (1.0 - smoothing) * (m - z_target)
     if SMOOTH:
-        loss -= smoothing * (tl.sum(plain, 0) / cols)
+        loss += smoothing * ((m - first) - tl.sum(plain, 0) / cols)
     tl.store(loss_ptr, tl.where(kept, loss, 0.0))
-    tl.store(lse_ptr, lse)
+    tl.store(largest_ptr, m)
+    tl.store(total_ptr, s)
     if GRADIENT:
         tl.debug_barrier()  # all threads have read z_target, which may be overwritten now
         dz_ptr += dz_offset
-        scale = tl.load(scale_ptr)
+        scale = tl.where(within, tl.load(scale_ptr), float("nan"))
+        share = 1.0 / s
         blocks = tl.cdiv(cols, BLOCK)
         if kept:
             for block in tl.range(0, blocks):
                 columns = (blocks - 1 - block) * BLOCK + offsets
                 z = tl.load(z_ptr + columns, mask=columns < cols, other=float("-inf"),
                             eviction_policy=STREAMED).to(tl.float32)
-                dz = tl.exp(z - lse)
+                dz = tl.exp(z - m) * share
                 if SMOOTH:
                     dz -= smoothing / cols
                 tl.store(dz_ptr + columns, (dz * scale).to(dz_ptr.dtype.element_ty), mask=columns < cols)
             tl.debug_barrier()  # the one column that differs is written again, after all
-            dz = (tl.exp(z_target - lse) - smoothing / cols - (1.0 - smoothing)) * scale
+            dz = (tl.exp(z_target - m) * share - smoothing / cols - (1.0 - smoothing)) * scale
             tl.store(dz_ptr + target, dz.to(dz_ptr.dtype.element_ty), mask=within)
         else:
             for block in tl.range(0, blocks):
@@ -94,7 +104,7 @@ def _one_row(z_ptr, target_ptr, loss_ptr, lse_ptr, dz_ptr, dz_offset, scale_ptr,
 
 
 @triton.jit
-def gradient_kernel(z_ptr, target_ptr, lse_ptr, upstream_ptr, scale_ptr, dz_ptr, cols, stride_z,
+def gradient_kernel(z_ptr, target_ptr, largest_ptr, total_ptr, upstream_ptr, scale_ptr, dz_ptr, cols, stride_z,
                     stride_upstream, blocks, ignore_index, smoothing, BLOCK: tl.constexpr):
     """BLOCK columns of one row of dz; the last rows, which the forward read last, first."""
     program = tl.num_programs(0).to(tl.int64) - 1 - tl.program_id(0)
@@ -103,92 +113,116 @@ def gradient_kernel(z_ptr, target_ptr, lse_ptr, upstream_ptr, scale_ptr, dz_ptr,
     target = tl.load(target_ptr + row)
     kept = target != ignore_index
     scale = tl.load(upstream_ptr + row * stride_upstream).to(tl.float32) * tl.load(scale_ptr)
+    scale = tl.where((target >= 0) & (target < cols), scale, float("nan"))
     z = tl.load(z_ptr + row * stride_z + columns, mask=columns < cols, other=0.0).to(tl.float32)
-    dz = tl.exp(z - tl.load(lse_ptr + row)) - smoothing / cols
+    dz = tl.exp(z - tl.load(largest_ptr + row)) * (1.0 / tl.load(total_ptr + row)) - smoothing / cols
     dz = tl.where(columns == target, dz - (1.0 - smoothing), dz)
     dz = tl.where(kept, dz * scale, 0.0)
     tl.store(dz_ptr + row * cols + columns, dz.to(dz_ptr.dtype.element_ty), mask=columns < cols)
 
 
-def launch_loss(z: Tensor, targets: Tensor, loss: Tensor, lse: Tensor, ignore_index: int, smoothing: float,
-                dz: Tensor | None = None, scale: Tensor | None = None) -> None:
-    """Fill loss and lse and, where they are given, dz (which may be z) times the one element of scale."""
+def launch_loss(z: Tensor, targets: Tensor, loss: Tensor, largest: Tensor, total: Tensor, ignore_index: int,
+                smoothing: float, dz: Tensor | None = None, scale: Tensor | None = None) -> None:
+    """Fill loss, m (`largest`) and s (`total`) and, where given, dz (which may be z) times the one element of scale."""
     rows, cols = z.shape
     if dz is None:
         launch = chosen("cross_entropy", Launch(block=8192, warps=16))
     else:  # one row per multiprocessor: what it reads again is still in the L2
         launch = chosen("cross_entropy_both", Launch(block=16384, warps=32, per_sm=1))
-    _triton.launch(loss_kernel, (launch.programs(rows, z.device),), z, targets, loss, lse, dz, scale, rows, cols,
-                   z.stride(0), 0 if dz is None else dz.stride(0), ignore_index, float(smoothing),
+    _triton.launch(loss_kernel, (launch.programs(rows, z.device),), z, targets, loss, largest, total, dz, scale, rows,
+                   cols, z.stride(0), 0 if dz is None else dz.stride(0), ignore_index, float(smoothing),
                    SMOOTH=smoothing != 0, GRADIENT=dz is not None, BLOCK=launch.block, VECTOR=16 // z.element_size(),
                    num_warps=launch.warps)
 
 
-def launch_gradient(z: Tensor, targets: Tensor, lse: Tensor, upstream: Tensor, scale: Tensor, dz: Tensor,
-                    ignore_index: int, smoothing: float) -> None:
+def launch_gradient(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, scale: Tensor,
+                    dz: Tensor, ignore_index: int, smoothing: float) -> None:
     """Fill dz, contiguous. upstream has one element or one per row."""
     rows, cols = z.shape
     launch = chosen("cross_entropy_gradient", Launch(block=4096, warps=8))
     blocks = triton.cdiv(cols, launch.block)
-    _triton.launch(gradient_kernel, (rows * blocks,), z, targets, lse, upstream, scale, dz, cols, z.stride(0),
-                   1 if upstream.numel() > 1 else 0, blocks, ignore_index, float(smoothing), BLOCK=launch.block,
-                   num_warps=launch.warps)
+    _triton.launch(gradient_kernel, (rows * blocks,), z, targets, largest, total, upstream, scale, dz, cols,
+                   z.stride(0), 1 if upstream.numel() > 1 else 0, blocks, ignore_index, float(smoothing),
+                   BLOCK=launch.block, num_warps=launch.warps)
 
 
 def mean_scale(targets: Tensor, reduction: str, ignore_index: int) -> Tensor:
-    """What each row's loss is multiplied by, one fp32 element on the targets' device."""
+    """What each row's loss is multiplied by, a scalar in fp32 on the targets' device."""
     if reduction == "mean":
-        return 1.0 / (targets != ignore_index).sum().clamp(min=1).to(torch.float32).view(1)
-    return torch.ones(1, dtype=torch.float32, device=targets.device)
+        return 1.0 / (targets != ignore_index).sum().clamp(min=1).to(torch.float32)
+    return torch.ones((), dtype=torch.float32, device=targets.device)
+
+
+def check_classes(targets: Tensor, classes: int, ignore_index: int) -> None:
+    """Raise ValueError for a target (N) outside [0, classes), on a CPU; a GPU's are not looked at: that would wait."""
+    if targets.is_cpu:
+        wrong = ((targets < 0) | (targets >= classes)) & (targets != ignore_index)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise ValueError(f"targets has class {int(targets[row])} in row {row}; allowed: 0 to {classes - 1}, or "
+                             f"ignore_index, {ignore_index}")
 
 
 @torch.library.custom_op("distlab_kernels::cross_entropy_forward", mutates_args=())
-def forward_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float) -> tuple[Tensor, Tensor]:
-    """z (N, V), targets (N) → loss and lse (N) fp32."""
-    loss, lse = (torch.empty(z.shape[0], dtype=torch.float32, device=z.device) for _ in range(2))
+def forward_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+    """z (N, V), targets (N) → loss, m and s (N) fp32."""
+    check_classes(targets, z.shape[1], ignore_index)
+    loss, largest, total = _empty_rows(z)
     if z.numel() == 0:
-        return loss, lse
+        return loss, largest, total
     if not _triton.runs_triton(z):
+        z = reference.wide(z)
+        torch.amax(z, -1, out=largest).masked_fill_(largest == -torch.inf, 0)
+        torch.sum(torch.exp(z - largest[:, None]), -1, out=total)
         plain = reference.cross_entropy(z, targets, ignore_index=ignore_index, label_smoothing=smoothing,
                                         reduction="none")
-        return loss.copy_(plain), lse.copy_(torch.logsumexp(reference.wide(z), -1))
-    launch_loss(_rows(z), targets.contiguous(), loss, lse, ignore_index, smoothing)
-    return loss, lse
+        return loss.copy_(plain), largest, total
+    launch_loss(_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing)
+    return loss, largest, total
 
 
 @torch.library.custom_op("distlab_kernels::cross_entropy_both", mutates_args=())
 def both_op(z: Tensor, targets: Tensor, scale: Tensor, ignore_index: int,
-            smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
-    """z (N, V), targets (N) → loss and lse (N) fp32, and dz (N, V) times the one element of scale."""
-    loss, lse = (torch.empty(z.shape[0], dtype=torch.float32, device=z.device) for _ in range(2))
+            smoothing: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """z (N, V), targets (N) → loss, m and s (N) fp32, and dz (N, V) times the one element of scale."""
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     if z.numel() and _triton.runs_triton(z):
-        launch_loss(_rows(z), targets.contiguous(), loss, lse, ignore_index, smoothing, dz, scale)
-        return loss, lse, dz
-    loss, lse = forward_op(z, targets, ignore_index, smoothing)
-    return loss, lse, dz.copy_(plain_gradient(z, targets, lse, scale, ignore_index, smoothing))
+        check_classes(targets, z.shape[1], ignore_index)
+        loss, largest, total = _empty_rows(z)
+        launch_loss(_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing, dz, scale)
+        return loss, largest, total, dz
+    loss, largest, total = forward_op(z, targets, ignore_index, smoothing)
+    return loss, largest, total, dz.copy_(plain_gradient(z, targets, largest, total, scale, ignore_index, smoothing))
 
 
 @torch.library.custom_op("distlab_kernels::cross_entropy_gradient", mutates_args=())
-def gradient_op(z: Tensor, targets: Tensor, lse: Tensor, upstream: Tensor, scale: Tensor, ignore_index: int,
-                smoothing: float) -> Tensor:
+def gradient_op(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, scale: Tensor,
+                ignore_index: int, smoothing: float) -> Tensor:
     """dz (N, V), contiguous, in z's type."""
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     if z.numel() == 0:
         return dz
     if not _triton.runs_triton(z):
-        return dz.copy_(plain_gradient(z, targets, lse, upstream * scale, ignore_index, smoothing))
-    launch_gradient(_rows(z), targets.contiguous(), lse, upstream.contiguous(), scale, dz, ignore_index, smoothing)
+        return dz.copy_(plain_gradient(z, targets, largest, total, upstream * scale, ignore_index, smoothing))
+    launch_gradient(_rows(z), targets.contiguous(), largest, total, upstream.contiguous(), scale, dz, ignore_index,
+                    smoothing)
     return dz
 
 
-def plain_gradient(z: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, ignore_index: int,
+def plain_gradient(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, ignore_index: int,
                    smoothing: float) -> Tensor:
-    """dz in plain torch; scale has one element or one per row."""
+    """dz (N, V) in plain torch; scale has one element or one per row."""
     kept = (targets != ignore_index)[:, None]
     hot = torch.arange(z.shape[1], device=z.device) == targets[:, None]
-    dz = torch.exp(reference.wide(z) - lse[:, None]) - smoothing / z.shape[1] - (1 - smoothing) * hot
+    p = torch.exp(reference.wide(z) - largest[:, None]) * (1 / total[:, None])
+    dz = torch.where(hot.any(1, keepdim=True), p - smoothing / z.shape[1] - (1 - smoothing) * hot, torch.nan)
     return torch.where(kept, dz * scale.view(-1, 1), 0.0)
+
+
+def _empty_rows(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, m and s, three tensors (N) in fp32."""
+    loss, largest, total = (torch.empty(z.shape[0], dtype=torch.float32, device=z.device) for _ in range(3))
+    return loss, largest, total
 
 
 def _rows(z: Tensor) -> Tensor:
@@ -197,17 +231,16 @@ def _rows(z: Tensor) -> Tensor:
 
 @forward_op.register_fake
 def _(z, targets, ignore_index, smoothing):
-    return z.new_empty(z.shape[0], dtype=torch.float32), z.new_empty(z.shape[0], dtype=torch.float32)
+    return _empty_rows(z)
 
 
 @both_op.register_fake
 def _(z, targets, scale, ignore_index, smoothing):
-    loss, lse = (z.new_empty(z.shape[0], dtype=torch.float32) for _ in range(2))
-    return loss, lse, z.new_empty(z.shape)
+    return *_empty_rows(z), z.new_empty(z.shape)
 
 
 @gradient_op.register_fake
-def _(z, targets, lse, upstream, scale, ignore_index, smoothing):
+def _(z, targets, largest, total, upstream, scale, ignore_index, smoothing):
     return z.new_empty(z.shape)
 
 
@@ -223,7 +256,10 @@ def check_arguments(logits_rows: int, logits: Tensor, targets: object, ignore_in
     check_device("targets", targets, "logits", logits)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
-    if not isinstance(label_smoothing, int | float) or not 0 <= label_smoothing <= 1:
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index is {ignore_index}; allowed: what int64 holds")
+    is_number = isinstance(label_smoothing, int | float) and not isinstance(label_smoothing, bool)
+    if not is_number or not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing!r}; allowed: a number from 0 to 1")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; allowed: {', '.join(REDUCTIONS)}")
@@ -232,7 +268,7 @@ def check_arguments(logits_rows: int, logits: Tensor, targets: object, ignore_in
 class CrossEntropy(Function):
     """`apply(logits, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean")` → loss.
 
-    Saved: logits, targets, lse, and one fp32 element (1 over the number of rows that count). Where a gradient will be
+    Saved: logits, targets, m, s, and one fp32 element (1 over the number of rows that count). Where a gradient will be
     wanted the forward makes it in the same launch, for an upstream of 1, and the first backward multiplies it by the
     upstream and gives it away; a second backward through a retained graph computes it from what is saved. So does the
     first where that is better: rows with an upstream each (reduction "none"); fp16, whose loss scaling must come in
@@ -249,21 +285,23 @@ class CrossEntropy(Function):
         ctx.options = ignore_index, float(label_smoothing)
         compiling = torch.compiler.is_compiling()
         if ctx.needs_input_grad[0] and reduction != "none" and logits.dtype != torch.float16 and not compiling:
-            loss, lse, ctx.gradient = both_op(logits, targets, scale, *ctx.options)
+            loss, largest, total, ctx.gradient = both_op(logits, targets, scale, *ctx.options)
         else:
-            loss, lse = forward_op(logits, targets, *ctx.options)
+            loss, largest, total = forward_op(logits, targets, *ctx.options)
             ctx.gradient = None
-        ctx.save_for_backward(logits, targets, lse, scale)
-        return loss if reduction == "none" else (loss.sum(0, keepdim=True) * scale).squeeze(0)
+        ctx.save_for_backward(logits, targets, largest, total, scale)
+        return loss if reduction == "none" else loss.sum() * scale  # no view: those cannot be changed in place
 
     @staticmethod
+    @first_order
     def backward(ctx, dloss):
-        logits, targets, lse, scale = ctx.saved_tensors
+        logits, targets, largest, total, scale = ctx.saved_tensors
         if ctx.gradient is not None:
             gradient, ctx.gradient = ctx.gradient, None
             scale_(gradient, dloss)
             return gradient, None, None, None, None
-        return gradient_op(logits, targets, lse, dloss.reshape(-1), scale, *ctx.options), None, None, None, None
+        gradient = gradient_op(logits, targets, largest, total, dloss.reshape(-1), scale, *ctx.options)
+        return gradient, None, None, None, None
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
@@ -278,7 +316,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
         reduction: "mean" over the rows that count, "sum", or "none" for (N).
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+        ValueError, TypeError: an argument that does not fit, with its name and what is allowed; on a CPU also a target
+            outside [0, V). On a GPU nobody looks, and such a row's loss and gradient are NaN.
     """
     if not torch.is_grad_enabled() and isinstance(logits, Tensor):
         logits = logits.detach()  # inside the Function nobody could tell that no gradient is wanted
@@ -295,14 +334,14 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, scale: Tensor, *, ignore_
     """
     out = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
     if logits.numel() and _triton.runs_triton(logits):
-        loss, lse = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
-        launch_loss(logits, targets, loss, lse, ignore_index, label_smoothing, out, scale)
+        loss, largest, total = _empty_rows(logits)
+        launch_loss(logits, targets, loss, largest, total, ignore_index, label_smoothing, out, scale)
         return loss, out
-    loss, lse = forward_op(logits, targets, ignore_index, float(label_smoothing))
-    return loss, out.copy_(plain_gradient(logits, targets, lse, scale, ignore_index, label_smoothing))
+    loss, *sums = forward_op(logits, targets, ignore_index, float(label_smoothing))
+    return loss, out.copy_(plain_gradient(logits, targets, *sums, scale, ignore_index, label_smoothing))
 
 
 def cost(shape: tuple[int, int], dtype: torch.dtype, *, backward: bool = False) -> Cost:
     """Least FLOPs and bytes of one pass: the logits; backward also their gradient."""
     count = torch.Size(shape).numel()
-    return Cost(5 * count, (2 if backward else 1) * count * dtype.itemsize + 16 * shape[0])
+    return Cost(5 * count, (2 if backward else 1) * count * dtype.itemsize + 20 * shape[0])

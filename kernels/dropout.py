@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _triton, reference
+from ._autograd import first_order
 from ._language import tl, triton
-from ._rows import autocast_dtype, check, check_width, chosen
+from ._rows import check, check_width, chosen, common_dtype, sum_over_rows
 from .cost import Cost
 from .elementwise import FLAT, gelu_of, gelu_slope
 
@@ -171,6 +172,7 @@ class Dropout(Function):
         return forward_op(x, None, seed, p, False)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         (seed,) = ctx.saved_tensors
         return backward_op(dy, dy, None, seed, ctx.p, False), None, None
@@ -189,12 +191,13 @@ class GeLUDropout(Function):
         return forward_op(x, bias, seed, p, True)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         x, bias, seed = ctx.saved_tensors
         dx = backward_op(dy, x, bias, seed, ctx.p, True)
         db = None
         if bias is not None and ctx.needs_input_grad[1]:
-            db = dx.flatten(0, -2).sum(0, dtype=torch.float32).to(bias.dtype)
+            db = sum_over_rows(dx).to(bias.dtype)
         return dx, db, None, None
 
 
@@ -223,7 +226,8 @@ def linear_gelu_dropout(x: Tensor, weight: Tensor, bias: Tensor | None = None, p
     are the product and a seed, no mask.
 
     Args:
-        x: (…, D); weight (F, D); bias (F) or None; fp32, fp16 or bf16; cast under autocast.
+        x: (…, D); weight: (F, D) of the same dtype, fp32, fp16 or bf16; both cast under autocast.
+        bias: (F) in any of these dtypes, or None; it is added in fp32 and its gradient summed in fp32.
         p, training, seed: as for `dropout`.
 
     Raises:
@@ -233,9 +237,10 @@ def linear_gelu_dropout(x: Tensor, weight: Tensor, bias: Tensor | None = None, p
     check("weight", weight, 2)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; allowed: (F, {x.shape[-1]}), as wide as x")
-    _check_p(p)
+    common_dtype("weight", weight, "x", x)
     if bias is not None:
-        bias = bias.to(autocast_dtype(x))
+        check_width("bias", bias, "weight.T", weight.T)
+    _check_p(p)
     return GeLUDropout.apply(F.linear(x, weight), bias, _seed_tensor(seed, x.device), float(p) if training else 0.0)
 
 

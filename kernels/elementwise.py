@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _triton, reference
+from ._autograd import first_order
 from ._language import tl, triton
 from ._rows import Launch, check, check_like, chosen
 from .cost import Cost
@@ -158,6 +159,7 @@ class GeLU(Function):
         return gelu_forward_op(x)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         return gelu_backward_op(dy, *ctx.saved_tensors)
 

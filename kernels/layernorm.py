@@ -18,10 +18,20 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _triton, reference
+from ._autograd import first_order
 from ._language import tl, triton
 from ._long_rows import launch_long_backward, launch_long_forward
 from ._reduce import sum_columns
-from ._rows import as_rows, autocast_dtype, check, check_positive, check_width, pipelined_launch, row_launch
+from ._rows import (
+    as_rows,
+    autocast_dtype,
+    check,
+    check_positive,
+    check_width,
+    pipelined_launch,
+    row_launch,
+    sum_over_rows,
+)
 from .cost import Cost
 
 ONE_TILE = 16384  # columns up to which the forward keeps a row in registers
@@ -93,16 +103,17 @@ def launch_forward(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, m: Tensor,
 
 
 def launch_backward(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor, dx: Tensor,
-                    has_bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Fill dx; returns dw and db in w's type."""
+                    bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """Fill dx; returns dw in w's dtype and db in bias_dtype, if there is one."""
     rows, cols = x.shape
-    launch = pipelined_launch("layernorm_backward", cols, dy.element_size() + x.element_size())
+    has_bias = bias_dtype is not None
+    launch = pipelined_launch("layernorm_backward", cols, dy.element_size() + x.element_size(), x.device)
     programs = launch.programs(triton.cdiv(rows, launch.rows), x.device)
     parts = torch.empty(1 + has_bias, programs, cols, dtype=torch.float32, device=x.device)
     _triton.launch(backward_kernel, (programs,), dy, x, w, m, r, dx, parts[0], parts[-1], rows, cols, dy.stride(0),
                    x.stride(0), BIAS=has_bias, ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages,
                    num_warps=launch.warps)
-    dw, *db = sum_columns(parts, w.dtype)
+    dw, *db = sum_columns(parts, w.dtype, *[bias_dtype] * has_bias)
     return dw, db[0] if has_bias else None
 
 
@@ -128,24 +139,25 @@ def forward_op(x: Tensor, w: Tensor, b: Tensor | None, eps: float,
 
 @torch.library.custom_op("distlab_kernels::layer_norm_backward", mutates_args=())
 def backward_op(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor,
-                has_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dw, db), db empty without a bias."""
+                bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dw, db): db in bias_dtype, empty without a bias."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
-        return dx, torch.zeros_like(w), w.new_zeros(w.shape if has_bias else 0)
+        return dx, w.new_zeros(w.shape), w.new_zeros(0 if bias_dtype is None else w.shape, dtype=bias_dtype)
     if not _triton.runs_triton(x):
         normed = (reference.wide(x) - m.view(*x.shape[:-1], 1)) * r.view(*x.shape[:-1], 1)
         g = reference.wide(dy) * reference.wide(w)
         inner = g - g.mean(-1, keepdim=True) - normed * (g * normed).mean(-1, keepdim=True)
-        dw, db = ((t.flatten(0, -2).sum(0)).to(w.dtype) for t in (reference.wide(dy) * normed, reference.wide(dy)))
-        return dx.copy_(inner * r.view(*x.shape[:-1], 1)), dw, db if has_bias else w.new_zeros(0)
+        dw = sum_over_rows(reference.wide(dy) * normed).to(w.dtype)
+        db = w.new_zeros(0) if bias_dtype is None else sum_over_rows(dy).to(bias_dtype)
+        return dx.copy_(inner * r.view(*x.shape[:-1], 1)), dw, db
     launch = launch_backward if x.shape[-1] <= ONE_TILE_BACKWARD else _launch_long
-    dw, db = launch(as_rows(dy), as_rows(x), w.contiguous(), m, r, dx, has_bias)
+    dw, db = launch(as_rows(dy), as_rows(x), w.contiguous(), m, r, dx, bias_dtype)
     return dx, dw, w.new_zeros(0) if db is None else db
 
 
-def _launch_long(dy, x, w, m, r, dx, has_bias):
-    return launch_long_backward(dy, None, x, w, m, r, dx, False, has_bias)
+def _launch_long(dy, x, w, m, r, dx, bias_dtype):
+    return launch_long_backward(dy, None, x, w, m, r, dx, False, bias_dtype)
 
 
 @forward_op.register_fake
@@ -155,8 +167,9 @@ def _(x, w, b, eps, dtype):
 
 
 @backward_op.register_fake
-def _(dy, x, w, m, r, has_bias):
-    return x.new_empty(x.shape), w.new_empty(w.shape), w.new_empty(w.shape if has_bias else 0)
+def _(dy, x, w, m, r, bias_dtype):
+    db = w.new_empty(0 if bias_dtype is None else w.shape, dtype=bias_dtype)
+    return x.new_empty(x.shape), w.new_empty(w.shape), db
 
 
 class LayerNorm(Function):
@@ -175,9 +188,10 @@ class LayerNorm(Function):
         return y
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
-        dx, dw, db = backward_op(dy, *ctx.saved_tensors, ctx.bias_dtype is not None)
-        return dx, dw, None if ctx.bias_dtype is None else db.to(ctx.bias_dtype), None
+        dx, dw, db = backward_op(dy, *ctx.saved_tensors, ctx.bias_dtype)
+        return dx, dw, None if ctx.bias_dtype is None else db, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

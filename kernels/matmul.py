@@ -3,7 +3,8 @@
 Math:  y = f(a b + bias);  with h = a b + bias and g = dy·f′(h):  da = g bᵀ,  db = aᵀ g,  dbias = Σ_rows g.
 
 Shapes: a (M, K), b (K, N), bias (N), y (M, N). FLOPs: 2·M·N·K. Bytes: a, b and y once; each tile of y needs a strip of
-a and of b, which the L2 has to serve. Saved for backward: a, b, bias; h is computed again where f needs it.
+a and of b, which the L2 has to serve. Saved for backward: a, b, bias; h is computed again where f needs it, for fp16
+in fp32, since h may exceed the range of fp16 where f(h) does not.
 Types: fp32, fp16, bf16, products summed in fp32, y rounded once; fp32 inputs are multiplied as three TF32 products.
 
 Three kernels, in the order in which one would write them:
@@ -16,14 +17,17 @@ Three kernels, in the order in which one would write them:
   tensor descriptors (Hopper's TMA), and writes a tile while the loads of the next one are under way.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _triton, reference
+from ._autograd import first_order
 from ._language import tl, triton
-from ._rows import Launch, autocast_dtype, check, check_device, check_width, chosen, power_of_two
+from ._rows import Launch, check, check_width, chosen, common_dtype, power_of_two
 from .cost import Cost
 from .elementwise import gelu_of
 
@@ -37,7 +41,7 @@ GROUP = 8
 def epilogue_of(y, EPILOGUE: tl.constexpr, cols):
     """f on a tile of fp32 values; 0.01 is leaky ReLU's slope, columns beyond the matrix are 0 for the norm."""
     if EPILOGUE == "relu":
-        y = tl.where(y > 0, y, y * 0.0)  # NaN stays NaN
+        y = tl.where(y <= 0, 0.0, y)  # NaN stays NaN
     elif EPILOGUE == "leaky_relu":
         y = tl.where(y > 0, y, y * 0.01)
     elif EPILOGUE == "gelu":
@@ -81,8 +85,8 @@ def _tile_product(a_ptr, b_ptr, row, col, rows, cols, depth, stride_am, stride_a
         a = tl.load(a_ptr, mask=(row < rows)[:, None] & (k < left)[None, :], other=0.0)
         b = tl.load(b_ptr, mask=(k < left)[:, None] & (col < cols)[None, :], other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        a_ptr += BLOCK_K * stride_ak
-        b_ptr += BLOCK_K * stride_bk
+        a_ptr += BLOCK_K * tl.cast(stride_ak, tl.int64)  # rows of 2²⁵ elements would overflow 32 bits
+        b_ptr += BLOCK_K * tl.cast(stride_bk, tl.int64)
     return acc
 
 
@@ -145,27 +149,50 @@ def persistent_kernel(a_desc, b_desc, y_desc, bias_ptr, rows, cols, depth, BIAS:
         y_desc.store([row, col + BLOCK_N // 2], epilogue_of(right, EPILOGUE, cols).to(y_desc.dtype))
 
 
-def _tile(name: str, itemsize: int, rows: int, cols: int) -> tuple[Launch, int]:
-    """Launch parameters and BLOCK_K; small matrices get small tiles so that more programs share the work."""
-    if _triton.generation() == "interpreter":
-        return chosen(name, Launch(block=32, rows=32)), 32
-    if itemsize == 4:
-        return chosen(name, Launch(block=128, rows=64, warps=4, stages=3)), 32
-    if min(rows, cols) <= 1024:
-        return chosen(name, Launch(block=128, rows=64, warps=4, stages=4)), 64
-    return chosen(name, Launch(block=256, rows=128, warps=8, stages=4 if name == "matmul_persistent" else 3)), 64
+@functools.cache
+def _tile(generation: str, itemsize: int, small: bool, norm_block: int = 0, store_bytes: int = 0) -> tuple[Launch, int]:
+    """Launch parameters and BLOCK_K for a generation of GPUs: within its shared memory, without spilling registers.
+
+    From Hopper on the matrix instructions read shared memory, where each stage of a and b lies, in 227 KiB. Before,
+    they read registers, of which eight warps have enough, and one stage less lies in shared memory: up to 96 KiB,
+    where the smaller chips have 99 for a program.
+
+    Args:
+        generation: as `_triton.generation` names it.
+        itemsize: bytes per element of a and b.
+        small: rows or columns up to 1024: small tiles, so that more programs share the work.
+        norm_block: columns of a tile that must hold whole rows, or 0.
+        store_bytes: per element of y in `persistent_kernel`, which stores from shared memory; 0 for the other kernels.
+    """
+    if generation == "interpreter":
+        return Launch(block=norm_block or 32, rows=32), 32
+    hopper, half = generation in ("sm_90", "sm_100", "sm_103"), itemsize == 2
+    if norm_block:
+        wide_fp32 = norm_block > 128 and not half
+        warps = 4 if hopper and not wide_fp32 else 8
+        tile = Launch(norm_block, 32 if wide_fp32 else 64, warps, 4 if hopper and half else 3)
+    elif not half:
+        tile = Launch(128, 64, 4 if hopper else 8, 3)
+    elif small:
+        tile = Launch(128, 64, 4 if hopper else 8, 4)
+    elif hopper:
+        tile = Launch(256, 128, 8, 4 if store_bytes == 2 else 3)
+    else:
+        tile = Launch(128, 128, 8, 4)
+    return tile, 64 if half else 32
 
 
 def launch_pointers(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None, precision: str,
                     kernel=None) -> None:
     """Fill y with `grouped_kernel` or the kernel given; any strides of a and b, y contiguous."""
     (rows, depth), cols = a.shape, b.shape[1]
-    launch, block_k = _tile("matmul", a.element_size(), rows, cols)
-    block_n = max(16, power_of_two(cols)) if epilogue == "rms_norm" else launch.block
-    tile_rows = launch.rows if block_n <= 128 or launch.warps == 8 else min(launch.rows, 64)
-    grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(cols, block_n),)
+    norm_block = max(16, power_of_two(cols)) if epilogue == "rms_norm" else 0
+    launch, block_k = _tile(_triton.generation(a.device.index), a.element_size(), min(rows, cols) <= 1024, norm_block)
+    launch = chosen("matmul", launch)
+    block_n = norm_block or launch.block
+    grid = (triton.cdiv(rows, launch.rows) * triton.cdiv(cols, block_n),)
     _triton.launch(kernel or grouped_kernel, grid, a, b, bias, y, rows, cols, depth, *a.stride(), *b.stride(),
-                   y.stride(0), BIAS=bias is not None, EPILOGUE=epilogue, BLOCK_M=tile_rows, BLOCK_N=block_n,
+                   y.stride(0), BIAS=bias is not None, EPILOGUE=epilogue, BLOCK_M=launch.rows, BLOCK_N=block_n,
                    BLOCK_K=block_k, GROUP=GROUP, PRECISION=precision, num_warps=launch.warps, num_stages=launch.stages)
 
 
@@ -186,7 +213,9 @@ def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epil
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (rows, depth), cols = a.shape, b.shape[1]
-    launch, block_k = _tile("matmul_persistent", a.element_size(), rows, cols)
+    launch, block_k = _tile(_triton.generation(a.device.index), a.element_size(), min(rows, cols) <= 1024, 0,
+                            y.element_size())
+    launch = chosen("matmul_persistent", launch)
     shapes = (launch.rows, block_k), (block_k, launch.block), (launch.rows, launch.block // 2)
     descriptors = [TensorDescriptor.from_tensor(matrix, list(shape[::-1] if transposed else shape))
                    for (matrix, transposed), shape in zip(forms, shapes, strict=True)]
@@ -200,13 +229,15 @@ def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epil
 
 
 @torch.library.custom_op("distlab_kernels::matmul", mutates_args=())
-def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: str | None, precision: str) -> Tensor:
-    """(M, K), (K, N), (N) → (M, N) in a's type, contiguous."""
-    y = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: str | None, precision: str,
+              fp32: bool = False) -> Tensor:
+    """(M, K), (K, N), (N) → (M, N) in a's dtype or in fp32, contiguous."""
+    y = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32 if fp32 else a.dtype, device=a.device)
     if y.numel() == 0:
         return y
     if not _triton.runs_triton(a):
-        return y.copy_(reference.matmul(a, b, bias, epilogue))
+        with torch.autocast(a.device.type, enabled=False):  # which would round the product before the epilogue
+            return y.copy_(reference.matmul(reference.wide(a), reference.wide(b), bias, epilogue))
     bias = None if bias is None else bias.contiguous()
     can_tma = a.element_size() == 2 and a.shape[1] > 0 and _triton.generation(a.device.index) == "sm_90"
     if not (can_tma and launch_persistent(a, b, bias, y, epilogue)):
@@ -215,19 +246,19 @@ def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: str | None, p
 
 
 @matmul_op.register_fake
-def _(a, b, bias, epilogue, precision):
-    return a.new_empty(a.shape[0], b.shape[1])
+def _(a, b, bias, epilogue, precision, fp32=False):
+    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32 if fp32 else a.dtype)
 
 
 @torch.library.custom_op("distlab_kernels::matmul_slope", mutates_args=())
 def slope_op(dy: Tensor, h: Tensor, epilogue: str) -> Tensor:
-    """dy·f′(h) in h's type, in plain torch: a small part of what the two products around it cost."""
-    return reference.epilogue_backward(dy, h, epilogue).to(h.dtype)
+    """dy·f′(h) (M, N) in dy's dtype, contiguous, in plain torch: a small part of what the products around it cost."""
+    return reference.epilogue_backward(dy.contiguous(), h, epilogue).to(dy.dtype)
 
 
 @slope_op.register_fake
 def _(dy, h, epilogue):
-    return torch.empty_like(h)
+    return dy.new_empty(dy.shape)
 
 
 @register_flop_formula(torch.ops.distlab_kernels.matmul)
@@ -245,7 +276,9 @@ class MatMul(Function):
         check("b", b, 2)
         if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
             raise ValueError(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}; allowed: (M, K) and (K, N)")
-        check_device("b", b, "a", a)
+        ctx.dtypes = a.dtype, b.dtype
+        dtype = common_dtype("b", b, "a", a)
+        a, b = a.to(dtype), b.to(dtype)
         if bias is not None:
             check_width("bias", bias, "b", b)
         if epilogue not in EPILOGUES:
@@ -254,22 +287,18 @@ class MatMul(Function):
             raise ValueError(f"b has {b.shape[1]} columns; epilogue 'rms_norm' allows at most {MAX_NORM_COLUMNS}")
         if precision not in PRECISIONS:
             raise ValueError(f"precision is {precision!r}; allowed: {', '.join(PRECISIONS)}")
-        ctx.dtypes = a.dtype, b.dtype
-        if torch.is_autocast_enabled(a.device.type):
-            a, b = (t.to(autocast_dtype(t)) for t in (a, b))
-        if a.dtype != b.dtype:
-            raise ValueError(f"b has dtype {b.dtype}, a {a.dtype}; they must be equal")
         ctx.save_for_backward(a, b, bias)
         ctx.options = epilogue, precision
         return matmul_op(a, b, bias, epilogue, precision)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         a, b, bias = ctx.saved_tensors
         epilogue, precision = ctx.options
         g = dy
         if epilogue is not None:
-            g = slope_op(dy, matmul_op(a, b, bias, None, precision), epilogue)
+            g = slope_op(dy, matmul_op(a, b, bias, None, precision, a.dtype == torch.float16), epilogue)
         da = matmul_op(g, b.T, None, None, precision).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         db = matmul_op(a.T, g, None, None, precision).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
         dbias = None

@@ -146,7 +146,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
 
     Rows whose target is `ignore_index` count nothing; the mean of none is 0. Other targets outside [0, V) give NaN.
     """
-    log_p = wide(logits) - torch.logsumexp(wide(logits), -1, keepdim=True)
+    shifted = wide(logits) - wide(logits).detach().amax(-1, keepdim=True)  # log Σ exp is lost beside large logits
+    log_p = shifted - shifted.exp().sum(-1, keepdim=True).log()
     kept = targets != ignore_index
     within = (targets >= 0) & (targets < logits.shape[-1])
     picked = -log_p.gather(-1, torch.where(within, targets, 0)[:, None].long())[:, 0]
@@ -166,9 +167,15 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, **options) 
 
 def adamw_(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: int, *, lr: float,
            betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """One AdamW step in place (Loshchilov & Hutter 2019): decay, moments, bias correction, update."""
-    parameter.mul_(1 - lr * weight_decay)
-    first.mul_(betas[0]).add_(gradient, alpha=1 - betas[0])
-    second.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
-    scale = second.sqrt().div_(math.sqrt(1 - betas[1] ** step)).add_(eps)
-    parameter.addcdiv_(first, scale, value=-lr / (1 - betas[0] ** step))
+    """One AdamW step in place (Loshchilov & Hutter 2019): decay, moments, bias correction, update.
+
+    In float64, rounded once at the end: in fp32 a β₂ of 0.99999 would be off by 0.14 % of 1 − β₂.
+    """
+    p, g, m, v = (t.double() for t in (parameter, gradient, first, second))
+    p = p * (1 - lr * weight_decay)
+    m = betas[0] * m + (1 - betas[0]) * g
+    v = betas[1] * v + (1 - betas[1]) * g * g
+    scale = v.sqrt() / math.sqrt(1 - betas[1] ** step) + eps
+    parameter.copy_(p - lr / (1 - betas[0] ** step) * m / scale)
+    first.copy_(m)
+    second.copy_(v)

@@ -20,19 +20,21 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _triton, reference
+from ._autograd import first_order
 from ._language import tl, triton
 from ._long_rows import launch_long_backward, launch_long_forward
 from ._reduce import sum_columns
 from ._rows import (
+    DTYPES,
     as_rows,
     autocast_dtype,
     check,
-    check_device,
     check_like,
     check_positive,
     check_width,
     pipelined_launch,
     row_launch,
+    sum_over_rows,
 )
 from .cost import Cost
 
@@ -113,7 +115,8 @@ def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: 
                     silu: bool) -> Tensor:
     """Fill ds; returns dw in w's type."""
     rows, cols = s.shape
-    launch = pipelined_launch("rmsnorm_backward", cols, sum(t.element_size() for t in (dy, s, dtotal) if t is not None))
+    itemsize = sum(t.element_size() for t in (dy, s, dtotal) if t is not None)
+    launch = pipelined_launch("rmsnorm_backward", cols, itemsize, s.device)
     programs = launch.programs(triton.cdiv(rows, launch.rows), s.device)
     parts = torch.empty(1, programs, cols, dtype=torch.float32, device=s.device)
     _triton.launch(backward_kernel, (programs,), dy, dtotal, s, w, r, ds, parts, rows, cols, dy.stride(0), s.stride(0),
@@ -147,14 +150,14 @@ def backward_op(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tens
     """(ds, dw) from the gradient of y and, where there was a residual, of s."""
     ds = torch.empty(s.shape, dtype=s.dtype, device=s.device)
     if s.numel() == 0:
-        return ds, torch.zeros_like(w)
+        return ds, w.new_zeros(w.shape)
     if not _triton.runs_triton(s):
         return _plain_backward(dy, dtotal, s, w, r, silu)
     dtotal = None if dtotal is None else dtotal.contiguous()
     if s.shape[-1] <= ONE_TILE_BACKWARD:
         dw = launch_backward(as_rows(dy), dtotal, as_rows(s), w.contiguous(), r, ds, silu)
     else:
-        dw, _ = launch_long_backward(as_rows(dy), dtotal, as_rows(s), w.contiguous(), None, r, ds, silu, False)
+        dw, _ = launch_long_backward(as_rows(dy), dtotal, as_rows(s), w.contiguous(), None, r, ds, silu, None)
     return ds, dw
 
 
@@ -163,7 +166,7 @@ def _plain_backward(dy, dtotal, s, w, r, silu):
     if silu:
         sigmoid = torch.sigmoid(normed * w32)
         g = g * sigmoid * (1 + normed * w32 * (1 - sigmoid))
-    dw = (g * normed).flatten(0, -2).sum(0)
+    dw = sum_over_rows(g * normed)
     ds = (g * w32 - normed * (g * w32 * normed).mean(-1, keepdim=True)) * r.view(*s.shape[:-1], 1)
     return (ds if dtotal is None else ds + dtotal).to(s.dtype), dw.to(w.dtype)
 
@@ -192,6 +195,7 @@ class RMSNorm(Function):
         return y
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         x, weight, r = ctx.saved_tensors
         return *backward_op(dy, None, x, weight, r, False), None
@@ -202,13 +206,15 @@ class RMSNormPyTorch(Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps=1e-5):
-        check("x", x, 1, (torch.float64, torch.float32, torch.float16, torch.bfloat16))
+        check("x", x, 1, (*DTYPES, torch.float64))
+        check_width("weight", weight, "x", x, (*DTYPES, torch.float64))
         check_positive("eps", eps)
         r = torch.rsqrt(reference.wide(x).square().mean(-1) + eps)
         ctx.save_for_backward(x, weight, r)
         return reference.rms_norm(x, weight, eps).to(autocast_dtype(x))
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         return *_plain_backward(dy, None, *ctx.saved_tensors, False), None
 
@@ -221,7 +227,6 @@ class AddRMSNorm(Function):
         check("x", x, 1)
         check_like("residual", residual, "x", x, dtype=False)
         check_width("weight", weight, "x", x)
-        check_device("weight", weight, "x", x)
         check_positive("eps", eps)
         if activation not in (None, "silu"):
             raise ValueError(f"activation is {activation!r}; allowed: None, 'silu'")
@@ -232,6 +237,7 @@ class AddRMSNorm(Function):
         return y, s
 
     @staticmethod
+    @first_order
     def backward(ctx, dy, dtotal):
         s, weight, r = ctx.saved_tensors
         if dy is None:

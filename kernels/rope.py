@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _triton, reference
+from ._autograd import first_order
 from ._language import tl, triton
 from ._rows import Launch, check, check_device, chosen
 from .cost import Cost
@@ -92,10 +93,13 @@ class RoPE(Function):
             if table.shape != x.shape[-2:]:
                 raise ValueError(f"{name} has shape {tuple(table.shape)}; allowed: (T, D) = {tuple(x.shape[-2:])}")
             check_device(name, table, "x", x)
+        if any(ctx.needs_input_grad[1:]):
+            raise ValueError("cos or sin requires a gradient; allowed: tables that require none, rope gives them none")
         ctx.save_for_backward(cos, sin)
         return rope_op(x, cos, sin, 1.0)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         return rope_op(dy, *ctx.saved_tensors, -1.0), None, None
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _triton, reference
+from ._autograd import first_order
 from ._language import KEPT, STREAMED, tl, triton
 from ._rows import Launch, as_rows, check, chosen, power_of_two, row_launch
 from .cost import Cost
@@ -226,6 +227,7 @@ class Softmax(Function):
         return y
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         return backward_op(dy, *ctx.saved_tensors)
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _triton, reference
+from ._autograd import first_order
 from ._language import tl, triton
-from ._rows import Launch, as_rows, autocast_dtype, check, check_like, chosen
+from ._rows import Launch, as_rows, check, check_like, chosen, common_dtype
 from .cost import Cost
 
 
@@ -115,13 +116,14 @@ class SwiGLU(Function):
         check("gate", gate, 1)
         check("up", up, 1)
         ctx.dtypes = gate.dtype, up.dtype
-        if torch.is_autocast_enabled(gate.device.type):
-            gate, up = (t.to(autocast_dtype(t)) for t in (gate, up))
+        dtype = common_dtype("up", up, "gate", gate)
+        gate, up = gate.to(dtype), up.to(dtype)
         check_like("up", up, "gate", gate)
         ctx.save_for_backward(gate, up)
         return forward_op(gate, up)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         grads = backward_op(dy, *ctx.saved_tensors)
         return tuple(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True))

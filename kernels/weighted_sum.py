@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _triton, reference
+from ._autograd import first_order
 from ._language import STREAMED, tl, triton
 from ._reduce import sum_columns
-from ._rows import Launch, as_rows, check, check_width, chosen, power_of_two
+from ._rows import Launch, as_rows, check, check_width, chosen, power_of_two, sum_over_rows
 from .cost import Cost
 
 
@@ -95,10 +96,10 @@ def backward_op(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dw)."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
-        return dx, torch.zeros_like(w)
+        return dx, w.new_zeros(w.shape)
     if not _triton.runs_triton(x):
         dy32 = reference.wide(dy)[..., None]
-        return dx.copy_(dy32 * reference.wide(w)), (dy32 * reference.wide(x)).flatten(0, -2).sum(0).to(w.dtype)
+        return dx.copy_(dy32 * reference.wide(w)), sum_over_rows(dy32 * reference.wide(x)).to(w.dtype)
     return dx, launch_backward(dy.reshape(-1).contiguous(), as_rows(x), w.contiguous(), dx)
 
 
@@ -123,6 +124,7 @@ class WeightedSum(Function):
         return forward_op(x, weight)
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         return backward_op(dy, *ctx.saved_tensors)
 

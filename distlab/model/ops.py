@@ -69,17 +69,63 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     Returns:
         The shape of x, in autocast's dtype where autocast is on (matrix products follow: casting here once
         spares each of them its own cast), else in x's dtype.
+
+    On a GPU an fp32 weight beside x in bf16 or fp16 (FSDP's compute dtype) is rounded to x's dtype, because torch's
+    fused kernel takes one dtype; the kernels of `ops="triton"` and compiled code multiply by it as it is.
     """
-    device_type = x.device.type
-    out_dtype = x.dtype
-    # Meta knows no autocast; and autocast itself leaves fp64 alone.
-    if not x.is_meta and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
-        out_dtype = torch.get_autocast_dtype(device_type)
+    out_dtype = _autocast_dtype(x)
     # torch's fused kernel wants one dtype, and keeps its statistics in fp32 for bf16 and fp16 inputs.
     if x.dtype != weight_d.dtype:
         common = torch.promote_types(x.dtype, weight_d.dtype)
+        narrower = common == weight_d.dtype and out_dtype == x.dtype
+        if narrower and on_gpu(x) and not torch.compiler.is_compiling():
+            if torch.is_autocast_enabled(x.device.type):
+                return _MixedRMSNorm.apply(x, weight_d, eps)
+            common = x.dtype  # casting x, and its gradient, would cost three passes; 2 % of FSDP's step
         x, weight_d = x.to(common), weight_d.to(common)
     return F.rms_norm(x, weight_d.shape, weight_d, eps).to(out_dtype)
+
+
+class _MixedRMSNorm(torch.autograd.Function):
+    """`rms_norm` of x in a narrower dtype than the weight's, by torch's fused kernels.
+
+    Saves x as it is; autograd would save the copy of it that the kernel reads, in the weight's dtype.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, rstd = torch.ops.aten._fused_rms_norm(x.to(weight.dtype), weight.shape, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        _refuse_create_graph("a norm of x in a narrower dtype than the weight's")
+        x, weight, rstd = ctx.saved_tensors
+        wide = (dy.to(weight.dtype).contiguous(), x.to(weight.dtype))
+        needs = list(ctx.needs_input_grad[:2])
+        dx, dw = torch.ops.aten._fused_rms_norm_backward(*wide, weight.shape, rstd, weight, needs)
+        return None if dx is None else dx.to(x.dtype), dw, None
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's dtype where it is on, else x's. Meta knows no autocast; and autocast itself leaves fp64 alone."""
+    kind = x.device.type
+    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def _refuse_create_graph(what: str) -> None:
+    """For a backward whose gradients cannot be differentiated; raises RuntimeError where that is wanted.
+
+    torch's `once_differentiable` lets pass what has an upstream gradient that requires none, such as a sum's.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{what}: the gradient of a gradient is not defined for it; "
+            "where create_graph=True is needed, leave autocast and give both one dtype"
+        )
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -119,7 +165,10 @@ def gradient_target(weight: Tensor) -> Tensor | None:
 
 
 class _CastLinear(torch.autograd.Function):
-    """`linear` of an fp32 weight in another type; saves x and the weight in that type, as autocast does."""
+    """`linear` of an fp32 weight in another type; saves x and the weight in that type, as autocast does.
+
+    What is saved does not lead back to x and the weight: the gradient of a gradient is refused with RuntimeError.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -130,12 +179,13 @@ class _CastLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
+        _refuse_create_graph("a linear layer of a cast weight")
         x, cast = ctx.saved_tensors
         dx = (dy @ cast).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return dx, None, None
         target = gradient_target(ctx.weight)
-        dy, x = dy.flatten(0, -2), x.flatten(0, -2)
+        dy, x = (t.unsqueeze(0).flatten(0, -2) for t in (dy, x))
         if target is None:
             return dx, torch.mm(dy.t(), x, out_dtype=ctx.weight.dtype), None
         torch.mm(dy.t(), x, out_dtype=ctx.weight.dtype, out=target)
@@ -238,9 +288,7 @@ def _triton_linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: T
     """
     from kernels.linear_cross_entropy import linear_cross_entropy as fused
 
-    kind = x_BTd.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_BTd.dtype
-    if dtype == torch.float16:
+    if _autocast_dtype(x_BTd) == torch.float16:
         return _triton_cross_entropy(linear(x_BTd, weight_Vd), targets_BT)
     return fused(x_BTd.flatten(0, -2), weight_Vd, targets_BT.flatten())
 

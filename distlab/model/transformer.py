@@ -73,6 +73,8 @@ class RMSNorm(nn.Module):
     With a second tensor, `(x, residual) -> (norm(x + residual), x + residual)`.
     """
 
+    takes_mixed_dtypes = True  # for FSDP: the fp32 weight may meet inputs in another dtype, which the outputs keep
+
     def __init__(self, width: int, eps: float, ops: Ops, **factory) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, **factory))

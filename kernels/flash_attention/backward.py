@@ -88,6 +88,8 @@ def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, q_desc, 
     offs_d = tl.arange(0, BLOCK_D)
     q_base += first.to(tl.int64) * stride_qt
     do_base += first.to(tl.int64) * stride_gt
+    if FUSED or SPLIT:
+        dq_base += first.to(tl.int64) * HEAD_DIM
     for start in tl.range(first, last, BLOCK_M):
         q = load_tile(q_base, q_desc, start, offs_m, stride_qt, offs_d, query_count, q_row0, q_col0, HEAD_DIM,
                       BLOCK_D, MASKED, TMA)
@@ -110,13 +112,13 @@ def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, q_desc, 
         if FUSED or SPLIT:
             dst = tl.where((cols < key_count)[:, None], dst, 0.0)  # past the last key P is anything, even infinite
             dq = product(tl.trans(dst.to(q.dtype)), k, None, PRECISION)
-            rows = start + offs_m
-            dq_ptrs = dq_base + rows[:, None] * HEAD_DIM + offs_d[None, :]
-            inside = (rows < query_count)[:, None] & (offs_d < HEAD_DIM)[None, :]
+            dq_ptrs = dq_base + offs_m[:, None] * HEAD_DIM + offs_d[None, :]
+            inside = (start + offs_m < query_count)[:, None] & (offs_d < HEAD_DIM)[None, :]
             if FUSED:
                 tl.atomic_add(dq_ptrs, dq, mask=inside, sem="relaxed")
             else:
                 tl.store(dq_ptrs, dq, mask=inside)
+            dq_base += BLOCK_M * HEAD_DIM
         q_base += BLOCK_M * stride_qt
         do_base += BLOCK_M * stride_gt
     return dk, dv

@@ -81,7 +81,7 @@ def launch_dkdv(saved: Saved, dk: torch.Tensor, dv: torch.Tensor, problem: Probl
     tma = tile.tma and delta.numel() < MAX_COORDINATE
     q_desc, do_desc = row_descriptors((q, do), tile.block_m) if tma else (None, None)
     use_tma = q_desc is not None
-    if tile.tma and not use_tma:
+    if tile.tma and not use_tma and not parts:  # the shares are laid out by this tile
         tile = POINTER_TILES.get(("dkdv", _block_d(q.shape[3])), tile)
     delta_desc, lse2_desc = (flat_descriptor(x, tile.block_m) if use_tma else None for x in (delta, lse2))
     launch(dkdv_kernel, (cdiv(key_count, tile.block_n) * batch * kv_heads, max(parts, 1)),

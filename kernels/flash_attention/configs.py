@@ -54,6 +54,14 @@ class Tile:
         return options
 
 
+def miscompiled(bits: int, tile: Tile) -> bool:
+    """Whether nobody may use this tile: of fp32, with 16 rows and eight warps.
+
+    Triton 3.6 makes illegal memory accesses of such tiles on Hopper, seen at 64 × 16 forward and 16 × 64 backward.
+    """
+    return bits == 32 and tile.warps == 8 and min(tile.block_m, tile.block_n) == 16
+
+
 @dataclass(frozen=True)
 class Key:
     """What a configuration depends on.

@@ -11,6 +11,7 @@ import functools
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ..cost import Cost
 from . import ops, tiled
@@ -27,11 +28,12 @@ from .options import (
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast floating inputs to autocast's type where it is on, as torch's own attention does."""
+    """Cast inputs to autocast's type where it is on: those that torch's own attention casts, not float64."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if tensors[0].is_meta or not torch.is_autocast_enabled(device):  # there is no autocast on meta
         return tensors
-    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.dtype in DTYPES else t for t in tensors)
 
 
 def _four_d(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -84,7 +86,10 @@ class FlashAttention2(Function):
 
 
 class FlashAttention2PyTorch(Function):
-    """The same algorithm in plain torch tiles (`tiled.py`), on any device; float64 too, for `gradcheck`."""
+    """The same algorithm in plain torch tiles (`tiled.py`), on any device; float64 too, for `gradcheck`.
+
+    The gradient of a gradient raises.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
@@ -101,7 +106,11 @@ class FlashAttention2PyTorch(Function):
 
     @staticmethod
     def backward(ctx, do):
-        q, k, v, o, lse = ctx.saved_tensors
+        return FlashAttention2PyTorch._gradients(ctx, do, *ctx.saved_tensors)
+
+    @staticmethod
+    @once_differentiable  # of all it is given: o needs a gradient where do, say that of a sum, does not
+    def _gradients(ctx, do, q, k, v, o, lse):
         problem = Problem(ctx.band, ctx.scale, ctx.precision, *ctx.documents)
         grads = tiled.backward(*_four_d(q, k, v, o), lse, do, problem)
         dq, dk, dv = (g.view(x.shape).to(dtype)
@@ -146,7 +155,11 @@ class FlashAttention2CompiledBackward(Function):
 
     @staticmethod
     def backward(ctx, do):
-        q, k, v, o, lse = ctx.saved_tensors
+        return FlashAttention2CompiledBackward._gradients(ctx, do, *ctx.saved_tensors)
+
+    @staticmethod
+    @once_differentiable
+    def _gradients(ctx, do, q, k, v, o, lse):
         lse = lse.view(_four_d(q)[0].shape[:-1])
         grads = _compiled_whole_matrix_backward()(*_four_d(q, k, v, o), lse, *_four_d(do), ctx.scale,
                                                   ctx.band[1] is not None)
@@ -162,9 +175,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
         q: (B, T, D) or (B, H, T, D), fp32, fp16 or bf16, any strides; 1 ≤ D ≤ 256. Under autocast, cast inside.
         k, v: (B, Tk, D) or (B, Hk, Tk, D); H a multiple of Hk (grouped-query, multi-query for Hk = 1).
         causal: query i sees keys j ≤ i + shift.
-        scale: factor of the scores, above 0; None means D ** -0.5.
+        scale: factor of the scores, above 0, that float32 holds (1.2e-38 to 1.7e38); None means D ** -0.5.
         window: query i sees only keys with |j − (i + shift)| ≤ window (itself and `window` positions on each side,
-            the later ones only if not causal); None means no window.
+            the later ones only if not causal); None means no window, and so does one as long as q and k.
         alignment: where query 0 stands when Tq ≠ Tk: "top-left" aligns the first positions (shift = 0), "bottom-right"
             the last ones (shift = Tk − Tq), as for decoding with a cache.
         precision: how the GPU multiplies fp32 inputs: "emulated" on the tensor cores, as exact as fp32 here and several

@@ -20,14 +20,30 @@ if TYPE_CHECKING:
     from .backward_launch import Saved
 
 
+FURTHEST_ROWS = 2**24  # elements; kernels compute offsets within a tile, of up to 128 rows, in 32 bits
+
+
 def _rows_contiguous(x: Tensor) -> Tensor:
-    """The kernels take any strides but need a contiguous last dimension; an expanded dO, say, is copied here."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """The kernels take any strides but need a contiguous last dimension; an expanded dO, say, is copied here.
+
+    So are rows that lie FURTHEST_ROWS or more apart.
+    """
+    dense = x.stride(-1) == 1 or x.shape[-1] == 1
+    return x if dense and x.stride(-2) < FURTHEST_ROWS else x.contiguous()
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """Room for a result in x's layout, or contiguous: where rows overlap, torch's has gaps inside of rows."""
+    return _rows_contiguous(torch.empty_like(x))
 
 
 def _aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Head dims that are no multiple of 16 would be loaded element by element: such tensors are copied and padded."""
-    return tuple(F.pad(x, (0, -x.shape[-1] % 16)) if x.shape[-1] % 16 else _rows_contiguous(x) for x in tensors)
+    """Head dims that are no multiple of 16 would be loaded element by element: such tensors are copied and padded.
+
+    Padding keeps heads innermost in memory where they were, which is no layout for the kernels.
+    """
+    padding = (0, -tensors[0].shape[-1] % 16)
+    return tuple(_rows_contiguous(F.pad(x, padding) if padding[1] else x) for x in tensors)
 
 
 @torch.library.custom_op("distlab_kernels::flash_attention_forward", mutates_args=())
@@ -36,7 +52,7 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, lo: int | None, hi: int | None, 
     """q (B, H, Tq, D), k and v (B, Hk, Tk, D) → o like q, lse (B, H, Tq) fp32."""
     problem = Problem((lo, hi), scale, precision, doc_first, doc_last)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    o = torch.empty_like(q)
+    o = _empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if q.numel() == 0 or k.numel() == 0:
         return o.zero_(), lse.fill_(float("-inf"))
@@ -56,7 +72,7 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, lo: int | None, hi: int | None, 
 
 @forward_op.register_fake
 def _(q, k, v, lo, hi, scale, precision, doc_first, doc_last):
-    return torch.empty_like(_rows_contiguous(q)), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return _empty_like(_rows_contiguous(q)), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("distlab_kernels::flash_attention_backward", mutates_args=())
@@ -66,7 +82,7 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
     """Gradients of q, k, v from what the forward saved and do (B, H, Tq, D), in two passes or `fused` in one."""
     problem = Problem((lo, hi), scale, precision, doc_first, doc_last)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     if not _triton.runs_triton(q):
@@ -119,7 +135,7 @@ def _launch_fused(saved: "Saved", dq: Tensor, dk: Tensor, dv: Tensor, problem: P
 
 @backward_op.register_fake
 def _(q, k, v, o, lse, do, lo, hi, scale, precision, doc_first, doc_last, fused):
-    return tuple(torch.empty_like(_rows_contiguous(x)) for x in (q, k, v))
+    return tuple(_empty_like(_rows_contiguous(x)) for x in (q, k, v))
 
 
 @register_flop_formula(torch.ops.distlab_kernels.flash_attention_forward)

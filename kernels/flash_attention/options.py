@@ -1,6 +1,5 @@
 """What one attention call means: the mask as a band, the scale, the arithmetic; and the checks on what users pass."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PRECISIONS = ("emulated", "ieee", "tf32x3", "bf16x6", "tf32")
 ALIGNMENTS = ("top-left", "bottom-right")
 BACKWARDS = ("two-pass", "fused")
+LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127  # float32 holds them, and the larger one times log2(e)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,12 @@ class Problem:
 
 def band(query_count: int, key_count: int, causal: bool, window: int | None,
          alignment: str) -> tuple[int | None, int | None]:
-    """(lo, hi) of the band; `shift` is where query 0 stands among the keys."""
+    """(lo, hi) of the band; `shift` is where query 0 stands among the keys.
+
+    A window that reaches past both ends from everywhere is none: kernels add it to positions in 32 bits.
+    """
+    if window is not None and window >= max(query_count, key_count):
+        window = None
     shift = key_count - query_count if alignment == "bottom-right" else 0
     lo = None if window is None else window - shift
     hi = shift if causal else (None if window is None else window + shift)
@@ -132,8 +137,10 @@ def check_options(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float |
     """Raise for option values that are not allowed; tensors have passed `check_inputs`."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
-    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale is {scale!r}; allowed: a finite number above 0, or None for 1/sqrt(head dim)")
+    number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if scale is not None and not (number and LEAST_SCALE <= scale <= LARGEST_SCALE):
+        raise ValueError(f"scale is {scale!r}; allowed: a number from {LEAST_SCALE:.1e} to {LARGEST_SCALE:.1e}, "
+                         "or None for 1/sqrt(head dim)")
     if window is not None:
         if isinstance(window, bool) or not isinstance(window, int | torch.SymInt):
             raise TypeError(f"window must be an int or None, got {window!r}")
@@ -147,7 +154,8 @@ def check_options(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float |
         raise ValueError(f"backward is {backward!r}; allowed: {', '.join(BACKWARDS)}")
     if document_ids is None:
         return
-    if not isinstance(document_ids, torch.Tensor) or document_ids.is_floating_point():
+    numbers = isinstance(document_ids, torch.Tensor)
+    if not numbers or document_ids.is_floating_point() or document_ids.is_complex():
         raise TypeError("document_ids must be an integer tensor or None")
     if document_ids.device != q.device:
         raise ValueError(f"document_ids is on {document_ids.device}, q on {q.device}; they must be on one device")

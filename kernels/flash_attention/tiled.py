@@ -7,7 +7,8 @@ It runs on any device and is what the public function uses on a CPU. It is a ref
 Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -23,9 +24,23 @@ def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
     return q.to(wide).unflatten(1, (k.shape[1], groups)), k.to(wide).unsqueeze(2), v.to(wide).unsqueeze(2)
 
 
-def _seen(rows: torch.Tensor, cols: torch.Tensor, problem: Problem) -> torch.Tensor:
+def without_autocast(function: Callable) -> Callable:
+    """`function(q, …)` with autocast off, which would round what is multiplied in the statistics' type."""
+
+    @functools.wraps(function)
+    def run(q, *args):
+        if q.is_meta:  # there is no autocast on meta
+            return function(q, *args)
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *args)
+
+    return run
+
+
+def _seen(rows: slice, cols: slice, problem: Problem, device: torch.device) -> torch.Tensor:
     """The mask of one tile, (1 or B, 1, 1, rows, cols)."""
-    distance = cols[None, :] - rows[:, None]
+    positions = torch.arange(cols.start, cols.stop, device=device)
+    distance = positions - torch.arange(rows.start, rows.stop, device=device)[:, None]
     seen = torch.ones_like(distance, dtype=torch.bool)
     if problem.has_lo:
         seen &= distance >= -problem.lo
@@ -33,37 +48,39 @@ def _seen(rows: torch.Tensor, cols: torch.Tensor, problem: Problem) -> torch.Ten
         seen &= distance <= problem.hi
     seen = seen[None]
     if problem.has_doc:
-        seen = seen & (cols >= problem.doc_first[:, rows, None]) & (cols < problem.doc_last[:, rows, None])
+        seen = seen & (positions >= problem.doc_first[:, rows, None])
+        seen = seen & (positions < problem.doc_last[:, rows, None])
     return seen[:, None, None]
 
 
-def _tiles(count: int, device: torch.device) -> Iterator[torch.Tensor]:
+def _tiles(count: int) -> Iterator[slice]:
     for start in range(0, count, BLOCK):
-        yield torch.arange(start, min(start + BLOCK, count), device=device)
+        yield slice(start, min(start + BLOCK, count))
 
 
-def _skipped(rows: torch.Tensor, cols: torch.Tensor, problem: Problem) -> bool:
+def _skipped(rows: slice, cols: slice, problem: Problem) -> bool:
     """Whether the band hides the whole tile, so that it is never visited."""
-    above = problem.has_hi and cols[0] > rows[-1] + problem.hi
-    below = problem.has_lo and cols[-1] < rows[0] - problem.lo
-    return bool(above or below)
+    above = problem.has_hi and cols.start > rows.stop - 1 + problem.hi
+    below = problem.has_lo and cols.stop - 1 < rows.start - problem.lo
+    return above or below
 
 
+@without_autocast
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """q (B, H, Tq, D), k and v (B, Hk, Tk, D) → o like q, lse (B, H, Tq) in float32 (float64 for float64)."""
     out_dtype = q.dtype
     q, k, v = _grouped(q, k, v)
     o = torch.zeros_like(q)
     lse = q.new_full(q.shape[:-1], float("-inf"))
-    for rows in _tiles(q.shape[-2], q.device):
-        row_max = q.new_full((*q.shape[:-2], len(rows)), float("-inf"))
-        row_sum = torch.zeros_like(row_max)
+    for rows in _tiles(q.shape[-2]):
         acc = torch.zeros_like(q[..., rows, :])
-        for cols in _tiles(k.shape[-2], q.device):
+        row_max = torch.full_like(acc[..., 0], float("-inf"))
+        row_sum = torch.zeros_like(row_max)
+        for cols in _tiles(k.shape[-2]):
             if _skipped(rows, cols, problem):
                 continue
-            s = problem.scale * q[..., rows, :] @ k[..., cols, :].mT
-            s = s.masked_fill(~_seen(rows, cols, problem), float("-inf"))
+            s = problem.scale * (q[..., rows, :] @ k[..., cols, :].mT)
+            s = s.masked_fill(~_seen(rows, cols, problem, q.device), float("-inf"))
             new_max = torch.maximum(row_max, s.amax(-1))
             shift = new_max.masked_fill(new_max == float("-inf"), 0.0)  # no key seen yet: any finite shift will do
             p = torch.exp(s - shift[..., None])
@@ -77,6 +94,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem)
     return o.flatten(1, 2).to(out_dtype), lse.flatten(1, 2)
 
 
+@without_autocast
 def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
              do: torch.Tensor, problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Recompute P from the log-sum-exp, tile by tile, and return dq, dk, dv in the types of q, k, v."""
@@ -86,12 +104,12 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
     delta = (do * o.to(q.dtype).reshape(q.shape)).sum(-1)
     lse = lse.reshape(delta.shape).masked_fill(lse.reshape(delta.shape) == float("-inf"), float("inf"))
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for cols in _tiles(k.shape[-2], q.device):
-        for rows in _tiles(q.shape[-2], q.device):
+    for cols in _tiles(k.shape[-2]):
+        for rows in _tiles(q.shape[-2]):
             if _skipped(rows, cols, problem):
                 continue
-            s = problem.scale * q[..., rows, :] @ k[..., cols, :].mT
-            p = torch.exp(s - lse[..., rows, None]).masked_fill(~_seen(rows, cols, problem), 0.0)
+            s = problem.scale * (q[..., rows, :] @ k[..., cols, :].mT)
+            p = torch.exp(s - lse[..., rows, None]).masked_fill(~_seen(rows, cols, problem, q.device), 0.0)
             dv[..., cols, :] += (p.mT @ do[..., rows, :]).sum(2, keepdim=True)
             dp = do[..., rows, :] @ v[..., cols, :].mT
             ds = p * (dp - delta[..., rows, None])

@@ -29,6 +29,16 @@ def test_nothing_is_added_for_no_others_and_nothing_written_for_no_elements():
     average_into(torch.empty(0), torch.empty(2, 0), 0.5)
 
 
+def test_rows_far_apart():
+    """Two rows 2³⁰ elements apart are 2³¹ from the first to the third; nothing but the elements is touched."""
+    storage = torch.empty(2**31 + 4, dtype=torch.float16)
+    others = storage.as_strided((3, 4), (2**30, 1))
+    others.copy_(torch.arange(12.0).view(3, 4))
+    own = torch.zeros(4, dtype=torch.float16)
+    average_into(own, others, 1.0)
+    assert own.tolist() == [12.0, 15.0, 18.0, 21.0]
+
+
 @pytest.mark.parametrize(
     ("own", "others"),
     [

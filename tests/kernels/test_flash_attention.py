@@ -4,11 +4,13 @@ fp32 tolerance 2e-5: sums of at most a few hundred terms of order 1, each rounde
 float64 reference. fp16 tolerance 4e-3: P, dS and the results are rounded to 11 bits.
 """
 
+import contextlib
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,6 +21,7 @@ from kernels.flash_attention import (
     FlashAttention2PyTorch,
     configs,
     flash_attention,
+    ops,
 )
 from kernels.flash_attention.configs import Tile
 from kernels.flash_attention.options import Problem
@@ -107,6 +110,17 @@ def test_window(function, query_count, key_count, window, causal, alignment):
 
 
 @BOTH
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_past_both_ends_hides_nothing(function, causal):
+    """Whatever its size: positions plus window must not leave the 32 bits that kernels count in."""
+    tensors = inputs(1, 1, 1, 17, 20, 16)
+    expected = with_gradients(apply(function, causal=causal), *tensors)
+    for window in (20, 2**31 - 20, 2**31 - 1, sys.maxsize, 2**70):
+        found = with_gradients(apply(function, causal=causal, window=window), *tensors)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True)), window
+
+
+@BOTH
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 9)])
 def test_documents(function, causal, window):
     ids = torch.tensor([0] * 5 + [1] * 60 + [2] + [0] * 31, device=DEVICE).repeat(2, 1)
@@ -172,6 +186,51 @@ def test_strides(function):
 
 
 @BOTH
+def test_rows_that_overlap(function):
+    """A sliding view's layout cannot be that of a result, and `empty_like` makes one whose rows have gaps."""
+    def unfolded(x):
+        return x.flatten()[:25 + x.shape[-2]].contiguous().unfold(-1, 16, 1)[None, None, :x.shape[-2]]
+
+    tensors = tuple(unfolded(x) for x in inputs(1, 1, 1, 9, 9, 16))
+    assert tensors[0].stride()[2:] == (1, 1)
+    check(function, tensors, causal=True)
+    many = tuple(x.as_strided((2, 2, 9, 16), (1, 0, 1, 1)) for x in tensors)
+    check(function, many, causal=True)
+    o, dq, *_ = with_gradients(apply(function), *many)
+    assert all(torch._debug_has_internal_overlap(x) == 0 for x in (o, dq))
+
+
+@BOTH
+def test_heads_innermost_in_memory(function):
+    """As an einsum may leave them; a head dim that is padded, which keeps torch's channels-last layout."""
+    def innermost(x):
+        return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+    q, k, v, do = inputs(1, 2, 2, 9, 9, 20)
+    check(function, (q, k, v, innermost(do)))
+    check(function, tuple(innermost(x) for x in (q, k, v, do)))
+
+
+@BOTH
+def test_lazily_negated_inputs(function):
+    """Of a conjugate the imaginary part is a view whose sign torch keeps beside the memory."""
+    tensors = tuple(torch.complex(x, -x).conj().imag for x in inputs(1, 1, 1, 9, 9, 16))
+    assert all(x.is_neg() for x in tensors)
+    check(function, tensors)
+
+
+def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied():
+    """Within a tile of 128 rows kernels count elements in 32 bits."""
+    def apart(stride):
+        return torch.empty_strided((1, 1, 200, 16), (200 * stride, 200 * stride, stride, 1), device="meta")
+
+    assert ops._rows_contiguous(apart(2**24 - 16)).stride(-2) == 2**24 - 16
+    assert ops._rows_contiguous(apart(2**24)).stride(-2) == 16
+    o, _ = ops.forward_op(*[apart(2**24)] * 3, None, None, 1.0, "ieee", None, None)
+    assert o.stride(-2) == 16
+
+
+@BOTH
 def test_three_dimensions(function):
     q, k, v, do = (x[:, 0] for x in inputs(3, 1, 1, 20, 33, 16))
     check(function, (q, k, v, do), causal=True)
@@ -228,6 +287,14 @@ def test_split_calls(query_count, key_count, options, monkeypatch):
     tiles = {"forward": Tile(32, 16, chunk=32), "dkdv": Tile(16, 32, tma=True, chunk=32), "dq": Tile(32, 16)}
     with configs.forced(**tiles, passes="split"):
         check(FlashAttention2, inputs(1, 2, 1, query_count, key_count, 16), **options)
+
+
+def test_a_split_pass_keeps_its_tile_where_descriptors_are_ruled_out():
+    """Other wide tiles give way to one without descriptors; the shares are laid out by this one."""
+    tile = Tile(16, 16, tma=True, chunk=16)
+    assert ("dkdv", 128) in configs.POINTER_TILES
+    with configs.forced(forward=tile, dkdv=tile, dq=tile, passes="split"):
+        check(FlashAttention2, inputs(1, 1, 1, 20, 20, 80))
 
 
 def test_few_queries_of_many_keys_have_a_bounded_number_of_parts(monkeypatch):
@@ -324,6 +391,55 @@ def test_autocast_casts_inside_and_returns_gradients_in_the_input_type():
         torch.testing.assert_close(x.double(), y, atol=6e-3, rtol=6e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast_does_not_reach_the_statistics_of_the_plain_form(dtype):
+    """Its products are those of fp32, in forward and backward: to the bit what inputs cast by hand give."""
+    q, k, v, do = inputs(1, 2, 1, 70, 70, 16)
+    do = do.to(dtype)
+    call = apply(FlashAttention2PyTorch, causal=True)
+    expected = with_gradients(call, *(x.to(dtype) for x in (q, k, v)), do)
+    with torch.autocast(DEVICE, dtype):
+        found = with_gradients(call, q, k, v, do)
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y.to(x.dtype))
+
+
+@BOTH
+def test_autocast_leaves_alone_what_torch_leaves_alone(function):
+    q, k, v, _ = inputs(1, 1, 1, 5, 5, 16)
+    with torch.autocast(DEVICE, torch.float16):
+        with pytest.raises(ValueError, match=r"q has dtype torch\.int64; allowed: float32"):
+            function.apply(q.long(), k, v)
+        with pytest.raises(ValueError, match=r"k has dtype torch\.int64"):
+            function.apply(q, k.long(), v)
+        wide = [x.double() for x in (q, k, v)]
+        if function is FlashAttention2:
+            with pytest.raises(ValueError, match=r"q has dtype torch\.float64; allowed: float32"):
+                function.apply(*wide)
+        else:
+            assert function.apply(*wide).dtype is torch.float64
+
+
+@BOTH
+@pytest.mark.parametrize("device", ["meta", "fake"])
+def test_without_data(function, device):
+    """Shapes, dtypes and strides of the result and the gradients, for whoever plans without memory."""
+    def results(mode, on):
+        with mode, torch.autocast(DEVICE, torch.float16):
+            q, k, v, do = (x.to(on).transpose(1, 2) for x in inputs(2, 20, 20, 2, 2, 16))
+            ids = torch.zeros(2, 20, dtype=torch.int64, device=on)
+            options = {"causal": True, "window": 9, "document_ids": ids}
+            return with_gradients(apply(function, **options), q, k[:, :1], v[:, :1], do)
+
+    real = results(contextlib.nullcontext(), DEVICE)
+    found = results(*((contextlib.nullcontext(), "meta") if device == "meta" else (FakeTensorMode(), DEVICE)))
+    for x, y in zip(found, real, strict=True):
+        assert x.shape == y.shape
+        for i in range(4):
+            assert x.shape[i] == 1 or x.stride(i) == y.stride(i)  # for one element torch's own may differ
+        assert x.dtype is y.dtype if device == "fake" else x.is_meta
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_compiled_backward_is_the_same_function(causal):
     q, k, v, do = inputs(1, 2, 2, 20, 20, 16)
@@ -354,6 +470,30 @@ def test_gradient_of_the_gradient_raises():
     (dq,) = torch.autograd.grad(flash_attention(q, k, v), q, do, create_graph=True)
     with pytest.raises(RuntimeError, match="flash_attention_backward"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "function", [FlashAttention2, FlashAttention2PyTorch, FlashAttention2CompiledBackward]
+)
+@pytest.mark.parametrize("cast", [False, True])
+def test_gradient_of_the_gradient_raises_whoever_asks(function, cast):
+    """Also where the output's gradient needs none, and where what was saved is a cast copy of the inputs."""
+    q, k, v, _ = inputs(1, 1, 1, 5, 5, 16)
+    q.requires_grad_()
+    with torch.autocast(DEVICE, torch.float16, enabled=cast), torch.compiler.set_stance("force_eager"):
+        (dq,) = torch.autograd.grad(function.apply(q, k, v).sum(), q, create_graph=True)
+        assert dq.requires_grad
+        with pytest.raises(RuntimeError, match=r"differentiate twice|no autograd formula"):
+            (dq.square().sum() + q.sum()).backward()
+
+
+def test_compile_of_the_plain_form():
+    q, k, v, do = inputs(1, 2, 1, 70, 70, 16)
+    call = apply(FlashAttention2PyTorch, causal=True, window=5)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    ours, eager = (with_gradients(f, q, k, v, do) for f in (compiled, call))
+    for x, y in zip(ours, eager, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-6)
 
 
 def test_flops_are_counted():

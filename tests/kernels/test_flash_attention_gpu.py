@@ -106,6 +106,14 @@ def test_random_shapes_in_fp32(head_dim, precision):
         check_beside_eager(inputs(*sizes, head_dim, torch.float32, seed), options, {"precision": precision})
 
 
+@pytest.mark.parametrize("precision", ["ieee", "tf32x3"])
+@pytest.mark.parametrize("head_dim", [136, 256])
+def test_wide_heads_in_fp32(head_dim, precision):
+    for seed, options in enumerate(({"causal": True}, {"causal": False})):
+        tensors = inputs(1, 2, 1, 200, 177, head_dim, torch.float32, seed)
+        check_beside_eager(tensors, options, {"precision": precision})
+
+
 def check_beside_eager(tensors, options, arithmetic):
     exact = in_float64(*tensors, **options)
     peer = with_gradients(lambda *x: attention(*x, **options), *tensors)
@@ -247,6 +255,31 @@ def test_rows_more_than_two_to_the_31_elements_apart(length):
                             *(x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)), do)
     for x, y in zip(strided, packed, strict=True):
         torch.testing.assert_close(x, y)
+
+
+def test_rows_of_a_tile_more_than_two_to_the_31_elements_apart():
+    """Each stride fits 32 bits, its product with a row of the same tile does not."""
+    buffer = torch.empty(65, 2**26, device="cuda", dtype=torch.bfloat16)
+    buffer[:, :256].normal_()
+    tensors = [buffer[None, None, :, i * 64:(i + 1) * 64] for i in range(4)]
+    strided = with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors)
+    packed = with_gradients(lambda *x: flash_attention(*x, causal=True),
+                            *(x.clone(memory_format=torch.contiguous_format) for x in tensors))
+    for x, y in zip(strided, packed, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_fused_backward_of_a_head_of_more_than_two_to_the_31_elements():
+    """The last rows of dQ equal those of the last rows alone; a window keeps the arithmetic small."""
+    shape = (1, 1, 2**23 + 128, 256)
+    assert torch.Size(shape).numel() > 2**31
+    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    options = {"causal": True, "window": 100, "backward": "fused"}
+    whole = with_gradients(lambda *x: flash_attention(*x, **options), q, k, v, do)
+    last = (x[:, :, -512:].clone() for x in (q, k, v, do))
+    alone = with_gradients(lambda *x: flash_attention(*x, **options), *last)
+    for x, y in zip(whole, alone, strict=True):
+        torch.testing.assert_close(x[:, :, -256:], y[:, :, -256:], atol=2e-2, rtol=1.6e-2)
 
 
 def test_memory_grows_linearly():

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch, configs, cost, flash_attention
-from kernels.flash_attention.options import Problem, band, document_bounds, visible_pairs
+from kernels.flash_attention.options import (
+    LARGEST_SCALE,
+    LEAST_SCALE,
+    Problem,
+    band,
+    document_bounds,
+    visible_pairs,
+)
 
 from .attention_reference import mask
 
@@ -52,17 +59,35 @@ def test_tensors_that_do_not_fit(function, arguments, message):
         ({"window": True}, TypeError, "window must be an int"),
         ({"scale": 0.0}, ValueError, "scale is 0.0; allowed"),
         ({"scale": float("nan")}, ValueError, "scale is nan; allowed"),
+        ({"scale": float("inf")}, ValueError, r"scale is inf; allowed: a number from 1.2e-38 to 1.7e\+38, or None"),
+        ({"scale": -1}, ValueError, "scale is -1; allowed"),
+        ({"scale": 1e-320}, ValueError, "scale is 1e-320; allowed"),
+        ({"scale": 1e40}, ValueError, r"scale is 1e\+40; allowed"),
+        ({"scale": 10**400}, ValueError, "scale is 10000"),
+        ({"scale": True}, ValueError, "scale is True; allowed"),
         ({"causal": 1}, TypeError, "causal must be True or False"),
         ({"alignment": "left"}, ValueError, "alignment is 'left'; allowed: top-left, bottom-right"),
         ({"precision": "fp8"}, ValueError, "precision is 'fp8'; allowed: emulated, ieee, tf32x3, bf16x6, tf32"),
         ({"backward": "one"}, ValueError, "backward is 'one'; allowed: two-pass, fused"),
         ({"document_ids": torch.zeros(2, 5)}, TypeError, "document_ids must be an integer tensor"),
+        ({"document_ids": torch.zeros(2, 5).cfloat()}, TypeError, "document_ids must be an integer tensor"),
         ({"document_ids": torch.zeros(2, 5).long()}, ValueError, "document_ids needs as many queries as keys"),
     ],
 )
 def test_options_that_are_not_allowed(options, error, message):
     with pytest.raises(error, match=message):
         flash_attention(Q, K, K, **options)
+
+
+@pytest.mark.parametrize("function", [FlashAttention2, FlashAttention2PyTorch])
+def test_the_least_and_the_largest_scale_can_be_computed_with(function):
+    """The products with log2(e) too are float32 numbers; the factor belongs to the scores, not to q."""
+    q, k = torch.full((1, 1, 5, 16), 2.0**5), torch.full((1, 1, 5, 16), 2.0**-12)
+    k[0, 0, 3] = -(2.0**-12)
+    visible = torch.arange(5.0)[:, None] * (torch.arange(5) != 3)[:, None]
+    v = torch.arange(5.0)[:, None].expand(1, 1, 5, 16)
+    assert torch.allclose(function.apply(q, k, v, False, LARGEST_SCALE), visible.sum(0) / 4)
+    assert torch.allclose(function.apply(q, k, v, False, LEAST_SCALE), v.mean(-2, keepdim=True))
 
 
 def test_document_ids_must_have_the_shape_of_the_sequence():
@@ -131,6 +156,15 @@ def test_keys_share_rows_only_in_the_documented_way():
         for head_dim in (16, 32, 64, 128, 256):
             for rows, is_causal in product(configs.ROW_CLASSES, (False, True)):
                 assert configs.lookup(configs.Key("sm_90", bits, precision, head_dim, is_causal, rows)) is not None
+
+
+def test_no_call_meets_a_tile_that_is_miscompiled():
+    """Neither the table's nor those tried on unknown GPUs."""
+    known = [(key.bits, getattr(row, kernel)) for key, row in configs.TABLE.items() for kernel in configs.KERNELS]
+    known += [(bits, tile) for bits, tiles in configs.CANDIDATES.items() for tile in tiles]
+    assert [(bits, tile) for bits, tile in known if configs.miscompiled(bits, tile)] == []
+    fp32 = {sizes: configs.miscompiled(32, configs.Tile(*sizes)) for sizes in ((64, 16, 8), (16, 64, 8), (64, 32, 8))}
+    assert list(fp32.values()) == [True, True, False] and not configs.miscompiled(16, configs.Tile(64, 16, 8))
 
 
 def test_a_length_without_a_row_takes_the_next_longer_one_and_else_the_longest(monkeypatch):

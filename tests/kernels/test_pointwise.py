@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import elementwise, reference
+from kernels import _triton, elementwise, reference
 from kernels._rows import Launch, forced
 from kernels.adamw import AdamW, Addresses
 from kernels.dropout import dropout, linear_gelu_dropout
@@ -37,6 +37,21 @@ def test_more_elements_than_a_block():
         compare(swiglu, reference.swiglu, x, y)
         halves = draw(5, 26)
         compare(lambda t: swiglu(*t.chunk(2, -1)), lambda t: reference.swiglu(*t.chunk(2, -1)), halves)
+
+
+def test_gelu_dropout_of_a_single_row(either):
+    x, w, b = draw(16), draw(50, 16, seed=1), draw(50, seed=2)
+    compare(lambda *t: linear_gelu_dropout(*t, p=0.0), lambda *t: reference.gelu(F.linear(*t)), x, w, b)
+    compare(lambda x: dropout(x, 0.5, seed=1), lambda y: y * (dropout(torch.ones_like(x), 0.5, seed=1)), x)
+
+
+def test_the_gradient_of_a_bias_beside_half_precision_is_summed_in_its_own_dtype(either):
+    """A thousand rows whose gradients are 100: the sum is beyond fp16."""
+    x, w, b = draw(1000, 2) * 0, draw(3, 2), torch.full((3,), 20.0, device=DEVICE, requires_grad=True)
+    with torch.autocast(DEVICE, torch.float16):
+        y = linear_gelu_dropout(x, w, b, 0.0)
+    db, = torch.autograd.grad(y, b, torch.full_like(y, 100.0))
+    assert y.dtype == torch.float16 and torch.equal(db, torch.full_like(b, 1e5))
 
 
 def test_transposed_inputs():
@@ -137,7 +152,7 @@ def test_linear_gelu_dropout(with_bias, either):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_adamw_equals_torchs(dtype, either):
     ours = [draw(*s, dtype=dtype).requires_grad_() for s in ((3, 50), (1,), (2500,), (0,), (4, 4))]
-    theirs = [p.detach().float().requires_grad_() for p in ours]
+    theirs = [p.detach().clone().float().requires_grad_() for p in ours]
     mine = AdamW([{"params": ours[:2]}, {"params": ours[2:], "lr": 1e-3, "weight_decay": 0.0}], lr=1e-2)
     torchs = torch.optim.AdamW([{"params": theirs[:2]}, {"params": theirs[2:], "lr": 1e-3, "weight_decay": 0.0}],
                                lr=1e-2)
@@ -158,6 +173,88 @@ def test_adamw_equals_torchs(dtype, either):
             torch.testing.assert_close(p.detach().float(), q.detach(), atol=limit, rtol=limit)
             q.data.copy_(p.detach())
         assert torch.equal(before[4], ours[4])
+
+
+def passed_in_fp32(launch):
+    """`_triton.launch` with numbers rounded as a GPU gets them; the interpreter leaves them in double precision."""
+
+    def rounding(kernel, grid, *args, **options):
+        launch(kernel, grid, *(torch.tensor(a).item() if isinstance(a, float) else a for a in args), **options)
+
+    return rounding
+
+
+def test_adamw_averages_over_a_hundred_thousand_steps(monkeypatch, either):
+    """1 − β₂ = 10⁻⁵ and β₂ itself must be exact to more digits than fp32 gives β₂: else both are 0.14 % of 10⁻⁵ off."""
+    monkeypatch.setattr(_triton, "launch", passed_in_fp32(_triton.launch))
+    p = draw(2000).requires_grad_()
+    optimizer = AdamW([p], lr=1e-3, betas=(0.9, 0.99999))
+    p.grad = draw(2000, seed=1)
+    optimizer.step()
+    v = optimizer.state[p]["exp_avg_sq"]
+    torch.testing.assert_close(v.double(), p.grad.double() ** 2 * (1 - 0.99999), atol=0, rtol=1e-6)
+    p.grad.zero_()
+    before = v.double()
+    for _ in range(20):
+        optimizer.step()
+    # Each step rounds, up as often as down: over 2,000 elements the mean shows what does not average out.
+    drift = (optimizer.state[p]["exp_avg_sq"].double() / before / 0.99999**20 - 1).mean().abs()
+    assert drift < 3e-8  # a β₂ rounded to fp32 would make it 2.7e-7
+
+
+def test_small_weight_decay_is_not_lost_in_rounding(monkeypatch, either):
+    monkeypatch.setattr(_triton, "launch", passed_in_fp32(_triton.launch))
+    p = (1 + torch.rand(2000, generator=torch.Generator().manual_seed(0))).to(DEVICE).requires_grad_()
+    before, optimizer = p.detach().double(), AdamW([p], lr=1e-5, weight_decay=2e-2)
+    p.grad = torch.zeros_like(p)
+    for _ in range(10):
+        optimizer.step()
+    decay = 1 - (p.detach().double() / before).mean()
+    assert decay.item() == pytest.approx(10 * 2e-7, rel=2e-2)  # 1 − 2e-7 in fp32 would be 11 % off
+
+
+def test_adamw_stays_where_an_average_of_squares_has_overflowed(either):
+    """As torch's: an infinite average makes updates of 0, not NaN."""
+    p = torch.ones(2, device=DEVICE, requires_grad=True)
+    p.grad = torch.ones_like(p)
+    optimizer = AdamW([p], lr=1e-2, weight_decay=0.0)
+    optimizer.step()
+    optimizer.state[p]["exp_avg_sq"][0] = float("inf")
+    before = p.detach().clone()
+    optimizer.step()
+    assert p[0] == before[0] and p[1] < before[1]
+
+
+def test_adamw_is_refused_while_a_cuda_graph_is_captured(monkeypatch):
+    p = draw(4).requires_grad_()
+    p.grad = torch.ones_like(p)
+    optimizer, before = AdamW([p]), p.detach().clone()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"a CUDA graph would repeat.*capturable"):
+        optimizer.step()
+    assert torch.equal(p, before) and not optimizer.state
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"lr": torch.tensor(1e-3)}, TypeError, "lr is tensor"),
+    ({"betas": (torch.tensor(0.9), 0.99)}, TypeError, "betas is tensor.*number each"),
+    ({"betas": 0.9}, ValueError, "betas is 0.9"),
+    ({"eps": "1"}, TypeError, "eps is '1'"),
+    ({"weight_decay": float("nan")}, ValueError, "weight_decay is nan"),
+    ({"lr": True}, TypeError, "lr is True"),
+])
+def test_adamw_names_an_option_that_does_not_fit(options, error, message):
+    p = draw(4).requires_grad_()
+    p.grad = torch.ones_like(p)
+    with pytest.raises(error, match=message):
+        AdamW([p], **options)
+    with pytest.raises(error, match=message):
+        AdamW([{"params": [p], **options}])
+    optimizer = AdamW([p])
+    optimizer.param_groups[0].update(options)  # as a scheduler might
+    with pytest.raises(error, match=message):
+        optimizer.step()
 
 
 def test_addresses_are_sent_again_only_when_a_tensor_has_moved():
@@ -225,12 +322,23 @@ def test_a_copy_of_adamw_goes_on_like_the_original():
     (lambda x: dropout(x, 1.5), "p is 1.5"),
     (lambda x: dropout(x, 0.5, seed=-1), "seed is -1"),
     (lambda x: linear_gelu_dropout(x, x[:, :3]), "weight has shape"),
+    (lambda x: linear_gelu_dropout(x, x.half()), "weight has dtype torch.float16, x torch.float32"),
+    (lambda x: linear_gelu_dropout(x, x.to("meta")), "weight is on meta"),
+    (lambda x: linear_gelu_dropout(x, x, x[0, :2].long()), "bias has dtype torch.int64"),
+    (lambda x: linear_gelu_dropout(x, x, x[0]), r"bias has shape \(8,\); allowed: \(2,\)"),
+    (lambda x: linear_gelu_dropout(x, x, x[0, :2].to("meta")), "bias is on meta"),
+    (lambda x: rope(x, x.clone().requires_grad_(), x), "cos or sin requires a gradient"),
     (lambda x: AdamW([x], lr=-1.0), "lr is -1"),
     (lambda x: AdamW([x], betas=(1.0, 0.9)), "betas is"),
 ])  # RELIABILITY 44
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call(draw(2, 8))
+
+
+def test_a_bias_that_is_no_tensor_is_named():
+    with pytest.raises(TypeError, match="bias must be a torch\\.Tensor, got int"):
+        linear_gelu_dropout(draw(2, 8), draw(3, 8), 3)
 
 
 def test_autocast_casts_swiglu_and_gives_gradients_back_in_their_type():

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from kernels import _triton, reference
 from kernels import linear_cross_entropy as lce_module
 from kernels import matmul as matmul_module
-from kernels import reference
 from kernels._rows import Launch, forced
-from kernels.cross_entropy import cross_entropy, loss_and_gradient, mean_scale
+from kernels.cross_entropy import cross_entropy, launch_gradient, launch_loss, loss_and_gradient, mean_scale
 from kernels.dropout import dropout, linear_gelu_dropout
 from kernels.layernorm import layer_norm
 from kernels.linear_cross_entropy import chunk_rows, linear_cross_entropy
@@ -36,6 +36,41 @@ def test_matmul(sizes, dtype, either):
 def test_epilogues_and_bias(epilogue, either):
     a, b, bias = draw(40, 20) * 0.3, draw(20, 33, seed=1), draw(33, seed=2)
     compare(lambda *t: matmul(*t, epilogue=epilogue, **EXACT), lambda *t: reference.matmul(*t, epilogue), a, b, bias)
+
+
+def test_relu_of_what_is_not_positive(either):
+    a = torch.tensor([[float("-inf")], [-1.0], [-0.0], [0.0], [2.0], [float("inf")], [float("nan")]], device=DEVICE)
+    y = matmul(a, torch.ones(1, 1, device=DEVICE), epilogue="relu", **EXACT)[:, 0]
+    assert y[:6].tolist() == [0, 0, 0, 0, 2, float("inf")] and y[6].isnan()
+    assert not y[:2].signbit().any()
+
+
+@pytest.mark.parametrize("epilogue", ["gelu", "silu", "rms_norm"])
+def test_gradients_of_products_beyond_fp16(epilogue, either):
+    """a·b is ∓80,000, which fp16 does not hold; f of it is 0 or, for the norm, ∓1."""
+    a = torch.full((3, 2), 200.0, device=DEVICE, dtype=torch.float16)
+    signs = torch.tensor([-1, 1, -1, 1] if epilogue == "rms_norm" else [-1] * 4, device=DEVICE)
+    b = torch.full((2, 4), 200.0, device=DEVICE, dtype=torch.float16) * signs
+    compare(lambda *t: matmul(*t, epilogue=epilogue), lambda *t: reference.matmul(*t, None, epilogue), a, b)
+
+
+def test_a_product_under_autocast_is_not_rounded_before_its_epilogue(either):
+    a, b, bias = draw(8, 100) * 0.1, draw(100, 9, seed=1), draw(9, seed=2)
+    with torch.autocast(DEVICE, torch.float16):
+        y = matmul(a, b, bias, epilogue="gelu")
+    assert torch.equal(y, matmul(a.half(), b.half(), bias, epilogue="gelu"))
+
+
+def test_strides_beyond_32_bits():
+    """A second tile of the depth lies 2³¹ elements and more beyond the first. Little of that memory is touched."""
+    depth = 33 if DEVICE == "cpu" else 65
+    storage = torch.empty((depth - 1) * 2**26 + 2, dtype=torch.float16, device=DEVICE)
+    a, b = storage.as_strided((2, depth), (1, 2**26)), draw(depth, 3, dtype=torch.float16)
+    a.copy_(draw(2, depth, dtype=torch.float16, seed=1))
+    for left, right in ((a, b), (b.T, a.T)):
+        y = torch.empty(left.shape[0], right.shape[1], device=DEVICE, dtype=torch.float16)
+        matmul_module.launch_pointers(left, right, None, y, None, "ieee")
+        assert torch.equal(y, matmul(left.contiguous(), right.contiguous()))
 
 
 def test_matmul_of_any_strides():
@@ -118,8 +153,6 @@ def test_cross_entropy_at_the_edges(either):
     loss = cross_entropy(z, ignored)
     loss.backward()
     assert loss == 0 and not z.grad.any()
-    outside = cross_entropy(z, torch.tensor([10, -3, 2], device=DEVICE), reduction="none")
-    assert outside[:2].isnan().all() and outside[2].isfinite()
     masked = draw(2, 10)
     masked[:, 4:] = float("-inf")
     t = torch.tensor([0, 3], device=DEVICE)
@@ -127,6 +160,74 @@ def test_cross_entropy_at_the_edges(either):
     assert cross_entropy(1e4 * draw(3, 10), targets_for(3, 10)).isfinite()
     assert cross_entropy(z, torch.tensor([1, 7, 7], device=DEVICE), ignore_index=7) == cross_entropy(z[:1], t[:1] + 1)
     assert cross_entropy(torch.empty(0, 5, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)) == 0
+
+
+@pytest.mark.parametrize("call", [
+    cross_entropy, lambda z, t: linear_cross_entropy(z, torch.eye(10, device=z.device), t, chunk_bytes=40),
+], ids=["cross_entropy", "linear_cross_entropy"])
+def test_a_target_outside_the_vocabulary(call, either):
+    """Named on a CPU; on a GPU, which nobody waits for, loss and gradient are NaN."""
+    z, t = draw(3, 10).requires_grad_(), torch.tensor([1, -100, 10], device=DEVICE)
+    if DEVICE == "cpu":
+        with pytest.raises(ValueError, match="targets has class 10 in row 2; allowed: 0 to 9, or ignore_index, -100"):
+            call(z, t)
+        with pytest.raises(ValueError, match="class -3 in row 0"):
+            call(z, t - 4)
+        return
+    loss = call(z, t)
+    grad, = torch.autograd.grad(loss, z)
+    assert loss.isnan() and grad[2].isnan().all() and not grad[1].any() and grad[0].isfinite().all()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_kernels_poison_the_row_of_a_target_outside_the_vocabulary(smoothing):
+    z, t, one = draw(4, 70), torch.tensor([1, 70, -100, -1], device=DEVICE), torch.ones(1, device=DEVICE)
+    loss, largest, total = (torch.zeros(4, device=DEVICE) for _ in range(3))
+    dz, again = torch.zeros_like(z), torch.zeros_like(z)
+    with forced(cross_entropy_both=Launch(32, warps=1), cross_entropy_gradient=Launch(32, warps=1)):
+        launch_loss(z, t, loss, largest, total, -100, smoothing, dz, one)
+        launch_gradient(z, t, largest, total, one, one, again, -100, smoothing)
+    assert loss[[1, 3]].isnan().all() and loss[[0, 2]].isfinite().all()
+    for grad in (dz, again):
+        assert grad[[1, 3]].isnan().all() and grad[0].isfinite().all() and not grad[2].any()
+    torch.testing.assert_close(dz, again, equal_nan=True, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [1e4, 1e6, 1e7, -1e7])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"reduction": "none"}], ids=str)
+def test_cross_entropy_of_large_logits(offset, options, either):
+    """What all logits have in common cancels: of 1e7 + z fp32 keeps z to 1, and exact results are those of that."""
+    z, t = (draw(3, 50) * 3).round() + offset, targets_for(3, 50)
+    compare(lambda z: cross_entropy(z, t, **options), lambda z: F.cross_entropy(z, t, **options), z, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("factor", [float("inf"), float("nan")])
+def test_ignored_rows_have_no_gradient_whatever_arrives(factor, either):
+    """Loss scaling overflows now and then: rows that count nothing stay out of it, in each backward."""
+    z, t = draw(3, 40).requires_grad_(), targets_for(3, 40, ignored=(1,))
+    upstream = torch.tensor(factor, device=DEVICE)
+    loss = cross_entropy(z, t)
+    for _ in range(2):
+        grad, = torch.autograd.grad(loss, z, upstream, retain_graph=True)
+        assert not grad[1].any() and not grad[[0, 2]].isfinite().any()
+    w = draw(40, 40, seed=1)
+    grad, = torch.autograd.grad(linear_cross_entropy(z, w, t), z, upstream)
+    assert not grad[1].any() and not grad[[0, 2]].isfinite().any()
+
+
+@pytest.mark.parametrize("call", [
+    cross_entropy,
+    lambda z, t: cross_entropy(z, t, reduction="sum"),
+    lambda z, t: cross_entropy(z, t, reduction="none"),
+    lambda z, t: linear_cross_entropy(z, torch.eye(50, device=z.device), t),
+], ids=["mean", "sum", "none", "linear"])
+def test_a_loss_can_be_changed_in_place(call, either):
+    z, t = draw(3, 50).requires_grad_(), targets_for(3, 50)
+    loss = call(z, t)
+    loss /= 2
+    grad, = torch.autograd.grad(loss.sum(), z)
+    expected, = torch.autograd.grad(call(z, t).sum() / 2, z)
+    torch.testing.assert_close(grad, expected, atol=1e-7, rtol=1e-6)
 
 
 def test_backward_twice_gives_twice_the_same(either):
@@ -160,7 +261,7 @@ def test_loss_and_gradient_in_one_launch_and_in_place(smoothing, either):
         with forced(cross_entropy=Launch(32, warps=1)):
             loss, dz = loss_and_gradient(z, t, scale, label_smoothing=smoothing, out=out)
         assert out is None or dz is z
-        torch.testing.assert_close((loss.sum() * scale).double(), exact.detach().view(1), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close((loss.sum() * scale).double(), exact.detach(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(dz.double(), expected, atol=1e-6, rtol=1e-5)
 
 
@@ -184,6 +285,43 @@ def test_linear_cross_entropy(options, chunk_bytes, either):
 
     compare(lambda x, w: linear_cross_entropy(x, w, t, chunk_bytes=chunk_bytes, **options), exact, draw(5, 16),
             draw(20, 16, seed=1))
+
+
+def error_of_chunks(dtype, chunks, rows=32):
+    """Relative error of dw, its norm over the norm of what is exact, where that many chunks add to it."""
+    x, w, t = draw(rows, 8, dtype=dtype), draw(20, 8, dtype=dtype, seed=1) * 0.1, targets_for(rows, 20)
+    leaf, exact = w.requires_grad_(), w.detach().double().requires_grad_()
+    dw, = torch.autograd.grad(linear_cross_entropy(x, leaf, t, chunk_bytes=rows // chunks * 20 * 2), leaf)
+    expected, = torch.autograd.grad(F.cross_entropy(x.double() @ exact.T, t), exact)
+    assert dw.dtype == dtype
+    return ((dw.double() - expected).norm() / expected.norm()).item()
+
+
+def test_the_error_of_many_chunks_is_that_of_one(either):
+    """dw is rounded once, however many chunks add to it."""
+    assert error_of_chunks(torch.float16, 32) < 1.2 * error_of_chunks(torch.float16, 1)
+    assert error_of_chunks(torch.float16, 1) < 2e-3
+
+
+def test_the_error_of_many_chunks_in_bf16(monkeypatch):
+    if DEVICE == "cpu":  # where Triton's interpreter has no bf16
+        monkeypatch.setattr(_triton, "runs_triton", lambda tensor: False)
+    assert error_of_chunks(torch.bfloat16, 32) < 1.2 * error_of_chunks(torch.bfloat16, 1)
+
+
+@pytest.mark.parametrize("chunk_bytes", [40, 10**9])
+def test_an_fp32_weight_under_autocast_gets_the_sum_unrounded(chunk_bytes, either):
+    x, w, t = draw(6, 8), draw(10, 8, seed=1), targets_for(6, 10)
+    leaf = w.clone().requires_grad_()
+    with torch.autocast(DEVICE, torch.float16):
+        loss = linear_cross_entropy(x, leaf, t, chunk_bytes=chunk_bytes)
+    dw, = torch.autograd.grad(loss, leaf)
+    logits = (x.half() @ w.half().T).double()  # rounded, as a linear layer's
+    dz, = torch.autograd.grad(F.cross_entropy(logits.requires_grad_(), t), logits)
+    expected = dz.half().double().T @ x.half().double()
+    assert dw.dtype == torch.float32
+    torch.testing.assert_close(dw.double(), expected, atol=2e-4, rtol=1e-3)
+    assert not torch.equal(dw, dw.half().float())
 
 
 def test_linear_cross_entropy_makes_only_the_gradients_that_are_needed():
@@ -263,6 +401,12 @@ def test_chunks_cover_all_rows_within_their_bound(rows, vocabulary, itemsize):
     (lambda x, t: cross_entropy(x, t.float()), ValueError, "targets has dtype"),
     (lambda x, t: cross_entropy(x, t, reduction="max"), ValueError, "reduction is 'max'"),
     (lambda x, t: cross_entropy(x, t, label_smoothing=2), ValueError, "label_smoothing is 2"),
+    (lambda x, t: cross_entropy(x, t, label_smoothing=True), ValueError, "label_smoothing is True"),
+    (lambda x, t: cross_entropy(x, t, ignore_index=2**70), ValueError, f"ignore_index is {2**70}"),
+    (lambda x, t: linear_cross_entropy(x, x, t, ignore_index=-2**63 - 1), ValueError, "ignore_index is -9223"),
+    (lambda x, t: linear_cross_entropy(x, x.half(), t), ValueError, "weight has dtype torch.float16, x torch.float32"),
+    (lambda x, t: linear_cross_entropy(x, x.to("meta"), t), ValueError, "weight is on meta"),
+    (lambda x, t: matmul(x, x.T, x[0, :2].long()), ValueError, "bias has dtype torch.int64"),
     (lambda x, t: cross_entropy(x[0], t), ValueError, "at least 2 dimensions"),
     (lambda x, t: cross_entropy(x, [0, 1]), TypeError, "targets must be a torch.Tensor"),
     (lambda x, t: linear_cross_entropy(x, x[:, :3], t), ValueError, "weight has shape"),

@@ -89,6 +89,28 @@ def test_weighted_sum(shape, either):
     compare(weighted_sum, reference.weighted_sum, draw(*shape), draw(shape[-1], seed=1))
 
 
+def test_a_single_row_without_further_dimensions(either):
+    x, w = norm_inputs((12,))
+    compare(rms_norm, reference.rms_norm, x, w)
+    compare(add_rms_norm, reference.add_rms_norm, x, draw(12, seed=3), w)
+    compare(layernorm.layer_norm, reference.layer_norm, x, w, draw(12, seed=2))
+    compare(softmax.softmax, reference.softmax, x)
+    compare(weighted_sum, reference.weighted_sum, x, w)
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_the_gradient_of_layer_norms_bias_has_its_own_dtype(long, request, either):
+    """50 rows of 2,560: the sum, 128,000, is beyond fp16, which the weight has."""
+    if long:
+        request.getfixturevalue("in_pieces")
+    x, w = draw(50, 6), torch.ones(6, device=DEVICE, dtype=torch.float16).requires_grad_()
+    bias = torch.zeros(6, device=DEVICE, requires_grad=True)
+    y = layernorm.layer_norm(x, w, bias)
+    dw, db = torch.autograd.grad(y, (w, bias), torch.full_like(y, 2560.0))
+    assert (dw.dtype, db.dtype) == (torch.float16, torch.float32)
+    assert torch.equal(db, torch.full_like(bias, 128_000.0))
+
+
 # Rows in pieces whose last is full, partly filled, and the only one
 @pytest.mark.parametrize("cols", [7, 64, 65, 97])
 def test_long_rows(in_pieces, cols):
@@ -182,8 +204,10 @@ def test_forms_of_a_launch_agree():
 @pytest.mark.parametrize("count", [1, 64, 130])
 def test_second_stage_sums_every_share(count):
     parts = draw(2, count, 33)
-    for out, exact in zip(sum_columns(parts, torch.float32), parts.sum(1), strict=True):
+    for out, exact in zip(sum_columns(parts, torch.float32, torch.float32), parts.sum(1), strict=True):
         torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-5)
+    half, full = sum_columns(parts, torch.float16, torch.float32)
+    assert torch.equal(half, sum_columns(parts[:1], torch.float16)[0]) and full.dtype == torch.float32
 
 
 def test_softmax_backward_that_reads_one_tensor_twice(monkeypatch):
@@ -214,6 +238,12 @@ def test_autocast_gives_its_type():
     assert (y.dtype, z.dtype, total.dtype) == (torch.float16, torch.float16, torch.float32)
 
 
+def test_autocast_leaves_float64_alone():
+    x, w = (draw(*s, device="cpu").double() for s in ((3, 5), (5,)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert RMSNormPyTorch.apply(x, w).dtype == torch.float64
+
+
 def test_mixed_types_of_residual_and_branch():
     x, residual, w = (t.requires_grad_() for t in (draw(4, 16, dtype=torch.float16), draw(4, 16, seed=1), draw(16)))
     y, total = add_rms_norm(x, residual, w)
@@ -233,6 +263,12 @@ def test_mixed_types_of_residual_and_branch():
     (lambda x, w: softmax.softmax(x[0, 0]), ValueError, "at least 1 dimension"),
     (lambda x, w: weighted_sum(x.long(), w), ValueError, "x has dtype"),
     (lambda x, w: rms_norm(x, w.to("meta")), ValueError, "weight is on meta"),
+    (lambda x, w: RMSNormPyTorch.apply(x), TypeError, "weight"),
+    (lambda x, w: RMSNormPyTorch.apply(x, None), TypeError, "weight must be a torch.Tensor"),
+    (lambda x, w: RMSNormPyTorch.apply(x, w[:3]), ValueError, r"weight has shape \(3,\)"),
+    (lambda x, w: RMSNormPyTorch.apply(x, w.long()), ValueError, "weight has dtype"),
+    (lambda x, w: layernorm.layer_norm(x, w, w.long()), ValueError, "bias has dtype"),
+    (lambda x, w: layernorm.layer_norm(x, w, w.to("meta")), ValueError, "bias is on meta"),
 ])  # RELIABILITY 44
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):

@@ -186,3 +186,58 @@ def test_cross_entropy_is_the_token_mean_in_fp32():
     assert loss.dtype is torch.float32
     picked = F.log_softmax(logits.float(), -1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     torch.testing.assert_close(loss, -picked.flatten()[:-1].mean())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_norm_of_two_dtypes_saves_its_input_as_it_is(dtype):
+    """An fp32 weight beside a half-precision input under autocast: the fp32 norm's values, no fp32 copy of x."""
+    x = torch.randn(64, 512, device="cuda").to(dtype).requires_grad_()
+    weight = (torch.rand(512, device="cuda") + 0.5).requires_grad_()
+    with torch.autocast("cuda", dtype=dtype):
+        y = ops.rms_norm(x, weight, 1e-5)
+        frozen = ops.rms_norm(x, weight.detach(), 1e-5)
+    expected = F.rms_norm(x.float(), (512,), weight, 1e-5).to(dtype)
+    assert y.dtype == dtype and torch.equal(y, expected)
+    saved = [t for t in y.grad_fn.saved_tensors if t.shape == x.shape]
+    assert len(saved) == 1 and saved[0].data_ptr() == x.data_ptr()
+    dy = torch.randn_like(y)
+    for inputs in ([x, weight], [x], [weight]):
+        ours, theirs = (torch.autograd.grad(o, inputs, dy, retain_graph=True) for o in (y, expected))
+        for gradient, other in zip(ours, theirs, strict=True):
+            assert gradient.dtype == other.dtype and torch.equal(gradient, other)
+    assert torch.equal(torch.autograd.grad(frozen, x, dy)[0], torch.autograd.grad(y, x, dy)[0])
+
+
+def test_the_loss_of_tritons_operations_takes_meta_tensors():
+    x, weight = (torch.empty(*shape, device="meta", requires_grad=True) for shape in ((2, 3, 8), (10, 8)))
+    targets = torch.empty(2, 3, dtype=torch.int64, device="meta")
+    loss = get_ops("sdpa", "triton").linear_cross_entropy(x, weight, targets)
+    assert loss.is_meta and [g.shape for g in torch.autograd.grad(loss, (x, weight))] == [x.shape, weight.shape]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: ops._CastLinear.apply(x, w, torch.bfloat16),
+        lambda x, w: ops._MixedRMSNorm.apply(x, w[0], 1e-5),
+    ],
+    ids=["linear", "norm"],
+)
+def test_gradients_of_gradients_of_cast_operations_are_refused(function):
+    """What they save is cast, and does not lead back to x and the weight: their share would be left out."""
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    y = function(x, weight)
+    with pytest.raises(RuntimeError, match="the gradient of a gradient is not defined"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64)], ids=str)
+def test_a_cast_linear_layer_of_any_number_of_rows(shape):
+    x, weight = torch.randn(shape, device="cuda"), torch.randn(32, 64, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        y = ops.linear(x, weight)
+    expected = y.new_ones(y.shape).flatten(0, -2).T if y.dim() > 1 else y.new_ones(32, 1)
+    grad, = torch.autograd.grad(y.sum(), weight)
+    torch.testing.assert_close(grad, expected.float() @ x.bfloat16().float().view(-1, 64), atol=1e-2, rtol=1e-2)
