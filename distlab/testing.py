@@ -11,8 +11,9 @@
     def test_sum():
         assert run_ranks(sum_of_ranks, 3) == [3.0, 3.0, 3.0]
 
-The function must be importable (defined at the top of a module), takes the rank's `RankContext` first, and its
-return value must be picklable. Rank processes are started once and reused by later calls, each with a fresh
+The function must be importable (defined at the top of a module, not in a notebook), takes the rank's `RankContext`
+first, and its return value must be picklable. A script calls `run_ranks` under `if __name__ == "__main__":`, because
+rank processes import the script. Rank processes are started once and reused by later calls, each with a fresh
 process group. A rank's exception is raised in the test with the rank's own traceback; a call that outlasts its
 deadline ends with the stacks of the ranks that hang. Processes of a failed call are killed, and the next call
 starts new ones.
@@ -27,6 +28,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -69,16 +71,25 @@ def run_ranks(
 
     Raises:
         ValueError: `world_size` below one.
-        TypeError: `fn` or an argument cannot be pickled.
+        TypeError: `fn` or an argument cannot be pickled, or imported by another process.
+        RuntimeError: called while a script is imported, so that the rank processes cannot be started.
         RanksFailed: a rank raised, died or outlasted the deadline.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: at least one rank")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(1)  # a rank process that imports an unguarded script; the script's own call says what to do
+    if getattr(fn, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise TypeError(
+            f"run_ranks starts new processes, and they cannot import {getattr(fn, '__name__', fn)} from a notebook or "
+            "a prompt: write it to a file (in a notebook, `%%writefile on_ranks.py` as a cell's first line), and "
+            "import it from there"
+        )
     try:
         job = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError) as error:
         raise TypeError(f"run_ranks needs an importable function and picklable arguments: {error}") from error
-    ranks = _started_ranks(world_size)
+    ranks = _started_ranks(world_size, deadline_s)
     with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
         settings = (os.path.join(folder, "store"), world_size, backend, group_timeout_s)
         for rank, process in enumerate(ranks):
@@ -123,11 +134,23 @@ class _Rank:
 _ranks: list[_Rank] = []  # this process's rank processes, kept between calls
 
 
-def _started_ranks(world_size: int) -> list[_Rank]:
+def _started_ranks(world_size: int, deadline_s: float) -> list[_Rank]:
     if any(not rank.process.is_alive() for rank in _ranks):
         shut_down()
-    while len(_ranks) < world_size:
-        _ranks.append(_Rank())
+    new = [_Rank() for _ in range(world_size - len(_ranks))]
+    _ranks.extend(new)
+    for rank in new:
+        try:
+            if not rank.pipe.poll(deadline_s):
+                raise EOFError
+            rank.pipe.recv_bytes()
+        except (EOFError, ConnectionError):
+            shut_down()
+            script = getattr(sys.modules["__main__"], "__file__", "the main module")
+            raise RuntimeError(
+                f"the rank processes did not get past importing {script}, as each new process does: put what the "
+                'script runs, its call of run_ranks too, under `if __name__ == "__main__":`'
+            ) from None
     return _ranks[:world_size]
 
 
@@ -150,7 +173,7 @@ def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dic
             number = waiting.pop(pipe)
             try:
                 succeeded, value = pickle.loads(pipe.recv_bytes())
-            except EOFError:
+            except (EOFError, ConnectionError):
                 ranks[number].process.join()
                 fate = f"the process died, exit code {ranks[number].process.exitcode}"
                 succeeded, value = False, "\n".join([fate, *ranks[number].stacks.read().splitlines()])
@@ -168,10 +191,12 @@ def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dic
 def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
     """The life of a rank process: one job after another, until the pipe closes."""
     sys.path[:] = path
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     torch.set_num_threads(1)
     with open(stacks, "w") as stack_file:
         faulthandler.enable(stack_file)  # a crash in native code leaves the stacks of all threads
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+        pipe.send_bytes(b"ready")
         while True:
             try:
                 message = pipe.recv_bytes()
@@ -184,9 +209,20 @@ def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
             pipe.send_bytes(answer)
 
 
+def _end_with_caller() -> None:
+    """End this process when the one that called `run_ranks` is gone; its parent is the fork server, which lives on."""
+    multiprocessing.parent_process().join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _run_job(message: bytes) -> Any:
     rank, (path, world_size, backend, timeout_s), job = pickle.loads(message)
-    fn, args = pickle.loads(job)
+    try:
+        fn, args = pickle.loads(job)
+    except (AttributeError, ImportError) as error:
+        raise TypeError(
+            f"a rank process cannot import the function or an argument ({error}): define it at the top of a module"
+        ) from None
     gc.freeze()  # a job ends with a collection, which need not look through torch and all that is imported by now
     store = dist.FileStore(path, world_size)
     with rank_context(

@@ -1,13 +1,19 @@
 """run_ranks: results in rank order, tracebacks of the children, deadlines, and a fresh start after a failure."""
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from distlab.comm import RankContext
 from distlab.testing import RanksFailed, run_ranks
+from tests.comm.test_parent import ends_within, is_alive
+from tests.commands import ROOT, environment, python
 
 
 def square(context: RankContext, base: int) -> tuple[int, int]:
@@ -69,3 +75,55 @@ def test_a_local_function_is_refused_with_the_reason():
         run_ranks(lambda context: None, 1)
     with pytest.raises(ValueError, match="at least one rank"):
         run_ranks(square, 0, 1)
+
+
+SCRIPT = """
+import os, time
+from distlab.testing import run_ranks
+
+def where(context):
+    os.write(1, b"%d\\n" % os.getpid())  # one write: the ranks share the pipe, and print may take two
+    time.sleep({seconds})
+    return context.rank
+
+{guard}
+    print(run_ranks(where, 2))
+"""
+
+
+def script(folder: Path, guard: str, seconds: float = 0) -> Path:
+    path = folder / "script.py"
+    path.write_text(SCRIPT.format(guard=guard, seconds=seconds))
+    return path
+
+
+def test_a_script_without_a_guard_is_told_what_to_do(tmp_path):
+    """Every rank process imports the script, whose call would start ranks of its own."""
+    done = python(script(tmp_path, "if True:"))
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        f"RuntimeError: the rank processes did not get past importing {tmp_path}/script.py"
+    )
+    assert 'under `if __name__ == "__main__":`' in last and done.stderr.count("Traceback") == 1
+
+
+def test_a_function_of_a_notebook_or_a_prompt_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.setattr(square, "__module__", "__main__")
+    with pytest.raises(
+        TypeError, match=r"cannot import square from a notebook or a prompt: write it to a file .*%%wr"
+    ):
+        run_ranks(square, 2, 0)
+
+
+def test_ranks_end_when_the_program_that_started_them_is_killed(tmp_path):
+    path = script(tmp_path, 'if __name__ == "__main__":', seconds=60)
+    program = subprocess.Popen(
+        [sys.executable, path], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    ranks = [int(program.stdout.readline()) for _ in range(2)]
+    assert all(map(is_alive, ranks))
+    program.kill()
+    assert all(ends_within(rank, 2) for rank in ranks)
+    program.wait()

@@ -1,7 +1,7 @@
 """The single seam to torch.distributed: thin collectives that every strategy uses.
 
-Each returns a `Work` at once; `work.wait()` makes what follows see the result: on gloo it blocks the host, on
-NCCL it makes the current CUDA stream wait and the host goes on. Until then neither the tensor may be changed.
+Each returns a `Work` at once; `wait(work, group, what)` makes what follows see the result: on gloo it blocks the host,
+on NCCL it makes the current CUDA stream wait and the host goes on. Until then neither the tensor may be changed.
 
 Averaging. NCCL averages in the reduction (`ReduceOp.AVG`, which multiplies before it adds). gloo knows only
 sums, and a sum of fp16 gradients can overflow where their mean does not, so there the sender divides first.
@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+
+from distlab.comm.roll_call import wait, waiting
 
 # torch 2.13 renamed these and warns about the old names; torch 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -105,7 +107,7 @@ def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup, *, source: int
         sent = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
         in_flight.append((tensor, sent, broadcast(sent, group, source=source)))
     for tensor, sent, work in in_flight:
-        work.wait()
+        wait(work, group, "broadcasting tensors")
         if not tensor.is_contiguous():
             tensor.copy_(sent)
 
@@ -128,21 +130,22 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: ProcessGroup, *, sourc
     for batch in (batch for of_dtype in batches.values() for batch in of_dtype):
         buffer = torch.cat([tensor.detach().flatten() for tensor in batch])
         sent.append((batch, buffer, broadcast(buffer, group, source=source)))
-    return Coalesced(sent, is_source=group.rank() == source)
+    return Coalesced(sent, group, is_source=group.rank() == source)
 
 
 class Coalesced:
     """Messages in flight that carry several tensors each."""
 
-    def __init__(self, sent: list[tuple[list[Tensor], Tensor, Work]], is_source: bool):
+    def __init__(self, sent: list[tuple[list[Tensor], Tensor, Work]], group: ProcessGroup, is_source: bool):
         self._sent = sent
+        self._group = group
         self._is_source = is_source
 
     @torch.no_grad()
     def wait(self) -> None:
         """Wait for the messages; ranks other than the source copy them into their tensors."""
         for batch, buffer, work in self._sent:
-            work.wait()
+            wait(work, self._group, "broadcasting tensors")
             if not self._is_source:
                 pieces = buffer.split([tensor.numel() for tensor in batch])
                 for tensor, piece in zip(batch, pieces, strict=True):
@@ -153,7 +156,8 @@ class Coalesced:
 def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
     """Every rank's picklable `value`, in rank order. Blocks."""
     gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, value, group=group)
+    with waiting(group, "exchanging objects"):
+        dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
@@ -163,22 +167,30 @@ def all_ranks_agree(condition: bool, device: torch.device, group: ProcessGroup) 
     An explicit flag is reduced because a NaN need not survive `ReduceOp.MAX` or `MIN` of the values themselves.
     """
     flag = torch.tensor([int(condition)], dtype=torch.int32, device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
+    _all_reduce(flag, dist.ReduceOp.MIN, group)
     return bool(flag.item())
 
 
 def sum_tensor(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """The element-wise sum over the ranks, as a new tensor; the host waits on gloo, the stream on NCCL."""
     total = tensor.clone()
-    dist.all_reduce(total, dist.ReduceOp.SUM, group=group)
+    _all_reduce(total, dist.ReduceOp.SUM, group)
     return total
 
 
 def sum_over_ranks(value: float, device: torch.device, group: ProcessGroup) -> float:
     """The sum of a number over the ranks, in float64. Blocks."""
     total = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(total, dist.ReduceOp.SUM, group=group)
+    _all_reduce(total, dist.ReduceOp.SUM, group)
     return float(total.item())
+
+
+def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup) -> None:
+    """In place; waits as `Work.wait()` does. On NCCL without a stream of its own."""
+    if group.name() == "gloo":
+        wait(dist.all_reduce(tensor, op, group=group, async_op=True), group, "summing a number")
+    else:
+        dist.all_reduce(tensor, op, group=group)
 
 
 def _prepare(tensor: Tensor, group: ProcessGroup, prescaled: bool) -> dist.ReduceOp.RedOpType:

@@ -11,6 +11,9 @@ RANK, WORLD_SIZE, LOCAL_RANK or MASTER_ADDR, and there is no global "current con
 
 import gc
 import os
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +23,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from distlab.comm.parent import end_with_agent
+
 BACKENDS = ("gloo", "nccl")
 DEFAULT_TIMEOUT_S = 60.0
+LONGEST_TIMEOUT_S = 1e8  # three years; beyond some larger number torch's clocks overflow
+SETTLING_S = 5.0  # what a store that is reached may take beyond the timeout to say so
 
 
 @dataclass(frozen=True)
@@ -62,19 +69,55 @@ class RankEnvironment:
     world_size: int
     local_world_size: int
     restarts: int = 0  # how often torchrun has started this job's ranks anew
+    has_agent: bool = False  # whether torchrun's agent started this process, not somebody who set the variables
 
     @staticmethod
     def read() -> "RankEnvironment":
-        """Read torchrun's variables; without them, a lone process: rank 0 of 1."""
-        env = os.environ
+        """Read torchrun's variables; without them, a lone process: rank 0 of 1.
+
+        Raises:
+            ValueError: a variable that is no number, a rank that is not below its world size, or one of RANK and
+                WORLD_SIZE without the other.
+        """
+        launched = "RANK" in os.environ
+        if launched != ("WORLD_SIZE" in os.environ):
+            there, missing = ("RANK", "WORLD_SIZE") if launched else ("WORLD_SIZE", "RANK")
+            raise ValueError(f"{there}={os.environ[there]} is set and {missing} is not: {_START_OR_UNSET}")
+        world_size = _number("WORLD_SIZE", 1, least=1)
+        rank = _number("RANK", 0, below=("WORLD_SIZE", world_size))
+        local_world_size = _number("LOCAL_WORLD_SIZE", world_size, least=1)
         return RankEnvironment(
-            launched="RANK" in env and "WORLD_SIZE" in env,
-            rank=int(env.get("RANK", 0)),
-            local_rank=int(env.get("LOCAL_RANK", env.get("RANK", 0))),
-            world_size=int(env.get("WORLD_SIZE", 1)),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", 1))),
-            restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            launched=launched,
+            rank=rank,
+            local_rank=_number("LOCAL_RANK", rank, below=("LOCAL_WORLD_SIZE", local_world_size)),
+            world_size=world_size,
+            local_world_size=local_world_size,
+            restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
+            has_agent="TORCHELASTIC_RUN_ID" in os.environ,
         )
+
+
+_START_OR_UNSET = "start ranks with torchrun, which sets both, or unset it"
+
+
+def _number(name: str, default: int, *, least: int = 0, below: tuple[str, int] | None = None) -> int:
+    """The whole number in an environment variable, which must lie in its range; what torchrun sets does."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(
+            f"{name}={text!r} is no whole number: start ranks with torchrun, which sets it, or unset it"
+        ) from None
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}: start ranks with torchrun, or mend it")
+    if below is not None and value >= below[1]:
+        raise ValueError(
+            f"{name}={value} must be below {below[0]}={below[1]}: ranks count from 0 to {below[1] - 1}"
+        )
+    return value
 
 
 def choose_device(backend: str | None, local_rank: int, local_world_size: int) -> tuple[str, torch.device]:
@@ -114,6 +157,8 @@ def rank_context(
 ) -> Iterator[RankContext]:
     """Join the process group, yield this rank's context once all have joined, leave the group whatever happens.
 
+    A rank that torchrun's agent started ends with the agent from here on, see `distlab.comm.parent`.
+
     Args:
         backend: `gloo`, `nccl` or None (NCCL where there are GPUs).
         timeout_s: seconds that any collective may take before it fails on the ranks that wait.
@@ -121,15 +166,21 @@ def rank_context(
             read, and without torchrun the context is a world of one rank.
 
     Raises:
-        ValueError: a non-positive timeout, or what `choose_device` refuses.
+        ValueError: a timeout that is no positive number, an environment that `RankEnvironment.read` refuses, or what
+            `choose_device` refuses.
+        OSError: the rendezvous failed: MASTER_PORT is in use, rank 0 was not reached, or ranks are missing.
     """
-    if timeout_s <= 0:
-        raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        raise ValueError(
+            f"timeout_s={timeout_s} must be a positive number of seconds, at most {LONGEST_TIMEOUT_S:.0e}"
+        )
     place = RankEnvironment.read()
     if store is not None:
         if rank is None or world_size is None:
             raise ValueError("rendezvous through a store needs rank and world_size")
         place = RankEnvironment(False, rank, rank, world_size, world_size)
+    if place.launched and place.has_agent:
+        end_with_agent()
     backend, device = choose_device(backend, place.local_rank, place.local_world_size)
     timeout = timedelta(seconds=timeout_s)
     if store is None:
@@ -173,11 +224,87 @@ def _torchrun_store(timeout: timedelta) -> dist.Store:
     workers' addresses from it (pytorch issue 135712). A prefix per attempt cures that on one host; restart
     counts are not the same on all hosts, so with several the store is left as it is.
     """
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
-    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1:
+    store = _rendezvous(timeout)
+    if _number("GROUP_WORLD_SIZE", 1) == 1:
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     store.set_timeout(timeout)
     return store
+
+
+def _rendezvous(timeout: timedelta) -> dist.Store:
+    """The TCPStore at MASTER_ADDR:MASTER_PORT; what goes wrong on the way to it is said by its cause.
+
+    Raises:
+        ValueError: an address or a port that cannot be one.
+        OSError: the port is in use, nobody answers there, or not all ranks came within the timeout.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent serves it already
+        return next(rendezvous("env://", timeout=timeout))[0]
+    place = RankEnvironment.read()
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"RANK={place.rank} is set and {missing[0]} is not: start ranks with torchrun, or give all ranks the "
+            "host of rank 0 and a free port there"
+        )
+    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    if not 1 <= port <= 65535:
+        raise ValueError(f"MASTER_PORT={port}: a port lies between 1 and 65535")
+    where = f"MASTER_ADDR:MASTER_PORT={host}:{port}"
+    limit_s = timeout.total_seconds()
+    if place.rank != 0:
+        _wait_for_server(host, port, limit_s, where, place.rank)
+    found: list[dist.Store | Exception] = []
+
+    def join() -> None:
+        try:
+            found.append(next(rendezvous("env://", timeout=timeout))[0])
+        except Exception as error:
+            found.append(error)
+
+    # Of a server that accepts and never answers torch would wait for an answer without end.
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    thread.join(limit_s + SETTLING_S)
+    if found and isinstance(found[0], dist.Store):
+        return found[0]
+    said = str(found[0]) if found else ""
+    if "EADDRINUSE" in said:
+        raise OSError(
+            f"MASTER_PORT={port} is in use on this host, by another program or another job's rank 0: set MASTER_PORT "
+            "to a free port on every rank, or start with torchrun --standalone, which finds one"
+        )
+    if "clients joined" in said:
+        raise OSError(
+            f"not all of WORLD_SIZE={place.world_size} ranks came to {where} within {limit_s:g} s "
+            f"({said.strip().splitlines()[0]}): start the missing ones with the same MASTER_ADDR and MASTER_PORT"
+        )
+    if found and not isinstance(found[0], dist.DistError):
+        raise found[0]
+    raise OSError(
+        f"rank {place.rank} reached {where}, but what answers there is not rank 0's store: use another free port "
+        f"({said.strip().splitlines()[0] if said else f'no answer within {limit_s:g} s'})"
+    )
+
+
+def _wait_for_server(host: str, port: int, limit_s: float, where: str, rank: int) -> None:
+    """Return once somebody listens there, which rank 0 may not do yet.
+
+    Raises:
+        OSError: nobody does within the limit, or the host has no address.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(1.0, limit_s)).close()
+            return
+        except OSError as error:  # a name that has no address yet, or nobody who listens yet
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"rank {rank} found nobody at {where} within {limit_s:g} s ({error.strerror or error}): start "
+                    "rank 0 there, and look for its message if it has ended"
+                ) from None
+        time.sleep(0.1)
 
 
 def _leave() -> None:

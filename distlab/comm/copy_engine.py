@@ -17,21 +17,20 @@ The tensors lie in symmetric memory (`torch.distributed._symmetric_memory`), whi
 count. Multicast is not used.
 """
 
-import itertools
-import re
 import socket
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
 
 ALIGNMENT = 512  # bytes, of each tensor's beginning
-_meetings = itertools.count()  # of this process with others, to map each other's memory
+_rendezvous_count = 0  # of this process, in any group
 
 # An operator of its own, so that instruments at torch's dispatcher see one all-reduce and not its copies.
 _library = torch.library.Library("distlab", "DEF")
@@ -139,52 +138,30 @@ def check_copy_engines(device: torch.device, group: ProcessGroup) -> None:
         )
 
 
-class MeetingStore(Store):
-    """A group's store for one meeting, whose exchanges are numbered anew, in the order in which they come.
-
-    torch writes a rank's part of an exchange under "name/number/rank", and counts the numbers in each process over all
-    of its groups: ranks of which one has met others before would look for each other under numbers of their own.
-
-    Args:
-        store: of the group, on this rank. C++ does not keep this Python object alive: who passes it on has to.
-    """
-
-    def __init__(self, store: Store):
-        super().__init__()
-        self._store, self._numbers = store, {}
-
-    def _numbered(self, key: str) -> str:
-        return re.sub(r"/(\d+)", lambda n: f"/{self._numbers.setdefault(n[1], len(self._numbers))}", key, count=1)
-
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(self._numbered(key), value)
-
-    def get(self, key: str) -> bytes:
-        return self._store.get(self._numbered(key))
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(self._numbered(key), amount)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check([self._numbered(key) for key in keys])
-
-    def wait(self, keys: list[str], *timeout: Any) -> None:
-        self._store.wait([self._numbered(key) for key in keys], *timeout)
-
-
 def _symmetric_memory(num_bytes: int, device: torch.device, group: ProcessGroup) -> Any:
-    """Memory of this size on every rank, each mapped by all. A collective."""
+    """Memory of this size on every rank, each mapped by all. A collective.
+
+    torch counts the rendezvous of a process over all of its groups, and ranks whose counts differ would look for each
+    other under different keys of the store until the timeout. A rank that is behind, because the others have had a
+    rendezvous without it, catches up first, with rendezvous of its own.
+    """
+    counts = collectives.gather_objects(_rendezvous_count, group)
+    for _ in range(max(counts) - _rendezvous_count):
+        # NCCL would split the communicator of all ranks for it, and wait for them; only the group's store is needed.
+        alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        _rendezvous(1, device, alone, uuid.uuid4().hex)
+        dist.destroy_process_group(alone)
+    return _rendezvous(num_bytes, device, group, collectives.gather_objects(uuid.uuid4().hex, group)[0])
+
+
+def _rendezvous(num_bytes: int, device: torch.device, group: ProcessGroup, unique: str) -> Any:
+    """One rendezvous of a group's ranks, which agree on a name that no group of this process ever had."""
     from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
 
     # torch remembers the store of a group by the group's name for the life of the process, and would look for the
     # peers of a later group of the same name (the default group, left and joined again) in the wrong one.
-    names, met = zip(
-        *collectives.gather_objects((f"copy-engine-{uuid.uuid4().hex}", next(_meetings)), group), strict=True
-    )
-    name, c10d = names[0], torch._C._distributed_c10d
-    if len(set(met)) == 1:  # the ranks have met equally often, and torch's own numbers agree
-        c10d._register_process_group(name, group)
-    else:
-        store = MeetingStore(PrefixStore(name, group.get_group_store()))
-        c10d._SymmetricMemory.set_group_info(name, group.rank(), group.size(), store)
+    global _rendezvous_count
+    _rendezvous_count += 1
+    name = f"copy-engine-{unique}"
+    torch._C._distributed_c10d._register_process_group(name, group)
     return symmetric.rendezvous(symmetric.empty(num_bytes, dtype=torch.uint8, device=device), name)

@@ -1,5 +1,6 @@
 """The rank context: devices, timeouts, restarts, and exit codes that mean what they say."""
 
+import socket
 import subprocess
 import textwrap
 import time
@@ -51,6 +52,105 @@ def test_more_nccl_ranks_than_gpus_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="4 NCCL ranks on a host with 2 GPU"):
         choose_device(None, 0, 4)
     assert choose_device(None, 1, 2) == ("nccl", torch.device("cuda", 1))
+
+
+OUTSIDE = {
+    "RANK is no number": ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is no whole number"),
+    "WORLD_SIZE is no number": ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE='' is no whole number"),
+    "LOCAL_RANK is no number": ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0.5"}, "LOCAL_RANK='0.5' is no"),
+    "RANK is WORLD_SIZE": ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2: .* from 0 to 1"),
+    "RANK is negative": ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1 must be at least 0"),
+    "WORLD_SIZE is zero": ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be at least 1"),
+    "no WORLD_SIZE": ({"RANK": "1"}, "RANK=1 is set and WORLD_SIZE is not"),
+    "no RANK": ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set and RANK is not"),
+    "LOCAL_RANK is LOCAL_WORLD_SIZE": (
+        {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+        "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2",
+    ),
+    "no MASTER_ADDR": ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 is set and MASTER_ADDR is not"),
+    "MASTER_PORT is no number": (
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"},
+        "MASTER_PORT='http' is no whole number",
+    ),
+    "MASTER_PORT is no port": (
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "65536"},
+        "MASTER_PORT=65536: a port lies between 1 and 65535",
+    ),
+}
+
+
+@pytest.fixture
+def outside(monkeypatch):
+    """Sets the variables that a launcher would set, and no others."""
+
+    def put(variables: dict[str, str]) -> None:
+        for name in (
+            *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+            "TORCHELASTIC_USE_AGENT_STORE",
+        ):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+@pytest.mark.parametrize("mistake", OUTSIDE)
+def test_an_environment_that_cannot_be_is_refused_before_anybody_waits(outside, mistake):
+    variables, expected = OUTSIDE[mistake]
+    outside(variables)
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=expected), rank_context(backend="gloo", timeout_s=30):
+        pass
+    assert time.monotonic() - begin < 5 and not dist.is_initialized()
+
+
+def by_hand(rank: int, port: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+@pytest.fixture
+def silent_port():
+    """A port at which something listens that is no store and says nothing."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening.getsockname()[1]
+
+
+def test_a_port_in_use_is_named_with_the_remedy(outside, silent_port):
+    outside(by_hand(0, silent_port))
+    expected = f"MASTER_PORT={silent_port} is in use on this host.*free port.*torchrun --standalone"
+    with pytest.raises(OSError, match=expected), rank_context(backend="gloo", timeout_s=5):
+        pass
+
+
+def test_what_answers_and_is_no_store_is_named(outside, silent_port, monkeypatch):
+    monkeypatch.setattr("distlab.comm.context.SETTLING_S", 0.5)
+    outside(by_hand(1, silent_port))
+    expected = f"rank 1 reached .*127.0.0.1:{silent_port}, but what answers there is not rank 0's store"
+    with pytest.raises(OSError, match=expected), rank_context(backend="gloo", timeout_s=0.5):
+        pass
+
+
+def test_a_rank_0_that_is_not_there_and_ranks_that_do_not_come_are_told_apart(outside):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]  # nobody listens there
+        outside(by_hand(1, port))
+        expected = f"rank 1 found nobody at .*127.0.0.1:{port} within 0.5 s"
+        with pytest.raises(OSError, match=expected), rank_context(backend="gloo", timeout_s=0.5):
+            pass
+    outside(by_hand(0, port))
+    expected = "not all of WORLD_SIZE=2 ranks came to .* within 1 s .*1/2 clients joined"
+    with pytest.raises(OSError, match=expected), rank_context(backend="gloo", timeout_s=1):
+        pass
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1, 1e9])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout_s):
+    with pytest.raises(ValueError, match="must be a positive number of seconds"), rank_context(timeout_s=timeout_s):
+        pass
 
 
 def places(context: RankContext) -> tuple:

@@ -1,0 +1,112 @@
+"""A rank's process from its group to its exit code: who says what failed, and how the process ends."""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from distlab.comm.context import RankContext, RankEnvironment, rank_context
+from distlab.ending import USAGE_ERROR, message_of, until_stopped
+
+
+def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout_s: float, name: str) -> int:
+    """Run `work` on this rank inside its context; turn exceptions into one clear message and an exit code.
+
+    Returns:
+        What `work` does; 2 after an error that a person can mend, 1 after the loss of another rank, 128 + the number of
+        a signal that asked this rank to stop.
+    """
+    try:
+        place = RankEnvironment.read()
+    except ValueError as error:
+        print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+        return USAGE_ERROR
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    gc.freeze()  # no collection, ours between variants or Python's own, looks through all of torch again
+
+    def work_in_context() -> int:
+        try:
+            with rank_context(backend=backend, timeout_s=timeout_s) as context:
+                try:
+                    return work(context)
+                except Exception as error:
+                    if (message := message_of(error)) is None:
+                        raise
+                    say_once(context, f"{name}: error: {message}")
+                    return USAGE_ERROR
+        except Exception as error:
+            if is_lost_peer(error):
+                print(lost_peer(name, place.rank, timeout_s, error), file=sys.stderr, flush=True)
+                return 1
+            if (message := message_of(error)) is None:
+                raise
+            print(f"{name}: error: {message}", file=sys.stderr, flush=True)  # no group yet to agree on who says it
+            return USAGE_ERROR
+
+    return until_stopped(name, work_in_context, speaks=place.rank == 0)
+
+
+def say_once(context: RankContext, message: str) -> None:
+    """Print what all ranks have found: rank 0 says it, and the others wait until it has been said.
+
+    Without waiting, the first rank to leave makes torchrun end rank 0 in mid-sentence. A rank whose error is its
+    own waits in vain for a few seconds and then says it itself.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    if not context.is_main:
+        try:
+            store.wait(["said"], timedelta(seconds=5))
+            return
+        except RuntimeError:
+            message = f"[rank {context.rank}] {message}"
+    print(message, file=sys.stderr, flush=True)
+    if context.is_main:
+        store.set("said", "yes")
+
+
+def progress_to_stderr(context: RankContext) -> Callable[[str], None]:
+    """A function that prints a line with the seconds since now, on rank 0 alone."""
+    begin = time.monotonic()
+
+    def progress(text: str) -> None:
+        if context.is_main:
+            print(f"[{time.monotonic() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    return progress
+
+
+def leave_process(code: int) -> NoReturn:
+    """End this rank with `code`, without the interpreter's shutdown.
+
+    One of gloo's threads may still be about to release the last collective's tensors. That needs Python's lock,
+    and asking for it during the shutdown aborts a process whose work was done (exit code −6), which torchrun
+    takes for a failure.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Whether torch or gloo, which raises plain RuntimeErrors, says that another rank is gone."""
+    signs = (
+        *("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "timed out"),
+        "Application timeout caused pair closure",
+    )
+    known = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    return known or isinstance(error, dist.DistError)
+
+
+def lost_peer(name: str, rank: int, timeout_s: float, error: Exception) -> str:
+    """The line of a rank that has lost another."""
+    first_line = str(error).strip().splitlines()[0]
+    return (
+        f"{name}: rank {rank} lost another rank: it died, or did not join a collective within {timeout_s:g} s "
+        f"(--timeout). Look for that rank's own message. ({first_line})"
+    )

@@ -1,0 +1,189 @@
+"""How a command ends: with 0, with one line for what a person can mend, or because it was asked to stop.
+
+    def main() -> int:
+        return until_stopped("my_experiment", work)     # work's exit code, or 128 + the number of the signal
+
+To stop is no error, whether Ctrl-C asks for it (SIGINT) or a scheduler (SIGTERM): one line says what was saved, and
+within two seconds the process is gone. The handler raises `Stopped` in the main thread, so that files are closed and
+temporary ones removed. A main thread that is inside a long call (a collective, a kernel, a compiler) does not see that
+before the call ends; then a thread, which the C-level handler wakes through a pipe, says the line and ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+USAGE_ERROR = 2
+# What a person can mend. Anything else is our mistake and keeps its traceback.
+USER_ERRORS = (ValueError, OSError, MemoryError)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GRACE_S = 1.2  # for the main thread to end by itself
+SHOWN = 6  # files that are named one by one
+
+
+def message_of(error: Exception) -> str | None:
+    """The line for an error that a person can mend; None for any other, which keeps its traceback."""
+    if is_out_of_memory(error):
+        said = str(error).strip()
+        if type(error) is MemoryError and said:  # one of ours, which says what to do
+            return said
+        first = f" ({said.splitlines()[0]})" if said else ""
+        return f"out of memory{first}: a smaller --batch, --context or --size takes less"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) if isinstance(error, USER_ERRORS) else None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocator, of a GPU or of the host, could not give what was asked for."""
+    torch = sys.modules.get("torch")  # where nobody has imported it, no error is torch's
+    on_gpu = torch is not None and isinstance(error, torch.OutOfMemoryError)
+    return on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
+class Stopped(KeyboardInterrupt):
+    """This process was sent the signal `number`. No `except Exception` holds it up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def until_stopped(name: str, work: Callable[[], int], *, speaks: bool = True) -> int:
+    """Call `work` and return what it does; 128 + the number of the signal if one stops it.
+
+    Args:
+        name: of the command, for the line on stderr.
+        speaks: whether this process says that line; of several ranks one does.
+
+    In another than the main thread, which gets no signals, this is `work()`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    run = _Run(name, speaks)
+    token = _current.set(run)
+    try:
+        with _watched(run):
+            try:
+                return work()
+            except BaseException as error:  # what was stopped may fail otherwise while it cleans up
+                if not run.asked and not isinstance(error, KeyboardInterrupt):
+                    raise
+                run.asked = run.asked or signal.SIGINT
+                run.say()
+                _end_children()
+                return 128 + run.asked
+    finally:
+        _current.reset(token)
+
+
+def results_go_to(folder: Path) -> None:
+    """Tell whoever may have to say what was saved where that would be; the first folder of a run counts."""
+    run = _current.get()
+    if run is not None and run.folder is None:
+        run.folder = folder
+
+
+def how_to_continue(text: str) -> None:
+    """What the line adds where something was saved, such as `the same command with --stamp x continues`."""
+    run = _current.get()
+    if run is not None:
+        run.continues = text
+
+
+@dataclass
+class _Run:
+    name: str
+    speaks: bool
+    folder: Path | None = None
+    continues: str = ""
+    asked: int = 0
+    begin: float = field(default_factory=time.monotonic)
+    ended: threading.Event = field(default_factory=threading.Event)
+    said: bool = False
+
+    def say(self) -> None:
+        """One line, once."""
+        if self.said or not self.speaks:
+            return
+        self.said = True
+        by = "Ctrl-C" if self.asked == signal.SIGINT else signal.Signals(self.asked).name
+        saved = what_is_saved(self.folder)
+        more = f"; {self.continues}" if self.continues and not saved.startswith("nothing") else ""
+        after = f"after {time.monotonic() - self.begin:.0f} s"
+        print(f"{self.name}: stopped by {by} {after}; {saved}{more}", file=sys.stderr, flush=True)
+
+
+_current: ContextVar[_Run | None] = ContextVar("run that may be stopped", default=None)
+
+
+def what_is_saved(folder: Path | None) -> str:
+    """What a folder of results holds, in words; one that holds nothing is removed."""
+    if folder is None:
+        return "nothing was saved"
+    names = sorted(path.name for path in folder.glob("*") if not path.name.startswith(".tmp-"))
+    if not names:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        return "nothing was saved"
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"saved so far in {folder}: {', '.join(names[:SHOWN])}{more}"
+
+
+@contextlib.contextmanager
+def _watched(run: _Run) -> Iterator[None]:
+    def raise_once(number: int, frame: FrameType | None) -> None:
+        if not run.asked:
+            run.asked = number
+            raise Stopped(number)
+
+    def ignore_stopped(failure: sys.UnraisableHookArgs) -> None:
+        if not issubclass(failure.exc_type, Stopped):  # raised where no exception can leave: the watcher ends us
+            shown(failure)
+
+    shown, sys.unraisablehook = sys.unraisablehook, ignore_stopped
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays nohup
+    handlers = {number: signal.signal(number, raise_once) for number in wanted}
+    outer = signal.set_wakeup_fd(writer)  # written by the C-level handler, whatever the main thread does
+    watcher = threading.Thread(target=_watch, args=(run, reader), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        run.ended.set()
+        sys.unraisablehook = shown
+        signal.set_wakeup_fd(outer)
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        os.close(writer)
+        watcher.join()
+        os.close(reader)
+
+
+def _watch(run: _Run, reader: int) -> None:
+    while arrived := os.read(reader, 1):
+        if arrived[0] in SIGNALS and not run.ended.wait(GRACE_S):
+            run.asked = arrived[0]
+            run.say()
+            _end_children()
+            sys.stdout.flush()
+            os._exit(128 + arrived[0])
+
+
+def _end_children() -> None:
+    """End the processes of pools, which would otherwise outlive this one or make it wait for them."""
+    for child in multiprocessing.active_children():
+        child.kill()

@@ -1,0 +1,74 @@
+"""The message of a collective that fails: which rank did not come, and what it may be doing."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.comm import RankContext, collectives
+from distlab.testing import run_ranks
+
+TIMEOUT_S = 3.0
+
+
+def absent(context: RankContext, how: str) -> str:
+    """Rank 1 of 3 does not come to the second message; the others come a second apart."""
+    tensor = torch.ones(1000)
+    collectives.wait(collectives.all_reduce_mean(tensor, context.group), context.group, "averaging gradients")
+    time.sleep(context.rank / 2)
+    if context.rank == 1:
+        if how == "stuck":
+            time.sleep(TIMEOUT_S + 3.0)
+        return "rank 1"
+    with pytest.raises(RuntimeError) as caught:
+        if how == "a number":
+            collectives.sum_over_ranks(1.0, context.device, context.group)
+        elif how == "objects":
+            collectives.gather_objects("", context.group)
+        else:
+            work = collectives.all_reduce_mean(tensor, context.group)
+            collectives.wait(work, context.group, "averaging gradients")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["stuck", "ended", "a number", "objects"])
+def test_the_rank_that_did_not_come_is_named(how):
+    answers = run_ranks(absent, 3, how, group_timeout_s=TIMEOUT_S)
+    doing = {"a number": "summing a number", "objects": "exchanging objects"}.get(how, "averaging gradients")
+    for rank in (0, 2):
+        assert answers[rank].startswith(f"rank {rank} was {doing}, and rank 1 did not come: it has fewer batches")
+        assert "gloo" in answers[rank]  # torch's own words follow
+
+
+def elsewhere(context: RankContext) -> str:
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT_S)) for _ in range(2)]
+    mine = groups[context.rank]
+    with pytest.raises(RuntimeError) as caught:
+        work = collectives.all_reduce_mean(torch.ones(3), mine)
+        collectives.wait(work, mine, ("averaging gradients", "broadcasting tensors")[context.rank])
+    time.sleep(1.0)  # the other notices a moment later
+    return str(caught.value)
+
+
+def test_a_rank_that_waits_for_something_else_is_told_where():
+    answers = run_ranks(elsewhere, 2, group_timeout_s=TIMEOUT_S)
+    assert "rank 1 waits elsewhere (broadcasting tensors)" in answers[0]
+    assert "rank 0 waits elsewhere (averaging gradients)" in answers[1]
+
+
+def long_but_successful(context: RankContext) -> list[str]:
+    """A rank that was late once is not taken for one that waits later."""
+    for late in (0, 1):
+        if context.rank == late:
+            time.sleep(1.0)
+        work = collectives.all_reduce_mean(torch.ones(3), context.group)
+        collectives.wait(work, context.group, "averaging gradients")
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    return [store.get(f"waits/{rank}").decode() for rank in (0, 1)]
+
+
+def test_a_wait_that_ended_is_taken_back():
+    assert run_ranks(long_but_successful, 2) == [["", ""]] * 2

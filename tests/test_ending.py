@@ -1,0 +1,159 @@
+"""How commands end: one line for what a person can mend, and an answer to Ctrl-C and SIGTERM whatever is running."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from distlab.ending import message_of, until_stopped, what_is_saved
+from distlab.report import OutputFolder
+from distlab.report.output import atomic_path
+from tests.commands import ROOT, environment
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (ValueError("--size 0: at least one"), "--size 0: at least one"),
+        (FileNotFoundError(2, "No such file or directory", "nope.json"), "nope.json: No such file or directory"),
+        (MemoryError("batch 4 does not fit"), "batch 4 does not fit"),
+        (KeyError("ours"), None),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+    ],
+)
+def test_what_a_person_can_mend_is_a_line(error, line):
+    assert message_of(error) == line
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried …\nmore")])
+def test_memory_that_runs_out_is_said_with_what_helps(error):
+    line = message_of(error)
+    assert line.startswith("out of memory") and "--batch" in line and "\n" not in line
+
+
+def stopped_in(work, number=signal.SIGTERM):
+    """`until_stopped` of work that is sent a signal by itself."""
+
+    def sends() -> int:
+        os.kill(os.getpid(), number)
+        return work()
+
+    return until_stopped("bench", sends)
+
+
+@pytest.mark.parametrize("number, by", [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_a_signal_is_answered_with_what_was_saved(tmp_path, capsys, number, by):
+    def work() -> int:
+        raise AssertionError("goes on")
+
+    folder = OutputFolder(tmp_path, "bench", "now")
+
+    def saves() -> int:
+        joined = OutputFolder(tmp_path, "bench", "now")
+        joined.write_text("records.json", "[]")
+        with atomic_path(joined.path / "half.json") as temporary:
+            temporary.write_text("half")
+            os.kill(os.getpid(), number)
+        return work()
+
+    assert until_stopped("bench", saves) == 128 + number
+    line = capsys.readouterr().err
+    assert line == f"bench: stopped by {by} after 0 s; saved so far in {folder.path}: records.json\n"
+    assert [path.name for path in folder.path.iterdir()] == ["records.json"]
+
+
+def test_a_folder_in_which_nothing_was_saved_goes(tmp_path, capsys):
+    assert stopped_in(lambda: 0) == 143
+    assert capsys.readouterr().err.endswith("nothing was saved\n")
+    folder = OutputFolder(tmp_path, "bench")
+    assert what_is_saved(folder.path) == "nothing was saved" and not folder.path.exists()
+
+
+def test_the_handlers_before_come_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert until_stopped("bench", lambda: 7) == 7
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    with pytest.raises(KeyError):
+        until_stopped("bench", lambda: {}["missing"])
+    assert not any("_watch" in thread.name for thread in threading.enumerate())
+
+
+def test_what_fails_while_it_is_stopped_is_no_error_either(capsys):
+    def work() -> int:
+        try:
+            time.sleep(10)
+        finally:
+            raise RuntimeError("Connection closed by peer")
+
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    assert until_stopped("bench", work) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+STUCK = """
+import hashlib, sys, weakref
+from distlab.ending import until_stopped
+
+class Swallows:
+    pass
+
+def in_one_call() -> int:
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)  # minutes in C, without Python's lock
+    return 0
+
+def in_a_callback() -> int:
+    def called(reference):
+        print("ready", flush=True)
+        while True:  # an exception that is raised here goes nowhere
+            pass
+    watched = Swallows()
+    reference = weakref.ref(watched, called)
+    del watched
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)
+    return 0
+
+sys.exit(until_stopped("bench", {"call": in_one_call, "callback": in_a_callback}[sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("where, number", [("call", signal.SIGTERM), ("callback", signal.SIGINT)])
+def test_a_main_thread_that_does_not_see_the_signal_is_ended_within_two_seconds(where, number):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, where], cwd=ROOT, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    begin = time.monotonic()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - begin < 2
+    assert process.returncode == 128 + number
+    assert errors.startswith("bench: stopped by") and "Traceback" not in errors
+
+
+def test_ranks_answer_a_signal_within_two_seconds_and_one_of_them_speaks(tmp_path):
+    """Sent to the command alone, as a scheduler does; its ranks hear of it from torchrun's agent."""
+    command = [sys.executable, "launch/ddp_bench.py", "--nproc=2", "--backend=gloo", f"--out={tmp_path}"]
+    process = subprocess.Popen(
+        [*command, "--rounds=1000", "--check-steps=0", "--strategies=naive,flat"], cwd=ROOT, env=environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in process.stderr:
+        if "round 1/1000: flat" in line:
+            break
+    begin = time.monotonic()
+    process.terminate()
+    output, errors = process.communicate(timeout=60)
+    assert time.monotonic() - begin < 2
+    assert (process.returncode, output) == (143, "")
+    (said,) = [line for line in errors.splitlines() if "round" not in line]
+    assert said.startswith("ddp_bench: stopped by SIGTERM after") and said.endswith(": config.json")
+    assert [path.name for path in Path(tmp_path).rglob("*") if path.is_file()] == ["config.json"]
