@@ -143,6 +143,7 @@ H200_SXM = replace(
     name="H200 SXM",
     hbm_bytes=141 * GB,
     hbm_bandwidth=4800 * GB,
+    l2_bytes=60 * MIB,  # as its driver says; the H100's has 50
     source="NVIDIA H200 Tensor Core GPU datasheet; the chip is the H100's, see its white paper",
 )
 

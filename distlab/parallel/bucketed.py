@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
+from torch.optim import Optimizer
 
 from distlab.comm import collectives
 from distlab.parallel.base import DataParallel
@@ -34,6 +35,7 @@ from distlab.parallel.buckets import (
     plan_buckets,
     write_used_flags,
 )
+from distlab.parallel.partial_gradients import PartialGradients
 
 
 class BucketedDDP(DataParallel):
@@ -61,6 +63,7 @@ class BucketedDDP(DataParallel):
         self.bucket_size_mb = bucket_size_mb
         self._in_flight: list[Work] = []
         self.gradient_shards: list[Tensor] | None = None
+        self.partial_gradients: PartialGradients | None = None
         self._lay_out()
 
     def _lay_out(self, **padding: Any) -> None:
@@ -85,21 +88,38 @@ class BucketedDDP(DataParallel):
     def shard_gradients(self) -> None:
         """From now on reduce-scatter the buckets: each rank gets its slice of every mean and nothing else.
 
-        `gradient_shards[b]` then holds this rank's slice of bucket b after `finish_gradient_synchronization()`,
-        and `.grad` only says whether any rank used the parameter. The used flags go in one message of their own.
+        `gradient_shards[b]`, this rank's slice of bucket b, then holds means after
+        `finish_gradient_synchronization()`. The same memory is part of `.grad`, whose other parts hold leftovers;
+        see `PartialGradients`. The used flags go in one message of their own.
         """
         self._lay_out(world_size=self.process_group.size(), has_flags=False)
-        own = [slice(*bucket.shard_range(self.process_group.rank())) for bucket in self.plan]
+        rank = self.process_group.rank()
+        self.gradient_shards = [
+            bucket.buffer[slice(*bucket.plan.shard_range(rank))] for bucket in self._buckets
+        ]
         in_place = collectives.shards_in_place(self.device, self.process_group)
-        slices = [bucket.buffer[cut] for bucket, cut in zip(self._buckets, own, strict=True)]
-        self.gradient_shards = slices if in_place else [torch.empty_like(piece) for piece in slices]
+        self._received = [shard if in_place else torch.empty_like(shard) for shard in self.gradient_shards]
         self._flags = torch.empty(len(self.trainable), device=self.device)
+        places = [self._place[index] for index in range(len(self.trainable))]
+        views = [bucket.views[position] for bucket, position in places]
+        self.partial_gradients = PartialGradients(self.trainable_names, self.trainable, views)
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """See `DataParallel.check_step`; also raises for an optimizer that takes a part of the mean for the whole."""
+        super().check_step(optimizer)
+        if self.partial_gradients is not None:
+            self.partial_gradients.check_optimizer(optimizer)
 
     def close(self) -> None:
         """Detach every hook; see `DataParallel.close`."""
         super().close()
         for bucket in self._buckets:
             bucket.release()
+
+    def _on_gradient(self, index: int) -> None:
+        if self.partial_gradients is not None:
+            self.partial_gradients.check_added(index)
+        super()._on_gradient(index)
 
     def _gradient_ready(self, index: int) -> None:
         bucket, position = self._place[index]
@@ -115,21 +135,29 @@ class BucketedDDP(DataParallel):
         group = self.process_group
         if self.gradient_shards is None:
             return collectives.all_reduce_mean(buffer, group, prescaled=True)
-        return collectives.reduce_scatter_mean(self.gradient_shards[number], buffer, group, prescaled=True)
+        return collectives.reduce_scatter_mean(self._received[number], buffer, group, prescaled=True)
 
     def _synchronize(self) -> None:
+        if self.partial_gradients is not None:
+            for index, ready in enumerate(self._ready):
+                if not ready:
+                    self.partial_gradients.check_sent_again(index)
         while len(self._in_flight) < len(self._buckets):
             self._issue_next()
         in_flight, self._in_flight = self._in_flight, []
         for bucket, work in zip(self._buckets, in_flight, strict=True):
-            work.wait()
+            self._wait(work)
             bucket.unpack()
-        if self.gradient_shards is not None:
-            self._share_flags()
+        if self.partial_gradients is not None:
+            self._take_shards()
 
     @torch.no_grad()
-    def _share_flags(self) -> None:
+    def _take_shards(self) -> None:
+        """After the reduce-scatters: put what arrived into place, and adopt gradients that only other ranks have."""
+        for shard, received in zip(self.gradient_shards, self._received, strict=True):
+            if received is not shard:
+                shard.copy_(received)
         write_used_flags(self._flags, self.trainable, 1.0)
-        collectives.all_reduce_mean(self._flags, self.process_group).wait()
-        views = {index: bucket.views[position] for index, (bucket, position) in self._place.items()}
-        adopt_foreign_gradients(self._flags, self.trainable, [views[i] for i in range(len(views))])
+        self._wait(collectives.all_reduce_mean(self._flags, self.process_group))
+        adopt_foreign_gradients(self._flags, self.trainable, self.partial_gradients.views)
+        self.partial_gradients.note()

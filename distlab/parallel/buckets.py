@@ -191,7 +191,8 @@ class GradientBucket:
         if buffer is None:
             buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=self.parameters[0].device)
         self.buffer = buffer
-        self.views = plan.views(self.buffer, self.parameters)
+        # `.data`: each with a version counter of its own, so that changes of one gradient can be told from the rest.
+        self.views = [view.data for view in plan.views(self.buffer, self.parameters)]
         self.flags = self.buffer[plan.payload : plan.payload + len(plan.slots)] if plan.has_flags else None
         self._packed = [False] * len(plan.slots)
         self._offer_targets()

@@ -44,5 +44,5 @@ class FlatDDP(DataParallel):
             for bucket in self._buckets
         ]
         for bucket, work in zip(self._buckets, works, strict=True):
-            work.wait()
+            self._wait(work)
             bucket.unpack()

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -94,26 +93,3 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 def to_cpu(state: dict[str, Any]) -> dict[str, Any]:
     """A parameter's optimizer state, its tensors on the CPU."""
     return {key: v.detach().cpu() if isinstance(v, Tensor) else v for key, v in state.items()}
-
-
-def is_elementwise(optimizer_cls: type[Optimizer], options: dict[str, Any], device: torch.device) -> bool:
-    """Whether updating the pieces of a vector gives what updating the vector gives: tried out on eight numbers.
-
-    A test of behaviour, not of names, so that it holds for people's own optimizers. Those that look at a whole
-    tensor (LAMB, Adafactor, Muon, L-BFGS) fail it, or raise on a vector.
-    """
-    start = torch.linspace(-1.0, 2.0, 8, device=device)
-    whole = [nn.Parameter(start.clone())]
-    pieces = [nn.Parameter(start[:3].clone()), nn.Parameter(start[3:].clone())]
-    try:
-        for parameters in (whole, pieces):
-            optimizer = optimizer_cls(parameters, **options)
-            for step in range(3):
-                gradient = torch.linspace(5.0, -3.0 + step, 8, device=device)
-                sizes = [parameter.numel() for parameter in parameters]
-                for parameter, part in zip(parameters, gradient.split(sizes), strict=True):
-                    parameter.grad = part.clone()
-                optimizer.step()
-    except (TypeError, ValueError, RuntimeError, IndexError):
-        return False
-    return torch.allclose(whole[0], torch.cat([piece.detach() for piece in pieces]))

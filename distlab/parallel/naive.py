@@ -34,9 +34,9 @@ class NaiveDDP(DataParallel):
         for parameter in self.trainable:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             sent = gradient.contiguous()
-            collectives.all_reduce_mean(sent, self.process_group).wait()
+            self._wait(collectives.all_reduce_mean(sent, self.process_group))
             if sent is not gradient:
                 gradient.copy_(sent)
             gradients.append(gradient)
-        collectives.all_reduce_mean(self._flags, self.process_group).wait()
+        self._wait(collectives.all_reduce_mean(self._flags, self.process_group))
         adopt_foreign_gradients(self._flags, self.trainable, gradients)

@@ -54,9 +54,9 @@ class OverlapDDP(DataParallel):
         flags_work = collectives.all_reduce_mean(self._flags, self.process_group)
         gradients: list[Tensor] = [self._flags] * len(in_flight)
         for index, gradient, sent, work in in_flight:
-            work.wait()
+            self._wait(work)
             if sent is not gradient:
                 gradient.copy_(sent)
             gradients[index] = gradient
-        flags_work.wait()
+        self._wait(flags_work)
         adopt_foreign_gradients(self._flags, self.trainable, gradients)

@@ -13,7 +13,8 @@ class Owned:
     Attributes:
         name: of the parameter in the wrapped model.
         shape: of the whole parameter.
-        parameter: what the optimizer holds: the whole parameter, or a 1-D piece of it (perhaps empty).
+        parameter: what the optimizer holds: the whole parameter or a part of it, perhaps empty, of any number of
+            dimensions; its own elements, flattened, are the run.
         start: first element of `parameter` within the flattened whole.
         replicated: every rank holds and steps the very same elements.
     """

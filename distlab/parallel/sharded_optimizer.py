@@ -64,7 +64,9 @@ class ShardedOptimizer(MirroredOptimizer):
         loss = self._inner.step(closure, **kwargs)
         in_flight = []
         for rank in range(self._group.size()):
-            owned = [p for p, owner in self._owner.items() if owner == rank and p.requires_grad]
+            # A frozen parameter whose gradient is still there is stepped, as by any optimizer.
+            stepped = (p for p in self._owner if p.requires_grad or p.grad is not None)
+            owned = [p for p in stepped if self._owner[p] == rank]
             in_flight.append(collectives.broadcast_coalesced(owned, self._group, source=rank))
         for messages in in_flight:
             messages.wait()

@@ -52,6 +52,7 @@ class TorchFSDP2(nn.Module):
             if unit is not module:
                 fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(module, mesh=mesh, mp_policy=policy)
+        self._synchronizes = True  # False inside no_sync()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -59,11 +60,13 @@ class TorchFSDP2(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside keep full gradients; the next one outside sends the sum."""
+        before, self._synchronizes = self._synchronizes, False
         self.module.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self.module.set_requires_gradient_sync(True)
+            self._synchronizes = before
+            self.module.set_requires_gradient_sync(before)
 
     def finish_gradient_synchronization(self) -> None:
         """torch waits for its reduce-scatters at the end of backward; nothing is left to do."""

@@ -6,13 +6,14 @@
 The optimizer's state, and the work of its step, are divided by the number of ranks N, and nothing is sent twice:
 a reduce-scatter and an all-gather are the two halves of the all-reduce they replace (Rajbhandari et al. 2020,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sec. 5.1 and 7.1). The all-gather of the
-updated parameters runs under the next forward, in the order in which forward needs them.
+updated parameters runs under the next forward, in the order in which forward needs them; see `slices.py`.
 
 Parameters live in flat buffers laid out like the gradient buckets; a rank owns the same slice of both. Its
 optimizer sees 1-D views of the pieces of parameters in its slices, which is why it must be element-wise.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch.optim import Optimizer
 
 from distlab.comm import collectives
 from distlab.parallel.bucketed import BucketedDDP
-from distlab.parallel.mirror import MirroredOptimizer, is_elementwise, options_of, to_cpu
+from distlab.parallel.elementwise import is_elementwise
+from distlab.parallel.mirror import MirroredOptimizer, options_of, to_cpu
 from distlab.parallel.ownership import Owned
 from distlab.parallel.slices import SlicedParameters, join
 
@@ -29,7 +31,17 @@ from distlab.parallel.slices import SlicedParameters, join
 class ZeroOptimizer(MirroredOptimizer):
     """An element-wise optimizer over this rank's slices of a `BucketedDDP`'s parameters.
 
-    Gradients must be zeroed before every step's first backward: outside the owned slices `.grad` holds leftovers.
+    Gradients. After `finish_gradient_synchronization()` a `.grad` holds the mean in the part that this rank owns and
+    leftovers elsewhere. So it must be zeroed before every step's first backward, the norm is clipped by
+    `clip_grad_norm_` here, and other edits belong into `elementwise_gradient_edits()`; all else raises.
+
+    Parameters. `step()` returns while they are being gathered, and the next forward waits module by module. Nothing
+    reads one before it has arrived: whoever does so in Python, anywhere, waits for it (`in_flight.py`), and code
+    compiled by `torch.compile` runs when all that it may read has arrived. To keep the overlap, compile blocks
+    (`torch.compile(block)`) before building this optimizer; after `block.compile()`, the wrapper's forward waits for
+    all parameters at once. Call `synchronize()` before parameters are read below Python: through an alias
+    (`parameter.data`, a view) taken before the step, by `torch.func` transforms over parameters, by TorchScript
+    functions of your own, by replayed CUDA graphs.
 
     Args:
         ddp: its bucket plan is taken over; from now on it reduce-scatters.
@@ -61,17 +73,14 @@ class ZeroOptimizer(MirroredOptimizer):
         self._ddp = ddp
         self._group = ddp.process_group
         self._slices = SlicedParameters(ddp)
+        self._gradients = ddp.partial_gradients
+        self._gradients.belong_to(self)
         super().__init__(ddp.trainable if params is None else params, optimizer_cls, kwargs)
-        self._hooks = [
-            module.register_forward_pre_hook(lambda *_, needed=needed: self._slices.wait(needed))
-            for module in ddp.module.modules()
-            if (needed := self._slices.buckets_of(module))
-        ]
-        self._hooks.append(ddp.module.register_state_dict_pre_hook(lambda *_: self.synchronize()))
+        self._hooks = list(self._slices.hook_forward(ddp))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step this rank's slices and send the results on their way; the next forward waits for what it needs.
+        """Step this rank's slices and send the results on their way; whoever reads a parameter waits for it.
 
         Args:
             closure: evaluated once, before the step, with gradients enabled; it must finish the synchronisation.
@@ -79,21 +88,63 @@ class ZeroOptimizer(MirroredOptimizer):
 
         Returns:
             The closure's value, or None.
+
+        Raises:
+            RuntimeError: gradients were not finished, or edited since outside of `elementwise_gradient_edits()`;
+                or a `GradScaler` found an overflow on some ranks only (then on every rank).
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._ddp.finish_gradient_synchronization()
+            self._ddp.check_step(self)  # what the check before the closure could not know
         self.synchronize()
+        if "found_inf" in self.__dict__ and self._overflowed():  # inside of GradScaler.step()
+            return loss
+        self._gradients.check_unedited()
         self._slices.point_gradients()
+        if self.__dict__.get("grad_scale") is not None:
+            for gradient in self._own_gradients():
+                gradient.div_(self.grad_scale)
         self._copy_options_inwards()
         self._inner.step(**kwargs)
         self._slices.start_gathering()
         return loss
 
+    # GradScaler then calls step() on every rank, and leaves its findings in `found_inf` and `grad_scale`.
+    _step_supports_amp_scaling = True
+
+    def _overflowed(self) -> bool:
+        """Whether this step is to be skipped; raises RuntimeError unless all ranks say the same."""
+        finite = collectives.sum_over_ranks(float(self.found_inf.item() == 0), self._ddp.device, self._group)
+        if 0 < finite < self._group.size():
+            del self.found_inf, self.grad_scale  # GradScaler takes them away only after a step
+            raise RuntimeError(
+                f"gradients overflowed on {self._group.size() - round(finite)} of {self._group.size()} ranks, as each "
+                "rank sees the mean of its own part only, and GradScaler would now choose another scale on each: use "
+                "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...) and call its "
+                "unscale_(optimizer) before step(optimizer), or distlab.train.scaler.LossScaler with TrainStep"
+            )
+        return finite == 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any optimizer; gradients alone are touched, so nothing waits."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters in flight: a microsecond for each access else
+            super().zero_grad(set_to_none)
+
+    def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
+        """Inside, between `finish_gradient_synchronization()` and `step()`, gradients may be edited element by element.
+
+        For example `torch.nn.utils.clip_grad_value_` or a multiplication. What needs all of a gradient at once gets
+        another answer on each rank, as only this rank's part is the mean: for the norm there is `clip_grad_norm_`.
+
+        Raises:
+            RuntimeError: a gradient was edited before.
+        """
+        return self._gradients.elementwise_edits()
+
     def synchronize(self) -> None:
-        """Wait until all parameters are whole: before reading them outside of the module's forward."""
+        """Wait until all parameters are whole; for what reads their memory below Python (see the class)."""
         self._slices.wait()
 
     @torch.no_grad()
@@ -102,10 +153,13 @@ class ZeroOptimizer(MirroredOptimizer):
 
         Call it after `finish_gradient_synchronization()`, on every rank. Returns the norm before, a scalar, as
         `torch.nn.utils.clip_grad_norm_` does on whole gradients (up to rounding).
+
+        Raises:
+            RuntimeError: gradients of a synchronised backward have not been finished.
         """
+        self._ddp.check_step(self)
         self._slices.point_gradients()
-        pieces = [piece.parameter for piece in self._slices.all_pieces()]
-        gradients = [piece.grad for piece in pieces if piece.grad is not None]
+        gradients = self._own_gradients()
         norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients]
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._ddp.device)
         norm = collectives.sum_tensor(square, self._group).sqrt()
@@ -168,6 +222,10 @@ class ZeroOptimizer(MirroredOptimizer):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _own_gradients(self) -> list[Tensor]:
+        pieces = (piece.parameter for piece in self._slices.all_pieces())
+        return [piece.grad for piece in pieces if piece.grad is not None]
 
     def _mine(self, group: dict[str, Any]) -> dict[str, Any]:
         for parameter in group["params"]:

@@ -5,6 +5,9 @@ import torch
 from torch import nn
 
 from distlab.comm import RankContext
+from distlab.measure.recorder import CollectiveRecorder
+from distlab.parallel import STRATEGIES as REGISTRY
+from distlab.parallel import get_strategy, strategies_on
 from tests.parallel.cases import CASES, Reference, build
 from tests.parallel.test_contract import BACKENDS, STRATEGIES, assert_equals_reference, run
 
@@ -46,25 +49,51 @@ def test_no_sync_accumulates_and_the_next_backward_sends_the_sum(strategy, case,
     run(accumulate, 2, strategy, case, set_to_none, backend=backend)
 
 
-def exception_inside_no_sync(context: RankContext, strategy: str) -> None:
-    model = build("plain", 0, context.device)
-    wrapper = STRATEGIES[strategy](model, process_group=context.group)
-    with pytest.raises(KeyError), wrapper.no_sync():
-        raise KeyError("user code")
-    wrapper(torch.full((1, 6), float(context.rank))).sum().backward()
+def no_sync_and_then_a_step(context: RankContext, strategy: str, nested: bool) -> None:
+    """Either an exception ends a no_sync() before the only micro-batch, or the first two of three micro-batches are
+    under a no_sync() that is entered once more for the first."""
+    entry = get_strategy(strategy)
+    model, whole = build("plain", 0, context.device), build("plain", 0, context.device)
+    wrapper = entry.wrap(model, context.group)
+    optimizer = entry.optimizer(wrapper, torch.optim.SGD, lr=1.0)
+    loss = CASES["plain"].loss
+    loss(wrapper, context.rank, 9, context.device).backward()  # torch's static graph must see a synchronised one first
     wrapper.finish_gradient_synchronization()
-    mine = [parameter.grad.clone() for parameter in model.parameters()]
-    reference = build("plain", 0, context.device)
+    optimizer.zero_grad()
+    numbers = (0, 1, 2) if nested else (2,)
+    if nested:
+        with CollectiveRecorder() as recorder, wrapper.no_sync():
+            with wrapper.no_sync():
+                loss(wrapper, context.rank, 0, context.device).backward()
+            loss(wrapper, context.rank, 1, context.device).backward()
+        assert not {"all_reduce", "reduce_scatter"} & set(recorder.by_op()), strategy
+    else:
+        with pytest.raises(KeyError), wrapper.no_sync():
+            raise KeyError("user code")
+    loss(wrapper, context.rank, 2, context.device).backward()
+    wrapper.finish_gradient_synchronization()
+    optimizer.step()
     for rank in range(2):
-        (reference(torch.full((1, 6), float(rank))).sum() / 2).backward()
-    for gradient, parameter in zip(mine, reference.parameters(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)
+        for number in numbers:
+            (loss(whole, rank, number, context.device) / 2).backward()
+    sharded = hasattr(wrapper, "gather_full_params")
+    mine = wrapper.gather_full_params() if sharded else dict(model.named_parameters())
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(mine[name], parameter - parameter.grad, msg=f"{strategy}: {name}")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_sync_restores_itself_after_an_exception(strategy):
-    """RELIABILITY 8."""
-    run(exception_inside_no_sync, 2, strategy)
+def with_every_strategy(context: RankContext, nested: bool) -> None:
+    for name in strategies_on("cpu"):  # torch's peers too
+        if REGISTRY[name].synchronizes:
+            no_sync_and_then_a_step(context, name, nested)
+
+
+def test_no_sync_restores_itself_after_an_exception():
+    run(with_every_strategy, 2, False)
+
+
+def test_a_no_sync_inside_another_does_not_end_it():
+    run(with_every_strategy, 2, True)
 
 
 def two_forwards_one_backward(context: RankContext, strategy: str) -> None:
@@ -137,8 +166,6 @@ def test_a_parameter_nobody_used_is_left_alone_by_adamw(strategy):
 
 
 def finish_twice_and_without_backward(context: RankContext, strategy: str) -> None:
-    from distlab.measure.recorder import CollectiveRecorder
-
     model = build("plain", 0, context.device)
     wrapper = STRATEGIES[strategy](model, process_group=context.group)
     with CollectiveRecorder() as recorder:

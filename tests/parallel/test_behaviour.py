@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from distlab.comm import RankContext
 from distlab.measure.recorder import CollectiveRecorder
+from distlab.parallel import BucketedDDP, OverlapDDP, ZeroOptimizer, get_strategy, strategies_on
 from tests.parallel.cases import build
 from tests.parallel.test_contract import BACKENDS, STRATEGIES, assert_same_on_all_ranks, run
 
@@ -33,6 +35,40 @@ def buffers_follow_rank_0(context: RankContext, strategy: str) -> None:
 def test_buffers_are_synchronised_on_request(strategy, backend):
     """RELIABILITY 12: the policy is: broadcast at construction, then by sync_buffers()."""
     run(buffers_follow_rank_0, 2, strategy, backend=backend)
+
+
+class WithBuffers(nn.Module):
+    """Buffers of several kinds, drawn anew by every rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("table", torch.randn(3, 4))
+        self.register_buffer("transposed", torch.randn(3, 4).t())
+        self.register_buffer("count", torch.randint(0, 1000, ()))
+        self.register_buffer("not_saved", torch.randn(5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def buffers_from_rank_0(context: RankContext) -> None:
+    for name in strategies_on("cpu"):
+        entry = get_strategy(name)
+        if not entry.synchronizes:
+            continue
+        torch.manual_seed(10 + context.rank)
+        model = WithBuffers()
+        torch.manual_seed(10)
+        expected = WithBuffers()
+        entry.wrap(model, context.group)
+        for (label, mine), theirs in zip(model.named_buffers(), expected.buffers(), strict=True):
+            assert torch.equal(mine, theirs), (name, label)
+
+
+def test_construction_takes_over_the_buffers_of_rank_0():
+    """Of every strategy, torch's peers too; the ranks begin with different ones."""
+    run(buffers_from_rank_0, 2)
 
 
 class Scaled(nn.Module):
@@ -132,3 +168,60 @@ def dropped_wrapper(context: RankContext, strategy: str) -> int:
 def test_a_dropped_wrapper_communicates_no_more(strategy):
     """Hooks hold their wrapper weakly: a model outlives a wrapper that nobody closed."""
     assert run(dropped_wrapper, 2, strategy) == [0, 0]
+
+
+def sent_while_backward_runs(context: RankContext) -> None:
+    """Notes what has been sent when the first layer's gradient is computed, the last of all."""
+
+    def bucketed(model: nn.Module, **options) -> BucketedDDP:
+        return BucketedDDP(model, 1e-4, **options)
+
+    def zero(model: nn.Module, **options) -> BucketedDDP:
+        wrapper = bucketed(model, **options)
+        model.optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1)
+        return wrapper
+
+    for make, op in ((OverlapDDP, "all_reduce"), (bucketed, "all_reduce"), (zero, "reduce_scatter")):
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        wrapper = make(model, process_group=context.group)
+        messages = 8 if make is OverlapDDP else len(wrapper.plan)
+        for _ in range(2):
+            wrapper.zero_grad()
+            seen = []
+            with CollectiveRecorder() as recorder:
+                loss = wrapper(torch.ones(1, 6)).sum()
+                hook = model[0].weight.register_hook(lambda _, r=recorder, s=seen, op=op: s.append(r.by_op()[op][0]))
+                assert recorder.count == 0
+                loss.backward()
+                assert recorder.by_op()[op][0] == messages  # all, before finish
+                wrapper.finish_gradient_synchronization()
+            hook.remove()
+            assert messages - 2 <= seen[0] < messages  # what remained was the first layer's weight and bias
+
+
+def test_messages_leave_while_backward_runs():
+    """Of the strategies that overlap: all but the first layer's have left before that layer's gradient is there."""
+    run(sent_while_backward_runs, 2)
+
+
+def recomputed_wrapper(context: RankContext, strategy: str) -> None:
+    """The wrapper's forward for one head runs again when the other head's gradients have arrived already."""
+    plain = build("unused-on-some", 0, context.device)
+    wrapper = STRATEGIES[strategy](build("unused-on-some", 0, context.device), process_group=context.group)
+    x = torch.ones(2, 6)
+
+    def loss_of(model: nn.Module, rank: int) -> Tensor:
+        left = checkpoint(model, x, "left", use_reentrant=False)
+        return (rank + 1) * (left + checkpoint(model, x, "right", use_reentrant=False)).square().mean()
+
+    loss_of(wrapper, context.rank).backward()
+    wrapper.finish_gradient_synchronization()
+    for rank in range(2):
+        (loss_of(plain, rank) / 2).backward()
+    for mine, expected in zip(wrapper.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)
+
+
+@pytest.mark.parametrize("strategy", ["naive", "bucketed"])
+def test_a_wrapper_may_be_recomputed_inside_backward(strategy):
+    run(recomputed_wrapper, 2, strategy)

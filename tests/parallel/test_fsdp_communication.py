@@ -38,9 +38,9 @@ def record_a_step(context: RankContext, dtype: torch.dtype | None, options: dict
     return calls
 
 
-# Elements of the flat buffers at two ranks. Embedding and head: 7 · 11 = 77 → 78. A block: 7 · 13 = 91 at
-# offset 0 and 91 at offset 96 → 187 → 188.
-E, B = 78, 188
+# Elements of the flat buffers at two ranks. Embedding and head: 11 rows of 7 → 6 rows for each rank. A block: 13
+# rows of 7 at offset 0 and 7 rows of 13 at offset 104 (of 13 and 8) → 195 → slices of a multiple of 7 and 13, 182.
+E, B = 84, 364
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -140,17 +140,18 @@ def test_the_roots_unit_adds_one():
 
 def freed_weights_are_out_of_reach(context: RankContext) -> None:
     fsdp = FSDP(own_model(0, context.device), process_group=context.group)
-    up = fsdp.module.blocks[0].up
+    down = fsdp.module.blocks[0].down
     step(fsdp, context, 0)
-    assert up.weight.ndim == 1 and up.weight is fsdp.get_parameter("module.blocks.0.up.weight")
+    shard = fsdp.get_parameter("module.blocks.0.down.weight")
+    assert down.weight is shard and shard.shape == ((6, 13), (1, 13))[context.rank]
     with pytest.raises(RuntimeError, match=r"unit 'blocks\.0' runs outside the forward"):
         fsdp.module.blocks[0](torch.ones(1, 7, device=context.device))
-    assert up.weight.ndim == 1
+    assert down.weight is shard
 
 
-def test_outside_forward_a_module_holds_its_piece():
-    """A freed buffer read by an operator would end the process; attributes therefore find the piece."""
-    run(freed_weights_are_out_of_reach, 1)
+def test_outside_forward_a_module_holds_its_shard():
+    """A freed buffer read by an operator would end the process; attributes therefore find the shard."""
+    run(freed_weights_are_out_of_reach, 2)
 
 
 def train_with_delays(context: RankContext, delay_seed: int | None, steps: int) -> list[Tensor]:
@@ -243,6 +244,23 @@ def test_a_rank_that_changes_the_order_later_raises_before_it_sends():
     (peer, peer_s), (deviant, deviant_s) = results
     assert "unit 'right' runs where unit 'left' ran the last time" in deviant and deviant_s < 1
     assert "gathering unit 'right' failed" in peer and peer_s < TIMEOUT_S + 2  # no hang, and it says where
+
+
+def one_batch_fewer(context: RankContext) -> str:
+    fsdp = FSDP(own_model(0, context.device), process_group=context.group)
+    for number in range(2):
+        step(fsdp, context, number)
+    if context.rank == 1:
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        step(fsdp, context, 2)
+    return str(caught.value)
+
+
+def test_a_rank_with_one_batch_fewer():
+    """Its peers are told where they waited for it, and that this may be why."""
+    message, _ = run_ranks(one_batch_fewer, 2, group_timeout_s=TIMEOUT_S)
+    assert "gathering unit 'embedding' failed" in message and "rank 1 did not come: it has fewer batches" in message
 
 
 def shorter_pass(context: RankContext) -> None:

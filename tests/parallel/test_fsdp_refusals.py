@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,13 @@ def wrap_what_cannot_be_wrapped(context: RankContext) -> None:
         FSDP(half_on_meta, process_group=group)
     with pytest.raises(ValueError, match="recurrent module"):
         FSDP(nn.LSTM(2, 2), process_group=group)
+
+    with pytest.raises(ValueError, match=r"'1\.weight' is uninitialized, a lazy module's: run one forward"):
+        FSDP(nn.Sequential(nn.Linear(4, 3), nn.LazyLinear(2)), process_group=group)
+    alias = linear()
+    alias[2].weight = nn.Parameter(alias[0].weight.detach()[:2, :3])
+    with pytest.raises(ValueError, match=r"'2\.weight' and '0\.weight' are two parameters on the same memory"):
+        FSDP(alias, process_group=group)
 
     module = linear()
     ddp = BucketedDDP(module, process_group=group)
@@ -127,3 +135,75 @@ def misuse(context: RankContext) -> None:
 def test_what_a_wrapped_module_refuses():
     """Moving, copying, replacing, unfreezing; RELIABILITY 13 for sparse gradients."""
     run(misuse, 1)
+
+
+class Returns(nn.Module):
+    """One unit, whose output the test decides."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.units, self.how = nn.ModuleList([nn.Linear(4, 4), _Unit(how)]), how
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.units[1](self.units[0](x))
+
+
+class _Unit(nn.Module):
+    def __init__(self, how: str):
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.how == "generator":
+            return (self.layer(row) for row in x)
+        if self.how == "function":
+            return x, lambda: self.layer(x)
+        if self.how == "parameter":
+            return x, self.layer.weight.t()
+        self.aside = self.layer(torch.ones(1, 4))
+        return x
+
+
+def returned(context: RankContext) -> None:
+    x = torch.ones(2, 4)
+    for how, message, error in (
+        ("generator", r"unit 'units\.1' returns a generator, .*: return tensors", TypeError),
+        ("function", r"unit 'units\.1' returns a function, .*: return tensors", TypeError),
+        (
+            "parameter",
+            r"unit 'units\.1' returns one of its parameters.*: return parameter\.clone\(\)",
+            RuntimeError,
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            FSDP(Returns(how), process_group=context.group)(x)
+    fsdp = FSDP(Returns("aside"), process_group=context.group)
+    fsdp(x)
+    fsdp.module.units[1].aside.sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"parameters of unit 'units\.1' past its outputs.*: return every tensor"
+    ):
+        fsdp.finish_gradient_synchronization()
+
+
+def test_units_whose_backward_could_not_be_seen():
+    """What a unit returns or keeps without FSDP finding the tensors in it: named, not a crash or a lost gradient."""
+    run(returned, 1)
+
+
+def gradient_penalty(context: RankContext) -> None:
+    fsdp = FSDP(linear(), process_group=context.group)
+    x = torch.ones(2, 4, requires_grad=True)
+    out = fsdp(x).sum()
+    with pytest.raises(RuntimeError, match=r"create_graph=True reaches unit '2', .* under BucketedDDP"):
+        torch.autograd.grad(out, x, create_graph=True)
+    out = fsdp(x).sum()
+    with pytest.raises(RuntimeError, match=r"create_graph=True reaches unit '2'"):
+        out.backward(create_graph=True)
+    fsdp(x).sum().backward()  # and goes on
+    fsdp.finish_gradient_synchronization()
+
+
+def test_a_graph_of_the_backward():
+    """A gradient penalty differentiates the backward, when the parameters that it used are freed."""
+    run(gradient_penalty, 2)

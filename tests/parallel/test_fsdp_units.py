@@ -1,38 +1,146 @@
 """The pure plan: what is gathered together, what lies where, in one process."""
 
+import math
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from distlab.parallel.fsdp.units import ALIGNMENT, FlatPlan, is_sharded, list_entries, plan_units
+from distlab.model import preset
+from distlab.parallel.fsdp import units as planning
+from distlab.parallel.fsdp.not_gathered import NotGathered
+from distlab.parallel.fsdp.units import (
+    ALIGNMENT,
+    WORTH_A_BUFFER,
+    FlatPlan,
+    is_sharded,
+    list_entries,
+    plan_buffers,
+    plan_units,
+)
+from distlab.theory.shape import ModelShape
+
+SHAPES = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=4).map(tuple), min_size=1, max_size=6)
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 9))
-def test_pieces_of_all_ranks_make_up_each_parameter(numels: list[int], world_size: int):
-    """RELIABILITY 29: each element has one owner, padding has none, and slices are equal."""
-    plan = FlatPlan(tuple(numels), world_size)
-    assert plan.numel == plan.slice_numel * world_size
-    flat = torch.arange(plan.numel)
-    owned = torch.zeros(plan.numel, dtype=torch.int)
-    for index, (offset, numel) in enumerate(zip(plan.offsets, numels, strict=True)):
-        assert offset % ALIGNMENT == 0
-        end = 0
-        for rank in range(world_size):
-            first, last = plan.piece(index, rank)
-            assert 0 <= first <= last <= numel
-            if first < last:
-                assert first == end
-                end = last
-            start, stop = plan.place(index, rank)
-            assert stop - start == last - first and 0 <= start <= stop <= plan.slice_numel
-            mine = flat[rank * plan.slice_numel : (rank + 1) * plan.slice_numel][start:stop]
-            assert torch.equal(mine, flat[offset + first : offset + last])
-            owned[mine] += 1
-        assert end == numel
-    assert owned.sum() == sum(numels) and (owned <= 1).all()
-    assert plan.numel < sum(numels) + ALIGNMENT * len(numels) + world_size  # little padding
+@given(SHAPES, st.integers(1, 9), st.sampled_from([0, WORTH_A_BUFFER]))
+def test_shards_of_all_ranks_make_up_each_parameter(shapes, world_size, worth):
+    """RELIABILITY 29: each element has one owner, padding has none, slices are equal, and cuts lie between rows."""
+    with mock.patch.object(planning, "WORTH_A_BUFFER", worth):
+        buffers = plan_buffers(shapes, world_size)
+    assert sorted(index for indices in buffers for index in indices) == list(range(len(shapes)))
+    for indices in buffers:
+        assert indices == sorted(indices)
+        plan = FlatPlan(tuple(shapes[i] for i in indices), world_size)
+        assert plan.numel == plan.slice_numel * world_size
+        owned = torch.zeros(plan.numel, dtype=torch.int)
+        for index in range(len(indices)):
+            check_shards(plan, index, owned)
+        assert owned.sum() == sum(plan.numels) and (owned <= 1).all()
+
+
+def check_shards(plan: FlatPlan, index: int, owned: torch.Tensor) -> None:
+    """One parameter's shards; counts in `owned` whom each element of the buffer belongs to."""
+    shape, flat, end = plan.sizes[index], torch.arange(plan.numel), 0
+    assert plan.offsets[index] % ALIGNMENT == 0
+    for rank in range(plan.world_size):
+        first, last = plan.piece(index, rank)
+        assert 0 <= first <= last <= math.prod(shape)
+        if first < last:
+            assert first == end
+            end = last
+        start, stop = plan.place(index, rank)
+        assert stop - start == last - first and 0 <= start <= stop <= plan.slice_numel
+        mine = flat[rank * plan.slice_numel : (rank + 1) * plan.slice_numel][start:stop]
+        assert torch.equal(mine, flat[plan.offsets[index] + first : plan.offsets[index] + last])
+        owned[mine] += 1
+        sizes = plan.shard_sizes(index, rank)
+        assert math.prod(sizes) == last - first and len(sizes) == len(shape)
+        if shape[0] >= plan.world_size:
+            assert sizes[1:] == shape[1:]
+    assert end == math.prod(shape)
+
+
+@given(SHAPES, st.integers(1, 9), st.integers(1, 300))
+def test_padding_is_bounded(shapes, world_size, factor):
+    """Buffers of their own: less than a row for each rank, and the alignment. One buffer: 1/64 or 2¹⁸ more."""
+    shapes = [(rows * factor, *others) for rows, *others in shapes]
+    buffers = plan_buffers(shapes, world_size)
+    plans = [FlatPlan(tuple(shapes[i] for i in indices), world_size) for indices in buffers]
+    elements = sum(map(math.prod, shapes))
+    padding = sum(plan.numel for plan in plans) - elements
+    rows = FlatPlan(tuple(shapes), world_size).row_numels
+    bound = world_size * sum(set(rows)) + sum(math.lcm(row, ALIGNMENT) for row in rows)
+    assert padding < bound + (max(elements / 64, WORTH_A_BUFFER) if len(plans) == 1 else 0)
+
+
+LLAMA = ((3 * 4096, 4096), (4096, 4096), (11008, 4096), (11008, 4096), (4096, 11008))
+
+
+@pytest.mark.parametrize("name", ["small", "medium", "large", "xl", "10B", "gpt2-xl", "d_ff 11008"])
+def test_padding_of_a_real_block(name):
+    """One buffer and at most 0.3 % of padding up to 64 ranks; at 512 and 1,024 the numbers of docs/fsdp.md."""
+    shapes = LLAMA if name == "d_ff 11008" else ModelShape.of(preset(name)).matrix_shapes_per_block
+    elements = sum(map(math.prod, shapes))
+
+    def padding(world_size: int) -> tuple[int, float]:
+        buffers = plan_buffers(shapes, world_size)
+        plans = [FlatPlan(tuple(shapes[i] for i in indices), world_size) for indices in buffers]
+        return len(plans), round(100 * (sum(plan.numel for plan in plans) / elements - 1), 1)
+
+    for world_size in (1, 2, 3, 4, 8, 64):
+        buffers, percent = padding(world_size)
+        assert buffers == 1 and percent <= 0.3
+    expected = {
+        "10B": [(2, 0.0), (1, 3.7)],
+        "gpt2-xl": [(1, 4.0), (2, 8.0)],
+        "d_ff 11008": [(2, 0.0), (2, 1.0)],
+    }
+    assert [padding(512), padding(1024)] == expected.get(name, [(1, 0.0), (1, 0.0)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "world_size", "shards"),
+    [
+        ((5, 3), 2, [(3, 3), (2, 3)]),
+        ((2, 6), 2, [(1, 6), (1, 6)]),
+        ((2, 6), 3, [(1, 4), (1, 4), (1, 4)]),  # two rows for three ranks
+        ((1, 4), 1, [(1, 4)]),
+        ((1, 4), 2, [(1, 2), (1, 2)]),
+        ((3, 1), 4, [(1, 1), (1, 1), (1, 1), (1, 0)]),
+        ((2, 3, 5), 3, [(1, 2, 5), (1, 2, 5), (1, 2, 5)]),  # experts: six rows for three ranks
+        ((4, 3, 5), 3, [(2, 3, 5), (2, 3, 5), (0, 3, 5)]),
+        ((0, 4), 2, [(1, 0), (1, 0)]),
+    ],
+)
+def test_shapes_of_shards(shape, world_size, shards):
+    """Whole rows where there are as many as ranks; else those of the next dimensions, and last of all elements."""
+    plan = FlatPlan((shape,), world_size)
+    assert [plan.shard_sizes(0, rank) for rank in range(world_size)] == shards
+
+
+def test_what_is_found_where_nothing_is_gathered():
+    """Shape and types, which modules ask of each other's weights, and no values: neither operators nor addresses."""
+    like = nn.Parameter(torch.empty(3, 4, device="meta").t())
+    found = NotGathered(like, torch.bfloat16, torch.device("cpu"), "read elsewhere")
+    assert isinstance(found, torch.Tensor) and found.requires_grad and found.dtype == torch.bfloat16
+    assert found.shape == (4, 3) and found.stride() == (1, 4) and found.device.type == "cpu"
+    assert found.untyped_storage().nbytes() == 0 and repr(found) == "NotGathered((4, 3), torch.bfloat16)"
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    for read in (
+        lambda: nn.functional.linear(x, found),
+        lambda: found[:2],
+        lambda: found.detach(),
+        lambda: torch.stack([found, found]),
+        lambda: x.add_(found[0]),
+        found.data_ptr,  # what a Triton kernel asks for
+    ):
+        for mode in (torch.enable_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+            with mode, pytest.raises(RuntimeError, match="read elsewhere"):
+                read()
 
 
 def units(module: nn.Module) -> dict[str, list[str]]:
@@ -84,7 +192,7 @@ def test_one_block_registered_twice_is_one_unit():
 
 def test_the_outermost_module_list_decides_and_containers_are_no_units():
     module = nn.Module()
-    module.stages = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.Module()])
+    module.stages = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.Identity()])
     module.stages[1].inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     assert units(module) == {
         "stages.0.0": ["stages.0.0.weight"],
@@ -96,6 +204,23 @@ def test_the_outermost_module_list_decides_and_containers_are_no_units():
 def test_a_module_that_reads_its_childs_weight_holds_it():
     module = nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 4))
     assert units(module) == {"0": ["0.in_proj_weight", "0.out_proj.weight"], "1": ["1.weight"]}
+
+
+def test_what_has_no_forward_is_never_a_unit():
+    """`nn.ParameterList` and the like are read by the module around them, whose forward gathers."""
+    module = nn.Module()
+    module.loose = nn.ParameterList([torch.zeros(2, 2)])
+    module.named = nn.ModuleDict({"a": nn.ParameterDict({"x": torch.zeros(2, 2)})})
+    module.blocks = nn.ModuleList([nn.Sequential(), nn.ParameterList([torch.zeros(2, 2)])])
+    module.blocks[0].inside = nn.ParameterList([torch.zeros(2, 2)])
+    module.reader = nn.Sequential()
+    module.reader.inside = nn.ParameterDict({"x": torch.zeros(2, 2)})
+    module.reader.child = nn.Linear(2, 2, bias=False)
+    assert units(module) == {
+        "(root)": ["loose.0", "named.a.x", "blocks.1.0"],
+        "blocks.0": ["blocks.0.inside.0"],
+        "reader": ["reader.inside.x", "reader.child.weight"],
+    }
 
 
 def test_types_of_masters_and_of_computation():

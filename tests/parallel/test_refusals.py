@@ -2,15 +2,17 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from distlab.comm import RankContext
 from distlab.measure.recorder import CollectiveRecorder
 from distlab.parallel import BucketedDDP, NaiveDDP, get_strategy
+from distlab.parallel.base import refuse_shared_storage
 from distlab.testing import run_ranks
 from tests.parallel.test_contract import STRATEGIES
 
@@ -90,6 +92,147 @@ def test_mistakes_are_named_with_what_to_do_instead():
     assert "wrap the copy again" in answers["copy"] and "wrap the copy again" in answers["pickle"]
     assert "assign" in answers["assign"] and "before wrapping" in answers["assign"]
     assert "not a member" in answers["member"]
+
+
+class Holding(nn.Module):
+    """Parameters as given, `p0`, `p1`, …"""
+
+    def __init__(self, *parameters: nn.Parameter):
+        super().__init__()
+        for index, parameter in enumerate(parameters):
+            self.register_parameter(f"p{index}", parameter)
+
+
+def overlapping(kind: str) -> Holding:
+    """Two parameters that share some memory."""
+    whole = torch.randn(6, 6)
+    first, second = {
+        "same": (whole, whole.view(6, 6)),
+        "data": (whole, nn.Parameter(whole).data),
+        "transposed": (whole, whole.t()),
+        "flat": (whole, whole.view(-1)),
+        "one-row": (whole[:4], whole[3:]),
+        "inside": (whole, whole[2:4]),
+        "columns": (whole[:, :4], whole[:, 3:]),
+        "strided": (whole.view(-1)[::2], whole.view(-1)[4:5]),
+        "expanded": (whole[0, 3:4].expand(5, 1), whole[0]),
+        "other-dtype": (whole, whole.view(torch.float64)),
+    }[kind]
+    return Holding(nn.Parameter(torch.randn(2)), nn.Parameter(first), nn.Parameter(second))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    "same data transposed flat one-row inside columns strided expanded other-dtype".split(),  # noqa: SIM905
+)
+def test_two_parameters_on_the_same_memory_are_refused_by_name(kind):
+    model = overlapping(kind)
+    text = message_of(lambda: refuse_shared_storage(model))
+    assert "'p1'" in text and "'p2'" in text and "one Parameter object" in text
+    model.p1.requires_grad_(False)
+    assert message_of(lambda: refuse_shared_storage(model)) == text
+    model.p2.requires_grad_(False)
+    refuse_shared_storage(model)  # constants may share
+
+
+def test_parameters_that_only_share_a_storage_are_two_parameters():
+    whole = torch.randn(6, 6)
+    flat = whole.view(-1)
+    for parts in (
+        [flat[:7], flat[7:9], flat[9:9], flat[9:].view(3, 9), torch.randn(36)],  # as in a flattened model
+        [whole[:, :3], whole[:, 3:]],  # interleaved, without an element in common
+        [flat[::2], flat[1::2]],
+        [whole[:, :2].t(), whole[:, 2:5], whole[:, 5]],
+    ):
+        refuse_shared_storage(Holding(*map(nn.Parameter, parts)))
+    tied = nn.Linear(3, 3)
+    refuse_shared_storage(nn.Sequential(tied, tied))
+
+
+def what_wrapping_refuses(context: RankContext) -> list[dict[str, str]]:
+    """Of every strategy of ours, and of what is done to its wrapper."""
+    answers = []
+    for make in STRATEGIES.values():
+
+        def wrap(module: nn.Module, make=make) -> nn.Module:
+            return make(module, process_group=context.group)
+
+        wrapper = wrap(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+        before = [(t.dtype, t.data_ptr()) for t in wrapper.state_dict().values()]
+        answers.append(
+            {
+                "shared": message_of(lambda wrap=wrap: wrap(overlapping("transposed"))),
+                "lazy": message_of(lambda wrap=wrap: wrap(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))),
+                "half": message_of(wrapper.half),
+                "double": message_of(lambda wrapper=wrapper: wrapper.to(torch.float64)),
+                "device": message_of(lambda wrapper=wrapper: wrapper.to("meta")),
+                "empty": message_of(lambda wrapper=wrapper: wrapper.to_empty(device="cpu")),
+            }
+        )
+        assert wrapper.to(torch.float32).cpu().float() is wrapper  # changes nothing
+        assert [(t.dtype, t.data_ptr()) for t in wrapper.state_dict().values()] == before
+        wrapper(torch.randn(2, 3)).sum().backward()
+        wrapper.finish_gradient_synchronization()
+        image = wrap(nn.Conv2d(3, 4, 3))
+        answers[-1]["format"] = message_of(lambda image=image: image.to(memory_format=torch.channels_last))
+        wrapper.close()
+        assert wrapper.module.half()[0].weight.dtype is torch.float16
+        lazy = nn.LazyLinear(3)
+        lazy(torch.ones(1, 2))
+        wrap(lazy)
+    return answers
+
+
+def test_every_strategy_names_what_it_cannot_wrap_or_move():
+    for answers in run_ranks(what_wrapping_refuses, 2)[1]:
+        assert "'p1' and 'p2' are two parameters on the same memory" in answers["shared"]
+        assert "'1.weight' is uninitialized" in answers["lazy"] and "run one forward" in answers["lazy"]
+        for how in ("half", "double", "device", "empty", "format"):
+            assert "cannot change" in answers[how] and "before wrapping" in answers[how], how
+        assert "'0.weight' from torch.float32 on cpu to torch.float16 on cpu" in answers["half"]
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def penalised(critic: nn.Module, rank: int) -> Tensor:
+    """A loss plus a penalty on the slope in x (Gulrajani et al. 2017)."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    out = critic(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def gradient_penalties(context: RankContext) -> list[str]:
+    texts = []
+    for strategy, make in STRATEGIES.items():
+        torch.manual_seed(0)
+        wrapper = make(Critic(), process_group=context.group)
+        plain = copy.deepcopy(wrapper.module)
+        penalised(wrapper, context.rank).backward()
+        wrapper.finish_gradient_synchronization()
+        for rank in range(2):
+            (penalised(plain, rank) / 2).backward()
+        for mine, expected in zip(wrapper.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, expected.grad, msg=strategy)
+        wrapper.zero_grad()
+        loss = wrapper(torch.ones(1, 6)).square().sum()
+        texts.append(message_of(lambda loss=loss: loss.backward(create_graph=True)))
+        wrapper.zero_grad()
+    return texts
+
+
+def test_a_gradient_penalty_is_right_by_autograd_grad_and_refused_by_backward():
+    """A `.grad` that is part of a graph cannot be averaged: the graph would be cut off without a word."""
+    for texts in run_ranks(gradient_penalties, 2):
+        assert all("torch.autograd.grad(..., create_graph=True)" in text for text in texts)
+        assert all(re.search("the gradient of '(first|second)", text) for text in texts)
 
 
 def sparse_gradient(context: RankContext, strategy: str) -> str:

@@ -107,6 +107,26 @@ def groups(model: nn.Sequential) -> list[dict]:
     ]
 
 
+def frozen_with_its_gradient(context: RankContext) -> None:
+    model, plain = build("plain", 0, context.device), build("plain", 0, context.device)
+    sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, process_group=context.group, lr=0.1)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for m, optimizer in ((model, sharded), (plain, reference)):
+        set_gradients(m, 0)
+        for layer in (0, 2):  # of either owner
+            m[layer].requires_grad_(False)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+    assert_equal_parameters(model, plain)
+    assert_same_on_all_ranks(list(model.parameters()), context)
+
+
+def test_a_parameter_frozen_while_it_has_a_gradient_stays_alike_on_all_ranks():
+    """As under the unsharded optimizer, the gradient that is there counts once more."""
+    run(frozen_with_its_gradient, 2)
+
+
 def schedule(context: RankContext) -> None:
     """Two groups, a scheduler, a late group, and the learning rate after loading."""
     model, plain = build("plain", 0, context.device), build("plain", 0, context.device)

@@ -1,5 +1,7 @@
 """ZeroOptimizer: the same training as an unsharded optimizer, with a share of state and work on each rank."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 from distlab.comm import RankContext
 from distlab.measure.recorder import CollectiveRecorder
 from distlab.parallel import BucketedDDP, NaiveDDP, ZeroOptimizer
-from distlab.parallel.mirror import is_elementwise
+from distlab.parallel.elementwise import is_elementwise
 from tests.parallel.cases import CASES, Reference, build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
 
@@ -202,6 +204,60 @@ def test_a_state_saved_at_two_ranks_resumes_at_any_number():
     for world_size in (1, 2, 4):
         for mine, expected in zip(run(resume, world_size, saved)[0], plain.parameters(), strict=True):
             assert torch.equal(mine, expected)
+
+
+class WithScalar(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.one = nn.Parameter(torch.tensor([0.5]))
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.one * self.linear(x)
+
+
+def scalars(context: RankContext) -> None:
+    x = torch.ones(2, 3)
+    for cls in (torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad):
+        torch.manual_seed(0)
+        model = WithScalar()
+        plain = copy.deepcopy(model)
+        wrapper, optimizer = zero(model, context, cls, lr=0.1)
+        reference = cls(plain.parameters(), lr=0.1)
+
+        def steps(wrapper=wrapper, plain=plain, optimizer=optimizer, reference=reference) -> None:
+            for _ in range(2):
+                optimizer.zero_grad()
+                reference.zero_grad()
+                wrapper(x).square().mean().backward()
+                wrapper.finish_gradient_synchronization()
+                plain(x).square().mean().backward()
+                optimizer.step()
+                reference.step()
+            for mine, expected in zip(wrapper.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(mine, expected)
+
+        steps()
+        saved = optimizer.state_dict()
+        assert all(value.shape == () for value in saved["state"]["scale"].values())
+        optimizer.load_state_dict(saved)
+        steps()
+        unsharded = cls(plain.parameters(), lr=0.1)
+        unsharded.load_state_dict(optimizer.state_dict())  # names serve torch as ids
+        wrapper, optimizer = zero(copy.deepcopy(plain), context, cls, None, lr=0.1)
+        named = {**reference.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]}
+        names = named["param_groups"][0]["params"]
+        order = [name for name, _ in plain.named_parameters()]
+        named["state"] = {order[number]: value for number, value in named["state"].items()}
+        assert set(names) == set(order)
+        optimizer.load_state_dict(named)
+        steps(wrapper, plain, optimizer, unsharded)
+
+
+def test_a_scalar_parameter_is_saved_and_loaded_like_any():
+    """Its state has no dimension either, between sharded and unsharded optimizers in both directions."""
+    run(scalars, 2)
 
 
 def sent(context: RankContext) -> tuple[dict, list[int]]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distlab.parallel.fsdp.shards import FlatShard
-from distlab.parallel.fsdp.units import Entry, UnitPlan, is_piece
+from distlab.parallel.fsdp.units import Entry, UnitPlan, is_called, is_piece
 
 
 def check_compute_dtype(dtype: Any) -> None:
@@ -53,6 +53,15 @@ def find_device(
     if init_fn is not None or device is not None:
         raise ValueError("FSDP: init_fn and device are for a module built on meta; this one has its values")
     return found
+
+
+def refuse_uncallable(module: nn.Module) -> None:
+    """Raises ValueError for a module without a forward, such as an `nn.ParameterList`: nothing would be gathered."""
+    if not is_called(module):
+        raise ValueError(
+            f"FSDP: {type(module).__name__} has no forward, in which its parameters could be gathered: wrap the "
+            "module whose forward reads them"
+        )
 
 
 def refuse_parameters(entries: list[Entry]) -> None:

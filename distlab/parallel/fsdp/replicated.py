@@ -61,7 +61,7 @@ class Replicated:
             collectives.all_reduce_mean(bucket.seal(), self.group, prescaled=True) for bucket in self._buckets
         ]
         for bucket, work in zip(self._buckets, works, strict=True):
-            work.wait()
+            collectives.wait(work, self.group, "averaging gradients")
             bucket.unpack()
 
 

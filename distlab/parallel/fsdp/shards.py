@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from distlab.comm import collectives
-from distlab.parallel.fsdp.units import Entry, FlatPlan, UnitPlan
+from distlab.parallel.fsdp.not_gathered import NotGathered
+from distlab.parallel.fsdp.units import Entry, FlatPlan, UnitPlan, plan_buffers
 
 
 class FlatShard:
-    """Parameters of one unit that share their types: this rank's master slice, and the buffer to gather into.
+    """Parameters of one unit that share a buffer: this rank's master slice, and the buffer to gather into.
 
     Args:
         entries: the parameters, alike in both dtypes and in `requires_grad`.
@@ -33,8 +34,14 @@ class FlatShard:
         self.entries = list(entries)
         self.group = group
         self.rank = group.rank()
-        self.plan = FlatPlan(tuple(entry.parameter.numel() for entry in entries), group.size())
-        self._places = [self.plan.place(index, self.rank) for index in range(len(entries))]
+        self.plan = plan = FlatPlan(tuple(entry.sizes for entry in entries), group.size())
+        self._places_in_buffer = [
+            entry.place_of(entry.sizes, offset) for entry, offset in zip(entries, plan.offsets, strict=True)
+        ]
+        self._places_in_slice = [
+            entry.place_of(plan.shard_sizes(index, self.rank), plan.place(index, self.rank)[0])
+            for index, entry in enumerate(entries)
+        ]
         self.trainable = entries[0].parameter.requires_grad
         self.master = torch.zeros(self.plan.slice_numel, dtype=entries[0].master_dtype, device=device)
         self.buffer = torch.empty(self.plan.numel, dtype=entries[0].compute_dtype, device=device)
@@ -49,24 +56,25 @@ class FlatShard:
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """`(plan.numel,)` → one view per parameter, of its shape."""
-        places = zip(self.entries, self.plan.offsets, self.plan.numels, strict=True)
-        return [entry.unflatten(flat[offset : offset + numel]) for entry, offset, numel in places]
+        return [flat.as_strided(*place) for place in self._places_in_buffer]
 
     def _slices(self, flat: Tensor) -> list[Tensor]:
-        """`(plan.slice_numel,)` → one 1-D view per parameter: its piece, perhaps empty."""
-        return [flat[first:last] for first, last in self._places]
+        """`(plan.slice_numel,)` → one view per parameter: its shard, `(rows, …)` with the parameter's dimensions,
+        perhaps empty."""
+        return [flat.as_strided(*place) for place in self._places_in_slice]
 
     @torch.no_grad()
     def load(self, index: int, full: Tensor) -> None:
-        """Overwrite this rank's piece of parameter `index` by its part of `full` (the parameter's shape)."""
+        """Overwrite this rank's shard of parameter `index` by its rows of `full` (the parameter's shape)."""
         first, last = self.plan.piece(index, self.rank)
-        self.pieces[index].copy_(self.entries[index].flatten(full)[first:last])
+        entry, sizes = self.entries[index], self.plan.shard_sizes(index, self.rank)
+        self.pieces[index].copy_(entry.unflatten(entry.flatten(full)[first:last], sizes))
 
     @torch.no_grad()
     def gather_masters(self) -> list[Tensor]:
         """Every parameter in full, in the masters' type and its own shape. Blocks; needs the memory of both."""
         flat = torch.empty(self.plan.numel, dtype=self.master.dtype, device=self.master.device)
-        collectives.all_gather(flat, self.master, self.group).wait()
+        collectives.wait(collectives.all_gather(flat, self.master, self.group), self.group, "gathering parameters")
         return [view.clone() for view in self._views(flat)]
 
     # -- parameters ----------------------------------------------------------------------------------------
@@ -82,7 +90,7 @@ class FlatShard:
         """Wait for the all-gather in flight, if there is one: the buffer then holds the full parameters."""
         gathering, self._gathering = self._gathering, None  # forgotten even if waiting fails
         if gathering is not None:
-            gathering[0].wait()
+            collectives.wait(gathering[0], self.group, "gathering parameters")
 
     def free(self) -> None:
         """Give the buffer's memory back; tensors that are views of it become valid again with the next gather."""
@@ -137,7 +145,7 @@ class FlatShard:
         if self._reducing is None:
             return
         work, received, _ = self._reducing
-        work.wait()
+        collectives.wait(work, self.group, "averaging gradients")
         self._reducing = None
         for piece, gradient in zip(self.pieces, self._slices(received), strict=True):
             if piece.grad is None:
@@ -166,9 +174,18 @@ class Unit:
         for entry in plan.entries:
             key = (entry.compute_dtype, entry.master_dtype, entry.parameter.requires_grad)
             kinds.setdefault(key, []).append(entry)
-        self.shards = [FlatShard(entries, device, group) for entries in kinds.values()]
+        self.shards = [
+            FlatShard([entries[index] for index in indices], device, group)
+            for entries in kinds.values()
+            for indices in plan_buffers([entry.sizes for entry in entries], group.size())
+        ]
         self.trainable = [shard for shard in self.shards if shard.trainable]
-        self.within = {id(module) for module in plan.module.modules()}
+        self._not_gathered = [
+            (entry, NotGathered(entry.parameter, entry.compute_dtype, device, self._read_outside(entry)))
+            for shard in self.shards
+            for entry in shard.entries
+        ]
+        self._watching = False  # forward is running: attributes must not find shards
         self.allocated = False  # buffers exist, perhaps still being gathered
         self.uses = 0  # forwards whose backward has not come
         self.touched = False  # backward has reached it since its gradients were last packed
@@ -199,14 +216,32 @@ class Unit:
                 entry.install(parameter)
 
     def free(self) -> None:
-        """Give the full parameters' memory back; the module's attributes find the pieces again."""
-        # Attributes find the pieces again: reading a freed buffer would end the process, not raise.
+        """Give the full parameters' memory back, after which the module's attributes do not find them."""
         if self.allocated:
             self.allocated = False
+            self._uninstall()  # first: reading a freed buffer would end the process, not raise
             for shard in self.shards:
-                for entry in shard.entries:
-                    entry.uninstall()
                 shard.free()
+
+    def watch(self, watching: bool) -> None:
+        """From now on let the module's attributes find, while nothing is gathered, an error (or shards again)."""
+        self._watching = watching
+        if not self.allocated:
+            self._uninstall()
+
+    def _uninstall(self) -> None:
+        for entry, not_gathered in self._not_gathered:
+            if self._watching:
+                entry.install(not_gathered)
+            else:
+                entry.uninstall()
+
+    def _read_outside(self, entry: Entry) -> str:
+        return (
+            f"FSDP: forward reads '{entry.name}' while its unit '{self.name}' is not gathered: read it in the forward "
+            "of the module that owns it, or let the module that reads it own it too (reader.weight = owner.weight, "
+            "before wrapping), and it is gathered for the whole pass"
+        )
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -214,15 +249,25 @@ class Unit:
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(
-                f"FSDP: gathering unit '{self.name}' failed; if another rank raised, its message says why"
-            ) from error
+            raise RuntimeError(f"FSDP: gathering unit '{self.name}' failed: {error}") from error
 
     def register(self) -> None:
         """Let `parameters()` yield the pieces."""
         for shard in self.shards:
             for entry, piece in zip(shard.entries, shard.pieces, strict=True):
                 entry.register(piece)
+
+
+@contextmanager
+def watched(units: Sequence[Unit]) -> Iterator[None]:
+    """Inside, whoever reads a parameter that is not gathered is told so; outside, attributes find shards."""
+    for unit in units:
+        unit.watch(True)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.watch(False)
 
 
 def square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -1,0 +1,1640 @@
+"""Random models and regimes, every strategy held against one process.
+
+    python -m tests.fuzz --seeds 2000 --ranks 2 3 --strategies all      # some minutes; 1 at a difference
+    python -m tests.fuzz --seed 17 --strategies zero1 --ranks 2         # one of them again, shrunk if it fails
+    python -m tests.fuzz --case "Case((Part('linear'),))" --strategies zero1 --ranks 2
+
+A seed makes a `Case`: a model (a tree of `Part`s: layers, containers, ties, frozen parts, parameters read elsewhere
+than in their owner's forward, …) and a regime (steps, micro-batches, optimizer, clipping, a backward that fails, …).
+It prints as the Python expression that makes it again. Every rank trains it under the strategy, on data of its own
+and from weights of its own, and beside that trains one replica per rank in its own process, whose gradients it sums
+in rank order (`OneProcess`).
+
+What must agree: the loss of every forward, which parameters have a gradient, the gradients (where ranks hold them
+whole), at the end the full parameters and the buffers. At two ranks bit for bit, except as `tolerance` says, at
+three closely, because a ring adds in another order; across ranks always bit for bit. In every other case what a
+collective brings becomes visible only when it is waited for (`late_arrivals`), so that a wait that is missing shows
+without luck.
+
+What a strategy documents that it refuses counts as right only where the case has the refused feature (`REFUSALS`).
+What FSDP's contract leaves out (units or orders that differ between ranks, a weight read outside its unit) is
+replaced by the nearest thing that it allows (`as_allowed`).
+
+When a case fails, parts of it are left out as long as it goes on failing in the same way, and the shortest is printed.
+"""
+
+import argparse
+import copy
+import dataclasses
+import faulthandler
+import gc
+import hashlib
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from distlab.comm import RankContext, collectives
+from distlab.parallel import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, ShardedOptimizer, ZeroOptimizer
+from distlab.testing import RanksFailed, run_ranks
+
+STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+DDPS = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP}
+BUCKETS_MB = (1e-5, 1e-4, 1e-3, 25.0)  # 10 bytes, 104 bytes, 1 kB, torch's default
+BATCH, LENGTH, VOCABULARY = 2, 3, 7
+ROUNDINGS = 2e-6  # a few roundings of fp32 numbers near 1
+LOST = re.compile("[Tt]imeout|Timed out|Connection closed")  # what gloo says of a peer that does not come
+
+
+# -- what a case is ----------------------------------------------------------------------------------------
+
+
+def _short_repr(self: Any) -> str:
+    """The expression that makes it again, defaults left out."""
+    given = []
+    for each in dataclasses.fields(self):
+        value = getattr(self, each.name)
+        no_default = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        if no_default:
+            given.append(repr(value))
+        elif value != default:
+            given.append(f"{each.name}={value!r}")
+    return f"{type(self).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Part:
+    """A module of the tree; it maps `(batch, length, width)` to the same shape.
+
+    Attributes:
+        kind: one of `LEAVES` or `CONTAINERS`.
+        inside: what a container contains.
+        form: which variety of its kind, see there.
+        size: entries, heads or hidden features, where the kind has them.
+        frozen: none of its own parameters requires a gradient.
+    """
+
+    kind: str
+    inside: tuple["Part", ...] = ()
+    form: str = ""
+    size: int = 0
+    frozen: bool = False
+
+    __repr__ = _short_repr
+
+
+@dataclass(frozen=True, repr=False)
+class Regime:
+    """How a case is trained; a step number of −1 means never.
+
+    Attributes:
+        micro: micro-batches per synchronisation, all but the last under `no_sync()`.
+        forwards: forward passes whose losses one backward takes together.
+        backwards: backward passes outside of `no_sync()` before one finish.
+        finishes: backward and finish, this often before one optimizer step.
+        zero: when gradients are zeroed: "before" the forward, "between" forward and backward, "after" the step;
+            "never" after the first step.
+        zero_by: "optimizer" or "wrapper". to_none: or fill with zeros.
+        optimizer: of `OPTIMIZERS`. groups: of `grouped`. schedule: halve the rate after every step.
+        clip: largest norm, by the strategy's own clipping; 0 for none.
+        fails: step before which a backward raises, at `fails_at`, after `fails_after` good micro-batches under
+            `no_sync()`, inside `no_sync()` itself or not.
+        freezes: step before which one more parameter is frozen, while it has a gradient.
+        saves, loads: steps after which the state of module and optimizer is taken, and put back.
+        evaluates, syncs: steps after which a forward in eval mode runs, and buffers are synchronised.
+        rewraps: step after which the wrapper is closed, and the module wrapped again with a new optimizer.
+        forgets: step at which nobody calls finish.
+        torch_clips: clip by `torch.nn.utils.clip_grad_norm_`, where that is wrong, too.
+        late: see `late_arrivals`.
+        bucket_mb: of strategies with buckets.
+    """
+
+    steps: int = 1
+    micro: int = 1
+    forwards: int = 1
+    backwards: int = 1
+    finishes: int = 1
+    zero: str = "before"
+    zero_by: str = "optimizer"
+    to_none: bool = True
+    optimizer: str = "sgd"
+    groups: str = "one"
+    schedule: bool = False
+    clip: float = 0.0
+    fails: int = -1
+    fails_at: str = "late"
+    fails_after: int = 0
+    fails_in_no_sync: bool = False
+    freezes: int = -1
+    saves: int = -1
+    loads: int = -1
+    evaluates: int = -1
+    syncs: int = -1
+    rewraps: int = -1
+    forgets: int = -1
+    torch_clips: bool = False
+    late: bool = False
+    bucket_mb: float = 25.0
+
+    __repr__ = _short_repr
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """A model and its regime.
+
+    Attributes:
+        body: the parts between input and head, one after the other.
+        seed: of weights and data.
+        width: of the hidden features.
+        tokens: the input is tokens and goes through an embedding; else numbers.
+        own: the root's own parameters: "" none, "matrix", "frozen-matrix" or "vector".
+        head: "" (the body's output is the root's), "linear", "tied" to the embedding, or "read": the embedding's
+            matrix is read by the root itself.
+        ties: pairs (i, j): the j-th `linear` part uses the i-th's weight. aliases: … another parameter over its memory.
+        output: what the root returns: "tensor", "tuple", "dict", "dataclass", "nested", "twice" (the same tensor).
+    """
+
+    body: tuple[Part, ...]
+    seed: int = 0
+    width: int = 4
+    tokens: bool = False
+    own: str = ""
+    head: str = ""
+    ties: tuple[tuple[int, int], ...] = ()
+    aliases: tuple[tuple[int, int], ...] = ()
+    output: str = "tensor"
+    regime: Regime = field(default_factory=Regime)
+
+    __repr__ = _short_repr
+
+
+def parts_of(parts: Sequence[Part]) -> Iterator[Part]:
+    """All parts, outer before inner."""
+    for part in parts:
+        yield part
+        yield from parts_of(part.inside)
+
+
+# -- the model that a case describes -----------------------------------------------------------------------
+
+
+class Moment:
+    """What modules know besides their input: the number that branches go by, and where backward is to raise."""
+
+    number = 0
+    raises_at = ""
+
+
+class BackwardFailed(RuntimeError):
+    """Raised by the model's own hook, where the regime asks for it."""
+
+
+@dataclass
+class Found:
+    """A dataclass as some models return it."""
+
+    hidden: Tensor
+    other: Any
+
+
+class Matrix(nn.Module):
+    """A parameter of its own, read by itself: a scalar, three dimensions, transposed, or with holes between rows."""
+
+    def __init__(self, form: str, width: int):
+        super().__init__()
+        self.form = form
+        if form == "scalar":
+            self.weight = nn.Parameter(torch.randn(()))
+        elif form == "cube":
+            self.weight = nn.Parameter(torch.randn(2, width, width) * 0.3)
+        elif form == "transposed":
+            self.down = nn.Parameter((torch.randn(width + 1, width) * 0.5).t())
+            self.weight = nn.Parameter((torch.randn(width, width + 1) * 0.5).t())
+        else:
+            self.weight = nn.Parameter((torch.randn(width, 2 * width) * 0.5)[:, ::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.form == "scalar":
+            return x * (1 + self.weight)
+        if self.form == "cube":
+            return torch.einsum("btd,kde->bte", x, self.weight)
+        return x @ self.down @ self.weight if self.form == "transposed" else x @ self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+class Norm(nn.Module):
+    def __init__(self, form: str, width: int):
+        super().__init__()
+        kinds = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "batch": nn.BatchNorm1d}
+        self.norm = kinds[form](width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.flatten(0, 1)).view(x.shape)
+
+
+class Positions(nn.Module):
+    def __init__(self, entries: int, width: int):
+        super().__init__()
+        self.table = nn.Embedding(entries, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.arange(x.shape[1]) % self.table.num_embeddings).to(x.dtype)
+
+
+class Listed(nn.Module):
+    """Parameters in an `nn.ParameterList`, beside a matrix of the module's own or not."""
+
+    def __init__(self, form: str, width: int):
+        super().__init__()
+        self.listed = nn.ParameterList(
+            [torch.randn(width, width) * 0.4, torch.randn(width), torch.randn(width, width) * 0.4]
+        )
+        self.own = nn.Parameter(torch.randn(width, width) * 0.4) if form == "own" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.listed[0] + self.listed[1]) @ self.listed[2]
+        return x if self.own is None else x @ self.own
+
+
+class Reads(nn.Module):
+    """Reads the parameters of a child that is never called."""
+
+    def __init__(self, form: str, width: int):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.own = nn.Parameter(torch.randn(width, width) * 0.4) if form == "own" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.inner.weight, self.inner.bias)
+        return x if self.own is None else x @ self.own
+
+
+class Branch(nn.Module):
+    """One of two matrices, by the moment's number: ranks differ in what they use."""
+
+    def __init__(self, form: str, width: int, moment: Moment):
+        super().__init__()
+        self.form, self.moment = form, moment
+        if form == "modules":
+            self.sides = nn.ModuleDict({"0": nn.Linear(width, width), "1": nn.Linear(width, width)})
+        else:
+            self.left = nn.Parameter(torch.randn(width, width) * 0.5)
+            self.right = nn.Parameter(torch.randn(width, width) * 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = self.moment.number % 2
+        if self.form == "modules":
+            return self.sides[str(side)](x)
+        return x @ (self.right if side else self.left)
+
+
+class Idle(nn.Module):
+    """Owns a matrix and uses it for nothing; returns its input, or something new."""
+
+    def __init__(self, form: str, width: int):
+        super().__init__()
+        self.form = form
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.form == "input" else x * 1.0
+
+
+class Listing(nn.Module):
+    """Children in an `nn.ModuleList` or `nn.ModuleDict`, called one after the other."""
+
+    def __init__(self, form: str, children: Sequence[nn.Module]):
+        super().__init__()
+        if form == "dict":
+            self.items = nn.ModuleDict({f"part{number}": child for number, child in enumerate(children)})
+        elif form == "nested":
+            self.items = nn.ModuleList([nn.ModuleList(children)])
+        else:
+            self.items = nn.ModuleList(children)
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        children = self.items.values() if self.form == "dict" else self.items
+        for child in children:
+            for each in child if self.form == "nested" else [child]:
+                x = each(x)
+        return x
+
+
+class Around(nn.Module):
+    """Calls its child in another way than once, plainly."""
+
+    def __init__(self, form: str, child: nn.Module):
+        super().__init__()
+        self.form, self.child = form, child
+        if form in ("bfloat16", "float64"):
+            child.to(getattr(torch, form))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.form == "residual":
+            return x + self.child(x)
+        if self.form == "twice":
+            return self.child(torch.tanh(self.child(x)))
+        if self.form == "detached":
+            return x + self.child(x).detach()
+        if self.form == "no-grad":
+            with torch.no_grad():
+                y = self.child(x)
+            return x + y
+        if self.form in ("checkpoint", "reentrant"):
+            return checkpoint(self.child, x, use_reentrant=self.form == "reentrant")
+        return self.child(x.to(getattr(torch, self.form))).to(x.dtype)
+
+
+class Answer(nn.Module):
+    """A child that returns more than a tensor, and stands in a list of one."""
+
+    def __init__(self, form: str, child: nn.Module):
+        super().__init__()
+        self.answers = nn.ModuleList([Answering(form, child)])
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.answers[0](x)
+        if self.form == "dict":
+            return y["hidden"] + 0.5 * y["other"]["deep"][0]
+        if self.form in ("dataclass", "object"):
+            return y.hidden
+        return y[0] if self.form == "unused" else y[0] + y[1]
+
+
+class Plain:
+    """An object of which nobody knows that it holds a tensor."""
+
+    def __init__(self, hidden: Tensor):
+        self.hidden = hidden
+
+
+class Answering(nn.Module):
+    def __init__(self, form: str, child: nn.Module):
+        super().__init__()
+        self.form, self.child = form, child
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.child(x)
+        if self.form == "dict":
+            return {"hidden": y, "other": {"deep": [torch.tanh(y)], "name": "hidden"}}
+        if self.form == "dataclass":
+            return Found(y, None)
+        if self.form == "object":
+            return Plain(y)
+        if self.form == "same":
+            return y, y
+        return (y, y.square()) if self.form == "tuple" else (y, torch.tanh(y))
+
+
+class Root(nn.Module):
+    """The whole model: `forward(tokens (B, T) or numbers (B, T, width))`."""
+
+    def __init__(self, case: Case, seed: int):
+        super().__init__()
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed also formats its caller's stack
+        self.case, self.moment = case, Moment()
+        width = case.width
+        self.embedding = nn.Embedding(VOCABULARY, width) if case.tokens else None
+        if case.own == "vector":
+            self.own = nn.Parameter(torch.randn(width))
+        elif case.own:
+            self.own = nn.Parameter(torch.randn(LENGTH, width), requires_grad=case.own == "matrix")
+        self._linears: list[nn.Linear] = []
+        self.body = nn.Sequential(*[self._make(part) for part in case.body])
+        self.head = nn.Linear(width, VOCABULARY, bias=False) if case.head in ("linear", "tied") else None
+        if case.head == "tied":
+            self.head.weight = self.embedding.weight
+        for first, second in case.ties:
+            self._linears[second].weight = self._linears[first].weight
+        for first, second in case.aliases:
+            self._linears[second].weight = nn.Parameter(self._linears[first].weight.detach())
+        del self._linears
+        for name, buffer in self.named_buffers():  # a buffer that nobody broadcasts must show
+            if name.endswith("running_mean"):
+                buffer.normal_()
+
+    def _make(self, part: Part) -> nn.Module:
+        children = [self._make(each) for each in part.inside]
+        module = self._module(part, children)
+        if part.frozen:
+            module.requires_grad_(False)
+        return module
+
+    def _module(self, part: Part, children: list[nn.Module]) -> nn.Module:
+        kind, form, width = part.kind, part.form, self.case.width
+        if kind == "linear":
+            self._linears.append(nn.Linear(width, width, bias=form != "no-bias"))
+            return self._linears[-1]
+        if kind == "mlp":
+            return nn.Sequential(
+                nn.Linear(width, part.size), nn.Tanh(), nn.Linear(part.size, width, bias=form != "no-bias")
+            )
+        if kind == "attention":
+            return Attention(width, part.size if width % part.size == 0 else 1)
+        if kind == "positions":
+            return Positions(part.size, width)
+        if kind == "branch":
+            return Branch(form, width, self.moment)
+        if kind == "sequential":
+            return nn.Sequential(*children)
+        if kind == "list":
+            return Listing(form, children)
+        if kind in ("around", "answer"):
+            return {"around": Around, "answer": Answer}[kind](form, *children)
+        return {"matrix": Matrix, "norm": Norm, "listed": Listed, "reads": Reads, "idle": Idle}[kind](form, width)
+
+    def forward(self, x: Tensor) -> Any:
+        case = self.case
+        if case.tokens:
+            x = self.embedding(x)
+        if case.own:
+            x = x + self.own
+        early = self.moment.raises_at == "early" and x.requires_grad
+        if early:
+            x.register_hook(_fail)
+        x = self.body(x)
+        if self.moment.raises_at and not early and x.requires_grad:
+            x.register_hook(_fail)
+        if case.head == "read":
+            x = F.linear(x, self.embedding.weight)
+        elif case.head:
+            x = self.head(x)
+        if case.output == "tuple":
+            return x, x.mean()
+        if case.output == "dict":
+            return {"logits": x, "other": None}
+        if case.output == "dataclass":
+            return Found(x, "other")
+        if case.output == "nested":
+            return [{"logits": (x, torch.tanh(x))}, 3]
+        return (x, x) if case.output == "twice" else x
+
+
+def _fail(gradient: Tensor) -> None:
+    raise BackwardFailed("as the regime asks")
+
+
+LEAVES: dict[str, tuple[str, ...]] = {
+    "linear": ("", "", "no-bias"),
+    "mlp": ("", "no-bias"),
+    "norm": ("layer", "rms", "batch"),
+    "matrix": ("scalar", "cube", "transposed", "holes"),
+    "positions": ("",),
+    "attention": ("",),
+    "listed": ("", "own"),
+    "reads": ("", "own"),
+    "branch": ("", "modules"),
+    "idle": ("input", "new"),
+}
+CONTAINERS: dict[str, tuple[str, ...]] = {
+    "sequential": ("",),
+    "list": ("", "", "dict", "nested"),
+    "around": (
+        *("residual", "twice", "detached", "no-grad", "bfloat16", "float64"),
+        *("checkpoint", "checkpoint", "reentrant"),
+    ),
+    "answer": ("dict", "tuple", "dataclass", "unused", "same", "object"),
+}
+
+
+def loss_of(model: nn.Module, moment: Moment, case: Case, rank: int, step: int, number: int) -> Tensor:
+    """The loss of one forward on a rank's own data; smooth, and never large."""
+    generator = torch.Generator().manual_seed(10_000 * case.seed + 100 * rank + 10 * step + number)
+    if case.tokens:
+        data = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+    else:
+        data = torch.randn(BATCH, LENGTH, case.width, generator=generator)
+    moment.number = rank + step + number // case.regime.forwards  # one for all forwards that a backward takes
+    losses = [
+        F.smooth_l1_loss(tensor.float(), torch.full(tensor.shape, 0.3 + 0.1 * place))
+        for place, tensor in enumerate(_tensors(model(data)))
+    ]
+    return torch.stack(losses).sum()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Found):
+        yield value.hidden
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+# -- training it -------------------------------------------------------------------------------------------
+
+# eps is large so that AdamW's update is a smooth function of the gradient: no rounding becomes a step of ±lr.
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.2}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}),
+    "nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.05, "eps": 1e-2, "weight_decay": 0.1}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-2}),
+}
+
+
+def grouped(regime: Regime, named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+    """Trainable parameters as an optimizer takes them: "one" group, "dim" (weight decay for matrices alone, by
+    `p.dim()`, as everybody writes it) or "halves", of which the second learns at half the rate."""
+    parameters = [parameter for _, parameter in named]
+    if regime.groups == "dim":
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.3},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+    elif regime.groups == "halves":
+        rate = OPTIMIZERS[regime.optimizer][1]["lr"]
+        groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": rate / 2}]
+    else:
+        groups = [{"params": parameters}]
+    return [group for group in groups if group["params"]]
+
+
+@dataclass
+class Trace:
+    """What a training shows.
+
+    Attributes:
+        losses: of every forward of this rank, in order.
+        present: before each step, the names of the parameters that have a gradient.
+        gradients: before each step, by name; empty where ranks hold only a share of them.
+        parameters, buffers: at the end, in full.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    present: list[set[str]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(case: Case, subject: "OneProcess | OnRanks") -> None:
+    """The script that both sides follow."""
+    regime = case.regime
+    for step in range(regime.steps):
+        if regime.zero == "before" or (regime.zero == "never" and step == 0):
+            subject.zero()
+        number = 0
+        if step == regime.fails:
+            subject.zero()
+            for _ in range(regime.fails_after):
+                subject.backward(step, number, synchronize=False)
+            subject.failing_backward(step, number)
+            subject.zero()
+        for _ in range(regime.finishes):
+            for pass_number in range(regime.micro + regime.backwards - 1):
+                between = regime.zero == "between" and number == 0
+                subject.backward(step, number, synchronize=pass_number >= regime.micro - 1, zero_between=between)
+                number += regime.forwards
+            subject.finish(step)
+        subject.note()
+        if regime.clip:
+            subject.clip()
+        if step == regime.freezes:
+            subject.freeze()
+        subject.step()
+        if regime.zero == "after":
+            subject.zero()
+        if step == regime.saves:
+            subject.save()
+        if step == regime.loads:
+            subject.load()
+        if step == regime.evaluates:
+            subject.evaluate(step)
+        if step == regime.syncs:
+            subject.sync_buffers()
+        if step == regime.rewraps:
+            subject.rewrap()
+    subject.end()
+
+
+def _backward(
+    model: nn.Module, moment: Moment, case: Case, rank: int, step: int, number: int, between: Callable | None
+) -> list[Tensor]:
+    """One or more forwards and their backward; returns the losses."""
+    losses = [loss_of(model, moment, case, rank, step, number + i) for i in range(case.regime.forwards)]
+    if between is not None:
+        between()
+    torch.stack(losses).sum().backward()
+    return [loss.detach() for loss in losses]
+
+
+@contextmanager
+def _failure(moment: Moment, place: str) -> Iterator[None]:
+    moment.raises_at = place
+    try:
+        yield
+    except BackwardFailed:
+        pass
+    else:
+        raise Invalid("the backward that should fail has nothing to fail in")
+    finally:
+        moment.raises_at = ""
+
+
+class Invalid(Exception):
+    """A case that means nothing, because one process cannot train it either."""
+
+
+class OneProcess:
+    """The reference: one replica per rank, gradients summed in rank order.
+
+    Args:
+        masters: whether an optimizer steps fp32 copies of parameters of lower precision, as FSDP's does.
+        zeros: for each step, names of parameters that get a gradient of zero where no rank has one.
+        jitter: a seed; then every mean gradient is about a rounding off.
+        rank: whose losses and buffers are kept.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        world_size: int,
+        rank: int,
+        *,
+        masters: bool = False,
+        zeros: Sequence[set[str]] | None = None,
+        jitter: int = 0,
+    ):
+        self.case, self.rank, self.zeros, self.trace = case, rank, zeros, Trace()
+        self.noise = torch.Generator().manual_seed(jitter) if jitter else None
+        self.replicas = [Root(case, case.seed) for _ in range(world_size)]
+        # What is stepped, by name: the parameters, or their fp32 masters.
+        self.stepped = [
+            {name: _master(p) if masters else p for name, p in replica.named_parameters()}
+            for replica in self.replicas
+        ]
+        self._make_optimizer()
+
+    def _make_optimizer(self) -> None:
+        named = [(name, p) for name, p in self.stepped[0].items() if p.requires_grad]
+        if not named:
+            raise Invalid("nothing to train")
+        regime = self.case.regime
+        cls, options = OPTIMIZERS[regime.optimizer]
+        self.optimizer = cls(grouped(regime, named), **options)
+        self.scheduler = _scheduler(self.case, self.optimizer)
+
+    def rewrap(self) -> None:
+        for replica, stepped in zip(self.replicas, self.stepped, strict=True):
+            for parameter in (*replica.parameters(), *stepped.values()):
+                parameter.grad = None
+        self.sync_buffers()
+        self._make_optimizer()
+
+    def backward(self, step: int, number: int, *, synchronize: bool, zero_between: bool = False) -> None:
+        for rank, replica in enumerate(self.replicas):
+            between = partial(self._zero, rank) if zero_between else None
+            losses = _backward(replica, replica.moment, self.case, rank, step, number, between)
+            self._collect(rank)
+            if rank == self.rank:
+                self.trace.losses += losses
+
+    def failing_backward(self, step: int, number: int) -> None:
+        for rank, replica in enumerate(self.replicas):
+            with _failure(replica.moment, self.case.regime.fails_at):
+                _backward(replica, replica.moment, self.case, rank, step, number, None)
+
+    def _collect(self, rank: int) -> None:
+        """Add gradients to those of the masters."""
+        for name, parameter in self.replicas[rank].named_parameters():
+            master = self.stepped[rank][name]
+            if master is not parameter and parameter.grad is not None:
+                gradient, parameter.grad = parameter.grad.float(), None
+                master.grad = gradient if master.grad is None else master.grad + gradient
+
+    @torch.no_grad()
+    def finish(self, step: int) -> None:
+        for name, first in self.stepped[0].items():
+            same = [stepped[name] for stepped in self.stepped]
+            present = [p.grad for p in same if p.grad is not None]
+            if not present:
+                continue
+            total = torch.zeros_like(first)
+            for gradient in present:
+                total += gradient
+            total /= len(same)
+            if self.noise is not None:
+                noise = torch.randn(total.shape, generator=self.noise)
+                total *= 1 + 2 * _precision(self.replicas[0], name) * noise.to(total.dtype)
+            for parameter in same:
+                parameter.grad = total.clone()
+
+    def note(self) -> None:
+        if self.zeros is not None:
+            for name in self.zeros[len(self.trace.present)]:
+                parameter = self.stepped[0][name]
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        _note(self.trace, self.stepped[0].items())
+
+    def clip(self) -> None:
+        parameters = [p for p in self.stepped[0].values() if p.requires_grad]
+        torch.nn.utils.clip_grad_norm_(parameters, self.case.regime.clip)
+        for stepped in self.stepped[1:]:
+            for name, parameter in stepped.items():
+                first = self.stepped[0][name].grad
+                parameter.grad = None if first is None else first.clone()
+
+    def freeze(self) -> None:
+        for replica, stepped in zip(self.replicas, self.stepped, strict=True):
+            name = _to_freeze(replica)
+            replica.get_parameter(name).requires_grad_(False)
+            stepped[name].requires_grad_(False)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._spread()
+
+    @torch.no_grad()
+    def _spread(self) -> None:
+        """The first replica's parameters for all."""
+        for rank, replica in enumerate(self.replicas):
+            for name, parameter in replica.named_parameters():
+                first = self.stepped[0][name]
+                self.stepped[rank][name].copy_(first)
+                if parameter is not self.stepped[rank][name]:
+                    parameter.copy_(first)
+
+    def zero(self) -> None:
+        for rank in range(len(self.replicas)):
+            self._zero(rank)
+
+    def _zero(self, rank: int) -> None:
+        for name, parameter in self.replicas[rank].named_parameters():
+            stepped = self.stepped[rank][name]
+            if stepped is not parameter:  # what a backward that failed has left in it
+                parameter.grad = None
+            if stepped.grad is not None:
+                stepped.grad = None if self.case.regime.to_none else torch.zeros_like(stepped.grad)
+
+    def save(self) -> None:
+        states = [copy.deepcopy(replica.state_dict()) for replica in self.replicas]
+        masters = {name: p.detach().clone() for name, p in self.stepped[0].items()}
+        self.saved = states, masters, copy.deepcopy(self.optimizer.state_dict())
+
+    @torch.no_grad()
+    def load(self) -> None:
+        states, masters, optimizer = self.saved
+        for replica, state in zip(self.replicas, states, strict=True):
+            replica.load_state_dict(state)
+        for name, value in masters.items():
+            self.stepped[0][name].copy_(value)
+        self.optimizer.load_state_dict(copy.deepcopy(optimizer))
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> None:
+        replica = self.replicas[self.rank].eval()
+        self.trace.losses.append(loss_of(replica, replica.moment, self.case, self.rank, step, 9))
+        replica.train()
+
+    @torch.no_grad()
+    def sync_buffers(self) -> None:
+        for replica in self.replicas[1:]:
+            for mine, first in zip(replica.buffers(), self.replicas[0].buffers(), strict=True):
+                mine.copy_(first)
+
+    def end(self) -> None:
+        parameters = self.stepped[0]
+        self.trace.parameters = {name: p.detach() for name, p in parameters.items()}
+        self.trace.buffers = dict(self.replicas[self.rank].named_buffers())
+        for tensor in (*self.trace.parameters.values(), *self.trace.losses):
+            if not tensor.isfinite().all():
+                raise Invalid("not finite")
+
+
+def _precision(model: nn.Module, name: str) -> float:
+    """The spacing of numbers near 1 in a parameter's own dtype."""
+    return torch.finfo(model.get_parameter(name).dtype).eps
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.dtype in (torch.bfloat16, torch.float16):
+        return nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+    return parameter
+
+
+def _note(trace: Trace, named: Iterator[tuple[str, nn.Parameter]]) -> None:
+    found = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+    trace.present.append(set(found))
+    trace.gradients.append(found)
+
+
+def _to_freeze(model: nn.Module) -> str:
+    """The second parameter that is trainable, so that something is left to train."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if len(names) < 2:
+        raise Invalid("nothing left to train")
+    return names[1]
+
+
+def _scheduler(case: Case, optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if case.regime.schedule else None
+
+
+class OnRanks:
+    """One rank's part of a training under a strategy."""
+
+    def __init__(self, case: Case, strategy: str, context: RankContext):
+        self.case, self.strategy, self.context, self.trace = case, strategy, context, Trace()
+        self.module = Root(case, case.seed + context.rank)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        case, strategy = self.case, self.strategy
+        cls, options = OPTIMIZERS[case.regime.optimizer]
+        group, bucket_mb = self.context.group, case.regime.bucket_mb
+        if strategy in DDPS:
+            self.wrapper = DDPS[strategy](self.module, process_group=group)
+        elif strategy == "fsdp":
+            self.wrapper = FSDP(self.module, process_group=group)
+        else:
+            self.wrapper = BucketedDDP(self.module, bucket_mb, process_group=group)
+        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        groups = grouped(case.regime, named)
+        if strategy == "zero1":
+            params = None if case.regime.groups == "one" else groups
+            self.optimizer = ZeroOptimizer(self.wrapper, cls, params=params, **options)
+            # The memory itself: reading a parameter would wait for it, whoever forgot to.
+            self.memory = {name: parameter.data for name, parameter in self.module.named_parameters()}
+        elif strategy == "sharded-optimizer":
+            self.optimizer = ShardedOptimizer(groups, cls, group, **options)
+        else:
+            self.optimizer = cls(groups, **options)
+        self.scheduler = _scheduler(case, self.optimizer)
+
+    def rewrap(self) -> None:
+        if self.strategy == "zero1":
+            self.optimizer.close()
+        self.wrapper.close()
+        self.module.zero_grad()
+        self._wrap()
+
+    def backward(self, step: int, number: int, *, synchronize: bool, zero_between: bool = False) -> None:
+        with nullcontext() if synchronize else self._no_sync():
+            between = self.zero if zero_between else None
+            moment, rank = self.module.moment, self.context.rank
+            self.trace.losses += _backward(self.wrapper, moment, self.case, rank, step, number, between)
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        """With another inside, which has ended when the backward comes."""
+        with self.wrapper.no_sync():
+            with self.wrapper.no_sync():
+                pass
+            yield
+
+    def failing_backward(self, step: int, number: int) -> None:
+        moment, regime = self.module.moment, self.case.regime
+        with _failure(moment, regime.fails_at), self._no_sync() if regime.fails_in_no_sync else nullcontext():
+            _backward(self.wrapper, moment, self.case, self.context.rank, step, number, None)
+        for late in _Late.under_way:  # gradients of no use, which may be zeroed while they are being sent
+            late.sent = None
+
+    def finish(self, step: int) -> None:
+        if step != self.case.regime.forgets:
+            self.wrapper.finish_gradient_synchronization()
+
+    def note(self) -> None:
+        _note(self.trace, self.module.named_parameters())
+        if self.strategy in ("zero1", "fsdp"):
+            self.trace.gradients[-1] = {}
+
+    def clip(self) -> None:
+        norm = self.case.regime.clip
+        if self.strategy not in ("zero1", "fsdp") or self.case.regime.torch_clips:
+            trainable = [p for p in self.module.parameters() if p.requires_grad]
+            torch.nn.utils.clip_grad_norm_(trainable, norm)
+        else:
+            (self.optimizer if self.strategy == "zero1" else self.wrapper).clip_grad_norm_(norm)
+
+    def freeze(self) -> None:
+        self.module.get_parameter(_to_freeze(self.module)).requires_grad_(False)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def zero(self) -> None:
+        by = self.optimizer if self.case.regime.zero_by == "optimizer" else self.wrapper
+        by.zero_grad(set_to_none=self.case.regime.to_none)
+
+    def save(self) -> None:
+        state = {name: value.detach().clone() for name, value in self.wrapper.state_dict().items()}
+        self.saved = state, copy.deepcopy(self.optimizer.state_dict())
+
+    def load(self) -> None:
+        state, optimizer = self.saved
+        self.wrapper.load_state_dict(state)
+        self.optimizer.load_state_dict(copy.deepcopy(optimizer))
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> None:
+        self.wrapper.eval()
+        moment, rank = self.module.moment, self.context.rank
+        self.trace.losses.append(loss_of(self.wrapper, moment, self.case, rank, step, 9))
+        self.wrapper.train()
+
+    def sync_buffers(self) -> None:
+        self.wrapper.sync_buffers()
+
+    def end(self) -> None:
+        """Take the full parameters: from the strategy, or from the module that it has given back."""
+        full = None
+        if self.strategy == "fsdp":
+            full = self.wrapper.gather_full_params()
+        elif self.strategy == "zero1":
+            self.optimizer.close()
+        self.wrapper.close()
+        given_back = dict(self.module.named_parameters()) if self.strategy != "zero1" else self.memory
+        for name in given_back.keys() & (full or {}).keys():
+            assert torch.equal(full[name], given_back[name]), f"close() changes '{name}'"
+        self.trace.parameters = {name: p.detach().clone() for name, p in (full or given_back).items()}
+        self.trace.buffers = {name: value.clone() for name, value in self.module.named_buffers()}
+
+
+# -- collectives that arrive late --------------------------------------------------------------------------
+
+
+class _Late:
+    """A collective on copies: its result reaches the tensor that it is for when it is waited for.
+
+    Args:
+        copies: of the tensors that it was called with, in which it runs.
+        target: where its result, the first of the copies, belongs. sent: what must not change before.
+    """
+
+    under_way: ClassVar[set["_Late"]] = set()
+
+    def __init__(self, work: Any, copies: Sequence[Tensor], target: Tensor, sent: Tensor):
+        self._work, self._copies, self._target = work, copies, target
+        self.sent = (sent, sent.detach().clone())
+        self.under_way.add(self)
+
+    def wait(self) -> None:
+        if self not in self.under_way:
+            return
+        self.under_way.remove(self)
+        self._work.wait()
+        if self.sent is not None:
+            now, before = map(_bits, self.sent)
+            assert torch.equal(now, before), "a tensor was changed while it was being sent"
+        self._target.data.copy_(self._copies[0])  # a collective does not bump the version either
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Of a contiguous tensor; a NaN equals itself."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+@contextmanager
+def late_arrivals() -> Iterator[None]:
+    """Inside, nobody sees what a collective brings before having waited for it, and what is being sent must not change.
+
+    Usually a small message has arrived long before anybody looks, and a wait that is missing goes unnoticed.
+    """
+
+    def late(collective: Callable[..., Any]) -> Callable[..., _Late]:
+        def call(*arguments: Any, **options: Any) -> _Late:
+            *tensors, group = arguments  # one that is sent and received, or that which receives and that which is sent
+            copies = [tensor.detach().clone() for tensor in tensors]
+            return _Late(collective(*copies, group, **options), copies, tensors[0], tensors[-1])
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("all_reduce_mean", "broadcast", "reduce_scatter_mean", "all_gather"):
+            stack.enter_context(patch.object(collectives, name, late(getattr(collectives, name))))
+        yield
+    _Late.under_way.clear()
+
+
+# -- what is compared --------------------------------------------------------------------------------------
+
+
+def has(case: Case, kind: str, *forms: str) -> bool:
+    """Whether there is a part of this kind, and of one of these forms if any are given."""
+    return any(p.kind == kind and (not forms or p.form in forms) for p in parts_of(case.body))
+
+
+def is_exact(case: Case, strategy: str, ranks: int) -> bool:
+    """Whether every bit must be that of one process.
+
+    At two ranks a mean has one rounding, wherever it is computed. Not so where sums have another order than in one
+    process: the norm of gradients that lie in shards; a second gradient that FSDP adds to the mean of the first,
+    instead of to a rank's own; a matrix product with a weight that had holes between its rows and lies dense now, or of
+    fp64, whose order here depends on where in a buffer the weight begins. Nor with bf16 under an optimizer that steps
+    shards: torch's SGD rounds the last few elements of a tensor twice and those before them once, and FSDP keeps fp32
+    masters.
+    """
+    regime = case.regime
+    if ranks > 2:
+        return False
+    if strategy not in ("zero1", "fsdp"):
+        return True
+    if regime.clip or has(case, "matrix", "holes") or has(case, "around", "bfloat16", "float64"):
+        return False
+    return strategy != "fsdp" or not (regime.finishes > 1 or regime.backwards > 1 or regime.zero == "never")
+
+
+def differences(mine: Trace, expected: Trace, allowed: float | None) -> Iterator[str]:
+    """What is not as in one process, one line each.
+
+    Args:
+        allowed: how far apart values may lie, absolutely or, of values above 1, relatively; None for bit for bit.
+    """
+    for number, (a, b) in enumerate(zip(mine.losses, expected.losses, strict=True)):
+        yield from _difference(f"loss of forward {number}", a, b, allowed)
+    for step, (a, b) in enumerate(zip(mine.present, expected.present, strict=True)):
+        if a != b:
+            only = f"{sorted(a - b)} have, {sorted(b - a)} lack"
+            yield f"step {step}: {only} a gradient, other than in one process"
+    for step, (a, b) in enumerate(zip(mine.gradients, expected.gradients, strict=True)):
+        for name in a.keys() & b.keys():
+            yield from _difference(f"step {step}: gradient of '{name}'", a[name], b[name], allowed)
+    for kind, a, b in (
+        ("parameter", mine.parameters, expected.parameters),
+        ("buffer", mine.buffers, expected.buffers),
+    ):
+        for name, value in b.items():
+            yield from _difference(f"{kind} '{name}'", a[name], value, allowed)
+
+
+def distance(mine: Trace, expected: Trace) -> float:
+    """The largest difference of all that `differences` looks at."""
+    pairs = [*zip(mine.losses, expected.losses, strict=True)]
+    for a, b in [*zip(mine.gradients, expected.gradients, strict=True), (mine.parameters, expected.parameters),
+                 (mine.buffers, expected.buffers)]:  # fmt: skip
+        pairs += [(a[name], b[name]) for name in a.keys() & b.keys()]
+    return max(_apart(a, b) for a, b in pairs)
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double(), b.detach().double()
+    return ((a - b).abs() / b.abs().clamp(min=1.0)).max().item()
+
+
+def _difference(what: str, a: Tensor, b: Tensor, allowed: float | None) -> Iterator[str]:
+    if a.shape != b.shape or (a.dtype != b.dtype and allowed is None):
+        yield f"{what} is {a.dtype} {tuple(a.shape)}, should be {b.dtype} {tuple(b.shape)}"
+    elif allowed is None and not torch.equal(a, b):
+        yield f"{what} differs by {(a.double() - b.double()).abs().max().item():.2e}; should be the same bits"
+    elif allowed is not None:
+        apart = _apart(a, b)
+        if not apart <= allowed:
+            yield f"{what} differs by {apart:.2e}; allowed {allowed:.0e}"
+
+
+# -- what a strategy refuses or leaves out -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A documented refusal: which strategies, of which cases, in which words (a regular expression)."""
+
+    strategies: tuple[str, ...]
+    words: str
+    of: Callable[[Case], bool]
+
+
+def _used_in_several_checkpoints(case: Case) -> bool:
+    shared = has(case, "around", "twice") or case.ties or case.regime.forwards > 1
+    return has(case, "around", "reentrant") and bool(shared)
+
+
+REFUSALS = (
+    Refusal(("fsdp",), "use_reentrant=False", lambda case: has(case, "around", "reentrant")),
+    Refusal(("fsdp",), "forward reads .* while its unit .* is not gathered", lambda case: _reads_outside_units(case)),
+    Refusal(("fsdp",), "requires_grad of .* changed after wrapping", lambda case: case.regime.freezes >= 0),
+    Refusal(STRATEGIES[:-1], "became ready twice", _used_in_several_checkpoints),
+    Refusal(STRATEGIES[:-1], "became ready twice", lambda case: case.regime.backwards > 1),
+    Refusal(
+        ("zero1",),
+        "was not zeroed since the last finish_gradient_synchronization",
+        lambda case: case.regime.zero == "never" or case.regime.finishes > 1,
+    ),
+    Refusal(
+        STRATEGIES,
+        "call finish_gradient_synchronization\\(\\) after backward, before optimizer.step\\(\\)",
+        lambda case: case.regime.forgets >= 0,
+    ),
+    Refusal(
+        ("zero1", "fsdp"),
+        "clip by (ZeroOptimizer|fsdp).clip_grad_norm_\\(max_norm\\)",
+        lambda case: case.regime.clip > 0 and case.regime.torch_clips,
+    ),
+    Refusal(STRATEGIES, "are two parameters on the same memory", lambda case: bool(case.aliases)),
+)
+
+# Faults that are known and not repaired: strategy → what → which cases have it. Left out unless asked for.
+UNREPAIRED: dict[str, dict[str, Callable[[Case], bool]]] = {
+    "fsdp": {
+        "close() unfreezes": lambda case: case.regime.freezes >= 0 and case.regime.rewraps >= 0,
+    },
+}
+
+
+def is_refusal(case: Case, strategy: str, text: str) -> bool:
+    """Whether an error is one that the strategy documents for what this case has."""
+    return any(
+        strategy in refusal.strategies and refusal.of(case) and re.search(refusal.words, text)
+        for refusal in REFUSALS
+    )
+
+
+def as_allowed(case: Case, strategy: str) -> Case:
+    """The case, or the nearest that lies within the strategy's contract."""
+    if strategy != "fsdp":
+        return case
+    read_elsewhere = case.seed % 4 == 0  # and then refused
+    body = tuple(_inside_units(part, read_elsewhere, below_list=False) for part in case.body)
+    head = "tied" if case.head == "read" and not read_elsewhere else case.head
+    regime = case.regime
+    if regime.fails >= 0 and regime.fails_after:  # what no_sync() left, the wrapper alone can drop
+        regime = replace(regime, zero_by="wrapper")
+    if has(case, "around", "bfloat16"):  # close() gives back masters of fp32
+        regime = replace(regime, rewraps=-1)
+    return replace(case, body=body, head=head, regime=regime)
+
+
+def _reads_outside_units(case: Case) -> bool:
+    """Whether `as_allowed` has left something that FSDP refuses."""
+    return case.head == "read" or case.body != tuple(_inside_units(p, False, below_list=False) for p in case.body)
+
+
+def _inside_units(part: Part, read_elsewhere: bool, *, below_list: bool) -> Part:
+    """FSDP gathers a child of an `nn.ModuleList`, or a module that owns a matrix: a weight must be read there, and
+    ranks must run the same of them."""
+    below = below_list or (part.kind == "list" and part.form != "dict") or part.kind == "answer"
+    inside = tuple(_inside_units(each, read_elsewhere, below_list=below) for each in part.inside)
+    form = part.form
+    if not below_list and not read_elsewhere and part.kind == "reads":
+        form = "own"
+    if not below_list and part.kind == "branch":
+        form = ""
+    return replace(part, inside=inside, form=form)
+
+
+# -- cases from seeds --------------------------------------------------------------------------------------
+
+
+def generate(seed: int) -> Case:
+    """The case of a seed."""
+    chance = random.Random(seed)
+    tokens = chance.random() < 0.4
+    budget = [chance.choice((1, 2, 2, 3, 3, 4, 5, 7))]
+    body = []
+    while budget[0] > 0:
+        body.append(_part(chance, budget, depth=0))
+    linears = sum(part.kind == "linear" for part in parts_of(body))
+    ties, aliases = [], []
+    if linears >= 2 and chance.random() < 0.4:
+        first, second = sorted(chance.sample(range(linears), 2))
+        ties.append((first, second))
+    elif linears >= 2 and chance.random() < 0.1:
+        first, second = sorted(chance.sample(range(linears), 2))
+        aliases.append((first, second))
+    heads = ("", "", "linear", "tied", "read") if tokens else ("", "", "linear")
+    return Case(
+        tuple(body),
+        seed=seed,
+        width=chance.choice((2, 3, 4, 4, 5, 6)),
+        tokens=tokens,
+        own=chance.choice(("", "", "", "matrix", "frozen-matrix", "vector")),
+        head=chance.choice(heads),
+        ties=tuple(ties),
+        aliases=tuple(aliases),
+        output=chance.choice(("tensor", "tensor", "tensor", "tuple", "dict", "dataclass", "nested", "twice")),
+        regime=_regime(chance),
+    )
+
+
+def _part(chance: random.Random, budget: list[int], depth: int) -> Part:
+    """A part that takes one or more from the budget."""
+    budget[0] -= 1
+    if depth < 3 and chance.random() < 0.4:
+        kind = chance.choice(("sequential", "list", "list", "around", "around", "answer"))
+        form = chance.choice(CONTAINERS[kind])
+        count = 1 if kind in ("around", "answer") else chance.choice((1, 2, 2, 3))
+        inside = tuple(_part(chance, budget, depth + 1) for _ in range(count))
+        return Part(kind, inside, form, frozen=chance.random() < 0.08)
+    kind = chance.choice(("linear", "linear", "linear", *LEAVES))
+    form = chance.choice(LEAVES[kind])
+    size = chance.randint(1, 7) if kind in ("mlp", "positions", "attention") else 0
+    return Part(kind, (), form, size, frozen=chance.random() < 0.12)
+
+
+def _regime(chance: random.Random) -> Regime:
+    def seldom(share: float, value: Any, otherwise: Any) -> Any:
+        return value if chance.random() < share else otherwise
+
+    steps = chance.choice((1, 2, 2, 3))
+    some_step = chance.randrange(steps)
+    saves = seldom(0.15, chance.randrange(steps), -1)
+    return Regime(
+        steps=steps,
+        micro=chance.choice((1, 1, 2, 3)),
+        forwards=seldom(0.1, 2, 1),
+        backwards=seldom(0.05, 2, 1),
+        finishes=seldom(0.08, 2, 1),
+        zero=chance.choice(("before",) * 6 + ("between", "after", "never")),
+        zero_by=chance.choice(("optimizer", "wrapper")),
+        to_none=chance.random() < 0.7,
+        optimizer=chance.choice(tuple(OPTIMIZERS)),
+        groups=chance.choice(("one", "one", "dim", "halves")),
+        schedule=chance.random() < 0.2,
+        clip=seldom(0.2, chance.choice((0.05, 1.0, 100.0)), 0.0),
+        fails=seldom(0.15, some_step, -1),
+        fails_at=chance.choice(("early", "late")),
+        fails_after=chance.choice((0, 0, 1)),
+        fails_in_no_sync=chance.random() < 0.3,
+        freezes=seldom(0.08, some_step, -1),
+        saves=saves,
+        loads=-1 if saves < 0 else chance.randrange(saves, steps),
+        evaluates=seldom(0.2, chance.randrange(steps), -1),
+        syncs=seldom(0.15, chance.randrange(steps), -1),
+        rewraps=seldom(0.08, chance.randrange(steps), -1),
+        forgets=seldom(0.04, some_step, -1),
+        torch_clips=chance.random() < 0.15,
+        late=chance.random() < 0.5,
+        bucket_mb=chance.choice(BUCKETS_MB),
+    )
+
+
+# -- examining on ranks ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a case ended: "same", "refused", "invalid", "differs" or "raises", and why."""
+
+    outcome: str
+    text: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether this is not as it should be."""
+        return self.outcome in ("differs", "raises", "hangs or dies")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One case under one strategy; the case is what `as_allowed` made of it."""
+
+    case: Case
+    strategy: str
+
+
+def examine(context: RankContext, jobs: Sequence[Job], journal: str, until_failure: bool = False) -> list[Verdict]:
+    """Every job's verdict, the same on all ranks; fewer than jobs if ranks fell out of step, or one failed where
+    nothing more is wanted. Rank 0 notes in the file `journal` which job it is at."""
+    own_group = torch.distributed.new_group()  # verdicts must not meet what a failed case left in the other one
+    warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # its first use imports torch.compile's half of torch …
+    gc.freeze()  # … through all of which FSDP would look for optimizers, each time
+    journal_file = os.open(journal, os.O_WRONLY)
+    references: dict[tuple[Case, bool], Trace | Invalid] = {}
+    verdicts: list[Verdict] = []
+    for number, job in enumerate(jobs):
+        # A collective that waits in vain fails after the group's timeout; what hangs otherwise ends the process.
+        faulthandler.dump_traceback_later(3 * context.timeout_s, exit=True)
+        if context.rank == 0:
+            os.pwrite(journal_file, f"{number:9d}".encode(), 0)
+        if number == 0 or job.case != jobs[number - 1].case:
+            references.clear()
+        mine, digest = _examine_one(context, job, references)
+        gathered = collectives.gather_objects((mine, digest), own_group)
+        verdicts.append(_together(gathered))
+        # A rank that raised, in a documented way too, may have issued other collectives than its peers.
+        in_step = all(verdict.outcome in ("same", "differs", "invalid") for verdict, _ in gathered)
+        if not in_step or (until_failure and verdicts[-1].failed):
+            break
+    faulthandler.cancel_dump_traceback_later()
+    os.close(journal_file)
+    return verdicts
+
+
+def _together(gathered: list[tuple[Verdict, str]]) -> Verdict:
+    """One verdict of all ranks: the worst."""
+    order = ("raises", "differs", "refused", "invalid", "same")
+    worst = min((verdict for verdict, _ in gathered), key=lambda verdict: order.index(verdict.outcome))
+    if worst.failed:
+        # Ranks that only lost their peer come last: they do not know why.
+        failed = [(r, v) for r, (v, _) in enumerate(gathered) if v.outcome == worst.outcome]
+        rank, worst = min(failed, key=lambda entry: bool(LOST.search(entry[1].text)))
+        return replace(worst, text=f"rank {rank}: {worst.text}")
+    if len({verdict.outcome for verdict, _ in gathered}) > 1:
+        return Verdict("raises", f"ranks end differently: {[verdict.outcome for verdict, _ in gathered]}")
+    if len({digest for _, digest in gathered}) > 1:
+        return Verdict("differs", "ranks end with different parameters")
+    return worst
+
+
+def _examine_one(
+    context: RankContext, job: Job, references: dict[tuple[Case, bool], Trace | Invalid]
+) -> tuple[Verdict, str]:
+    """This rank's verdict, and a digest of the parameters at the end."""
+    case, strategy = job.case, job.strategy
+    masters = strategy == "fsdp" and has(case, "around", "bfloat16")
+    expected = _reference(context, case, masters, references)
+    if isinstance(expected, Invalid):
+        return Verdict("invalid", str(expected)), ""
+    try:
+        with late_arrivals() if case.regime.late else nullcontext():
+            subject = OnRanks(case, strategy, context)
+            train(case, subject)
+    except Exception as error:
+        if is_refusal(case, strategy, str(error)):
+            return Verdict("refused", str(error)), ""
+        return Verdict("raises", traceback.format_exc(limit=-6)), ""
+    mine = subject.trace
+    if strategy == "fsdp" and mine.present != expected.present:
+        expected = _with_zeros(context, case, masters, mine, expected)
+    found = _differences(context, job, mine, expected, masters)
+    digest = hashlib.blake2b(digest_size=16)
+    for value in mine.parameters.values():
+        digest.update(_bits(value.contiguous()).numpy())
+    if found:
+        more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+        return Verdict("differs", "; ".join(found[:4]) + more), digest.hexdigest()
+    return Verdict("same"), digest.hexdigest()
+
+
+def _differences(
+    context: RankContext, job: Job, mine: Trace, expected: Trace, masters: bool
+) -> list[str]:
+    """Differences by the standard of `is_exact`, or by what rounding can do to this very case.
+
+    Training enlarges errors, each case in its own measure: where values lie further apart than a few roundings,
+    one process is trained again with gradients that are a rounding off, and ten times what that changes is allowed.
+    """
+    if is_exact(job.case, job.strategy, context.world_size):
+        return list(differences(mine, expected, None))
+    found = list(differences(mine, expected, ROUNDINGS))
+    if found:
+        apart = 0.0
+        for number in range(3):
+            jittered = OneProcess(job.case, context.world_size, context.rank, masters=masters, jitter=number + 1)
+            train(job.case, jittered)
+            apart = max(apart, distance(jittered.trace, expected))
+        found = list(differences(mine, expected, max(ROUNDINGS, 10 * apart)))
+    return found
+
+
+def _reference(
+    context: RankContext, case: Case, masters: bool, references: dict[tuple[Case, bool], Trace | Invalid]
+) -> Trace | Invalid:
+    if (case, masters) not in references:
+        try:
+            reference = OneProcess(case, context.world_size, context.rank, masters=masters)
+            train(case, reference)
+            references[case, masters] = reference.trace
+        except Invalid as error:
+            references[case, masters] = error
+        except Exception as error:
+            references[case, masters] = Invalid(f"one process raises {type(error).__name__}: {error}")
+    return references[case, masters]
+
+
+def _with_zeros(context: RankContext, case: Case, masters: bool, mine: Trace, expected: Trace) -> Trace:
+    """FSDP gives a matrix that no rank used a gradient of zero, if its unit ran: one process with the same."""
+    matrices = {name for name, value in mine.parameters.items() if value.dim() >= 2}
+    zeros = [(a - b) & matrices for a, b in zip(mine.present, expected.present, strict=True)]
+    reference = OneProcess(case, context.world_size, context.rank, masters=masters, zeros=zeros)
+    train(case, reference)
+    return reference.trace
+
+
+def run_jobs(
+    jobs: Sequence[Job], ranks: int, *, seconds: float = 20.0, until_failure: bool = False
+) -> Iterator[tuple[Job, Verdict]]:
+    """Examine all jobs in rank processes, which are started again where a job broke them.
+
+    Args:
+        seconds: after which a collective that some rank does not join fails.
+        until_failure: stop after the first failure.
+    """
+    left = list(jobs)
+    while left:
+        with tempfile.NamedTemporaryFile(prefix="fuzz-") as journal:
+            try:
+                deadline = 60.0 + 2 * seconds + 0.5 * len(left)
+                verdicts = run_ranks(
+                    examine, ranks, left, journal.name, until_failure,
+                    deadline_s=deadline, group_timeout_s=seconds,
+                )[0]  # fmt: skip
+            except RanksFailed as failure:
+                at = int(Path(journal.name).read_text() or 0)
+                yield left[at], Verdict("hangs or dies", str(failure))
+                if until_failure:
+                    return
+                left = left[:at] + left[at + 1 :]
+                continue
+        yield from zip(left, verdicts, strict=False)
+        if until_failure and verdicts and verdicts[-1].failed:
+            return
+        left = left[len(verdicts) :]
+
+
+# -- shrinking ---------------------------------------------------------------------------------------------
+
+
+def shorter(case: Case) -> Iterator[Case]:
+    """Cases with one thing less, those that leave out most first."""
+    for body in _shorter_lists(case.body):
+        if body:
+            yield _without_ties(replace(case, body=body))
+    for name, default in _defaults(case):
+        if name not in ("body", "seed", "width", "regime"):
+            yield replace(case, **{name: default})
+    if case.head in ("tied", "read"):
+        yield replace(case, head="linear")
+    if case.width > 2:
+        yield replace(case, width=2)
+    regime = case.regime
+    yield replace(case, regime=replace(Regime(), steps=regime.steps))
+    for name, default in _defaults(regime):
+        yield replace(case, regime=replace(regime, **{name: default}))
+    for name in ("steps", "micro"):
+        if getattr(regime, name) > 2:
+            yield replace(case, regime=replace(regime, **{name: getattr(regime, name) - 1}))
+
+
+def _defaults(thing: Case | Regime) -> Iterator[tuple[str, Any]]:
+    """(name, default) of the fields that have another value."""
+    for each in dataclasses.fields(thing):
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        if default is not dataclasses.MISSING and getattr(thing, each.name) != default:
+            yield each.name, default
+
+
+def _shorter_lists(parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
+    if len(parts) > 2:
+        yield parts[: len(parts) // 2]
+        yield parts[len(parts) // 2 :]
+    for place, part in enumerate(parts):
+        before, after = parts[:place], parts[place + 1 :]
+        yield before + after
+        if part.inside:
+            yield before + part.inside + after
+        for smaller in _shorter_parts(part):
+            yield (*before, smaller, *after)
+
+
+def _shorter_parts(part: Part) -> Iterator[Part]:
+    if part.frozen:
+        yield replace(part, frozen=False)
+    if part.kind == "list" and part.form:
+        yield replace(part, form="")
+    if part.kind != "linear" and not part.inside:
+        yield Part("linear", frozen=part.frozen)
+    if part.size > 2:
+        yield replace(part, size=2)
+    one_child = part.kind in ("around", "answer")
+    for inside in _shorter_lists(part.inside):
+        if inside and (len(inside) == 1 or not one_child):
+            yield replace(part, inside=inside)
+
+
+def _without_ties(case: Case) -> Case:
+    """Ties and aliases of parts that are gone are left out."""
+    count = sum(part.kind == "linear" for part in parts_of(case.body))
+    kept = {name: tuple(p for p in getattr(case, name) if max(p) < count) for name in ("ties", "aliases")}
+    return replace(case, **kept)
+
+
+def shrink(job: Job, outcome: str, ranks: int, *, seconds: float = 90.0) -> Job:
+    """The shortest case found, within `seconds`, that ends with the same outcome."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        tried = list(dict.fromkeys(as_allowed(case, job.strategy) for case in shorter(job.case)))
+        jobs = [Job(case, job.strategy) for case in tried if case != job.case]
+        results = run_jobs(jobs, ranks, seconds=5.0, until_failure=True)
+        found = next((smaller for smaller, verdict in results if verdict.outcome == outcome), None)
+        if found is None:
+            return job
+        job = found
+    return job
+
+
+# -- the command -------------------------------------------------------------------------------------------
+
+
+def jobs_of(cases: Iterable[Case], strategies: Sequence[str], *, everything: bool = False) -> list[Job]:
+    """The jobs of these cases; without `everything` those that have a fault of `UNREPAIRED` are left out."""
+    jobs = []
+    for case in cases:
+        for strategy in strategies:
+            allowed = as_allowed(case, strategy)
+            unrepaired = any(of(allowed) for of in UNREPAIRED.get(strategy, {}).values())
+            if everything or not unrepaired:
+                jobs.append(Job(allowed, strategy))
+    return jobs
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    p = argparse.ArgumentParser("python -m tests.fuzz", description=__doc__.splitlines()[0])
+    p.add_argument("--seeds", type=int, default=200, help="how many [200]")
+    p.add_argument("--first", type=int, default=0, help="the first of them [0]")
+    p.add_argument("--seed", type=int, help="this one alone")
+    p.add_argument("--case", help="this case, as it was printed, instead of seeds")
+    p.add_argument("--ranks", type=int, nargs="+", default=[2, 3], help="numbers of ranks [2 3]")
+    names = f"of {', '.join(STRATEGIES)} [all]"
+    p.add_argument("--strategies", "--strategy", nargs="+", default=["all"], help=names)
+    p.add_argument("--seconds", type=float, default=20.0, help="until a collective without all ranks fails [20]")
+    p.add_argument("--failures", type=int, default=5, help="end after this many [5]")
+    p.add_argument("--no-shrinking", action="store_true", help="print failing cases as they are")
+    p.add_argument("--everything", action="store_true", help="faults known and not repaired too")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run seeds; 1 if one fails."""
+    args = parser().parse_args(argv)
+    strategies = STRATEGIES if args.strategies == ["all"] else tuple(args.strategies)
+    if unknown := set(strategies) - set(STRATEGIES):
+        print(f"unknown strategies {sorted(unknown)}; allowed: {', '.join(STRATEGIES)}", file=sys.stderr)
+        return 2
+    seeds = range(args.first, args.first + args.seeds) if args.seed is None else [args.seed]
+    if args.case is None:
+        cases = map(generate, seeds)
+    else:
+        cases = [eval(args.case, {"Case": Case, "Part": Part, "Regime": Regime})]
+    jobs = jobs_of(cases, strategies, everything=args.everything)
+    counts: Counter[tuple[str, str]] = Counter()
+    failures, begin = 0, time.monotonic()
+    for ranks in args.ranks:
+        for start in range(0, len(jobs), 500):
+            for job, verdict in run_jobs(jobs[start : start + 500], ranks, seconds=args.seconds):
+                counts[job.strategy, verdict.outcome] += 1
+                if verdict.failed:
+                    failures += 1
+                    report(job, verdict, ranks, shrinking=not args.no_shrinking)
+                if failures >= args.failures:
+                    return _summary(counts, failures, begin)
+            done = f"{ranks} ranks: {min(start + 500, len(jobs))} of {len(jobs)} cases"
+            print(f"{done}, {time.monotonic() - begin:.0f} s", file=sys.stderr)
+    return _summary(counts, failures, begin)
+
+
+def report(job: Job, verdict: Verdict, ranks: int, *, shrinking: bool = True) -> None:
+    """Print a failing case, shrunk, and how to see it again."""
+    print(f"\nseed {job.case.seed}, {job.strategy}, {ranks} ranks: {verdict.outcome}: {verdict.text}")
+    print(f"  the case: {job.case}")
+    again = f"python -m tests.fuzz --strategy {job.strategy} --ranks {ranks}"
+    print(f"  again: {again} --seed {job.case.seed}", flush=True)
+    if shrinking:
+        shortest = shrink(job, verdict.outcome, ranks).case
+        print(f"  the shortest that fails so: {shortest}")
+        print(f'  again: {again} --case "{shortest}"', flush=True)
+
+
+def _summary(counts: Counter[tuple[str, str]], failures: int, begin: float) -> int:
+    total, seconds = sum(counts.values()), time.monotonic() - begin
+    for strategy in STRATEGIES:
+        of_strategy = {outcome: n for (name, outcome), n in sorted(counts.items()) if name == strategy}
+        if of_strategy:
+            print(f"{strategy:18}", ", ".join(f"{n} {outcome}" for outcome, n in of_strategy.items()))
+    print(f"{total} cases in {seconds:.0f} s ({total / seconds:.0f} per second): {failures} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,553 @@
+"""Faults that tests must notice: each is put into a copy of the tree, and tests that must turn red are run there.
+
+    python -m tests.mutations                      # all of them; some minutes, 1 if one survives
+    python -m tests.mutations --list
+    python -m tests.mutations --only "fp16 clipping dropped"
+    python -m tests.mutations --only "fp16 clipping dropped" --tests tests/train/test_loop.py
+
+A mutation is a text in a file and what takes its place. The text must stand there exactly once: who changes that
+code changes the entry (`tests/test_mutations.py` says so in every run of the suite). The tests of an entry are those
+that are about the fault; others may see it too. Green is a survivor, and so is a failure that is none: tests that
+cannot be collected end the command with an error.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One fault.
+
+    Attributes:
+        name: what is wrong then.
+        file: relative to the repository's root.
+        find: stands in the file exactly once.
+        replacement: what takes its place.
+        tests: arguments of pytest; at least one test among them must fail.
+    """
+
+    name: str
+    file: str
+    find: str
+    replacement: str
+    tests: tuple[str, ...]
+
+    def apply(self, root: Path) -> None:
+        """Change the file below `root`.
+
+        Raises:
+            ValueError: the text stands there not at all, or more than once.
+        """
+        path = root / self.file
+        text = path.read_text(encoding="utf-8")
+        if (count := text.count(self.find)) != 1:
+            raise ValueError(f"{self.name}: {self.file} has its text {count} times, not once: {self.find!r}")
+        path.write_text(text.replace(self.find, self.replacement), encoding="utf-8")
+
+
+RANDOM_MODELS = ("tests/parallel/test_random_models.py", "-k", "2-ranks")
+MUTATIONS = (
+    # -- strategies ----------------------------------------------------------------------------------------
+    Mutation(
+        "construction broadcasts no buffers",
+        "distlab/parallel/base.py",
+        "broadcast_all([*module.parameters(), *module.buffers()], self.process_group)",
+        "broadcast_all([*module.parameters()], self.process_group)",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "construction broadcasts no parameters",
+        "distlab/parallel/base.py",
+        "broadcast_all([*module.parameters(), *module.buffers()], self.process_group)",
+        "broadcast_all([*module.buffers()], self.process_group)",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "nested no_sync ends the outer one",
+        "distlab/parallel/base.py",
+        "            self._synchronize_next_backward = before\n",
+        "            self._synchronize_next_backward = True\n",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "a tied parameter is averaged twice",
+        "distlab/parallel/base.py",
+        "named = list(module.named_parameters())",
+        "named = list(module.named_parameters(remove_duplicate=False))",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "naive does not wait",
+        "distlab/parallel/naive.py",
+        "self._wait(collectives.all_reduce_mean(sent, self.process_group))",
+        "collectives.all_reduce_mean(sent, self.process_group)",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "overlap does not wait",
+        "distlab/parallel/overlap.py",
+        "            self._wait(work)\n",
+        "",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "overlap sends in the order of the hooks",
+        "distlab/parallel/overlap.py",
+        """        while len(self._in_flight) < len(self._order) and self._ready[self._order[len(self._in_flight)]]:
+            self._issue_next()
+""",
+        """        self._order.remove(index)
+        self._order.insert(len(self._in_flight), index)
+        self._issue_next()
+""",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "the last bucket is not sent",
+        "distlab/parallel/bucketed.py",
+        "self._in_flight.append(self._send(number, self._buckets[number].seal()))",
+        """buffer = self._buckets[number].seal()
+        is_last = number + 1 == len(self._buckets)
+        self._in_flight.append(self._send(number, buffer.clone() if is_last else buffer))""",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "a gradient that lies in its bucket is not scaled",
+        "distlab/parallel/buckets.py",
+        "                view.mul_(self.scale)\n",
+        "                pass\n",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "gradients are scaled twice",
+        "distlab/parallel/buckets.py",
+        "torch.mul(parameter.grad, self.scale, out=view)",
+        "torch.mul(parameter.grad, self.scale * self.scale, out=view)",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "used flags are ignored",
+        "distlab/parallel/buckets.py",
+        "if parameter.grad is None and flags[i].item() > 0:",
+        "if parameter.grad is None:",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "what an earlier step has left in a bucket is sent",
+        "distlab/parallel/buckets.py",
+        "            view.zero_()\n        elif",
+        "            pass\n        elif",
+        RANDOM_MODELS,
+    ),
+    # -- sharded strategies --------------------------------------------------------------------------------
+    Mutation(
+        "FSDP's construction broadcasts no buffers",
+        "distlab/parallel/fsdp/wrapper.py",
+        "broadcast_all([*module.parameters(), *module.buffers()], self.process_group)",
+        "broadcast_all([*module.parameters()], self.process_group)",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "FSDP's construction from meta broadcasts no buffers",
+        "distlab/parallel/fsdp/wrapper.py",
+        "[*self._replicated.masters, *module.buffers()]",
+        "[*self._replicated.masters]",
+        ("tests/parallel/test_fsdp.py", "-k", "buffers"),
+    ),
+    Mutation(
+        "FSDP2's construction broadcasts no buffers",
+        "distlab/parallel/torch_fsdp2.py",
+        "broadcast_all([*module.parameters(), *module.buffers()], self.process_group)",
+        "broadcast_all([*module.parameters()], self.process_group)",
+        ("tests/parallel/test_behaviour.py",),
+    ),
+    Mutation(
+        "FSDP2's no_sync not restored",
+        "distlab/parallel/torch_fsdp2.py",
+        "            self.module.set_requires_gradient_sync(before)\n",
+        "            pass\n",
+        ("tests/parallel/test_accumulation.py", "-k", "no_sync"),
+    ),
+    Mutation(
+        "FSDP's nested no_sync ends the outer one",
+        "distlab/parallel/fsdp/wrapper.py",
+        "            self._schedule.synchronize = before\n",
+        "            self._schedule.synchronize = True\n",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "ZeroOptimizer.close does not wait",
+        "distlab/parallel/zero1.py",
+        "        self.synchronize()\n        for hook in self._hooks:\n",
+        "        for hook in self._hooks:\n",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "nothing is sent during backward",
+        "distlab/parallel/base.py",
+        "        self._gradient_ready(index)\n",
+        "",
+        ("tests/parallel/test_behaviour.py",),
+    ),
+    Mutation(
+        "ZeroOptimizer's readers do not wait",
+        "distlab/parallel/slices.py",
+        "                    parameter.__class__ = in_flight\n",
+        "                    pass\n",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "ZeroOptimizer's forward hooks do not wait",
+        "distlab/parallel/slices.py",
+        "            self.wait(needed if torch.is_grad_enabled() else None)\n",
+        "            pass\n",
+        ("tests/parallel/test_zero1_readers.py",),
+    ),
+    Mutation(
+        "ZeroOptimizer does not gather its last bucket",
+        "distlab/parallel/slices.py",
+        "for number in reversed(range(len(self._flat))):",
+        "for number in reversed(range(1, len(self._flat))):",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "ZeroOptimizer's step does not take changed options",
+        "distlab/parallel/zero1.py",
+        "        self._copy_options_inwards()\n        self._inner.step(**kwargs)\n",
+        "        self._inner.step(**kwargs)\n",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "ZeroOptimizer adds to gradients that were not zeroed",
+        "distlab/parallel/bucketed.py",
+        "            self.partial_gradients.check_added(index)\n",
+        "            pass\n",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "ZeroOptimizer steps gradients that torch has clipped",
+        "distlab/parallel/zero1.py",
+        "        self._gradients.check_unedited()\n",
+        "",
+        ("tests/experiments/test_sabotage.py", "-k", "clipping"),
+    ),
+    Mutation(
+        "ShardedOptimizer keeps a frozen parameter that it has stepped",
+        "distlab/parallel/sharded_optimizer.py",
+        "stepped = (p for p in self._owner if p.requires_grad or p.grad is not None)",
+        "stepped = (p for p in self._owner if p.requires_grad)",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "a DDP's step without finish",
+        "distlab/parallel/base.py",
+        "        if self._arrived:\n",
+        "        if self._arrived and False:\n",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "FSDP's step without finish",
+        "distlab/parallel/fsdp/wrapper.py",
+        "if self._schedule.unfinished or (edited and self._schedule.pending):",
+        "if edited and self._schedule.pending:",
+        ("tests/parallel/test_fsdp_steps.py", "-k", "finish"),
+    ),
+    Mutation(
+        "FSDP steps gradients that torch has clipped",
+        "distlab/parallel/fsdp/wrapper.py",
+        "        if name is not None:\n            raise RuntimeError(\n",
+        "        if name is not None and self._editing:\n            raise RuntimeError(\n",
+        ("tests/parallel/test_fsdp_steps.py", "-k", "edits"),
+    ),
+    Mutation(
+        "micro-batches after a failed backward are dropped",
+        "distlab/parallel/base.py",
+        """                self._recover()
+            if self._synchronize_next_backward:
+""",
+        """                if self._synchronize_next_backward:
+                    self._recover()
+            if self._synchronize_next_backward:
+""",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "two parameters on the same memory",
+        "distlab/parallel/base.py",
+        "        refuse_shared_storage(module)\n",
+        "",
+        ("tests/parallel/test_refusals.py", "-k", "wrap_or_move"),
+    ),
+    Mutation(
+        "FSDP announces units that share an output in the order of forward",
+        "distlab/parallel/fsdp/schedule.py",
+        "        for call in reversed(calls):\n",
+        "        for call in calls:\n",
+        ("tests/parallel/test_fsdp_outputs.py",),
+    ),
+    Mutation(
+        "FSDP frees a unit whose backward goes on",
+        "distlab/parallel/fsdp/schedule.py",
+        "        stay = {unit.index, following, *call.around, *(running.index for running in self._running)}\n",
+        "        stay = {unit.index, following, *(running.index for running in self._running)}\n",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "FSDP keeps the last of several micro-batches",
+        "distlab/parallel/fsdp/shards.py",
+        "torch._foreach_add_(targets, gradients)",
+        "torch._foreach_copy_(targets, gradients)",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "FSDP's norm counts vectors once per rank",
+        "distlab/parallel/fsdp/wrapper.py",
+        "total = collectives.sum_tensor(square, self.process_group) + square_sum(small, self.device)",
+        "total = collectives.sum_tensor(square + square_sum(small, self.device), self.process_group)",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "FSDP's norms in the compute dtype",
+        "distlab/parallel/fsdp/precision.py",
+        "    if _holds_matrix(owner):\n        return compute_dtype\n",
+        "    return compute_dtype\n",
+        ("tests/parallel/test_fsdp_precision.py",),
+    ),
+    Mutation(
+        "FSDP steps with an optimizer that needs whole matrices",
+        "distlab/parallel/fsdp/wrapper.py",
+        "        check_elementwise(optimizer)\n",
+        "",
+        ("tests/parallel/test_fsdp_layout.py", "-k", "elementwise"),
+    ),
+    # -- kernels -------------------------------------------------------------------------------------------
+    Mutation(
+        "AdamW's update has the other sign",
+        "kernels/adamw.py",
+        "p = p - rate * (m /",
+        "p = p + rate * (m /",
+        ("tests/kernels/test_pointwise.py", "-k", "adamw"),
+    ),
+    Mutation(
+        "AdamW decays nothing",
+        "kernels/adamw.py",
+        "    p = p - p * decay\n",
+        "",
+        ("tests/kernels/test_pointwise.py", "-k", "adamw or decay"),
+    ),
+    Mutation(
+        "the gradient of a norm's weight has the other sign",
+        "kernels/rmsnorm.py",
+        "        dw += g * normed\n",
+        "        dw -= g * normed\n",
+        ("tests/kernels/test_rows.py", "-k", "rms"),
+    ),
+    Mutation(
+        "linear_cross_entropy's dw is that of the last chunk",
+        "kernels/linear_cross_entropy.py",
+        "_add_product(dw, dz.T, x[chunk], first == 0)",
+        "_add_product(dw, dz.T, x[chunk], True)",
+        ("tests/kernels/test_products.py", "-k", "linear_cross_entropy"),
+    ),
+    Mutation(
+        "a causal mask that sees one ahead",
+        "kernels/flash_attention/options.py",
+        "    hi = shift if causal else",
+        "    hi = shift + 1 if causal else",
+        ("tests/kernels/test_flash_attention.py", "-k", "plain_cpu or alignment"),
+    ),
+    Mutation(
+        "a window beyond 32 bits",
+        "kernels/flash_attention/options.py",
+        "        window = None\n    shift",
+        "        pass\n    shift",
+        ("tests/kernels/test_flash_attention.py", "-k", "window"),
+    ),
+    Mutation(
+        "relu of minus infinity",
+        "kernels/matmul.py",
+        "y = tl.where(y <= 0, 0.0, y)",
+        "y = y * (y > 0)",
+        ("tests/kernels/test_products.py", "-k", "relu"),
+    ),
+    # -- training and checkpoints --------------------------------------------------------------------------
+    Mutation(
+        "fp16 clipping dropped",
+        "distlab/train/step.py",
+        "            factor *= min(1.0, self.max_grad_norm / (self.grad_norm.item() + 1e-6))\n",
+        "            pass\n",
+        ("tests/train/test_step.py",),
+    ),
+    Mutation(
+        "fp16 loss scale not restored",
+        "distlab/train/loop.py",
+        'self.scaler.load_state_dict(extra["scaler"])',
+        "pass",
+        ("tests/train/test_resume.py", "-k", "scale"),
+    ),
+    Mutation(
+        "ranks without a stored generator repeat the seed",
+        "distlab/train/loop.py",
+        "rng.seed_rank(self.config.seed + stored.step, self.context.rank)",
+        "rng.seed_rank(self.config.seed, self.context.rank)",
+        ("tests/train/test_resume.py", "-k", "draws"),
+    ),
+    Mutation(
+        "validation with dropout on",
+        "distlab/train/evaluate.py",
+        "    wrapper.eval()\n",
+        "",
+        ("tests/train/test_loop.py", "-k", "trace"),
+    ),
+    Mutation(
+        "model left in eval after validation",
+        "distlab/train/evaluate.py",
+        "    wrapper.train(was_training)\n",
+        "",
+        ("tests/train/test_loop.py", "-k", "trace"),
+    ),
+    Mutation(
+        "clip may change on resume",
+        "distlab/train/config.py",
+        '"beta2", "clip", "dtype"',
+        '"beta2", "dtype"',
+        ("tests/train/test_resume.py", "-k", "repeated"),
+    ),
+    Mutation(
+        "seed may change on resume",
+        "distlab/train/config.py",
+        '("batch", "seed", "lr"',
+        '("batch", "lr"',
+        ("tests/train/test_resume.py", "-k", "repeated"),
+    ),
+    Mutation(
+        "group options other than lr not restored",
+        "distlab/train/layout.py",
+        'for name, value in saved.items()\n                if name != "params"\n',
+        'for name, value in saved.items()\n                if name == "lr"\n',
+        ("tests/train/test_resume.py", "-k", "option"),
+    ),
+    Mutation(
+        "data identity without its hash",
+        "experiments/training.py",
+        '        "sha256": _digest(data.path, tokens, model.vocab_size, context),\n',
+        "",
+        ("tests/train/test_resume.py", "-k", "other_data"),
+    ),
+    Mutation(
+        "an old checkpoint folder deleted instead of moved aside",
+        "distlab/train/checkpoint_store.py",
+        "            final.rename(aside)\n",
+        "            shutil.rmtree(final)\n",
+        ("tests/train/test_checkpoint.py", "-k", "lost_its_name"),
+    ),
+    Mutation(
+        "settle does not wait for ZeRO's gathers",
+        "distlab/train/layout.py",
+        '        if hasattr(self.optimizer, "synchronize"):\n            self.optimizer.synchronize()\n',
+        "",
+        ("tests/train/test_resume.py", "-k", "gathering"),
+    ),
+)
+
+
+# -- the command -------------------------------------------------------------------------------------------
+
+
+def copy_tree(target: Path) -> None:
+    """Copy what git knows, and new files that it does not ignore."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, check=True,
+    ).stdout.decode()  # fmt: skip
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Whether tests noticed; `seen` names the first that did, or says what else happened."""
+
+    killed: bool
+    seen: str
+    seconds: float
+
+
+def examine(mutation: Mutation, root: Path, tests: Sequence[str]) -> Result:
+    """Apply the mutation to the copy at `root`, run tests there, and undo it.
+
+    Raises:
+        RuntimeError: pytest could not run the tests.
+    """
+    path = root / mutation.file
+    before = path.read_text(encoding="utf-8")
+    mutation.apply(root)
+    variables = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line", *tests]
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Result(False, f"no end within {LIMIT_S:.0f} s", time.monotonic() - begin)
+    finally:
+        path.write_text(before, encoding="utf-8")
+    seconds = time.monotonic() - begin
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{mutation.name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr}")
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return Result(done.returncode == 1, failed[1] if failed else "", seconds)
+
+
+def results(mutations: Sequence[Mutation], tests: Sequence[str] | None) -> Iterator[tuple[Mutation, Result]]:
+    """Examine them one after the other in a copy of the tree."""
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        root = Path(folder)
+        copy_tree(root)
+        for mutation in mutations:
+            yield mutation, examine(mutation, root, tests or mutation.tests)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run mutations; 1 if one survives."""
+    p = argparse.ArgumentParser("python -m tests.mutations", description=__doc__.splitlines()[0])
+    p.add_argument("--only", action="append", metavar="TEXT", help="whose name or file has this; may be repeated [all]")
+    p.add_argument("--list", action="store_true", help="print names and files and end")
+    p.add_argument("--tests", type=shlex.split, help="arguments of pytest, instead of the entries' own")
+    args = p.parse_args(argv)
+    chosen = [m for m in MUTATIONS if any(text in m.name or text in m.file for text in args.only or [""])]
+    if not chosen:
+        print(f"no mutation's name or file has {args.only}; --list shows them", file=sys.stderr)
+        return 2
+    if args.list:
+        for mutation in chosen:
+            print(f"{mutation.name}  ({mutation.file})")
+        return 0
+    survivors = 0
+    for mutation, result in results(chosen, args.tests):
+        survivors += not result.killed
+        verdict = "killed  " if result.killed else "SURVIVED"
+        print(f"{verdict}  {mutation.name}  ({result.seconds:.0f} s)  {result.seen}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} killed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Is a strategy's step slower than it was? Two versions of this repository, timed in the same processes.
+
+    git archive --prefix=before/ COMMIT distlab kernels | tar x -C outputs
+    torchrun --standalone --nproc-per-node 2 -m tests.paired_trees outputs/before --size xl --batch 2 --dtype bf16
+
+Not part of the test suite. Each round attaches every strategy with the code of the other tree and with that of this
+one, in alternating order, and times a block of steps of each; sample i of both form a pair. Clock drift between two
+runs, which is larger than the differences that matter here, hits both.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from distlab.comm import RankContext, rank_context
+from distlab.measure.timing import paired_ratio, percentiles
+
+HERE = Path(__file__).resolve().parents[1]
+
+
+@contextmanager
+def tree(root: Path) -> Iterator[None]:
+    """Let `import distlab` and `import kernels` find the packages under `root`, imported anew."""
+    outside = _forget()
+    sys.path.insert(0, str(root))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(root))
+        for name, module in _forget().items():
+            if name.endswith("comm.copy_engine"):  # torch allows one definition of an operator's namespace
+                module._library._destroy()
+        sys.modules.update(outside)
+
+
+def _forget() -> dict[str, ModuleType]:
+    ours = [name for name in sys.modules if name.split(".")[0] in ("distlab", "kernels")]
+    return {name: sys.modules.pop(name) for name in ours}
+
+
+def samples(context: RankContext, options: argparse.Namespace, strategy: str) -> list[float]:
+    """Step times in ms of one attachment, by whichever tree is imported now."""
+    from distlab.model.config import preset
+    from distlab.train.step import DTYPES
+    from distlab.train.workbench import Workbench, variants
+
+    bench = Workbench(
+        context, preset(options.size), batch_size=options.batch, compute_dtype=DTYPES[options.dtype]
+    )
+    row = variants([strategy], [options.bucket_size_mb])
+    return bench.time_rounds(row, rounds=1, warmup=options.warmup, steps=options.steps)[row[0].name].phases[
+        "step"
+    ]
+
+
+def main() -> None:
+    """Time, and print one line of JSON per strategy on rank 0."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", type=Path, help="folder that holds the other version's distlab and kernels")
+    parser.add_argument("--strategies", default="zero1,fsdp", help="comma-separated [zero1,fsdp]")
+    parser.add_argument("--size", default="tiny", help="model preset [tiny]")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank [2]")
+    parser.add_argument("--dtype", default="fp32", help="fp32, bf16 or fp16 [fp32]")
+    parser.add_argument("--bucket-size-mb", type=float, default=400.0, help="MiB [400]")
+    parser.add_argument("--rounds", type=int, default=4, help="attachments of each version [4]")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed steps per attachment [3]")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps per attachment [8]")
+    options = parser.parse_args()
+    with rank_context(timeout_s=120) as context:
+        for strategy in options.strategies.split(","):
+            taken: dict[Path, list[float]] = {options.before.resolve(): [], HERE: []}
+            for number in range(options.rounds):
+                for root in list(taken)[:: 1 if number % 2 == 0 else -1]:
+                    with tree(root):
+                        taken[root] += samples(context, options, strategy)
+            before, now = taken.values()
+            if context.is_main:
+                ratio = paired_ratio(now, before)._asdict()
+                found = {
+                    "before_ms": percentiles(before),
+                    "now_ms": percentiles(now),
+                    "now_over_before": ratio,
+                }
+                print(json.dumps({"strategy": strategy} | vars(options) | found, default=str), flush=True)
+
+
+if __name__ == "__main__":
+    main()

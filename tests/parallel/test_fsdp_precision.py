@@ -1,0 +1,251 @@
+"""Dtypes under a compute dtype: matrices and what enters their products are cast, norms stay in fp32."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distlab.comm import RankContext
+from distlab.model.config import ModelConfig
+from distlab.model.transformer import RMSNorm as OurRMSNorm
+from distlab.model.transformer import TransformerLM
+from distlab.parallel.fsdp import FSDP
+from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
+from tests.parallel.test_fsdp import OneProcess, OwnRMSNorm, cast_matrices
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+class Toy(nn.Module):
+    """As people train it first: bias-free products, ReLU, a norm of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        self.norm, self.middle_norm = OwnRMSNorm(16), OwnRMSNorm(32)
+        self.last = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(F.relu(self.second(self.middle_norm(F.relu(self.first(x))))))
+        return self.last(x)
+
+
+def distances(context: RankContext, dtype: torch.dtype) -> tuple[float, float]:
+    """After three steps of SGD: how far FSDP and plain averaging are from one model that sees the whole batch."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return Toy().to(context.device)
+
+    def loss(model: nn.Module, rank: int | None, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(64, width, generator=generator).to(context.device) for width in (16, 8))
+        if rank is not None:
+            x, y = x.chunk(2)[rank], y.chunk(2)[rank]
+        return F.mse_loss(model(x.to(dtype)).float(), y)
+
+    fsdp = FSDP(make(), dtype, process_group=context.group)
+    averaged, whole = (
+        OneProcess(make, 2, torch.optim.SGD, dtype, lr=0.5),
+        OneProcess(make, 1, torch.optim.SGD, dtype, lr=0.5),
+    )
+    optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(fsdp, context.rank, step).backward()
+        fsdp.finish_gradient_synchronization()
+        optimizer.step()
+        for one in (averaged, whole):
+            one.zero_grad()
+            one.backward(
+                lambda model, rank, one=one, step=step: loss(model, rank if one is averaged else None, step)
+            )
+            one.optimizer.step()
+    full = fsdp.gather_full_params()
+    assert_same_on_all_ranks(list(full.values()), context)
+    expected = dict(whole.model.named_parameters())
+    return tuple(
+        max((found[name] - parameter).abs().max().item() for name, parameter in expected.items())
+        for found in (full, dict(averaged.model.named_parameters()))
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_as_close_to_the_unsharded_model_as_plain_averaging(dtype, backend):
+    """The reference casts its matrices alone: a norm's weight, if cast, would be off by up to 2⁻¹¹ or 2⁻⁸."""
+    for ours, plain in run(distances, 2, dtype, backend=backend):
+        assert ours <= 1.5 * plain
+
+
+LM = {"d_model": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 51, "context_length": 8}
+
+
+def activations(context: RankContext, ops: str, dtype: torch.dtype) -> None:
+    model = TransformerLM(ModelConfig(**LM, ops=ops), device=context.device)
+    fsdp = FSDP(model, dtype, process_group=context.group)
+    seen: set[str] = set()
+
+    def look(name: str):
+        def check(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+            for tensor in output if isinstance(output, tuple) else (output,):
+                assert tensor.dtype == dtype, name
+            if isinstance(module, OurRMSNorm):
+                assert args[0].dtype == dtype and module.weight.dtype == torch.float32
+                assert module.weight is fsdp.get_parameter(f"module.{name}.weight")  # no copy of it
+                seen.add(name)
+
+        return check
+
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList):
+            module.register_forward_hook(look(name))
+    tokens = torch.arange(16, device=context.device).view(2, 8)
+    fsdp(tokens).float().square().mean().backward()
+    fsdp.finish_gradient_synchronization()
+    assert len(seen) == 5
+    assert all(p.grad.dtype == p.dtype == torch.float32 for p in fsdp.parameters())
+
+
+ON_GPUS = pytest.mark.multigpu
+
+
+@pytest.mark.parametrize(
+    ("ops", "dtype", "backend"),
+    [
+        *[("torch", dtype, "gloo") for dtype in HALVES],
+        ("triton", torch.float16, "gloo"),  # bf16 is wrong in Triton's interpreter
+        *[pytest.param(ops, dtype, "nccl", marks=ON_GPUS) for ops in ("torch", "triton") for dtype in HALVES],
+    ],
+)
+def test_the_residual_stream_keeps_the_compute_dtype(ops, dtype, backend):
+    """Norms with fp32 weights return what they are given, so that no activation becomes fp32."""
+    run(activations, 1 if backend == "gloo" else 2, ops, dtype, backend=backend)
+
+
+class FunctionalLayerNorm(nn.Module):
+    """A class of one's own around torch's operation, which on a GPU wants one dtype."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class SumAndNorm(nn.Module):
+    """Two inputs, of which one is no keyword, and two outputs."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor, *, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(x + residual) * self.gain, x + residual
+
+
+class Norms(nn.Module):
+    """Everything of torch's, and of one's own, that owns vectors only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.norms = nn.ModuleList(
+            [nn.LayerNorm(8), nn.RMSNorm(8), FunctionalLayerNorm(8), OwnRMSNorm(8), nn.PReLU()]
+        )
+        self.of_channels = nn.ModuleList([nn.GroupNorm(2, 8), nn.InstanceNorm1d(8, affine=True)])
+        self.fused = SumAndNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        for norm in self.norms:
+            x = norm(x)
+        for norm in self.of_channels:
+            x = norm(x.transpose(1, 2)).transpose(1, 2)
+        y, x = self.fused(x, residual=x)
+        return y + x
+
+
+def torchs_norms(context: RankContext, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Norms().to(context.device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.rand_like(parameter), alpha=0.1)
+    twin = copy.deepcopy(model)
+    fsdp = FSDP(model, dtype, process_group=context.group)
+    dtypes = []
+    for module in [*model.norms, *model.of_channels, model.fused.norm]:
+        module.register_forward_hook(
+            lambda module, args, output: dtypes.append((output.dtype, module.weight.dtype))
+        )
+    x = torch.randn(4, 5, 8, device=context.device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's RMSNorm warns of operands of two dtypes
+        out = fsdp(x)
+        out.float().square().mean().backward()
+    fsdp.finish_gradient_synchronization()
+    assert out.dtype == dtype and set(dtypes) == {(dtype, torch.float32)} and len(dtypes) == 8
+    twin(x).square().mean().backward()
+    for name, parameter in fsdp.named_parameters():
+        expected = twin.get_parameter(name.removeprefix("module.")).grad
+        if parameter.shape == expected.shape:
+            assert parameter.grad.dtype == torch.float32
+            # Nine roundings of activations to 8 or 11 bits, in sums of 160 terms around one.
+            torch.testing.assert_close(parameter.grad, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_norms_of_all_kinds_compute_in_fp32(dtype, backend):
+    run(torchs_norms, 2, dtype, backend=backend)
+
+
+class BiasApart(nn.Module):
+    """A bias whose matrix lies in a child, as in some vision transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_bias, self.qkv = nn.Parameter(torch.randn(4)), nn.Linear(4, 4, bias=False)
+        self.conv = nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.linear(x, self.qkv.weight, self.q_bias)[..., None])[..., 0]
+
+
+class BiasesApart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([BiasApart()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x)
+
+
+def biases(context: RankContext, dtype: torch.dtype) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return BiasesApart().to(context.device)
+
+    fsdp, twin = FSDP(make(), dtype, process_group=context.group), cast_matrices(make(), dtype)
+    x = torch.ones(2, 4, device=context.device)
+    for model in (fsdp, twin):
+        model(x.to(dtype)).float().square().sum().backward()
+    fsdp.finish_gradient_synchronization()
+    for name in ("blocks.0.q_bias", "blocks.0.conv.bias"):
+        gradient = dict(fsdp.named_parameters())[f"module.{name}"].grad
+        assert gradient.dtype == torch.float32 and torch.equal(
+            gradient, twin.get_parameter(name).grad.float()
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_biases_have_the_matrix_dtype_and_fp32_gradients(dtype, backend):
+    """A bias enters its matrix' product, which takes one dtype."""
+    run(biases, 1 if backend == "gloo" else 2, dtype, backend=backend)

@@ -1,0 +1,73 @@
+"""A hundred random models under every strategy, against one process: see `tests/fuzz.py` for what is compared."""
+
+import pytest
+
+from tests import fuzz
+from tests.fuzz import Case, Part, Regime
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), [(2, range(70)), (3, range(70, 100))], ids=["2-ranks", "3-ranks"])
+def test_random_models_train_as_in_one_process(ranks, seeds):
+    """`python -m tests.fuzz --seed N --strategy S --ranks R` shows a failure again, and shrinks it."""
+    jobs = fuzz.jobs_of(map(fuzz.generate, seeds), fuzz.STRATEGIES)
+    results = list(fuzz.run_jobs(jobs, ranks, until_failure=True))
+    for job, verdict in results:
+        assert not verdict.failed, f"seed {job.case.seed}, {job.strategy}: {verdict.outcome}: {verdict.text}"
+    outcomes = [verdict.outcome for _, verdict in results]
+    assert len(outcomes) == len(jobs) and outcomes.count("same") > 0.8 * len(jobs)
+
+
+def test_a_seed_makes_one_case_and_its_text_makes_it_again():
+    for seed in range(200):
+        case = fuzz.generate(seed)
+        assert case == fuzz.generate(seed)
+        assert eval(repr(case), {"Case": Case, "Part": Part, "Regime": Regime}) == case
+
+
+def test_every_kind_of_part_and_regime_is_drawn():
+    cases = [fuzz.generate(seed) for seed in range(2000)]
+    drawn = {(part.kind, part.form) for case in cases for part in fuzz.parts_of(case.body)}
+    assert drawn == {(kind, form) for kind, forms in (fuzz.LEAVES | fuzz.CONTAINERS).items() for form in forms}
+    assert {case.regime.optimizer for case in cases} == set(fuzz.OPTIMIZERS)
+    for refusal in fuzz.REFUSALS:
+        assert any(refusal.of(case) for case in cases), refusal
+
+
+def test_what_is_refused_counts_only_where_it_is_there():
+    plain, reentrant = Case((Part("linear"),)), Case((Part("around", (Part("linear"),), "reentrant"),))
+    said = "checkpoint activations with use_reentrant=False"
+    assert fuzz.is_refusal(reentrant, "fsdp", said)
+    assert not fuzz.is_refusal(plain, "fsdp", said) and not fuzz.is_refusal(reentrant, "flat", said)
+    assert not fuzz.is_refusal(reentrant, "fsdp", "another error")
+
+
+def fails_where(condition):
+    """A stand-in for `run_jobs`: cases of which the condition holds differ, the others are right."""
+
+    def run_jobs(jobs, ranks, *, seconds=0.0, until_failure=False):
+        for job in jobs:
+            failed = condition(job.case)
+            yield job, fuzz.Verdict("differs", "it differs") if failed else fuzz.Verdict("same")
+            if failed and until_failure:
+                return
+
+    return run_jobs
+
+
+def test_a_failing_case_is_shrunk_to_what_makes_it_fail(monkeypatch, capsys):
+    def condition(case: Case) -> bool:
+        return fuzz.has(case, "around", "twice") and case.regime.micro > 1
+
+    seeds = [seed for seed in range(500) if condition(fuzz.generate(seed))]
+    monkeypatch.setattr(fuzz, "run_jobs", fails_where(condition))
+    assert fuzz.main(["--seed", str(seeds[0]), "--strategies", "flat", "--ranks", "2", "--everything"]) == 1
+    shortest = Case(
+        (Part("around", (Part("linear"),), "twice"),), seed=seeds[0], width=2, regime=Regime(micro=2)
+    )
+    said = capsys.readouterr().out
+    assert f"the shortest that fails so: {shortest}\n" in said
+    assert f"python -m tests.fuzz --strategy flat --ranks 2 --seed {seeds[0]}\n" in said
+    assert fuzz.main(["--case", repr(shortest), "--strategy", "flat", "--ranks", "2"]) == 1
+    monkeypatch.setattr(fuzz, "run_jobs", fails_where(lambda case: False))
+    assert fuzz.main(["--seeds", "20", "--strategies", "all", "--ranks", "2"]) == 0
+    assert fuzz.main(["--strategies", "typo"]) == 2

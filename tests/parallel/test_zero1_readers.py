@@ -1,0 +1,447 @@
+"""ZeroOptimizer's parameters while they are being gathered: whoever reads one, wherever, gets the new values.
+
+The all-gathers here are late: what they bring is put in place by `wait()` and not before, so that a reader that does
+not wait is wrong in every run.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distlab.comm import RankContext, collectives
+from distlab.parallel import BucketedDDP, ZeroOptimizer
+from tests.parallel.test_contract import run
+
+SMALL = 80 / 2**20  # MiB: a bucket for each linear layer of 4 × 4
+
+
+class Late:
+    """An all-gather whose result is seen after `wait()` only."""
+
+    def __init__(self, output: Tensor, result: Tensor, work):
+        self.output, self.result, self.work = output, result, work
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        self.work.wait()
+        self.output.copy_(self.result)
+
+
+@contextmanager
+def late_gathers() -> Iterator[None]:
+    send = collectives.all_gather
+
+    def late(output: Tensor, input: Tensor, group) -> Late:
+        result = torch.empty_like(output)
+        return Late(output, result, send(result, input, group))
+
+    with mock.patch.object(collectives, "all_gather", late):
+        yield
+
+
+class Attention(nn.Module):
+    """`out_proj` is never called: `nn.MultiheadAttention` reads its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class Listed(nn.Module):
+    """A `ParameterList` is never called either."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = nn.ParameterList(nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for matrix in self.matrices:
+            x = torch.tanh(x @ matrix)
+        return x
+
+
+class Elsewhere(nn.Module):
+    """The head's weight is read by its parent, and by the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.body(x)), self.head.weight)
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def make(model: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return model()
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(wrapper: nn.Module, optimizer, loss_of: Callable, rank: int, steps: range) -> list[Tensor]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(wrapper, batch(rank, step))
+        loss.backward()
+        wrapper.finish_gradient_synchronization()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def square(wrapper: nn.Module, x: Tensor) -> Tensor:
+    return wrapper(x).square().mean()
+
+
+def with_head_in_the_loss(wrapper: nn.Module, x: Tensor) -> Tensor:
+    return (wrapper(x) + F.linear(x, wrapper.module.head.weight)).square().mean()
+
+
+def reads_before_forward(wrapper: nn.Module, x: Tensor) -> Tensor:
+    return (F.linear(x, wrapper.module.head.weight) + wrapper(x)).square().mean()
+
+
+def beside_averaging(context: RankContext) -> None:
+    cases = [
+        (Attention, square),
+        (Listed, square),
+        (Elsewhere, square),
+        (Elsewhere, with_head_in_the_loss),
+        (Elsewhere, reads_before_forward),
+    ]
+    for model, loss_of in cases:
+        for size in (SMALL, 25.0):
+            plain = BucketedDDP(make(model), size, process_group=context.group)
+            expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.5), loss_of, context.rank, range(4))
+            wrapper = BucketedDDP(make(model), size, process_group=context.group)
+            optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.5)
+            with late_gathers():
+                losses = train(wrapper, optimizer, loss_of, context.rank, range(4))
+            assert torch.equal(torch.stack(losses), torch.stack(expected)), (model, loss_of, size)
+            for mine, theirs in zip(wrapper.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(mine, theirs), (model, loss_of, size)
+
+
+def test_a_parameter_that_its_owner_s_forward_does_not_read_is_waited_for():
+    run(beside_averaging, 2)
+
+
+class Doubled(torch.autograd.Function):
+    """A Function is not told of; the operators inside are."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor) -> Tensor:
+        return torch.add(weight, weight)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Own(nn.Parameter):
+    """A parameter of a class of people's own."""
+
+
+class Logged(nn.Parameter):
+    """One that handles operators itself."""
+
+    seen = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        Logged.seen += 1
+        return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
+
+
+def _saved(parameter: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(parameter, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def _pointed_to(parameter: Tensor) -> Tensor:
+    """As a kernel reads it: by its address."""
+    import ctypes
+
+    floats = (ctypes.c_float * parameter.numel()).from_address(parameter.data_ptr())
+    return torch.tensor(list(floats)).view(parameter.shape)
+
+
+READERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "function": lambda w: F.linear(torch.eye(4), w).t(),
+    "operator": lambda w: torch.ops.aten.add.Tensor(w, 0),
+    "method": lambda w: w.clone(),
+    "data": lambda w: w.data,
+    "detach": lambda w: w.detach(),
+    "list": lambda w: torch._foreach_add([w], 0.0)[0],
+    "item": lambda w: torch.tensor([[v.item() for v in row] for row in w]),
+    "numpy": lambda w: torch.from_numpy(w.detach().numpy()),
+    "address": _pointed_to,
+    "storage": lambda w: torch.tensor(w.untyped_storage().tolist(), dtype=torch.uint8)
+    .view(torch.float32)[w.storage_offset() :][: w.numel()]
+    .view(w.shape),
+    "autograd-function": lambda w: Doubled.apply(w) / 2,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda w: pickle.loads(pickle.dumps(w)),
+    "save": _saved,
+    "print": lambda w: eval(repr(w).partition("\n")[2], {"tensor": torch.tensor, "requires_grad": True, "True": True}),
+    "functional-call": lambda w: torch.func.functional_call(_identity, {"weight": w}, (torch.eye(4),)).t(),
+}
+_identity = nn.Linear(4, 4, bias=False)
+
+
+def stepped(context: RankContext, module: nn.Module) -> tuple[BucketedDDP, ZeroOptimizer, list[Tensor]]:
+    """A module one step on, its parameters in flight, and what they will be."""
+    plain = copy.deepcopy(module)
+    square(plain, batch(0, 0)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    wrapper = BucketedDDP(module, SMALL, process_group=context.group)
+    optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.5)
+    with late_gathers():
+        square(wrapper, batch(0, 0)).backward()
+        wrapper.finish_gradient_synchronization()
+        optimizer.step()
+    return wrapper, optimizer, [parameter.detach() for parameter in plain.parameters()]
+
+
+def every_reader(context: RankContext) -> None:
+    for name, read in READERS.items():
+        model = make(Blocks)
+        _, _, expected = stepped(context, model)
+        weight = model.blocks[1][0].weight
+        torch.testing.assert_close(read(weight), expected[2], rtol=0, atol=1e-4 if name == "print" else 0, msg=name)
+        assert type(weight) is nn.Parameter and type(copy.deepcopy(weight)) is nn.Parameter
+    for cls in (Own, Logged):
+        model = make(Blocks)
+        linear = model.blocks[1][0]
+        linear.weight = cls(linear.weight.detach())
+        _, _, expected = stepped(context, model)
+        assert torch.equal(linear.weight.data, expected[2]) and type(linear.weight) is cls
+
+
+def test_every_way_to_read_a_parameter_in_python_waits_for_it():
+    """At one rank, whose all-gather is as late; what is read is what an ordinary SGD step gives."""
+    run(every_reader, 1)
+
+
+def writers_and_whole_modules(context: RankContext) -> None:
+    model = make(Blocks)
+    stepped(context, model)
+    loaded = {name: torch.full_like(value, 3.0) for name, value in make(Blocks).state_dict().items()}
+    model.load_state_dict(loaded)  # nothing that was on its way may come over it later
+    wrapper_output = model(torch.ones(1, 4))
+    assert all(torch.equal(p, loaded[name]) for name, p in model.named_parameters())
+    assert torch.isfinite(wrapper_output).all()
+
+    model = make(Blocks)
+    _, _, expected = stepped(context, model)
+    for copied, value in zip(copy.deepcopy(model.blocks).parameters(), expected, strict=True):
+        assert type(copied) is nn.Parameter and torch.equal(copied, value)
+
+    model = make(Blocks)
+    _, _, expected = stepped(context, model)
+    vector = torch.nn.utils.parameters_to_vector(model.parameters())
+    assert torch.equal(vector, torch.cat([value.flatten() for value in expected]))
+
+    for wait in (ZeroOptimizer.synchronize, ZeroOptimizer.close):
+        model = make(Blocks)
+        wrapper = BucketedDDP(model, SMALL, process_group=context.group)
+        optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.5)
+        aliases = [parameter.detach() for parameter in model.parameters()]  # below Python's sight
+        with late_gathers():
+            square(wrapper, batch(0, 0)).backward()
+            wrapper.finish_gradient_synchronization()
+            optimizer.step()
+        wait(optimizer)
+        for alias, value in zip(aliases, expected, strict=True):
+            assert torch.equal(alias, value), wait
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def test_whole_modules_are_read_and_loaded_when_they_have_arrived():
+    """`load_state_dict`, `deepcopy`, a vector of parameters; `synchronize()` and `close()` for what reads unseen."""
+    run(writers_and_whole_modules, 1)
+
+
+def waits_before_each_block(context: RankContext, compile_blocks: bool) -> None:
+    model = make(Blocks)
+    if compile_blocks:
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = torch.compile(block, backend="eager")
+    wrapper = BucketedDDP(model, SMALL, process_group=context.group)
+    optimizer = ZeroOptimizer(wrapper, torch.optim.AdamW)
+    waited: list[int] = []
+    wait = Late.wait
+
+    def noted(late: Late) -> None:
+        waited.append(late.output.numel())
+        wait(late)
+
+    with late_gathers(), mock.patch.object(Late, "wait", noted):
+        train(wrapper, optimizer, square, context.rank, range(1))
+        assert not waited
+        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
+        wrapper.zero_grad()
+        for parameter in model.parameters():
+            assert parameter.grad is None and parameter.requires_grad and parameter.is_leaf
+            assert parameter.numel() == parameter.shape.numel() and parameter.dtype is torch.float32
+            parameter.register_hook(lambda gradient: gradient).remove()
+        model.train()
+        assert not waited  # nothing of this reads a value
+        before = []
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda *_: before.append(len(waited)))
+        wrapper(batch(0, 0))
+        # An ordinary container has no parameters of its own; a compiled one waits for all that is in it.
+        assert before == ([1, 2, 3] if compile_blocks else [0, 1, 2]) and len(waited) == 3
+
+        train(wrapper, optimizer, square, context.rank, range(1))
+        waited.clear()
+        with torch.no_grad():
+            model.blocks[0](batch(0, 0))
+        assert len(waited) == 3  # torch's modules take shortcuts without autograd
+
+
+@pytest.mark.parametrize("compile_blocks", [False, True])
+def test_gathers_stay_under_the_forward_module_by_module(compile_blocks):
+    run(waits_before_each_block, 1, compile_blocks)
+
+
+def _compiled_before_wrapping(backend: str):
+    model = make(Blocks)
+    compiled = torch.compile(model, backend=backend)
+    compiled(batch(0, 0)).sum().backward()  # a warm-up: Dynamo's graph is made without hooks
+    model.zero_grad()
+    return compiled, square
+
+
+def _blocks_compiled(backend: str):
+    model = make(Blocks)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend=backend)
+    return model, square
+
+
+def _blocks_compiled_in_place(backend: str):
+    model = make(Blocks)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    model(batch(0, 0)).sum().backward()
+    model.zero_grad()
+    return model, square
+
+
+def _wrapper_compiled(backend: str):
+    compiled = {}
+
+    def loss_of(wrapper: nn.Module, x: Tensor) -> Tensor:
+        if wrapper not in compiled:
+            compiled[wrapper] = torch.compile(wrapper, backend=backend)
+        return compiled[wrapper](x).square().mean()
+
+    return make(Blocks), loss_of
+
+
+class HeadInLoss(Elsewhere):
+    """A compiled loss reads the head's weight, and nobody else does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.body(x))
+
+
+def _function_compiled(backend: str, when: str):
+    model = make(HeadInLoss)
+    read = torch.compile(lambda x: F.linear(x, model.head.weight), backend=backend)
+    read(batch(0, 0)).sum().backward()
+    model.zero_grad()
+
+    def after(wrapper: nn.Module, x: Tensor) -> Tensor:
+        return read(wrapper(x)).square().mean()
+
+    def before(wrapper: nn.Module, x: Tensor) -> Tensor:
+        return (read(x) + wrapper(x)).square().mean()
+
+    return model, {"after": after, "before": before}[when]
+
+
+COMPILED = {
+    "before-wrapping": _compiled_before_wrapping,
+    "blocks": _blocks_compiled,
+    "blocks-in-place": _blocks_compiled_in_place,
+    "wrapper": _wrapper_compiled,
+    "function-after-forward": lambda backend: _function_compiled(backend, "after"),
+    "function-before-forward": lambda backend: _function_compiled(backend, "before"),
+}
+
+
+def frames_compiled(context: RankContext, how: str, backend: str, in_flight: bool) -> tuple[int, int]:
+    """Train beside averaging of whole gradients, bit for bit.
+
+    Args:
+        in_flight: False waits for the parameters after every step.
+
+    Returns:
+        How many frames Dynamo compiled in the first three steps under ZeRO, and in the seven after.
+    """
+    torch._dynamo.reset()
+    model, loss_of = COMPILED[how](backend)
+    plain = BucketedDDP(model, SMALL, process_group=context.group)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.5)
+    expected = train(plain, sgd, loss_of, context.rank, range(10))
+    plain.close()
+
+    model, loss_of = COMPILED[how](backend)  # Dynamo has met this code
+    wrapper = BucketedDDP(model, SMALL, process_group=context.group)
+    optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.5)
+    torch._dynamo.utils.counters.clear()
+    compiled = torch._dynamo.utils.counters["frames"]
+    losses, totals = [], []
+    with late_gathers():
+        for step in range(10):
+            losses += train(wrapper, optimizer, loss_of, context.rank, range(step, step + 1))
+            totals.append(compiled["total"])
+            if not in_flight:
+                optimizer.synchronize()
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    for mine, theirs in zip(wrapper.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    return totals[2], totals[-1] - totals[2]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", COMPILED)
+def test_compiled_code_reads_what_has_arrived_and_is_not_compiled_again_and_again(how, backend):
+    """Where the wrapper's forward can wait before, parameters in flight cost no compilation; where it cannot, one."""
+    settled = run(frames_compiled, 2, how, backend, False)
+    for (early, late), (early_settled, _) in zip(run(frames_compiled, 2, how, backend, True), settled, strict=True):
+        assert late == 0
+        assert early == early_settled or (how == "function-before-forward" and early <= early_settled + 2)
