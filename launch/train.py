@@ -2,6 +2,7 @@
 
 python launch/train.py                                             synthetic tokens, all GPUs or two CPU ranks
 python launch/train.py --data my.txt --size tiny --steps 300       bytes of a text; then: python launch/sample.py
+python launch/train.py --name my-run --strategy zero1              a name of its own: any strategy continues it
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py --strategy fsdp
 """
 
@@ -14,7 +15,9 @@ from pathlib import Path
 from distlab.comm import RankContext, RankEnvironment, collectives
 from distlab.model.config import OPS_CHOICES
 from distlab.report import OutputFolder, json_line
+from distlab.report.options import whole
 from distlab.train.config import DTYPES, TRAINABLE, TrainConfig
+from distlab.train.lock import hold
 from experiments import training
 from experiments.training import DataConfig, Training
 from launch.common import add_rank_options, launch, leave_process, progress_to_stderr
@@ -53,18 +56,24 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--data", help=".bin or .npy tokens, or a text file (its bytes) [synthetic tokens]")
     p.add_argument("--val-data", help="validation file [the last twentieth of --data]")
     p.add_argument("--token-dtype", help="of a .bin: uint16 or uint32 [uint16]")
-    p.add_argument("--name", help="of the run [data and size]")
+    p.add_argument("--name", help="of the run [data, size and strategy]")
     p.add_argument("--fresh", action="store_true", help="put an older run of this name aside and begin anew")
-    p.add_argument("--log-every", type=int, default=10, help="steps between progress lines [%(default)s]")
+    p.add_argument("--log-every", type=whole(), default=10, help="steps between progress lines [%(default)s]")
     p.add_argument("--quick", action="store_true", help="ten steps of the tiny preset")
-    p.add_argument("--max-restarts", type=int, default=0, help="start all ranks again so often [%(default)s]")
+    p.add_argument("--max-restarts", type=whole(0), default=0, help="start all ranks again so often [%(default)s]")
     add_rank_options(p)
     return p
 
 
+def config_from(args: argparse.Namespace) -> TrainConfig:
+    """The options as a configuration; raises ValueError."""
+    options = {field.name: getattr(args, field.name) for field in dataclasses.fields(TrainConfig)}
+    return TrainConfig(**options | ({"size": "tiny", "steps": 10} if args.quick else {}))
+
+
 def train(context: RankContext, config: TrainConfig, data: DataConfig, args: argparse.Namespace) -> int:
     progress = progress_to_stderr(context)
-    name = args.name or f"{Path(args.data).stem if args.data else 'synthetic'}-{config.size}"
+    name = run_name(args.name, data, config)
     folder = shared_run_folder(
         context, args.out, name, fresh=args.fresh and RankEnvironment.read().restarts == 0
     )
@@ -86,15 +95,32 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: arg
     return 0
 
 
+def run_name(given: str | None, data: DataConfig, config: TrainConfig) -> str:
+    """The name of a run's folder; raises ValueError for one that would lead elsewhere."""
+    name = given
+    if name is None:
+        name = f"{Path(data.path).stem if data.path else 'synthetic'}-{config.size}-{config.strategy}"
+    if not name or name != Path(name).name or name == "..":
+        raise ValueError(f"--name {name!r} cannot name a folder: use letters, digits, '-', '_' and '.'")
+    return name
+
+
 def shared_run_folder(context: RankContext, root: str, name: str, *, fresh: bool) -> OutputFolder:
-    """The run's folder, made by rank 0 and joined by the others; every rank raises if it cannot be written."""
+    """The run's folder, made by rank 0 and joined by the others; every rank raises if it cannot be written.
+
+    Args:
+        fresh: put an older run of this name aside, unless it is still running.
+    """
+    path = Path(root) / training.NAME / name
+    exists = collectives.gather_objects(fresh and path.is_dir(), context.group)[0]
+    lock = hold(path, context, progress_to_stderr(context)) if exists else None
     made: OutputFolder | Exception | None = None
     if context.is_main:
         try:
-            path = Path(root) / training.NAME / name
-            if fresh and path.exists():
+            if lock is not None:
                 number = next(n for n in range(1, 10**6) if not path.with_name(f"{name}-old-{n}").exists())
-                path.rename(path.with_name(f"{name}-old-{number}"))
+                lock.folder = path.rename(path.with_name(f"{name}-old-{number}"))
+                lock.release()
             made = OutputFolder(root, training.NAME, name)
         except (OSError, ValueError) as error:
             made = error
@@ -109,10 +135,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
 
     def prepare() -> Callable[[RankContext], int]:
-        options = {field.name: getattr(args, field.name) for field in dataclasses.fields(TrainConfig)}
-        if args.quick:
-            options |= {"size": "tiny", "steps": 10}
-        config, data = TrainConfig(**options), DataConfig(args.data, args.val_data, args.token_dtype)
+        config, data = config_from(args), DataConfig(args.data, args.val_data, args.token_dtype)
+        run_name(args.name, data, config)  # refused before ranks are started
         return lambda context: train(context, config, data, args)
 
     return launch(prepare, args, script=__file__, arguments=arguments, name="train", view=training.VIEW)

@@ -8,9 +8,11 @@ writes, talking to the other ranks' threads in a gloo group of its own. Ranks th
 share each. The next `save()` first waits for the one before, and raises on every rank what went wrong on any.
 
 Loading checks every file's checksum, falls back to the previous checkpoint with a message that names the damage,
-and runs no code from the files.
+and runs no code from the files. What the files say is checked against each other and against the model before
+anything of the model is overwritten.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -30,12 +32,12 @@ from distlab.train.checkpoint_staging import Staging
 from distlab.train.checkpoint_store import (
     CheckpointFolder,
     Damaged,
-    FormatIsNewer,
     Stored,
     check_contents,
     check_sizes,
 )
 from distlab.train.layout import Layout, Run
+from distlab.train.lock import LockLost, RunLock
 
 __all__ = ["CheckpointError", "Checkpointer", "Stored"]
 
@@ -49,6 +51,7 @@ class Checkpointer:
         keep: how many complete ones stay.
         asynchronous: write in a thread; False writes within `save()`.
         threads: that write and hash on each rank.
+        lock: of the run's folder, on the rank that has it; asked before each write.
         progress: called with a line now and then.
 
     Raises:
@@ -63,6 +66,7 @@ class Checkpointer:
         keep: int = 2,
         asynchronous: bool = True,
         threads: int = 1,
+        lock: RunLock | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ):
         if keep < 1 or threads < 1:
@@ -72,9 +76,11 @@ class Checkpointer:
         self.keep = keep
         self.asynchronous = asynchronous
         self.threads = threads
+        self.lock = lock
         self.progress = progress
         self.last_saved: int | None = None  # the newest step known to be complete
-        self._group = _gloo_group(context)
+        self._known_good: set[int] = set()  # steps written or checked here
+        self._group: dist.ProcessGroup | None = _gloo_group(context)
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -138,10 +144,17 @@ class Checkpointer:
             failure, self._failure = self._failure, None
             raise failure
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Let a write end, whatever comes of it."""
         if self._thread is not None:
             self._thread.join(self.context.timeout_s)
+
+    def close(self) -> None:
+        """`finish`, and give back the group; nothing can be saved or loaded any more."""
+        self.finish()
+        if self._group is not None and (self._thread is None or not self._thread.is_alive()):
+            dist.destroy_process_group(self._group)
+            self._group = None
 
     def _write_behind(self, step: int, items: Any, shapes: Any, content: Any, ready: Callable) -> None:
         try:
@@ -154,17 +167,18 @@ class Checkpointer:
 
     def _write(self, step: int, items: list[Item], shapes: dict, content: dict[str, Any]) -> None:
         try:
-            self._on_main(lambda: self.folder.begin(step))
+            self._on_main(lambda: self._own_folder().begin(step))
             temporary = self.folder.temporary_path_of(step)
             self._together(lambda: _must_see(temporary))
             files = dcp.write(temporary, items, self._group, self.threads)
             parts = collectives.gather_objects((files, shapes), self._group)
             content["files"] = {name: entry for part, _ in parts for name, entry in part.items()}
             content["tensors"] = {key: shape for _, part in parts for key, shape in part.items()}
-            self._on_main(lambda: self.folder.commit(step, content))
+            self._on_main(lambda: self._own_folder().commit(step, content))
         except (CheckpointError, OSError) as error:
             if self.context.is_main:
-                self.folder.abandon(step)
+                with contextlib.suppress(LockLost):  # then a folder of this name is another run's
+                    self._own_folder().abandon(step)
             last = (
                 "there is none before it" if self.last_saved is None else f"step {self.last_saved} is intact"
             )
@@ -172,32 +186,48 @@ class Checkpointer:
                 f"the checkpoint of step {step} could not be written ({error}); {last}"
             ) from None
         self.last_saved = step
-        self._on_main(lambda: self.folder.prune(self.keep))
+        self._known_good.add(step)
+        self._on_main(lambda: self._own_folder().prune(self.keep, self._known_good))
+
+    def _own_folder(self) -> CheckpointFolder:
+        """The folder, to be written; raises LockLost if another run has taken it."""
+        if self.lock is not None:
+            self.lock.check()
+        return self.folder
 
     # -- loading -------------------------------------------------------------------------------------------
 
     def newest(self) -> Stored | None:
         """The newest checkpoint that is whole and unaltered; None if the folder has none at all.
 
+        Newer ones that are not are put aside, so that they are neither read again nor counted as kept.
+
         Raises:
             CheckpointError: there are some, and none can be used.
-            FormatIsNewer: the newest was written by a later version.
+            OtherFormat: the newest was written by another version.
         """
-        removed = self._on_main(self.folder.clean)
+        removed = self._on_main(lambda: self._own_folder().clean())
         if removed:
             self.progress(f"removed what an interrupted write left: {', '.join(removed)}")
         steps = self._on_main(self.folder.steps)
-        problems = []
+        rejected: dict[int, str] = {}
         for step in steps:
             try:
-                return self.check(self.folder.path_of(step))
+                stored = self.check(self.folder.path_of(step))
             except Damaged as error:
-                problems.append(str(error))
-                self.progress(f"checkpoint of step {step} is not used: {error}")
-        if problems:
+                rejected[step] = str(error)
+                continue
+            # Only now: if none can be used, the next start must find them and end the same way.
+            for bad, problem in rejected.items():
+                aside = self._on_main(lambda bad=bad: self._own_folder().set_aside(bad))
+                self.progress(
+                    f"checkpoint of step {bad} is not used: {problem}; it is put aside as {Path(aside).name}"
+                )
+            return stored
+        if rejected:
             raise CheckpointError(
-                f"none of the {len(steps)} checkpoints in {self.folder.path} can be used: {'; '.join(problems)}. "
-                "Pass --fresh to begin anew"
+                f"none of the {len(steps)} checkpoints in {self.folder.path} can be used: "
+                f"{'; '.join(rejected.values())}. Pass --fresh to begin anew"
             )
         return None
 
@@ -205,58 +235,82 @@ class Checkpointer:
         """Read a checkpoint's marker and check all of its files, each rank a share of them.
 
         Raises:
-            Damaged, FormatIsNewer: the same on every rank.
+            Damaged, OtherFormat: the same on every rank.
         """
-        stored: Stored | None = None
-        problem: Exception | None = None
-        try:
+
+        def checked() -> Stored:
             stored = CheckpointFolder(path.parent).open(int(path.name.removeprefix("step_")))
             check_sizes(stored)
             check_contents(stored, self.context.rank, self.context.world_size)
-        except (Damaged, FormatIsNewer) as error:
-            problem = error
-        problems = [p for p in collectives.gather_objects(problem, self._group) if p is not None]
-        if problems:
-            raise problems[0]
+            return stored
+
+        stored = self._alike(checked)
         self.last_saved = stored.step
+        self._known_good.add(stored.step)
         return stored
 
     def load(self, stored: Stored, wrapper: nn.Module, optimizer: Optimizer) -> None:
         """Overwrite the model, the optimizer's state and this rank's random generators.
 
         Raises:
-            ValueError: a checkpoint of another model or optimizer; it lists the tensors that differ.
-            CheckpointError: reading failed, on whatever rank.
+            ValueError: a checkpoint of another model or optimizer; it lists the tensors that differ. Nothing is
+                overwritten.
+            CheckpointError: reading failed, on whatever rank; or what the files say does not fit together, and
+                nothing is overwritten.
         """
         layout = Layout(wrapper, optimizer)
         layout.settle()
-        metadata = dcp.read_metadata(stored.path)
-        dtypes = dcp.stored_dtypes(metadata)
         shapes = {key: tuple(shape) for key, shape in stored.content["tensors"].items()}
         model = layout.model()
-        refuse_other_model(stored, model, shapes)
-        if stored.content["optimizer"] != _optimizer_name(optimizer):
-            raise ValueError(
-                f"{stored.path} holds the state of {stored.content['optimizer']}, not of {_optimizer_name(optimizer)}"
-            )
-        state, wanted = layout.room_for_state({key: (shape, dtypes[key]) for key, shape in shapes.items()})
+        optimizer_name = _optimizer_name(optimizer)
+
+        def checked() -> tuple[Any, list[dict[str, Any]]]:
+            refuse_other_model(stored, model, shapes)
+            if stored.content["optimizer"] != optimizer_name:
+                raise ValueError(
+                    f"{stored.path} holds the state of {stored.content['optimizer']}, not of {optimizer_name}"
+                )
+            options = layout.options(stored.content["groups"])
+            metadata = dcp.read_metadata(stored.path)
+            sizes = {name: entry["bytes"] for name, entry in stored.content["files"].items()}
+            dcp.check_metadata(stored.path, metadata, shapes, sizes)
+            return metadata, options
+
+        metadata, options = self._alike(checked)
+        dtypes = dcp.stored_dtypes(metadata)
+        tensors = {
+            key: (shape, dtypes[key]) for key, shape in shapes.items() if key in dtypes
+        }  # the others are empty
+        state, wanted = layout.room_for_state(tensors)
         generators = {
-            key: torch.empty(shapes[key], dtype=dtypes[key])
-            for key in shapes
+            key: torch.empty(shape, dtype=dtype)
+            for key, (shape, dtype) in tensors.items()
             if key.startswith(f"rng/{self.context.rank}/")
         }
-        wanted += [Run(key, 0, value, tuple(value.shape)) for key, value in generators.items()]
+        wanted += [Run(key, 0, value.view(-1), tuple(value.shape)) for key, value in generators.items()]
         runs = [*model, *wanted]
         items = [Item(run.key, run.start, run.numel, run.values) for run in runs]
         dcp.read(stored.path, metadata, items, self._group)
-        layout.load_state(stored.content["groups"], state)
-        if generators:
-            rng.restore({key.rsplit("/", 1)[1]: value for key, value in generators.items()})
+        layout.load_state(options, state)
+        mine = {key.rsplit("/", 1)[1]: value for key, value in generators.items()}
+        self._alike(lambda: rng.restore(mine))
 
     # -- ranks ---------------------------------------------------------------------------------------------
 
+    def _alike(self, action: Callable[[], Any]) -> Any:
+        """Do it on every rank; if it raises on any, raise the first rank's error on all."""
+        result, problem = None, None
+        try:
+            result = action()
+        except (OSError, ValueError) as error:
+            problem = error
+        for found in collectives.gather_objects(problem, self._group):
+            if found is not None:
+                raise found
+        return result
+
     def _together(self, action: Callable[[], Any]) -> Any:
-        """Do it on every rank; if it fails on any, raise the same on all."""
+        """Do it on every rank; if it fails on any, raise the same on all, with the ranks that failed."""
         result, problem = None, None
         try:
             result = action()

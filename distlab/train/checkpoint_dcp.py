@@ -8,6 +8,7 @@ unpickler that knows a dozen harmless classes and calls nothing else.
 
 import hashlib
 import io
+import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -41,7 +43,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-METADATA = ".metadata"
+from distlab.train.checkpoint_store import METADATA
+
 _DCP = "torch.distributed.checkpoint"
 SAFE_CLASSES = {
     *((f"{_DCP}.metadata", name) for name in (
@@ -121,7 +124,10 @@ def read(folder: Path, metadata: Metadata, items: Sequence[Item], group: Process
 def describe(error: CheckpointException) -> str:
     """`rank 1: OSError: [Errno 28] No space left on device`, for each rank that failed."""
     failures = sorted(error.failures.items())
-    return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in failures)
+    first_lines = {rank: next(iter(str(cause).splitlines()), "") for rank, (cause, _) in failures}
+    return "; ".join(
+        f"rank {rank}: {type(cause).__name__}: {first_lines[rank]}" for rank, (cause, _) in failures
+    )
 
 
 class RunSavePlanner(SavePlanner):
@@ -219,7 +225,7 @@ class Reader(dcp.FileSystemReader):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """DCP's index of a checkpoint.
+    """DCP's index of a checkpoint, as it is: see `check_metadata`.
 
     Raises:
         OSError: it cannot be read. CheckpointError: it asks for anything but DCP's own plain classes.
@@ -227,8 +233,64 @@ def read_metadata(folder: Path) -> Metadata:
     with open(folder / METADATA, "rb") as file:
         try:
             return _PlainUnpickler(file).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError) as error:
+        except Exception as error:  # a pickle that was made up can raise anything
             raise CheckpointError(f"{folder / METADATA} is damaged: {error}") from None
+
+
+def check_metadata(
+    folder: Path, metadata: Metadata, shapes: Mapping[str, Sequence[int]], files: Mapping[str, int]
+) -> None:
+    """The index says of the tensors what the marker says, and points nowhere but into the marker's files.
+
+    Args:
+        folder: for the message.
+        shapes: of the marker's tensors.
+        files: the marker's files → bytes.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    try:
+        problem = _problem_of_metadata(metadata, shapes, files)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        problem = f"it is no index of DCP's ({type(error).__name__}: {error})"
+    if problem is not None:
+        raise CheckpointError(f"{folder / METADATA} is damaged: {problem}")
+
+
+def _problem_of_metadata(
+    metadata: Metadata, shapes: Mapping[str, Sequence[int]], files: Mapping[str, int]
+) -> str | None:
+    stored = metadata.state_dict_metadata
+    expected = {key: math.prod(shape) for key, shape in shapes.items() if math.prod(shape) > 0}
+    if different := sorted(stored.keys() ^ expected.keys()):
+        return f"{different[0]} is only in {'it' if different[0] in stored else 'the marker'}"
+    for key, numel in expected.items():
+        entry = stored[key]
+        if not isinstance(entry, TensorStorageMetadata) or not isinstance(
+            entry.properties.dtype, torch.dtype
+        ):
+            return f"{key} is no tensor"
+        if tuple(entry.size) != (numel,):
+            return f"{key} has size {tuple(entry.size)} in it and {numel} elements in the marker"
+        covered = 0
+        for chunk in sorted(entry.chunks, key=lambda chunk: chunk.offsets[0]):
+            (start,), (length,) = chunk.offsets, chunk.sizes
+            place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            if start != covered or length < 1:
+                return f"{key} has a hole or an overlap at element {covered}"
+            if place.relative_path not in files:
+                return f"{key} lies in {place.relative_path!r}, which is no file of this checkpoint"
+            # Bytes that are there bound what is allocated for them.
+            needed, end = length * entry.properties.dtype.itemsize, place.offset + place.length
+            if place.offset < 0 or place.length < needed or end > files[place.relative_path]:
+                return f"{key} lies outside of {place.relative_path}"
+            if place.transform_descriptors:
+                return f"{key} is transformed by {place.transform_descriptors!r}"
+            covered += length
+        if covered != numel:
+            return f"{key} has {covered} of {numel} elements"
+    return None
 
 
 class _PlainUnpickler(pickle.Unpickler):

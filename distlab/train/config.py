@@ -1,10 +1,11 @@
 """What a training run is: every option, checked once, and which of them a resumed run must repeat."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from distlab.model.config import ModelConfig, preset
-from distlab.parallel import STRATEGIES, get_strategy
+from distlab.parallel import STRATEGIES
 from distlab.train.schedule import WarmupCosine
 from distlab.train.step import DTYPES
 
@@ -75,15 +76,20 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
-        get_strategy(self.strategy)
         if self.strategy not in TRAINABLE:
-            raise ValueError(f"strategy {self.strategy!r} cannot train; allowed: {', '.join(TRAINABLE)}")
+            allowed = (f"{name} (GPUs only)" if STRATEGIES[name].needs_gpu else name for name in TRAINABLE)
+            raise ValueError(f"strategy {self.strategy!r} cannot train; allowed: {', '.join(allowed)}")
         for name, least in (
             ("batch", 1), ("accumulate", 1), ("steps", 1), ("warmup", 0), ("weight_decay", 0), ("clip", 0),
             ("seed", 0), ("validate_every", 0), ("validate_sequences", 1), ("checkpoint_every", 0), ("keep", 1),
         ):  # fmt: skip
-            if getattr(self, name) < least:
+            if not getattr(self, name) >= least:  # nor is NaN
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        for name, limit in (("seed", 2**63), ("lr", math.inf), ("weight_decay", math.inf)):
+            if not getattr(self, name) < limit:
+                raise ValueError(f"{name}={getattr(self, name)}: must be a number below {limit}")
+        if not 0 <= self.beta2 < 1:
+            raise ValueError(f"beta2={self.beta2}: must be at least 0 and below 1")
         self.schedule()
         self.model()
 
@@ -102,20 +108,38 @@ class TrainConfig:
         return {"model": asdict(self.model()), "data": data, **lasting}
 
 
-def refuse_other_run(saved: dict[str, Any], mine: dict[str, Any], where: str) -> None:
+def refuse_other_run(saved: Any, mine: dict[str, Any], where: str) -> None:
     """Raises ValueError with every option that differs."""
+    if not isinstance(saved, dict):
+        raise ValueError(f"{where} does not say which run it belongs to")
     differences = []
     for name in mine.keys() | saved.keys():
-        there, here = saved.get(name), mine.get(name)
+        there, here = saved.get(name, _MISSING), mine.get(name, _MISSING)
         if isinstance(there, dict) and isinstance(here, dict):
-            keys = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
-            differences += [
-                f"{name}.{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in keys
-            ]
-        elif there != here:
-            differences.append(f"{name} is {there!r} there and {here!r} here")
+            pairs = {
+                f"{name}.{key}": (there.get(key, _MISSING), here.get(key, _MISSING))
+                for key in there.keys() | here.keys()
+            }
+        else:
+            pairs = {name: (there, here)}
+        differences += [
+            f"{key} is {a!r} there and {b!r} here" for key, (a, b) in pairs.items() if not _same(a, b)
+        ]
     if differences:
         raise ValueError(
             f"{where} belongs to another run: {'; '.join(sorted(differences))}. Repeat its options, or pass another "
             "--name, or --fresh to begin anew"
         )
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+_MISSING = _Missing()
+
+
+def _same(there: Any, here: Any) -> bool:
+    """Equal as JSON: a truth value is no number."""
+    return there == here and isinstance(there, bool) == isinstance(here, bool)

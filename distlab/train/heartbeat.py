@@ -79,7 +79,7 @@ class Heartbeat:
         self._stop = stop
         self._device = context.device
         timeout = timedelta(seconds=context.timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
         self._waiting: tuple[int, Tensor, Moment] | None = None
         self._has_norm = False
         self.restart_clock()
@@ -126,6 +126,12 @@ class Heartbeat:
         norm = norms[0] if self._has_norm else None
         return Beat(step, sum(losses) / len(losses), norm, step_ms, stop)
 
+    def close(self) -> None:
+        """Give back the group; nothing can be exchanged any more."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
 
 class StopSignals:
     """Remembers a SIGTERM or SIGINT instead of dying of it.
@@ -135,11 +141,13 @@ class StopSignals:
 
     Args:
         grace_s: seconds until the main thread must have noticed.
+        answers: whether a line says at once that the signal has come, since a step may take long; of several ranks
+            one does.
     """
 
-    def __init__(self, grace_s: float = 5.0) -> None:
+    def __init__(self, grace_s: float = 5.0, *, answers: bool = False) -> None:
         self.received = 0
-        self.grace_s = grace_s
+        self.grace_s, self.answers = grace_s, answers
 
     @contextmanager
     def caught(self) -> Iterator["StopSignals"]:
@@ -168,7 +176,13 @@ class StopSignals:
         self.received = number
 
     def _watch(self, reader: int) -> None:
+        answered = not self.answers
         while arrived := os.read(reader, 1):
+            if not answered and arrived[0] in (signal.SIGTERM, signal.SIGINT):
+                answered = True
+                name = signal.Signals(arrived[0]).name
+                print(f"asked to stop ({name}): this step is finished, then a checkpoint written", file=sys.stderr,
+                      flush=True)  # fmt: skip
             deadline = time.monotonic() + self.grace_s
             while not self.received and time.monotonic() < deadline:
                 time.sleep(0.05)

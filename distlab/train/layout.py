@@ -144,21 +144,35 @@ class Layout:
                 state.setdefault(owned.parameter, {})[kind] = value
         return state, runs
 
-    def load_state(
-        self, saved_groups: Sequence[Mapping[str, Any]], state: dict[nn.Parameter, dict[str, Tensor]]
-    ) -> None:
-        """Give the optimizer stored options and the filled state of `room_for_state`.
+    def options(self, saved_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The stored options of each group, in the types of this optimizer's.
+
+        Args:
+            saved_groups: what `groups` gave, out of JSON.
 
         Raises:
-            ValueError: groups that hold other parameters.
+            ValueError: groups that hold other parameters, or options that are missing or of another type.
         """
         groups = self.groups()
         if [sorted(group["params"]) for group in saved_groups] != [sorted(g["params"]) for g in groups]:
             raise ValueError("the stored optimizer's groups hold other parameters than this one's")
         options = []
         for saved, group in zip(saved_groups, groups, strict=True):
-            known = {name: value for name, value in saved.items() if name in group and name != "params"}
-            options.append({n: tuple(v) if isinstance(group[n], tuple) else v for n, v in known.items()})
+            for name in sorted(saved.keys() | group.keys()):
+                if name not in saved or name not in group or _kind(saved[name]) != _kind(group[name]):
+                    there, here = (repr(g[name]) if name in g else "missing" for g in (saved, group))
+                    raise ValueError(f"the stored optimizer's option '{name}' is {there}, and {here} here")
+            options.append({
+                name: tuple(value) if isinstance(group[name], tuple) else value
+                for name, value in saved.items()
+                if name != "params"
+            })  # fmt: skip
+        return options
+
+    def load_state(
+        self, options: Sequence[Mapping[str, Any]], state: dict[nn.Parameter, dict[str, Tensor]]
+    ) -> None:
+        """Give the optimizer the options of each group and the filled state of `room_for_state`."""
         if hasattr(self.optimizer, "load_owned"):
             self.optimizer.load_owned(options, state)
             return
@@ -172,6 +186,13 @@ class Layout:
                 if parameter in state:
                     loaded["state"][number] = state[parameter]
         self.optimizer.load_state_dict(loaded)
+
+
+def _kind(value: Any) -> Any:
+    """What a stored option must share with a live one: JSON has one list for tuples, and 1 may stand for 1.0."""
+    if isinstance(value, (list, tuple)):
+        return [_kind(item) for item in value]
+    return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value)
 
 
 def held_by(wrapper: nn.Module) -> list[Owned]:

@@ -8,7 +8,7 @@ checkpoint holds weights that a NaN has reached.
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
 from distlab.train import rng
 from distlab.train.checkpoint import Checkpointer, Stored
+from distlab.train.checkpoint_store import MARKER, Damaged
 from distlab.train.config import DTYPES, TrainConfig, refuse_other_run
 from distlab.train.evaluate import validation_loss
 from distlab.train.heartbeat import Beat, Heartbeat, NonFiniteLoss, StopSignals
+from distlab.train.lock import RunLock
 from distlab.train.scaler import LossScaler
 from distlab.train.step import TrainStep, loss_function
 from distlab.train.tokens import GlobalOrder, Sequences, to_batch
@@ -75,6 +77,7 @@ class Trainer:
         train, validate: sequences; validation is left out without.
         data_identity: JSON-serialisable; what a resumed run must find unchanged.
         folder: of checkpoints; None for none.
+        lock: of the run's folder, on the rank that has it; see `Checkpointer`.
         report: called on every rank with each finished step, one step late.
         progress: called with a line now and then.
 
@@ -91,6 +94,7 @@ class Trainer:
         validate: Sequences | None = None,
         data_identity: dict[str, Any] | None = None,
         folder: Path | None = None,
+        lock: RunLock | None = None,
         report: Callable[[StepReport], None] = lambda report: None,
         progress: Callable[[str], None] = lambda text: None,
     ):
@@ -109,7 +113,7 @@ class Trainer:
         self.scaler = LossScaler() if config.dtype == "fp16" else None
         rng.seed_rank(config.seed, context.rank)
         self._build()
-        self.stop = StopSignals()
+        self.stop = StopSignals(answers=context.is_main)
         self.heartbeat = Heartbeat(context, self.stop)
         self.checkpoints = None
         if folder is not None:
@@ -119,6 +123,7 @@ class Trainer:
                 keep=config.keep,
                 asynchronous=not config.synchronous_checkpoints,
                 threads=4 if context.device.type == "cuda" else 1,
+                lock=lock,
                 progress=progress,
             )
         self.step = 0
@@ -170,17 +175,19 @@ class Trainer:
         if stored is None:
             return False
         extra = stored.content["extra"]
-        refuse_other_run(extra["identity"], self.identity, str(stored.path))
-        self.checkpoints.load(stored, self.wrapper, self.optimizer)
-        if self.scaler is not None and extra["scaler"]:
+        refuse_other_run(extra.get("identity"), self.identity, str(stored.path))
+        if problem := _problem_of_extra(extra, scaled=self.scaler is not None):
+            raise Damaged(f"{stored.path / MARKER} is not a marker of this program: {problem}")
+        if self.scaler is not None:
             self.scaler.load_state_dict(extra["scaler"])
+        self.checkpoints.load(stored, self.wrapper, self.optimizer)
         if stored.content["world_size"] <= self.context.rank:  # no generator was saved for this rank
             rng.seed_rank(self.config.seed + stored.step, self.context.rank)
         self.step = stored.step
-        if extra["config"]["steps"] != self.config.steps:
+        if extra["steps"] != self.config.steps:
             self.progress(
-                f"the run had {extra['config']['steps']} steps and has {self.config.steps} now: the learning "
-                "rate's schedule changes from here on"
+                f"the run had {extra['steps']} steps and has {self.config.steps} now: the learning rate's schedule "
+                "changes from here on"
             )
         return True
 
@@ -203,7 +210,7 @@ class Trainer:
             raise NonFiniteLoss(f"{error}; training stopped. {self._last_good()}") from None
         finally:
             if self.checkpoints is not None:
-                self.checkpoints.close()
+                self.checkpoints.finish()
         return outcome
 
     def _run(self, outcome: Outcome) -> None:
@@ -222,7 +229,7 @@ class Trainer:
                 self._tell(self.heartbeat.settle())
                 saves = self.checkpoints is not None
             if validates:
-                outcome.validation.append((self.step, self._validate()))
+                outcome.validation.append((self.step, self.validation_loss()))
             if saves:
                 self.save()
         outcome.last_step = self.step
@@ -245,7 +252,7 @@ class Trainer:
         begin = time.perf_counter()
         extra = {
             "identity": self.identity,
-            "config": asdict(self.config),
+            "steps": self.config.steps,
             "scaler": self.scaler.state_dict() if self.scaler else None,
         }
         self.checkpoints.save(
@@ -265,7 +272,8 @@ class Trainer:
             self.report(StepReport(beat.step, beat.loss, rate, beat.grad_norm, beat.step_ms, saving_ms))
         return beat
 
-    def _validate(self) -> float:
+    def validation_loss(self) -> float:
+        """Of the model as it is, in nats per token; called on every rank."""
         loss = validation_loss(
             self.wrapper,
             self.validate,
@@ -290,10 +298,22 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Detach the strategy's hooks, so that the model's memory can go."""
+        """Detach the strategy's hooks, so that the model's memory can go, and give back the groups."""
+        self.heartbeat.close()
+        if self.checkpoints is not None:
+            self.checkpoints.close()
         if hasattr(self.optimizer, "close"):
             self.optimizer.close()
         self.wrapper.close()
+
+
+def _problem_of_extra(extra: dict[str, Any], *, scaled: bool) -> str | None:
+    """What is wrong with what `Trainer.save` stores beside the tensors, or None."""
+    if type(extra.get("steps")) is not int or extra["steps"] < 1:
+        return "'steps' is missing or no number of steps"
+    if not isinstance(extra.get("scaler", ""), dict if scaled else type(None)):
+        return "'scaler' is missing, or not that of this run's dtype"
+    return None
 
 
 def _due(step: int, every: int) -> bool:

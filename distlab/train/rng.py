@@ -33,7 +33,25 @@ def states() -> dict[str, Tensor]:
 
 
 def restore(saved: Mapping[str, Tensor]) -> None:
-    """The inverse of `states`; kinds that are missing, or not of this machine, are left as they are."""
+    """The inverse of `states`; kinds that are missing, or not of this machine, are left as they are.
+
+    Raises:
+        ValueError: what is no state of a generator.
+    """
+    mine = states()
+    for kind, state in saved.items():
+        if kind in mine and (state.shape, state.dtype) != (mine[kind].shape, mine[kind].dtype):
+            raise ValueError(
+                f"the stored random generator '{kind}' has {tuple(state.shape)} {state.dtype}, and needs "
+                f"{tuple(mine[kind].shape)} {mine[kind].dtype}"
+            )
+    try:
+        _restore(saved)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"a stored random generator cannot be restored: {error}") from None
+
+
+def _restore(saved: Mapping[str, Tensor]) -> None:
     if "python" in saved:
         version, *words, gauss = saved["python"].tolist()
         random.setstate((int(version), tuple(map(int, words)), None if gauss != gauss else gauss))

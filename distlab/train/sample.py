@@ -1,5 +1,7 @@
 """Load the model out of a checkpoint, and let it continue a text."""
 
+import math
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -13,6 +15,8 @@ from distlab.train.checkpoint import refuse_other_model
 from distlab.train.checkpoint_dcp import Item
 from distlab.train.checkpoint_store import CheckpointFolder, Damaged, Stored, check_contents, check_sizes
 from distlab.train.layout import Run, flat
+
+LEAST_TEMPERATURE = 1e-4  # besides 0
 
 
 def newest_usable(folder: Path) -> Stored:
@@ -35,14 +39,41 @@ def newest_usable(folder: Path) -> Stored:
 
 
 def load_model(stored: Stored, context: RankContext) -> TransformerLM:
-    """The trained model, whole, whatever strategy wrote it."""
-    config = ModelConfig(**stored.content["extra"]["identity"]["model"])
+    """The trained model, whole, whatever strategy wrote it.
+
+    Raises:
+        ValueError, CheckpointError: what the checkpoint says does not fit together.
+    """
+    shapes = {key: tuple(shape) for key, shape in stored.content["tensors"].items()}
+    sizes = {name: entry["bytes"] for name, entry in stored.content["files"].items()}
+    metadata = dcp.read_metadata(stored.path)
+    dcp.check_metadata(stored.path, metadata, shapes, sizes)
+    # Built only where as many elements lie on the disk: numbers that were made up could ask for any memory.
+    config = _model_of(stored)
+    count = sum(math.prod(shape) for key, shape in shapes.items() if key.startswith("model/"))
+    if config.num_parameters != count:
+        raise ValueError(
+            f"{stored.path} holds {count:,} parameters, and describes a model of {config.num_parameters:,}"
+        )
     model = TransformerLM(config, device=context.device)
     runs = [Run(f"model/{name}", 0, flat(p, name), tuple(p.shape)) for name, p in model.named_parameters()]
-    refuse_other_model(stored, runs, {key: tuple(shape) for key, shape in stored.content["tensors"].items()})
+    refuse_other_model(stored, runs, shapes)
     items = [Item(run.key, 0, run.numel, run.values) for run in runs]
-    dcp.read(stored.path, dcp.read_metadata(stored.path), items, context.group)
+    dcp.read(stored.path, metadata, items, context.group)
     return model.eval()
+
+
+def _model_of(stored: Stored) -> ModelConfig:
+    """The model that the checkpoint describes; raises ValueError if it describes none."""
+    identity = stored.content["extra"].get("identity")
+    described = identity.get("model") if isinstance(identity, dict) else None
+    names = {field.name for field in fields(ModelConfig)}
+    if not isinstance(described, dict) or described.keys() != names:
+        raise ValueError(f"{stored.path} does not describe its model")
+    try:
+        return ModelConfig(**described)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{stored.path} describes a model that cannot be: {error}") from None
 
 
 @torch.no_grad()
@@ -55,11 +86,15 @@ def generate(
         tokens_T: `(T,)` int64 on the model's device, at least one.
 
     Raises:
-        ValueError: nothing to continue, or a negative temperature.
+        ValueError: nothing to continue, a negative count, or a temperature that is no number or neither 0 nor at least
+            1e-4, below which logits overflow.
     """
-    if len(tokens_T) == 0 or temperature < 0:
+    if len(tokens_T) == 0 or count < 0:
+        raise ValueError(f"{len(tokens_T)} tokens, count={count}: give a prompt, and a count of at least 0")
+    if not (temperature == 0 or LEAST_TEMPERATURE <= temperature < float("inf")):
         raise ValueError(
-            f"{len(tokens_T)} tokens, temperature={temperature}: give a prompt, and a temperature ≥ 0"
+            f"temperature={temperature}: give 0 for the likeliest token, or a finite number of at least "
+            f"{LEAST_TEMPERATURE:g}"
         )
     generator = torch.Generator(device=tokens_T.device).manual_seed(seed)
     for _ in range(count):

@@ -4,6 +4,7 @@
 would skip a step that another takes. Here the finite flag is reduced over the ranks before anybody decides.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,5 +36,13 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict()` gave."""
-        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+        """Take over what `state_dict()` gave.
+
+        Raises:
+            ValueError: it did not give this.
+        """
+        scale, good_steps = state.get("scale"), state.get("good_steps")
+        is_scale = type(scale) in (int, float) and math.isfinite(scale) and scale > 0
+        if not is_scale or type(good_steps) is not int or good_steps < 0:
+            raise ValueError(f"no state of a loss scale: scale={scale!r}, good_steps={good_steps!r}")
+        self.scale, self.good_steps = float(scale), good_steps

@@ -5,7 +5,7 @@ zero_grad ─ [micro-batch]×k ─ finish_gradient_synchronization ─ (clip, ch
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -150,9 +150,20 @@ class TrainStep:
             return
         if self.max_grad_norm is not None:
             factor *= min(1.0, self.max_grad_norm / (self.grad_norm.item() + 1e-6))
-        for owned in stepped_by(self.model, self.optimizer):
-            if owned.parameter.grad is not None:
-                owned.parameter.grad.mul_(factor)
+        with elementwise_gradient_edits(self.model, self.optimizer):
+            for owned in stepped_by(self.model, self.optimizer):
+                if owned.parameter.grad is not None:
+                    owned.parameter.grad.mul_(factor)
+
+
+def elementwise_gradient_edits(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> AbstractContextManager[None]:
+    """The context in which gradients may be edited element by element, where the strategy has one."""
+    for holder in (optimizer, model):
+        if hasattr(holder, "elementwise_gradient_edits"):
+            return holder.elementwise_gradient_edits()
+    return nullcontext()
 
 
 def gradients_are_finite(parameters: Sequence[nn.Parameter]) -> bool:

@@ -8,6 +8,7 @@ Position p of the sequence belongs to step p // batch; ranks take equal, disjoin
 step is the same at every world size, each window is read once per epoch, and the position *is* the sampler's state.
 """
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,7 @@ from torch import Tensor
 from distlab.train.data import SyntheticTokens
 
 IGNORED = -100  # a target that no loss counts
+BLOCK = 1 << 22  # tokens that are hashed together; part of what a data set's digest means
 DTYPES = {"uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32}
 
 
@@ -153,7 +155,7 @@ def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
     """
     path = Path(path)
     if path.suffix == ".npy":
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        tokens = _open_array(path)
         if tokens.ndim != 1 or tokens.dtype.name not in DTYPES:
             raise ValueError(
                 f"{path} holds {tokens.dtype.name} of shape {tokens.shape}; allowed: one dimension of "
@@ -175,17 +177,49 @@ def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
     return tokens
 
 
-def check_range(tokens: np.ndarray, vocab_size: int, rank: int = 0, world_size: int = 1) -> str | None:
-    """What is wrong with the ids in this rank's share of the tokens, or None; reads all of it once."""
-    first, last = rank * len(tokens) // world_size, (rank + 1) * len(tokens) // world_size
-    for start in range(first, last, 1 << 24):
-        part = np.asarray(tokens[start : min(start + (1 << 24), last)])
-        if len(part) and int(part.max()) >= vocab_size:
-            place = start + int((part >= vocab_size).argmax())
-            return (
-                f"token {place} is {int(tokens[place])}, but the model's vocabulary has {vocab_size} entries"
+def _open_array(path: Path) -> np.ndarray:
+    """A `.npy` file, mapped. numpy's own errors name no file, and of some files they advise to unpickle them."""
+    with open(path, "rb") as file:  # an OSError names the file
+        start = file.read(len(np.lib.format.MAGIC_PREFIX))
+    reason = "its first bytes are not those of the format"
+    if start == np.lib.format.MAGIC_PREFIX:
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            objects = "object" in str(error).lower() or "pickle" in str(error).lower()
+            said = str(error).splitlines()[0][:100]
+            reason = "it holds Python objects" if objects else f"it is truncated or damaged ({said})"
+    raise ValueError(
+        f"{path} is no array of tokens in numpy's .npy format: {reason}. Write it with numpy.save from one dimension "
+        f"of {', '.join(DTYPES)}, or give it another suffix to train on its bytes"
+    )
+
+
+def examine(
+    tokens: np.ndarray, vocab_size: int, rank: int = 0, world_size: int = 1, *, block: int = BLOCK
+) -> tuple[list[str], str | None]:
+    """Read this rank's share of the tokens once: hash its blocks, and look for ids that the model does not know.
+
+    Shares are whole blocks, so all ranks' digests in rank order are the same at every world size.
+
+    Args:
+        block: tokens per block.
+
+    Returns:
+        (SHA-256 of each block of the share, what is wrong with the first id out of range or None).
+    """
+    blocks = -(-len(tokens) // block)
+    digests, problem = [], None
+    for number in range(rank * blocks // world_size, (rank + 1) * blocks // world_size):
+        part = np.ascontiguousarray(tokens[number * block : (number + 1) * block])
+        digests.append(hashlib.sha256(part.view(np.uint8)).hexdigest())
+        if problem is None and int(part.max()) >= vocab_size:
+            place = int((part >= vocab_size).argmax())
+            problem = (
+                f"token {number * block + place} is {int(part[place])}, but the model's vocabulary has {vocab_size} "
+                "entries"
             )
-    return None
+    return digests, problem
 
 
 def to_batch(rows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:

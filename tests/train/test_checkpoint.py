@@ -195,6 +195,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(two, tmp_path)
         assert step == other == 2, name
         (message,) = messages
         assert "step 4 is not used" in message and NAMED.get(name, "__1_0.distcp") in message
+        assert "put aside as rejected-step_00000004" in message
+        assert sorted(path.name for path in folder.iterdir()) == ["rejected-step_00000004", "step_00000002"]
 
 
 def test_if_all_are_damaged_nothing_is_begun_anew(two, tmp_path):
@@ -202,8 +204,9 @@ def test_if_all_are_damaged_nothing_is_begun_anew(two, tmp_path):
     shutil.copytree(two, folder)
     for step in ("step_00000002", "step_00000004"):
         flip_a_bit(folder / step / "__0_0.distcp")
-    for message in run_ranks(refusal, 2, str(folder)):
-        assert "none of the 2 checkpoints" in message and "Pass --fresh to begin anew" in message
+    for _ in range(2):  # the second time too: what is put aside would be no checkpoint at all
+        for message in run_ranks(refusal, 2, str(folder)):
+            assert "none of the 2 checkpoints" in message and "Pass --fresh to begin anew" in message
 
 
 def test_what_a_dead_writer_left_is_removed_and_never_loaded(two, tmp_path):
@@ -332,14 +335,85 @@ def test_the_last_k_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000006", "step_00000008"]
 
 
+def go_on_with_keep_1(context: RankContext, folder: str, steps: int) -> int:
+    """Resume and train up to a checkpoint at `steps`; the step that it went on from."""
+    run = Run(context, folder, steps=steps, keep=1)
+    run.trainer.resume()
+    first = run.trainer.step
+    run.trainer.run()
+    run.trainer.close()
+    return first
+
+
 def test_the_last_one_that_can_be_loaded_is_never_deleted(two, tmp_path):
+    """A bit flips in the newest, which shows in no file's size: what was rejected does not count as kept."""
     folder = tmp_path / "keep"
     shutil.copytree(two, folder)
-    os.truncate(folder / "step_00000004" / "__0_0.distcp", 10)
+    flip_a_bit(folder / "step_00000004" / "__0_0.distcp")
+    assert run_ranks(go_on_with_keep_1, 2, str(folder), 3) == [2, 2]
+    assert sorted(path.name for path in folder.iterdir()) == ["rejected-step_00000004", "step_00000003"]
+    assert run_ranks(go_on_with_keep_1, 2, str(folder), 4) == [3, 3]
+    assert sorted(path.name for path in folder.iterdir()) == ["rejected-step_00000004", "step_00000004"]
+
+
+def test_what_nobody_checked_does_not_count_as_kept(two, tmp_path):
+    folder = tmp_path / "unknown"
+    shutil.copytree(two, folder)
     store = CheckpointFolder(folder)
-    assert store.prune(1) == [] and store.steps() == [4, 2]
+    assert store.prune(1, set()) == store.prune(1, {2}) == store.prune(2, {2, 4}) == [] and store.steps() == [
+        4,
+        2,
+    ]
+    assert store.prune(1, {4}) == [2] and store.steps() == [4]
+    assert store.set_aside(4).name == "rejected-step_00000004"
+    (folder / "step_00000004").mkdir()
+    assert store.set_aside(4).name == "rejected-step_00000004-2" and store.steps() == []
+    shutil.copytree(two / "step_00000004", folder / "step_00000004")
+    os.truncate(folder / "step_00000004" / "__0_0.distcp", 10)
     with pytest.raises(Damaged, match="has 10 bytes"):
         checkpoint_store.check_sizes(store.open(4))
+
+
+class Died(BaseException):
+    """Stands for SIGKILL."""
+
+
+def test_what_is_deleted_has_lost_its_name_first(two, tmp_path, monkeypatch):
+    """A deletion that is cut short, of a checkpoint written again or of an old one, leaves no half one to be read."""
+    folder = tmp_path / "half"
+    shutil.copytree(two, folder)
+    store = CheckpointFolder(folder)
+
+    def begin_again() -> None:
+        shutil.copytree(store.path_of(4), store.temporary_path_of(4))
+        (store.temporary_path_of(4) / MARKER).unlink()
+        content = {key: value for key, value in store.open(4).content.items() if key not in ("format", "step")}
+        store.commit(4, content)
+
+    def die_in_the_middle(path, **options) -> None:
+        files = sorted(path.iterdir()) if path.is_dir() else []
+        if files:
+            files[0].unlink()
+            raise Died
+
+    for action in (begin_again, lambda: store.prune(1, known_good={4})):
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "rmtree", die_in_the_middle)
+            with pytest.raises(Died):
+                action()
+        for step in store.steps():
+            checkpoint_store.check_sizes(store.open(step))
+    assert store.steps() == [4]
+
+
+def test_a_format_of_an_earlier_version_is_named(two, tmp_path):
+    folder = tmp_path / "older"
+    shutil.copytree(two, folder)
+    rewrite_marker(folder / "step_00000004", format=1)
+    with pytest.raises(
+        checkpoint_store.OtherFormat, match="has checkpoint format 1, this version reads 2: begin anew"
+    ):
+        CheckpointFolder(folder).open(4)
 
 
 # -- death while writing -----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The loop: what all strategies compute alike, and how a run ends that cannot go on."""
 
+import gc
 import os
 import signal
 
@@ -26,13 +27,24 @@ def losses_and_norms(context: RankContext, strategies: list[str], changes: dict)
     return found
 
 
-def test_all_strategies_train_alike_bit_for_bit_and_clip_by_the_same_norm():
+TRAINABLE_ON_CPU = [name for name in TRAINABLE if name in strategies_on("cpu")]
+
+
+def test_all_strategies_train_alike_bit_for_bit():
+    """Losses and validation of the same steps, in every bit: two ranks add in one order, whatever the strategy."""
+    results = run_ranks(losses_and_norms, 2, TRAINABLE_ON_CPU, {"clip": 0.0})[0]
+    losses, _, validation = results[0]
+    assert len(losses) == 4
+    for strategy, (others, _, other_validation) in zip(TRAINABLE_ON_CPU, results, strict=True):
+        assert (others, other_validation) == (losses, validation), strategy
+
+
+def test_all_strategies_clip_by_the_same_norm():
     """A clip that is always active: a wrong norm would change every loss after the first."""
-    strategies = [name for name in TRAINABLE if name in strategies_on("cpu")]
-    results = run_ranks(losses_and_norms, 2, strategies, {"clip": 0.05})[0]
+    results = run_ranks(losses_and_norms, 2, TRAINABLE_ON_CPU, {"clip": 0.05})[0]
     losses, norms, validation = results[0]
     assert len(losses) == 4 and all(norm > 0.05 for norm in norms.values())
-    for strategy, (others, other_norms, other_validation) in zip(strategies, results, strict=True):
+    for strategy, (others, other_norms, other_validation) in zip(TRAINABLE_ON_CPU, results, strict=True):
         for step, loss in losses.items():
             # Norms are sums in another order under each strategy: a last bit of the factor, in AdamW's steps.
             assert float.fromhex(others[step]) == pytest.approx(float.fromhex(loss), abs=1e-5), strategy
@@ -149,6 +161,25 @@ def test_signals_are_remembered_and_handlers_given_back():
     assert run_ranks(own_signals, 1) == [signal.SIGTERM]
 
 
+def descriptors_and_threads(context: RankContext, folder: str, strategy: str) -> list[tuple[int, int]]:
+    found = []
+    for number in range(3):
+        run = Run(context, f"{folder}/{number}", strategy=strategy, steps=1)
+        run.trainer.run()
+        run.trainer.close()
+        del run
+        gc.collect()
+        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "fsdp"])
+def test_a_closed_trainer_leaves_no_descriptor_and_no_thread(tmp_path, strategy):
+    """Each trainer makes two groups of its own, of five descriptors and three threads each on a rank."""
+    for found in run_ranks(descriptors_and_threads, 2, str(tmp_path), strategy):
+        assert found[1] == found[0] == found[2]
+
+
 def ragged_validation(context: RankContext, strategy: str) -> float:
     run = Run(context, None, strategy=strategy)
     data = TokenWindows(np.arange(60, dtype=np.uint8) % 31, 31, 8, ragged=True)  # 59 targets, 8 windows
@@ -163,11 +194,23 @@ def test_validation_counts_each_token_once_at_every_world_size():
         assert len(set(losses)) == 1 and losses[0] == pytest.approx(alone, abs=1e-6)
 
 
+def losses_with_dropout(context: RankContext, validate_every: int) -> dict[int, str]:
+    run = Run(context, None, steps=4, dropout=0.3, validate_every=validate_every)
+    outcome = run.trainer.run()
+    assert len(outcome.validation) == (4 if validate_every else 1)
+    return run.losses
+
+
+def test_validation_leaves_no_trace_in_training():
+    """With dropout: validation draws no random numbers, and the steps after it go on dropping."""
+    assert run_ranks(losses_with_dropout, 2, 1) == run_ranks(losses_with_dropout, 2, 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"strategy": "local"}, "cannot train; allowed: naive"),
-        ({"strategy": "buckted"}, "unknown"),
+        ({"strategy": "buckted"}, "cannot train"),
         ({"dtype": "int8"}, "allowed: fp32, bf16, fp16"),
         ({"batch": 0}, "batch=0"),
         ({"lr": 0.0}, "lr=0.0"),

@@ -8,6 +8,7 @@ from torch import nn
 from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, Local
 from distlab.testing import run_ranks
+from distlab.train.scaler import LossScaler
 from distlab.train.step import TrainStep, gradients_are_finite, token_mean_loss
 
 
@@ -72,6 +73,17 @@ def test_clipping_and_accumulation_act_on_the_mean_gradient():
     step = TrainStep(Local(model), torch.optim.SGD(model.parameters(), lr=1.0), sum_loss, max_grad_norm=0.5)
     loss = step([torch.tensor([[2.0]]), torch.tensor([[4.0]])])  # mean gradient 3, clipped to 0.5
     assert loss.item() == 0.0
+    torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.5]]), rtol=1e-5, atol=0)
+
+
+def test_scaled_gradients_are_clipped_by_their_own_norm(one_rank):
+    """Under fp16's loss scale too: the norm is taken, and clipped, as if there were none."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), LossScaler(scale=1024.0)
+    step = TrainStep(Local(model), optimizer, sum_loss, max_grad_norm=0.5, scaler=scaler, context=one_rank)
+    step([torch.tensor([[3.0]])])
+    assert step.grad_norm.item() == 3.0
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.5]]), rtol=1e-5, atol=0)
 
 

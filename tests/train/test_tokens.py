@@ -1,5 +1,6 @@
 """Token files and the order in which ranks read them."""
 
+import pickle
 from itertools import chain
 
 import numpy as np
@@ -13,7 +14,7 @@ from distlab.train.tokens import (
     GlobalOrder,
     SyntheticSequences,
     TokenWindows,
-    check_range,
+    examine,
     open_tokens,
     to_batch,
 )
@@ -107,7 +108,50 @@ def test_a_pickle_in_an_npy_is_not_loaded(tmp_path):
 
 def test_an_id_out_of_range_is_named_by_the_rank_that_has_it():
     tokens = np.array([0, 1, 2, 3, 9, 1], dtype=np.uint16)
-    assert check_range(tokens, 5, rank=0, world_size=2) is None
-    assert check_range(tokens, 5, rank=1, world_size=2) == (
+    assert examine(tokens, 5, rank=0, world_size=2, block=3)[1] is None
+    assert examine(tokens, 5, rank=1, world_size=2, block=3)[1] == (
         "token 4 is 9, but the model's vocabulary has 5 entries"
     )
+
+
+@given(st.integers(0, 20), st.integers(1, 7), st.integers(1, 5), st.integers(0, 19))
+def test_every_token_is_hashed_once_and_alike_at_every_world_size(count, block, world_size, changed):
+    tokens = np.arange(count, dtype=np.uint32)
+    alone = examine(tokens, 100, block=block)[0]
+    shares = [examine(tokens, 100, rank, world_size, block=block)[0] for rank in range(world_size)]
+    assert joined(shares) == alone
+    if changed < count:
+        other = tokens.copy()
+        other[changed] ^= 1
+        found = examine(other, 100, block=block)[0]
+        assert [a == b for a, b in zip(found, alone, strict=True)].index(False) == changed // block
+    assert examine(tokens.view(np.int32), 100, block=block)[0] == alone  # bytes, whatever they are called
+
+
+@pytest.mark.parametrize("kind", ["text", "nothing", "a pickle", "objects", "an archive", "a half", "a half header"])
+def test_a_npy_file_that_is_none_is_named_and_nobody_is_told_to_unpickle_it(tmp_path, kind):
+    path, whole = tmp_path / "x.npy", tmp_path / "whole.npy"
+    np.save(whole, np.arange(1000, dtype=np.uint16))
+    if kind == "objects":
+        np.save(path, np.array([{}], dtype=object), allow_pickle=True)
+    elif kind == "an archive":
+        with open(path, "wb") as file:
+            np.savez(file, tokens=np.arange(3))
+    else:
+        written = {"text": b"na na na", "nothing": b"", "a pickle": pickle.dumps({"a": 1})}
+        written |= {"a half": whole.read_bytes()[:700], "a half header": whole.read_bytes()[:30]}
+        path.write_bytes(written[kind])
+    with pytest.raises(ValueError, match=f"{path} is no array of tokens in numpy's .npy format") as refused:
+        open_tokens(path)
+    assert "allow_pickle" not in str(refused.value) and "unsafely" not in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["missing", "a folder"])
+def test_what_cannot_be_read_at_all_is_an_os_error_with_its_name(tmp_path, kind):
+    path = tmp_path / "x.npy"
+    if kind == "a folder":
+        path.mkdir()
+    with pytest.raises(OSError) as refused:
+        open_tokens(path)
+    assert refused.value.filename == str(path) or refused.value.filename == path

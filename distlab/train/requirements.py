@@ -1,0 +1,191 @@
+"""What a run needs of the machine, looked at on every rank before anything is built: GPUs, and memory.
+
+Without this a model that cannot fit is built for minutes, and on a CPU, where the kernel promises memory that it does
+not have, the machine ends a process that nobody chose. Memory is the closed form of `distlab.theory.memory`, of which
+some share counts as certainly needed: a run that might fit is tried.
+"""
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from distlab.comm import RankContext, collectives
+from distlab.measure.memory import free_bytes
+from distlab.model.config import ModelConfig
+from distlab.parallel import STRATEGIES
+from distlab.theory.memory import CUBLAS_WORKSPACES, step_memory
+from distlab.theory.shape import ModelShape
+from distlab.train.config import TrainConfig
+
+GIB = 2**30
+CERTAIN = 0.9  # of a predicted peak; predictions of eager steps were within 2 % of it (docs/theory/simulation.md)
+CERTAIN_COMPILED = 0.5  # a compiler keeps less for backward than the closed form counts
+LOSS_PHASES = ("loss", "backward of loss", "backward of head")
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One kind of step, as far as its memory goes.
+
+    Args:
+        model: its shape and operations.
+        batch: sequences at once on one rank.
+        strategy: a name of the registry.
+        dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters.
+        bucket_size_mb: MiB.
+        checkpointing: blocks per group that is recomputed, outermost level first, see `checkpoint_groups`.
+        accumulates: several micro-batches per step.
+        compiled: the model or its blocks.
+        mode: `step`, or less of one: `forward_backward`, `forward`, `inference`.
+        batch_option: what `--batch` would be for one sequence at once on each rank.
+    """
+
+    model: ModelConfig
+    batch: int
+    strategy: str = "local"
+    dtype: str = "fp32"
+    bucket_size_mb: float | None = 25.0
+    checkpointing: tuple[int, ...] = ()
+    accumulates: bool = False
+    compiled: bool = False
+    mode: str = "step"
+    batch_option: int = 1
+
+    def least_bytes(self, world_size: int, *, on_gpu: bool) -> int:
+        """Bytes that a rank certainly needs."""
+        casts = STRATEGIES[self.strategy].casts_parameters
+        precision = "fp32" if self.dtype == "fp32" else "bf16" if casts else "bf16-autocast"
+        memory = step_memory(
+            ModelShape.of(self.model),
+            batch=self.batch,
+            context=self.model.context_length,
+            strategy=self.strategy,
+            world_size=world_size,
+            precision=precision,
+            attention=self.model.attention,
+            checkpointing=self.checkpointing,
+            bucket_size_mb=self.bucket_size_mb,
+            accumulates=self.accumulates,
+            workspace_bytes=CUBLAS_WORKSPACES if on_gpu else 0,
+        )
+        moments = dict(memory.moments)
+        if self.model.ops == "triton":  # the loss is computed in the head, without whole logits
+            moments = {phase: moment for phase, moment in moments.items() if phase not in LOSS_PHASES}
+        if self.mode == "inference":
+            held = memory.after_init.parameters + max(moment.temporary for moment in moments.values())
+        else:
+            held = max(moment.total for moment in moments.values())
+            if self.mode != "step":
+                held -= memory.after_step.optimizer_state
+        return int(held * (CERTAIN_COMPILED if self.compiled else CERTAIN))
+
+    def __str__(self) -> str:
+        batch, context = self.batch * self.batch_option, self.model.context_length
+        size = f"{self.model.num_parameters / 1e6:,.1f} M parameters"
+        return f"{size} with batch {batch:,} × context {context:,} in {self.dtype} under {self.strategy}"
+
+
+def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
+    """A step of the trainer; its `batch` counts the sequences of all ranks and micro-batches."""
+    parts = world_size * config.accumulate
+    return PlannedStep(
+        config.model(),
+        -(-config.batch // parts),
+        config.strategy,
+        config.dtype,
+        config.bucket_size_mb,
+        checkpointing=(1,) if config.checkpoint_blocks else (),
+        accumulates=config.accumulate > 1,
+        compiled=config.compile_blocks,
+        batch_option=parts,
+    )
+
+
+def require(
+    planned: Sequence[PlannedStep],
+    device: torch.device | str,
+    context: RankContext | None = None,
+    *,
+    some: bool = False,
+) -> None:
+    """Refuse, on every rank, what cannot run on this machine; collective where there is a context.
+
+    Args:
+        planned: everything that the run steps, one after the other.
+        some: whether it is enough that one of them fits, because a row that does not says so and the others go on.
+            That is so on a GPU; on a CPU the machine ends a process, unless such a row is left out.
+
+    Raises:
+        ValueError: a strategy that needs a GPU, without one.
+        MemoryError: by how much it does not fit, and which option helps.
+    """
+    device = torch.device(device)
+    for name in dict.fromkeys(plan.strategy for plan in planned):
+        if STRATEGIES[name].needs_gpu and device.type != "cuda":
+            raise ValueError(f"strategy {name!r} needs GPUs, and this run computes on a CPU: choose others")
+    short = [shortage(plan, device, context) for plan in planned]
+    missing = [text for text in short if text is not None]
+    if missing and (len(missing) == len(short) or not some):
+        raise MemoryError(missing[0])
+
+
+def shortage(
+    plan: PlannedStep, device: torch.device | str, context: RankContext | None = None
+) -> str | None:
+    """Why a step cannot fit here, and what would; None if it may. The same answer on every rank."""
+    device = torch.device(device)
+    on_gpu = device.type == "cuda"
+    ranks = 1 if context is None else context.world_size
+    mine = (f"{socket.gethostname()} {device if on_gpu else 'cpu'}", free_bytes(device))
+    everyone = [mine] if context is None else collectives.gather_objects(mine, context.group)
+    shares: dict[str, list[int]] = {}  # what each rank of a place may take of what is free there
+    for place, free in everyone:
+        if free is not None:
+            shares.setdefault(place, []).append(free)
+    if not shares:
+        return None
+    allowed = min(min(frees) // len(frees) for frees in shares.values())
+
+    def fits(changed: PlannedStep) -> bool:
+        return changed.least_bytes(ranks, on_gpu=on_gpu) <= allowed
+
+    if fits(plan):
+        return None
+    needed = plan.least_bytes(ranks, on_gpu=on_gpu)
+    each = f" for each of {ranks} ranks" if ranks > 1 else ""
+    return (
+        f"{plan} does not fit in the memory of {device}: at least {needed / GIB:,.1f} GiB are needed{each} and "
+        f"{allowed / GIB:,.1f} are free, {(needed - allowed) / GIB:,.1f} too few. {_what_fits(plan, fits)}"
+    )
+
+
+def _what_fits(plan: PlannedStep, fits: Callable[[PlannedStep], bool]) -> str:
+    """Which option helps, and how far it must go."""
+    model = plan.model
+    found = []
+    batch = _largest(lambda size: fits(replace(plan, batch=size)), plan.batch)
+    if batch:
+        found.append(f"--batch {batch * plan.batch_option}")
+    length = _largest(
+        lambda size: fits(replace(plan, model=replace(model, context_length=size))), model.context_length
+    )
+    if length:
+        found.append(f"--context {length if length < 128 else length // 64 * 64}")
+    if found:
+        return f"{' or '.join(found)} would fit"
+    if fits(replace(plan, batch=1, model=replace(model, context_length=1))):
+        return "A smaller --batch and a smaller --context together would fit"
+    return (
+        "The parameters and what is kept of each are too much alone: take a smaller --size, or fsdp on more GPUs"
+    )
+
+
+def _largest(fits: Callable[[int], bool], below: int) -> int:
+    """The largest size from 1 to `below` − 1 that fits; 0 if none does."""
+    low, high = 0, below
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

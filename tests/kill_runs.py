@@ -1,0 +1,215 @@
+"""Kill training runs by SIGKILL at random moments, start them again, and compare every loss with an undisturbed run.
+
+    python -m tests.kill_runs --moments 50
+
+Two series, of so many moments each. `same`: always two ranks and one strategy, with dropout; every loss must be equal
+in every bit. `across`: each start draws a strategy and one to four ranks; every loss within 1e-5. The victim is the
+launcher, one rank, or all at once; the moment lies in the start (imports, rendezvous, reading of the checkpoint) or
+some steps later, at any point of a step or of a checkpoint. Ranks whose launcher was killed must be gone within two
+seconds, or, if they had not finished their imports, without having trained.
+
+Takes five to fifteen seconds per moment, so it is no part of the suite.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from distlab.train.journal import read_journal
+from tests.comm.test_parent import ends_within, is_alive
+from tests.commands import ROOT, environment
+
+STRATEGIES = (
+    "bucketed",
+    "naive",
+    "flat",
+    "overlap",
+    "zero1",
+    "sharded-optimizer",
+    "fsdp",
+    "torch-ddp",
+    "fsdp2",
+)
+STEPS = 40
+OPTIONS = (
+    *(
+        "--backend=gloo",
+        "--context=8",
+        "--vocab=31",
+        "--batch=12",
+        f"--steps={STEPS}",
+        "--checkpoint-every=3",
+    ),
+    *(
+        "--lr=1e-4",
+        "--clip=0",
+        "--timeout=30",
+        "--name=run",
+        "--bucket-size-mb=0.05",
+        "--validate-sequences=4",
+    ),
+)
+TOLERANCE = 1e-5  # nats; other groupings of the same sums, through forty AdamW steps of 1e-4
+START_S = 6.0  # moments of the start lie within these seconds
+
+
+class Failed(Exception):
+    """A run was not as it should be."""
+
+
+class Series:
+    """Runs of one kind, killed and started again until they are complete."""
+
+    def __init__(self, name: str, out: Path, chance: random.Random):
+        self.name, self.out, self.chance = name, out, chance
+        self.kills: dict[str, int] = {}
+        self.worst = 0.0
+
+    def command(self, folder: Path) -> list[str]:
+        ranks, strategy, dropout = 2, "bucketed", 0.1
+        if self.name == "across":
+            ranks, strategy, dropout = self.chance.randint(1, 4), self.chance.choice(STRATEGIES), 0.0
+        options = (f"--nproc={ranks}", f"--strategy={strategy}", f"--dropout={dropout}", f"--out={folder}")
+        return [sys.executable, "launch/train.py", *options, *OPTIONS]
+
+    def run(self, moments: int) -> None:
+        """Kill at so many moments; raises Failed at the first run that is not as it should be."""
+        expected = self.undisturbed()
+        for number in itertools.count():
+            folder = self.out / str(number)
+            while sum(self.kills.values()) < moments and not self.is_killed_too_late(folder):
+                pass
+            self.finish(folder, expected)
+            if sum(self.kills.values()) >= moments:
+                return
+
+    def undisturbed(self) -> dict[int, float]:
+        folder = self.out / "undisturbed"
+        # Of an option that is given twice the last counts.
+        self.complete([*self.command(folder), "--nproc=2", "--strategy=bucketed"])
+        return losses(folder)
+
+    def is_killed_too_late(self, folder: Path) -> bool:
+        """Start the run and kill it; True if it was complete before."""
+        before = max(losses(folder), default=0)
+        begin = time.monotonic()
+        with open(self.out / "stderr", "w") as log:
+            launcher = subprocess.Popen(
+                self.command(folder), cwd=ROOT, env=environment(), stdout=log, stderr=log
+            )
+        if self.chance.random() < 0.4:
+            moment, delay = "start", self.chance.uniform(0, START_S)
+            while time.monotonic() - begin < delay and launcher.poll() is None:
+                time.sleep(0.01)
+        else:
+            moment, steps = "steps", self.chance.randint(0, 12)
+            while launcher.poll() is None and max(losses(folder), default=0) < before + steps:
+                time.sleep(0.005)
+            time.sleep(self.chance.uniform(0, 0.1))
+        if launcher.poll() is not None:
+            if launcher.returncode != 0:
+                raise Failed(f"ended with {launcher.returncode}:\n{(self.out / 'stderr').read_text()}")
+            return True
+        ranks = ranks_of(launcher.pid)
+        victims = {"launcher": [launcher.pid], "all": [*ranks, launcher.pid]}
+        if ranks:
+            victims["rank"] = [self.chance.choice(ranks)]
+        victim = self.chance.choice(sorted(victims))
+        for pid in victims[victim]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            launcher.wait(60)  # after the death of a rank the others notice, and it ends by itself
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+            raise Failed(f"the launcher outlived the death of a {victim} by 60 s") from None
+        what = f"{victim} at {moment}"
+        trained = max(losses(folder), default=0)
+        if not all([ends_within(rank, 2) for rank in ranks]):
+            late = [rank for rank in ranks if is_alive(rank)]
+            if moment != "start" or not all(ends_within(rank, 60) for rank in late):
+                raise Failed(f"{what}: ranks {late} outlived it:\n{(self.out / 'stderr').read_text()}")
+        if max(losses(folder), default=0) != trained:
+            raise Failed(f"{what}: ranks trained on:\n{(self.out / 'stderr').read_text()}")
+        self.kills[what] = self.kills.get(what, 0) + 1
+        total = sum(self.kills.values())
+        print(f"{self.name} {total}: {what}, step {max(losses(folder), default=0)} of {STEPS}", flush=True)
+        return False
+
+    def finish(self, folder: Path, expected: dict[int, float]) -> None:
+        self.complete(self.command(folder))
+        found = losses(folder)
+        if list(found) != list(range(1, STEPS + 1)):
+            raise Failed(f"{folder}: the journal has steps {list(found)}")
+        differences = {step: abs(found[step] - loss) for step, loss in expected.items()}
+        self.worst = max(self.worst, *differences.values())
+        if self.worst > (TOLERANCE if self.name == "across" else 0.0):
+            raise Failed(f"{folder}: losses differ by {self.worst:.2e}: {differences}")
+        run = folder / "train" / "run"
+        record = json.loads((run / "records.json").read_text())["records"][0]["metrics"]
+        if record["steps"] != STEPS or record["final_loss"] != found[STEPS]:
+            raise Failed(f"{folder}: the record says {record}")
+        left = [path.name for path in (*run.glob("run.lock*"), *(run / "checkpoints").glob("[!s]*"))]
+        if left:
+            raise Failed(f"{folder}: left behind: {left}")
+
+    def complete(self, command: list[str]) -> None:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise Failed(f"{command} ended with {done.returncode}:\n{done.stderr}")
+
+
+def losses(folder: Path) -> dict[int, float]:
+    path = folder / "train" / "run" / "metrics.jsonl"
+    try:
+        return {line["step"]: float.fromhex(line["loss_hex"]) for line in read_journal(path)}
+    except FileNotFoundError:
+        return {}
+
+
+def ranks_of(launcher: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        return [int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    except FileNotFoundError:
+        return []
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(
+        "kill_runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--moments", type=int, default=50, help="of each series [%(default)s]")
+    p.add_argument("--series", nargs="+", choices=("same", "across"), default=("same", "across"))
+    p.add_argument("--seed", type=int, default=0, help="of moments, victims and strategies")
+    args = p.parse_args()
+    for name in args.series:
+        begin = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="distlab-kill-runs-") as out:
+            series = Series(name, Path(out), random.Random(f"{args.seed} {name}"))
+            try:
+                series.run(args.moments)
+            except Failed as error:
+                print(f"{name}: FAILED after {sum(series.kills.values())} kills: {error}", file=sys.stderr)
+                return 1
+        kills = ", ".join(f"{count} × {what}" for what, count in sorted(series.kills.items()))
+        seconds = time.monotonic() - begin
+        print(
+            f"{name}: {sum(series.kills.values())} kills ({kills}), largest |Δloss| {series.worst:.1e}, {seconds:.0f} s"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

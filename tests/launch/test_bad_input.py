@@ -1,0 +1,143 @@
+"""Options and environments that cannot be: one line that says what to do, exit code 2, and nothing started or written.
+
+What this file has was a traceback, a wait, or accepted. Everything here runs in this process.
+"""
+
+import importlib
+import json
+
+import pytest
+
+from distlab.comm.rank_process import is_lost_peer
+from experiments.train_curves_pieces.config import CurvesConfig
+from launch import common
+from launch.common import _how_it_ended
+
+BARE = {"experiment": "ddp_bench", "variant": "x", "config": {}, "metrics": {}, "environment": {}, "commit": None}
+
+MISTAKES = {
+    "launch.ddp_bench": [
+        (["--timeout", "nan"], "--timeout: nan: give a finite number above 0"),
+        (["--timeout", "inf"], "--timeout: inf: give a finite number above 0"),
+        (["--nproc", "0"], "--nproc: 0: give a whole number of at least 1"),
+        (["--nproc", "1000000", "--backend", "gloo"], "--nproc 1000000: a rank's process takes 0.3 GiB"),
+        (["--bucket-size-mb", "inf"], "--bucket-size-mb: inf: give a finite number, or none, auto"),
+        (["--seed", str(10**26)], "--seed: 100000000000000000000000000: give a whole number"),
+        (["--from", "bare.json"], "bare.json: a record lacks what is needed of it (KeyError: 'size')"),
+        (["--from", "missing.json"], "missing.json: No such file or directory"),
+    ],
+    "launch.allreduce_sweep": [
+        (["--budget", "nan"], "--budget: nan: give a finite number above 0"),
+        (["--contention-mb", "inf"], "--contention-mb: inf: give a finite number of at least 0"),
+        (["--sizes", "0", "8"], "--sizes: 0: give a whole number of at least 1"),
+    ],
+    "launch.bucket_sweep": [(["--bucket-size-mb", "nan", "4"], "--bucket-size-mb: nan: give a finite number, or none")],
+    "launch.memory_breakdown": [(["--bucket-size-mb", "nan"], "--bucket-size-mb: nan: give a finite number above 0")],
+    "launch.model_benchmark": [(["--warmup", "-1"], "--warmup: -1: give a whole number of at least 0")],
+    "launch.scaling": [(["--minutes", "nan"], "--minutes: nan: give a finite number above 0")],
+    "launch.sample": [
+        (["run", "--temperature", "nan"], "--temperature: nan: give a finite number of at least 0"),
+        (["run", "--tokens", "-5"], "--tokens: -5: give a whole number of at least 0"),
+        (["run", "--prompt", ""], "--prompt is empty: give at least one character"),
+    ],
+    "launch.train": [
+        (["--log-every", "0"], "--log-every: 0: give a whole number of at least 1"),
+        (["--max-restarts", "-1"], "--max-restarts: -1: give a whole number of at least 0"),
+        (["--clip", "nan"], "clip=nan: must be at least 0"),
+        (["--lr", "inf"], "lr=inf: must be a number below inf"),
+        (["--beta2", "1"], "beta2=1.0: must be at least 0 and below 1"),
+        (["--seed", str(10**26)], "seed=100000000000000000000000000: must be a number below"),
+        (["--strategy", "zero3"], "strategy 'zero3' cannot train; allowed: naive, flat"),
+    ],
+    "experiments.activation_checkpointing": [(["--layers", "0"], "--layers: 0: give a whole number of at least 1")],
+    "experiments.attention_memory": [(["--lengths", "0"], "--lengths: 0: give a whole number of at least 1")],
+    "experiments.attention_record": [(["--ms", "0"], "--ms: 0: give a whole number of at least 1")],
+    "experiments.attention_sweep": [(["--warm", "-1"], "--warm: -1: give a whole number of at least 0")],
+    "experiments.mixed_precision": [(["--batch", "-1"], "--batch: -1: give a whole number of at least 1")],
+    "experiments.tune_flash_attention": [
+        ([], "name families with --family dtype,head_dim[,precision], or give --all"),
+        (["--family", "bfloat16"], "--family: 'bfloat16': give dtype,head_dim[,precision]"),
+    ],
+    "experiments.kernel_roofline.__main__": [
+        (["--smoke", "--tune"], "--tune tries launch parameters on a GPU: name operations with --only"),
+        (["--smoke", "--repeat-ms", "0"], "--repeat-ms: 0: give a whole number of at least 1"),
+    ],
+    "experiments.plan": [
+        (["--tokens", "nan"], "--tokens: nan: give a finite number above 0"),
+        (["--between", "pigeons"], "between 'pigeons' is unknown for H100 SXM; choose one of"),
+    ],
+    "experiments.scaling": [(["--devices-per-node", "0"], "--devices-per-node: 0: give a whole number of at least 1")],
+    "experiments.simulate_scale": [(["--bucket-size-mb", "nan"], "--bucket-size-mb: nan: give a finite number")],
+    "experiments.predict_steps.__main__": [
+        (["--calibrate", "bare.json", "--cases", "xl:8"], "bare.json: a record lacks what is needed of it"),
+        (["--calibrate", "bare.json", "--cases", "xl:0"], "--cases: 'xl:0': give PRESET:BATCH"),
+    ],
+    "experiments.train_curves": [
+        (["--parts", "party"], "parts ('party',): choose among curves, kill, cost"),
+        (["--checkpoint-every", "40"], "checkpoint_every=40, kill_at=35: what is killed must have written"),
+        (["--parts", "cost", "--cost-batch", "0"], "batch=0: must be at least 1"),
+    ],
+}
+CASES = [(module, argv, line) for module, mistakes in MISTAKES.items() for argv, line in mistakes]
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """In an empty folder with one file of records, in no job, and where no rank may be started."""
+
+    def no_ranks(*arguments, **options):
+        raise AssertionError("ranks were started")
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(common.torchrun, "run", no_ranks)
+    (tmp_path / "bare.json").write_text(json.dumps({"format": "distlab-records-1", "records": [BARE]}))
+
+
+def call(module: str, argv: list[str]) -> int:
+    try:
+        return importlib.import_module(module).main(argv)
+    except SystemExit as refused:  # by argparse
+        return int(refused.code)
+
+
+@pytest.mark.parametrize("module, argv, line", CASES, ids=[f"{m} {' '.join(a)[:60]}" for m, a, _ in CASES])
+def test_one_line_says_what_to_do(alone, tmp_path, capsys, module, argv, line):
+    assert call(module, argv) == 2
+    said = capsys.readouterr().err
+    (error,) = [text for text in said.splitlines() if ": error: " in text]
+    assert line in error, error
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "bare.json"]
+    assert left == []
+
+
+@pytest.mark.parametrize("module", ["launch.ddp_bench", "launch.sample", "experiments.train_curves"])
+def test_a_rank_outside_its_world_is_told_so_at_once(alone, capsys, monkeypatch, module):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    argv = ["run"] if module == "launch.sample" else []
+    assert call(module, argv) == 2
+    assert "error: RANK=2 must be below WORLD_SIZE=2: ranks count from 0 to 1" in capsys.readouterr().err
+
+
+def test_a_default_run_of_the_curves_takes_what_the_device_runs():
+    assert "bucketed-dma" not in CurvesConfig().strategies and "zero1" in CurvesConfig().strategies
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        (1, "ended with an error (exit code 1)"),
+        (143, "was stopped by signal SIGTERM (exit code 143)"),
+        (-9, "ended with signal SIGKILL (exit code -9); if nobody sent it, the kernel did, because memory ran out"),
+        (-11, "ended with signal SIGSEGV (exit code -11)"),
+    ],
+)
+def test_how_a_rank_ended_is_said_in_words(code, words):
+    assert _how_it_ended(code) == words
+
+
+def test_a_users_error_is_no_lost_rank():
+    assert not is_lost_peer(OSError("MASTER_PORT=1 is in use; timed out"))
+    assert is_lost_peer(RuntimeError("Timed out waiting 8000ms for recv operation to complete"))

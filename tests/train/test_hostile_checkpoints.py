@@ -1,0 +1,358 @@
+"""Checkpoints that were made up, with checksums that fit: one clear sentence each, and nothing of the model touched.
+
+Kinds of damage that a checksum shows are in `test_checkpoint.py`.
+"""
+
+import copy
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
+
+from distlab.comm import RankContext
+from distlab.train import checkpoint_dcp, rng, sample
+from distlab.train.checkpoint import CheckpointError
+from distlab.train.checkpoint_store import (
+    FORMAT,
+    MARKER,
+    METADATA,
+    CheckpointFolder,
+    Damaged,
+    check_sizes,
+    digest_of,
+)
+from distlab.train.scaler import LossScaler
+from tests.train.cases import Run, digest
+
+REPLACEMENTS = (None, True, -1, 7, 2.5, float("nan"), "x", [], {}, [[]], {"a": 1})
+SAMPLES = (  # of each kind one, out of many that are treated alike
+    "model/embedding.weight", "optimizer/exp_avg/embedding.weight", "optimizer/step/embedding.weight", "rng/0/torch",
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(one_rank: RankContext, tmp_path: Path) -> Iterator[Run]:
+    """A run of one rank with one checkpoint, of step 1, in `tmp_path/run`."""
+    run = Run(one_rank, tmp_path / "run")
+    run.trainer.one_step()
+    run.trainer.save()
+    run.trainer.checkpoints.wait()
+    yield run
+    run.trainer.close()
+
+
+def path_of(run: Run) -> Path:
+    return run.trainer.checkpoints.folder.path_of(1)
+
+
+def marker_of(run: Run) -> dict[str, Any]:
+    return json.loads((path_of(run) / MARKER).read_text())
+
+
+def forge(run: Run, content: Any, *, seal: bool = True) -> None:
+    """Write a marker, with a checksum of itself that fits."""
+    if isinstance(content, dict) and seal:
+        content = content | {"digest": digest_of(content)}
+    (path_of(run) / MARKER).write_text(json.dumps(content))
+
+
+def load(run: Run) -> None:
+    """All that a run does with a checkpoint, but for hashing files that did not change."""
+    stored = CheckpointFolder(path_of(run).parent).open(1)
+    check_sizes(stored)
+    run.trainer.resume(stored)
+
+
+def refusal(run: Run, load: Callable[[Run], None] = load) -> str:
+    """What it is refused with: an error that every command turns into one line."""
+    with pytest.raises((Damaged, CheckpointError, ValueError)) as caught:
+        load(run)
+    message = str(caught.value)
+    assert message and "\n" not in message
+    return message
+
+
+def kind(value: Any) -> Any:
+    """Replacing a value by another of its kind need not be an error: it may be another run's."""
+    return float if isinstance(value, float) else type(value)
+
+
+def replaced(whole: Any, path: tuple, change: Callable[[Any], Any]) -> Any:
+    """A copy in which what lies at a path is changed."""
+    if not path:
+        return change(whole)
+    copied = whole.copy()
+    copied[path[0]] = replaced(whole[path[0]], path[1:], change)
+    return copied
+
+
+def mutations(value: Any, path: tuple = ()) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """(what, how) of every change to a JSON value: a key less, an element less, or another kind of value."""
+
+    def changed(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda whole: replaced(whole, path, change)
+
+    for new in REPLACEMENTS:
+        if kind(new) is not kind(value) and not (kind(value) is float and kind(new) is int):
+            yield f"{path} → {new!r}", changed(lambda old, new=new: new)
+    if isinstance(value, dict):
+        for key in [key for key in value if path != ("tensors",) or key in SAMPLES]:
+            yield (
+                f"{path} without {key}",
+                changed(lambda old, key=key: {k: v for k, v in old.items() if k != key}),
+            )
+            yield from mutations(value[key], (*path, key))
+    elif isinstance(value, list) and value:
+        yield f"{path} shorter", changed(lambda old: old[1:])
+        yield from mutations(value[0], (*path, 0))
+
+
+def test_every_key_removed_and_every_value_of_another_kind_is_an_error_and_none_loads(run):
+    before, original = digest(run.trainer.wrapper), marker_of(run)
+    seal = original.pop("digest")
+    found = [(what, change(original), True) for what, change in mutations(original)]
+    assert len(found) > 500
+    found += [
+        (f"digest {new!r}", original | {"digest": new}, False)
+        for new in (*REPLACEMENTS, seal[1:], seal[::-1])
+    ]
+    for what, content, seal in found:
+        forge(run, content, seal=seal)
+        try:
+            load(run)
+        except (ValueError, CheckpointError) as error:
+            assert str(error) and "\n" not in str(error), what
+        except Exception as error:
+            pytest.fail(f"{what}: {type(error).__name__}: {error}")
+        else:
+            pytest.fail(f"{what} was loaded")
+        assert digest(run.trainer.wrapper) == before, what
+    forge(run, original)
+    load(run)  # the one that was not changed
+
+
+def test_what_contradicts_itself_is_named(run):
+    original = marker_of(run)
+    for changes, message in (
+        ({"step": 2}, "it says step 2"),
+        ({"files": {}}, "'files' is not a table of files"),
+        ({"files": []}, "'files' is not a table of files"),
+        (
+            {"files": original["files"] | {"/etc/passwd": original["files"][METADATA]}},
+            "a file '/etc/passwd', which no",
+        ),
+        ({"files": {METADATA: original["files"][METADATA]}}, "which is no file of this checkpoint"),
+        ({"files": {"__0_0.distcp": original["files"]["__0_0.distcp"]}}, "it lists no .metadata"),
+        ({"world_size": 2}, "generators of ranks [0], and 2 ranks wrote it"),
+        (
+            {"tensors": original["tensors"] | {"optimizer/exp_avg/other": [3]}},
+            "of other, and no such parameter",
+        ),
+        ({"tensors": original["tensors"] | {"model/other": [3]}}, "another model: other exists only there"),
+        (
+            {"tensors": original["tensors"] | {"optimizer/exp_avg/embedding.weight": [31]}},
+            "has shape [31], and the parameter [31, 128]",
+        ),
+        (
+            {"tensors": original["tensors"] | {"rng/0/torch": [10**15]}},
+            "1000000000000000 elements in the marker",
+        ),
+        ({"extra": original | {"extra": original}}, "does not say which run it belongs to"),
+    ):
+        forge(run, original | changes)
+        assert message in refusal(run), changes.keys()
+    forge(run, {"format": FORMAT, "checkpoint": original})  # a marker in a marker
+    assert "'step' is missing" in refusal(run)
+    forge(run, [original])
+    assert "is not a marker" in refusal(run)
+
+
+def test_a_file_outside_is_refused_before_it_is_opened(run, tmp_path, monkeypatch):
+    """Its size and checksum are right."""
+    outside = tmp_path / "x"
+    outside.write_bytes(b"secret")
+    entry = {"bytes": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
+    content = marker_of(run)
+    forge(run, content | {"files": content["files"] | {"../../x": entry}})
+    touched: list[str] = []
+    for owner, name in ((Path, "lstat"), (Path, "open"), (io, "open")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(
+            owner,
+            name,
+            lambda p, *a, original=original, **k: (touched.append(str(p)), original(p, *a, **k))[1],
+        )
+    with pytest.raises(Damaged, match="which no checkpoint has"):
+        run.trainer.checkpoints.check(path_of(run))
+    assert touched and not any(".." in path or path == str(outside) for path in touched)
+
+
+def test_a_marker_that_is_no_marker(run):
+    depth = 200_000
+    for text in (
+        "[" * depth,
+        '{"a":' * depth,
+        "[" * depth + "]" * depth,
+        "7",
+        '"x"',
+        "",
+        "{}",
+        "9" * 5000,
+        "\udcff",
+    ):
+        (path_of(run) / MARKER).write_bytes(text.encode(errors="surrogateescape"))
+        assert MARKER in refusal(run), text[:20]
+
+
+def test_what_is_no_regular_file_is_not_opened(run, tmp_path):
+    """A pipe that nobody writes to would be waited for without end; a link leads out of the folder."""
+    original, data = marker_of(run), path_of(run) / "__0_0.distcp"
+    data.rename(tmp_path / "data")
+    os.mkfifo(data)
+    content = copy.deepcopy(original)
+    content["files"][data.name]["bytes"] = 0
+    forge(run, content)
+    assert "not a regular file" in refusal(run)
+    data.unlink()
+    data.symlink_to(tmp_path / "data")
+    forge(run, original)
+    assert "not a regular file" in refusal(run)
+    (path_of(run) / MARKER).unlink()
+    os.mkfifo(path_of(run) / MARKER)
+    assert "not a regular file" in refusal(run)
+
+
+def test_names_that_only_look_like_a_step_are_not_read(run):
+    folder = path_of(run).parent
+    for name in ("step_1", "step_000000001", "step_٠٠٠٠٠٠٠٢", "step_-0000001", "xstep_00000003"):
+        (folder / name).mkdir()
+    assert run.trainer.checkpoints.folder.steps() == [1]
+    (folder / "step_00000009").touch()  # a file
+    assert run.trainer.checkpoints.newest().step == 1
+
+
+# -- DCP's index and the tensors ---------------------------------------------------------------------------
+
+
+def forge_file(run: Run, name: str, data: bytes) -> None:
+    """Write a file and a marker with its size and checksum."""
+    (path_of(run) / name).write_bytes(data)
+    content = marker_of(run)
+    content["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    forge(run, content)
+
+
+def _place(metadata, **changes) -> None:
+    index = next(iter(metadata.storage_data))
+    metadata.storage_data[index] = replace(metadata.storage_data[index], **changes)
+
+
+def _entry(metadata, **changes) -> None:
+    key = "model/embedding.weight"
+    metadata.state_dict_metadata[key] = replace(metadata.state_dict_metadata[key], **changes)
+
+
+def _chunk(start: int, length: int) -> list[ChunkStorageMetadata]:
+    return [ChunkStorageMetadata(torch.Size([start]), torch.Size([length]))]
+
+
+INDEX = {
+    "outside": lambda m: _place(m, relative_path="../../x"),
+    "another-file": lambda m: _place(m, relative_path=METADATA + "x"),
+    "before-the-start": lambda m: _place(m, offset=-1),
+    "behind-the-end": lambda m: _place(m, offset=10**12),
+    "too-short": lambda m: _place(m, length=1),
+    "transformed": lambda m: _place(m, transform_descriptors=["zstd"]),
+    "no-numbers": lambda m: _place(m, offset="0", length=None),
+    "tensor-missing": lambda m: m.state_dict_metadata.pop("model/embedding.weight"),
+    "pickled-object": lambda m: m.state_dict_metadata.update(
+        {"model/embedding.weight": BytesStorageMetadata()}
+    ),
+    "place-missing": lambda m: m.storage_data.clear(),
+    "hole": lambda m: _entry(m, chunks=_chunk(5, 31 * 128 - 5)),
+    "incomplete": lambda m: _entry(m, chunks=_chunk(0, 5)),
+    "no-chunks": lambda m: _entry(m, chunks=[]),
+    "chunks-of-nothing": lambda m: _entry(m, chunks=None),
+    "two-dimensions": lambda m: _entry(m, size=torch.Size([31, 128])),
+    "no-properties": lambda m: _entry(m, properties=None),
+    "nothing": lambda m: m.__dict__.clear(),
+    "no-table": lambda m: setattr(m, "state_dict_metadata", [1]),
+}
+
+
+def test_an_index_that_was_made_up_is_named(run):
+    before = digest(run.trainer.wrapper)
+    original = checkpoint_dcp.read_metadata(path_of(run))
+    for name, change in INDEX.items():
+        metadata = copy.deepcopy(original)
+        change(metadata)
+        forge_file(run, METADATA, pickle.dumps(metadata))
+        assert ".metadata is damaged: " in refusal(run), name
+    pickles = [pickle.dumps(value) for value in (7, None, original)]
+    for data in (b"", b"x", *pickles[:2], pickles[2][:-40], b"\x80\x05" + b"(" * 9999):
+        forge_file(run, METADATA, data)
+        assert ".metadata is damaged: " in refusal(run), data[:20]
+    assert digest(run.trainer.wrapper) == before
+
+
+def test_a_tensor_that_was_made_up_is_refused_in_one_line(run):
+    data = (path_of(run) / "__0_0.distcp").read_bytes()
+    evil = pickle.dumps(Path("/"), protocol=2)
+    for forged in (b"\0" * len(data), evil + b"\0" * (len(data) - len(evil))):
+        forge_file(run, "__0_0.distcp", forged)
+        assert refusal(run).startswith("rank 0: ")
+
+
+def test_states_that_no_generator_and_no_scaler_has():
+    good = rng.states()
+    for bad in (
+        {"torch": torch.zeros(5, dtype=torch.uint8)},
+        {"numpy": torch.zeros(3, dtype=torch.float64)},
+        {"python": good["python"].float()},
+        {"python": torch.full_like(good["python"], -1.0)},
+        {"python": torch.full_like(good["python"], float("nan"))},
+        {"numpy": torch.full_like(good["numpy"], 1e300)},
+    ):
+        with pytest.raises(ValueError, match="random generator"):
+            rng.restore(bad)
+    rng.restore(good)
+    for bad in ({}, {"scale": 0.0, "good_steps": 0}, {"scale": float("inf"), "good_steps": 0},
+                {"scale": True, "good_steps": 0}, {"scale": 2.0, "good_steps": -1}):  # fmt: skip
+        with pytest.raises(ValueError, match="no state of a loss scale"):
+            LossScaler().load_state_dict(bad)
+
+
+def test_a_model_that_was_made_up_is_not_built_for_sampling(run, one_rank, tmp_path):
+    """Sampling builds the model that the checkpoint describes; numbers could ask for any memory."""
+    original = marker_of(run)
+    shutil.copytree(path_of(run).parent, tmp_path / "copy")
+
+    def load_model(run: Run) -> None:
+        sample.load_model(CheckpointFolder(path_of(run).parent).open(1), one_rank)
+
+    for changes in (
+        {"d_model": 128_000_000},
+        {"num_layers": 10**9},
+        {"num_heads": 3},
+        {"d_ff": "x"},
+        {"other": 1},
+    ):
+        content = copy.deepcopy(original)
+        content["extra"]["identity"]["model"] |= changes
+        forge(run, content)
+        assert "model" in refusal(run, load_model), changes
+    for identity in (None, [], {}, {"model": []}, {"model": {"d_model": 8}}):
+        forge(run, original | {"extra": {"identity": identity}})
+        assert "does not describe its model" in refusal(run, load_model)
+    forge(run, original)
+    load_model(run)

@@ -1,0 +1,109 @@
+"""What a run needs of the machine is looked at before anything is built."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distlab.comm import RankContext
+from distlab.model.config import preset
+from distlab.testing import run_ranks
+from distlab.theory.memory import step_memory
+from distlab.theory.shape import ModelShape
+from distlab.train import requirements
+from distlab.train.config import TrainConfig
+from distlab.train.requirements import GIB, PlannedStep, require, shortage, training_step
+
+TINY = preset("tiny")
+LONG = preset("tiny", context_length=100_000_000)
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Sets how much memory the machine has free."""
+
+    def put(num_bytes: int | None) -> None:
+        monkeypatch.setattr(requirements, "free_bytes", lambda device: num_bytes)
+
+    put(16 * GIB)
+    return put
+
+
+def test_what_fits_is_let_through_and_so_is_what_nobody_can_judge(free):
+    assert shortage(PlannedStep(TINY, 4), "cpu") is None
+    free(None)
+    assert shortage(PlannedStep(LONG, 4), "cpu") is None
+
+
+def test_the_message_says_by_how_much_and_which_option_helps(free):
+    text = shortage(PlannedStep(LONG, 4), "cpu")
+    assert "batch 4 × context 100,000,000 in fp32 under local does not fit in the memory of cpu" in text
+    needed, allowed, missing = (float(x.replace(",", "")) for x in re.findall(r"([\d,]+\.\d)", text)[1:4])
+    assert (allowed, missing) == (16.0, pytest.approx(needed - 16, abs=0.2))
+    length = int(re.search(r"--context (\d+) would fit", text)[1])
+    fits, larger = (PlannedStep(preset("tiny", context_length=n), 4) for n in (length, 2 * length))
+    assert shortage(fits, "cpu") is None and shortage(larger, "cpu") is not None
+
+
+def test_each_kind_of_excess_has_its_remedy(free):
+    assert "--batch" in shortage(PlannedStep(TINY, 10**8), "cpu")
+    both = shortage(PlannedStep(preset("tiny", context_length=10**7), 10**7), "cpu")
+    assert "A smaller --batch and a smaller --context together" in both
+    assert "take a smaller --size" in shortage(PlannedStep(preset("10B"), 1), "cpu")
+
+
+def test_the_trainers_batch_is_that_of_all_ranks(free):
+    config = TrainConfig(batch=10**8, accumulate=2)
+    plan = training_step(config, 2)
+    assert (plan.batch, plan.batch_option) == (10**8 // 4, 4)
+    batch = int(re.search(r"--batch (\d+)", shortage(plan, "cpu"))[1])
+    assert batch % 4 == 0
+    assert shortage(training_step(replace(config, batch=batch), 2), "cpu") is None
+
+
+@pytest.mark.parametrize("strategy", ["local", "flat", "fsdp", "fsdp2", "torch-zero"])
+def test_less_than_the_closed_form_is_certain_and_parts_of_a_step_need_less(strategy):
+    plan = PlannedStep(preset("small"), 4, strategy, "bf16")
+    casts = strategy in ("fsdp", "fsdp2")
+    peak = step_memory(
+        ModelShape.of(plan.model), batch=4, context=512, strategy=strategy, world_size=2,
+        precision="bf16" if casts else "bf16-autocast", workspace_bytes=0,
+    ).peak.total  # fmt: skip
+    step = plan.least_bytes(2, on_gpu=False)
+    assert 0.85 * peak < step < peak
+    modes = [replace(plan, mode=mode).least_bytes(2, on_gpu=False) for mode in ("inference", "forward_backward")]
+    assert modes[0] < modes[1] < step
+    assert replace(plan, compiled=True).least_bytes(2, on_gpu=False) < step
+    without_logits = replace(plan, model=preset("small", ops="triton"))
+    assert without_logits.least_bytes(2, on_gpu=False) <= step
+
+
+def test_one_that_fits_is_enough_where_rows_may_fail(free):
+    planned = [PlannedStep(TINY, 4), PlannedStep(LONG, 4)]
+    require(planned, "cpu", some=True)
+    with pytest.raises(MemoryError, match="does not fit"):
+        require(planned, "cpu")
+    with pytest.raises(MemoryError, match="does not fit"):
+        require(planned[1:], "cpu", some=True)
+
+
+def test_a_strategy_that_needs_gpus_is_refused_on_a_cpu():
+    with pytest.raises(ValueError, match="'bucketed-dma' needs GPUs, and this run computes on a CPU"):
+        require([PlannedStep(TINY, 4, "bucketed-dma")], torch.device("cpu"))
+
+
+def short_on_rank_1(context: RankContext) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requirements, "free_bytes", lambda device: (2 - context.rank) * GIB)
+        try:
+            require([PlannedStep(preset("tiny", context_length=2048), 8)], context.device, context)
+        except MemoryError as error:
+            return str(error)
+    return "fits"
+
+
+def test_ranks_of_one_host_share_its_memory_and_agree():
+    """Rank 1 sees less free than rank 0; either alone would have enough of its own."""
+    answers = run_ranks(short_on_rank_1, 2)
+    assert len(set(answers)) == 1 and "for each of 2 ranks and 0.5 are free" in answers[0]

@@ -1,0 +1,150 @@
+"""What a resumed run takes over besides parameters and moments, and what it must not be given another of."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distlab.comm import RankContext
+from distlab.report import OutputFolder
+from distlab.testing import run_ranks
+from distlab.train.config import TrainConfig, refuse_other_run
+from distlab.train.layout import Layout
+from experiments.training import DataConfig, Training
+from tests.fuzz import late_arrivals
+from tests.train.cases import Run, draw_from_all_generators, tiny
+
+
+def parameters(run: Run) -> torch.Tensor:
+    """All of this rank's parameters in one vector, once they have arrived."""
+    run.trainer.wrapper.module.state_dict()  # waits for what is on its way
+    return torch.cat([p.detach().flatten().clone() for p in run.trainer.wrapper.module.parameters()])
+
+
+def save(run: Run) -> None:
+    run.trainer.save()
+    run.trainer.checkpoints.wait()
+
+
+def scale_and_options(context: RankContext, root: str, strategies: list[str]) -> None:
+    for strategy in strategies:
+        folder = f"{root}/{strategy}"
+        first = Run(context, folder, strategy=strategy, dtype="fp16")
+        first.trainer.one_step()
+        first.trainer.scaler.scale, first.trainer.scaler.good_steps = 512.0, 7
+        for group in first.trainer.optimizer.param_groups:
+            group |= {"weight_decay": 40.0, "betas": (0.5, 0.6), "eps": 1e-3}
+        save(first)
+        second = Run(context, folder, strategy=strategy, dtype="fp16")
+        assert second.trainer.resume()
+        assert second.trainer.scaler.state_dict() == {"scale": 512.0, "good_steps": 7}
+        (group,) = second.trainer.optimizer.param_groups
+        assert (group["weight_decay"], group["betas"], group["eps"]) == (40.0, (0.5, 0.6), 1e-3)
+        before = parameters(second)
+        for run in (first, second):
+            run.trainer.one_step()
+        assert torch.equal(parameters(first), parameters(second))  # the options are those that the step uses
+        assert not torch.equal(parameters(second), before)
+
+
+def test_the_loss_scale_and_every_option_of_a_group_are_those_of_the_checkpoint(tmp_path):
+    """fp16 would begin again at a scale of 65,536; a weight decay that was changed on the way would be lost."""
+    run_ranks(scale_and_options, 2, str(tmp_path), ["bucketed", "sharded-optimizer", "zero1", "fsdp"])
+
+
+def generators(context: RankContext, folder: str) -> tuple[list[float], list[float]]:
+    """What a rank would draw at the beginning of the run, and what it draws after having resumed."""
+    run = Run(context, folder)
+    beginning = draw_from_all_generators()
+    if run.trainer.resume():
+        return beginning, draw_from_all_generators()
+    run.trainer.one_step()
+    save(run)
+    return beginning, []
+
+
+def test_a_rank_that_the_checkpoint_does_not_know_draws_what_nobody_has_drawn(tmp_path):
+    """Written by one rank and resumed by two: dropout on the second must not repeat its beginning."""
+    run_ranks(generators, 1, str(tmp_path))
+    first, second = run_ranks(generators, 2, str(tmp_path))
+    drawn = [*first, *second]
+    assert all(a != b for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+def saved_in_flight(context: RankContext, folder: str) -> None:
+    with late_arrivals():  # the all-gathers of the step are not there before somebody waits for them
+        first = Run(context, folder, strategy="zero1")
+        memory = [p.data for p in first.trainer.wrapper.module.parameters()]  # reading a parameter itself waits
+        first.trainer.one_step()
+        Layout(first.trainer.wrapper, first.trainer.optimizer).settle()
+        settled = torch.cat([values.flatten().clone() for values in memory])
+        assert torch.equal(settled, parameters(first))
+        first.trainer.one_step()
+        save(first)
+    second = Run(context, folder, strategy="bucketed")
+    assert second.trainer.resume()
+    assert torch.equal(parameters(first), parameters(second))
+
+
+def test_a_checkpoint_waits_for_the_parameters_that_zero_is_gathering(tmp_path):
+    run_ranks(saved_in_flight, 2, str(tmp_path))
+
+
+# A resumed run must repeat what decides the sequence of losses. Not so strategy, world size, micro-batches or what
+# is only written and shown; `steps` may grow.
+LASTING = {
+    "seed": 1, "clip": 0.5, "batch": 24, "lr": 0.5, "lr_floor": 0.5, "warmup": 1, "weight_decay": 0.5, "beta2": 0.5,
+    "dtype": "bf16", "dropout": 0.5, "vocab": 37, "context": 16,
+}  # fmt: skip
+
+
+def resume_with(context: RankContext, folder: str, changes: dict) -> str:
+    with pytest.raises(ValueError, match="belongs to another run") as caught:
+        Run(context, folder, **changes).trainer.resume()
+    return str(caught.value)
+
+
+def write_one(context: RankContext, folder: str) -> None:
+    run = Run(context, folder)
+    run.trainer.one_step()
+    save(run)
+
+
+def test_what_decides_the_losses_must_be_repeated(tmp_path):
+    run_ranks(write_one, 1, str(tmp_path))
+    for changes in ({"seed": 1}, {"clip": 0.5}):
+        ((name, value),) = changes.items()
+        (message,) = run_ranks(resume_with, 1, str(tmp_path), changes)
+        assert f"{name} is {getattr(tiny(), name)!r} there and {value!r} here" in message
+    for name, value in LASTING.items():
+        with pytest.raises(ValueError, match=f"{name}.* is .* there and {value!r} here"):
+            refuse_other_run(tiny().identity({}), tiny(**{name: value}).identity({}), "a checkpoint")
+
+
+def test_what_does_not_decide_the_losses_may_change():
+    for changes in ({"strategy": "fsdp"}, {"accumulate": 3}, {"steps": 7}, {"keep": 1}, {"validate_every": 2}):
+        refuse_other_run(tiny().identity({}), tiny(**changes).identity({}), "a checkpoint")
+
+
+def train_on_a_file(context: RankContext, data: str, out: str, steps: int) -> None:
+    config = TrainConfig(context=8, vocab=31, batch=4, steps=steps, warmup=1)
+    Training(config, DataConfig(data), context, OutputFolder(out, "train", "run")).run()
+
+
+def on_changed_data(context: RankContext, data: str, out: str) -> str:
+    with pytest.raises(ValueError, match="belongs to another run") as caught:
+        train_on_a_file(context, data, out, steps=2)
+    return str(caught.value)
+
+
+def test_a_file_of_other_tokens_and_the_same_length_is_other_data(tmp_path):
+    path = tmp_path / "tokens.npy"
+    tokens = np.arange(400, dtype=np.uint8) % 31
+    np.save(path, tokens)
+    run_ranks(train_on_a_file, 1, str(path), str(tmp_path), 1)
+    tokens[7] = 30 - tokens[7]
+    np.save(path, tokens)
+    (message,) = run_ranks(on_changed_data, 1, str(path), str(tmp_path))
+    assert "data.sha256" in message
+    assert [folder.name for folder in Path(tmp_path, "train", "run", "checkpoints").iterdir()] == ["step_00000001"]
