@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from distlab.ending import until_stopped
+
 OK, LIMITED, MISSING = "ok", "limited", "missing"
 SIGNS = {OK: "+", LIMITED: "~", MISSING: "-"}
 PYTHON_LEAST, TORCH_LEAST, TRITON_LEAST = (3, 11), (2, 11), (3, 6)
@@ -327,6 +329,10 @@ def main(argv: list[str] | None = None) -> int:
         "--no-ranks", action="store_true", help="do not start two ranks to see whether they can"
     )
     args = parser.parse_args(argv)
+    return until_stopped("distlab.doctor", lambda: _examine_and_report(args))
+
+
+def _examine_and_report(args: argparse.Namespace) -> int:
     findings = examine(start_ranks=not args.no_ranks)
     able = abilities(findings)
     if args.json:

@@ -29,17 +29,25 @@ from distlab.report import (
     run_command,
 )
 from distlab.report.figure import OKABE_ITO, finish, new_figure, tidy
+from distlab.report.noise import NOISE, TIE
+from distlab.report.options import whole
 from distlab.report.table import Column
 from experiments.activation_checkpointing_pieces.config import CPU, NAME, QUICK, CheckpointingConfig
 from experiments.activation_checkpointing_pieces.measuring import run
+
+
+def _tie(record: Record) -> str:
+    return TIE if record.metrics.get("step_over_none_is_tie") else ""
+
 
 COLUMNS = [
     Column("variant", "recomputed"),
     Column("metrics.step_p20_ms", "step p20 ms", ".1f"),
     Column("metrics.step_p50_ms", "p50", ".1f"),
     Column("metrics.step_p80_ms", "p80", ".1f"),
+    NOISE,
     Column("metrics.predicted_step_ms", "predicted ms", ".1f"),
-    Column("metrics.step_over_none", "× none", ".2f"),
+    Column("metrics.step_over_none", "× none", ".2f", note=_tie),
     Column("metrics.blocks_run_again", "blocks run again", "d"),
     Column("metrics.peak_alloc_bytes", "peak GiB", ".3f", scale=2**-30),
     Column("metrics.predicted_peak_bytes", "predicted GiB", ".3f", scale=2**-30),
@@ -139,15 +147,15 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--quick", action="store_true", help="the tiny preset with eight blocks, on a CPU")
     p.add_argument("--size", help="model preset")
-    p.add_argument("--layers", type=int, help="blocks [the preset's]")
-    p.add_argument("--context", type=int, help="tokens per sequence")
-    p.add_argument("--batch", type=int, help="sequences")
+    p.add_argument("--layers", type=whole(), help="blocks [the preset's]")
+    p.add_argument("--context", type=whole(), help="tokens per sequence")
+    p.add_argument("--batch", type=whole(), help="sequences")
     p.add_argument("--dtype", help="fp32, or bf16 autocast")
     p.add_argument(
         "--groups", nargs="+", metavar="GROUPS", help="none, block, every-K or every-K-J, several of them"
     )
-    p.add_argument("--steps", type=int, help="timed steps per round")
-    p.add_argument("--rounds", type=int, help="interleaved rounds")
+    p.add_argument("--steps", type=whole(), help="timed steps per round")
+    p.add_argument("--rounds", type=whole(), help="interleaved rounds")
     p.add_argument(
         "--count", action="store_true", default=None, help="count peaks on fake tensors too [on a CPU]"
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from distlab.measure.attempt import attempt
+from distlab.measure.pace import Pace
 from distlab.report import (
     Column,
     Record,
@@ -27,10 +28,12 @@ from distlab.report import (
     add_output_options,
     commit,
     environment,
+    progress,
     read_json,
     run_command,
     write_json,
 )
+from distlab.report.options import whole
 from distlab.report.panels import panels
 from kernels.flash_attention.peers import VARIANTS, Attention, build
 
@@ -119,7 +122,11 @@ def memory(config: Config, length: int, head_dim: int, dtype: str, variant: str)
     for x in (q, k, v):
         x.requires_grad_()
     fn = build(variant, length, config.device)
-    passes = [pass_once(fn, q, k, v, do) for _ in range(config.passes)]
+    pace = Pace(config.passes, f"{variant} {dtype} d={head_dim} length {length}", progress)
+    passes = []
+    for _ in range(config.passes):
+        passes.append(pass_once(fn, q, k, v, do))
+        pace()
     metrics: dict[str, object] = {name: x - held for name, x in passes[-1].items() if name.endswith("bytes")}
     for name in ("fwd", "bwd"):
         metrics[f"{name}_p50_ms"] = sorted(p[f"{name}_ms"] for p in passes)[len(passes) // 2]
@@ -184,11 +191,12 @@ VIEW = View(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(EXPERIMENT, description=__doc__, formatter_class=raw)
     parser.add_argument("--quick", action="store_true", help="two lengths, one head dim; on a CPU as --smoke")
     parser.add_argument("--smoke", action="store_true", help="a few seconds on a CPU")
-    parser.add_argument("--lengths", type=int, nargs="+")
-    parser.add_argument("--head-dims", type=int, nargs="+")
+    parser.add_argument("--lengths", type=whole(), nargs="+")
+    parser.add_argument("--head-dims", type=whole(), nargs="+")
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS)
     add_output_options(parser, resumes=True)

@@ -30,9 +30,11 @@ from distlab.report import (
     add_output_options,
     commit,
     environment,
+    progress,
     run_command,
     write_json,
 )
+from distlab.report.options import whole
 from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch, cost
 
 EXPERIMENT = "attention_record"
@@ -174,6 +176,7 @@ def run(
         for name, fn in variants(length).items():
             config = {"heads": HEADS, "length": length, "head_dim": head_dim,
                       "dtype": "bfloat16" if on_gpu else "float32", "causal": True, "ms_per_number": ms}
+            progress(f"{name} d={head_dim}")
             metrics = measure(length, head_dim, name, fn, ms) | {"matmul_tflop_per_s": roof}
             records.append(Record(EXPERIMENT, name, config, metrics, where, commit(default_commit)))
             write_json(records, path)
@@ -181,10 +184,11 @@ def run(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--length", type=int, default=16384)
-    parser.add_argument("--ms", type=int, default=400, help="time to spend on each number")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(EXPERIMENT, description=__doc__, formatter_class=raw)
+    parser.add_argument("--head-dims", type=whole(), nargs="+", default=[64, 128])
+    parser.add_argument("--length", type=whole(), default=16384)
+    parser.add_argument("--ms", type=whole(), default=400, help="time to spend on each number")
     parser.add_argument("--quick", action="store_true", help="100 ms per number; on a CPU 128 tokens of width 64")
     add_output_options(parser)
     args = parser.parse_args(argv)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from distlab.measure.attempt import attempt
+from distlab.measure.pace import Pace
 from distlab.measure.timing import percentiles
 from distlab.report import (
     Column,
@@ -39,10 +40,12 @@ from distlab.report import (
     add_output_options,
     commit,
     environment,
+    progress,
     read_json,
     run_command,
     write_json,
 )
+from distlab.report.options import whole
 from distlab.report.panels import panels
 from experiments.attention_sweep_pieces.comparison import beside_best_peer, crossovers, headline
 from experiments.attention_sweep_pieces.timing import host_ms, replay_ms
@@ -148,7 +151,9 @@ def run(config: Config, path: Path | None = None, commit_id: str | None = None) 
     records = read_json(path) if path is not None and path.exists() else []
     done = {(r.variant, r.config["length"], r.config["head_dim"], r.config["dtype"]) for r in records}
     where = environment(config.device)
-    for dtype, head_dim, length in itertools.product(config.dtypes, config.head_dims, config.lengths):
+    shapes = list(itertools.product(config.dtypes, config.head_dims, config.lengths))
+    pace = Pace(len(shapes), "shapes", progress)
+    for dtype, head_dim, length in shapes:
         asked = [v for v in config.variants if v != "ours-ieee" or dtype == "float32"]
         missing = [v for v in asked if (v, length, head_dim, dtype) not in done]
         if not missing:
@@ -164,6 +169,7 @@ def run(config: Config, path: Path | None = None, commit_id: str | None = None) 
         del case
         if path is not None:
             write_json(records, path)
+        pace()
     return records
 
 
@@ -225,14 +231,15 @@ VIEW = View(
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(EXPERIMENT, description=__doc__, formatter_class=raw)
     parser.add_argument("--quick", action="store_true", help="three lengths, one head dim; on a CPU as --smoke")
     parser.add_argument("--smoke", action="store_true", help="a few seconds on a CPU")
-    parser.add_argument("--lengths", type=int, nargs="+")
-    parser.add_argument("--head-dims", type=int, nargs="+")
+    parser.add_argument("--lengths", type=whole(), nargs="+")
+    parser.add_argument("--head-dims", type=whole(), nargs="+")
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS)
-    parser.add_argument("--warm", type=int, default=0, help="processes that compile everything before the timing")
+    parser.add_argument("--warm", type=whole(0), default=0, help="processes that compile everything before the timing")
     add_output_options(parser, resumes=True)
     return parser.parse_args(argv)
 

@@ -26,6 +26,8 @@ import torch
 from tabulate import tabulate
 
 from distlab import hardware
+from distlab.report import run_to_end
+from distlab.report.options import real, whole
 from distlab.theory import coalescing, fusion, occupancy, traffic
 from distlab.theory.roofline import roofline
 from kernels.cost import Cost
@@ -59,6 +61,16 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear_cross_entropy": ("linear_cross_entropy", {}),
 }
 
+MOST = {"lanes": 32}
+ITEM_SIZES = (1, 2, 4, 8, 16)  # bytes that a lane can read at once
+# Kernels that do not take a shape of any number of dimensions: how many they take, and which.
+DIMENSIONS = {
+    "rope": (range(2, 9), "two or more: …, tokens, width"),
+    "matmul": ((3,), "three: M, K, N"),
+    "cross_entropy": ((2,), "two: rows, vocabulary"),
+    "linear_cross_entropy": ((3,), "three: rows, width, vocabulary"),
+}
+NONE_AT_ALL = ("shared_bytes", "offset", "stride", "lanes")  # options of which 0 says something
 Answer = tuple[str, dict[str, Any]]  # in words, and in numbers
 
 
@@ -94,6 +106,9 @@ def run_roofline(args: argparse.Namespace) -> Answer:
 
 def run_kernel(args: argparse.Namespace) -> Answer:
     module, options = KERNELS[args.name]
+    dimensions, words = DIMENSIONS.get(args.name, ((len(args.shape),), ""))
+    if len(args.shape) not in dimensions:
+        raise ValueError(f"{args.name} has no shape of {len(args.shape)} dimension(s); give {words}")
     cost = importlib.import_module(f"kernels.{module}").cost(tuple(args.shape), DTYPES[args.dtype], **options)
     return answer_roofline(cost, args.gpu, args.dtype)
 
@@ -141,6 +156,8 @@ def run_waves(args: argparse.Namespace) -> Answer:
 
 
 def run_coalescing(args: argparse.Namespace) -> Answer:
+    if args.itemsize not in ITEM_SIZES:
+        raise ValueError(f"itemsize={args.itemsize}: a lane reads {', '.join(map(str, ITEM_SIZES))} bytes")
     found = coalescing.strided_access(args.stride, args.itemsize, args.offset)
     words = (f"a warp reading {args.itemsize} bytes per lane, {args.stride} elements apart, from byte {args.offset}: "
              f"{found.sectors} sectors of 32 bytes in {found.lines} lines, {100 * found.efficiency:.1f} % of it wanted")
@@ -176,7 +193,10 @@ def parser() -> argparse.ArgumentParser:
     commands = p.add_subparsers(dest="command", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], Answer], **options: Any) -> None:
-        """A sub-command; an option's value is its default, or its type where it must be given."""
+        """A sub-command; an option's value is its default, or its type where it must be given.
+
+        Whole numbers count something: at least one, or none where `NONE_AT_ALL` says so.
+        """
         c = commands.add_parser(name, help=(run.__doc__ or "").strip() or None)
         c.set_defaults(run=run)
         c.add_argument("--gpu", type=gpu_by_name, default="H100", help=f"{', '.join(GPUS)} [H100]")
@@ -184,15 +204,16 @@ def parser() -> argparse.ArgumentParser:
         c.add_argument("--json", action="store_true", help="one line of JSON instead of words")
         for option, value in options.items():
             flag = f"--{option.replace('_', '-')}"
+            count = whole(0 if option in NONE_AT_ALL else 1, MOST.get(option))
             if isinstance(value, type):
-                c.add_argument(flag, type=value, required=True)
+                c.add_argument(flag, type=count if value is int else real(above=0), required=True)
             elif isinstance(value, tuple):
-                c.add_argument(flag, type=float, nargs=len(value), default=value)
+                c.add_argument(flag, type=real(least=0), nargs=len(value), default=value)
             else:
-                c.add_argument(flag, type=type(value), default=value)
+                c.add_argument(flag, type=count, default=value)
         if name == "kernel":
             c.add_argument("name", choices=tuple(KERNELS))
-            c.add_argument("shape", type=int, nargs="+")
+            c.add_argument("shape", type=whole(), nargs="+")
 
     command("gpus", run_gpus)
     command("roofline", run_roofline, flops=float, bytes=float)
@@ -209,13 +230,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
+
+    def answer() -> int:
         words, numbers = args.run(args)
-    except (ValueError, IndexError) as error:
-        print(f"calculator: error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps({"experiment": "calculator", "command": args.command} | numbers) if args.json else words)
-    return 0
+        print(json.dumps({"experiment": "calculator", "command": args.command} | numbers) if args.json else words)
+        return 0
+
+    return run_to_end("calculator", answer)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,21 @@ the two others for calls with a window.
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 
 import triton
 from triton.backends.compiler import GPUTarget
 
+from distlab.measure.pace import Pace
 from distlab.report import (
     Column,
-    OutputFolder,
     Record,
     View,
     add_output_options,
     commit,
     environment,
-    redraw,
-    say,
-    write,
+    progress,
+    run_command,
 )
 from kernels.flash_attention import configs
 from kernels.flash_attention.workbench import Case, compile_candidate
@@ -67,11 +67,14 @@ def describe(how: configs.Tile | configs.Choice) -> str:
     return f"{how.block_m}x{how.block_n} w{how.warps} s{how.stages}{' tma' if how.tma else ''}"
 
 
-def run(table: dict[configs.Key, configs.Choice] = configs.TABLE) -> list[Record]:
+def run(
+    table: dict[configs.Key, configs.Choice] = configs.TABLE, progress: Callable[[str], None] = lambda text: None
+) -> list[Record]:
     """One record per row and kernel; `status` says why one does not compile."""
     triton.runtime.driver.set_active(Hopper())
     where, code = environment("cpu"), commit()
     records, seen = [], {}
+    pace = Pace(len(table), "configurations", progress)
     for key, choice in table.items():
         case = Case(1, 1, 4096, key.head_dim, "float32" if key.bits == 32 else "bfloat16", key.causal, key.precision)
         for kernel, how in kernels_of(choice).items():
@@ -81,6 +84,7 @@ def run(table: dict[configs.Key, configs.Choice] = configs.TABLE) -> list[Record
             metrics = seen[job] if isinstance(seen[job], dict) else {"status": seen[job]}
             config = dataclasses.asdict(key) | {"passes": choice.passes, "tiles": describe(how)}
             records.append(Record(EXPERIMENT, kernel, config, metrics, where, code))
+        pace()
     return records
 
 
@@ -102,15 +106,13 @@ VIEW = View(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(EXPERIMENT, description=__doc__, formatter_class=raw)
     parser.add_argument("--quick", action="store_true", help="the table's first two rows")
     add_output_options(parser, measures=False)
     options = parser.parse_args(argv)
-    if options.source:
-        return redraw(VIEW, options.source, options.out)
-    records = run(dict(list(configs.TABLE.items())[:2]) if options.quick else configs.TABLE)
-    say(VIEW, records, write(VIEW, records, OutputFolder(options.out, EXPERIMENT)))
-    return 0
+    table = dict(list(configs.TABLE.items())[:2]) if options.quick else configs.TABLE
+    return run_command(VIEW, options, lambda: lambda folder: run(table, progress))
 
 
 if __name__ == "__main__":

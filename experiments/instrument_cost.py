@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from distlab.measure.nvtx import emitter, named_ranges
+from distlab.measure.pace import Pace
 from distlab.measure.recorder import CollectiveRecorder
 from distlab.measure.timing import MIN_PAIRS, measure, noise_floor, paired_ratio, percentiles
 from distlab.model import TransformerLM, cross_entropy, preset
@@ -41,6 +42,7 @@ from distlab.report import (
     run_command,
 )
 from distlab.report.figure import INK, OKABE_ITO, finish, new_figure, tidy
+from distlab.report.noise import TIE
 
 NAME = "instrument_cost"
 NEVER, TWIN = "never attached", "never attached, a twin"
@@ -141,8 +143,8 @@ def run(
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     apart = dict.fromkeys(VARIANTS, 0.0)
     order = random.Random(config.seed)
-    for number in range(config.rounds):
-        progress(f"round {number + 1} of {config.rounds}")
+    pace = Pace(config.rounds, "rounds", progress)
+    for _ in range(config.rounds):
         subjects = {variant: Subject(variant, config) for variant in order.sample(VARIANTS, len(VARIANTS))}
         steps: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
         for _ in range(config.warmup + config.steps):
@@ -154,6 +156,7 @@ def run(
         for variant, subject in subjects.items():
             pairs = zip(subject.gradients(), reference, strict=True)
             apart[variant] = max(apart[variant], *((a - b).abs().max().item() for a, b in pairs))
+        pace()
     facts = {"environment": environment(config.device), "commit": commit(default_commit)}
     return [
         Record(
@@ -175,11 +178,18 @@ def _metrics(times: dict[str, list[float]], variant: str) -> dict[str, float]:
         return [mine / never for mine, never in zip(times[name], times[NEVER], strict=True)]
 
     found = {f"step_{name}_ms": ms for name, ms in percentiles(times[variant]).items()}
-    found["noise_floor_pct"] = noise_floor(over_never(TWIN), ones)
+    found["noise_floor_pct"] = found["noise_pct"] = noise_floor(over_never(TWIN), ones)  # of rounds: drift is in both
     if variant != NEVER:
         ratio = paired_ratio(over_never(variant), ones)
         found |= {f"cost_{end}pct": 100 * (value - 1) for end, value in zip(ENDS, ratio, strict=True)}
     return found
+
+
+
+
+def _tie(record: Record) -> str:
+    cost = record.metrics.get("cost_pct")
+    return TIE if cost is not None and abs(cost) <= record.metrics["noise_floor_pct"] else ""
 
 
 COLUMNS = [
@@ -187,7 +197,7 @@ COLUMNS = [
     Column("metrics.step_p20_ms", "step p20 ms", ".3f"),
     Column("metrics.step_p50_ms", "p50", ".3f"),
     Column("metrics.step_p80_ms", "p80", ".3f"),
-    Column("metrics.cost_pct", "cost %", "+.2f"),
+    Column("metrics.cost_pct", "cost %", "+.2f", note=_tie),
     Column("metrics.cost_low_pct", "from (95 %)", "+.2f"),
     Column("metrics.cost_high_pct", "to", "+.2f"),
     Column("metrics.noise_floor_pct", "noise %", ".2f"),
@@ -209,7 +219,7 @@ def findings(records: Sequence[Record]) -> list[str]:
     """What is off, beside what the same model differs from itself by."""
     floor = records[0].metrics["noise_floor_pct"]
     costs = [
-        f"{r.variant} {r.metrics['cost_pct']:+.2f} %" for r in records if r.variant.endswith("off again")
+        f"{r.variant} {r.metrics['cost_pct']:+.2f} %{_tie(r)}" for r in records if r.variant.endswith("off again")
     ]
     return [
         f"Once taken off: {', '.join(costs)}; a model that never had one differs from its twin by {floor:.2f} %."

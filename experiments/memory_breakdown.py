@@ -22,6 +22,7 @@ from distlab.report.table import Column
 from distlab.report.view import View
 from distlab.theory.memory import CUBLAS_WORKSPACES, Breakdown, StepMemory, step_memory
 from distlab.theory.shape import ModelShape
+from distlab.train.requirements import PlannedStep, require
 from distlab.train.workbench import Variant, Workbench, variants
 
 NAME = "memory_breakdown"
@@ -92,9 +93,18 @@ def run(
     default_commit: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Record]:
-    """Measure every variant; call it on every rank. Returns rank 0's records, which are the fullest rank's."""
+    """Measure every variant; call it on every rank. Returns rank 0's records, which are the fullest rank's.
+
+    Raises:
+        MemoryError: a strategy with this model and batch does not fit.
+        ValueError: a strategy that needs a GPU, without one.
+    """
     model = config.model()
     dtype = DTYPES[config.dtype]
+    planned = [
+        PlannedStep(model, config.batch, name, config.dtype, config.bucket_size_mb) for name in config.strategies
+    ]
+    require(planned, context.device, context)
     bench = Workbench(context, model, batch_size=config.batch, compute_dtype=dtype, seed=config.seed)
     facts = {"environment": environment(context.device), "commit": commit(default_commit)}
     shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}

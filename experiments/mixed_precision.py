@@ -30,8 +30,10 @@ from distlab.report import (
     run_command,
 )
 from distlab.report.figure import OKABE_ITO, finish, new_figure, tidy
+from distlab.report.options import whole
 from distlab.report.table import Column
 from distlab.theory.floating import FORMATS, safe_loss_scales, stalls_at
+from distlab.train.requirements import PlannedStep, require
 from experiments.mixed_precision_pieces.config import CPU, NAME, PARTS, QUICK, PrecisionConfig
 from experiments.mixed_precision_pieces.parts import ADDEND, Metrics, accumulation, norm, scaling, types
 
@@ -42,7 +44,12 @@ def run(
     default_commit: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Record]:
-    """One record per row of the table."""
+    """One record per row of the table.
+
+    Raises:
+        MemoryError: the model with this batch does not fit.
+    """
+    require([PlannedStep(config.model(), config.batch, mode="forward_backward")], config.device)
     facts = {"environment": environment(config.device), "commit": commit(default_commit)}
     rows: dict[str, Callable[[PrecisionConfig], Iterator[tuple[str, str, Metrics]]]] = {
         "accumulation": accumulation, "types": types, "norm": norm, "scaling": scaling,
@@ -175,8 +182,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--quick", action="store_true", help="a smaller model and fewer scales, on a CPU")
     p.add_argument("--size", help="model preset")
-    p.add_argument("--batch", type=int, help="sequences of a micro-batch")
-    p.add_argument("--micro-batches", type=int, help="micro-batches that make a step")
+    p.add_argument("--batch", type=whole(), help="sequences of a micro-batch")
+    p.add_argument("--micro-batches", type=whole(), help="micro-batches that make a step")
     add_device_option(p)
     add_output_options(p)
     return p

@@ -16,6 +16,7 @@ from pathlib import Path
 from distlab.hardware import GPUSpec, by_alias
 from distlab.model import ModelConfig, preset
 from distlab.report import Record, View, Work, add_output_options, commit, environment, plot, run_command
+from distlab.report.options import real, whole
 from distlab.report.table import Column
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
 from distlab.theory.compute import hardware_flops, mfu, step_flops
@@ -71,6 +72,7 @@ class PlanConfig:
             raise ValueError(f"tokens={self.tokens}: must be positive")
         self.shape()
         _, count = self.fleet()
+        self.machine()
         if self.batch < count:
             raise ValueError(
                 f"a batch of {self.batch} sequences leaves some of {count} devices without one; the nearest choices: "
@@ -93,16 +95,21 @@ class PlanConfig:
         return by_alias(name), int(count or 1)
 
 
+    def machine(self) -> Machine:
+        """The device and its links, at the shares of their peaks that a calibrated machine reaches."""
+        return machine_of(
+            self.fleet()[0],
+            link=self.link,
+            between=self.between,
+            devices_per_node=self.devices_per_node,
+            dtype=self.dtype,
+        )
+
+
 def run(config: PlanConfig) -> list[Record]:
     """One record per choice, those that fit first, fastest first."""
-    gpu, ranks = config.fleet()
-    machine = machine_of(
-        gpu,
-        link=config.link,
-        between=config.between,
-        devices_per_node=config.devices_per_node,
-        dtype=config.dtype,
-    )
+    _, ranks = config.fleet()
+    machine = config.machine()
     facts = {"environment": environment("cpu"), "commit": commit(None)}
     shared = asdict(config) | {"num_parameters": config.shape().num_parameters, "world_size": ranks}
     records = []
@@ -294,14 +301,14 @@ VIEW = View(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="xl", help="a preset")
-    parser.add_argument("--batch", type=int, default=512, help="sequences per step over all devices")
+    parser.add_argument("--batch", type=whole(), default=512, help="sequences per step over all devices")
     parser.add_argument("--devices", default="h100:64", help="name and number, such as h100:64")
-    parser.add_argument("--context", type=int, help="tokens per sequence")
+    parser.add_argument("--context", type=whole(), help="tokens per sequence")
     parser.add_argument("--link", default="nvlink", choices=("nvlink", "pcie"))
     parser.add_argument("--between", default="ib-ndr", help="link between nodes, per device")
-    parser.add_argument("--devices-per-node", type=int, default=8)
+    parser.add_argument("--devices-per-node", type=whole(), default=8)
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
-    parser.add_argument("--tokens", type=float, default=1e11, help="tokens to train on")
+    parser.add_argument("--tokens", type=real(above=0), default=1e11, help="tokens to train on")
     parser.add_argument("--strategies", type=lambda text: tuple(text.split(",")), default=STRATEGIES)
     parser.add_argument("--quick", action="store_true", help="bucketed and fsdp only")
     add_output_options(parser, measures=False)

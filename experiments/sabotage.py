@@ -3,9 +3,10 @@
     python experiments/sabotage.py            # two CPU ranks, about a minute
     python experiments/sabotage.py --quick    # shorter curves
 
-Twelve classic mistakes, injected one at a time by a subclass or a patch into an otherwise healthy training run. Each
+Fifteen classic mistakes, injected one at a time by a subclass or a patch into an otherwise healthy training run. Each
 is put to the checks that this lab's commands make (equality with one process, closed form of what is sent, attention
-against float64), beside the healthy run, which must pass them all. The picture shows the symptom: both loss curves.
+against float64), beside the healthy run, which must pass them all; or the strategy itself raises an error. The picture
+shows the symptom: both loss curves.
 
 The mistakes are in `sabotage_pieces/injected.py` and `mistakes.py` beside this file, the checks in `checks.py`.
 """

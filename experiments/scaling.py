@@ -22,6 +22,7 @@ from distlab.hardware import by_alias, lookup
 from distlab.model import ModelConfig, preset
 from distlab.report import Record, View, Work, add_output_options, commit, environment, read_json, run_command
 from distlab.report.lines import Point, log_lines
+from distlab.report.options import whole
 from distlab.report.table import Column
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
 from distlab.theory.memory import step_memory
@@ -214,6 +215,17 @@ def headline(records: Sequence[Record]) -> str:
     )
 
 
+def findings(records: Sequence[Record]) -> list[str]:
+    """That files were named of which nothing could be drawn."""
+    config = records[0].config
+    if not config["records"] or any("measured_step_p50_ms" in record.metrics for record in records):
+        return []
+    return [
+        f"No row of {', '.join(config['records'])} is of {config['model']} in {config['dtype']} on {config['device']} "
+        "with this context and batch: nothing measured is drawn. Ask for what the files measured, or name others."
+    ]
+
+
 def draw(records: Sequence[Record], path: Path) -> None:
     """Tokens per second and rank, so that perfect scaling is a level line; error bars from p20 to p80."""
     panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
@@ -248,6 +260,7 @@ VIEW = View(
     COLUMNS,
     headline,
     pictures={"scaling.png": draw},
+    findings=findings,
     reading="Weak scaling keeps the batch of each rank, strong scaling that of all ranks together. A level line is "
     "perfect; where one turns down, communication that compute no longer covers has taken over. Dots are records of "
     "ddp_bench for the same model, context, type and device, from p20 to p80.",
@@ -274,15 +287,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     default = ScalingConfig()
     parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=default.model, help="a preset")
-    parser.add_argument("--batch", type=int, default=default.batch, help="sequences per rank")
-    parser.add_argument("--global-batch", type=int, default=default.global_batch)
-    parser.add_argument("--context", type=int)
-    parser.add_argument("--ranks", type=int, nargs="+", default=default.ranks)
+    parser.add_argument("--batch", type=whole(), default=default.batch, help="sequences per rank")
+    parser.add_argument("--global-batch", type=whole(), default=default.global_batch)
+    parser.add_argument("--context", type=whole())
+    parser.add_argument("--ranks", type=whole(), nargs="+", default=default.ranks)
     parser.add_argument("--strategies", type=lambda text: tuple(text.split(",")), default=STRATEGIES)
     parser.add_argument("--device", default=default.device)
     parser.add_argument("--link", default=default.link)
     parser.add_argument("--between", default=default.between)
-    parser.add_argument("--devices-per-node", type=int, default=default.devices_per_node)
+    parser.add_argument("--devices-per-node", type=whole(), default=default.devices_per_node)
     parser.add_argument("--dtype", default=default.dtype, choices=("bf16", "fp32"))
     parser.add_argument("--records", nargs="*", default=(), help="files of ddp_bench to draw as points")
     parser.add_argument("--quick", action="store_true", help="two strategies on 1 to 64 ranks")

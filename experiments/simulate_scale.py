@@ -28,6 +28,7 @@ from distlab.report import (
     progress,
     run_command,
 )
+from distlab.report.options import real, whole
 from distlab.report.table import Column
 from distlab.simulate import Contention, LinkModel, replay
 from distlab.simulate.estimate import Machine, machine_of
@@ -201,16 +202,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     default = ScaleConfig()
     parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=default.model, help="a preset")
-    parser.add_argument("--ranks", type=int, default=default.ranks)
-    parser.add_argument("--batch", type=int, default=default.batch, help="sequences per rank")
-    parser.add_argument("--context", type=int)
+    parser.add_argument("--ranks", type=whole(), default=default.ranks)
+    parser.add_argument("--batch", type=whole(), default=default.batch, help="sequences per rank")
+    parser.add_argument("--context", type=whole())
     parser.add_argument("--strategies", type=lambda text: tuple(text.split(",")), default=default.strategies)
     parser.add_argument("--device", default=default.device)
     parser.add_argument("--link", default=default.link)
     parser.add_argument("--between", default=default.between)
-    parser.add_argument("--devices-per-node", type=int, default=default.devices_per_node)
+    parser.add_argument("--devices-per-node", type=whole(), default=default.devices_per_node)
     parser.add_argument("--dtype", default=default.dtype, choices=("bf16", "fp32"))
-    parser.add_argument("--bucket-size-mb", type=float, default=default.bucket_size_mb)
+    parser.add_argument("--bucket-size-mb", type=real(above=0), default=default.bucket_size_mb)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--quick", action="store_true", help="the small model on 64 ranks")
     add_output_options(parser, measures=False)

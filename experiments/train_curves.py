@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,7 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankContext, RankEnvironment, collectives, rank_context
+from distlab.comm import RankContext, RankEnvironment, collectives
+from distlab.comm.context import LONGEST_TIMEOUT_S
+from distlab.comm.rank_process import leave_process, progress_to_stderr, run_rank
+from distlab.ending import USAGE_ERROR, how_to_continue
 from distlab.report import (
     Column,
     OutputFolder,
@@ -35,10 +37,12 @@ from distlab.report import (
     write,
 )
 from distlab.report.curves import curves
+from distlab.report.noise import TIE
+from distlab.report.options import real
 from distlab.train.tokens import open_tokens
 from experiments.train_curves_pieces.bench import Bench
-from experiments.train_curves_pieces.config import KILLED, LAST, NAME, CurvesConfig
-from experiments.train_curves_pieces.verdicts import tolerance, verdicts, with_distances
+from experiments.train_curves_pieces.config import KILLED, LAST, NAME, CurvesConfig, compared_on
+from experiments.train_curves_pieces.verdicts import cost_is_noise, tolerance, verdicts, with_distances
 
 COLUMNS = [
     Column("variant", "run"),
@@ -48,7 +52,7 @@ COLUMNS = [
     Column("metrics.max_abs_loss_diff", "max |Δloss|", ".1e"),
     Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
     Column("metrics.step_with_checkpoints_ms", "with checkpoints", ".1f"),
-    Column("metrics.checkpoint_cost_pct", "cost %", ".2f"),
+    Column("metrics.checkpoint_cost_pct", "cost %", ".2f", note=lambda r: TIE if cost_is_noise(r) else ""),
     Column("metrics.save_p50_ms", "save() ms", ".1f"),
     Column("metrics.wait_p50_ms", "wait ms", ".0f"),
     Column("metrics.checkpoint_bytes", "GB", ".2f", scale=1e-9),
@@ -108,7 +112,7 @@ QUICK = {
 def parser() -> argparse.ArgumentParser:
     on_gpu = torch.cuda.is_available()
     default = (
-        CurvesConfig(size="medium", context=512, dtype="bf16")
+        CurvesConfig(size="medium", context=512, dtype="bf16", strategies=compared_on("cuda"))
         if on_gpu
         else CurvesConfig(steps=60, kill_at=35, checkpoint_every=15)
     )
@@ -129,7 +133,8 @@ def parser() -> argparse.ArgumentParser:
             p.add_argument(option, type=kind, default=value, help="[%(default)s]")
     p.add_argument("--text", help="a text file [this repository's sources and pages]")
     p.add_argument("--backend", choices=("nccl", "gloo"))
-    p.add_argument("--timeout", type=float, default=60.0, help="seconds a collective may take [%(default)s]")
+    seconds = real(above=0, most=LONGEST_TIMEOUT_S)
+    p.add_argument("--timeout", type=seconds, default=60.0, help="seconds a collective may take [%(default)s]")
     p.add_argument(
         "--out", default="outputs/train_curves", help="folder of records; continued where it has some"
     )
@@ -157,6 +162,12 @@ def text_of_repository(root: Path) -> np.ndarray:
     return np.frombuffer(b"".join(path.read_bytes() for path in files), dtype=np.uint8)
 
 
+def config_from(args: argparse.Namespace) -> CurvesConfig:
+    """The options as a configuration; raises ValueError."""
+    names = [field.name for field in dataclasses.fields(CurvesConfig)]
+    return CurvesConfig(**{name: getattr(args, name) for name in names} | (QUICK if args.quick else {}))
+
+
 def check_restarts(parts: Sequence[str], variables: Mapping[str, str]) -> None:
     """Raise ValueError if a rank will kill itself and nobody will start it again."""
     if "kill" in parts and int(variables.get("TORCHELASTIC_MAX_RESTARTS", 0)) < 1:
@@ -166,19 +177,18 @@ def check_restarts(parts: Sequence[str], variables: Mapping[str, str]) -> None:
         )
 
 
-def main() -> int:
-    args = parser().parse_args()
-    names = [field.name for field in dataclasses.fields(CurvesConfig)]
-    if args.source:
-        return redraw(VIEW, args.source, args.out) if RankEnvironment.read().rank == 0 else 0
-    config = CurvesConfig(**{name: getattr(args, name) for name in names} | (QUICK if args.quick else {}))
-    attempt = RankEnvironment.read().restarts
+def main(argv: list[str] | None = None) -> int:
+    """Run on this rank, print the table, write the report."""
+    args = parser().parse_args(argv)
     try:
+        rank = RankEnvironment.read().rank
+        if args.source:
+            return redraw(VIEW, args.source, args.out) if rank == 0 else 0
+        config = config_from(args)
         check_restarts(config.parts, os.environ)
     except ValueError as error:
         print(f"{NAME}: error: {error}", file=sys.stderr)
-        return 2
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        return USAGE_ERROR
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -186,39 +196,47 @@ def main() -> int:
             False
         )  # its backward adds in any order; the flash kernel's does not
         torch.utils.deterministic.fill_uninitialized_memory = False
-    out = Path(args.out)
-    folder = OutputFolder(out.parent, out.name, "records")
-    begin = time.monotonic()
-    with rank_context(backend=args.backend, timeout_s=args.timeout) as context:
 
-        def progress(text: str) -> None:
-            if context.is_main:
-                print(f"[{time.monotonic() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
+    def work(context: RankContext) -> int:
+        return compare(config, context, args)
 
-        tokens = None
-        if context.is_main:  # one rank reads: somebody may be editing these files
+    return run_rank(work, backend=args.backend, timeout_s=args.timeout, name=NAME)
+
+
+def compare(config: CurvesConfig, context: RankContext, args: argparse.Namespace) -> int:
+    """All parts, and what they leave; call it on every rank.
+
+    Raises:
+        OSError, ValueError: on every rank, for a text or a folder that cannot be used.
+        MemoryError: a strategy with this model and batch does not fit.
+    """
+    opened: tuple[np.ndarray, OutputFolder] | Exception | None = None
+    if context.is_main:  # one rank reads: somebody may be editing these files
+        try:
             root = Path(__file__).resolve().parents[1]
             tokens = np.array(open_tokens(args.text)) if args.text else text_of_repository(root)
-        tokens = collectives.gather_objects(tokens, context.group)[0]
-        records = run(
-            config,
-            context,
-            folder.path,
-            tokens,
-            attempt=attempt,
-            default_commit=args.commit,
-            progress=progress,
-        )
-        problems = verdicts(records)
-        if context.is_main:
-            records = with_distances(records)
-            page = write(VIEW, records, folder)
-            print(f"{headline(records)}\n\n{VIEW.table(records)}\n")
-            for problem in problems:
-                print(f"WRONG: {problem}")
-            print(f"report: {page}")
-            print(json_line(NAME, [_short(record) for record in records], folder.path), flush=True)
-        dist.barrier(context.group)
+            out = Path(args.out)
+            opened = tokens, OutputFolder(out.parent, out.name, "records")
+        except (OSError, ValueError) as error:
+            opened = error
+    opened = collectives.gather_objects(opened, context.group)[0]
+    if isinstance(opened, Exception):
+        raise opened
+    tokens, folder = opened
+    how_to_continue("the same command continues")
+    progress = progress_to_stderr(context)
+    attempt = RankEnvironment.read().restarts
+    options = {"attempt": attempt, "default_commit": args.commit, "progress": progress}
+    records = run(config, context, folder.path, tokens, **options)
+    if context.is_main:
+        records = with_distances(records)
+        page = write(VIEW, records, folder)
+        print(f"{headline(records)}\n\n{VIEW.table(records)}\n")
+        for problem in VIEW.findings(records):
+            print(problem)
+        print(f"report: {page}")
+        print(json_line(NAME, [_short(record) for record in records], folder.path), flush=True)
+    dist.barrier(context.group)
     return 0  # a wrong row is printed as wrong; another exit code would make torchrun start all over
 
 
@@ -229,7 +247,4 @@ def _short(record: Record) -> Record:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # gloo's threads may abort an interpreter that shuts down
+    leave_process(main())

@@ -19,13 +19,16 @@ import torch
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
 from distlab.measure.memory import peak_memory
-from distlab.report import Column, OutputFolder, Record, View, commit, environment, write
+from distlab.model.config import ModelConfig
+from distlab.report import Column, OutputFolder, Record, View, commit, environment, read_json, write
 from distlab.report.curves import curves
 from distlab.theory.compute import mfu, step_flops
 from distlab.train.config import DTYPES, TrainConfig
-from distlab.train.journal import Journal, read_journal
+from distlab.train.journal import Journal
+from distlab.train.lock import hold
 from distlab.train.loop import Outcome, StepReport, Trainer
-from distlab.train.tokens import Sequences, SyntheticSequences, TokenWindows, check_range, open_tokens
+from distlab.train.requirements import require, training_step
+from distlab.train.tokens import Sequences, SyntheticSequences, TokenWindows, examine, open_tokens
 
 NAME = "train"
 HELD_OUT = 20  # one token in so many, at the end of the file, is for validation
@@ -45,6 +48,12 @@ class DataConfig:
     validation: str | None = None
     token_dtype: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.validation is not None and self.path is None:
+            raise ValueError(
+                f"--val-data {self.validation} needs --data: synthetic tokens have their own validation"
+            )
+
     @property
     def is_bytes(self) -> bool:
         return self.path is not None and Path(self.path).suffix not in (".bin", ".npy")
@@ -53,7 +62,10 @@ class DataConfig:
 def load(
     data: DataConfig, config: TrainConfig, context: RankContext
 ) -> tuple[Sequences, Sequences, dict[str, Any]]:
-    """Training data, validation data, and what identifies the training data.
+    """Training data, validation data, and what identifies both: a run that is resumed must find them as they were.
+
+    Every token is read once before training, each rank reading a share: ids are compared with the vocabulary, and the
+    same pass hashes all of both files. So no byte can change unseen, at the price of the hash alone.
 
     Raises:
         OSError, ValueError: on every rank, for a file that cannot be used.
@@ -64,33 +76,48 @@ def load(
         train, validate = (SyntheticSequences(model.vocab_size, model.context_length, seed) for seed in seeds)
         return train, validate, {"kind": "synthetic"}
     tokens = open_tokens(data.path, data.token_dtype)
+    cut = len(tokens)
     identity = {
         "kind": "tokens",
         "count": len(tokens),
         "dtype": tokens.dtype.name,
-        "sha256_of_start": _start(tokens),
+        "sha256": _digest(data.path, tokens, model.vocab_size, context),
     }
     if data.validation is None:
-        cut = len(tokens) - max(len(tokens) // HELD_OUT, 2)
-        tokens, held_out = tokens[:cut], tokens[cut:]
+        cut = max(0, cut - max(cut // HELD_OUT, 2))
+        held_out = tokens[cut:]
+        identity |= {"validation": f"the last {len(held_out)} tokens"}
     else:
         held_out = open_tokens(data.validation, data.token_dtype)
-    for path, part in ((data.path, tokens), (data.validation or data.path, held_out)):
-        problem = check_range(part, model.vocab_size, context.rank, context.world_size)
-        for found in collectives.gather_objects(problem, context.group):
-            if found is not None:
-                raise ValueError(f"{path}: {found}")
-    train = TokenWindows(tokens, model.vocab_size, model.context_length)
-    validate = TokenWindows(held_out, model.vocab_size, model.context_length, ragged=True)
+        digest = _digest(data.validation, held_out, model.vocab_size, context)
+        identity |= {"validation": f"{len(held_out)} tokens of a file", "validation_sha256": digest}
+    identity |= {"trained_on": cut}
+    train = _windows(f"{data.path} ({len(tokens)} tokens, {cut} of them to train on)", tokens[:cut], model)
+    validate = _windows(f"{data.validation or data.path} (for validation)", held_out, model, ragged=True)
     return train, validate, identity
 
 
-def _start(tokens: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(tokens[: 1 << 20]).tobytes()).hexdigest()
+def _digest(path: str, tokens: np.ndarray, vocab_size: int, context: RankContext) -> str:
+    """SHA-256 over those of all blocks; raises ValueError on every rank for an id that is out of range."""
+    shares = collectives.gather_objects(
+        examine(tokens, vocab_size, context.rank, context.world_size), context.group
+    )
+    for _, problem in shares:
+        if problem is not None:
+            raise ValueError(f"{path}: {problem}")
+    blocks = [digest for digests, _ in shares for digest in digests]
+    return hashlib.sha256("".join(blocks).encode()).hexdigest()
+
+
+def _windows(source: str, tokens: np.ndarray, model: ModelConfig, *, ragged: bool = False) -> TokenWindows:
+    try:
+        return TokenWindows(tokens, model.vocab_size, model.context_length, ragged=ragged)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 class Training:
-    """One run in its folder.
+    """One run in its folder, which is its own from here until `run` or `close` ends.
 
     Args:
         config, data: what to train on what.
@@ -101,7 +128,9 @@ class Training:
         progress: called with a line now and then.
 
     Raises:
+        FolderIsHeld: another run writes to the folder.
         ValueError, OSError: see `load` and `Trainer`.
+        MemoryError: the model with its batch does not fit, see `distlab.train.requirements`.
     """
 
     def __init__(
@@ -118,23 +147,48 @@ class Training:
         self.config = replace(config, vocab=256) if data.is_bytes and config.vocab is None else config
         self.context, self.folder, self.progress = context, folder, progress
         self.log_every, self.default_commit = log_every, default_commit
-        train, validate, identity = load(data, self.config, context)
-        self.trainer = Trainer(
-            self.config, context, train=train, validate=validate, data_identity=identity,
-            folder=folder.path / "checkpoints", report=self._report, progress=progress,
-        )  # fmt: skip
+        require([training_step(self.config, context.world_size)], context.device, context)
         self.journal: Journal | None = None
         self._times: list[float] = []
+        self._last_loss: float | None = None
+        self.lock = hold(folder.path, context, progress)
+        try:
+            train, validate, identity = load(data, self.config, context)
+            self.trainer = Trainer(
+                self.config, context, train=train, validate=validate, data_identity=identity,
+                folder=folder.path / "checkpoints", lock=self.lock, report=self._report, progress=progress,
+            )  # fmt: skip
+        except BaseException:
+            self._release()
+            raise
 
     def run(self) -> tuple[Outcome, Record | None]:
         """Resume if there is something to resume, train, and write the results; call it on every rank.
 
         Returns:
-            How it ended, and the record (on the main rank).
+            How it ended, and the record (on the main rank; None if the run was complete, with its record, before).
         """
+        try:
+            return self._run()
+        finally:
+            if self.journal is not None:
+                self.journal.close()
+            self._release()
+
+    def close(self) -> None:
+        """Give back the folder, the model's hooks and the groups."""
+        self._release()
+        self.trainer.close()
+
+    def _release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def _run(self) -> tuple[Outcome, Record | None]:
         if self.trainer.resume():
             self.progress(f"resumed from step {self.trainer.step}")
-        if self.trainer.step >= self.config.steps:
+        complete = self.trainer.step >= self.config.steps
+        if complete and collectives.gather_objects(self._has_record(), self.context.group)[0]:
             self.progress(
                 f"this run is complete: {self.trainer.step} of {self.config.steps} steps done ({self.folder.path}). "
                 "More --steps continue it; another --name, or --fresh, begins a new one"
@@ -143,19 +197,38 @@ class Training:
         if self.context.is_main:
             self.folder.write_text("config.json", json.dumps(asdict(self.config), indent=2) + "\n")
             self.journal = Journal(self.folder.path / "metrics.jsonl", self.trainer.step + 1)
-        with peak_memory(self.context.device) as memory:
-            try:
+        if complete:
+            outcome, peak_bytes = self._late_outcome(), None
+        else:
+            with peak_memory(self.context.device) as memory:
                 outcome = self.trainer.run()
-            finally:
-                if self.journal is not None:
-                    self.journal.close()
-        return outcome, self._record(outcome, memory.peak_alloc_bytes) if self.context.is_main else None
+            peak_bytes = memory.peak_alloc_bytes
+        return outcome, self._record(outcome, peak_bytes) if self.context.is_main else None
+
+    def _has_record(self) -> bool:
+        """Whether the results of the steps that are done were written, to the last file."""
+        records, page = self.folder.path / "records.json", self.folder.path / "report.html"
+        try:
+            steps = read_json(records)[0].metrics["steps"]
+            return steps == self.trainer.step and page.stat().st_mtime_ns >= records.stat().st_mtime_ns
+        except (OSError, ValueError, LookupError):
+            return False
+
+    def _late_outcome(self) -> Outcome:
+        """How a run ended that died between its last checkpoint and its record: from its journal and its model."""
+        step = self.trainer.step
+        self.progress(f"step {step} is the last and is done, but has no record: writing it")
+        for line in self.journal.lines if self.journal is not None else ():
+            self._times += [line["step_ms"]] if "step_ms" in line else []
+            self._last_loss = line["loss"] if line["step"] == step else None
+        return Outcome(step, step, None, [(step, self.trainer.validation_loss())])
 
     def _report(self, step: StepReport) -> None:
         if self.journal is None:
             return
         rate, share = self._speed(step.step_ms)
         self._times.append(step.step_ms)
+        self._last_loss = step.loss
         self.journal.write({
             "step": step.step, "loss": step.loss, "loss_hex": step.loss.hex(), "lr": step.lr,
             "grad_norm": step.grad_norm, "step_ms": step.step_ms, "tokens_per_s": rate, "mfu_pct": share,
@@ -184,12 +257,14 @@ class Training:
         return rate, None if share is None else 100 * share
 
     def _record(self, outcome: Outcome, peak_bytes: int | None) -> Record:
-        lines = read_journal(self.folder.path / "metrics.jsonl")
+        if self.lock is not None:
+            self.lock.check()
+        lines = self.journal.lines
         step_ms = statistics.median(self._times) if self._times else None
         rate, share = self._speed(step_ms) if step_ms else (None, None)
         metrics = {
             "steps": outcome.last_step,
-            "final_loss": lines[-1]["loss"] if lines else None,
+            "final_loss": self._last_loss,
             "validation_loss": outcome.validation[-1][1] if outcome.validation else None,
             "step_p50_ms": step_ms,
             "tokens_per_s": rate,

@@ -26,7 +26,9 @@ from statistics import median
 
 import torch
 
-from distlab.report import OutputFolder, Record, commit, environment, write_json
+from distlab.ending import how_to_continue
+from distlab.report import OutputFolder, Record, commit, environment, run_to_end, write_json
+from distlab.report.options import real, whole
 from kernels._triton import generation
 from kernels.flash_attention import configs, table
 from kernels.flash_attention.configs import Choice, Tile
@@ -72,17 +74,14 @@ def device_ms(run: Callable[[], None], repetitions: int) -> float:
     return median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) / launches
 
 
-def miscompiled(dtype: str, m: int, n: int, warps: int) -> bool:
-    """Triton 3.6 makes illegal memory accesses of such fp32 tiles on Hopper: 64 × 16 forward, 16 × 64 backward."""
-    return dtype == "float32" and warps == 8 and min(m, n) == 16
-
-
 def candidates(kernel: str, dtype: str, head_dim: int, precision: str = "ieee") -> Iterator[Tile]:
     """Tiles of 16 to 64 rows of one's own, by the warps that can share them; larger ones lost at every length.
 
-    Those of a split pass, and the same of the forward once more, carry the smallest chunk. With "bf16x6" whole
-    warpgroups multiply, 64 rows of one's own each, and nothing is split: it is for long calls.
+    None that is miscompiled. Those of a split pass, and the same of the forward once more, carry the
+    smallest chunk. With "bf16x6" whole warpgroups multiply, 64 rows of one's own each, and nothing is split:
+    it is for long calls.
     """
+    bits = 32 if dtype == "float32" else 16
     if precision == "bf16x6":
         depths = (1, 2) if head_dim > 64 else (1, 2, 3)
         for own, other, stages in itertools.product((64, 128), (32, 64), depths if kernel != "split" else ()):
@@ -92,8 +91,9 @@ def candidates(kernel: str, dtype: str, head_dim: int, precision: str = "ieee") 
     if kernel == "split":
         wide = dtype != "float32"
         for m, n, count in itertools.product((16, 32, 64), (32, 64, 128) if wide else (16, 32, 64), (4, 8)):
-            if not miscompiled(dtype, m, n, count):
-                yield Tile(m, n, count, 2, chunk=CHUNKS[0])
+            tile = Tile(m, n, count, 2, chunk=CHUNKS[0])
+            if not configs.miscompiled(bits, tile):
+                yield tile
         return
     if dtype == "float32":
         warps = {16: (2, 4), 32: (4, 8), 64: (4, 8)}
@@ -103,12 +103,13 @@ def candidates(kernel: str, dtype: str, head_dim: int, precision: str = "ieee") 
         others, stages, ways = (32, 64, 128), 3, (False, True)
     for own, other, tma in itertools.product(warps, others, ways):
         for count in warps[own]:
-            if miscompiled(dtype, own, other, count):
-                continue
             m, n = (other, own) if kernel == "dkdv" else (own, other)
-            yield Tile(m, n, count, stages, tma=tma)
+            tile = Tile(m, n, count, stages, tma=tma)
+            if configs.miscompiled(bits, tile):
+                continue
+            yield tile
             if kernel == "forward" and other > others[0]:
-                yield Tile(m, n, count, stages, tma=tma, chunk=CHUNKS[0])
+                yield dataclasses.replace(tile, chunk=CHUNKS[0])
 
 
 def from_table(kernel: str, case: Case, lengths: list[int]) -> list[Tile]:
@@ -285,16 +286,27 @@ def to_records(family: tuple, found: list[Row], commit_id: str | None) -> list[R
     return records
 
 
+def family_of(text: str) -> tuple[str, int, str]:
+    """(dtype, head_dim, precision) of an option such as `bfloat16,64` or `float32,64,tf32x3`."""
+    dtype, _, rest = text.partition(",")
+    head_dim, _, precision = rest.partition(",")
+    if dtype not in ("bfloat16", "float16", "float32") or not head_dim.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}: give dtype,head_dim[,precision], such as bfloat16,64")
+    return dtype, int(head_dim), precision or "ieee"
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", action="append", default=[], help="dtype,head_dim[,precision]; may be repeated")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("tune_flash_attention", description=__doc__, formatter_class=raw)
+    parser.add_argument("--family", type=family_of, action="append", default=[],
+                        help="dtype,head_dim[,precision]; may be repeated")
     parser.add_argument("--all", action="store_true", help="every family of the sweep")
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(configs.ROW_CLASSES[:-2]),
+    parser.add_argument("--lengths", type=whole(), nargs="+", default=list(configs.ROW_CLASSES[:-2]),
                         help="of one head [1024 … 16384; the table's two longer classes take minutes each]")
     parser.add_argument("--near-table", action="store_true", help="try only the table's tiles and split ones")
-    parser.add_argument("--workers", type=int, default=14, help="processes that compile")
+    parser.add_argument("--workers", type=whole(), default=14, help="processes that compile")
     parser.add_argument("--table", type=pathlib.Path, help="write a table.py with the winners")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no family after this time")
+    parser.add_argument("--seconds", type=real(above=0), default=float("inf"), help="start no family after this time")
     parser.add_argument("--commit", help="recorded where the tree has no git")
     parser.add_argument("--out", default="outputs")
     parser.add_argument("--stamp", help="name of this run; families it has are not tuned again")
@@ -303,12 +315,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
+    return run_to_end("tune_flash_attention", lambda: tune_all(options))
+
+
+def tune_all(options: argparse.Namespace) -> int:
+    """Tune every family that was asked for and has no file yet.
+
+    Raises:
+        ValueError: no GPU, or no family.
+    """
+    families = [*options.family, *(FAMILIES if options.all else [])]
+    if not families:
+        raise ValueError("name families with --family dtype,head_dim[,precision], or give --all")
     if not torch.cuda.is_available():
-        print("tuning needs a GPU", file=sys.stderr)
-        return 1
+        raise ValueError("tuning needs a GPU, and this machine has none")
     folder = OutputFolder(options.out, "tune_flash_attention", options.stamp).path
-    asked = [f.split(",") for f in options.family]
-    families = [(f[0], int(f[1]), f[2] if len(f) > 2 else "ieee") for f in asked] + (FAMILIES if options.all else [])
+    how_to_continue(f"the same command with --stamp {folder.name} continues")
     rows, begin = table.ROWS, time.monotonic()
     with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
         paths = {family: folder / "{}_{}_{}.json".format(*family) for family in families}

@@ -14,6 +14,7 @@ import torch
 from distlab.comm import RankContext
 from distlab.measure.bandwidth import OPERATIONS
 from distlab.report import say, write
+from distlab.report.options import real, whole
 from experiments import allreduce_sweep
 from experiments.allreduce_sweep import CPU_SIZES, GPU_SIZES, KIB, MIB, SweepConfig
 from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
@@ -27,13 +28,13 @@ def parser() -> argparse.ArgumentParser:
     )
     default = SweepConfig()
     p.add_argument("--operations", default="all", help=f"comma-separated: {', '.join(OPERATIONS)} [all]")
-    p.add_argument("--sizes", type=int, nargs="+", help="payload bytes [4 KiB … 2 GiB; on a CPU … 16 MiB]")
-    p.add_argument("--group-sizes", type=int, nargs="+", default=[], help="numbers of ranks [2, 4, … all]")
-    p.add_argument("--warmup", type=int, default=default.warmup)
-    p.add_argument("--repeats", type=int, default=default.repeats, help="timed calls, at most [%(default)s]")
-    p.add_argument("--budget", type=float, default=default.budget_s, help="seconds per row [%(default)s]")
+    p.add_argument("--sizes", type=whole(), nargs="+", help="payload bytes [4 KiB … 2 GiB; on a CPU … 16 MiB]")
+    p.add_argument("--group-sizes", type=whole(2), nargs="+", default=[], help="numbers of ranks [2, 4, … all]")
+    p.add_argument("--warmup", type=whole(0), default=default.warmup)
+    p.add_argument("--repeats", type=whole(3), default=default.repeats, help="timed calls, at most [%(default)s]")
+    p.add_argument("--budget", type=real(above=0), default=default.budget_s, help="seconds per row [%(default)s]")
     p.add_argument(
-        "--contention-mb", type=float, help="MiB of the all-reduces beside computation, 0 for none"
+        "--contention-mb", type=real(least=0), help="MiB of the all-reduces beside computation, 0 for none"
     )
     p.add_argument("--quick", action="store_true", help="four sizes, few repetitions")
     add_rank_options(p)

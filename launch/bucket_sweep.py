@@ -13,17 +13,13 @@ import torch
 from distlab.comm import RankContext
 from distlab.model.config import PRESETS
 from distlab.report import environment, read_json, say, write
+from distlab.report.options import either, real, seed, whole
 from distlab.simulate.calibrate import measured_links
 from experiments import bucket_sweep
 from experiments.bucket_sweep import BucketSweepConfig
 from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
 
 NAME = bucket_sweep.NAME
-
-
-def bucket_size(text: str) -> float | None:
-    """MiB of an option; `none` is unbounded."""
-    return None if text == "none" else float(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,13 +31,13 @@ def parser() -> argparse.ArgumentParser:
         NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--size", default=default.size, help=f"model preset: {', '.join(PRESETS)} [%(default)s]")
-    p.add_argument("--batch", type=int, default=default.batch, help="sequences per rank [%(default)s]")
-    p.add_argument("--context", type=int, help="tokens per sequence [the preset's]")
+    p.add_argument("--batch", type=whole(), default=default.batch, help="sequences per rank [%(default)s]")
+    p.add_argument("--context", type=whole(), help="tokens per sequence [the preset's]")
     p.add_argument("--dtype", default=default.dtype, help="fp32, or bf16/fp16 autocast [%(default)s]")
     p.add_argument(
         "--bucket-size-mb",
         nargs="+",
-        type=bucket_size,
+        type=either({"none": None}, real()),
         default=default.bucket_sizes_mb,
         help="MiB per bucket; 'none' for unbounded [%(default)s]",
     )
@@ -49,10 +45,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--fit", nargs="+", metavar="FILE", help="records of allreduce_sweep on this kind of machine"
     )
-    p.add_argument("--warmup", type=int, default=default.warmup)
-    p.add_argument("--steps", type=int, default=default.steps)
-    p.add_argument("--rounds", type=int, default=default.rounds)
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--warmup", type=whole(), default=default.warmup)
+    p.add_argument("--steps", type=whole(), default=default.steps)
+    p.add_argument("--rounds", type=whole(), default=default.rounds)
+    p.add_argument("--seed", type=seed, default=0)
     p.add_argument("--quick", action="store_true", help="three sizes of the tiny preset, few steps")
     add_rank_options(p)
     return p

@@ -1,28 +1,37 @@
 """What every entry point does around its experiment: start ranks, make the context, say clearly what failed."""
 
 import argparse
-import gc
+import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from distlab.comm import RankContext, RankEnvironment, collectives, rank_context
-from distlab.comm.context import choose_device
+from distlab.comm import RankContext, RankEnvironment, collectives
+from distlab.comm.context import LONGEST_TIMEOUT_S, choose_device
+from distlab.comm.rank_process import is_lost_peer, leave_process, progress_to_stderr, run_rank
+from distlab.ending import USAGE_ERROR, message_of
+from distlab.measure.memory import free_bytes
 from distlab.report import OutputFolder, View, add_output_options, redraw
+from distlab.report.options import real, whole
 
-USAGE_ERROR = 2
-# What a user can mend. Anything else is our mistake and keeps its traceback.
-USER_ERRORS = (ValueError, OSError, MemoryError)
+__all__ = [
+    "add_rank_options",
+    "is_lost_peer",
+    "launch",
+    "leave_process",
+    "progress_to_stderr",
+    "run_rank",
+    "shared_folder",
+    "start_ranks",
+]
+
+RANK_BYTES = 300 * 2**20  # resident in a process that has imported torch and done nothing else
 
 
 def default_ranks(backend: str | None) -> int:
@@ -44,24 +53,47 @@ def start_ranks(
         of the signal that this process was sent.
 
     Raises:
-        ValueError: fewer than one rank, or more NCCL ranks than GPUs.
+        ValueError: fewer than one rank or than no restarts, more NCCL ranks than GPUs, or more ranks than this
+            machine's memory holds.
     """
     if ranks < 1:
         raise ValueError(f"--nproc {ranks}: at least one rank")
+    if max_restarts < 0:
+        raise ValueError(f"--max-restarts {max_restarts}: at least 0")
     choose_device(backend, 0, ranks)
+    free = free_bytes("cpu")
+    if free is not None and ranks > max(2, free // RANK_BYTES):
+        raise ValueError(
+            f"--nproc {ranks}: a rank's process takes {RANK_BYTES / 2**30:.1f} GiB before it does anything, and "
+            f"{free / 2**30:.1f} GiB are free; start at most {max(2, free // RANK_BYTES)} here"
+        )
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, and torchrun need not warn of it
     options = ["--standalone", f"--nproc_per_node={ranks}", f"--max_restarts={max_restarts}"]
+    if "LOGLEVEL" not in os.environ:  # what its agent logs of signals and exit codes is said below and by ranks
+        for module in ("agent.server.api", "multiprocessing.api"):
+            logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     try:
         torchrun.run(torchrun.parse_args([*options, script, *_without_own(arguments)]))
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
+    except KeyboardInterrupt:  # before the agent listens to signals
+        return 128 + signal.SIGINT
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode != USAGE_ERROR:  # a usage error has had its message
-            how = f"signal {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else "an error"
-            print(f"rank {rank} ended with {how} (exit code {failure.exitcode})", file=sys.stderr)
+            print(f"rank {rank} {_how_it_ended(failure.exitcode)}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
+
+
+def _how_it_ended(code: int) -> str:
+    """Of a rank's exit code, in words; 128 + n is how a rank ends that answered signal n."""
+    number = -code if code < 0 else code - 128
+    if number not in list(signal.Signals):
+        return f"ended with an error (exit code {code})"
+    verb = "ended with" if code < 0 else "was stopped by"
+    hint = "; if nobody sent it, the kernel did, because memory ran out" if code == -signal.SIGKILL else ""
+    return f"{verb} signal {signal.Signals(number).name} (exit code {code}){hint}"
 
 
 def _without_own(arguments: Sequence[str]) -> list[str]:
@@ -78,10 +110,11 @@ def _without_own(arguments: Sequence[str]) -> list[str]:
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
     """The options that every entry point has: where and how the ranks run, and where the results go."""
-    parser.add_argument("--nproc", type=int, help="start this many ranks [GPUs, or 2 on a CPU]")
+    parser.add_argument("--nproc", type=whole(), help="start this many ranks [GPUs, or 2 on a CPU]")
     parser.add_argument("--backend", choices=("nccl", "gloo"), help="[nccl where there are GPUs]")
+    seconds = real(above=0, most=LONGEST_TIMEOUT_S)
     parser.add_argument(
-        "--timeout", type=float, default=60.0, help="seconds a collective may take [%(default)s]"
+        "--timeout", type=seconds, default=60.0, help="seconds a collective may take [%(default)s]"
     )
     add_output_options(parser)
 
@@ -104,73 +137,21 @@ def launch(
         name: for messages.
         view: of the experiment, for `--from`, which measures nothing.
     """
-    if getattr(args, "source", None) and view is not None:
-        return redraw(view, args.source, args.out) if RankEnvironment.read().rank == 0 else 0
-    place = RankEnvironment.read()
+    speaks = True
     try:
+        place = RankEnvironment.read()
+        speaks = place.rank == 0
+        if getattr(args, "source", None) and view is not None:
+            return redraw(view, args.source, args.out) if speaks else 0
         work = prepare()
         if not place.launched:
             ranks = default_ranks(args.backend) if args.nproc is None else args.nproc
             return start_ranks(script, arguments, ranks, args.backend, getattr(args, "max_restarts", 0))
-    except ValueError as error:
-        if place.rank == 0:
-            print(f"{name}: error: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        if speaks:
+            print(f"{name}: error: {message_of(error)}", file=sys.stderr)
         return USAGE_ERROR
     return run_rank(work, backend=args.backend, timeout_s=args.timeout, name=name)
-
-
-def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout_s: float, name: str) -> int:
-    """Run `work` on this rank inside its context; turn exceptions into one clear message and an exit code."""
-    place = RankEnvironment.read()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    gc.freeze()  # no collection, ours between variants or Python's own, looks through all of torch again
-    try:
-        with rank_context(backend=backend, timeout_s=timeout_s) as context:
-            try:
-                return work(context)
-            except USER_ERRORS as error:
-                say_once(context, f"{name}: error: {error}")
-                return USAGE_ERROR
-    except USER_ERRORS as error:  # there is no group yet in which to agree on who says it
-        print(f"{name}: error: {error}", file=sys.stderr, flush=True)
-        return USAGE_ERROR
-    except dist.DistError as error:
-        print(lost_peer(name, place.rank, timeout_s, error), file=sys.stderr, flush=True)
-        return 1
-    except RuntimeError as error:
-        if not is_lost_peer(error):
-            raise
-        print(lost_peer(name, place.rank, timeout_s, error), file=sys.stderr, flush=True)
-        return 1
-
-
-def say_once(context: RankContext, message: str) -> None:
-    """Print what all ranks have found: rank 0 says it, and the others wait until it has been said.
-
-    Without waiting, the first rank to leave makes torchrun end rank 0 in mid-sentence. A rank whose error is its
-    own waits in vain for a few seconds and then says it itself.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    if not context.is_main:
-        try:
-            store.wait(["said"], timedelta(seconds=5))
-            return
-        except RuntimeError:
-            message = f"[rank {context.rank}] {message}"
-    print(message, file=sys.stderr, flush=True)
-    if context.is_main:
-        store.set("said", "yes")
-
-
-def progress_to_stderr(context: RankContext) -> Callable[[str], None]:
-    """A function that prints a line with the seconds since now, on rank 0 alone."""
-    begin = time.monotonic()
-
-    def progress(text: str) -> None:
-        if context.is_main:
-            print(f"[{time.monotonic() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
-
-    return progress
 
 
 def shared_folder(context: RankContext, root: str, name: str) -> OutputFolder:
@@ -185,32 +166,3 @@ def shared_folder(context: RankContext, root: str, name: str) -> OutputFolder:
     if isinstance(made, OSError):
         raise made
     return made
-
-
-def leave_process(code: int) -> NoReturn:
-    """End this rank with `code`, without the interpreter's shutdown.
-
-    One of gloo's threads may still be about to release the last collective's tensors. That needs Python's lock,
-    and asking for it during the shutdown aborts a process whose work was done (exit code −6), which torchrun
-    takes for a failure.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether gloo says that another rank is gone; it raises plain RuntimeErrors."""
-    signs = (
-        *("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "timed out"),
-        "Application timeout caused pair closure",
-    )
-    return any(sign in str(error) for sign in signs)
-
-
-def lost_peer(name: str, rank: int, timeout_s: float, error: Exception) -> str:
-    first_line = str(error).strip().splitlines()[0]
-    return (
-        f"{name}: rank {rank} lost another rank: it died, or did not join a collective within {timeout_s:g} s "
-        f"(--timeout). Look for that rank's own message. ({first_line})"
-    )

@@ -18,6 +18,7 @@ from distlab.comm import RankContext
 from distlab.model.config import PRESETS
 from distlab.parallel import STRATEGIES, strategies_on
 from distlab.report import environment, read_json, say
+from distlab.report.options import either, real, seed, whole
 from experiments import ddp_bench
 from experiments.bucket_sweep import best_bucket_size
 from experiments.ddp_bench import DDPBenchConfig
@@ -37,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--size", default=default.size, help=f"model preset: {', '.join(PRESETS)} [%(default)s]")
     p.add_argument("--batch", type=int, default=default.batch, help="sequences per rank [%(default)s]")
-    p.add_argument("--context", type=int, help="tokens per sequence [the preset's]")
+    p.add_argument("--context", type=whole(), help="tokens per sequence [the preset's]")
     p.add_argument(
         "--ops", default=default.ops, help="of the model: torch, or triton for our kernels [torch]"
     )
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--bucket-size-mb",
         nargs="+",
-        type=_bucket_size,
+        type=either({"none": None, AUTO: AUTO}, real()),
         default=default.bucket_sizes_mb,
         help="MiB per bucket, one or several; 'none' for unbounded, 'auto' for a sweep's best [%(default)s]",
     )
@@ -69,17 +70,11 @@ def parser() -> argparse.ArgumentParser:
         default=default.profile_steps,
         help="steps per trace, 0 for none [%(default)s]",
     )
-    p.add_argument("--seed", type=int, default=0, help="of parameters and data [%(default)s]")
+    p.add_argument("--seed", type=seed, default=0, help="of parameters and data [%(default)s]")
     add_rank_options(p)
     p.add_argument("--json", action="store_true", help="print the JSON line only")
     p.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)} for a few steps")
     return p
-
-
-def _bucket_size(text: str) -> float | str | None:
-    if text in ("none", AUTO):
-        return None if text == "none" else AUTO
-    return float(text)
 
 
 def _with_swept_size(config: DDPBenchConfig, context: RankContext, files: list[str]) -> DDPBenchConfig:

@@ -12,6 +12,7 @@ from distlab.comm import RankContext
 from distlab.model.config import PRESETS
 from distlab.parallel import STRATEGIES
 from distlab.report import say, write
+from distlab.report.options import real, whole
 from experiments import memory_breakdown
 from experiments.memory_breakdown import MemoryConfig
 from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
@@ -25,16 +26,29 @@ def parser() -> argparse.ArgumentParser:
         "memory_breakdown", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--size", default=default.size, help=f"model preset: {', '.join(PRESETS)} [%(default)s]")
-    p.add_argument("--batch", type=int, default=default.batch, help="sequences per rank [%(default)s]")
-    p.add_argument("--context", type=int, help="tokens per sequence [the preset's]")
+    p.add_argument("--batch", type=whole(), default=default.batch, help="sequences per rank [%(default)s]")
+    p.add_argument("--context", type=whole(), help="tokens per sequence [the preset's]")
     p.add_argument("--dtype", default=default.dtype, help="fp32, or bf16 over fp32 parameters [%(default)s]")
     chosen = ",".join(default.strategies)
     p.add_argument("--strategies", default=chosen, help=f"of {', '.join(STRATEGIES)} [%(default)s]")
-    p.add_argument("--bucket-size-mb", type=float, default=default.bucket_size_mb, help="MiB [%(default)s]")
-    p.add_argument("--steps", type=int, default=default.steps, help="measured steps [%(default)s]")
+    p.add_argument("--bucket-size-mb", type=real(above=0), default=default.bucket_size_mb, help="MiB [%(default)s]")
+    p.add_argument("--steps", type=whole(), default=default.steps, help="measured steps [%(default)s]")
     p.add_argument("--quick", action="store_true", help=f"three steps of {', '.join(QUICK)}")
     add_rank_options(p)
     return p
+
+
+def config_from(args: argparse.Namespace) -> MemoryConfig:
+    """The options as a configuration; raises ValueError."""
+    return MemoryConfig(
+        size=args.size,
+        batch=args.batch,
+        context=args.context,
+        dtype=args.dtype,
+        strategies=QUICK if args.quick else tuple(args.strategies.split(",")),
+        bucket_size_mb=args.bucket_size_mb,
+        steps=3 if args.quick else args.steps,
+    )
 
 
 def measure(context: RankContext, config: MemoryConfig, args: argparse.Namespace) -> int:
@@ -51,15 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
 
     def prepare() -> Callable[[RankContext], int]:
-        config = MemoryConfig(
-            size=args.size,
-            batch=args.batch,
-            context=args.context,
-            dtype=args.dtype,
-            strategies=QUICK if args.quick else tuple(args.strategies.split(",")),
-            bucket_size_mb=args.bucket_size_mb,
-            steps=3 if args.quick else args.steps,
-        )
+        config = config_from(args)
         return lambda context: measure(context, config, args)
 
     return launch(prepare, args, script=__file__, arguments=arguments, name="memory_breakdown",

@@ -17,6 +17,7 @@ from distlab.measure.nvtx import emitter, nsys_command
 from distlab.model.config import ATTENTION_CHOICES, OPS_CHOICES, PRESETS
 from distlab.parallel import STRATEGIES
 from distlab.report import say, write
+from distlab.report.options import whole
 from distlab.report.output import OutputFolder
 from distlab.report.record import read_json
 from distlab.report.view import View
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         "model_benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
-    def swept(name: str, help: str, *, type: type = str, allowed: object = None) -> None:
+    def swept(name: str, help: str, *, type: Callable[[str], object] = str, allowed: object = None) -> None:
         chosen = getattr(default, name.replace("-", "_"))
         shown = " ".join(map(str, chosen)) if None not in chosen else "the preset's"
         p.add_argument(
@@ -43,8 +44,8 @@ def parser() -> argparse.ArgumentParser:
         )
 
     swept("size", "model presets", allowed=tuple(PRESETS))
-    swept("batch", "sequences per rank", type=int)
-    swept("context", "tokens per sequence", type=int)
+    swept("batch", "sequences per rank", type=whole())
+    swept("context", "tokens per sequence", type=whole())
     swept("dtype", "bf16 and fp16 by autocast over fp32 parameters", allowed=tuple(DTYPES))
     p.add_argument(
         "--compile",
@@ -58,13 +59,13 @@ def parser() -> argparse.ArgumentParser:
     swept("checkpointing", "none, block or every-K: what is recomputed in backward")
     swept("strategy", "with several ranks (--nproc)", allowed=tuple(STRATEGIES))
     p.add_argument("--mode", nargs="+", choices=MODES, default=MODES, help="[all]")
-    p.add_argument("--warmup", nargs="+", type=int, help="calls left out [5]")
-    p.add_argument("--steps", type=int, default=default.repeats, help="timed calls [%(default)s]")
+    p.add_argument("--warmup", nargs="+", type=whole(0), help="calls left out [5]")
+    p.add_argument("--steps", type=whole(), default=default.repeats, help="timed calls [%(default)s]")
     p.add_argument("--quick", action="store_true", help="one warm-up call: within a minute on two CPU cores")
     p.add_argument("--profile", action="store_true", help="traces, and kernels and kinds of work by time")
-    p.add_argument("--profile-ranks", nargs="+", type=int, default=(0,), help="[0]")
+    p.add_argument("--profile-ranks", nargs="+", type=whole(0), default=(0,), help="[0]")
     p.add_argument(
-        "--profile-steps", nargs=2, type=int, default=(3, 5), metavar=("FIRST", "LAST"), help="[3 5]"
+        "--profile-steps", nargs=2, type=whole(0), default=(3, 5), metavar=("FIRST", "LAST"), help="[3 5]"
     )
     p.add_argument("--memory-snapshot", action="store_true", help="memory over time; on a GPU the pickle too")
     p.add_argument(
@@ -99,6 +100,7 @@ def config_of(args: argparse.Namespace) -> BenchmarkConfig:
 def measure(
     context: RankContext, config: BenchmarkConfig, wanted: Inspection, args: argparse.Namespace
 ) -> int:
+    wanted.check_ranks(context.world_size)
     folder = shared_folder(context, args.out, model_benchmark.NAME)
     progress = progress_to_stderr(context)
     shared = {"default_commit": args.commit, "progress": progress}

@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 
 from distlab.comm import RankContext
+from distlab.ending import how_to_continue
 from distlab.report import say, write
+from distlab.report.options import real, whole
 from distlab.report.record import OutputFolder
 from experiments import scaling_measured
 from experiments.scaling_measured import STRATEGIES, MeasureConfig, Regime
@@ -40,14 +42,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # of `experiments.scaling`
     p.add_argument("--regimes", nargs="+", metavar="KIND:MODEL:BATCH", help=f"[{regimes}]")
     p.add_argument("--strategies", default=",".join(STRATEGIES), help="comma-separated [%(default)s]")
-    p.add_argument("--ranks", type=int, nargs="+", default=[], help="numbers of ranks [1, 2, 4, … all]")
-    p.add_argument("--context", type=int, default=default.context, help="tokens per sequence [the preset's]")
+    p.add_argument("--ranks", type=whole(), nargs="+", default=[], help="numbers of ranks [1, 2, 4, … all]")
+    p.add_argument("--context", type=whole(), default=default.context, help="tokens per sequence [the preset's]")
     p.add_argument("--dtype", default=default.dtype, help="fp32, or bf16 [%(default)s]")
-    p.add_argument("--bucket-size-mb", type=float, default=default.bucket_size_mb, help="MiB [%(default)s]")
-    p.add_argument("--warmup", type=int, default=default.warmup)
-    p.add_argument("--steps", type=int, default=default.steps)
-    p.add_argument("--rounds", type=int, default=default.rounds)
-    p.add_argument("--minutes", type=float, default=default.minutes, help="begin nothing later [%(default)s]")
+    p.add_argument("--bucket-size-mb", type=real(above=0), default=default.bucket_size_mb, help="MiB [%(default)s]")
+    p.add_argument("--warmup", type=whole(), default=default.warmup)
+    p.add_argument("--steps", type=whole(), default=default.steps)
+    p.add_argument("--rounds", type=whole(), default=default.rounds)
+    p.add_argument("--minutes", type=real(above=0), default=default.minutes, help="begin nothing later [%(default)s]")
     p.add_argument("--device", help="predict for this one, such as h200 [the one here]")
     p.add_argument("--resume", metavar="FOLDER", help="go on with the records of a run that was cut off")
     p.add_argument("--quick", action="store_true", help="two strategies of the tiny preset, few steps")
@@ -80,11 +82,12 @@ def config_from(args: argparse.Namespace) -> MeasureConfig:
 def measure(context: RankContext, config: MeasureConfig, args: argparse.Namespace) -> int:
     if args.resume:
         path = Path(args.resume).resolve()
-        if not path.is_dir():
-            raise ValueError(f"--resume {args.resume}: no such folder")
+        if not any((path / name).is_file() for name in ("records.json", scaling_measured.PREDICTIONS)):
+            raise ValueError(f"--resume {args.resume}: that is no folder of a run that was cut off")
         folder = OutputFolder(path.parents[1], path.parent.name, path.name)
     else:
         folder = shared_folder(context, args.out, NAME)
+    how_to_continue(f"--resume {folder.path} continues")
     records = scaling_measured.run(
         config, context, folder, default_commit=args.commit, progress=progress_to_stderr(context)
     )

@@ -7,6 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from distlab.report import run_to_end
 from distlab.report.embed import embed_code, embed_tables
 from distlab.report.record import read_json
 from distlab.report.view import View
@@ -89,10 +90,15 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("tables", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
-    check = parser.parse_args().check
+    check = parser.parse_args(argv).check
+    return run_to_end("tables", lambda: redraw_pages(check=check))
+
+
+def redraw_pages(*, check: bool) -> int:
+    """Write what is out of date, or only name it; 1 if it was only named."""
     stale = []
     for page in pages():
         old = page.read_text(encoding="utf-8")

@@ -10,11 +10,15 @@ PROGRAMS = (
     "python", "python3", ".venv/bin/python", "torchrun", "pytest", "make", "pip", "export", "sbatch", "bash",
     "compute-sanitizer",
 )  # fmt: skip
+SHELLS = ("", "sh", "bash", "shell", "console")
 _START = re.compile(r"(?:[A-Z_]+=\S+ )*(?:" + "|".join(map(re.escape, PROGRAMS)) + r") \S")
 
 
 def pages() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+DRAWN = re.compile("[│┌└─↑↓]")  # a drawing, in a fence that names no language either
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ def commands_of(page: Path) -> list[Command]:
     found: list[tuple[int, str]] = []
     blank = lambda match: re.sub(r"[^\n]", " ", match[0])  # noqa: E731
     for match in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        if match[1] in ("", "sh", "bash", "shell", "console"):
+        if match[1] in SHELLS:
             found += _lines(match[2], match.start(2))
     prose = re.sub(r"^```.*?^```", blank, text, flags=re.DOTALL | re.MULTILINE)
     for match in re.finditer(r"(?:^ {4,}\S.*\n)+", prose, re.MULTILINE):
@@ -44,12 +48,27 @@ def commands_of(page: Path) -> list[Command]:
     return [Command(name, command) for _, command in sorted(found)]
 
 
+def fenced_lines(page: Path) -> list[str]:
+    """Every line of a page's fenced blocks of shell, comments and continuations resolved, drawings left out."""
+    found = []
+    text = page.read_text(encoding="utf-8")
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        if match[1] in SHELLS and not DRAWN.search(match[2]):
+            joined = re.sub(r"\\\n\s*", " ", match[2])
+            found += [text for line in joined.splitlines() if (text := _without_comment(line))]
+    return found
+
+
+def _without_comment(line: str) -> str:
+    return " ".join(re.sub(r"(^|\s)#.*$", "", line).removeprefix("$ ").split())
+
+
 def _lines(block: str, offset: int) -> list[tuple[int, str]]:
     """The commands of a block, each with its position on the page."""
     joined = re.sub(r"\\\n\s*", lambda match: " " * len(match[0]), block)
     found = []
     for match in re.finditer(r"^.*$", joined, re.MULTILINE):
-        line = " ".join(re.sub(r"(^|\s)#.*$", "", match[0]).removeprefix("$ ").split())
+        line = _without_comment(match[0])
         if _START.match(line):
             found.append((offset + match.start(), line))
     return found

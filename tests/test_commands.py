@@ -2,7 +2,8 @@
 
 Commands run in a copy of the checkout, in the order of their page, so that what one leaves (a checkpoint, say) the
 next finds. Most run as written; `QUICK` shortens those that would take minutes, by options added at the end, where the
-last one wins. What cannot run here says why, and has its options held against `--help` instead.
+last one wins. What cannot run here says why, and has its options held against `--help` instead. The options that
+`QUICK` takes the place of are tried by `test_what_a_command_does_by_default_suits_the_machine`, without running.
 """
 
 import os
@@ -11,20 +12,22 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from distlab.parallel import STRATEGIES, strategies_on
 from tests.commands import ROOT, environment
-from tests.pages import PROGRAMS, Command, commands_of, pages
+from tests.pages import PROGRAMS, Command, commands_of, fenced_lines, pages
 
 ON_GPU = torch.cuda.is_available()
 TINY = "--size tiny --batch 1 --context 32 --dtype fp32"
 BENCH = f"{TINY} --warmup 1 --rounds 2 --steps 3 --check-steps 2 --profile-steps 1"
-CURVES = (
-    "--size tiny --steps 12 --kill-at 6 --checkpoint-every 3 --rounds 1 --block 2 --strategies naive,flat"
-)
+CURVES = "--size tiny --steps 12 --kill-at 6 --checkpoint-every 3 --rounds 1 --block 2"
 # The first pattern that is found in a command decides what is added to it.
 QUICK: dict[str, str] = {
     r"^make bench$": f"ARGS='{BENCH}'",
@@ -44,6 +47,9 @@ QUICK: dict[str, str] = {
     r"experiments\.kernel_roofline": "--smoke",
     r"experiments[./]attention_memory": "--smoke",
     r"experiments\.simulate_scale": "--model small --ranks 4",
+    r"-m tests\.kill_runs": "--moments 1 --series same",
+    r"-m tests\.fuzz": "--seeds 3",
+    r"-m tests\.mutations": "--list",
     r"^pytest -n auto": "tests/test_hardware.py",
     r"^(pytest|\.venv/bin/python -m pytest|TRITON_INTERPRET)": "-x",  # run whole: a failure ends and fails them
 }
@@ -53,17 +59,24 @@ CANNOT: dict[str, str] = {
     r"--nnodes 2|machine0|^sbatch": "needs several machines",
     r"^compute-sanitizer": "needs a GPU and the CUDA toolkit",
     r"bucketed-dma": "needs a GPU",
-    r"experiments[./](tune_flash_attention|attention_record|attention_sweep)": "needs a GPU",
+    r"experiments[./](tune_flash_attention|attention_record|attention_sweep)(?!.*--quick)": "needs a GPU",
+    r"experiments\.kernel_roofline.* --tune": "needs a GPU",
 }
 TIMEOUT_S = 420
+
+
+# What a page leaves for the reader to fill in, filled in.
+FILLED_IN = {r"local,<name>,": "local,naive,", r" …$": ""}
 
 
 def all_commands() -> list[Command]:
     found = {}
     for page in pages():
         for command in commands_of(page):
-            if not re.search(r"<\w+>|…|\.\.\.", command.text):  # a placeholder, for the reader to fill in
-                found.setdefault(command.text, command)
+            text = command.text
+            for left_open, filled in FILLED_IN.items():
+                text = re.sub(left_open, filled, text)
+            found.setdefault(text, replace(command, text=text))
     return list(found.values())
 
 
@@ -105,6 +118,56 @@ def test_pages_have_commands():
     texts = {command.text for command in COMMANDS}
     assert {"make bench", "python -m distlab.doctor", "make test-commands"} <= texts
     assert any(command.page == "docs/questions.md" for command in COMMANDS) and len(COMMANDS) > 30
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_every_line_of_a_shell_block_is_a_command_that_is_tried(page):
+    """None is passed over because its program is unknown here, or because something is left to fill in."""
+    tried = {command.text for command in COMMANDS}
+    for line in fenced_lines(page):
+        for left_open, filled in FILLED_IN.items():
+            line = re.sub(left_open, filled, line)
+        assert line in tried, f"{page.name}: {line}"
+        assert not re.search(r"<\w+>|…|\.\.\.", line), f"{page.name}: {line} has a part to fill in"
+
+
+def defaults() -> dict[str, Callable[[], object]]:
+    """What each command makes of no options at all on this machine."""
+    from experiments import (
+        activation_checkpointing,
+        instrument_cost,
+        mixed_precision,
+        plan,
+        scaling,
+        simulate_scale,
+        train_curves,
+    )
+    from launch import allreduce_sweep, bucket_sweep, ddp_bench, memory_breakdown, model_benchmark, train
+    from launch import scaling as scaling_measured
+
+    def configured(module: ModuleType) -> Callable[[], object]:
+        make = getattr(module, "config_from", None) or module.config_of
+        return lambda: make(module.parser().parse_args([]))
+
+    modules = (
+        *(allreduce_sweep, bucket_sweep, ddp_bench, memory_breakdown, model_benchmark, scaling_measured, train),
+        *(activation_checkpointing, instrument_cost, mixed_precision, train_curves),
+    )
+    made = {module.__name__: configured(module) for module in modules}
+    made["experiments.plan"] = lambda: plan.PlanConfig("xl", 512, "h100:64")
+    return made | {"scaling": scaling.ScalingConfig, "simulate_scale": simulate_scale.ScaleConfig}
+
+
+DEFAULTS = defaults()
+
+
+@pytest.mark.parametrize("command", DEFAULTS)
+def test_what_a_command_does_by_default_suits_the_machine(command):
+    """A strategy that only GPUs run is in nobody's default on a CPU."""
+    config = DEFAULTS[command]()
+    names = getattr(config, "strategies", ())
+    here = strategies_on("cuda" if ON_GPU else "cpu")
+    assert [name for name in names if name in STRATEGIES and name not in here] == []
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.text)

@@ -3,7 +3,9 @@
 import warnings
 from collections.abc import Callable
 
-import torch
+from distlab.ending import is_out_of_memory
+
+__all__ = ["attempt", "is_out_of_memory"]
 
 
 def attempt(measure: Callable[[], dict[str, object]]) -> dict[str, object]:
@@ -20,9 +22,3 @@ def attempt(measure: Callable[[], dict[str, object]]) -> dict[str, object]:
             return {"status": "OOM"}
         reason = str(error).strip().splitlines()
         return {"status": f"{type(error).__name__}: {reason[0][:100] if reason else ''}"}
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocator, of a GPU or of the host, could not give what was asked for."""
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or "can't allocate memory" in str(error)

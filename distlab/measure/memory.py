@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,6 +45,44 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
 def allocated_bytes(device: torch.device | str) -> int | None:
     """Bytes that tensors hold now; None where the allocator keeps no count."""
     return torch.cuda.memory_allocated(device) if torch.device(device).type == "cuda" else None
+
+
+def free_bytes(device: torch.device | str, root: Path = Path("/")) -> int | None:
+    """Bytes that could be allocated on a device now; None where nobody says.
+
+    On a GPU what the driver has free and what the allocator keeps in reserve. On a CPU what Linux calls available, or
+    what the control group of a container or job still allows, if that is less.
+
+    Args:
+        root: of the file system that holds /proc and /sys.
+    """
+    if torch.device(device).type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    found = [_available(root / "proc/meminfo"), _allowed(root)]
+    return min((size for size in found if size is not None), default=None)
+
+
+def _available(meminfo: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in meminfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return None
+
+
+def _allowed(root: Path) -> int | None:
+    """What the control group leaves; its page cache can be taken back and does not count."""
+    for folder, limit, used, cache in (
+        ("sys/fs/cgroup", "memory.max", "memory.current", "file"),
+        ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            most, now = (int((root / folder / name).read_text()) for name in (limit, used))
+            lines = (root / folder / "memory.stat").read_text().splitlines()
+            cached = next((int(line.split()[1]) for line in lines if line.split()[0] == cache), 0)
+            return max(0, most - now + cached)
+    return None
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:

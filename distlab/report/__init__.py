@@ -9,8 +9,10 @@ from distlab.report.command import (
     add_output_options,
     device_of,
     progress,
+    reading,
     redraw,
     run_command,
+    run_to_end,
 )
 from distlab.report.output import OutputFolder
 from distlab.report.provenance import commit, environment
@@ -33,9 +35,11 @@ __all__ = [
     "json_line",
     "progress",
     "read_json",
+    "reading",
     "redraw",
     "render",
     "run_command",
+    "run_to_end",
     "say",
     "write",
     "write_csv",

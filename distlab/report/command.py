@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from distlab.ending import USAGE_ERROR, how_to_continue, message_of, until_stopped
 from distlab.report.output import OutputFolder
 from distlab.report.record import Record, read_json
 from distlab.report.view import View, check_records, say, write
 
-USAGE_ERROR = 2
 Work = Callable[[Path], Sequence[Record]]  # what is left to do once the options are right: the run's folder → records
 
 
@@ -39,20 +40,41 @@ def run_command(
         passed: whether the records say that all went well.
 
     Returns:
-        0; 1 if the run did not pass; 2 after a user's mistake.
+        0; 1 if the run did not pass; 2 after a user's mistake; 128 + the number of a signal that stopped it.
     """
-    if args.source:
-        return redraw(view, args.source, args.out)
-    try:
+
+    def run() -> int:
+        if args.source:
+            return redraw(view, args.source, args.out)
         work = prepare()
-        folder = OutputFolder(args.out, view.name, getattr(args, "stamp", None))
+        stamp = getattr(args, "stamp", None)
+        folder = OutputFolder(args.out, view.name, stamp)
+        if hasattr(args, "stamp"):
+            how_to_continue(f"the same command with --stamp {folder.path.name} continues")
         records = work(folder.path)
         page = write(view, records, folder)
-    except (ValueError, OSError) as error:
-        print(f"{view.name}: error: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    say(view, records, page)
-    return 0 if passed(records) else 1
+        say(view, records, page)
+        return 0 if passed(records) else 1
+
+    return run_to_end(view.name, run)
+
+
+def run_to_end(name: str, work: Callable[[], int]) -> int:
+    """`work()`'s exit code; 2 after the one line of an error that a person can mend; 128 + n if signal n stops it.
+
+    What a command's `main` does where `run_command` does not suit it.
+    """
+
+    def mended() -> int:
+        try:
+            return work()
+        except Exception as error:
+            if (message := message_of(error)) is None:
+                raise
+            print(f"{name}: error: {message}", file=sys.stderr)
+            return USAGE_ERROR
+
+    return until_stopped(name, mended)
 
 
 def add_output_options(
@@ -94,6 +116,22 @@ def add_from_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@contextlib.contextmanager
+def reading(sources: Sequence[str | Path]) -> Iterator[None]:
+    """Inside, records of these files are used, and what they lack is the files' fault.
+
+    Raises:
+        ValueError: for a KeyError or TypeError; names the files.
+    """
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{', '.join(map(str, sources))}: a record lacks what is needed of it ({type(error).__name__}: {error}); "
+            "it was written by another version, or changed by hand"
+        ) from error
+
+
 def redraw(view: View, sources: Sequence[str | Path], out: str | Path) -> int:
     """What `--from` does: read records, of one machine or of several, and write a folder of them under `out`.
 
@@ -102,15 +140,18 @@ def redraw(view: View, sources: Sequence[str | Path], out: str | Path) -> int:
     Returns:
         0, or 2 after a line on stderr that says what is wrong with a file.
     """
-    try:
+
+    def draw() -> int:
         records = [record for source in sources for record in read_json(source)]
         check_records(view, records)
+        with reading(sources):  # before there is a folder
+            view.headline_of(records), view.table(records)
         folder = OutputFolder(out, view.name)
         for picture in sorted(Path(sources[0]).parent.glob("*.png")) if len(sources) == 1 else []:
             shutil.copy(picture, folder.path)
-        page = write(view, records, folder)
-    except (ValueError, OSError) as error:
-        print(f"{view.name}: error: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    say(view, records, page)
-    return 0
+        with reading(sources):
+            page = write(view, records, folder)
+        say(view, records, page)
+        return 0
+
+    return run_to_end(view.name, draw)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.report.machines import by_machine
+from distlab.report.noise import noise_of
 from distlab.report.page import CSS, SCRIPT
 from distlab.report.predictions import accuracy, compared
 from distlab.report.record import Record
@@ -177,16 +178,14 @@ def _predictions(records: Sequence[Record], explained: bool) -> str:
 
 
 def _noise(records: Sequence[Record], explained: bool) -> list[str]:
-    """What the records say: the same variant against itself, and how far their samples spread."""
+    """What the records say: each row's own noise, and how far their samples spread."""
     lines = []
-    floors = {
-        r.variant: r.metrics["noise_floor_pct"] for r in records if _number(r.metrics.get("noise_floor_pct"))
-    }
-    if floors:
-        worst = max(floors, key=floors.__getitem__)
+    noises = {r.variant: noise for r in records if (noise := noise_of(r.metrics)) is not None}
+    if noises:
+        best, worst = (pick(noises, key=noises.__getitem__) for pick in (min, max))
         lines.append(
-            f"The same variant against itself differs by {statistics.median(floors.values()):.1f} % (median over "
-            f"{len(floors)} rows), at most by {floors[worst]:.1f} % ({worst}). Differences below that mean nothing."
+            f"Noise is each row's own: from {noises[best]:.1f} % ({best}) to {noises[worst]:.1f} % ({worst}). Two rows "
+            "that differ by less than the noise of the worse one are a tie."
         )
     for quantity, spreads in _spreads(records).items():
         lines.append(

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+from distlab.ending import results_go_to
+
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
@@ -85,6 +87,7 @@ class OutputFolder:
                 f"results cannot be written under {parent} ({reason}): "
                 "pass --out FOLDER with a folder that you can write to"
             ) from error
+        results_go_to(self.path)
 
     def __repr__(self) -> str:
         return f"OutputFolder({str(self.path)!r})"

@@ -26,6 +26,8 @@ class Column:
         format: a format specification for numbers (``".1f"``, ``",d"``) or a function value → text.
         scale: numbers are multiplied by it first; ``1 / 2**30`` shows bytes as GiB.
         missing: shown for None and for an entry that the record lacks.
+        derived: record → value for a record that lacks it, such as one written before there was such a metric.
+        note: record → text behind a number, such as `` tie``; empty for none.
         align: ``"left"`` or ``"right"``; None puts ``variant`` and ``experiment`` left and everything else
             right.
     """
@@ -36,6 +38,8 @@ class Column:
     scale: float = 1
     missing: str = "n/a"
     align: str | None = None
+    derived: Callable[[Record], Any] = lambda record: None
+    note: Callable[[Record], str] = lambda record: ""
 
     def __post_init__(self) -> None:
         roots = ("experiment", "variant", "commit", "config", "metrics", "environment")
@@ -54,11 +58,11 @@ class Column:
         return (self.align or ("left" if self.key in ("variant", "experiment") else "right")) == "left"
 
     def value(self, record: Record) -> Any:
-        """What the record holds there, not scaled; None if nothing."""
+        """What the record holds there, or what is derived from it, not scaled; None if nothing."""
         value: Any = record
         for name in self.key.split("."):
             value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
-        return value
+        return self.derived(record) if value is None else value
 
     def text(self, record: Record) -> str:
         """The cell of ``record``, not escaped. Text such as ``"OOM"`` is shown as it is."""
@@ -67,9 +71,11 @@ class Column:
             return self.missing
         if isinstance(value, str | bool):
             return str(value)
-        if callable(self.format):
-            return self.format(value)
-        return format(value if self.scale == 1 else value * self.scale, self.format)
+        number = self.format(value) if callable(self.format) else format(self._scaled(value), self.format)
+        return number + self.note(record)
+
+    def _scaled(self, value: Any) -> Any:
+        return value if self.scale == 1 else value * self.scale
 
 
 def render(records: Sequence[Record], columns: Sequence[Column], style: str = "text") -> str:

@@ -46,7 +46,7 @@ def twin_curves(
             steps = range(1, len(values) + 1)
             (handles[name],) = axes.plot(steps, values, color=colour, linewidth=width, label=name)
             if not any(math.isfinite(value) for value in values):
-                note = f"{name}: no finite value"
+                note = f"{name}: no {'finite ' if len(values) else ''}value"
                 axes.annotate(note, (0.3, 0.8), xycoords="axes fraction", fontsize=6, color=colour)
         for name, level in (levels or {}).items():
             handles[name] = axes.axhline(level, color=INK, linewidth=0.7, linestyle=":", label=name)

@@ -16,6 +16,7 @@ from distlab.simulate.calibrate import HOP_S, LAUNCH_S
 from distlab.simulate.costs import DeviceModel
 from distlab.simulate.events import Compute
 from distlab.simulate.training import DTYPES, simulate_training
+from distlab.theory.messages import sharded_buffers
 from distlab.theory.shape import ModelShape
 from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, step_time
 
@@ -119,11 +120,13 @@ def estimate_step(
         checkpointing=checkpointing,
         casts_parameters=strategy in ("fsdp", "hsdp"),
     )
+    inner = min(ranks, machine.network.devices_per_node) if strategy == "hsdp" else ranks
+    shards = inner if strategy in ("fsdp", "hsdp") else 1
     compute = replace(once, forward=once.forward * micro_batches, backward=once.backward * micro_batches)
     return step_time(
         strategy,
         compute,
-        messages(config, dtype, bucket_size_mb),
+        messages(config, dtype, bucket_size_mb, shards),
         machine.network,
         ranks,
         contention=machine.contention,
@@ -131,14 +134,24 @@ def estimate_step(
     )
 
 
-def messages(config: ModelConfig, dtype: str, bucket_size_mb: float | None) -> Messages:
-    """What a step sends: gradients in fp32, parameters as FSDP gathers them in the type of the computation."""
-    numels = ModelShape.of(config).parameter_numels()
-    compute = DTYPES[dtype]
+def messages(config: ModelConfig, dtype: str, bucket_size_mb: float | None, shards: int = 1) -> Messages:
+    """What a step sends: gradients in fp32, parameters as FSDP gathers them in the type of the computation.
+
+    Args:
+        shards: ranks that FSDP cuts a parameter for; above one, what it sends is padded to whole rows.
+    """
+    shape, compute = ModelShape.of(config), DTYPES[dtype]
+    numels = shape.parameter_numels()
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
-    total = sum(numels)
+    total, units = sum(numels), config.num_layers + 2
+    if shards > 1:
+        block = sharded_buffers(shape.matrix_shapes_per_block, shards)
+        embedding = sharded_buffers([(config.vocab_size, config.d_model)], shards)
+        padding = config.num_layers * (sum(block) - sum(shape.matrices_per_block))
+        total += padding + (1 if config.tie_embeddings else 2) * (sum(embedding) - shape.embedding_parameters)
+        units = config.num_layers * len(block) + 2
     gathered = total * (FP32 if compute is None else compute.itemsize)
-    return Messages(FP32 * total, gathered, len(numels) + 1, len(buckets), config.num_layers + 2)
+    return Messages(FP32 * total, gathered, len(numels) + 1, len(buckets), units)
 
 
 def machine_of(

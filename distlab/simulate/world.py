@@ -6,7 +6,7 @@ for the time of the simulation:
 
 - objects that ranks exchange (`gather_objects`, to compare models): every rank says what this one says;
 - which backend serves the group: NCCL's answers (averages in the reduction, shards in place), where asked for;
-- whether an optimizer is element-wise, which is tried out on eight real numbers, outside of the fake mode.
+- whether an optimizer is element-wise, which is tried out on small real tensors, outside of the fake mode.
 
 On a CPU torch takes RMSNorm apart; on a GPU it is one kernel that keeps less. Here it is the one kernel.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from distlab.comm import collectives
-from distlab.parallel import zero1
+from distlab.parallel import elementwise
 
 
 @contextmanager
@@ -64,16 +64,16 @@ def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Ite
 @contextmanager
 def _answers(like_nccl: bool) -> Iterator[None]:
     """What the strategies ask of their peers and their backend."""
-    is_elementwise = zero1.is_elementwise
+    parts_equal_whole = elementwise.parts_equal_whole
 
     def tried_out(*arguments: Any) -> bool:
         with unset_fake_temporarily():
-            return is_elementwise(*arguments)
+            return parts_equal_whole(*arguments)
 
     with (
         mock.patch.object(collectives, "gather_objects", lambda value, group: [value] * group.size()),
         mock.patch.object(collectives, "averages_in_reduction", lambda device, group: like_nccl),
-        mock.patch.object(zero1, "is_elementwise", tried_out),
+        mock.patch.object(elementwise, "parts_equal_whole", tried_out),
     ):
         yield
 

@@ -23,9 +23,9 @@ from distlab.theory.messages import (
     padded_bytes,
     payload,
     positive_mib,
+    sharded_buffers,
 )
 
-FSDP_ALIGNMENT = 8  # elements
 FLAG_BYTES = 4  # a flag outside the buckets is one fp32 number
 
 
@@ -247,32 +247,36 @@ def fsdp(
     *,
     world_size: int,
     compute_itemsize: int,
+    shapes: Sequence[Sequence[int]] | None = None,
     dtypes: Sequence[Hashable] | None = None,
 ) -> CommunicationVolume:
-    """Per unit two all-gathers of the parameters and a reduce-scatter of the gradients; one small all-reduce.
+    """Per buffer two all-gathers of the parameters and a reduce-scatter of the gradients; one small all-reduce.
 
-    A unit's parameters lie one after another, each aligned to 8 elements, padded to a multiple of the world size.
-    Gathers carry `compute_itemsize` bytes per element, reductions the masters' `itemsizes`. Replicated parameters
-    (norms, biases) travel in one all-reduce with a flag each. For U units: 3·U + 1 calls.
+    A unit's parameters lie one after another in one buffer, or in one for each length of rows (`sharded_buffers`),
+    padded to whole rows on every rank. Gathers carry `compute_itemsize` bytes per element, reductions the masters'
+    `itemsizes`. Replicated parameters (norms, biases) travel in one all-reduce with a flag each. For U buffers:
+    3·U + 1 calls.
 
     Args:
         units: of each parameter, the unit that it is gathered with; None for a replicated one.
         compute_itemsize: bytes per element in which parameters are sent.
+        shapes: of each parameter, in row-major order; None: of one column, which may be cut anywhere.
 
     Raises:
         ValueError: as `naive`, or fewer than one rank.
     """
     labels_of(numels, itemsizes, dtypes)
-    ends: dict[Hashable, int] = {}
-    for numel, unit in zip(numels, units, strict=True):
+    shapes = [(numel, 1) for numel in numels] if shapes is None else shapes
+    of_unit: dict[Hashable, list[Sequence[int]]] = {}
+    for shape, unit in zip(shapes, units, strict=True):
         if unit is not None:
-            ends[unit] = -(-ends.get(unit, 0) // FSDP_ALIGNMENT) * FSDP_ALIGNMENT + numel
-    padded = padded_bytes([(end, 1) for end in ends.values()], world_size)
+            of_unit.setdefault(unit, []).append(shape)
+    buffers = [numel for each in of_unit.values() for numel in sharded_buffers(each, world_size)]
     small = [numel for numel, unit in zip(numels, units, strict=True) if unit is None]
     master = max(itemsizes, default=4)
-    gathers, reductions = 2 * padded * compute_itemsize, padded * master
+    gathers, reductions = 2 * sum(buffers) * compute_itemsize, sum(buffers) * master
     return CommunicationVolume(
-        3 * len(ends) + bool(small), gathers + reductions + (sum(small) + len(small)) * master
+        3 * len(buffers) + bool(small), gathers + reductions + (sum(small) + len(small)) * master
     )
 
 
@@ -285,6 +289,7 @@ def step_volume(
     world_size: int = 2,
     dtypes: Sequence[Hashable] | None = None,
     units: Sequence[Hashable | None] | None = None,
+    shapes: Sequence[Sequence[int]] | None = None,
     compute_itemsize: int = 4,
 ) -> CommunicationVolume | None:
     """The closed form of a strategy by its registered name; None where there is none for it.
@@ -293,7 +298,7 @@ def step_volume(
         strategy: such as `bucketed` or `torch-ddp-tuned`.
         bucket_size_mb: MiB, None for unbounded; ignored by strategies without buckets.
         world_size: number of ranks, for strategies that pad or divide.
-        units, compute_itemsize: see `fsdp`, which has no closed form without units.
+        units, shapes, compute_itemsize: see `fsdp`, which has no closed form without units.
 
     Raises:
         ValueError: as `naive`.
@@ -316,6 +321,6 @@ def step_volume(
         "torch-zero": lambda: torch_zero(bucket_cap_mb=cap, **sizes),
     }
     if units is not None:
-        sharding = {"units": units, "world_size": world_size, "compute_itemsize": compute_itemsize}
-        forms["fsdp"] = lambda: fsdp(**sharding, **sizes)
+        sharding = {"units": units, "shapes": shapes, "compute_itemsize": compute_itemsize}
+        forms["fsdp"] = lambda: fsdp(world_size=world_size, **sharding, **sizes)
     return forms[strategy]() if strategy in forms else None

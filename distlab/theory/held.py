@@ -4,9 +4,12 @@ The numbers that `distlab.theory.memory` adds up moment by moment; each is read 
 `distlab/parallel`.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from distlab.theory.activations import FP32, PRECISIONS, Activations, Precision, activations
+from distlab.theory.messages import sharded_buffers
 from distlab.theory.shape import ModelShape
 
 MIB = 2**20
@@ -81,13 +84,39 @@ class Setting:
     step_numbers: int
 
     @property
-    def share(self) -> int:
-        """By how much a sharding strategy divides parameters and gradients."""
-        return self.world_size if self.strategy in SHARDED else 1
+    def block_buffer(self) -> int:
+        """Elements of one block's matrices where they are gathered, with FSDP's padding."""
+        return self._padded(self.shape.matrix_shapes_per_block)
+
+    @property
+    def embedding_buffer(self) -> int:
+        """The same of the embedding, or of the head."""
+        return self._padded([(self.shape.vocab_size, self.shape.d_model)])
+
+    @property
+    def all_buffers(self) -> int:
+        """Elements of all matrices with FSDP's padding, and of the norms, which have none."""
+        shape = self.shape
+        padding = shape.num_layers * (self.block_buffer - block_matrices(shape))
+        copies = 1 if shape.tie_embeddings else 2
+        return shape.num_parameters + padding + copies * (self.embedding_buffer - shape.embedding_parameters)
 
     def sharded(self, numel: int) -> int:
-        """Bytes of this rank's fp32 slice of `numel` elements."""
-        return FP32 * -(-numel // self.share)
+        """Bytes of what this rank keeps, in fp32, of `numel` of the model's elements.
+
+        FSDP keeps an N-th of the padded matrices and all norms; of a part of the model, the proportional part.
+        """
+        if self.strategy != "fsdp":
+            return FP32 * -(-numel // (self.world_size if self.strategy in SHARDED else 1))
+        whole = self.shape.num_parameters
+        norms = (2 * self.shape.num_layers + 1) * self.shape.d_model
+        kept = norms + (self.all_buffers - norms) // self.world_size
+        return FP32 * -(-numel * kept // whole)
+
+    def _padded(self, shapes: Sequence[Sequence[int]]) -> int:
+        if self.strategy == "fsdp":
+            return sum(sharded_buffers(shapes, self.world_size))
+        return sum(map(math.prod, shapes))
 
 
 def make_setting(
@@ -137,7 +166,9 @@ def resident(setting: Setting) -> Breakdown:
 def optimizer_state(setting: Setting) -> int:
     """On the fullest rank: whole parameters are dealt out largest first, slices divide evenly."""
     parameters = setting.shape.num_parameters
-    if setting.strategy in ("zero1", *SHARDED):
+    if setting.strategy in SHARDED:
+        return setting.state_numbers * setting.sharded(parameters)
+    if setting.strategy == "zero1":
         owned = -(-parameters // setting.world_size)
     elif setting.strategy in ("sharded-optimizer", "torch-zero"):
         owned = max(dealt_out(setting.shape.parameter_numels(), setting.world_size))
@@ -182,17 +213,17 @@ def weight_copies(setting: Setting) -> int:
 
 
 def gathered(setting: Setting, numel: int) -> int:
-    """Full parameters of a gathered unit, in the type in which they are sent."""
+    """Full parameters of gathered units with `numel` elements, in the type in which they are sent."""
     if setting.strategy not in SHARDED:
         return 0
     return (FP32 if setting.precision.copies_weights else setting.precision.compute) * numel
 
 
-def full_gradients(setting: Setting, numel: int) -> int:
-    """FSDP: a unit's full gradients, and the flat fp32 buffer of the unit before, which is being sent."""
+def full_gradients(setting: Setting, numel: int, buffer: int) -> int:
+    """FSDP: a unit's full gradients (`numel`), and the flat fp32 `buffer` of the unit before, which is being sent."""
     if setting.strategy not in SHARDED:
         return 0
-    return (FP32 if setting.precision.copies_weights else setting.precision.compute) * numel + FP32 * numel
+    return (FP32 if setting.precision.copies_weights else setting.precision.compute) * numel + FP32 * buffer
 
 
 def weight_gradient(setting: Setting, numel: int) -> int:

@@ -10,9 +10,10 @@ sec. 3; theirs keeps fp16 parameters and gradients beside an fp32 copy, see `zer
     torch-ddp                    4P           4P as made, and buckets of 4P     8P
     sharded-optimizer, torch-zero  as bucketed, torch-ddp                       8P/N, whole parameters
     zero1                        4P           4P in buckets, always there       8P/N
-    fsdp, fsdp2                  4P/N         4P/N                              8P/N
+    fsdp, fsdp2                  4P/N         4P/N                              8P/N**
 
 * Under autocast linear layers write theirs into the buffer; only those of norms and embedding are made outside.
+** FSDP cuts between rows and pads (`messages.sharded_buffers`), and keeps norms whole on every rank.
 
 On top come what forward leaves for backward (`activations`), the low-precision copies that autocast makes of the
 matrices (kept until each has been used in backward), gathered units, and temporaries. `step_memory` walks a settled
@@ -157,7 +158,7 @@ def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Break
     layers = shape.num_layers
     blocks = -(-layers // setting.groups[0]) * kept.checkpoint if setting.groups else layers * kept.block
     forward = replace(states, activations=blocks + kept.last, weight_copies=held.weight_copies(setting))
-    unit = held.block_matrices(shape)
+    unit = setting.block_buffer
     yield (
         "forward",
         replace(
@@ -167,7 +168,7 @@ def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Break
             temporary=kept.block_temporary,
         ),
     )
-    head = held.gathered(setting, shape.embedding_parameters)
+    head = held.gathered(setting, setting.embedding_buffer)
     buckets = states.buckets + held.rebuilt_buckets(setting)
     temporary = kept.loss + kept.forward_loss_temporary
     yield "loss", replace(forward, buckets=buckets, temporary=temporary)
@@ -184,7 +185,8 @@ def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Break
             states,
             gradients=held.all_gradients(setting),
             gathered=head,
-            temporary=kept.residual_gradient + held.full_gradients(setting, shape.embedding_parameters),
+            temporary=kept.residual_gradient
+            + held.full_gradients(setting, shape.embedding_parameters, setting.embedding_buffer),
         ),
     )
     yield "gradient synchronization", replace(states, gradients=held.all_gradients(setting))
@@ -198,15 +200,15 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
     """The fullest moment of one block's backward: in its feed-forward part, everything of the block still kept, or,
     on a sharding strategy, at its end, when a unit's gradients are packed for sending."""
     shape, kept = setting.shape, setting.kept
-    unit = held.block_matrices(shape)
+    unit, buffer = held.block_matrices(shape), setting.block_buffer
     done = (shape.num_layers - 1 - block) * shape.block_parameters + shape.embedding_parameters
     below, recomputed = _kept_below(setting, block)
     casts = setting.precision.compute * unit if setting.precision.copies_weights else 0
-    in_flight = FP32 * unit if setting.strategy in SHARDED else 0
+    in_flight = FP32 * buffer if setting.strategy in SHARDED else 0
     inside = replace(
         states,
         gradients=held.gradients_after(setting, done),
-        gathered=held.gathered(setting, 2 * unit),
+        gathered=held.gathered(setting, 2 * buffer),
         weight_copies=casts * (recomputed + 1),
         activations=below + kept.block,
         temporary=kept.block_temporary
@@ -215,7 +217,9 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
         + in_flight,
     )
     packing = replace(
-        inside, activations=below, temporary=kept.residual_gradient + held.full_gradients(setting, unit)
+        inside,
+        activations=below,
+        temporary=kept.residual_gradient + held.full_gradients(setting, unit, buffer),
     )
     return max(inside, packing, key=lambda moment: moment.total)
 

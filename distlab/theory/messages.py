@@ -4,9 +4,12 @@ Shared by the closed forms of `communication`; arguments are as there, and like 
 from the code that executes them.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 
 MIB = 2**20
+FSDP_ALIGNMENT = 8  # elements
+FSDP_WORTH_A_BUFFER = 2**18  # elements
 
 
 def labels_of(
@@ -46,6 +49,49 @@ def padded_bytes(buffers: Sequence[tuple[int, int]], world_size: int) -> int:
     """
     check_ranks(world_size)
     return sum(-(-numel // world_size) * world_size * size for numel, size in buffers)
+
+
+def sharded_buffers(shapes: Sequence[Sequence[int]], world_size: int) -> list[int]:
+    """Elements, padding included, of the flat buffers of one of FSDP's units.
+
+    A parameter may be cut between rows: those of its first dimension if it has as many as there are ranks, else those
+    of the first two dimensions together, and so on; past the last, between elements. It begins at a multiple of its
+    row and of 8 elements. The buffer has a multiple of every row for each rank. Parameters with rows of different
+    length share one buffer, unless one for each length saves more than 1/64 of the elements and more than 2¹⁸.
+
+    Args:
+        shapes: of the unit's matrices in registration order, each from the outermost stride to the innermost.
+
+    Raises ValueError as `check_ranks`.
+    """
+    check_ranks(world_size)
+    matrices = [(_row(shape, world_size), math.prod(shape)) for shape in shapes]
+    by_row: dict[int, list[tuple[int, int]]] = {}
+    for matrix in matrices:
+        by_row.setdefault(matrix[0], []).append(matrix)
+    together = _sharded_buffer(matrices, world_size)
+    apart = [_sharded_buffer(alike, world_size) for alike in by_row.values()]
+    worth = max(FSDP_WORTH_A_BUFFER, sum(numel for _, numel in matrices) / 64)
+    return apart if together - sum(apart) > worth else [together]
+
+
+def _row(shape: Sequence[int], world_size: int) -> int:
+    rows = 1
+    for dim, size in enumerate(shape):
+        rows *= size
+        if rows >= world_size:
+            return max(1, math.prod(shape[dim + 1 :]))
+    return 1
+
+
+def _sharded_buffer(matrices: Sequence[tuple[int, int]], world_size: int) -> int:
+    """Elements of one buffer for matrices of (elements in a row, elements)."""
+    end = 0
+    for row, numel in matrices:
+        begin = math.lcm(row, FSDP_ALIGNMENT)
+        end = -(-end // begin) * begin + numel
+    share = math.lcm(*(row for row, _ in matrices))
+    return -(-end // (world_size * share)) * world_size * share
 
 
 def bucket_payloads(

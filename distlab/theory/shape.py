@@ -4,6 +4,7 @@ Theory is given numbers, not models: `ModelShape` holds the widths, and `ModelSh
 anything that has attributes of these names.
 """
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -49,8 +50,13 @@ class ModelShape:
     @property
     def matrices_per_block(self) -> tuple[int, ...]:
         """Elements of the matrices of one block in the order in which they run: qkv, output, w1, w3, w2."""
+        return tuple(map(math.prod, self.matrix_shapes_per_block))
+
+    @property
+    def matrix_shapes_per_block(self) -> tuple[tuple[int, int], ...]:
+        """Their shapes, (outputs, inputs)."""
         d, f = self.d_model, self.d_ff
-        return (3 * d * d, d * d, d * f, d * f, d * f)
+        return ((3 * d, d), (d, d), (f, d), (f, d), (d, f))
 
     @property
     def block_parameters(self) -> int:
@@ -68,13 +74,17 @@ class ModelShape:
         copies = 1 if self.tie_embeddings else 2
         return copies * self.embedding_parameters + self.num_layers * self.block_parameters + self.d_model
 
+    def parameter_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of every parameter in registration order, a tied one once."""
+        qkv, output, w1, w3, w2 = self.matrix_shapes_per_block
+        norm, embedding = (self.d_model,), (self.vocab_size, self.d_model)
+        block = [norm, qkv, output, norm, w1, w3, w2]
+        head = [] if self.tie_embeddings else [embedding]
+        return [embedding, *(block * self.num_layers), norm, *head]
+
     def parameter_numels(self) -> list[int]:
         """Elements of every parameter in registration order, a tied one once."""
-        d = self.d_model
-        qkv, output, w1, w3, w2 = self.matrices_per_block
-        block = [d, qkv, output, d, w1, w3, w2]
-        head = [] if self.tie_embeddings else [self.embedding_parameters]
-        return [self.embedding_parameters, *(block * self.num_layers), d, *head]
+        return [math.prod(shape) for shape in self.parameter_shapes()]
 
 
 def divisors(number: int) -> list[int]:

@@ -1,20 +1,22 @@
 """Measure every choice in turn."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from distlab.measure.attempt import attempt
 from distlab.measure.memory import peak_memory
-from distlab.measure.timing import MIN_PAIRS, PhaseTimer, noise_floor, percentiles
+from distlab.measure.timing import MIN_PAIRS, PhaseTimer, noise_floor, paired_ratio, percentiles
 from distlab.model import TransformerLM, checkpoint_groups
 from distlab.report import Record, commit, environment
+from distlab.report.noise import interval_ties, noise_of, tied
 from distlab.theory.activations import PRECISIONS, activations
 from distlab.theory.recompute import best_group_size, best_group_size_estimate
 from distlab.theory.shape import ModelShape
 from distlab.train.data import SyntheticTokens
+from distlab.train.requirements import PlannedStep, require
 from experiments.activation_checkpointing_pieces.config import BASE, NAME, CheckpointingConfig
 from experiments.activation_checkpointing_pieces.prediction import (
     closed_form,
@@ -30,7 +32,14 @@ def run(
     default_commit: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Record]:
-    """One record per way to group the blocks; one that runs out of memory says so, and the others go on."""
+    """One record per way to group the blocks; one that runs out of memory says so, and the others go on.
+
+    Raises:
+        MemoryError: on a CPU a way that does not fit, on a GPU all of them.
+    """
+    plain = PlannedStep(config.model(), config.batch, dtype=config.dtype, mode="forward_backward")
+    planned = [replace(plain, checkpointing=checkpoint_groups(choice)) for choice in config.choices()]
+    require(planned, config.device, some=config.device == "cuda")
     facts = {"environment": environment(config.device), "commit": commit(default_commit)}
     bench = Bench(config)
     for number in range(config.rounds):
@@ -108,10 +117,21 @@ class Bench:
         base = self.times.get(BASE)
         if base is not None:
             found["step_over_none"] = found["step_p50_ms"] / percentiles(base["step"])["p50"]
+            found["step_over_none_is_tie"] = choice != BASE and self._ties(times["step"], base["step"])
         if len(times["step"]) >= 2 * MIN_PAIRS:
             half = len(times["step"]) // 2
             found["noise_floor_pct"] = noise_floor(times["step"][0::2][:half], times["step"][1::2][:half])
+        found["noise_pct"] = noise_of(found)
         return found
+
+
+    @staticmethod
+    def _ties(mine: list[float], base: list[float]) -> bool:
+        """Whether the paired steps' interval contains 1; with too few for one, whether noise covers the difference."""
+        if len(mine) == len(base) >= MIN_PAIRS:
+            return interval_ties(*paired_ratio(mine, base)[1:])
+        rows = ({f"step_{p}_ms": ms for p, ms in percentiles(times).items()} for times in (mine, base))
+        return tied(*rows)
 
 
 def _facts_of(config: CheckpointingConfig) -> dict[str, Any]:

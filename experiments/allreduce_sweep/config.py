@@ -55,10 +55,12 @@ class SweepConfig:
         Raises:
             ValueError: none, because one rank sends nothing, or more than there are.
         """
+        if world_size < 2:
+            raise ValueError("one rank alone sends nothing: start two or more with --nproc")
         groups = self.group_sizes or tuple(size for size in doubling_sizes(world_size) if size > 1)
         if not groups or min(groups) < 2 or max(groups) > world_size:
             raise ValueError(
-                f"group sizes {groups or '()'} on {world_size} rank(s): collectives need 2 to {world_size or 2} "
-                "ranks; start more with --nproc"
+                f"group sizes {groups} on {world_size} ranks: collectives need 2 to {world_size} ranks; start more "
+                "with --nproc"
             )
         return groups

@@ -10,6 +10,7 @@ from distlab.comm.subgroups import first_ranks, rest
 from distlab.hardware import lookup
 from distlab.measure.bandwidth import time_collective, traffic
 from distlab.measure.contention import disturb
+from distlab.measure.memory import free_bytes
 from distlab.measure.timing import percentiles
 from distlab.report.record import Record, commit, environment
 
@@ -25,7 +26,13 @@ def run(
     default_commit: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Record]:
-    """Time everything; call it on every rank. All ranks return the same records."""
+    """Time everything; call it on every rank. All ranks return the same records.
+
+    Raises:
+        ValueError: group sizes that cannot be, see `SweepConfig.groups`.
+        MemoryError: on a CPU, a payload that does not fit; on a GPU such a row says OOM.
+    """
+    _require_memory(config, context)
     facts = {"environment": environment(context.device), "commit": commit(default_commit)}
     records: list[Record] = []
     for ranks in config.groups(context.world_size):
@@ -36,6 +43,18 @@ def run(
                     records.append(Record(NAME, variant, shared | own, metrics, **facts))
         rest(context, f"sweep-{ranks}", ranks)
     return with_fits(collectives.gather_objects(records, context.group)[0])
+
+
+def _require_memory(config: SweepConfig, context: RankContext) -> None:
+    """Refuse payloads whose tensors, a source and a result on every rank, a CPU does not have room for."""
+    frees = collectives.gather_objects(free_bytes(context.device), context.group)
+    needed = 2 * max(*config.sizes, config.contention_bytes)
+    if context.device.type == "cpu" and None not in frees and needed > min(frees) // context.world_size:
+        raise MemoryError(
+            f"a payload of {needed // 2:,} bytes takes {needed / 2**30:,.1f} GiB on each of {context.world_size} "
+            f"ranks, and {min(frees) // context.world_size / 2**30:,.1f} GiB are free for each: give smaller --sizes "
+            "or --contention-mb"
+        )
 
 
 def _rows(

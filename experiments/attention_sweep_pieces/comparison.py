@@ -3,6 +3,7 @@
 import itertools
 
 from distlab.report import Column, Record, View
+from distlab.report.noise import TIE, tied
 
 COMPARISON = "attention_comparison"
 
@@ -25,6 +26,8 @@ def beside_best_peer(records: list[Record]) -> list[Record]:
         config = dict(zip(("dtype", "head_dim", "length"), shape, strict=True))
         config["code"] = (ours.commit or "unknown")[:7]
         metrics = {"ours_ms": ms, "peer": best.variant, "peer_ms": peer_ms, "ours_over_peer": ms / peer_ms}
+        if tied(ours.metrics, best.metrics, "fwd_bwd_device"):
+            metrics["is_tie"] = True
         found.append(Record(COMPARISON, "ours", config, metrics, ours.environment, ours.commit))
     return found
 
@@ -34,9 +37,13 @@ def crossovers(records: list[Record]) -> list[str]:
     lines = []
     for dtype, head_dim in sorted({(r.config["dtype"], r.config["head_dim"]) for r in records}):
         mine = [r for r in beside_best_peer(records) if (r.config["dtype"], r.config["head_dim"]) == (dtype, head_dim)]
+        slower = [r for r in mine if r.metrics["ours_over_peer"] > 1 and not r.metrics.get("is_tie")]
         behind = [f"{r.config['length']} ({r.metrics['peer']} {r.metrics['peer_ms']:.4f} ms, ours "
-                  f"{r.metrics['ours_ms']:.4f})" for r in mine if r.metrics["ours_over_peer"] > 1]
+                  f"{r.metrics['ours_ms']:.4f})" for r in slower]
+        ties = [str(r.config["length"]) for r in mine if r.metrics.get("is_tie")]
         verdict = "a peer is faster at " + ", ".join(behind) if behind else "ours is the fastest at every length"
+        if ties:
+            verdict = f"{verdict if behind else 'no peer is faster'}; a tie at {', '.join(ties)}"
         lines.append(f"{dtype} d={head_dim}: {verdict if mine else 'no device times to compare'}")
     return lines
 
@@ -51,7 +58,8 @@ def headline(records: list[Record]) -> str:
 COMPARISON_COLUMNS = [
     Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
     Column("metrics.ours_ms", "ours ms", ".4f"), Column("metrics.peer", "fastest peer"),
-    Column("metrics.peer_ms", "its ms", ".4f"), Column("metrics.ours_over_peer", "ours / peer", ".2f"),
+    Column("metrics.peer_ms", "its ms", ".4f"),
+    Column("metrics.ours_over_peer", "ours / peer", ".2f", note=lambda r: TIE if r.metrics.get("is_tie") else ""),
     Column("config.code", "code"),
 ]
 COMPARISON_VIEW = View(

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from distlab.report.noise import tied
 from distlab.report.record import Record
 
 from .config import NAME, OURS, PEER
@@ -24,6 +25,7 @@ def optimum(records: Sequence[Record]) -> dict[str, Any]:
         "step_at_predicted_best_ms": choice.metrics["step_p50_ms"],
         "regret_pct": 100 * (choice.metrics["step_p50_ms"] / best.metrics["step_p50_ms"] - 1),
         "largest_error_pct": max((r.metrics["error_pct"] for r in ours), key=abs),
+        "tied_with_best_mb": [_label(r) for r in ours if r is not best and tied(r.metrics, best.metrics)],
     }
     if torchs:
         peer = min(torchs, key=lambda r: r.metrics["step_p50_ms"])

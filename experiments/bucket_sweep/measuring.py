@@ -6,8 +6,10 @@ from typing import Any
 
 from distlab.comm import RankContext, collectives
 from distlab.measure.timing import percentiles
+from distlab.report.noise import noise_of
 from distlab.report.record import Record, commit, environment
 from distlab.simulate.calibrate import MeasuredLinks
+from distlab.train.requirements import PlannedStep, require
 from distlab.train.workbench import Workbench
 
 from .choice import optimum
@@ -28,7 +30,15 @@ def run(
 
     Args:
         links: measured on this kind of machine before; None times all-reduces here.
+
+    Raises:
+        MemoryError: the model with this batch does not fit.
     """
+    planned = [
+        PlannedStep(config.model(), config.batch, row.strategy.name, config.dtype, row.bucket_size_mb)
+        for row in config.rows()
+    ]
+    require(planned, context.device, context, some=context.device.type == "cuda")
     facts = {"environment": environment(context.device), "commit": commit(default_commit)}
     shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
     shared |= {
@@ -52,6 +62,7 @@ def run(
         metrics: dict[str, Any] = {"step_p50_ms": "OOM"}
         if not timing.out_of_memory:
             metrics = {f"step_{p}_ms": value for p, value in percentiles(timing.phases["step"]).items()}
+            metrics["noise_pct"] = noise_of(metrics)
             metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes
         if row.strategy.name == OURS:
             metrics |= predicted[row.name]

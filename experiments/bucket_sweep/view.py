@@ -1,8 +1,10 @@
 """What a reader gets: table, findings, and step time against bucket size."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from distlab.report.noise import NOISE, TIE
 from distlab.report.record import Record
 from distlab.report.sweeps import Panel, Series, curves
 from distlab.report.table import Column
@@ -17,6 +19,7 @@ COLUMNS = [
     Column("metrics.step_p20_ms", "step p20 ms", ".1f", missing=""),
     Column("metrics.step_p50_ms", "p50", ".1f", missing=""),
     Column("metrics.step_p80_ms", "p80", ".1f", missing=""),
+    NOISE,
     Column("metrics.predicted_step_ms", "predicted ms", ".1f", missing=""),
     Column("metrics.error_pct", "error %", "+.1f", missing=""),
     Column("metrics.predicted_comm_ms", "predicted comm ms", ".1f", missing=""),
@@ -35,16 +38,22 @@ def headline(records: Sequence[Record]) -> str:
     )
 
 
+def _tie_of_choice(metrics: Mapping[str, Any]) -> str:
+    return TIE if metrics["predicted_best_bucket_mb"] in metrics.get("tied_with_best_mb", ()) else ""
+
+
 def findings(records: Sequence[Record]) -> list[str]:
     """The optimum both ways, and the parts that the prediction is made of."""
     lines = []
     for record in records:
         m = record.metrics
         if record.variant == OPTIMUM and m:
+            ties = f" (tie with {', '.join(m['tied_with_best_mb'])})" if m.get("tied_with_best_mb") else ""
             lines.append(
-                f"Best measured: {m['best_bucket_mb']} MiB, {m['best_step_ms']:.1f} ms. Predicted best: "
+                f"Best measured: {m['best_bucket_mb']} MiB{ties}, {m['best_step_ms']:.1f} ms. Predicted best: "
                 f"{m['predicted_best_bucket_mb']} MiB, which takes {m['step_at_predicted_best_ms']:.1f} ms "
-                f"({m['regret_pct']:+.1f} %). Largest error of a prediction: {m['largest_error_pct']:+.1f} %."
+                f"({m['regret_pct']:+.1f} %{_tie_of_choice(m)}). Largest error of a prediction: "
+                f"{m['largest_error_pct']:+.1f} %."
             )
             if "torch_best_step_ms" in m:
                 lines.append(

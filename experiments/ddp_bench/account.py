@@ -25,6 +25,7 @@ def sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
         bucket_size_mb=variant.bucket_size_mb,
         world_size=bench.context.world_size,
         units=[_unit(name) if parameter.ndim > 1 else None for name, parameter in named],
+        shapes=[parameter.shape for _, parameter in named],
         compute_itemsize=(bench.compute_dtype or torch.float32).itemsize,
     )
     metrics: dict[str, int | bool | None] = {

@@ -10,9 +10,11 @@ from distlab.hardware import peak_flops
 from distlab.measure.attempt import is_out_of_memory
 from distlab.measure.exposure import StepAccount
 from distlab.measure.timing import MIN_PAIRS, exposure_ratio, noise_floor, paired_ratio, percentiles
+from distlab.report.noise import noise_of
 from distlab.report.record import OutputFolder, Record, commit, environment
 from distlab.theory.compute import mfu, step_flops
 from distlab.train.reference import parameter_difference
+from distlab.train.requirements import PlannedStep, require
 from distlab.train.workbench import Timing, Workbench, variants
 
 from .account import explanation, overlap, sent
@@ -36,9 +38,14 @@ def run(
 
     Raises:
         MemoryError: the model with this batch does not fit even without communication.
+        ValueError: a strategy that needs a GPU, without one.
     """
     rows = variants(config.strategies, config.bucket_sizes_mb)
     model_config = config.model()
+    planned = [
+        PlannedStep(model_config, config.batch, row.strategy.name, config.dtype, row.bucket_size_mb) for row in rows
+    ]
+    require(planned, context.device, context, some=context.device.type == "cuda")
     differences = {}
     for variant in rows if config.check_steps else []:
         if variant.strategy.synchronizes:
@@ -122,9 +129,13 @@ def _timing_metrics(
     local_ms = percentiles(reference.phases["step"])["p50"] if has_reference else None
     metrics["exposed_comm_ms"] = None if local_ms is None else step_ms - local_ms
     samples = timing.phases["step"]
+    if has_reference and timing is not reference:
+        ratio = paired_ratio(samples, reference.phases["step"])
+        metrics |= {"vs_local": ratio.ratio, "vs_local_low": ratio.low, "vs_local_high": ratio.high}
     if len(samples) >= 2 * MIN_PAIRS:  # the same variant against itself: even against odd steps
         half = len(samples) // 2
         metrics["noise_floor_pct"] = noise_floor(samples[0::2][:half], samples[1::2][:half])
+    metrics["noise_pct"] = noise_of(metrics)
     return metrics
 
 
@@ -142,5 +153,6 @@ def _peer_ratio(timing: Timing, timings: dict[str, Timing]) -> dict[str, float]:
         return metrics
     exposed = exposure_ratio(timing.phases["step"], best.phases["step"], local.phases["step"])
     if exposed is not None:
-        metrics |= {"exposed_vs_torch_ddp": exposed.ratio, "exposed_vs_torch_ddp_high": exposed.high}
+        ends = {"exposed_vs_torch_ddp_low": exposed.low, "exposed_vs_torch_ddp_high": exposed.high}
+        metrics |= {"exposed_vs_torch_ddp": exposed.ratio} | ends
     return metrics

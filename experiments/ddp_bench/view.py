@@ -1,12 +1,13 @@
 """What a reader gets: table, findings, bars and timeline."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distlab.comm import RankContext
 from distlab.measure.overlap import lanes
 from distlab.measure.trace import load_trace
 from distlab.report import plot, view
+from distlab.report.noise import NOISE, TIE, interval_ties, noise_by_row, noise_of
 from distlab.report.record import OutputFolder, Record
 from distlab.report.table import Column
 
@@ -14,14 +15,26 @@ from . import __doc__ as QUESTION
 from .account import trace_path
 from .config import NAME, OOM
 
+
+def _tie(ratio: str) -> Callable[[Record], str]:
+    """` tie` where the 95 % interval of a ratio contains 1."""
+
+    def note(record: Record) -> str:
+        low, high = (record.metrics.get(f"{ratio}_{end}") for end in ("low", "high"))
+        return TIE if interval_ties(low, high) else ""
+
+    return note
+
+
 COLUMNS = [
     Column("variant", "strategy"),
     Column("metrics.step_p20_ms", "step p20 ms", ".1f"),
     Column("metrics.step_p50_ms", "p50", ".1f"),
     Column("metrics.step_p80_ms", "p80", ".1f"),
+    NOISE,
     Column("metrics.forward_backward_p50_ms", "fwd+bwd+sync ms", ".1f"),
     Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f"),
-    Column("metrics.exposed_comm_ms", "exposed ms", ".1f"),
+    Column("metrics.exposed_comm_ms", "exposed ms", ".1f", note=_tie("vs_local")),
     Column("metrics.comm_ms", "comm ms", ".1f"),
     Column("metrics.comm_share_pct", "of step %", ".0f"),
     Column("metrics.overlap_pct", "overlap %", ".0f"),
@@ -30,7 +43,7 @@ COLUMNS = [
     Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
     Column("metrics.mfu_pct", "MFU %", ".1f"),
     Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
-    Column("metrics.vs_torch_ddp", "÷ torch", ".3f"),
+    Column("metrics.vs_torch_ddp", "÷ torch", ".3f", note=_tie("vs_torch_ddp")),
     Column("metrics.vs_torch_ddp_high", "≤ (95 %)", ".3f"),
     Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
 ]
@@ -43,7 +56,7 @@ GATHERS = [
 
 
 RATIO = [
-    Column("metrics.exposed_vs_torch_ddp", "exposed ÷ torch's", ".2f"),
+    Column("metrics.exposed_vs_torch_ddp", "exposed ÷ torch's", ".2f", note=_tie("exposed_vs_torch_ddp")),
     Column("metrics.exposed_vs_torch_ddp_high", "≤ (95 %)", ".2f"),
 ]
 
@@ -70,31 +83,40 @@ def columns(records: Sequence[Record]) -> list[Column]:
 def headline(records: Sequence[Record]) -> str:
     """One line that says what the table below it was measured on."""
     config, env = records[0].config, records[0].environment
-    floors = [record.metrics.get("noise_floor_pct") for record in records if record.variant == "local"]
-    floor = f"; noise floor {floors[0]:.1f} %" if floors and floors[0] is not None else ""
+    noise = noise_by_row(records)
     return (
         f"{config['size']} ({config['num_parameters'] / 1e6:,.1f} M parameters), batch {config['batch']} × "
         f"context {config['context']} per rank, {config['dtype']}, {config['world_size']} × "
-        f"{env['device_name']} ({config['backend']}), torch {env['torch']}{floor}"
+        f"{env['device_name']} ({config['backend']}), torch {env['torch']}{f'; {noise}' if noise else ''}"
     )
 
 
 def unexplained_rows(records: Sequence[Record]) -> list[str]:
     """Rows whose exposed communication the trace explains to less than 5 % of the step or 1 ms, one line each.
 
-    The account is of steps under the profiler, so a row within its noise floor is let pass.
+    The account is of steps under the profiler, so a row within its noise is let pass.
     """
 
     def noise_ms(metrics: dict[str, float]) -> float:
-        return (metrics.get("noise_floor_pct") or 0.0) / 100 * metrics["step_p50_ms"]
+        return (noise_of(metrics) or 0.0) / 100 * metrics["step_p50_ms"]
 
     return [
         f"{record.variant}: {record.metrics['exposed_unexplained_ms']:+.1f} ms of "
         f"{record.metrics['exposed_comm_ms']:.1f} ms exposed communication are in no part of its trace's account"
+        f"{_what_to_try(record)}"
         for record in records
         if record.metrics.get("exposed_closes") is False
         and abs(record.metrics["exposed_unexplained_ms"]) > noise_ms(record.metrics)
     ]
+
+
+def _what_to_try(record: Record) -> str:
+    """What usually closes an account, with the numbers of this run."""
+    config = record.config
+    more = {name: config[name] for name in ("profile_steps", "steps") if isinstance(config.get(name), int)}
+    options = " and ".join(f"--{name.replace('_', '-')} {2 * value + 1}" for name, value in more.items())
+    first = f"{options}, since the account is of the traced steps alone, then " if options else ""
+    return f"; try {first}a machine that does nothing else"
 
 
 def wrong_rows(records: Sequence[Record]) -> list[str]:
@@ -153,7 +175,9 @@ VIEW = view.View(
     "Communication time and overlap, the share of it that compute covers, come from the profiler's trace of rank 0; "
     "calls and bytes are counted at torch's dispatcher. The ratio to torch is over torch DDP's fastest row, paired "
     "step by step; beside it stands the upper end of its 95 % bootstrap interval. The last column is the largest "
-    "difference of any parameter from training in one process after a few steps of fp32 SGD on the tiny preset.\n\n"
+    "difference of any parameter from training in one process after a few steps of fp32 SGD on the tiny preset. A tie "
+    "is a ratio whose 95 % interval contains 1, for the exposed time that of the step over local's; ± is the row's own "
+    "noise.\n\n"
     "In the timeline compute is above, communication below; what compute does not hide is orange.",
     prediction="Collectives and bytes per step in closed form (distlab.theory.communication). Step times are predicted "
     "by experiments.predict_steps, before a measurement.",

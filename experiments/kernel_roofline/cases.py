@@ -243,7 +243,7 @@ def _losses(table: Table) -> None:
               builtin=lambda x, w, t: F.cross_entropy((x @ w.T).float(), t),
               liger=_liger("fused_linear_cross_entropy"))
     table.add("linear_cross_entropy_256_rows", (8192, 4096, 151936), (8, 16, 100), "bfloat16", layer_inputs,
-              layer_cost, ("both",), True, ours=in_chunks(80 * 2**20),  # chunks as small as Liger's
+              layer_cost, ("both",), True, ours=in_chunks(400 if table.small else 80 * 2**20),  # as small as Liger's
               liger=_liger("fused_linear_cross_entropy"))
 
 

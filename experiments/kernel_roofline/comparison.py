@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distlab.report import Column, Record, View
+from distlab.report.noise import TIE
 
 from .rows import EXPERIMENT
 from .turns import over_ours
-from .view import headline
+from .view import EQUAL_PCT, headline
 
 COMPARISON = "kernel_comparison"
 PEERS = ("naive", "builtin", "compile", "template", "liger")
@@ -34,11 +35,19 @@ def beside_peers(records: Sequence[Record]) -> list[Record]:
     return found
 
 
+
+
+def _tie(record: Record) -> str:
+    ratio, noise = record.metrics["peer_over_ours"], record.metrics.get("noise_pct") or 0.0
+    return TIE if abs(100 * (ratio - 1)) <= max(EQUAL_PCT, noise) else ""
+
+
 COLUMNS = [
     Column("config.label", "operation", align="left"), Column("config.direction", ""),
     Column("metrics.time_p50_ms", "ours µs", ",.1f", scale=1000), Column("metrics.noise_pct", "± %", ".1f"),
     *(Column(f"metrics.{peer}_ms", peer, ",.1f", scale=1000, missing="") for peer in PEERS),
-    Column("metrics.peer_over_ours", "best peer / ours", ".2f"), Column("metrics.rounds", "rounds", missing=""),
+    Column("metrics.peer_over_ours", "best peer / ours", ".2f", note=_tie),
+    Column("metrics.rounds", "rounds", missing=""),
     Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
     Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
     Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30), Column("metrics.error", "error", ".0e"),

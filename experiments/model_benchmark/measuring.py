@@ -18,14 +18,19 @@ from distlab.measure.attempt import attempt
 from distlab.measure.guards import check_clock, check_speed, check_work
 from distlab.measure.memory import peak_memory
 from distlab.measure.nvtx import emitter, named_ranges
+from distlab.measure.pace import Pace
 from distlab.measure.profile import PHASES
 from distlab.measure.timing import MIN_PAIRS, PhaseTimer, noise_floor, percentiles, slowest_rank
+from distlab.model.config import checkpoint_groups
+from distlab.report.noise import noise_of
 from distlab.report.record import Record, commit, environment
 from distlab.theory.compute import forward_flops, mfu
+from distlab.train.requirements import PlannedStep, require, shortage
 from distlab.train.trial import MODES, Trial, TrialConfig, errors_against_reference, opened
 
 from .config import NAME, BenchmarkConfig
 
+OOM = "OOM"
 PASSES = {"inference": 1, "forward": 1, "forward_backward": 3, "step": 3}  # in units of a forward's FLOPs
 TOLERANCE = {
     "fp32": 1e-3,
@@ -48,8 +53,11 @@ def run(
         nvtx: attach NVTX ranges, and call cudaProfilerStart before and cudaProfilerStop after, for Nsight Systems.
 
     Raises:
-        ValueError: NVTX without a GPU.
+        ValueError: NVTX without a GPU, or a strategy that needs one.
+        MemoryError: no combination fits.
     """
+    modes = [mode for mode in MODES if mode in config.modes]
+    require([planned(trial, mode) for trial in config.trials() for mode in modes], context.device, context, some=True)
     facts = {"environment": environment(context.device), "commit": commit(default_commit)}
     records = []
     if nvtx:
@@ -71,6 +79,20 @@ def run(
     return records
 
 
+def planned(trial: TrialConfig, mode: str) -> PlannedStep:
+    """What a mode of a combination asks of the machine."""
+    return PlannedStep(
+        trial.model(),
+        trial.batch,
+        trial.strategy,
+        trial.dtype,
+        trial.bucket_size_mb,
+        checkpointing=checkpoint_groups(trial.checkpointing),
+        compiled=trial.compile != "off",
+        mode=mode,
+    )
+
+
 def timed(
     config: BenchmarkConfig,
     trial: TrialConfig,
@@ -85,13 +107,20 @@ def timed(
     def every_mode() -> dict[str, Any]:
         with opened(context, trial) as ready:
             for mode in modes:
-                progress(f"{config.label(trial) or trial.size}: {mode}")
+                if mode in found:
+                    continue
+                label = f"{config.label(trial) or trial.size}: {mode}"
+                progress(label)
+                pace = Pace(max(config.warmups) + config.repeats, label, progress)
                 found[mode] = agreed(
-                    lambda mode=mode: {"rows": time_mode(ready, mode, config, nvtx)}, context
+                    lambda mode=mode, pace=pace: {"rows": time_mode(ready, mode, config, nvtx, pace)}, context
                 )
         return {}
 
-    failure = agreed(every_mode, context)
+    for mode in modes:
+        if shortage(planned(trial, mode), context.device, context) is not None:
+            found[mode] = {"status": OOM}
+    failure = {} if len(found) == len(modes) else agreed(every_mode, context)
     rows = {}
     for mode, warmup in itertools.product(modes, config.warmups):
         of_mode = found.get(mode, failure)
@@ -127,7 +156,11 @@ def verdict(checked: dict[str, Any], trial: TrialConfig) -> str:
 
 
 def time_mode(
-    trial: Trial, mode: str, config: BenchmarkConfig, nvtx: bool = False
+    trial: Trial,
+    mode: str,
+    config: BenchmarkConfig,
+    nvtx: bool = False,
+    pace: Callable[[], None] = lambda: None,
 ) -> dict[int, dict[str, Any]] | str:
     """Metrics of one mode, by number of warm-up calls; the status of the first call if it failed on some rank.
 
@@ -145,6 +178,7 @@ def time_mode(
         for _ in range(times):
             timer.start()
             trial(mode, timer.mark)
+            pace()
         timer.synchronize()
         return {"wall_ms": (time.perf_counter() - begin) * 1e3}
 
@@ -184,6 +218,7 @@ def _metrics(
     pairs = len(step) // 2
     halves = step[0 : 2 * pairs : 2], step[1 : 2 * pairs : 2]
     found["noise_floor_pct"] = noise_floor(*halves) if pairs >= MIN_PAIRS else None
+    found["noise_pct"] = noise_of(found)
     peak, p50 = _peak_flops(trial), found["step_p50_ms"]
     # The guard counts the least that must be done: a causal kernel may skip half of the scores.
     check_speed(step_flops(trial.config, mode, causal=True), min(step), peak)

@@ -6,6 +6,7 @@ from pathlib import Path
 from distlab.measure.profile import PHASES
 from distlab.report import plot
 from distlab.report.curves import curves
+from distlab.report.noise import NOISE
 from distlab.report.record import Record
 from distlab.report.table import Column
 from distlab.report.view import View
@@ -36,7 +37,7 @@ COLUMNS = [
     Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30),
     Column("metrics.tokens_per_s", "tokens/s", ",.0f"), Column("metrics.tflops_per_s", "TFLOP/s", ",.2f"),
     Column("metrics.mfu_pct", "MFU %", ".1f"), Column("metrics.grad_rel_error", "gradient error", _exponent),
-    Column("metrics.noise_floor_pct", "noise %", ".1f"), Column("metrics.status", "status", align="left"),
+    NOISE, Column("metrics.status", "status", align="left"),
 ]  # fmt: skip
 
 

@@ -27,3 +27,8 @@ class Inspection:
             raise ValueError(f"profile steps {first} to {last}: give 0 <= first <= last")
         if not self.profile_ranks or min(self.profile_ranks) < 0:
             raise ValueError(f"profile ranks {self.profile_ranks}: give at least one, none below 0")
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise ValueError if a rank is to be profiled that does not exist."""
+        if self.profile and max(self.profile_ranks) >= world_size:
+            raise ValueError(f"profile ranks {self.profile_ranks}: there are ranks 0 to {world_size - 1}")

@@ -42,10 +42,7 @@ def run(
     Raises:
         ValueError: a rank to be profiled that does not exist.
     """
-    if wanted.profile and max(wanted.profile_ranks) >= context.world_size:
-        raise ValueError(
-            f"profile ranks {wanted.profile_ranks}: there are ranks 0 to {context.world_size - 1}"
-        )
+    wanted.check_ranks(context.world_size)
     facts = {"environment": environment(context.device), "commit": commit(default_commit)}
     found: dict[str, list[Record]] = {}
     for label, trial in trials.items():

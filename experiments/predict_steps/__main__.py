@@ -5,7 +5,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distlab.report import OutputFolder, View, add_from_option, read_json, redraw, say, write, write_json
+from distlab.model.config import PRESETS
+from distlab.report import (
+    OutputFolder,
+    View,
+    add_from_option,
+    progress,
+    read_json,
+    reading,
+    redraw,
+    run_to_end,
+    say,
+    write,
+    write_json,
+)
+from distlab.report.options import whole
 
 from . import __doc__ as QUESTION
 from .comparison import COMPARISON, COMPARISON_VIEW, compare
@@ -16,8 +30,9 @@ QUICK = str(ROOT / "records" / "ddp_bench" / "h200x2_xl_batch8.json")
 
 def _case(text: str) -> tuple[str, int]:
     size, _, batch = text.partition(":")
-    if not batch.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r}: give PRESET:BATCH, such as xl:8")
+    if not batch.isdigit() or size not in PRESETS or int(batch) < 1:
+        known = ", ".join(PRESETS)
+        raise argparse.ArgumentTypeError(f"{text!r}: give PRESET:BATCH, such as xl:8, with a preset of {known}")
     return size, int(batch)
 
 
@@ -29,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--collectives", nargs="+", default=[], help="records of allreduce_sweep on the machine"
     )
     parser.add_argument("--cases", type=_case, nargs="+", metavar="PRESET:BATCH")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=whole(2), nargs="+", default=[2, 4])
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
     parser.add_argument("--compare", nargs="+", metavar="FILE", help="records of ddp_bench to compare with")
     parser.add_argument("--predictions", help="what was predicted, for --compare")
@@ -47,23 +62,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.rows = ["local", "flat", "bucketed-100", "fsdp"]
     if not (options.compare and options.predictions) and not (options.calibrate and options.cases):
         parser.error("give --calibrate and --cases, or --compare and --predictions")
-    try:
+
+    def predict() -> int:
         if options.compare:
             measured = [record for path in options.compare for record in read_json(path)]
-            records = compare(read_json(options.predictions), measured)
+            with reading([options.predictions, *options.compare]):
+                records = compare(read_json(options.predictions), measured)
         else:
             cases, ranks, rows = tuple(options.cases), tuple(options.ranks), tuple(options.rows)
             collectives = tuple(options.collectives)
-            records = run(PredictConfig(options.calibrate, cases, ranks, rows, collectives, options.memory))
+            config = PredictConfig(options.calibrate, cases, ranks, rows, collectives, options.memory)
+            records = run(config, progress)
         page = write(view, records, OutputFolder(_folder_of(options.out), view.name))
         if options.out is not None and options.out.suffix == ".json":
             options.out.parent.mkdir(parents=True, exist_ok=True)
             write_json(records, options.out)
-    except (ValueError, OSError) as error:
-        print(f"{NAME}: error: {error}", file=sys.stderr)
-        return 2
-    say(view, records, page)
-    return 0
+        say(view, records, page)
+        return 0
+
+    return run_to_end(NAME, predict)
 
 
 def _folder_of(out: Path | None) -> Path:

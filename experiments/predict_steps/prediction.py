@@ -1,11 +1,11 @@
 """Predict the steps of ddp_bench from the calibration on one of its records."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from distlab.model import ModelConfig, preset
-from distlab.report import Record, View, commit, environment, read_json
+from distlab.report import Record, View, commit, environment, read_json, reading
 from distlab.report.table import Column
 from distlab.simulate import SimulatedStep, replay
 from distlab.simulate.calibrate import NEEDED, Calibration, MeasuredLinks, calibrate, measured_links
@@ -95,15 +95,18 @@ def _simulated(settings: dict, strategy: str) -> SimulatedStep:
     return simulate_training(model, strategy, batch=settings["batch"], world_size=ranks, dtype=dtype)
 
 
-def run(config: PredictConfig) -> list[Record]:
+def run(config: PredictConfig, progress: Callable[[str], None] = lambda text: None) -> list[Record]:
     """One record per case, number of ranks and row."""
-    calibration, settings = fit(config.calibrate, config.collectives, config.memory)
+    progress(f"calibrating on {config.calibrate}")
+    with reading([config.calibrate, *([config.memory] if config.memory else [])]):
+        calibration, settings = fit(config.calibrate, config.collectives, config.memory)
     facts = {"environment": environment("cpu"), "commit": commit(None)}
     records = []
     for size, batch in config.cases:
         model = preset(size, context_length=settings["context"])
         for ranks in config.ranks:
             for row in config.rows:
+                progress(f"{size}:{batch} on {ranks} ranks: {row}")
                 metrics = predict(model, row, batch, ranks, settings["dtype"], calibration)
                 shared = {"size": size, "batch": batch, "context": model.context_length, "world_size": ranks}
                 shared |= {

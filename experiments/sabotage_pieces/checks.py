@@ -10,17 +10,16 @@ from distlab.measure.recorder import CollectiveRecorder
 from distlab.model.ops import naive_attention
 from distlab.parallel import Strategy
 from distlab.theory.communication import step_volume
-from distlab.train.reference import Task, parameter_difference
+from distlab.train.reference import Task, full_parameters, parameter_difference
 from distlab.train.step import TrainStep
 from distlab.train.workbench import Variant
 
 from .injected import healthy_attention
-from .mistakes import ATTENTION, EQUALITY, MISTAKES, VOLUME, Attention, Mistake
+from .mistakes import ATTENTION, EQUALITY, ERROR, MISTAKES, VOLUME, Attention, Mistake
 
 BUCKET_MB = 0.02
 # At two ranks the strategies equal one process bit for bit; attention differs from float64 by rounding, about 1e-6.
 PARAMETER_TOLERANCE, ATTENTION_TOLERANCE = 0.0, 1e-4
-ERROR = "error"  # ranks that fail have caught the mistake themselves
 
 
 def attention_difference(attention: Attention) -> float:
@@ -48,12 +47,20 @@ def volume_difference(context: RankContext, mistake: Mistake, broken: bool) -> t
     train(task.batches(context.rank, 0, context.device))
     with CollectiveRecorder() as recorder:
         train(task.batches(context.rank, 1, context.device))
-    model = task.build(0, context.device)
-    sizes = [(parameter.numel(), parameter.element_size()) for parameter in model.parameters()]
-    expected = step_volume(mistake.healthy, *zip(*sizes, strict=True), bucket_size_mb=BUCKET_MB,
-                           world_size=context.world_size)  # fmt: skip
+    names, parameters = zip(*task.build(0, context.device).named_parameters(), strict=True)
+    expected = step_volume(
+        mistake.healthy, [p.numel() for p in parameters], [p.element_size() for p in parameters],
+        bucket_size_mb=BUCKET_MB, world_size=context.world_size, shapes=[p.shape for p in parameters],
+        units=[_unit(name) if p.ndim > 1 else None for name, p in zip(names, parameters, strict=True)],
+    )  # fmt: skip
     train.model.close()
     return recorder.count - expected.collectives, recorder.total_bytes - expected.bytes
+
+
+def _unit(name: str) -> str:
+    """What FSDP gathers a matrix with: its block, or itself outside of blocks."""
+    parts = name.split(".")
+    return ".".join(parts[:2] if parts[0] == "blocks" else parts)
 
 
 def _train_step(context: RankContext, strategy: Strategy, task: Task, learner: tuple) -> TrainStep:
@@ -68,7 +75,8 @@ def loss_curve(context: RankContext, mistake: Mistake, broken: bool, steps: int)
     train = _train_step(context, mistake.strategy(broken), task, mistake.learner)
     losses = torch.stack([train(task.batches(context.rank, step, context.device)) for step in range(steps)])
     means = collectives.sum_tensor(losses, context.group) / context.world_size
-    flat = torch.cat([parameter.detach().flatten() for parameter in train.model.module.parameters()])
+    parameters = full_parameters(train.model, train.optimizer).values()
+    flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
     mean = collectives.sum_tensor(flat, context.group) / context.world_size
     train.model.close()
     return means.tolist(), (flat - mean).abs().max().item()

@@ -1,5 +1,7 @@
 """How each mistake is made: a subclass of a strategy, or a patch around one, that does one thing wrong.
 
+The last three are mistakes of a strategy's user; a subclass that makes them stands for a training loop that does.
+
 Mistakes in the data or in the task alone need no code here; `mistakes` lists them with the others.
 """
 
@@ -9,9 +11,18 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
-from distlab.parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, ShardedOptimizer
+from distlab.parallel import (
+    FSDP,
+    BucketedDDP,
+    FlatDDP,
+    NaiveDDP,
+    OverlapDDP,
+    ShardedOptimizer,
+    ZeroOptimizer,
+)
 from kernels.flash_attention import FlashAttention2PyTorch, function, tiled
 
 # -- data parallelism ------------------------------------------------------------------------------------------
@@ -129,6 +140,50 @@ class StaleSums(FlatDDP):
             self.trainable[index].grad.copy_(stale)
         self._packed = {}
         super()._synchronize()
+
+
+# -- sharding --------------------------------------------------------------------------------------------------
+
+
+class WaitsInOwnersForward(ZeroOptimizer):
+    """Parameters that are being gathered are waited for in the forward of the module that owns them, and nowhere else.
+
+    A message as small as these arrives before anybody looks, most of the time. So what a gather brings is kept back
+    until it is waited for, as on a slow network.
+    """
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        gather = collectives.all_gather
+        with patch.object(collectives, "all_gather", lambda *args: _SlowGather(gather, *args)):
+            result = super().step(closure, **kwargs)
+        for parameter in self._ddp.trainable:
+            parameter.__class__ = nn.Parameter  # reading one, from whatever place, waits no more
+        return result
+
+
+class _SlowGather:
+    def __init__(self, gather: Callable[..., Any], output: Tensor, own: Tensor, group: ProcessGroup):
+        self._output, self._arrived = output, torch.empty_like(output)
+        self._work = gather(self._arrived, own, group)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._output.copy_(self._arrived)
+
+
+class ForgetsToFinish(FSDP):
+    """A training loop without `finish_gradient_synchronization()`."""
+
+    def finish_gradient_synchronization(self) -> None:
+        pass
+
+
+class ClipsItsOwnPart(BucketedDDP):
+    """A training loop that clips by torch's function, of which each rank's norm is another under ZeRO."""
+
+    def finish_gradient_synchronization(self) -> None:
+        super().finish_gradient_synchronization()
+        nn.utils.clip_grad_norm_(self.trainable, 0.1)
 
 
 # -- attention -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The twelve mistakes: where each sits, what is trained with it, what it looks like, and which check is to catch it."""
+"""The fifteen mistakes: where each sits, what is trained with it, its symptom, and which check is to catch it."""
 
 import dataclasses
 import math
@@ -17,6 +17,8 @@ from distlab.train.data import SyntheticTokens
 from distlab.train.reference import Task
 
 from .injected import (
+    ClipsItsOwnPart,
+    ForgetsToFinish,
     HookOrder,
     KeepsItsShard,
     LastBucketStays,
@@ -25,6 +27,7 @@ from .injected import (
     StaleSums,
     SumInsteadOfMean,
     SumsTiedTwice,
+    WaitsInOwnersForward,
     healthy_attention,
     sees_one_ahead,
     without_broadcast,
@@ -33,7 +36,8 @@ from .injected import (
 
 BATCH = 4
 MODEL = ModelConfig(32, 64, 2, 2, vocab_size=32, context_length=32)
-EQUALITY, VOLUME, ATTENTION = "one process", "closed form", "float64 attention"  # the checks, by name
+# The checks, by name; an error is what the strategy itself raises.
+EQUALITY, VOLUME, ATTENTION, ERROR = "one process", "closed form", "float64 attention", "error"
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -83,6 +87,32 @@ class TwoExperts(nn.Module):
         expert = self.experts[int(tokens[0, 0]) % 2]
         x = self.embedding(tokens)
         return self.head(x + torch.relu(expert(x)))
+
+
+class ReadsTheHead(nn.Module):
+    """The model reads its head's parameters itself and never calls the head: tokens (B, T) → logits.
+
+    The layer before the head is so large that the head has a bucket of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = MODEL.d_model
+        self.embedding = nn.Embedding(MODEL.vocab_size, width)
+        self.middle = nn.Sequential(
+            nn.Linear(width, 5 * width), nn.ReLU(), nn.Linear(5 * width, width, bias=False)
+        )
+        self.head = nn.Linear(width, MODEL.vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.middle(x)
+        return nn.functional.linear(x, self.head.weight, self.head.bias)
+
+
+def _reads_the_head(seed: int, device: torch.device) -> nn.Module:
+    torch.manual_seed(seed)
+    return ReadsTheHead().to(device)
 
 
 def _two_experts(seed: int, device: torch.device) -> nn.Module:
@@ -168,5 +198,10 @@ MISTAKES: dict[str, Mistake] = {
                 suspect=language_model(attention=sees_one_ahead), attention=sees_one_ahead, learner=_ADAMW),
         Mistake("stale accumulation", EQUALITY, "slower: later micro-batches are lost", "flat",
                 StaleSums, task=language_model(micro_batches=4)),
+        Mistake("read elsewhere", EQUALITY, "hardly any in the loss; some layers are a step behind", "zero1",
+                optimizer=WaitsInOwnersForward, task=Task(_reads_the_head, tokens)),
+        Mistake("finish forgotten", ERROR, "the step raises; else vectors would drift apart", "fsdp", ForgetsToFinish),
+        Mistake("torch's clipping", ERROR, "the step raises; else each rank would clip by a norm of its own", "zero1",
+                ClipsItsOwnPart),
     )
 }  # fmt: skip

@@ -13,7 +13,7 @@ What to measure is in `config`, what is said beforehand in `prediction`, the ord
 """
 
 from .config import NAME, STRATEGIES, MeasureConfig, Regime
-from .measuring import run
+from .measuring import PREDICTIONS, run
 from .view import VIEW, wrong_rows
 
-__all__ = ["NAME", "STRATEGIES", "VIEW", "MeasureConfig", "Regime", "run", "wrong_rows"]
+__all__ = ["NAME", "PREDICTIONS", "STRATEGIES", "VIEW", "MeasureConfig", "Regime", "run", "wrong_rows"]

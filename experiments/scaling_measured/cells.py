@@ -9,8 +9,10 @@ from distlab.comm import RankContext, collectives
 from distlab.measure.bandwidth import time_collective
 from distlab.measure.timing import percentiles
 from distlab.parallel import get_strategy
+from distlab.report.noise import noise_of
 from distlab.theory.collective_fit import fit_collective, relative_errors
 from distlab.train.reference import full_parameters
+from distlab.train.requirements import PlannedStep, require
 from distlab.train.workbench import Variant, Workbench
 
 from .config import DTYPES, MeasureConfig, Regime, key
@@ -50,8 +52,10 @@ def measure(
 ) -> Rows:
     """All strategies of one regime on one group."""
     model, batch = config.model(regime), regime.per_rank(context.world_size)
-    bench = Workbench(context, model, batch_size=batch, compute_dtype=DTYPES[config.dtype], seed=config.seed)
     names = ("local", *(config.strategies if context.world_size > 1 else ()))
+    planned = [PlannedStep(model, batch, name, config.dtype, config.bucket_size_mb) for name in names]
+    require(planned, context.device, context, some=context.device.type == "cuda")
+    bench = Workbench(context, model, batch_size=batch, compute_dtype=DTYPES[config.dtype], seed=config.seed)
     rows = [Variant(name, get_strategy(name), config.bucket_size_mb) for name in names]
     identical: dict[str, dict[str, bool | None]] = {}
 
@@ -72,6 +76,7 @@ def measure(
         timing, metrics = timings[row.name], {"step_p50_ms": "OOM"}
         if not timing.out_of_memory:
             metrics = {f"step_{p}_ms": value for p, value in percentiles(timing.phases["step"]).items()}
+            metrics["noise_pct"] = noise_of(metrics)
             tokens = context.world_size * batch * model.context_length
             metrics["tokens_per_s"] = 1e3 * tokens / metrics["step_p50_ms"]
             metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes

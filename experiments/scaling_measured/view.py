@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from distlab.report.noise import TIE, tied
 from distlab.report.record import Record
 from distlab.report.sweeps import Panel, Series, curves
 from distlab.report.table import Column
@@ -43,9 +44,10 @@ def findings(records: Sequence[Record]) -> list[str]:
     for regime in dict.fromkeys(r.config["regime"] for r in timed):
         mine = [r for r in timed if r.config["regime"] == regime]
         most = max(r.config["world_size"] for r in mine)
-        at_most = {r.variant: r.metrics["efficiency_pct"] for r in mine if r.config["world_size"] == most}
+        at_most = {r.variant: r.metrics for r in mine if r.config["world_size"] == most}
         compared = [
-            f"{ours} {at_most[ours]:.1f} % beside {peer} {at_most[peer]:.1f} %"
+            f"{ours} {at_most[ours]['efficiency_pct']:.1f} % beside {peer} {at_most[peer]['efficiency_pct']:.1f} %"
+            + TIE * tied(at_most[ours], at_most[peer])
             for peer, ours in OURS.items()
             if {ours, peer} <= set(at_most)
         ]

@@ -8,7 +8,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,12 @@ import torch.distributed as dist
 
 from distlab.comm import RankContext, collectives
 from distlab.measure.memory import peak_memory
+from distlab.model.config import ModelConfig
 from distlab.report import Record, commit, environment, read_json, write_json
 from distlab.train.config import TrainConfig
 from distlab.train.loop import StepReport, Trainer
-from distlab.train.tokens import TokenWindows
+from distlab.train.requirements import PlannedStep, require
+from distlab.train.tokens import GlobalOrder, TokenWindows
 
 from .config import COST, KILLED, LAST, NAME, REFERENCE, ROUNDING, CurvesConfig
 
@@ -51,10 +53,23 @@ class Bench:
         self.progress = progress
         model = config.training(REFERENCE).model()
         self.data = TokenWindows(tokens, 256, model.context_length)
+        place = {"rank": context.rank, "world_size": context.world_size}
+        GlobalOrder(self.data.count, batch=config.batch, micro_batches=2, **place)  # refuses before hours of training
+        GlobalOrder(self.data.count, batch=config.cost_batch, **place)
+        if config.parts != ("cost",):
+            names = dict.fromkeys([REFERENCE, *config.strategies])
+            self._require(model, names, config.batch)
+        if "cost" in config.parts:
+            self._require(model, [REFERENCE], config.cost_batch)
         self.text = {"bytes": len(tokens), "sha256": hashlib.sha256(tokens.tobytes()).hexdigest()}
         facts = dataclasses.asdict(config) | {"world_size": context.world_size, "backend": context.backend}
         self.shared = facts | {"text": self.text, "num_parameters": model.num_parameters}
         self.facts = {"environment": environment(context.device), "commit": commit(default_commit)}
+
+    def _require(self, model: ModelConfig, strategies: Iterable[str], batch: int) -> None:
+        ranks, dtype = self.context.world_size, self.config.dtype
+        planned = [PlannedStep(model, batch // ranks, name, dtype, batch_option=ranks) for name in strategies]
+        require(planned, self.context.device, self.context)
 
     # -- records -------------------------------------------------------------------------------------------
 

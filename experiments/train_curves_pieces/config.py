@@ -3,12 +3,18 @@
 import dataclasses
 from dataclasses import dataclass
 
+from distlab.parallel import strategies_on
 from distlab.train.config import TRAINABLE, TrainConfig
 
 NAME = "train_curves"
 REFERENCE = "bucketed"
 ROUNDING, KILLED, COST = "bucketed, 2 micro-batches", "bucketed, killed", "checkpoints"
 LAST = 20  # steps whose mean loss is compared
+
+
+def compared_on(device_type: str) -> tuple[str, ...]:
+    """The strategies that are compared on `cuda` or `cpu`: all that can train there, torch's DDP once."""
+    return tuple(name for name in strategies_on(device_type) if name in TRAINABLE and name != "torch-ddp-tuned")
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class CurvesConfig:
     batch: int = 16
     lr: float = 3e-4
     seed: int = 0
-    strategies: tuple[str, ...] = tuple(name for name in TRAINABLE if name != "torch-ddp-tuned")
+    strategies: tuple[str, ...] = compared_on("cpu")
     parts: tuple[str, ...] = ("curves", "kill", "cost")
     kill_at: int = 110
     checkpoint_every: int = 50
@@ -53,8 +59,14 @@ class CurvesConfig:
                 f"kill_at={self.kill_at}, steps={self.steps}, block={self.block}, rounds={self.rounds}: "
                 "1 < kill_at < steps, a block of at least 2 steps, and at least one round"
             )
+        if "kill" in self.parts and not 0 < self.checkpoint_every < self.kill_at:
+            raise ValueError(
+                f"checkpoint_every={self.checkpoint_every}, kill_at={self.kill_at}: what is killed must have written a "
+                "checkpoint before"
+            )
         for strategy in self.strategies:
             self.training(strategy)
+        self.training(REFERENCE, batch=self.cost_batch)
 
     def training(self, strategy: str, **changes: object) -> TrainConfig:
         base = TrainConfig(

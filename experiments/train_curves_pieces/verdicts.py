@@ -8,6 +8,14 @@ from distlab.report import Record
 
 from .config import COST, KILLED, REFERENCE, ROUNDING
 
+MOST_COST_PCT = 5  # of a step's time that checkpoints may take
+
+
+def cost_is_noise(record: Record) -> bool:
+    """Whether the blocks without checkpoints differ among themselves by more than checkpoints cost."""
+    cost, noise = record.metrics.get("checkpoint_cost_pct"), record.metrics.get("noise_floor_pct")
+    return cost is not None and noise is not None and abs(cost) <= noise
+
 
 def verdicts(records: Sequence[Record]) -> list[str]:
     """What is not as it should be; empty if all is well."""
@@ -27,8 +35,10 @@ def verdicts(records: Sequence[Record]) -> list[str]:
     if killed and killed["first_step"] == 0:
         problems.append(f"{KILLED}: was not resumed from a checkpoint")
     cost = by_name.get(COST)
-    if cost and cost["checkpoint_cost_pct"] > 5:
-        problems.append(f"checkpoints cost {cost['checkpoint_cost_pct']:.1f} % of step time, more than 5 %")
+    if cost and cost["checkpoint_cost_pct"] > max(MOST_COST_PCT, cost.get("noise_floor_pct", 0.0)):
+        problems.append(
+            f"checkpoints cost {cost['checkpoint_cost_pct']:.1f} % of step time, more than {MOST_COST_PCT:g} %"
+        )
     return problems
 
 

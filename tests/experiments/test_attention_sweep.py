@@ -143,6 +143,8 @@ rows_of = dict.fromkeys(configs.KERNELS, usable) | {"split": [{"how": Tile(16, 1
 assert {choice.passes for choice in pairs(rows_of)} == set(configs.PASSES)
 assert all(tiles[2] not in (c.dkdv, c.dq) for c in pairs(rows_of))
 assert all(0 < len(list(candidates(k, t, d))) < 80 for k in TIMED for d in (16, 128) for t in ("bfloat16", "float32"))
+every = [tile for k in TIMED for d in (16, 128) for tile in candidates(k, "float32", d)]
+assert not any(configs.miscompiled(32, tile) for tile in every) and any(tile.warps == 8 for tile in every)
 split = list(candidates("split", "float32", 64))
 assert {t.chunk for t in chunked(split, 2048)} == {64, 128, 256, 512, 1024} and chunked(split, 8192) == []
 assert {shape_of(t) for t in chunked(split, 2048)} == set(split) and chunked(tiles, 8192) == tiles
@@ -150,3 +152,11 @@ assert {shape_of(t) for t in chunked(split, 2048)} == set(split) and chunked(til
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=120)
     assert len({row[0] for row in table.ROWS}) == len(table.ROWS)
+
+
+def test_lengths_at_which_the_two_differ_by_less_than_their_noise_are_ties():
+    spread = {"fwd_bwd_device_p20_ms": 1.8, "fwd_bwd_device_p80_ms": 2.2}
+    ours, naive = record("ours", 128, 2.0), record("naive", 128, 1.9)
+    for row in (ours, naive):
+        row.metrics.update(spread)
+    assert sweep.crossovers([ours, naive]) == ["float32 d=16: no peer is faster; a tie at 128"]

@@ -55,3 +55,36 @@ def test_errors_say_what_is_allowed(capsys):
     with pytest.raises(SystemExit):
         calculator.main(["gpus", "--gpu", "RTX"])
     assert "A100" in capsys.readouterr().err
+
+
+REFUSED = {
+    "chain --elements -4": "--elements: -4: give a whole number of at least 1",
+    "chain --operations 0": "--operations: 0: give a whole number of at least 1",
+    "block --batch -1": "--batch: -1: give a whole number of at least 1",
+    "roofline --flops -1 --bytes 3": "--flops: -1: give a finite number above 0",
+    "roofline --flops nan --bytes 3": "--flops: nan: give a finite number above 0",
+    "kernel rms_norm -1 4": "shape: -1: give a whole number of at least 1",
+    "kernel matmul 3": "matmul has no shape of 1 dimension(s); give three: M, K, N",
+    "kernel rope 3": "rope has no shape of 1 dimension(s); give two or more",
+    "occupancy --threads 128 --registers 16 --shared-bytes -1": "--shared-bytes: -1: give a whole number of at least 0",
+    "waves --blocks -1": "--blocks: -1: give a whole number of at least 1",
+    "coalescing --offset -5": "--offset: -5: give a whole number of at least 0",
+    "coalescing --itemsize 3": "itemsize=3: a lane reads 1, 2, 4, 8, 16 bytes",
+    "banks --columns -3": "--columns: -3: give a whole number of at least 1",
+    "divergence --lanes 40": "--lanes: 40: give a whole number of at least 0 and at most 32",
+    "divergence --cycles -1 5": "--cycles: -1: give a finite number of at least 0",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_sizes_that_cannot_be_are_refused(capsys, command):
+    try:
+        code = calculator.main(command.split())
+    except SystemExit as refused:
+        code = refused.code
+    assert code == 2 and REFUSED[command] in capsys.readouterr().err
+
+
+def test_what_may_be_nothing_may_be_zero(capsys):
+    assert ask(capsys, "coalescing", "--stride", "0")["sectors"] == 1
+    assert ask(capsys, "divergence", "--lanes", "0")["efficiency"] > 0

@@ -234,3 +234,43 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_nothing_half_written(tmp_
     assert "SIGKILL" in errors or "lost another rank" in errors
     assert output == ""
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"config.json"}
+
+
+def compared(variant: str, **metrics: float) -> Record:
+    config = {"size": "tiny", "num_parameters": 1e6, "batch": 1, "context": 2, "dtype": "fp32", "world_size": 2}
+    config |= {"backend": "gloo", "profile_steps": 1, "steps": 6}
+    steps = {"step_p20_ms": 40.0, "step_p50_ms": 60.0, "step_p80_ms": 61.0, "exposed_comm_ms": 4.0}
+    return Record("ddp_bench", variant, config, steps | metrics, {"device_name": "some CPU", "torch": "2"}, None)
+
+
+def cells(record: Record) -> dict[str, str]:
+    columns = ddp_bench.VIEW.columns([record])
+    return {column.title: column.text(record) for column in columns}
+
+
+def test_a_comparison_inside_its_interval_prints_as_a_tie():
+    ratio = {"vs_torch_ddp": 1.013, "vs_torch_ddp_low": 0.98, "vs_torch_ddp_high": 1.05}
+    ratio |= {"vs_local": 1.07, "vs_local_low": 0.99, "vs_local_high": 1.1}
+    found = cells(compared("bucketed", **ratio))
+    assert (found["÷ torch"], found["exposed ms"]) == ("1.013 tie", "4.0 tie")
+    slower = ratio | {"vs_torch_ddp_low": 1.001, "vs_local_low": 1.01}
+    found = cells(compared("bucketed", **slower))
+    assert (found["÷ torch"], found["exposed ms"]) == ("1.013", "4.0")
+    peer = {"vs_torch_ddp": 1.0, "vs_torch_ddp_low": 1.0, "vs_torch_ddp_high": 1.0}
+    assert cells(compared("torch-ddp", **peer))["÷ torch"] == "1.000"
+
+
+def test_each_row_has_its_own_noise():
+    """The headline gave local's to all, and a row of p80 = 2.5 × p20 stood under 5 %."""
+    quiet = compared("local", step_p20_ms=59.0, noise_floor_pct=5.0)
+    wide = compared("flat", step_p20_ms=40.0, step_p80_ms=100.0, noise_floor_pct=5.0)
+    assert "noise by row 5.0 to 50.0 %" in ddp_bench.VIEW.headline([quiet, wide])
+    assert (cells(quiet)["± %"], cells(wide)["± %"]) == ("5.0", "50.0")
+
+
+def test_what_is_not_explained_says_what_to_try():
+    open_account = {"exposed_closes": False, "exposed_unexplained_ms": -30.0, "noise_pct": 10.0}
+    (line,) = ddp_bench.VIEW.findings([compared("naive", **open_account)])
+    assert line.startswith("UNEXPLAINED: naive: -30.0 ms of 4.0 ms")
+    assert "try --profile-steps 3 and --steps 13" in line and "a machine that does nothing else" in line
+    assert ddp_bench.VIEW.findings([compared("naive", **open_account | {"noise_pct": 60.0})]) == []

@@ -15,7 +15,7 @@ from experiments.kernel_roofline.__main__ import main
 from experiments.kernel_roofline.comparison import VIEW as COMPARISON_VIEW
 from experiments.kernel_roofline.comparison import beside_peers
 from experiments.kernel_roofline.prediction import KINDS, kind_of, naive_bytes, predicted
-from experiments.kernel_roofline.rows import build
+from experiments.kernel_roofline.rows import build, exact, worst_error
 from experiments.kernel_roofline.turns import fits
 from experiments.kernel_roofline.view import headline, verdicts
 from kernels.cost import Cost
@@ -33,6 +33,17 @@ def test_operations_are_right_in_the_smoke_run():
         assert r.metrics.get("rounds") == (bench.SMOKE.rounds if in_turns else None)
         assert r.metrics["status"] == "ok", (r.config["label"], r.variant, r.metrics)
         assert r.metrics["time_p50_ms"] > 0 and r.metrics["gb_per_s"] > 0
+
+
+@pytest.mark.parametrize("chunks", [1, 32])
+def test_the_error_of_linear_cross_entropy_in_chunks(chunks):
+    """fp16, as the table measures it: one rounding of each gradient, of the largest element half of 2⁻¹⁰, and of dz."""
+    names = {1: "linear_cross_entropy", 32: "linear_cross_entropy_256_rows"}
+    case = next(c for c in rows.cases(small=True) if c.name == names[chunks])
+    inputs = case.inputs((64, 16, 100), torch.float16, "cpu")
+    upstream = rows.upstream_of(rows.first(case.variants["ours"](*inputs)), "both")
+    results = rows.runner(case.variants["ours"], rows.with_gradients(inputs), "both", upstream)()
+    assert worst_error(results, exact(case, inputs, "both", upstream)) < 1.5e-3
 
 
 def test_a_cut_off_run_resumes(tmp_path):

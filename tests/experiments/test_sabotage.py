@@ -21,8 +21,17 @@ def examine_all(context):
         key = (mistake.healthy, id(mistake.task))
         if key not in healthy:
             healthy[key] = sabotage.examine(context, name, False, 2, STEPS)
-        results[name] = healthy[key], sabotage.examine(context, name, True, 2, STEPS)
+        results[name] = healthy[key], examine_broken(context, name)
     return results
+
+
+def examine_broken(context, name):
+    """What is caught by an error raises on all ranks at one place, so that they can go on together."""
+    if MISTAKES[name].check != ERROR:
+        return sabotage.examine(context, name, True, 2, STEPS)
+    with pytest.raises(RuntimeError) as caught:
+        sabotage.examine(context, name, True, 2, STEPS)
+    return {"error": str(caught.value)}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +39,13 @@ def examined():
     return run_ranks(examine_all, 2, deadline_s=120.0)[0]
 
 
-def test_there_are_twelve():
-    assert len(MISTAKES) == 12
+def test_there_are_fifteen():
+    assert len(MISTAKES) == 15
+
+
+def test_errors_say_what_to_do(examined):
+    assert "finish_gradient_synchronization()" in examined["finish forgotten"][1]["error"]
+    assert "clip_grad_norm_" in examined["torch's clipping"][1]["error"]
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -69,9 +83,9 @@ def test_the_command(monkeypatch, examined, tmp_path, capsys):
     )
     assert sabotage.main(["--quick", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "12 of 12 mistakes caught" in out and len(json.loads(out.splitlines()[-1])["records"]) == 12
+    assert "15 of 15 mistakes caught" in out and len(json.loads(out.splitlines()[-1])["records"]) == 15
     (folder,) = (tmp_path / "sabotage").iterdir()
-    assert len(read_json(folder / "records.json")) == 12 and (folder / "loss.png").stat().st_size > 10_000
+    assert len(read_json(folder / "records.json")) == 15 and (folder / "loss.png").stat().st_size > 10_000
     assert sabotage.main(["--mistakes", "typo", "--out", str(tmp_path)]) == 2
     assert "choose among" in capsys.readouterr().err
 

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from distlab.comm import RankContext
 from distlab.measure import bandwidth
 from distlab.report import view
 from distlab.report.record import OutputFolder, Record, read_json, write_json
@@ -19,6 +20,7 @@ from experiments import allreduce_sweep, bucket_sweep, scaling, scaling_measured
 from experiments.allreduce_sweep import SweepConfig
 from experiments.bucket_sweep import BucketSweepConfig, best_bucket_size
 from experiments.bucket_sweep import parts as sweep_parts
+from experiments.bucket_sweep.choice import optimum
 from experiments.scaling_measured import MeasureConfig, Regime, cells, prediction
 from launch import allreduce_sweep as launch_sweep
 from launch import bucket_sweep as launch_buckets
@@ -272,7 +274,7 @@ def test_records_of_another_machine_are_not_continued(tmp_path):
         (lambda: SweepConfig(operations=("all_to_all",)), "'all_to_all' is unknown; choose among all_reduce"),
         (lambda: SweepConfig(sizes=(4096,)), "give two or more positive sizes"),
         (lambda: SweepConfig(repeats=2), "repeats=2"),
-        (lambda: SweepConfig().groups(1), "collectives need 2 to 1 ranks; start more with --nproc"),
+        (lambda: SweepConfig().groups(1), "one rank alone sends nothing: start two or more with --nproc"),
         (lambda: SweepConfig(group_sizes=(2, 4)).groups(3), r"group sizes \(2, 4\) on 3 rank"),
         (lambda: BucketSweepConfig(dtype="int8"), "'int8' is unknown; allowed: fp32, bf16, fp16"),
         (lambda: BucketSweepConfig(bucket_sizes_mb=(25.0,)), "give two or more to compare"),
@@ -335,3 +337,35 @@ def test_records_of_two_machines_stay_apart(tmp_path):
         json.loads((tmp_path / "records.json").read_text())["records"][3]["environment"]["device_name"]
         == "GPU B"
     )
+
+
+def test_a_best_bucket_size_names_those_that_tie_with_it():
+    def swept(size: float, p50: float, spread: float) -> Record:
+        steps = {"step_p20_ms": p50 - spread, "step_p50_ms": p50, "step_p80_ms": p50 + spread}
+        config = {"strategy": "bucketed", "bucket_size_mb": size}
+        metrics = steps | {"predicted_step_ms": 1.0, "error_pct": 1.0}
+        return Record("bucket_sweep", f"bucketed-{size:g}", config, metrics, {}, None)
+
+    found = optimum([swept(1.0, 100.0, 1.0), swept(10.0, 101.0, 3.0), swept(25.0, 120.0, 1.0)])
+    assert (found["best_bucket_mb"], found["tied_with_best_mb"]) == ("1", ["10"])
+    (line,) = bucket_sweep.VIEW.findings([Record("bucket_sweep", "optimum", {}, found, {}, None)])
+    assert line.startswith("Best measured: 1 MiB (tie with 10), 100.0 ms")
+
+
+def too_large(context: RankContext) -> str:
+    try:
+        allreduce_sweep.run(SweepConfig(sizes=(4096, 10**15), contention_bytes=0), context)
+    except MemoryError as error:
+        return str(error)
+    return "timed"
+
+
+def test_payloads_that_do_not_fit_are_refused_before_anything_is_timed():
+    assert all("give smaller --sizes" in answer for answer in run_ranks(too_large, 2))
+
+
+def test_only_a_run_that_was_cut_off_can_be_resumed(tmp_path):
+    for folder in (tmp_path, "/", tmp_path / "missing"):
+        arguments = launch_scaling.parser().parse_args([f"--resume={folder}"])
+        with pytest.raises(ValueError, match="no folder of a run that was cut off"):
+            launch_scaling.measure(None, None, arguments)

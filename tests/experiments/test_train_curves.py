@@ -7,6 +7,7 @@ import pytest
 from distlab.report import Record, read_json
 from experiments.train_curves import check_restarts, headline, verdicts
 from experiments.train_curves_pieces.config import COST, KILLED, REFERENCE, ROUNDING
+from experiments.train_curves_pieces.verdicts import cost_is_noise
 from tests.commands import torchrun
 
 ARGUMENTS = [
@@ -66,3 +67,10 @@ def test_nobody_is_killed_whom_nobody_starts_again():
             check_restarts(("curves", "kill"), variables)
         check_restarts(("curves", "cost"), variables)
     check_restarts(("kill",), {"TORCHELASTIC_MAX_RESTARTS": "1"})
+
+
+def test_a_cost_inside_the_noise_of_its_blocks_is_a_tie_and_no_mistake():
+    noisy = Record("train_curves", COST, {}, {"checkpoint_cost_pct": 7.0, "noise_floor_pct": 20.0}, {}, None)
+    assert verdicts([noisy]) == [] and cost_is_noise(noisy)
+    quiet = Record("train_curves", COST, {}, {"checkpoint_cost_pct": 7.0, "noise_floor_pct": 2.0}, {}, None)
+    assert len(verdicts([quiet])) == 1 and not cost_is_noise(quiet)

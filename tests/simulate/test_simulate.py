@@ -2,6 +2,7 @@
 and FLOPs against the closed forms."""
 
 import sys
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from distlab.measure.recorder import CollectiveRecorder
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
 from distlab.parallel import STRATEGIES, get_strategy
+from distlab.parallel.elementwise import check_elementwise
 from distlab.simulate.events import Compute, Issue, Wait
 from distlab.simulate.run import simulate_step
 from distlab.simulate.training import simulate_training
@@ -80,17 +82,20 @@ def _train(wrapper, optimizer, mark, name, compute_dtype):
 @pytest.mark.parametrize("name", ["bucketed", "zero1", "fsdp"])
 def test_volume_of_a_thousand_ranks_is_the_closed_form(name):
     step = simulate_training(CONFIG, name, batch=1, world_size=1000, dtype="bf16", bucket_size_mb=BUCKET_MB)
-    numels = ModelShape.of(CONFIG).parameter_numels()
+    shapes = ModelShape.of(CONFIG).parameter_shapes()
+    named = list(zip(TransformerLM(CONFIG, device="meta").named_parameters(), shapes, strict=True))
+    assert all(parameter.shape == shape for (_, parameter), shape in named)
     expected = step_volume(
         name,
-        numels,
-        [4] * len(numels),
+        ModelShape.of(CONFIG).parameter_numels(),
+        [4] * len(shapes),
         bucket_size_mb=BUCKET_MB,
         world_size=1000,
-        **({"compute_itemsize": 2} if name == "fsdp" else {}),
+        units=[name[: len("blocks.0")] if len(shape) > 1 else None for (name, _), shape in named],
+        shapes=shapes,
+        compute_itemsize=2,
     )
-    if expected is not None:
-        assert (len(step.calls), step.comm_bytes) == (expected.collectives, expected.bytes)
+    assert (len(step.calls), step.comm_bytes) == (expected.collectives, expected.bytes)
 
 
 def test_flops_by_phase():
@@ -178,6 +183,15 @@ def test_events_are_ordered_like_the_program():
     first_wait = next(i for i, item in enumerate(items) if isinstance(item, Wait))
     backward = [i for i, item in enumerate(items) if isinstance(item, Compute) and item.phase == "backward"]
     assert backward[0] < first_issue < backward[-1] < first_wait
+
+
+def test_an_optimizer_of_fake_parameters_is_tried_out_on_real_ones():
+    with fake_world(2), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parameters = [torch.nn.Parameter(torch.ones(3, 4))]
+        check_elementwise(torch.optim.AdamW(parameters, fused=True))
+        with pytest.raises(ValueError, match="Adafactor is not element-wise"):
+            check_elementwise(torch.optim.Adafactor(parameters))
 
 
 def test_refusals_and_the_world_is_left():

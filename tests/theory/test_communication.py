@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.parallel.buckets import plan_buckets
+from distlab.parallel.fsdp.units import FlatPlan, plan_buffers
 from distlab.theory import communication
 from distlab.theory.communication import (
     CommunicationVolume,
@@ -16,6 +17,7 @@ from distlab.theory.communication import (
     overlap,
     torch_ddp,
 )
+from distlab.theory.messages import sharded_buffers
 
 MIB = 2**20
 # Parameters as (numel, dtype); sizes around the limits below, ties included.
@@ -127,3 +129,26 @@ def test_fsdp_without_norms_sends_no_all_reduce_and_needs_units_by_name():
     assert named == volume
     with pytest.raises(ValueError, match="world_size=0"):
         communication.fsdp([16], [4], ["a"], world_size=0, compute_itemsize=4)
+
+
+def test_fsdp_pads_to_whole_rows():
+    # Rows of 3 and of 5. The second matrix begins at 40, a multiple of 5 and 8, and ends at 65; a rank's share is a
+    # multiple of 15: 33 → 45. The third has fewer rows than ranks and is cut between elements: 12 → 2 · 6.
+    shapes = [(7, 3), (5, 5), (1, 12)]
+    options = {"world_size": 2, "compute_itemsize": 2, "shapes": shapes}
+    volume = communication.fsdp([21, 25, 12], [4] * 3, ["a", "a", "b"], **options)
+    assert volume == communication.CommunicationVolume(6, (90 + 12) * (2 * 2 + 4))
+
+
+SIZES = st.integers(0, 12) | st.sampled_from([128, 147, 1000, 4096, 11008])
+MATRICES = st.lists(st.lists(SIZES, min_size=2, max_size=4).map(tuple), min_size=1, max_size=6)
+
+
+@given(MATRICES, st.integers(1, 9) | st.sampled_from([64, 1000, 1024]))
+@settings(max_examples=300, deadline=None)
+def test_fsdps_buffers_are_those_of_the_plan(shapes, world_size):
+    plans = [
+        FlatPlan(tuple(shapes[i] for i in indices), world_size)
+        for indices in plan_buffers(shapes, world_size)
+    ]
+    assert sharded_buffers(shapes, world_size) == [plan.numel for plan in plans]

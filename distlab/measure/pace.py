@@ -1,0 +1,65 @@
+"""How far a long loop is, and how long the rest of it will take."""
+
+import time
+from collections.abc import Callable
+
+EVERY_S = 5.0
+
+
+class Pace:
+    """Called once per repetition, says a line now and then: `small: step: 40 of 500, 1 min 32 s left`.
+
+    What is left is estimated from the repetitions since the first, which compiles and allocates. A loop that is over
+    within `every_s` seconds says nothing.
+
+    Args:
+        total: repetitions.
+        what: is repeated.
+        say: takes the line.
+        every_s: seconds between lines.
+        clock: in seconds.
+
+    Raises:
+        ValueError: no repetition.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        what: str,
+        say: Callable[[str], None],
+        *,
+        every_s: float = EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if total < 1:
+            raise ValueError(f"total={total}: at least one repetition")
+        self.total, self.what, self.say = total, what, say
+        self.every_s, self.clock = every_s, clock
+        self.done = 0
+        self._said = clock()
+        self._first: float | None = None
+
+    def __call__(self) -> None:
+        """One more repetition is done."""
+        self.done += 1
+        now = self.clock()
+        if self._first is None:
+            self._first = now
+        if self.done == self.total or now - self._said < self.every_s:
+            return
+        self._said = now
+        left = ""
+        if self.done > 1:
+            left = f", {duration((now - self._first) / (self.done - 1) * (self.total - self.done))} left"
+        self.say(f"{self.what}: {self.done} of {self.total}{left}")
+
+
+def duration(seconds: float) -> str:
+    """`8 s`, `3 min 20 s` or `2 h 5 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

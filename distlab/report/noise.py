@@ -1,0 +1,59 @@
+"""What a row says of its own noise, and which differences are therefore none.
+
+Noise is a row's own: on one machine a row may repeat itself within 1 % and the next not within 20 %. An experiment
+that knows it better writes it as `noise_pct`; otherwise it is the larger of two figures: `noise_floor_pct`, what the
+row measured against itself (even against odd steps, say), and half of what its samples spread from p20 to p80. Two rows
+that differ by less than the noise of the worse one are a tie; where samples were paired, their 95 % interval decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distlab.report.record import Record
+from distlab.report.table import Column
+
+TIE = " tie"
+
+
+def noise_of(metrics: Mapping[str, Any], quantity: str = "step") -> float | None:
+    """Noise of a row's median of `quantity`, in %; None if the row holds nothing to tell it by."""
+    if _is_number(metrics.get("noise_pct")):
+        return metrics["noise_pct"]
+    found = [metrics["noise_floor_pct"]] if _is_number(metrics.get("noise_floor_pct")) else []
+    p20, p50, p80 = (metrics.get(f"{quantity}_{p}_ms") for p in ("p20", "p50", "p80"))
+    if all(map(_is_number, (p20, p50, p80))) and p50 > 0:
+        found.append(100 * (p80 - p20) / 2 / p50)
+    return max(found, default=None)
+
+
+def tied(mine: Mapping[str, Any], other: Mapping[str, Any], quantity: str = "step") -> bool:
+    """Whether two rows' medians of `quantity` differ by no more than the noise of the worse one."""
+    first, second = (metrics.get(f"{quantity}_p50_ms") for metrics in (mine, other))
+    noises = [noise_of(metrics, quantity) for metrics in (mine, other)]
+    if not (_is_number(first) and _is_number(second)) or None in noises:
+        return False
+    return abs(first - second) <= max(noises) / 100 * min(first, second)
+
+
+def interval_ties(low: Any, high: Any) -> bool:
+    """Whether an interval of a ratio contains 1, and is one: a row over itself is exactly 1 and no tie."""
+    return _is_number(low) and _is_number(high) and low <= 1 <= high and low < high
+
+
+def noise_by_row(records: Sequence[Record], quantity: str = "step") -> str:
+    """For a headline: `noise by row 1.2 to 5.0 %`; empty where no row tells."""
+    found = [noise for record in records if (noise := noise_of(record.metrics, quantity)) is not None]
+    if not found:
+        return ""
+    low, high = f"{min(found):.1f}", f"{max(found):.1f}"
+    return f"noise by row {low} %" if low == high else f"noise by row {low} to {high} %"
+
+
+NOISE = Column("metrics.noise_pct", "± %", ".1f", missing="", derived=lambda record: noise_of(record.metrics))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
