@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from distlab.bench.workbench import Variant, Workbench, variants
 from distlab.comm import RankContext, collectives
 from distlab.measure.memory import allocated_bytes, peak_memory, tensor_bytes
 from distlab.measure.timing import MIN_SAMPLES, PhaseTimer, percentiles, slowest_rank
@@ -23,7 +24,6 @@ from distlab.report.view import View
 from distlab.theory.memory import CUBLAS_WORKSPACES, Breakdown, StepMemory, step_memory
 from distlab.theory.shape import ModelShape
 from distlab.train.requirements import PlannedStep, require
-from distlab.train.workbench import Variant, Workbench, variants
 
 NAME = "memory_breakdown"
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distlab.checkpoint.lock import hold
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
 from distlab.measure.memory import peak_memory
@@ -25,7 +26,6 @@ from distlab.report.curves import curves
 from distlab.theory.compute import mfu, step_flops
 from distlab.train.config import DTYPES, TrainConfig
 from distlab.train.journal import Journal
-from distlab.train.lock import hold
 from distlab.train.loop import Outcome, StepReport, Trainer
 from distlab.train.requirements import require, training_step
 from distlab.train.tokens import Sequences, SyntheticSequences, TokenWindows, examine, open_tokens

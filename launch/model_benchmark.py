@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from distlab.bench.trial import COMPILE, DTYPES, MODES
 from distlab.comm import RankContext
 from distlab.measure.nvtx import emitter, nsys_command
 from distlab.model.config import ATTENTION_CHOICES, OPS_CHOICES, PRESETS
@@ -21,7 +22,6 @@ from distlab.report.options import whole
 from distlab.report.output import OutputFolder
 from distlab.report.record import read_json
 from distlab.report.view import View
-from distlab.train.trial import COMPILE, DTYPES, MODES
 from experiments import model_benchmark, model_profile
 from experiments.model_benchmark import BenchmarkConfig
 from experiments.model_profile import Inspection

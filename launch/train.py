@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from distlab.checkpoint.lock import hold
 from distlab.comm import RankContext, RankEnvironment, collectives
 from distlab.model.config import OPS_CHOICES
 from distlab.report import OutputFolder, json_line
 from distlab.report.options import whole
 from distlab.train.config import DTYPES, TRAINABLE, TrainConfig
-from distlab.train.lock import hold
 from experiments import training
 from experiments.training import DataConfig, Training
 from launch.common import add_rank_options, launch, leave_process, progress_to_stderr

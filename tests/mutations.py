@@ -436,7 +436,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group options other than lr not restored",
-        "distlab/train/layout.py",
+        "distlab/parallel/shard.py",
         'for name, value in saved.items()\n                if name != "params"\n',
         'for name, value in saved.items()\n                if name == "lr"\n',
         ("tests/train/test_resume.py", "-k", "option"),
@@ -450,14 +450,14 @@ MUTATIONS = (
     ),
     Mutation(
         "an old checkpoint folder deleted instead of moved aside",
-        "distlab/train/checkpoint_store.py",
+        "distlab/checkpoint/files.py",
         "            final.rename(aside)\n",
         "            shutil.rmtree(final)\n",
-        ("tests/train/test_checkpoint.py", "-k", "lost_its_name"),
+        ("tests/checkpoint/test_checkpoint.py", "-k", "lost_its_name"),
     ),
     Mutation(
         "settle does not wait for ZeRO's gathers",
-        "distlab/train/layout.py",
+        "distlab/parallel/shard.py",
         '        if hasattr(self.optimizer, "synchronize"):\n            self.optimizer.synchronize()\n',
         "",
         ("tests/train/test_resume.py", "-k", "gathering"),

@@ -46,9 +46,9 @@ def _forget() -> dict[str, ModuleType]:
 
 def samples(context: RankContext, options: argparse.Namespace, strategy: str) -> list[float]:
     """Step times in ms of one attachment, by whichever tree is imported now."""
+    from distlab.bench.workbench import Workbench, variants
     from distlab.model.config import preset
     from distlab.train.step import DTYPES
-    from distlab.train.workbench import Workbench, variants
 
     bench = Workbench(
         context, preset(options.size), batch_size=options.batch, compute_dtype=DTYPES[options.dtype]

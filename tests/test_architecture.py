@@ -30,8 +30,12 @@ ALLOWED_IN_DISTLAB: dict[str, frozenset[str]] = {
     "measure": frozenset({"distlab.comm", "distlab.ending", "distlab.hardware"}),
     "theory": frozenset({"distlab.hardware", "kernels.cost"}),
     "simulate": frozenset({"distlab.comm", "distlab.parallel", "distlab.measure", "distlab.theory"}),
+    "checkpoint": frozenset({"distlab.comm", "distlab.parallel.shard"}),
     "train": frozenset(
-        {"distlab.parallel", "distlab.model", "distlab.measure", "distlab.hardware", "distlab.comm"}
+        {f"distlab.{name}" for name in ("checkpoint", "parallel", "model", "measure", "hardware", "comm")}
+    ),
+    "bench": frozenset(
+        {"distlab.train", "distlab.parallel", "distlab.model", "distlab.measure", "distlab.hardware", "distlab.comm"}
     ),
     "testing": ANYTHING,
     "course": ANYTHING,

@@ -1,4 +1,4 @@
-"""The pages: tables as their records say, links that lead somewhere, files that the tree names."""
+"""The pages: tables as their records say, links that lead somewhere."""
 
 import re
 
@@ -50,21 +50,6 @@ def headings(page) -> set[str]:
     """The anchors that a page's headings get: lower case, punctuation dropped, blanks to hyphens."""
     found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
-
-
-def test_the_tree_in_the_readme_exists():
-    """Every path that the annotated tree names is there."""
-    tree = re.search(
-        r"```text\n(distlab/.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
-    )
-    folders: list[str] = []
-    for line in tree.group(1).splitlines()[0:]:
-        indent, name = re.match(r"( *)(\S+)", line).groups()
-        depth = len(indent) // 2
-        folders[depth:] = [name.rstrip("/")]
-        for sibling in re.match(r" *((?:\S+\.py|\S+/)(?: (?:\S+\.py|\S+/))*)", line).group(1).split():
-            path = ROOT.joinpath(*folders[:depth], sibling)
-            assert path.exists(), f"README names {path.relative_to(ROOT)}"
 
 
 def test_a_marker_without_its_end_is_an_error():

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
+from distlab.checkpoint import rng
+from distlab.checkpoint.checkpointer import Checkpointer, Stored
+from distlab.checkpoint.files import MARKER, Damaged
+from distlab.checkpoint.lock import RunLock
 from distlab.comm import RankContext
 from distlab.model.ops import adamw
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
-from distlab.train import rng
-from distlab.train.checkpoint import Checkpointer, Stored
-from distlab.train.checkpoint_store import MARKER, Damaged
 from distlab.train.config import DTYPES, TrainConfig, refuse_other_run
 from distlab.train.evaluate import validation_loss
 from distlab.train.heartbeat import Beat, Heartbeat, NonFiniteLoss, StopSignals
-from distlab.train.lock import RunLock
 from distlab.train.scaler import LossScaler
 from distlab.train.step import TrainStep, loss_function
 from distlab.train.tokens import GlobalOrder, Sequences, to_batch

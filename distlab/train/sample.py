@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from distlab.checkpoint import dcp
+from distlab.checkpoint.checkpointer import refuse_other_model
+from distlab.checkpoint.dcp import Item
+from distlab.checkpoint.files import CheckpointFolder, Damaged, Stored, check_contents, check_sizes
 from distlab.comm import RankContext
 from distlab.model.config import ModelConfig
 from distlab.model.transformer import TransformerLM
-from distlab.train import checkpoint_dcp as dcp
-from distlab.train.checkpoint import refuse_other_model
-from distlab.train.checkpoint_dcp import Item
-from distlab.train.checkpoint_store import CheckpointFolder, Damaged, Stored, check_contents, check_sizes
-from distlab.train.layout import Run, flat
+from distlab.parallel.shard import Run, flat
 
 LEAST_TEMPERATURE = 1e-4  # besides 0
 

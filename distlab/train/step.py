@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distlab.comm import RankContext, collectives
 from distlab.model.ops import cross_entropy
-from distlab.train.layout import stepped_by
+from distlab.parallel.shard import stepped_by
 from distlab.train.scaler import LossScaler
 
 # Types of the computation over fp32 parameters, by autocast or by the wrapper; None: the parameters' own.

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from distlab.bench.workbench import Workbench
 from distlab.comm import RankContext, collectives
 from distlab.measure.timing import percentiles
 from distlab.report.noise import noise_of
 from distlab.report.record import Record, commit, environment
 from distlab.simulate.calibrate import MeasuredLinks
 from distlab.train.requirements import PlannedStep, require
-from distlab.train.workbench import Workbench
 
 from .choice import optimum
 from .config import DTYPES, NAME, OPTIMUM, OURS, PARTS, BucketSweepConfig

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distlab.bench.workbench import Timing
 from distlab.comm import RankContext
 from distlab.measure.bandwidth import time_collective
 from distlab.measure.contention import Disturbance, disturb
@@ -18,7 +19,6 @@ from distlab.simulate.calibrate import MeasuredLinks
 from distlab.theory.collective_fit import CollectiveFit, fit_collective
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import next_token_loss
-from distlab.train.workbench import Timing
 
 from .config import DTYPES, BucketSweepConfig
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 
+from distlab.bench.workbench import Variant, Workbench
 from distlab.measure.exposure import StepAccount, account, closes, explain
 from distlab.measure.overlap import analyse, exposed_all_gathers, idle_gaps
 from distlab.measure.trace import load_trace
 from distlab.model.transformer import TransformerLM
 from distlab.report.record import OutputFolder, Record
 from distlab.theory.communication import step_volume
-from distlab.train.workbench import Variant, Workbench
 
 
 def sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from distlab.bench.workbench import variants
 from distlab.measure.timing import MIN_PAIRS
 from distlab.model.config import ModelConfig, preset
 from distlab.parallel import strategies_on
 from distlab.train.step import DTYPES
-from distlab.train.workbench import variants
 
 NAME = "ddp_bench"
 OOM = "OOM"

@@ -5,6 +5,8 @@ from dataclasses import asdict
 
 import torch
 
+from distlab.bench.reference import parameter_difference
+from distlab.bench.workbench import Timing, Workbench, variants
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
 from distlab.measure.attempt import is_out_of_memory
@@ -13,9 +15,7 @@ from distlab.measure.timing import MIN_PAIRS, exposure_ratio, noise_floor, paire
 from distlab.report.noise import noise_of
 from distlab.report.record import OutputFolder, Record, commit, environment
 from distlab.theory.compute import mfu, step_flops
-from distlab.train.reference import parameter_difference
 from distlab.train.requirements import PlannedStep, require
-from distlab.train.workbench import Timing, Workbench, variants
 
 from .account import explanation, overlap, sent
 from .config import DTYPES, NAME, OOM, DDPBenchConfig

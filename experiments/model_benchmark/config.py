@@ -3,8 +3,8 @@
 import itertools
 from dataclasses import dataclass, fields
 
+from distlab.bench.trial import MODES, TrialConfig
 from distlab.measure.timing import MIN_SAMPLES
-from distlab.train.trial import MODES, TrialConfig
 
 NAME = "model_benchmark"
 SWEPT = [field.name for field in fields(TrialConfig) if field.name not in ("bucket_size_mb", "seed")]
@@ -15,7 +15,7 @@ class BenchmarkConfig:
     """Every combination of these; see `TrialConfig` for the options.
 
     Args:
-        modes: of `distlab.train.trial.MODES`; run in that order.
+        modes: of `distlab.bench.trial.MODES`; run in that order.
         warmups: numbers of first calls to leave out. All rows of one combination come from one series, so that they
             show what those calls cost. A process is cold only once: compare warm-ups in the first combination.
         repeats: timed calls.

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distlab.bench.trial import MODES, Trial, TrialConfig, errors_against_reference, opened
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
 from distlab.measure.attempt import attempt
@@ -26,7 +27,6 @@ from distlab.report.noise import noise_of
 from distlab.report.record import Record, commit, environment
 from distlab.theory.compute import forward_flops, mfu
 from distlab.train.requirements import PlannedStep, require, shortage
-from distlab.train.trial import MODES, Trial, TrialConfig, errors_against_reference, opened
 
 from .config import NAME, BenchmarkConfig
 

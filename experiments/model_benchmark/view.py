@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from distlab.bench.trial import described
 from distlab.measure.profile import PHASES
 from distlab.report import plot
 from distlab.report.curves import curves
@@ -10,7 +11,6 @@ from distlab.report.noise import NOISE
 from distlab.report.record import Record
 from distlab.report.table import Column
 from distlab.report.view import View
-from distlab.train.trial import described
 
 from . import __doc__ as QUESTION
 from .config import NAME

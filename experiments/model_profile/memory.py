@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from distlab.bench.trial import TrialConfig, described, opened
 from distlab.comm import RankContext
 from distlab.measure import snapshot
 from distlab.measure.memory import peak_memory
@@ -14,7 +15,6 @@ from distlab.report.areas import stacked_areas
 from distlab.report.record import Record, environment
 from distlab.report.table import Column
 from distlab.report.view import View
-from distlab.train.trial import TrialConfig, described, opened
 
 from .rows import Rows, headline, mib_column, ms_column, of_each, prefix
 

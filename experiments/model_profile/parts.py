@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from distlab.bench.trial import TrialConfig
 from distlab.comm import RankContext
 from distlab.measure.attempt import attempt
 from distlab.report.record import Record, commit, environment
 from distlab.report.view import View
-from distlab.train.trial import TrialConfig
 
 from . import memory, residuals, work
 from .inspection import Inspection

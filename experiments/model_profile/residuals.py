@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from distlab.bench.trial import TrialConfig, compiled, opened
 from distlab.comm import RankContext
 from distlab.measure.attempt import attempt
 from distlab.measure.residuals import gradient_bytes, saved_for_backward
@@ -13,7 +14,6 @@ from distlab.report.table import Column
 from distlab.report.view import View
 from distlab.theory.activations import PRECISIONS, block_activations
 from distlab.theory.shape import ModelShape
-from distlab.train.trial import TrialConfig, compiled, opened
 
 from .rows import Rows, headline, mib_column
 

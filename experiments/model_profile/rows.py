@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from distlab.bench.trial import described
 from distlab.report.record import Record
 from distlab.report.table import Column
-from distlab.train.trial import described
 
 Rows = list[tuple[str, dict[str, Any]]]  # variant and metrics
 

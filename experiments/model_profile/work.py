@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from distlab.bench.trial import TrialConfig, opened
 from distlab.comm import RankContext, collectives
 from distlab.measure.category import CATEGORIES, readable
 from distlab.measure.flops import FlopsByCategory
@@ -17,7 +18,6 @@ from distlab.report import plot
 from distlab.report.record import Record
 from distlab.report.table import Column
 from distlab.report.view import View
-from distlab.train.trial import TrialConfig, opened
 
 from .inspection import Inspection
 from .rows import Rows, headline, ms_column, of_each, prefix

@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
+from distlab.bench.reference import Task, full_parameters, parameter_difference
+from distlab.bench.workbench import Variant
 from distlab.comm import RankContext, collectives
 from distlab.measure.recorder import CollectiveRecorder
 from distlab.model.ops import naive_attention
 from distlab.parallel import Strategy
 from distlab.theory.communication import step_volume
-from distlab.train.reference import Task, full_parameters, parameter_difference
 from distlab.train.step import TrainStep
-from distlab.train.workbench import Variant
 
 from .injected import healthy_attention
 from .mistakes import ATTENTION, EQUALITY, ERROR, MISTAKES, VOLUME, Attention, Mistake

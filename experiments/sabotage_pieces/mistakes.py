@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distlab.bench.reference import Task
 from distlab.model.config import ModelConfig
 from distlab.model.ops import naive_attention
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import STRATEGIES, Strategy
 from distlab.train.data import SyntheticTokens
-from distlab.train.reference import Task
 
 from .injected import (
     ClipsItsOwnPart,

@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from distlab.bench import workbench
+from distlab.bench.reference import parameter_difference
+from distlab.bench.workbench import Workbench, variants
 from distlab.comm import RankContext
 from distlab.parallel import NaiveDDP
 from distlab.report.record import OutputFolder, Record, read_json
 from distlab.testing import run_ranks
-from distlab.train import workbench
-from distlab.train.reference import parameter_difference
-from distlab.train.workbench import Workbench, variants
 from experiments import ddp_bench
 from experiments.ddp_bench import DDPBenchConfig
 from tests.commands import ROOT, environment, python, torchrun

@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from distlab.bench import trial as trial_module
+from distlab.bench.trial import TrialConfig
 from distlab.model import TransformerLM
 from distlab.report.view import write
 from distlab.testing import run_ranks
-from distlab.train import trial as trial_module
-from distlab.train.trial import TrialConfig
 from experiments import model_benchmark, model_profile
 from experiments.model_benchmark import BenchmarkConfig
 from experiments.model_profile import Inspection, residuals, work

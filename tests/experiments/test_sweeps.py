@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from distlab.bench.workbench import Workbench, variants
 from distlab.comm import RankContext
 from distlab.measure import bandwidth
 from distlab.report import view
@@ -15,7 +16,6 @@ from distlab.report.record import OutputFolder, Record, read_json, write_json
 from distlab.simulate.calibrate import MeasuredLinks, measured_links
 from distlab.testing import run_ranks
 from distlab.theory.collective_fit import CollectiveFit, Piece
-from distlab.train.workbench import Workbench, variants
 from experiments import allreduce_sweep, bucket_sweep, scaling, scaling_measured
 from experiments.allreduce_sweep import SweepConfig
 from experiments.bucket_sweep import BucketSweepConfig, best_bucket_size

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from distlab.checkpoint import lock as lock_module
+from distlab.checkpoint.lock import NAME, FolderIsHeld, Holder, RunLock
 from distlab.comm import RankContext
 from distlab.report import OutputFolder, read_json
 from distlab.testing import run_ranks
-from distlab.train import lock as lock_module
 from distlab.train.journal import Journal, read_journal
-from distlab.train.lock import NAME, FolderIsHeld, Holder, RunLock
 from experiments.training import DataConfig, Training
 from tests.train.cases import tiny
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from distlab.comm import RankContext
+from distlab.parallel.shard import Layout
 from distlab.report import OutputFolder
 from distlab.testing import run_ranks
 from distlab.train.config import TrainConfig, refuse_other_run
-from distlab.train.layout import Layout
 from experiments.training import DataConfig, Training
 from tests.fuzz import late_arrivals
 from tests.train.cases import Run, draw_from_all_generators, tiny

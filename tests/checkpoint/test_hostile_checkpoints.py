@@ -19,10 +19,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
-from distlab.comm import RankContext
-from distlab.train import checkpoint_dcp, rng, sample
-from distlab.train.checkpoint import CheckpointError
-from distlab.train.checkpoint_store import (
+from distlab.checkpoint import dcp, rng
+from distlab.checkpoint.checkpointer import CheckpointError
+from distlab.checkpoint.files import (
     FORMAT,
     MARKER,
     METADATA,
@@ -31,6 +30,8 @@ from distlab.train.checkpoint_store import (
     check_sizes,
     digest_of,
 )
+from distlab.comm import RankContext
+from distlab.train import sample
 from distlab.train.scaler import LossScaler
 from tests.train.cases import Run, digest
 
@@ -292,7 +293,7 @@ INDEX = {
 
 def test_an_index_that_was_made_up_is_named(run):
     before = digest(run.trainer.wrapper)
-    original = checkpoint_dcp.read_metadata(path_of(run))
+    original = dcp.read_metadata(path_of(run))
     for name, change in INDEX.items():
         metadata = copy.deepcopy(original)
         change(metadata)

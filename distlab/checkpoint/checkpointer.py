@@ -24,20 +24,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from distlab.comm import RankContext, collectives
-from distlab.train import checkpoint_dcp as dcp
-from distlab.train import rng
-from distlab.train.checkpoint_dcp import CheckpointError, Item
-from distlab.train.checkpoint_staging import Staging
-from distlab.train.checkpoint_store import (
+from distlab.checkpoint import dcp, rng
+from distlab.checkpoint.dcp import CheckpointError, Item
+from distlab.checkpoint.files import (
     CheckpointFolder,
     Damaged,
     Stored,
     check_contents,
     check_sizes,
 )
-from distlab.train.layout import Layout, Run
-from distlab.train.lock import LockLost, RunLock
+from distlab.checkpoint.lock import LockLost, RunLock
+from distlab.checkpoint.staging import Staging
+from distlab.comm import RankContext, collectives
+from distlab.parallel.shard import Layout, Run
 
 __all__ = ["CheckpointError", "Checkpointer", "Stored"]
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from distlab.bench.workbench import Variant
 from distlab.comm import RankContext, collectives
 from distlab.model.config import preset
 from distlab.model.transformer import TransformerLM
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import LossFunction, TrainStep, next_token_loss
-from distlab.train.workbench import Variant
 
 
 @dataclass(frozen=True)

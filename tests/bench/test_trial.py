@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from distlab.bench import trial as module
+from distlab.bench.trial import MODES, TrialConfig, described, errors_against_reference, opened
 from distlab.model.config import preset
 from distlab.model.ops import get_ops
-from distlab.train import trial as module
-from distlab.train.trial import MODES, TrialConfig, described, errors_against_reference, opened
 
 TINY = TrialConfig(batch=2, context=16)
 

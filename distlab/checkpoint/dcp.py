@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from distlab.train.checkpoint_store import METADATA
+from distlab.checkpoint.files import METADATA
 
 _DCP = "torch.distributed.checkpoint"
 SAFE_CLASSES = {

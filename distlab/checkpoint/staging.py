@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from distlab.train.checkpoint_dcp import Item
-from distlab.train.layout import Run
+from distlab.checkpoint.dcp import Item
+from distlab.parallel.shard import Run
 
 
 class Staging:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distlab.train import lock as lock_module
-from distlab.train.lock import NAME, FolderIsHeld, Holder, LockLost, RunLock
+from distlab.checkpoint import lock as lock_module
+from distlab.checkpoint.lock import NAME, FolderIsHeld, Holder, LockLost, RunLock
 
 
 def write(folder: Path, holder: Holder) -> Path:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from distlab.checkpoint import dcp, files
+from distlab.checkpoint.checkpointer import CheckpointError
+from distlab.checkpoint.files import MARKER, CheckpointFolder, Damaged, FormatIsNewer, digest_of
 from distlab.comm import RankContext
 from distlab.testing import RanksFailed, run_ranks
-from distlab.train import checkpoint_dcp, checkpoint_store
-from distlab.train.checkpoint import CheckpointError
-from distlab.train.checkpoint_store import MARKER, CheckpointFolder, Damaged, FormatIsNewer, digest_of
 from distlab.train.loop import Trainer
 from tests.train.cases import STRATEGIES, Run, draw_from_all_generators
 
@@ -113,7 +113,7 @@ def what_is_stored(context: RankContext, folder: str, strategy: str) -> dict:
     run.trainer.save()
     run.trainer.checkpoints.wait()
     stored = run.trainer.checkpoints.newest()
-    metadata = checkpoint_dcp.read_metadata(stored.path)
+    metadata = dcp.read_metadata(stored.path)
     sizes = {key: m.size[0] for key, m in metadata.state_dict_metadata.items() if not key.startswith("rng")}
     return {"sizes": sizes, "tensors": stored.content["tensors"], "files": stored.content["files"]}
 
@@ -236,7 +236,7 @@ def test_loading_runs_no_code(two, tmp_path):
     path = folder / "step_00000004"
     (path / ".metadata").write_bytes(pickle.dumps(Evil(str(tmp_path / "ran"))))
     with pytest.raises(CheckpointError, match="which a checkpoint has no use for"):
-        checkpoint_dcp.read_metadata(path)
+        dcp.read_metadata(path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -249,7 +249,7 @@ def rewrite_marker(path: Path, **changes) -> None:
 def test_a_newer_format_is_an_error_and_not_a_reason_to_go_back(two, tmp_path):
     folder = tmp_path / "newer"
     shutil.copytree(two, folder)
-    rewrite_marker(folder / "step_00000004", format=checkpoint_store.FORMAT + 1)
+    rewrite_marker(folder / "step_00000004", format=files.FORMAT + 1)
     assert all("update distlab" in message for message in run_ranks(refusal, 2, str(folder)))
     with pytest.raises(FormatIsNewer):
         CheckpointFolder(folder).open(4)
@@ -291,18 +291,18 @@ def full_disk(context: RankContext, folder: str, how: str) -> str:
     trainer.checkpoints.wait()
     trainer.one_step()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    original = checkpoint_dcp.HashingStream.write
+    original = dcp.HashingStream.write
     if context.rank == 1 and how == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     elif context.rank == 1:
-        checkpoint_dcp.HashingStream.write = _no_space
+        dcp.HashingStream.write = _no_space
     try:
         trainer.save()
         with pytest.raises(CheckpointError) as caught:
             trainer.checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        checkpoint_dcp.HashingStream.write = original
+        dcp.HashingStream.write = original
     torch.distributed.barrier()
     assert trainer.checkpoints.newest().step == 1
     trainer.save()  # the disk has room again
@@ -371,7 +371,7 @@ def test_what_nobody_checked_does_not_count_as_kept(two, tmp_path):
     shutil.copytree(two / "step_00000004", folder / "step_00000004")
     os.truncate(folder / "step_00000004" / "__0_0.distcp", 10)
     with pytest.raises(Damaged, match="has 10 bytes"):
-        checkpoint_store.check_sizes(store.open(4))
+        files.check_sizes(store.open(4))
 
 
 class Died(BaseException):
@@ -402,7 +402,7 @@ def test_what_is_deleted_has_lost_its_name_first(two, tmp_path, monkeypatch):
             with pytest.raises(Died):
                 action()
         for step in store.steps():
-            checkpoint_store.check_sizes(store.open(step))
+            files.check_sizes(store.open(step))
     assert store.steps() == [4]
 
 
@@ -411,7 +411,7 @@ def test_a_format_of_an_earlier_version_is_named(two, tmp_path):
     shutil.copytree(two, folder)
     rewrite_marker(folder / "step_00000004", format=1)
     with pytest.raises(
-        checkpoint_store.OtherFormat, match="has checkpoint format 1, this version reads 2: begin anew"
+        files.OtherFormat, match="has checkpoint format 1, this version reads 2: begin anew"
     ):
         CheckpointFolder(folder).open(4)
 
@@ -439,7 +439,7 @@ def die_while_saving(context: RankContext, folder: str, point: int) -> None:
 
         return counted
 
-    checkpoint_dcp.HashingStream.write = count_down(checkpoint_dcp.HashingStream.write)
+    dcp.HashingStream.write = count_down(dcp.HashingStream.write)
     for name in ("fsync", "rename", "replace", "rmdir", "mkdir", "open"):
         setattr(os, name, count_down(getattr(os, name)))
     run.trainer.one_step()
