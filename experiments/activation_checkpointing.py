@@ -136,7 +136,7 @@ VIEW = View(
     "moment is the backward of the first group, unless it is that of the loss.",
     prediction="Memory in closed form (distlab.theory.memory). Time: the measured step without recomputation, and its "
     "forward times the share of FLOPs that run again, which torch's own count confirms exactly "
-    "(distlab.theory.recompute): a recomputation ends before the last product of a group.",
+    "(distlab.theory.memory): a recomputation ends before the last product of a group.",
 )
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from distlab.measure.attempt import attempt
 from distlab.measure.pace import Pace
+from distlab.measure.validity import attempt
 from distlab.report import (
     Column,
     Record,

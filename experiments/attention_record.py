@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from distlab.measure.timing import measure as measure_calls
-from distlab.measure.timing import percentiles
+from distlab.measure.clock import measure as measure_calls
+from distlab.measure.statistics import percentiles
 from distlab.report import (
     Column,
     Record,

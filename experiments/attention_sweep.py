@@ -29,9 +29,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distlab.measure.attempt import attempt
 from distlab.measure.pace import Pace
-from distlab.measure.timing import percentiles
+from distlab.measure.statistics import percentiles
+from distlab.measure.validity import attempt
 from distlab.report import (
     Column,
     Record,

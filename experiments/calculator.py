@@ -28,8 +28,8 @@ from tabulate import tabulate
 from distlab import hardware
 from distlab.report import run_to_end
 from distlab.report.options import real, whole
-from distlab.theory import coalescing, fusion, occupancy, traffic
-from distlab.theory.roofline import roofline
+from distlab.theory import fusion, gpu, warp_access
+from distlab.theory.gpu import roofline
 from kernels.cost import Cost
 
 GPUS = {
@@ -115,7 +115,7 @@ def run_kernel(args: argparse.Namespace) -> Answer:
 
 def run_chain(args: argparse.Namespace) -> Answer:
     itemsize = DTYPES[args.dtype].itemsize
-    graph = traffic.pointwise_chain(args.operations, args.elements, itemsize)
+    graph = fusion.pointwise_chain(args.operations, args.elements, itemsize)
     roof = roofline(args.gpu, args.dtype)
     apart, fused = graph.unfused(), graph.fused()
     numbers = {"unfused_bytes": apart.bytes, "fused_bytes": fused.bytes, "unfused_s": roof.seconds(apart),
@@ -141,7 +141,7 @@ def run_block(args: argparse.Namespace) -> Answer:
 
 
 def run_occupancy(args: argparse.Namespace) -> Answer:
-    found = occupancy.occupancy(args.gpu, args.threads, args.registers, args.shared_bytes)
+    found = gpu.occupancy(args.gpu, args.threads, args.registers, args.shared_bytes)
     words = (f"{args.threads} threads × {args.registers} registers, {args.shared_bytes} bytes shared on "
              f"{args.gpu.name}: {found.blocks} blocks of an SM, {found.warps} of {args.gpu.max_warps_per_sm} warps, "
              f"{100 * found.fraction:.2f} %, limited by {found.limiter}")
@@ -149,7 +149,7 @@ def run_occupancy(args: argparse.Namespace) -> Answer:
 
 
 def run_waves(args: argparse.Namespace) -> Answer:
-    found = occupancy.wave_quantisation(args.blocks, args.gpu.sms, args.blocks_per_sm)
+    found = gpu.wave_quantisation(args.blocks, args.gpu.sms, args.blocks_per_sm)
     words = (f"{args.blocks} blocks on {args.gpu.sms} SMs × {args.blocks_per_sm}: {found.waves} waves, {found.last} "
              f"blocks in the last; {100 * found.efficiency:.1f} % of the places are used")
     return words, dataclasses.asdict(found)
@@ -158,16 +158,16 @@ def run_waves(args: argparse.Namespace) -> Answer:
 def run_coalescing(args: argparse.Namespace) -> Answer:
     if args.itemsize not in ITEM_SIZES:
         raise ValueError(f"itemsize={args.itemsize}: a lane reads {', '.join(map(str, ITEM_SIZES))} bytes")
-    found = coalescing.strided_access(args.stride, args.itemsize, args.offset)
+    found = warp_access.strided_access(args.stride, args.itemsize, args.offset)
     words = (f"a warp reading {args.itemsize} bytes per lane, {args.stride} elements apart, from byte {args.offset}: "
              f"{found.sectors} sectors of 32 bytes in {found.lines} lines, {100 * found.efficiency:.1f} % of it wanted")
     return words, dataclasses.asdict(found)
 
 
 def run_banks(args: argparse.Namespace) -> Answer:
-    numbers = {"plain": coalescing.column_conflicts(args.columns),
-               "padded": coalescing.column_conflicts(args.columns, padding=1),
-               "swizzled": coalescing.column_conflicts(args.columns, swizzled=True)}
+    numbers = {"plain": warp_access.column_conflicts(args.columns),
+               "padded": warp_access.column_conflicts(args.columns, padding=1),
+               "swizzled": warp_access.column_conflicts(args.columns, swizzled=True)}
     words = (f"a warp reading one column of a 32 × {args.columns} tile of 4-byte words takes {numbers['plain']} "
              f"rounds; {numbers['padded']} with a word of padding per row, {numbers['swizzled']} with columns kept at "
              "row xor column")
@@ -176,7 +176,7 @@ def run_banks(args: argparse.Namespace) -> Answer:
 
 def run_divergence(args: argparse.Namespace) -> Answer:
     lanes = [1] * args.lanes + [0] * (32 - args.lanes)
-    found = coalescing.warp_divergence(lanes, (args.cycles[1], args.cycles[0]))
+    found = warp_access.warp_divergence(lanes, (args.cycles[1], args.cycles[0]))
     words = (f"{args.lanes} of 32 lanes take a branch of {args.cycles[0]:g} cycles, the others one of "
              f"{args.cycles[1]:g}: the warp takes {found.cycles:g}, {100 * found.efficiency:.1f} % of it useful")
     return words, dataclasses.asdict(found)

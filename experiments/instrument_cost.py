@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.measure.clock import measure
+from distlab.measure.collectives import CollectiveRecorder
 from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.pace import Pace
-from distlab.measure.recorder import CollectiveRecorder
-from distlab.measure.timing import MIN_PAIRS, measure, noise_floor, paired_ratio, percentiles
+from distlab.measure.statistics import MIN_PAIRS, noise_floor, paired_ratio, percentiles
 from distlab.model import TransformerLM, cross_entropy, preset
 from distlab.report import (
     Column,

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from distlab.bench.workbench import Variant, Workbench, variants
 from distlab.comm import RankContext, collectives
+from distlab.measure.clock import PhaseTimer, slowest_rank
 from distlab.measure.memory import allocated_bytes, peak_memory, tensor_bytes
-from distlab.measure.timing import MIN_SAMPLES, PhaseTimer, percentiles, slowest_rank
+from distlab.measure.statistics import MIN_SAMPLES, percentiles
 from distlab.model.config import ModelConfig, preset
 from distlab.report import plot
 from distlab.report.record import Record, commit, environment
 from distlab.report.table import Column
 from distlab.report.view import View
-from distlab.theory.memory import CUBLAS_WORKSPACES, Breakdown, StepMemory, step_memory
-from distlab.theory.shape import ModelShape
+from distlab.theory.memory.peak import CUBLAS_WORKSPACES, Breakdown, StepMemory, step_memory
+from distlab.theory.model_shape import ModelShape
 from distlab.train.requirements import PlannedStep, require
 
 NAME = "memory_breakdown"

@@ -32,7 +32,7 @@ from distlab.report import (
 from distlab.report.figure import OKABE_ITO, finish, new_figure, tidy
 from distlab.report.options import whole
 from distlab.report.table import Column
-from distlab.theory.floating import FORMATS, safe_loss_scales, stalls_at
+from distlab.theory.rounding import FORMATS, safe_loss_scales, stalls_at
 from distlab.train.requirements import PlannedStep, require
 from experiments.mixed_precision_pieces.config import CPU, NAME, PARTS, QUICK, PrecisionConfig
 from experiments.mixed_precision_pieces.parts import ADDEND, Metrics, accumulation, norm, scaling, types

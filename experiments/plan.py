@@ -19,9 +19,9 @@ from distlab.report import Record, View, Work, add_output_options, commit, envir
 from distlab.report.options import real, whole
 from distlab.report.table import Column
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
-from distlab.theory.compute import hardware_flops, mfu, step_flops
-from distlab.theory.memory import devices_to_fit, step_memory
-from distlab.theory.shape import ModelShape, divisors
+from distlab.theory.flops import hardware_flops, mfu, step_flops
+from distlab.theory.memory.peak import devices_to_fit, step_memory
+from distlab.theory.model_shape import ModelShape, divisors
 
 NAME = "plan"
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")

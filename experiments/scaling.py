@@ -25,8 +25,8 @@ from distlab.report.lines import Point, log_lines
 from distlab.report.options import whole
 from distlab.report.table import Column
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
-from distlab.theory.memory import step_memory
-from distlab.theory.shape import ModelShape
+from distlab.theory.memory.peak import step_memory
+from distlab.theory.model_shape import ModelShape
 
 NAME = "scaling"
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp")

@@ -34,7 +34,7 @@ from distlab.simulate import Contention, LinkModel, replay
 from distlab.simulate.estimate import Machine, machine_of
 from distlab.simulate.events import CATEGORIES
 from distlab.simulate.training import simulate_training
-from distlab.theory.compute import mfu, step_flops
+from distlab.theory.flops import mfu, step_flops
 
 NAME = "simulate_scale"
 

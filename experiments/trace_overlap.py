@@ -14,9 +14,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from distlab.measure.exposure import StepAccount, account, explain
-from distlab.measure.overlap import analyse, idle_gaps, median_step, step_windows, streams
-from distlab.measure.trace import Event, load_trace_and_origin
+from distlab.measure.trace.account import (
+    StepAccount,
+    account,
+    analyse,
+    explain,
+    idle_gaps,
+    median_step,
+    step_windows,
+    streams,
+)
+from distlab.measure.trace.capture import Event, load_trace_and_origin
 from distlab.report import Record, View, Work, add_output_options, commit, environment, run_command
 from distlab.report.streams import stream_lanes
 from distlab.report.table import Column

@@ -23,7 +23,7 @@ from distlab.measure.memory import peak_memory
 from distlab.model.config import ModelConfig
 from distlab.report import Column, OutputFolder, Record, View, commit, environment, read_json, write
 from distlab.report.curves import curves
-from distlab.theory.compute import mfu, step_flops
+from distlab.theory.flops import mfu, step_flops
 from distlab.train.config import DTYPES, TrainConfig
 from distlab.train.journal import Journal
 from distlab.train.loop import Outcome, StepReport, Trainer

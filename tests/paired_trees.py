@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from distlab.comm import RankContext, rank_context
-from distlab.measure.timing import paired_ratio, percentiles
+from distlab.measure.statistics import paired_ratio, percentiles
 
 HERE = Path(__file__).resolve().parents[1]
 

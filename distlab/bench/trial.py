@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.comm import RankContext
-from distlab.measure.attempt import is_out_of_memory
+from distlab.measure.validity import is_out_of_memory
 from distlab.model.config import ModelConfig, checkpoint_groups, preset
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy

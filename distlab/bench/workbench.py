@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab.comm import RankContext, collectives
-from distlab.measure.attempt import is_out_of_memory
+from distlab.measure.clock import PhaseTimer, slowest_rank
+from distlab.measure.collectives import CollectiveRecorder
 from distlab.measure.memory import peak_memory
-from distlab.measure.recorder import CollectiveRecorder
-from distlab.measure.timing import PhaseTimer, slowest_rank
-from distlab.measure.trace import OptimizerRange, annotate_forward, profile_steps
+from distlab.measure.trace.capture import OptimizerRange, annotate_forward, profile_steps
+from distlab.measure.validity import is_out_of_memory
 from distlab.model.config import ModelConfig
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import Strategy, get_strategy

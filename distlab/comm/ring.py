@@ -8,7 +8,7 @@ in one direction. The tensor is cut into N pieces:
     all-reduce       2(N−1)       the one after the other: (N−1)/N of the tensor per link and half
     whole tensors    N−1 rounds   forward everybody's whole tensor, add each: N/2 times the volume, half of the rounds
 
-Costs are in `distlab.theory.collective_cost`. The library's collectives (`collectives`) split rings into several
+Costs are in `distlab.theory.collective_time`. The library's collectives (`collectives`) split rings into several
 channels, pipeline pieces inside each round, and use trees where latency counts.
 """
 

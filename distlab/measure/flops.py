@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from distlab.measure.category import category
+from distlab.measure.trace.kernels import category
 
 # Operations per element of the largest tensor that takes part. What is not listed is 1 if it computes element by
 # element or reduces, and 0 if it only moves data.

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distlab.measure.bandwidth import LIBRARY, traffic
-from distlab.measure.recorder import CollectiveCall
+from distlab.measure.collectives import CollectiveCall
 from distlab.simulate.costs import Contention, DeviceModel, LinkModel
 from distlab.simulate.events import Compute
 from distlab.simulate.run import SimulatedStep
 from distlab.simulate.timeline import replay
-from distlab.theory.collective_fit import CollectiveFit
+from distlab.theory.collective_time import CollectiveFit
 
 NEEDED = ("local", "naive", "flat", "overlap")
 # Assumed, not fitted: what every operator takes beside its work, and a ring's latency per further rank.

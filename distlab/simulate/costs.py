@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from distlab.measure.recorder import CollectiveCall
+from distlab.measure.collectives import CollectiveCall
 from distlab.simulate.events import Compute
 
 

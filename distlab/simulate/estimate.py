@@ -16,9 +16,9 @@ from distlab.simulate.calibrate import HOP_S, LAUNCH_S
 from distlab.simulate.costs import DeviceModel
 from distlab.simulate.events import Compute
 from distlab.simulate.training import DTYPES, simulate_training
-from distlab.theory.messages import sharded_buffers
-from distlab.theory.shape import ModelShape
+from distlab.theory.model_shape import ModelShape
 from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, step_time
+from distlab.theory.volume import sharded_buffers
 
 FP32 = 4
 # Shares of the datasheet's peaks that one calibrated machine reaches: two H200s training the 3.4 B and the 0.4 B preset

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from distlab.comm import collectives
-from distlab.measure.recorder import CollectiveCall, CollectiveRecorder
+from distlab.measure.collectives import CollectiveCall, CollectiveRecorder
 
 CATEGORIES = ("parameters", "buckets", "gathered", "activations", "backward", "optimizer")
 _BORN = {

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distlab.measure.recorder import CollectiveCall
+from distlab.measure.collectives import CollectiveCall
 from distlab.parallel import Strategy, get_strategy
 from distlab.simulate.events import Compute, EventLog, Issue, MemoryMoment, Wait
 from distlab.simulate.world import fake_world
@@ -89,7 +89,7 @@ def simulate_step(
     if entry.is_peer:
         raise ValueError(
             f"{entry.name} cannot be simulated: torch's reducer reads the parameters' memory, and fake tensors have "
-            "none; its volume is in closed form in distlab.theory.communication"
+            "none; its volume is in closed form in distlab.theory.volume"
         )
     if optimizer_options is None:
         optimizer_options = {"fused": True} if optimizer_cls is torch.optim.AdamW else {}

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distlab.measure.overlap import Interval, intersect, subtract, total, union
+from distlab.measure.trace.intervals import Interval, intersect, subtract, total, union
 from distlab.simulate.costs import Contention, DeviceModel, LinkModel
 from distlab.simulate.events import Compute, Issue, Wait
 from distlab.simulate.run import SimulatedStep

@@ -15,8 +15,8 @@ from distlab.comm import RankContext, collectives
 from distlab.measure.memory import free_bytes
 from distlab.model.config import ModelConfig
 from distlab.parallel import STRATEGIES
-from distlab.theory.memory import CUBLAS_WORKSPACES, step_memory
-from distlab.theory.shape import ModelShape
+from distlab.theory.memory.peak import CUBLAS_WORKSPACES, step_memory
+from distlab.theory.model_shape import ModelShape
 from distlab.train.config import TrainConfig
 
 GIB = 2**30

@@ -56,7 +56,7 @@ class TrainStep:
         skip_nonfinite: with a context, leave parameters and optimizer untouched in a step in which any rank
             has a NaN or infinite gradient; all ranks decide alike. Reads a flag on the host.
         context: this rank's context; needed for `skip_nonfinite` only.
-        mark: called with "forward_backward" and "optimizer" as each phase ends (see `measure.timing`).
+        mark: called with "forward_backward" and "optimizer" as each phase ends (see `measure.clock`).
 
     Raises:
         ValueError: `skip_nonfinite` without a context.

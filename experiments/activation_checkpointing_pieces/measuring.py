@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
-from distlab.measure.attempt import attempt
+from distlab.measure.clock import PhaseTimer
 from distlab.measure.memory import peak_memory
-from distlab.measure.timing import MIN_PAIRS, PhaseTimer, noise_floor, paired_ratio, percentiles
+from distlab.measure.statistics import MIN_PAIRS, noise_floor, paired_ratio, percentiles
+from distlab.measure.validity import attempt
 from distlab.model import TransformerLM, checkpoint_groups
 from distlab.report import Record, commit, environment
 from distlab.report.noise import interval_ties, noise_of, tied
-from distlab.theory.activations import PRECISIONS, activations
-from distlab.theory.recompute import best_group_size, best_group_size_estimate
-from distlab.theory.shape import ModelShape
+from distlab.theory.memory.activations import PRECISIONS, activations
+from distlab.theory.memory.recompute import best_group_size, best_group_size_estimate
+from distlab.theory.model_shape import ModelShape
 from distlab.train.data import SyntheticTokens
 from distlab.train.requirements import PlannedStep, require
 from experiments.activation_checkpointing_pieces.config import BASE, NAME, CheckpointingConfig

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from distlab.measure.timing import percentiles
+from distlab.measure.statistics import percentiles
 from distlab.model import TransformerLM, checkpoint_groups, cross_entropy
 from distlab.simulate.run import simulate_step
-from distlab.theory.compute import forward_flops
-from distlab.theory.memory import CUBLAS_WORKSPACES, StepMemory, step_memory
-from distlab.theory.recompute import blocks_run_again, recomputed_flops
-from distlab.theory.shape import ModelShape
+from distlab.theory.flops import forward_flops
+from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory
+from distlab.theory.memory.recompute import blocks_run_again, recomputed_flops
+from distlab.theory.model_shape import ModelShape
 from experiments.activation_checkpointing_pieces.config import DTYPES, CheckpointingConfig
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from distlab.measure.bandwidth import traffic
 from distlab.report.record import Record
-from distlab.theory.collective_fit import CollectiveFit, fit_collective, relative_errors
+from distlab.theory.collective_time import CollectiveFit, fit_collective, relative_errors
 
 from .rows import FIT, timings
 

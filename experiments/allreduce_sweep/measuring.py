@@ -8,10 +8,9 @@ import torch
 from distlab.comm import RankContext, collectives
 from distlab.comm.subgroups import first_ranks, rest
 from distlab.hardware import lookup
-from distlab.measure.bandwidth import time_collective, traffic
-from distlab.measure.contention import disturb
+from distlab.measure.bandwidth import disturb, time_collective, traffic
 from distlab.measure.memory import free_bytes
-from distlab.measure.timing import percentiles
+from distlab.measure.statistics import percentiles
 from distlab.report.record import Record, commit, environment
 
 from .config import NAME, SweepConfig

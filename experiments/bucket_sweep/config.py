@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from distlab.bench.workbench import Variant, variants
-from distlab.measure.timing import MIN_SAMPLES
+from distlab.measure.statistics import MIN_SAMPLES
 from distlab.model.config import ModelConfig, preset
 from distlab.train.step import DTYPES
 

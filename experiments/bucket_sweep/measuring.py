@@ -6,7 +6,7 @@ from typing import Any
 
 from distlab.bench.workbench import Workbench
 from distlab.comm import RankContext, collectives
-from distlab.measure.timing import percentiles
+from distlab.measure.statistics import percentiles
 from distlab.report.noise import noise_of
 from distlab.report.record import Record, commit, environment
 from distlab.simulate.calibrate import MeasuredLinks

@@ -9,14 +9,14 @@ import torch
 
 from distlab.bench.workbench import Timing
 from distlab.comm import RankContext
-from distlab.measure.bandwidth import time_collective
-from distlab.measure.contention import Disturbance, disturb
-from distlab.measure.ready import GradientReadyTimes
-from distlab.measure.timing import PhaseTimer, percentiles, slowest_rank
+from distlab.measure.bandwidth import Disturbance, disturb, time_collective
+from distlab.measure.clock import PhaseTimer, slowest_rank
+from distlab.measure.gradient_times import GradientReadyTimes
+from distlab.measure.statistics import percentiles
 from distlab.model.transformer import TransformerLM
 from distlab.parallel.buckets import MIB
 from distlab.simulate.calibrate import MeasuredLinks
-from distlab.theory.collective_fit import CollectiveFit, fit_collective
+from distlab.theory.collective_time import CollectiveFit, fit_collective
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import next_token_loss
 

@@ -4,7 +4,7 @@ import torch
 
 from distlab.model.transformer import TransformerLM
 from distlab.parallel.buckets import plan_buckets
-from distlab.theory.bucket_model import pipeline
+from distlab.theory.step_time import pipeline
 
 from .config import BucketSweepConfig
 from .parts import Parts

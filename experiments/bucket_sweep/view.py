@@ -112,7 +112,7 @@ VIEW = View(
     "one unbounded bucket: nothing overlaps.",
     prediction="Every bucket is complete when its last gradient is made and, unless it was written there, packed; "
     "buckets are sent in order, each for the time of the fit; while one is under way, backward and it run at their "
-    "measured rates beside each other (distlab.theory.bucket_model.pipeline). Nothing is fitted to a measured "
+    "measured rates beside each other (distlab.theory.step_time.pipeline). Nothing is fitted to a measured "
     "step with buckets.",
     noise="Error bars reach from p20 to p80 of the steps.",
 )

@@ -5,12 +5,19 @@ from pathlib import Path
 import torch
 
 from distlab.bench.workbench import Variant, Workbench
-from distlab.measure.exposure import StepAccount, account, closes, explain
-from distlab.measure.overlap import analyse, exposed_all_gathers, idle_gaps
-from distlab.measure.trace import load_trace
+from distlab.measure.trace.account import (
+    StepAccount,
+    account,
+    analyse,
+    closes,
+    explain,
+    exposed_all_gathers,
+    idle_gaps,
+)
+from distlab.measure.trace.capture import load_trace
 from distlab.model.transformer import TransformerLM
 from distlab.report.record import OutputFolder, Record
-from distlab.theory.communication import step_volume
+from distlab.theory.volume import step_volume
 
 
 def sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:

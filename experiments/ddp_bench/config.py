@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from distlab.bench.workbench import variants
-from distlab.measure.timing import MIN_PAIRS
+from distlab.measure.statistics import MIN_PAIRS
 from distlab.model.config import ModelConfig, preset
 from distlab.parallel import strategies_on
 from distlab.train.step import DTYPES

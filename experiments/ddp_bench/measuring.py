@@ -9,12 +9,12 @@ from distlab.bench.reference import parameter_difference
 from distlab.bench.workbench import Timing, Workbench, variants
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
-from distlab.measure.attempt import is_out_of_memory
-from distlab.measure.exposure import StepAccount
-from distlab.measure.timing import MIN_PAIRS, exposure_ratio, noise_floor, paired_ratio, percentiles
+from distlab.measure.statistics import MIN_PAIRS, exposure_ratio, noise_floor, paired_ratio, percentiles
+from distlab.measure.trace.account import StepAccount
+from distlab.measure.validity import is_out_of_memory
 from distlab.report.noise import noise_of
 from distlab.report.record import OutputFolder, Record, commit, environment
-from distlab.theory.compute import mfu, step_flops
+from distlab.theory.flops import mfu, step_flops
 from distlab.train.requirements import PlannedStep, require
 
 from .account import explanation, overlap, sent

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distlab.comm import RankContext
-from distlab.measure.overlap import lanes
-from distlab.measure.trace import load_trace
+from distlab.measure.trace.account import lanes
+from distlab.measure.trace.capture import load_trace
 from distlab.report import plot, view
 from distlab.report.noise import NOISE, TIE, interval_ties, noise_by_row, noise_of
 from distlab.report.record import OutputFolder, Record
@@ -179,7 +179,7 @@ VIEW = view.View(
     "is a ratio whose 95 % interval contains 1, for the exposed time that of the step over local's; ± is the row's own "
     "noise.\n\n"
     "In the timeline compute is above, communication below; what compute does not hide is orange.",
-    prediction="Collectives and bytes per step in closed form (distlab.theory.communication). Step times are predicted "
+    prediction="Collectives and bytes per step in closed form (distlab.theory.volume). Step times are predicted "
     "by experiments.predict_steps, before a measurement.",
 )
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distlab.measure.timing import measure
+from distlab.measure.clock import measure
 
 
 def can_be_captured(run: Callable[[], Any]) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from distlab.measure.timing import PhaseTimer, noise_floor
+from distlab.measure.clock import PhaseTimer
+from distlab.measure.statistics import noise_floor
 
 from .timing import quantiles
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.model import TransformerLM, cross_entropy
-from distlab.theory.floating import FORMATS, overflow_share, repeated_sum
+from distlab.theory.rounding import FORMATS, overflow_share, repeated_sum
 from distlab.train.data import SyntheticTokens
 from experiments.mixed_precision_pieces.config import INPUTS, TYPES, PrecisionConfig
 

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass, fields
 
 from distlab.bench.trial import MODES, TrialConfig
-from distlab.measure.timing import MIN_SAMPLES
+from distlab.measure.statistics import MIN_SAMPLES
 
 NAME = "model_benchmark"
 SWEPT = [field.name for field in fields(TrialConfig) if field.name not in ("bucket_size_mb", "seed")]

@@ -15,17 +15,17 @@ import torch.distributed as dist
 from distlab.bench.trial import MODES, Trial, TrialConfig, errors_against_reference, opened
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
-from distlab.measure.attempt import attempt
-from distlab.measure.guards import check_clock, check_speed, check_work
+from distlab.measure.clock import PhaseTimer, slowest_rank
 from distlab.measure.memory import peak_memory
 from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.pace import Pace
-from distlab.measure.profile import PHASES
-from distlab.measure.timing import MIN_PAIRS, PhaseTimer, noise_floor, percentiles, slowest_rank
+from distlab.measure.statistics import MIN_PAIRS, noise_floor, percentiles
+from distlab.measure.trace.kernels import PHASES
+from distlab.measure.validity import attempt, check_clock, check_speed, check_work
 from distlab.model.config import checkpoint_groups
 from distlab.report.noise import noise_of
 from distlab.report.record import Record, commit, environment
-from distlab.theory.compute import forward_flops, mfu
+from distlab.theory.flops import forward_flops, mfu
 from distlab.train.requirements import PlannedStep, require, shortage
 
 from .config import NAME, BenchmarkConfig

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distlab.bench.trial import described
-from distlab.measure.profile import PHASES
+from distlab.measure.trace.kernels import PHASES
 from distlab.report import plot
 from distlab.report.curves import curves
 from distlab.report.noise import NOISE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distlab.bench.trial import TrialConfig, described, opened
 from distlab.comm import RankContext
-from distlab.measure import snapshot
+from distlab.measure import memory_timeline
 from distlab.measure.memory import peak_memory
 from distlab.measure.nvtx import emitter, named_ranges
 from distlab.report.areas import stacked_areas
@@ -40,10 +40,10 @@ def memory(
             path = Path(temporary) / "trace.json"
             stack.enter_context(named_ranges(trial.model, emitter("profiler"), trial.optimizer))
             allocator = stack.enter_context(peak_memory(device))
-            held = snapshot.record_memory(partial(trial, "step"), trial.model, trial.optimizer, path, device)
-            timeline = snapshot.memory_timeline(path, held, device)
+            held = memory_timeline.record_memory(partial(trial, "step"), trial.model, trial.optimizer, path, device)
+            timeline = memory_timeline.memory_timeline(path, held, device)
         if on_cuda:
-            with snapshot.allocator_history(folder / f"memory_{slug}.pickle"):
+            with memory_timeline.allocator_history(folder / f"memory_{slug}.pickle"):
                 trial("step")
     where = described([config.recorded(context)], environment(device))
     draw_memory(timeline, folder / f"memory_{slug}.png", f"Memory over one training step: {where}")
@@ -63,7 +63,7 @@ def memory(
     return {NAME: rows}
 
 
-def draw_memory(timeline: snapshot.MemoryTimeline, path: Path, title: str) -> None:
+def draw_memory(timeline: memory_timeline.MemoryTimeline, path: Path, title: str) -> None:
     """Memory over one step by category."""
     times, layers = timeline.curves()
     at, categories = timeline.peak()
@@ -87,7 +87,7 @@ def memory_findings(records: Sequence[Record]) -> list[str]:
     lines = []
     for label, record in of_each(records).items():
         m = record.metrics
-        held = {name: m[f"at_peak_{name.replace(' ', '_')}_bytes"] for name in snapshot.CATEGORIES}
+        held = {name: m[f"at_peak_{name.replace(' ', '_')}_bytes"] for name in memory_timeline.CATEGORIES}
         parts = [f"{name} {size / 2**20:,.1f}" for name, size in held.items()]
         line = f"{prefix(label)}held at the peak, in MiB: {', '.join(parts)}; together "
         line += f"{m['timeline_peak_bytes'] / 2**20:,.1f}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distlab.bench.trial import TrialConfig
 from distlab.comm import RankContext
-from distlab.measure.attempt import attempt
+from distlab.measure.validity import attempt
 from distlab.report.record import Record, commit, environment
 from distlab.report.view import View
 

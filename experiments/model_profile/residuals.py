@@ -7,13 +7,13 @@ from typing import Any
 
 from distlab.bench.trial import TrialConfig, compiled, opened
 from distlab.comm import RankContext
-from distlab.measure.attempt import attempt
-from distlab.measure.residuals import gradient_bytes, saved_for_backward
+from distlab.measure.memory import gradient_bytes, saved_for_backward
+from distlab.measure.validity import attempt
 from distlab.report.record import Record
 from distlab.report.table import Column
 from distlab.report.view import View
-from distlab.theory.activations import PRECISIONS, block_activations
-from distlab.theory.shape import ModelShape
+from distlab.theory.memory.activations import PRECISIONS, block_activations
+from distlab.theory.model_shape import ModelShape
 
 from .rows import Rows, headline, mib_column
 
@@ -107,7 +107,7 @@ VIEW = View(
      mib_column("gradient_block_bytes", "gradients MiB"), Column("metrics.status", "status", align="left")],
     headline,
     findings=saved_findings,
-    prediction="The closed form of distlab.theory.activations for eager blocks, with autocast's copies of matrices.",
+    prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices.",
     reading="Tensors as they are handed to autograd, parameters left out, each storage once; the block is the one in "
     "the middle. A tensor's maker is looked for through views and casts.",
 )  # fmt: skip

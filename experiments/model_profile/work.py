@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from distlab.bench.trial import TrialConfig, opened
 from distlab.comm import RankContext, collectives
-from distlab.measure.category import CATEGORIES, readable
+from distlab.measure.clock import PhaseTimer
 from distlab.measure.flops import FlopsByCategory
-from distlab.measure.profile import PHASES, Phases, Profile, summarise
-from distlab.measure.timing import MIN_SAMPLES, PhaseTimer, percentiles
-from distlab.measure.trace import load_trace, profile_steps
+from distlab.measure.statistics import MIN_SAMPLES, percentiles
+from distlab.measure.trace.capture import load_trace, profile_steps
+from distlab.measure.trace.kernels import CATEGORIES, PHASES, Phases, Profile, readable, summarise
 from distlab.report import plot
 from distlab.report.record import Record
 from distlab.report.table import Column

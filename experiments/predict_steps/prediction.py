@@ -10,8 +10,8 @@ from distlab.report.table import Column
 from distlab.simulate import SimulatedStep, replay
 from distlab.simulate.calibrate import NEEDED, Calibration, MeasuredLinks, calibrate, measured_links
 from distlab.simulate.training import simulate_training
-from distlab.theory.memory import step_memory
-from distlab.theory.shape import ModelShape
+from distlab.theory.memory.peak import step_memory
+from distlab.theory.model_shape import ModelShape
 
 from . import __doc__ as QUESTION
 

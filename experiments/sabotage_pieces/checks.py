@@ -8,10 +8,10 @@ import torch
 from distlab.bench.reference import Task, full_parameters, parameter_difference
 from distlab.bench.workbench import Variant
 from distlab.comm import RankContext, collectives
-from distlab.measure.recorder import CollectiveRecorder
+from distlab.measure.collectives import CollectiveRecorder
 from distlab.model.ops import naive_attention
 from distlab.parallel import Strategy
-from distlab.theory.communication import step_volume
+from distlab.theory.volume import step_volume
 from distlab.train.step import TrainStep
 
 from .injected import healthy_attention

@@ -9,10 +9,10 @@ from distlab.bench.reference import full_parameters
 from distlab.bench.workbench import Variant, Workbench
 from distlab.comm import RankContext, collectives
 from distlab.measure.bandwidth import time_collective
-from distlab.measure.timing import percentiles
+from distlab.measure.statistics import percentiles
 from distlab.parallel import get_strategy
 from distlab.report.noise import noise_of
-from distlab.theory.collective_fit import fit_collective, relative_errors
+from distlab.theory.collective_time import fit_collective, relative_errors
 from distlab.train.requirements import PlannedStep, require
 
 from .config import DTYPES, MeasureConfig, Regime, key

@@ -8,7 +8,7 @@ import torch
 
 from distlab.comm.subgroups import doubling_sizes
 from distlab.hardware import by_alias
-from distlab.measure.timing import MIN_SAMPLES
+from distlab.measure.statistics import MIN_SAMPLES
 from distlab.model.config import ModelConfig, preset
 from distlab.parallel import get_strategy
 

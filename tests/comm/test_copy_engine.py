@@ -5,7 +5,7 @@ import torch
 
 from distlab.comm import RankContext, collectives
 from distlab.comm.copy_engine import CopyEngineAllReduce
-from distlab.measure.recorder import CollectiveRecorder
+from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import CopyEngineDDP, ZeroOptimizer
 from distlab.testing import run_ranks
 

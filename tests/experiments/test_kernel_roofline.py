@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distlab.measure import timing
+from distlab.measure import clock
 from distlab.report import Record, read_json, write_json
 from experiments import kernel_roofline as bench
 from experiments.kernel_roofline import cases as rows
@@ -95,7 +95,7 @@ def drifting(monkeypatch):
     monkeypatch.setattr(rows, "cases", only_this)
     rates = (*(f"{kind}_gb_per_s" for kind in KINDS), "empty_kernel_ms", "cublas_tflop_per_s")
     monkeypatch.setattr("experiments.kernel_roofline.rows.ceilings", lambda *_: dict.fromkeys(rates, 1.0))
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def run():
         return {r.variant: r.metrics for r in bench.run(dataclasses.replace(bench.SMOKE, only=("rms_norm",)))}

@@ -15,7 +15,7 @@ from distlab.report import view
 from distlab.report.record import OutputFolder, Record, read_json, write_json
 from distlab.simulate.calibrate import MeasuredLinks, measured_links
 from distlab.testing import run_ranks
-from distlab.theory.collective_fit import CollectiveFit, Piece
+from distlab.theory.collective_time import CollectiveFit, Piece
 from experiments import allreduce_sweep, bucket_sweep, scaling, scaling_measured
 from experiments.allreduce_sweep import SweepConfig
 from experiments.bucket_sweep import BucketSweepConfig, best_bucket_size

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.measure.trace import load_trace_and_origin
+from distlab.measure.trace.capture import load_trace_and_origin
 from experiments import trace_overlap
 
 TRACES = Path(__file__).parents[1] / "measure" / "traces"

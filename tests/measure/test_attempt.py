@@ -4,7 +4,7 @@ import warnings
 
 import torch
 
-from distlab.measure.attempt import attempt
+from distlab.measure.validity import attempt
 
 
 def test_metrics_or_why_there_are_none():

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from distlab.comm import ring
-from distlab.measure.bandwidth import OPERATIONS, time_collective, traffic
-from distlab.measure.contention import Disturbance, disturb, rate_beside
-from distlab.measure.ready import GradientReadyTimes
+from distlab.measure.bandwidth import OPERATIONS, Disturbance, disturb, rate_beside, time_collective, traffic
+from distlab.measure.gradient_times import GradientReadyTimes
 from distlab.testing import run_ranks
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.measure.residuals import OUTSIDE, gradient_bytes, saved_for_backward
+from distlab.measure.memory import OUTSIDE, gradient_bytes, saved_for_backward
 from distlab.model import TransformerLM, cross_entropy, preset
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from distlab.comm import RankContext
-from distlab.measure.recorder import CollectiveRecorder
+from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import STRATEGIES as REGISTRY
 from distlab.parallel import get_strategy, strategies_on
 from tests.parallel.cases import CASES, Reference, build

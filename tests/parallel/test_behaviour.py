@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distlab.comm import RankContext
-from distlab.measure.recorder import CollectiveRecorder
+from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import BucketedDDP, OverlapDDP, ZeroOptimizer, get_strategy, strategies_on
 from tests.parallel.cases import build
 from tests.parallel.test_contract import BACKENDS, STRATEGIES, assert_same_on_all_ranks, run

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from distlab.parallel.buckets import MIB, GradientBucket, plan_buckets
-from distlab.theory import communication
+from distlab.theory import volume as closed_form
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 parameters = st.lists(st.tuples(st.integers(1, 3000), st.sampled_from(DTYPES)), min_size=1, max_size=20)
@@ -47,7 +47,7 @@ def test_a_plan_holds_every_parameter_once_within_its_limit(sizes, limit, world_
 def test_a_plan_sends_what_the_closed_form_says(sizes, limit):
     numels, dtypes = [n for n, _ in sizes], [d for _, d in sizes]
     plan = plan_buckets(numels, dtypes, limit)
-    volume = communication.bucketed(numels, [d.itemsize for d in dtypes], limit, dtypes=dtypes)
+    volume = closed_form.bucketed(numels, [d.itemsize for d in dtypes], limit, dtypes=dtypes)
     assert (len(plan), sum(bucket.num_bytes for bucket in plan)) == (volume.collectives, volume.bytes)
 
 

@@ -141,7 +141,7 @@ def test_strategies_equal_each_other_bit_for_bit_at_two_ranks(backend):
 
 
 def tied_weights_travel_once(context: RankContext, strategy: str) -> tuple[int, int]:
-    from distlab.measure.recorder import CollectiveRecorder
+    from distlab.measure.collectives import CollectiveRecorder
 
     model = build("tied", context.rank, context.device)
     wrapper = STRATEGIES[strategy](model, process_group=context.group)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distlab.comm import RankContext, collectives
-from distlab.measure.recorder import CollectiveRecorder
+from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
 from tests.parallel.cases import CASES, Reference, build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distlab.comm import RankContext, collectives
-from distlab.measure.recorder import CollectiveRecorder
+from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
 from distlab.parallel.fsdp.shards import FlatShard
 from distlab.testing import run_ranks

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from distlab.comm import RankContext
-from distlab.measure.recorder import CollectiveRecorder
+from distlab.measure.collectives import CollectiveRecorder
 from distlab.model.config import ModelConfig
 from distlab.model.transformer import TransformerLM
 from distlab.parallel.fsdp import FSDP

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distlab.comm import RankContext
-from distlab.measure.recorder import CollectiveRecorder
+from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import ShardedOptimizer
 from distlab.parallel.fsdp import FSDP
 from distlab.parallel.fsdp import units as planning
-from distlab.theory import communication, messages
+from distlab.theory import volume as closed_form
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
 from tests.parallel.test_elementwise import OwnAdamW, Scaled
 from tests.parallel.test_fsdp import OneProcess, full_gradients, own_loss, own_model
@@ -240,9 +240,9 @@ def volume(context: RankContext, worth: int) -> None:
     named = [(name.split(".")[:2], parameter) for name, parameter in model.named_parameters()]
     with (
         mock.patch.object(planning, "WORTH_A_BUFFER", worth),
-        mock.patch.object(messages, "FSDP_WORTH_A_BUFFER", worth),
+        mock.patch.object(closed_form, "FSDP_WORTH_A_BUFFER", worth),
     ):
-        expected = communication.fsdp(
+        expected = closed_form.fsdp(
             [parameter.numel() for _, parameter in named],
             [4] * len(named),
             [".".join(path) if parameter.ndim > 1 else None for path, parameter in named],

@@ -21,7 +21,7 @@ from distlab.parallel.fsdp.units import (
     plan_buffers,
     plan_units,
 )
-from distlab.theory.shape import ModelShape
+from distlab.theory.model_shape import ModelShape
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=4).map(tuple), min_size=1, max_size=6)
 

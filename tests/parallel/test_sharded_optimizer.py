@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distlab.comm import RankContext
-from distlab.measure.recorder import CollectiveRecorder
+from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import BucketedDDP, ShardedOptimizer
 from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distlab.comm import RankContext
-from distlab.measure.recorder import CollectiveRecorder
+from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import BucketedDDP, NaiveDDP, ZeroOptimizer
 from distlab.parallel.elementwise import is_elementwise
 from tests.parallel.cases import CASES, Reference, build

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from distlab.measure.recorder import CollectiveRecorder
+from distlab.measure.collectives import CollectiveRecorder
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
 from distlab.parallel import STRATEGIES, get_strategy
 from distlab.parallel.elementwise import check_elementwise
@@ -18,10 +18,10 @@ from distlab.simulate.run import simulate_step
 from distlab.simulate.training import simulate_training
 from distlab.simulate.world import fake_world
 from distlab.testing import run_ranks
-from distlab.theory.communication import step_volume
-from distlab.theory.compute import forward_flops
-from distlab.theory.memory import step_memory
-from distlab.theory.shape import ModelShape
+from distlab.theory.flops import forward_flops
+from distlab.theory.memory.peak import step_memory
+from distlab.theory.model_shape import ModelShape
+from distlab.theory.volume import step_volume
 from distlab.train.step import TrainStep, next_token_loss
 
 CONFIG = ModelConfig(d_model=64, d_ff=128, num_layers=2, num_heads=2, vocab_size=300, context_length=8)

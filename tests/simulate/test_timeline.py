@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.measure.recorder import CollectiveCall
+from distlab.measure.collectives import CollectiveCall
 from distlab.model import ModelConfig
 from distlab.simulate.calibrate import NEEDED, MeasuredLinks, calibrate
 from distlab.simulate.costs import Contention, DeviceModel, LinkModel
@@ -15,8 +15,7 @@ from distlab.simulate.events import Compute, Issue, Wait
 from distlab.simulate.run import SimulatedStep
 from distlab.simulate.timeline import replay
 from distlab.simulate.training import simulate_training
-from distlab.theory.collective_cost import Link, ring_all_reduce
-from distlab.theory.collective_fit import CollectiveFit, Piece
+from distlab.theory.collective_time import CollectiveFit, Link, Piece, ring_all_reduce
 
 DEVICE = DeviceModel(1e3, 1e9)  # 1 FLOP is 1 ms
 LINK = LinkModel(1e3)  # over 2 ranks an all-reduce of 1 byte takes 1 ms

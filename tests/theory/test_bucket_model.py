@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.theory import bucket_model
-from distlab.theory.bucket_model import best_bucket_bytes, best_buckets, bucket_overhead
-from distlab.theory.step_time import together
+from distlab.theory import step_time
+from distlab.theory.step_time import best_bucket_bytes, best_buckets, bucket_overhead, together
 
 SIZES = st.floats(1e3, 1e10)
 BANDWIDTHS = st.floats(1e6, 1e12)
@@ -59,7 +58,7 @@ def test_edges():
 def test_the_general_pipeline_has_the_closed_form_as_a_case(total, bandwidth, call, buckets, backward):
     ready = [k * backward / buckets for k in range(1, buckets + 1)]
     messages = [call + total / buckets / bandwidth] * buckets
-    found = bucket_model.pipeline(ready, messages, backward) - backward
+    found = step_time.pipeline(ready, messages, backward) - backward
     expected = bucket_overhead(total, bandwidth, call, buckets, backward)
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-9 * (1 + backward + total / bandwidth))
 
@@ -68,7 +67,7 @@ def test_the_general_pipeline_has_the_closed_form_as_a_case(total, bandwidth, ca
 def test_contention_in_the_pipeline_is_that_of_two_streams(backward, message, p, q, pieces):
     """All is ready at once: cutting the message changes nothing."""
     rates = {"compute_rate": p, "communication_rate": q}
-    found = bucket_model.pipeline([0.0] * pieces, [message / pieces] * pieces, backward, **rates)
+    found = step_time.pipeline([0.0] * pieces, [message / pieces] * pieces, backward, **rates)
     assert found == pytest.approx(together(backward, message, p, q), abs=1e-9)
 
 
@@ -76,10 +75,10 @@ def test_a_pipeline_by_hand():
     """Ready at 2 and 3 of 10 s; messages of 1 and 4 s at half speed; backward beside them at 3/4."""
     rates = {"compute_rate": 0.75, "communication_rate": 0.5}
     # 2 alone; 1 s of message lasts 2, backward is at 3.5; 4 s last 8, backward at 9.5; 0.5 alone.
-    assert bucket_model.pipeline([2, 3], [1, 4], 10, **rates) == pytest.approx(2 + 2 + 8 + 0.5)
-    assert bucket_model.pipeline([], [], 10) == 10
+    assert step_time.pipeline([2, 3], [1, 4], 10, **rates) == pytest.approx(2 + 2 + 8 + 0.5)
+    assert step_time.pipeline([], [], 10) == 10
     for wrong in (([1], [], 1.0), ([1], [1], -1.0)):
         with pytest.raises(ValueError, match=r"see the docstring|not be negative"):
-            bucket_model.pipeline(*wrong)
+            step_time.pipeline(*wrong)
     with pytest.raises(ValueError, match=r"rates \(0"):
-        bucket_model.pipeline([1], [1], 1, compute_rate=0)
+        step_time.pipeline([1], [1], 1, compute_rate=0)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.theory.collective_fit import CollectiveFit, Piece, fit_collective, relative_errors
+from distlab.theory.collective_time import CollectiveFit, Piece, fit_collective, relative_errors
 
 SIZES = [4096 * 4**k for k in range(10)]
 

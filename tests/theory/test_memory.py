@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
 from distlab.parallel.fsdp.units import FlatPlan, plan_buffers
 from distlab.report.record import read_json
-from distlab.theory.activations import PRECISIONS, activations, block_activations
-from distlab.theory.held import STRATEGIES, dealt_out
-from distlab.theory.memory import devices_to_fit, step_memory, zero_paper_bytes
-from distlab.theory.shape import ModelShape
+from distlab.theory.memory.activations import PRECISIONS, activations, block_activations
+from distlab.theory.memory.peak import devices_to_fit, step_memory, zero_paper_bytes
+from distlab.theory.memory.states import STRATEGIES, dealt_out
+from distlab.theory.model_shape import ModelShape
 
 RECORDS = Path(__file__).parents[2] / "records" / "ddp_bench"
 SHAPES = st.builds(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from distlab.model import ModelConfig, TransformerLM
-from distlab.theory.compute import step_flops
-from distlab.theory.recompute import (
+from distlab.theory.flops import step_flops
+from distlab.theory.memory.recompute import (
     best_group_size,
     best_group_size_estimate,
     blocks_run_again,

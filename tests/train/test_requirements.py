@@ -9,8 +9,8 @@ import torch
 from distlab.comm import RankContext
 from distlab.model.config import preset
 from distlab.testing import run_ranks
-from distlab.theory.memory import step_memory
-from distlab.theory.shape import ModelShape
+from distlab.theory.memory.peak import step_memory
+from distlab.theory.model_shape import ModelShape
 from distlab.train import requirements
 from distlab.train.config import TrainConfig
 from distlab.train.requirements import GIB, PlannedStep, require, shortage, training_step

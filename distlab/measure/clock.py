@@ -1,0 +1,153 @@
+"""Clocks: repeated timings, phases inside a step, the slowest rank, and how sure a ratio of two timings is.
+
+On CUDA the clock is the stream's: events are recorded between kernels and read after one synchronisation at
+the end, so that timing a step adds no synchronisation to it. On the CPU it is `time.perf_counter`. All times
+are in ms.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+Instant = torch.cuda.Event | float
+
+
+def instant(device: torch.device) -> Instant:
+    """Now, on the device's clock: an event on the current stream of a GPU, seconds on a CPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def elapsed_ms(begin: Instant, end: Instant) -> float:
+    """Milliseconds between two instants of one device, which on a GPU must have passed: synchronise before."""
+    return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
+
+
+
+
+
+
+def measure(
+    fn: Callable[[], object], *, warmup: int, repeats: int, device: torch.device | str
+) -> list[float]:
+    """Time ``repeats`` calls of ``fn`` after ``warmup`` untimed ones; one duration in ms per call.
+
+    On CUDA the calls are queued without waiting in between, as in training: a duration is the time between
+    the events before and after the call on the current stream.
+
+    Raises:
+        ValueError: a negative ``warmup`` or no ``repeats``.
+    """
+    if warmup < 0 or repeats < 1:
+        raise ValueError(f"measure needs warmup >= 0 and repeats >= 1, got {warmup} and {repeats}")
+    for _ in range(warmup):
+        fn()
+    timer = PhaseTimer(device)
+    timer.synchronize()  # what the warm-up queued must not be charged to the first repetition
+    for _ in range(repeats):
+        timer.start()
+        fn()
+        timer.mark("call")
+    return [step["call"] for step in timer.steps()]
+
+
+class PhaseTimer:
+    """Milliseconds of each phase of each step, without synchronising inside the step.
+
+    ::
+
+        timer = PhaseTimer(device)
+        for batch in batches:
+            timer.start()
+            loss = forward_and_backward(batch)
+            timer.mark("forward_backward")  # the phase that ends here
+            optimizer.step()
+            timer.mark("optimizer")
+        timer.steps()  # [{"forward_backward": 9.1, "optimizer": 2.0, "step": 11.1}, …]
+
+    On CUDA a mark is an event on the *current* stream: work on another stream counts only as far as the
+    current stream waits for it, which is what delays the step.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._marks: list[list[tuple[str, Instant]]] = []
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._marks.append([("", self._now())])
+
+    def mark(self, phase: str) -> None:
+        """End ``phase``, which began at the previous mark. A phase marked twice in a step is summed.
+
+        Raises ValueError before `start()`, and for a phase named `step`.
+        """
+        if not self._marks:
+            raise ValueError(f"mark({phase!r}) before start(): call start() at the beginning of each step")
+        if not phase or phase == "step":
+            raise ValueError(f"a phase cannot be named {phase!r}: 'step' is the sum of all phases")
+        self._marks[-1].append((phase, self._now()))
+
+    def steps(self) -> list[dict[str, float]]:
+        """Phase → ms for each step so far, and ``"step"``: from its start to its last mark.
+
+        Synchronises the device once. The timings stay; `clear` forgets them.
+        """
+        self.synchronize()
+        return [self._resolve(marks) for marks in self._marks]
+
+    def clear(self) -> None:
+        """Forget all steps, such as those of the warm-up."""
+        self._marks.clear()
+
+    def synchronize(self) -> None:
+        """Wait for the device; nothing to wait for on the CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _now(self) -> Instant:
+        return instant(self.device)
+
+    @staticmethod
+    def _resolve(marks: list[tuple[str, Instant]]) -> dict[str, float]:
+        phases: dict[str, float] = {}
+        for (_, begin), (phase, end) in itertools.pairwise(marks):
+            phases[phase] = phases.get(phase, 0.0) + elapsed_ms(begin, end)
+        return phases | {"step": elapsed_ms(marks[0][1], marks[-1][1])}
+
+
+def slowest_rank(
+    samples: Sequence[float], group: dist.ProcessGroup | None, device: torch.device | str
+) -> list[float]:
+    """Element-wise maximum of the samples over the ranks of ``group``: a step is as slow as its slowest rank.
+
+    Every rank calls it with equally many samples and gets the same answer. One all-gather, not a MAX
+    reduction, because MAX may drop a NaN depending on the rank that holds it. Without a process group the
+    samples return.
+
+    Args:
+        group: the group, None for the default one.
+        device: where the group's backend wants its tensors: ``cuda`` for NCCL, ``cpu`` for gloo.
+    """
+    if not dist.is_initialized():
+        return [float(sample) for sample in samples]
+    mine = torch.tensor(list(samples), dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return torch.stack(everyone).amax(dim=0).tolist()  # amax keeps NaN
+
+
+
+
+
+
+
+

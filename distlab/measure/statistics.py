@@ -1,0 +1,117 @@
+"""How sure a timing is: percentiles of samples, ratios of paired samples with their interval, and the noise floor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+MIN_SAMPLES = 3  # below that p20 and p80 describe nothing
+MIN_PAIRS = 5  # below that a bootstrap interval of a median hardly varies
+
+
+class Ratio(NamedTuple):
+    """A ratio with its confidence interval ``[low, high]``."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def percentiles(samples: Sequence[float]) -> dict[str, float]:
+    """``{"p20": …, "p50": …, "p80": …}`` of the samples, in their unit, with linear interpolation.
+
+    Raises:
+        ValueError: fewer than three samples, or one that is not finite.
+    """
+    values = _checked(samples, MIN_SAMPLES, "percentiles")
+    return {f"p{percent}": float(np.percentile(values, percent)) for percent in (20, 50, 80)}
+
+
+def paired_ratio(
+    a: Sequence[float],
+    b: Sequence[float],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> Ratio:
+    """median(a) / median(b) with its percentile bootstrap interval, where ``a[i]`` and ``b[i]`` form a pair.
+
+    Pairs (two variants timed right after each other) are resampled jointly, so that drift of the machine,
+    which hits both, does not widen the interval (Efron & Tibshirani, *An Introduction to the Bootstrap*, ch.
+    13).
+
+    Raises:
+        ValueError: unequal lengths, fewer than five pairs, a sample that is not finite and positive, a
+            ``confidence`` outside (0, 1), or fewer than 100 ``resamples``.
+    """
+    first, second = (_checked(samples, MIN_PAIRS, "paired_ratio") for samples in (a, b))
+    if len(first) != len(second):
+        raise ValueError(f"paired_ratio needs pairs, got {len(first)} and {len(second)} samples")
+    if min(first.min(), second.min()) <= 0:
+        raise ValueError("paired_ratio needs positive samples")
+    if not 0 < confidence < 1 or resamples < 100:
+        raise ValueError(f"need 0 < confidence < 1 and resamples >= 100, got {confidence} and {resamples}")
+    picks = np.random.default_rng(seed).integers(len(first), size=(resamples, len(first)))
+    ratios = np.median(first[picks], axis=1) / np.median(second[picks], axis=1)
+    tail = 50 * (1 - confidence)
+    low, high = np.percentile(ratios, [tail, 100 - tail])
+    return Ratio(float(np.median(first) / np.median(second)), float(low), float(high))
+
+
+def exposure_ratio(
+    a: Sequence[float],
+    b: Sequence[float],
+    without: Sequence[float],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> Ratio | None:
+    """(median(a) − median(without)) / (median(b) − median(without)) with its bootstrap interval.
+
+    The exposed communication of one variant over another's, where ``without`` are steps that send nothing;
+    ``a[i]``, ``b[i]`` and ``without[i]`` were timed in one round and are resampled jointly.
+
+    Returns:
+        None where b's exposed time is not above 0 in every resample: nothing to compare with.
+
+    Raises:
+        ValueError: as `paired_ratio`.
+    """
+    first, second, base = (_checked(samples, MIN_PAIRS, "exposure_ratio") for samples in (a, b, without))
+    if not len(first) == len(second) == len(base):
+        raise ValueError(
+            f"exposure_ratio needs triples, got {len(first)}, {len(second)} and {len(base)} samples"
+        )
+    if not 0 < confidence < 1 or resamples < 100:
+        raise ValueError(f"need 0 < confidence < 1 and resamples >= 100, got {confidence} and {resamples}")
+    picks = np.random.default_rng(seed).integers(len(first), size=(resamples, len(first)))
+    medians = [np.median(samples[picks], axis=1) for samples in (first, second, base)]
+    if (medians[1] <= medians[2]).any():
+        return None
+    ratios = (medians[0] - medians[2]) / (medians[1] - medians[2])
+    tail = 50 * (1 - confidence)
+    low, high = np.percentile(ratios, [tail, 100 - tail])
+    middle = (np.median(first) - np.median(base)) / (np.median(second) - np.median(base))
+    return Ratio(float(middle), float(low), float(high))
+
+
+def noise_floor(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, seed: int = 0) -> float:
+    """The difference in % that two series of the *same* variant show: differences below it mean nothing.
+
+    The largest distance from 1 of their `paired_ratio`'s interval. Raises ValueError as `paired_ratio` does.
+    """
+    _, low, high = paired_ratio(a, b, confidence=confidence, seed=seed)
+    return 100 * max(abs(high - 1), abs(1 - low))
+
+
+def _checked(samples: Sequence[float], least: int, who: str) -> np.ndarray:
+    values = np.asarray(samples, dtype=np.float64)
+    if values.ndim != 1 or len(values) < least:
+        raise ValueError(f"{who} needs at least {least} samples, got {values.size}: time more repetitions")
+    if not np.isfinite(values).all():
+        raise ValueError(f"{who} got a sample that is not a finite number")
+    return values

@@ -1,0 +1,296 @@
+"""What a step consists of, and why it takes longer than the same step without communication: an account that closes.
+
+Every moment of a step belongs to one part, the first that applies: the optimizer's compute, other compute,
+communication that no compute covers, a copy, or nothing. The parts of two steps differ by as much as the steps do:
+
+    exposed = uncovered communication + slow-down of compute + copies + optimizer + idle
+
+*Slow-down* is what the kernels (operators, on a CPU) that both steps run take longer in the one that communicates,
+because both use the same cores and memory. Kernels that run more or less often than without communication are extra
+work and count as *copies*: gradients packed into buckets, scaled, unpacked. *Optimizer* is 0 but for strategies that
+shard it, for which it is negative. All this happens under the profiler; held against the step times of the benchmark,
+what stays unexplained is an error of the measurement.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from distlab.measure.trace.capture import NEXT, OPTIMIZER, STEP, Event
+from distlab.measure.trace.intervals import Interval, intersect, subtract, total, union
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """One step of one rank, in ms of wall clock.
+
+    Attributes:
+        step_ms: length of the step.
+        compute_ms, comm_ms, copy_ms: time in which at least one such thing ran.
+        uncovered_comm_ms: time in which communication ran and no compute did. Copies cover nothing.
+        overlap_pct: share of ``comm_ms`` that compute covers, in %; None without communication.
+        idle_ms: time in which none of the three ran.
+    """
+
+    step_ms: float
+    compute_ms: float
+    comm_ms: float
+    copy_ms: float
+    uncovered_comm_ms: float
+    overlap_pct: float | None
+    idle_ms: float
+
+
+def step_windows(events: Sequence[Event]) -> list[Interval]:
+    """When each ``distlab:step`` ran, in order of time.
+
+    Usually its range. Where steps were queued (there is a range ``distlab:next``) on a GPU, the host's ranges lie
+    before the work: a step then lasts from its first compute kernel to that of the next.
+
+    Raises:
+        ValueError: there is no such range.
+    """
+    return [window for _, window in _steps(events)]
+
+
+def _steps(events: Sequence[Event]) -> list[tuple[Interval, Interval]]:
+    """(range on the host, window on the device) of each step."""
+    named = sorted((e for e in events if e.name in (STEP, NEXT)), key=lambda event: event.start_ms)
+    ranges = [(event.start_ms, event.end_ms) for event in named]
+    queued = bool(named) and named[-1].name == NEXT
+    if not ranges or (queued and len(ranges) == 1):
+        raise ValueError(f"the trace has no range {STEP!r}: write it with profile_steps, or pass a window")
+    kernels = _main_lane([e for e in events if e.kind == "compute" and e.launched_ms is not None])
+    if not queued or not kernels:
+        ranges = ranges[: len(ranges) - queued]
+        return [(span, span) for span in ranges]
+    begins = [
+        min((k.start_ms for k in kernels if start <= k.launched_ms <= end), default=start)
+        for start, end in ranges
+    ]
+    return list(zip(ranges, itertools.pairwise(begins), strict=False))
+
+
+def _main_lane(kernels: Sequence[Event]) -> list[Event]:
+    """The kernels of the stream that computes longest."""
+    busy: dict[str, float] = {}
+    for kernel in kernels:
+        busy[kernel.lane] = busy.get(kernel.lane, 0.0) + kernel.end_ms - kernel.start_ms
+    return [kernel for kernel in kernels if kernel.lane == max(busy, key=busy.get)]
+
+
+def median_step(events: Sequence[Event]) -> Interval:
+    """The window of the step of median duration (the shorter of the middle two)."""
+    windows = sorted(step_windows(events), key=lambda window: window[1] - window[0])
+    return windows[(len(windows) - 1) // 2]
+
+
+def analyse(events: Sequence[Event], window: Interval | None = None) -> Overlap:
+    """Account for every millisecond of ``window``, by default the median step.
+
+    Raises:
+        ValueError: an empty window, or no window and no ``distlab:step`` in the trace.
+    """
+    window = median_step(events) if window is None else window
+    if window[0] >= window[1]:
+        raise ValueError(f"the window {window} is empty")
+    compute, comm, copies = (_inside(events, kind, window) for kind in ("compute", "communication", "copy"))
+    comm_ms, uncovered_ms = total(comm), total(subtract(comm, compute))
+    return Overlap(
+        step_ms=window[1] - window[0],
+        compute_ms=total(compute),
+        comm_ms=comm_ms,
+        copy_ms=total(copies),
+        uncovered_comm_ms=uncovered_ms,
+        overlap_pct=100 * (1 - uncovered_ms / comm_ms) if comm_ms else None,
+        idle_ms=total(subtract([window], [*compute, *comm, *copies])),
+    )
+
+
+def lanes(events: Sequence[Event], window: Interval | None = None) -> dict[str, list[Interval]]:
+    """What a timeline picture shows of ``window``, by default the median step; 0 ms is the window's start.
+
+    Returns ``compute``, ``copies``, ``communication`` and ``exposed`` (communication that no compute covers),
+    each disjoint and ascending.
+    """
+    window = median_step(events) if window is None else window
+    compute, comm, copies = (_inside(events, kind, window) for kind in ("compute", "communication", "copy"))
+    found = {"compute": compute, "copies": copies, "communication": comm, "exposed": subtract(comm, compute)}
+    return {
+        lane: [(start - window[0], end - window[0]) for start, end in spans] for lane, spans in found.items()
+    }
+
+
+def exposed_all_gathers(
+    events: Sequence[Event], window: Interval | None = None
+) -> tuple[float | None, float | None]:
+    """Time in ms in which only all-gathers ran, no compute: (until the forward ended, after it).
+
+    None for both without an all-gather in ``window`` (by default the median step), or without the range that
+    `capture.annotate_forward` writes.
+    """
+    window = median_step(events) if window is None else window
+    named = [
+        e for e in events if e.kind == "communication" and "allgather" in e.name.lower().replace("_", "")
+    ]
+    gathers = _inside(named, "communication", window)
+    ends = [window[0] + end for name, _, end in phases(events, window) if name == "forward"]
+    if not gathers or not ends:
+        return None, None
+    alone = subtract(gathers, _inside(events, "compute", window))
+    boundary = max(ends)
+    return total(intersect(alone, [(window[0], boundary)])), total(intersect(alone, [(boundary, window[1])]))
+
+
+def phases(events: Sequence[Event], window: Interval | None = None) -> list[tuple[str, float, float]]:
+    """The ``distlab:`` ranges inside ``window`` other than the step, as (name, start, end); 0 ms is its
+    start.
+
+    On a GPU the host runs ahead, so a phase there reaches from the start of the first to the end of the last
+    compute kernel that the host launched during the range (by any thread: autograd has its own).
+    """
+    window = median_step(events) if window is None else window
+    host = window
+    if any(event.name == STEP for event in events):
+        host = next((span for span, device in _steps(events) if device == window), window)
+    kernels = [event for event in events if event.kind == "compute" and event.launched_ms is not None]
+    found = []
+    for event in events:
+        inside = host[0] <= event.start_ms and event.end_ms <= host[1]
+        if event.kind != "range" or event.name == STEP or not inside:
+            continue
+        mine = [kernel for kernel in kernels if event.start_ms <= kernel.launched_ms <= event.end_ms]
+        start = min((kernel.start_ms for kernel in mine), default=event.start_ms)
+        end = max((kernel.end_ms for kernel in mine), default=event.end_ms)
+        found.append((event.name.removeprefix("distlab:"), start - window[0], end - window[0]))
+    return found
+
+
+def idle_gaps(events: Sequence[Event], window: Interval | None = None) -> list[Interval]:
+    """When nothing ran, longest first; 0 ms is the window's start, which by default is the median step's."""
+    window = median_step(events) if window is None else window
+    busy = [span for kind in ("compute", "communication", "copy") for span in _inside(events, kind, window)]
+    gaps = [(start - window[0], end - window[0]) for start, end in subtract([window], busy)]
+    return sorted(gaps, key=lambda gap: gap[0] - gap[1])
+
+
+def streams(events: Sequence[Event], window: Interval | None = None) -> dict[str, dict[str, list[Interval]]]:
+    """What ran on each stream (or CPU thread) in ``window``: lane → kind → disjoint intervals, from 0 ms.
+
+    Lanes in order of their busy time, the busiest first.
+    """
+    window = median_step(events) if window is None else window
+    found: dict[str, dict[str, list[Interval]]] = {}
+    for lane in dict.fromkeys(event.lane for event in events if event.kind != "range"):
+        mine = [event for event in events if event.lane == lane]
+        spans = {kind: _inside(mine, kind, window) for kind in ("compute", "communication", "copy")}
+        if any(spans.values()):
+            found[lane] = {
+                kind: [(start - window[0], end - window[0]) for start, end in intervals]
+                for kind, intervals in spans.items()
+                if intervals
+            }
+    busy = {lane: total(s for spans in kinds.values() for s in spans) for lane, kinds in found.items()}
+    return dict(sorted(found.items(), key=lambda item: -busy[item[0]]))
+
+
+def _inside(events: Iterable[Event], kind: str, window: Interval) -> list[Interval]:
+    return intersect(((event.start_ms, event.end_ms) for event in events if event.kind == kind), [window])
+
+
+@dataclass(frozen=True)
+class StepAccount:
+    """One step, in ms; the parts sum to ``step_ms``.
+
+    Attributes:
+        compute_ms: compute outside of the optimizer.
+        optimizer_ms: compute of the optimizer.
+        uncovered_comm_ms: communication beside which no compute ran.
+        copy_ms: copies beside which neither ran.
+        idle_ms: nothing ran.
+        kernels: name → (how often, ms in sum) of the compute outside of the optimizer.
+    """
+
+    step_ms: float
+    compute_ms: float
+    optimizer_ms: float
+    uncovered_comm_ms: float
+    copy_ms: float
+    idle_ms: float
+    kernels: dict[str, tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """What a step with communication takes longer than one without, by cause, in ms."""
+
+    uncovered_comm_ms: float
+    slowdown_ms: float
+    copies_ms: float
+    optimizer_ms: float
+    idle_ms: float
+
+    @property
+    def explained_ms(self) -> float:
+        """The sum: what the two profiled steps differ by."""
+        return self.uncovered_comm_ms + self.slowdown_ms + self.copies_ms + self.optimizer_ms + self.idle_ms
+
+
+def account(events: Sequence[Event], window: Interval | None = None) -> StepAccount:
+    """Divide ``window``, by default the median step, among the parts.
+
+    Raises ValueError if there is no step in the trace and no window is given.
+    """
+    window = median_step(events) if window is None else window
+    updates = [(e.start_ms, e.end_ms) for e in events if e.name == OPTIMIZER]
+
+    def inside(chosen: Sequence[Event]) -> list[Interval]:
+        return intersect(((e.start_ms, e.end_ms) for e in chosen), [window])
+
+    compute = [e for e in events if e.kind == "compute"]
+    # On a GPU what counts is when the host launched it; on a CPU, when it ran.
+    in_optimizer = [_belongs(event, updates) for event in compute]
+    optimizer = inside([e for e, belongs in zip(compute, in_optimizer, strict=True) if belongs])
+    others = [e for e, belongs in zip(compute, in_optimizer, strict=True) if not belongs]
+    rest = subtract(inside(others), optimizer)
+    comm = inside([e for e in events if e.kind == "communication"])
+    copies = inside([e for e in events if e.kind == "copy"])
+    uncovered = subtract(comm, union([*optimizer, *rest]))
+    alone = subtract(copies, union([*optimizer, *rest, *comm]))
+    kernels: dict[str, tuple[int, float]] = {}
+    for event in others:
+        if window[0] <= event.start_ms < window[1]:
+            count, ms = kernels.get(event.name, (0, 0.0))
+            kernels[event.name] = count + 1, ms + event.end_ms - event.start_ms
+    parts = [total(part) for part in (rest, optimizer, uncovered, alone)]
+    step = window[1] - window[0]
+    return StepAccount(step, *parts, step - sum(parts), kernels)
+
+
+def _belongs(event: Event, ranges: Sequence[Interval]) -> bool:
+    moment = event.start_ms if event.launched_ms is None else event.launched_ms
+    return any(start <= moment < end for start, end in ranges)
+
+
+def explain(step: StepAccount, local: StepAccount) -> Exposure:
+    """Where ``step``'s extra time against ``local``, the same without communication, comes from."""
+    extra = 0.0
+    for name in step.kernels.keys() | local.kernels.keys():
+        count, ms = step.kernels.get(name, (0, 0.0))
+        count_local, ms_local = local.kernels.get(name, (0, 0.0))
+        if count != count_local:
+            extra += ms - ms_local
+    return Exposure(
+        uncovered_comm_ms=step.uncovered_comm_ms - local.uncovered_comm_ms,
+        slowdown_ms=step.compute_ms - local.compute_ms - extra,
+        copies_ms=step.copy_ms - local.copy_ms + extra,
+        optimizer_ms=step.optimizer_ms - local.optimizer_ms,
+        idle_ms=step.idle_ms - local.idle_ms,
+    )
+
+
+def closes(unexplained_ms: float, step_ms: float, *, share: float = 0.05, least_ms: float = 1.0) -> bool:
+    """Whether an account is good enough: within 5 % of the step, or 1 ms."""
+    return abs(unexplained_ms) <= max(share * step_ms, least_ms)

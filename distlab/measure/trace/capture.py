@@ -1,0 +1,337 @@
+"""The profiler's trace: when did each kernel and each collective run.
+
+`profile_steps` writes a Chrome/Perfetto trace per rank; `load_trace` reads it (or any other file of
+torch.profiler) into `Event`s of four kinds:
+
+``communication``
+    Kernels with ``nccl`` in their name, copies between GPUs and the barriers around them, and gloo's ``gloo:*``
+    intervals. A gloo interval (measured: torch 2.13, six 16 MB all-reduces in flight on two ranks) begins when
+    one of the process group's two worker threads *starts executing* the collective, not when it is enqueued: the
+    third of six began when the first had ended, and the intervals of one thread never overlap. It ends with the
+    collective. So up to two overlap, which share the wire, and the busy time is the union of the intervals, not
+    their sum (170 against 334 ms there). Like an NCCL kernel, an interval contains waiting for a peer that comes
+    late: 117 instead of 15 ms when the peer slept for 100 ms.
+``compute``
+    On a GPU every other kernel. Without GPU kernels in the trace: ``aten::`` operators, the C++ nodes of
+    autograd (``AddmmBackward0``) and compiled graphs, by wall clock. Not what runs inside a ``c10d`` operator
+    or on gloo's threads, and not the rest of autograd's ``evaluate_function`` range: Python hooks run inside
+    that, and a hook that waits for a collective would count as compute that covers it.
+``copy``
+    ``gpu_memcpy`` and ``gpu_memset``.
+``range``
+    Annotations named ``distlab:…``: ``distlab:step`` and the phases inside it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gzip
+import json
+import os
+import re
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.hooks import RemovableHandle
+
+STEP = "distlab:step"
+FORWARD = "distlab:forward"
+OPTIMIZER = "distlab:optimizer"
+NEXT = "distlab:next"
+_GPU_COMMUNICATION = re.compile(r"nccl|PtoP|barrier_kernel", re.IGNORECASE)
+_CPU_COMPUTE = re.compile(r"aten::|\w+Backward\d+$|## Call CompiledFxGraph")
+
+
+class Event(NamedTuple):
+    """One interval on one lane; times in ms since the earliest event of its trace.
+
+    Attributes:
+        kind: ``communication``, ``compute``, ``copy`` or ``range``.
+        lane: a GPU stream or a CPU thread.
+        launched_ms: for work on a GPU, when the host launched it; None elsewhere.
+        operator: for work on a GPU, the innermost operator that launched it (``aten::mm``); None elsewhere.
+    """
+
+    name: str
+    kind: str
+    lane: str
+    start_ms: float
+    end_ms: float
+    launched_ms: float | None = None
+    operator: str | None = None
+
+
+def activities_on(device: torch.device | str) -> list[ProfilerActivity]:
+    """What torch.profiler records of a device: its kernels, and the host's operators."""
+    if torch.device(device).type == "cuda":
+        return [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    # torch 2.13's profiler announces its start and end on stderr, above the level of errors. Without CUPTI it has no
+    # errors worth the noise. It reads the variable at its first use.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    return [ProfilerActivity.CPU]
+
+
+def profile_steps(
+    step: Callable[[], object],
+    *,
+    steps: int,
+    path: str | os.PathLike,
+    rank: int,
+    world_size: int,
+    device: torch.device | str,
+    warmup: int = 1,
+    finish: Callable[[], object] = lambda: None,
+    queued: bool = False,
+) -> None:
+    """Run ``step()`` under torch.profiler and write this rank's trace, atomically.
+
+    Each profiled step is a range ``distlab:step`` that begins and ends with an idle device, so that all it
+    started lies inside the range, on every stream. The ranges ``distlab:warmup`` before take the profiler's
+    own start-up.
+
+    With ``queued`` steps follow each other as in training, without waiting for the device in between: the host
+    runs ahead, and what one step leaves in flight is hidden by the next. On a GPU one more step follows in a range
+    ``distlab:next``, and `account.step_windows` finds on the device where each step begins; on a CPU the host does
+    the work, and nothing changes.
+
+    Args:
+        step: one training step, called ``warmup + steps`` times (one more if queued on a GPU); every rank
+            must do so together.
+        path: where the JSON goes, gzipped if it ends in ``.gz``. Process names and ids in it carry the rank,
+            so that the files of several ranks can be opened together; host name and paths are left out.
+        device: CUDA activities are recorded if it is a CUDA device.
+        finish: called after the last step, before the recording ends: it must wait for what a step leaves in
+            flight. A gloo collective that outlives the recording that it began under crashes the process.
+
+    Raises:
+        ValueError: no ``steps`` or a negative ``warmup``.
+        OSError: ``path`` cannot be written; what ``step`` raises passes through. Nothing is left at ``path``.
+    """
+    if steps < 1 or warmup < 0:
+        raise ValueError(f"profile_steps needs steps >= 1 and warmup >= 0, got {steps} and {warmup}")
+    on_cuda = torch.device(device).type == "cuda"
+    activities = activities_on(device)
+
+    def synchronize() -> None:
+        if on_cuda:
+            torch.cuda.synchronize(device)
+
+    with profile(activities=activities, acc_events=True) as profiler:
+        synchronize()
+        for name in ["distlab:warmup"] * warmup + [STEP] * steps + [NEXT] * (queued and on_cuda):
+            with record_function(name):
+                step()
+                if not queued:
+                    synchronize()
+        finish()
+        synchronize()
+    with tempfile.TemporaryDirectory(prefix="distlab-trace-") as folder:
+        raw = os.path.join(folder, "trace.json")
+        profiler.export_chrome_trace(raw)
+        with open(raw, encoding="utf-8", errors="replace") as file:
+            trace = json.load(file)
+    backend = dist.get_backend() if dist.is_initialized() else None
+    _write_atomically(_with_rank(trace, rank, world_size, backend), Path(path))
+
+
+def annotate_forward(module: nn.Module) -> list[RemovableHandle]:
+    """Let each call of ``module`` be a range ``distlab:forward`` of the trace, until the handles are removed."""
+    open_ranges: list[record_function] = []
+    return [
+        module.register_forward_pre_hook(
+            lambda *_: open_ranges.append(record_function(FORWARD).__enter__()), prepend=True
+        ),
+        module.register_forward_hook(
+            lambda *_: open_ranges.pop().__exit__(None, None, None), always_call=True
+        ),
+    ]
+
+
+class OptimizerRange:
+    """For `TrainStep`'s ``mark``: lets what runs after "forward_backward" be a range ``distlab:optimizer``."""
+
+    def __init__(self) -> None:
+        self._open: record_function | None = None
+
+    def mark(self, phase: str) -> None:
+        """``phase`` ended."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+        if phase == "forward_backward":
+            self._open = record_function(OPTIMIZER)
+            self._open.__enter__()
+
+
+def _with_rank(trace: dict[str, Any], rank: int, world_size: int, backend: str | None) -> dict[str, Any]:
+    """The trace with rank information and without what tells of the machine it ran on."""
+    for private in ("host_name", "traceName"):
+        trace.pop(private, None)
+    info = trace.setdefault("distributedInfo", {})
+    for key, value in (("backend", backend), ("rank", rank), ("world_size", world_size)):
+        info.setdefault(key, value)
+
+    def unique(pid: int | str) -> int | str:
+        # Ranks on two hosts, or in two containers, may have the same process id. Linux ids end at 2**22.
+        return pid + rank * 10_000_000 if isinstance(pid, int) else f"{pid} (rank {rank})"
+
+    for event in trace["traceEvents"]:
+        if "pid" in event:
+            event["pid"] = unique(event["pid"])
+        if event.get("ph") == "M" and event.get("name") == "process_name":
+            event["args"]["name"] = f"rank {rank}: {event['args'].get('name', '')}"
+        if event.get("ph") == "M" and event.get("name") == "process_labels":
+            event["args"]["labels"] = f"rank {rank} {event['args'].get('labels', '')}".strip()
+    return trace
+
+
+def _write_atomically(trace: dict[str, Any], path: Path) -> None:
+    """Write under a temporary name in the same folder, then rename: a trace is whole or absent."""
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    data = json.dumps(trace, separators=(",", ":")).encode()
+    try:
+        with open(temporary, "wb") as file:
+            file.write(gzip.compress(data, compresslevel=5, mtime=0) if path.suffix == ".gz" else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_trace(path: str | os.PathLike) -> list[Event]:
+    """The events of a torch.profiler trace (``.json`` or ``.json.gz``), by start time.
+
+    Events of one lane and kind that lie inside another of the same are left out (``aten::mm`` in
+    ``aten::addmm``).
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is truncated, or another tool wrote it; the message names the path.
+    """
+    return load_trace_and_origin(path)[0]
+
+
+def load_trace_and_origin(path: str | os.PathLike) -> tuple[list[Event], dict[str, Any]]:
+    """`load_trace`'s events, and whose they are: ``rank``, ``world_size``, ``backend`` where the file says so.
+
+    Raises OSError and ValueError as `load_trace` does.
+    """
+    path = Path(path)
+    data = path.read_bytes()
+    try:
+        trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is truncated or is not a trace ({error}): profile again") from None
+    raw = trace.get("traceEvents") if isinstance(trace, dict) and "schemaVersion" in trace else None
+    if not isinstance(raw, list):
+        raise ValueError(
+            f"{path} was not written by torch.profiler: no schemaVersion or no traceEvents in it"
+        )
+    info = trace.get("distributedInfo")
+    origin = (
+        {key: info.get(key) for key in ("rank", "world_size", "backend")} if isinstance(info, dict) else {}
+    )
+    try:
+        spans = [_Span.read(entry) for entry in raw if entry.get("ph") == "X" and "cat" in entry]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds an event that torch.profiler does not write: {error!r}") from None
+    return _outermost(_classified(spans)), origin
+
+
+class _Span(NamedTuple):
+    """A complete event of the file, times in µs."""
+
+    category: str
+    name: str
+    thread: int | str
+    start: float
+    end: float
+    correlation: int | None  # ties what runs on the GPU to the call that launched it
+    external: int | None  # and to the operator that made the call
+
+    @classmethod
+    def read(cls, entry: dict[str, Any]) -> _Span:
+        end = entry["ts"] + entry["dur"]
+        args = entry.get("args", {})
+        ties = args.get("correlation"), args.get("External id")
+        return cls(entry["cat"], entry["name"], entry["tid"], entry["ts"], end, *ties)
+
+
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def _classified(spans: list[_Span]) -> Iterable[Event]:
+    """Every span that is of one of the four kinds, as an event."""
+    origin = min((span.start for span in spans), default=0.0)
+    gpu_trace = any(span.category == "kernel" for span in spans)
+    launches = {s.correlation: s.start for s in spans if s.category in ("cuda_runtime", "cuda_driver")}
+    operators = {s.external: s.name for s in spans if s.category == "cpu_op"}
+    gloo_threads = {span.thread for span in spans if span.name.startswith("gloo:")}
+    c10d = _by_thread(span for span in spans if span.name.startswith("c10d::"))
+    for span in spans:
+        on_gpu = span.category in _ON_GPU
+        kind = _gpu_kind(span) if on_gpu else _host_kind(span)
+        if kind == "compute" and not on_gpu:
+            computes = not gpu_trace and span.thread not in gloo_threads and not _within(span, c10d)
+            kind = kind if computes else None
+        if kind is not None:
+            launched = launches.get(span.correlation) if on_gpu else None
+            yield Event(
+                span.name,
+                kind,
+                f"{'stream' if on_gpu else 'thread'} {span.thread}",
+                (span.start - origin) / 1e3,
+                (span.end - origin) / 1e3,
+                None if launched is None else (launched - origin) / 1e3,
+                operators.get(span.external) if on_gpu else None,
+            )
+
+
+def _gpu_kind(span: _Span) -> str:
+    if _GPU_COMMUNICATION.search(span.name):
+        return "communication"
+    return "compute" if span.category == "kernel" else "copy"
+
+
+def _host_kind(span: _Span) -> str | None:
+    if span.name.startswith("gloo:"):
+        return "communication"
+    if span.category == "user_annotation" and span.name.startswith("distlab:"):
+        return "range"
+    return "compute" if _CPU_COMPUTE.match(span.name) else None
+
+
+def _by_thread(spans: Iterable[_Span]) -> dict[int | str, list[_Span]]:
+    """The spans of each thread, by start."""
+    threads: dict[int | str, list[_Span]] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        threads.setdefault(span.thread, []).append(span)
+    return threads
+
+
+def _within(span: _Span, threads: dict[int | str, list[_Span]]) -> bool:
+    """Whether ``span`` lies inside one of its thread's spans, which do not overlap."""
+    candidates = threads.get(span.thread, [])
+    before = bisect.bisect_right(candidates, span.start, key=lambda candidate: candidate.start)
+    return before > 0 and span.end <= candidates[before - 1].end
+
+
+def _outermost(events: Iterable[Event]) -> list[Event]:
+    """Events by start, without those inside another of the same lane and kind; ranges are all kept."""
+    kept: list[Event] = []
+    reach: dict[tuple[str, str], float] = {}
+    for event in sorted(events, key=lambda event: (event.start_ms, -event.end_ms)):
+        key = (event.lane, event.kind)
+        if event.kind != "range" and event.end_ms <= reach.get(key, float("-inf")):
+            continue
+        reach[key] = event.end_ms
+        kept.append(event)
+    return kept

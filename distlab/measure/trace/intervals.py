@@ -1,0 +1,57 @@
+"""Interval algebra.
+
+An interval is ``(start, end)``, half-open, in ms. `union`, `intersect` and `subtract` return disjoint intervals in
+ascending order, without empty ones and with touching ones joined; they accept any list in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """All points that lie in at least one interval."""
+    joined: list[Interval] = []
+    for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """Length of the union: time in which at least one interval runs."""
+    return sum(end - start for start, end in union(intervals))
+
+
+def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
+    """All points that lie in both ``a`` and ``b``."""
+    left, right = union(a), union(b)
+    common: list[Interval] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            common.append((start, end))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
+    """All points of ``a`` that lie outside ``b``."""
+    left = union(a)
+    if not left:
+        return []
+    gaps: list[Interval] = []
+    cursor = left[0][0]
+    for start, end in union(b):
+        gaps.append((cursor, start))
+        cursor = max(cursor, end)
+    gaps.append((cursor, left[-1][1]))
+    return intersect(left, gaps)

@@ -1,0 +1,217 @@
+"""What a person asks of a profile: which kernels take the time, in which phase, and on what kind of work.
+
+Reads the events of a trace (`capture.load_trace`), so a summary can be made again from the file. On a GPU the kernels
+are those of the device, by the phase in which the host launched them; without one, the operators.
+
+What kind of work an operator or a kernel is, told by its name.
+
+The names come from four worlds: operators (``aten::mm``), nodes of autograd (``MmBackward0``), kernels of libraries
+(``nvjet_…``, ``cunn_SoftMaxForward``) and kernels of Triton, whose own names say little (``forward_kernel``): those
+are told by the operator that launched them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch.profiler import record_function
+
+from distlab.measure.trace.account import step_windows
+from distlab.measure.trace.capture import Event
+from distlab.measure.trace.intervals import intersect, total
+
+PHASES = ("forward", "backward", "optimizer")
+OUTSIDE = "outside"  # of the three, such as zeroing gradients
+
+
+class Phases:
+    """Ranges ``distlab:forward``, ``distlab:backward``, ``distlab:optimizer`` from a step's marks.
+
+    A mark says which phase ends, as those of `clock.PhaseTimer` do, so the same step serves both::
+
+        phases = Phases()
+        with phases.step("forward"):  # the first phase begins with the step
+            ...
+            phases.mark("forward")
+            ...
+    """
+
+    def __init__(self, order: Sequence[str] = PHASES) -> None:
+        self._order = list(order)
+        self._open: record_function | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step: its first phase begins now, its last ends with a mark or with the step."""
+        self._begin(self._order[0])
+        try:
+            yield
+        finally:
+            self._end()
+
+    def mark(self, phase: str) -> None:
+        """`phase` ends here and the next in order begins."""
+        self._end()
+        following = self._order.index(phase) + 1
+        if following < len(self._order):
+            self._begin(self._order[following])
+
+    def _begin(self, phase: str) -> None:
+        self._open = record_function(f"distlab:{phase}")
+        self._open.__enter__()
+
+    def _end(self) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel (or operator) in one phase.
+
+    Attributes:
+        name: as the trace has it.
+        category: see `category`.
+        phase: forward, backward, optimizer or outside.
+        count: calls per step.
+        ms: per step, the sum over its calls.
+    """
+
+    name: str
+    category: str
+    phase: str
+    count: float
+    ms: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A trace in figures, each per step.
+
+    Attributes:
+        steps: recorded.
+        step_ms: median length of a step under the profiler.
+        kernel_ms: sum of all kernels' times; more than `busy_ms` where some run at once.
+        busy_ms: time in which at least one kernel ran.
+        kernels: the one with the most time first.
+    """
+
+    steps: int
+    step_ms: float
+    kernel_ms: float
+    busy_ms: float
+    kernels: tuple[Kernel, ...]
+
+    def top(self, phase: str, count: int) -> list[Kernel]:
+        """The kernels of a phase with the most time."""
+        return [kernel for kernel in self.kernels if kernel.phase == phase][:count]
+
+    def phase_ms(self) -> dict[str, float]:
+        """Phase → ms of kernels, phases without any left out."""
+        return _summed(self.kernels, lambda kernel: kernel.phase)
+
+    def category_ms(self) -> dict[str, float]:
+        """Category → ms of kernels, in the order of `CATEGORIES`, those without any left out."""
+        found = _summed(self.kernels, lambda kernel: kernel.category)
+        return {name: found[name] for name in CATEGORIES if name in found}
+
+
+def _summed(kernels: Sequence[Kernel], key: Callable[[Kernel], str]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        sums[key(kernel)] += kernel.ms
+    return dict(sums)
+
+
+def summarise(events: Sequence[Event]) -> Profile:
+    """The profile of all recorded steps.
+
+    Raises:
+        ValueError: no ``distlab:step`` in the trace (see `capture.profile_steps`).
+    """
+    windows = step_windows(events)
+    phases = [e for e in events if e.kind == "range" and e.name.removeprefix("distlab:") in PHASES]
+    phases.sort(key=lambda event: event.start_ms)
+    times: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    busy = []
+    for event in events:
+        inside = any(start <= event.start_ms and event.end_ms <= end for start, end in windows)
+        if event.kind == "range" or not inside:
+            continue
+        kind = "communication" if event.kind == "communication" else category(event.name, event.operator)
+        times[event.name, kind, _phase_of(event, phases)].append(event.end_ms - event.start_ms)
+        busy.append((event.start_ms, event.end_ms))
+    steps = len(windows)
+    kernels = [Kernel(*key, len(spent) / steps, sum(spent) / steps) for key, spent in times.items()]
+    return Profile(
+        steps=steps,
+        step_ms=statistics.median(end - start for start, end in windows),
+        kernel_ms=sum(kernel.ms for kernel in kernels),
+        busy_ms=total(intersect(busy, windows)) / steps,
+        kernels=tuple(sorted(kernels, key=lambda kernel: -kernel.ms)),
+    )
+
+
+def _phase_of(event: Event, phases: Sequence[Event]) -> str:
+    """The phase in which the host started it: a GPU may run it when the host is in the next already."""
+    moment = event.start_ms if event.launched_ms is None else event.launched_ms
+    for phase in phases:
+        if phase.start_ms <= moment <= phase.end_ms:
+            return phase.name.removeprefix("distlab:")
+    return OUTSIDE
+
+
+# In this order; the first pattern that is found decides. `mm` must not be found inside a longer word.
+_PATTERNS = (
+    ("communication", r"nccl|gloo|c10d"),
+    ("optimizer", r"adam|sgd|multi_?tensor|foreach|clip_grad"),
+    ("loss", r"log_?softmax|nll_?loss|cross_?entropy"),
+    ("attention", r"flash|fmha|attention|sdpa"),
+    ("softmax", r"softmax"),
+    ("normalisation", r"(rms|layer|group|batch)_?norm|gammabeta|rmsnorm"),
+    ("matrix products", r"(?<![a-z])(add)?b?a?(add)?b?mm(?![a-z])|(add|b)?mm_?backward|matmul|linear|gem[mv]|nvjet"
+                        r"|cutlass|xmma|cublas|split_?k"),
+    ("element-wise", r"triton_(poi|red|per)|swiglu|silu|gelu|sigmoid|rope|"
+                     r"(?<![a-z])(add|sub|mul|div|neg|pow|exp|log|sqrt|rsqrt|reciprocal|where|masked_?fill|dropout|sum|"
+                     r"mean|tanh|cos|sin|abs|maximum|minimum|ones_like|zeros_like|fill|zero)_?(backward|(?![a-z]))"),
+    ("casts and copies", r"copy|::to$|clone|contiguous|mem(cpy|set)|catarray|::cat$|catbackward|split\w*backward|"
+                         r"roll|stack|unbind|reshape|::index_put"),
+    ("element-wise", r"element_?wise|reduce_kernel"),
+)  # fmt: skip
+_COMPILED = [(name, re.compile(pattern)) for name, pattern in _PATTERNS]
+OTHER = "other"
+CATEGORIES = (
+    "matrix products", "attention", "softmax", "normalisation", "element-wise", "loss", "casts and copies",
+    "communication", "optimizer", OTHER,
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def category(name: str, operator: str | None = None) -> str:
+    """One of `CATEGORIES`.
+
+    ``attention`` is a fused attention; one that is written out is matrix products and ``softmax``. Embeddings, views
+    and what nobody thought of are ``other``.
+
+    Args:
+        name: of the operator, node or kernel.
+        operator: for a kernel, the operator that launched it, which decides if its name says something.
+    """
+    for text in (operator, name):
+        for kind, pattern in _COMPILED if text else ():
+            if pattern.search(text.lower()):
+                return kind
+    return OTHER
+
+
+def readable(name: str) -> str:
+    """An operator's name without what only a machine reads: autograd's prefix, and the hash of a compiled graph."""
+    name = name.removeprefix("autograd::engine::evaluate_function: ")
+    return re.sub(r"## Call CompiledFxGraph \w+ ##", "compiled graph", name)

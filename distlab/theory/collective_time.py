@@ -1,0 +1,310 @@
+"""What a collective costs under the α–β model: every message of S bytes takes α + S/W seconds.
+
+`S` is the payload that the recorder counts: the whole tensor of an all-reduce, an all-gather's output, a
+reduce-scatter's input. `W` is what one rank sends in one direction, `α` a message's latency, `N` the ranks; every
+rank sends and receives at once. What is reduced meanwhile costs nothing here.
+
+    algorithm                          rounds         seconds
+    ring reduce-scatter, all-gather    N−1            (N−1)·α + (N−1)/N · S/W
+    ring all-reduce                    2(N−1)         2(N−1)·α + 2(N−1)/N · S/W
+    ring that forwards whole tensors   N−1            (N−1)·(α + S/W)
+    binomial tree all-reduce           2⌈log₂N⌉       2⌈log₂N⌉·(α + S/W)
+    halving and doubling all-reduce    2 log₂N        2 log₂N·α + 2(N−1)/N · S/W     N a power of two
+    pipelined chain broadcast          N−2+k          (N−2+k)·(α + S/(k·W))          k pieces
+
+Rings: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". Trees, halving
+and doubling: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
+
+α–β from measured times: seconds(S) = α + S/W, in one piece or several.
+
+Libraries change their algorithm with the size (low-latency protocols, trees, more channels), so one line does not
+fit 4 KB and 1 GB; and a least-squares fit of the seconds would only look at the largest. So the *relative* error is
+minimised, Σ (fit/measured − 1)², which is linear in α and 1/W, and sizes are cut into as few pieces as reach the
+tolerance, where the cuts make that sum smallest. α and 1/W are not negative.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Link:
+    """α–β: `bytes_per_s` W in one direction of one rank, `latency_s` α per message.
+
+    Raises:
+        ValueError: a bandwidth that is not positive or a negative latency.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0 or self.latency_s < 0:
+            raise ValueError(
+                f"bytes_per_s={self.bytes_per_s}, latency_s={self.latency_s}: bandwidth must be positive and "
+                "latency not negative"
+            )
+
+    def message(self, num_bytes: float) -> float:
+        """Seconds of one message."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+def ring_all_gather(num_bytes: float, ranks: int, link: Link) -> float:
+    """N−1 rounds, in each of which every rank passes a piece of S/N on. A reduce-scatter costs the same."""
+    _check(num_bytes, ranks)
+    return (ranks - 1) * link.message(num_bytes / ranks)
+
+
+ring_reduce_scatter = ring_all_gather
+
+
+def ring_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
+    """A reduce-scatter and an all-gather, in seconds: 2(N−1)·α + 2(N−1)/N · S/W, and 0 for a single rank.
+
+    The S bytes are cut into N pieces. In N−1 rounds every rank passes one piece to its neighbour, who adds its own; in
+    N−1 more the finished pieces go round. All links are busy at once, and each carries less than 2·S however many
+    ranks there are: the ring is bandwidth-optimal, its latency is not.
+
+    Raises:
+        ValueError: fewer than one rank, or negative bytes.
+    """
+    return 2 * ring_all_gather(num_bytes, ranks, link)
+
+
+def whole_tensor_ring(num_bytes: float, ranks: int, link: Link) -> float:
+    """Every rank forwards whole tensors N−1 times and adds what it receives: half of a ring's rounds, and per link
+    (N−1)·S bytes, which is N/2 times as much. It wins for messages whose latency outweighs their volume."""
+    _check(num_bytes, ranks)
+    return (ranks - 1) * link.message(num_bytes)
+
+
+def tree_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
+    """Reduce up a binomial tree and broadcast down: few rounds, each with the whole tensor."""
+    _check(num_bytes, ranks)
+    return 2 * math.ceil(math.log2(ranks)) * link.message(num_bytes)
+
+
+def halving_doubling_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
+    """Exchange halves, quarters, … with partners at distance N/2, N/4, …, and back: a ring's volume, a tree's rounds.
+
+    Raises:
+        ValueError: N is no power of two (with the nearest).
+    """
+    _check(num_bytes, ranks)
+    if ranks & (ranks - 1):
+        raise ValueError(
+            f"ranks={ranks}: halving needs a power of two, such as {2 ** round(math.log2(ranks))}"
+        )
+    rounds = ranks.bit_length() - 1
+    return 2 * sum(link.message(num_bytes / 2**step) for step in range(1, rounds + 1))
+
+
+def chain_broadcast(num_bytes: float, ranks: int, link: Link, pieces: int | None = None) -> float:
+    """Pass pieces from rank to rank, all links busy once the chain is full.
+
+    Args:
+        pieces: k; None for the best, √((N−2)·S/(α·W)).
+
+    Raises ValueError for fewer than one piece.
+    """
+    _check(num_bytes, ranks)
+    if ranks == 1:
+        return 0.0
+    if pieces is None:
+        ideal = (
+            math.sqrt((ranks - 2) * num_bytes / (link.latency_s * link.bytes_per_s))
+            if link.latency_s
+            else 1e6
+        )
+        pieces = max(1, round(ideal))
+    if pieces < 1:
+        raise ValueError(f"pieces={pieces}: at least one")
+    return (ranks - 2 + pieces) * link.message(num_bytes / pieces)
+
+
+def hierarchical_all_reduce(
+    num_bytes: float, nodes: int, ranks_per_node: int, inside: Link, between: Link
+) -> float:
+    """Reduce-scatter inside every node, all-reduce each piece between the nodes, all-gather inside.
+
+    The slow links carry 2(nodes−1)/nodes of S/ranks_per_node each, because every rank of a node has its own.
+    """
+    _check(num_bytes, nodes * ranks_per_node)
+    inner = 2 * ring_all_gather(num_bytes, ranks_per_node, inside)
+    return inner + ring_all_reduce(num_bytes / ranks_per_node, nodes, between)
+
+
+def tree_to_ring_bytes(ranks: int, link: Link) -> float:
+    """The size from which a ring all-reduce is faster than a binomial tree: where their times cross.
+
+    Equating them, S = α·W·((N−1) − L)/(L − (N−1)/N) with L = ⌈log₂N⌉; 0 where the ring always wins (N ≤ 3).
+    """
+    _check(0, ranks)
+    levels = math.ceil(math.log2(ranks))
+    if ranks <= 2:
+        return 0.0
+    return max(0.0, link.latency_s * link.bytes_per_s * (ranks - 1 - levels) / (levels - (ranks - 1) / ranks))
+
+
+# Multiples of the parameters' bytes that go through each rank's link in a step; (N−1)/N of them, to be exact.
+# An all-reduce counts two passes, each other collective one.
+PASSES = {
+    "local": 0,
+    "naive": 2,
+    "flat": 2,
+    "overlap": 2,
+    "bucketed": 2,
+    "torch-ddp": 2,
+    "torch-ddp-tuned": 2,
+    "zero1": 2,
+    "sharded-optimizer": 3,
+    "torch-zero": 3,
+    "fsdp": 3,
+    "fsdp2": 3,
+}
+
+
+def step_traffic(
+    strategy: str, parameter_bytes: float, ranks: int, *, gathered_bytes: float | None = None
+) -> float:
+    """Bytes that one rank sends in a step on a ring, flags and padding aside.
+
+    The DDPs reduce-scatter and gather the gradients; ZeRO-1 reduce-scatters gradients and gathers parameters;
+    owners' broadcasts pass all parameters once more; FSDP gathers twice and reduce-scatters once.
+
+    Args:
+        parameter_bytes: S, of all parameters (and of their gradients) in the type in which gradients are reduced.
+        gathered_bytes: of all parameters in the type in which FSDP gathers them; default S.
+
+    Raises:
+        ValueError: an unknown strategy.
+    """
+    _check(parameter_bytes, ranks)
+    if strategy not in PASSES:
+        raise ValueError(f"strategy {strategy!r} is unknown; choose one of {', '.join(PASSES)}")
+    volume = PASSES[strategy] * parameter_bytes
+    if strategy in ("fsdp", "fsdp2") and gathered_bytes is not None:
+        volume = parameter_bytes + 2 * gathered_bytes
+    return volume * (ranks - 1) / ranks
+
+
+def _check(num_bytes: float, ranks: int) -> None:
+    if ranks < 1 or num_bytes < 0:
+        raise ValueError(f"num_bytes={num_bytes}, ranks={ranks}: at least one rank, and no negative size")
+
+
+MAX_PIECES, TOLERANCE = 5, 0.08
+LEAST_POINTS = 3  # two would be met exactly, and say nothing
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Valid from `from_bytes` on: `latency_s` α, and `bytes_per_s` W in payload bytes (inf for a constant time)."""
+
+    from_bytes: float
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time of a payload."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class CollectiveFit:
+    """Pieces by ascending `from_bytes`; the first also serves what is smaller, the last what is larger.
+
+    Raises:
+        ValueError: no pieces.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    def __post_init__(self) -> None:
+        if not self.pieces:
+            raise ValueError("a fit needs at least one piece")
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time of a payload of `num_bytes`."""
+        valid = [piece for piece in self.pieces if piece.from_bytes <= num_bytes]
+        return (valid[-1] if valid else self.pieces[0]).seconds(num_bytes)
+
+    def to_list(self) -> list[dict[str, float]]:
+        """For a record."""
+        return [asdict(piece) for piece in self.pieces]
+
+    @classmethod
+    def from_list(cls, pieces: Sequence[Mapping[str, Any]]) -> "CollectiveFit":
+        """The inverse of `to_list`."""
+        return cls(tuple(Piece(**piece) for piece in pieces))
+
+
+def fit_collective(
+    sizes: Sequence[float], seconds: Sequence[float], *, tolerance: float = TOLERANCE
+) -> CollectiveFit:
+    """The fewest pieces whose largest relative error is within the tolerance; `MAX_PIECES` where none are.
+
+    The cuts minimise the sum of squared errors, not the largest: one measurement that nothing explains (short calls
+    beside other jobs) would otherwise leave no reason to fit the rest.
+
+    Args:
+        sizes: payload bytes, all different.
+        seconds: of each; positive.
+
+    Raises:
+        ValueError: fewer than two points, unequal lengths, or something not positive.
+    """
+    points = sorted(zip(sizes, seconds, strict=True))
+    if len(points) < 2 or min(min(point) for point in points) <= 0 or len(dict(points)) < len(points):
+        raise ValueError(f"a fit needs two or more different sizes with positive times, got {points}")
+
+    @functools.cache
+    def piece(start: int, stop: int) -> tuple[float, Piece]:
+        """The best piece for some of the points, and its sum of squared errors."""
+        found = _piece(points, start, stop)
+        return sum((found.seconds(size) / time - 1) ** 2 for size, time in points[start:stop]), found
+
+    @functools.cache
+    def best(count: int, stop: int) -> tuple[float, tuple[Piece, ...]]:
+        """The best `count` pieces for the points before `stop`."""
+        if count == 1:
+            error, found = piece(0, stop)
+            return error, (found,)
+        options = []
+        for cut in range((count - 1) * LEAST_POINTS, stop - LEAST_POINTS + 1):
+            (before, pieces), (error, last) = best(count - 1, cut), piece(cut, stop)
+            options.append((before + error, (*pieces, last)))
+        return min(options, key=lambda option: option[0])
+
+    for count in range(1, max(1, min(MAX_PIECES, len(points) // LEAST_POINTS)) + 1):
+        fit = CollectiveFit(best(count, len(points))[1])
+        if max(map(abs, relative_errors(fit, *zip(*points, strict=True)))) <= tolerance:
+            break
+    return fit
+
+
+def relative_errors(fit: CollectiveFit, sizes: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """fit/measured − 1 of each point."""
+    return [fit.seconds(size) / time - 1 for size, time in zip(sizes, seconds, strict=True)]
+
+
+def _piece(points: list[tuple[float, float]], start: int, stop: int) -> Piece:
+    mine = points[start:stop]
+    begin = 0.0 if start == 0 else (points[start - 1][0] * points[start][0]) ** 0.5
+    a = [1 / time for _, time in mine]
+    b = [size / time for size, time in mine]
+    aa, ab, bb = (sum(x * y for x, y in zip(u, v, strict=True)) for u, v in ((a, a), (a, b), (b, b)))
+    determinant = aa * bb - ab * ab
+    latency = slope = -1.0
+    if determinant > 1e-12 * aa * bb:
+        latency = (sum(a) * bb - sum(b) * ab) / determinant
+        slope = (sum(b) * aa - sum(a) * ab) / determinant
+    if slope < 0:  # nothing grows with the size: a constant
+        latency, slope = sum(a) / aa, 0.0
+    elif latency < 0:
+        latency, slope = 0.0, sum(b) / bb
+    return Piece(begin, latency, 1 / slope if slope > 0 else float("inf"))

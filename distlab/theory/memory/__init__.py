@@ -1,0 +1,1 @@
+"""Memory of one rank through a training step, in closed form."""

@@ -1,0 +1,131 @@
+"""What autograd keeps between forward and backward, and what it briefly needs on top.
+
+Counted operation by operation for the blocks of `ModelShape`, with n = B·T tokens, `c` bytes per element of the
+computation and `r` bytes per element of the residual stream. Of one block autograd saves
+
+    the residual stream before each norm                2·r·n·d     (the adds themselves save nothing)
+    statistics of both norms                            2·4·n
+    the norms' outputs, inputs of qkv and of w1, w3     2·c·n·d
+    attention: queries and keys after rotation          2·c·n·d
+      fused kernels: the qkv product, kept whole by v   3·c·n·d
+                     output and log-sum-exp             c·n·d + 4·n·H
+      naive:         a copy of v, the merged heads      2·c·n·d
+                     softmax in fp32, and cast to c     (4 + [c≠4]·c)·n·H·T
+    w1 x, silu(w1 x), w3 x and their product            4·c·n·f
+
+Under autocast r = 4 and c = 2; in one type throughout r = c. Korthikanti et al. 2022 ("Reducing Activation
+Recomputation in Large Transformer Models", eq. 2) count a GPT-2 block with dropout the same way.
+"""
+
+from dataclasses import dataclass
+
+from distlab.theory.model_shape import ModelShape
+
+FP32 = 4
+ATTENTION = ("naive", "flash", "sdpa")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which types a step computes and keeps things, as bytes per element.
+
+    Args:
+        compute: of matrix products.
+        residual: of the residual stream.
+        copies_weights: whether matrices are cast for the products and the copies kept for backward (autocast).
+    """
+
+    compute: int = FP32
+    residual: int = FP32
+    copies_weights: bool = False
+
+
+PRECISIONS = {
+    "fp32": Precision(),
+    # fp32 parameters; autocast casts each matrix once per forward, and the products keep the copies.
+    "bf16-autocast": Precision(compute=2, residual=4, copies_weights=True),
+    # Parameters that arrive in bf16 (FSDP with a compute dtype): all of the forward runs in it.
+    "bf16": Precision(compute=2, residual=2),
+}
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes kept for backward, by part, and temporaries.
+
+    Args:
+        block: of one block.
+        checkpoint: of one block whose activations are recomputed: its input.
+        last: final norm and head.
+        loss: kept by the cross-entropy, log-softmax in fp32.
+        loss_temporary: on top of `loss` at the start of backward: gradients of log-softmax and of the logits, fp32.
+        logits_gradient: what reaches the head, in the type of the computation.
+        forward_loss_temporary: on top of `loss` while it is computed: the logits, and their fp32 form.
+        block_temporary: most that one block's backward needs besides what it frees.
+        residual_gradient: the gradient that travels down the residual stream.
+    """
+
+    block: int
+    checkpoint: int
+    last: int
+    loss: int
+    loss_temporary: int
+    logits_gradient: int
+    forward_loss_temporary: int
+    block_temporary: int
+    residual_gradient: int
+
+
+def block_activations(
+    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa"
+) -> int:
+    """Bytes that autograd keeps of one block; see the table above.
+
+    Args:
+        batch, context: B sequences of T tokens on this rank.
+        attention: `flash` or `sdpa` (nothing of size T² is kept), or `naive`.
+
+    Raises:
+        ValueError: an unknown attention, or a batch or context below one.
+    """
+    _check(batch, context, attention)
+    n, d, f, heads = batch * context, shape.d_model, shape.d_ff, shape.num_heads
+    c, r = precision.compute, precision.residual
+    if attention == "naive":
+        of_attention = 2 * c * n * d + (FP32 + (c if c != FP32 else 0)) * n * heads * context
+    else:
+        of_attention = 4 * c * n * d + FP32 * n * heads
+    return 2 * r * n * d + 2 * FP32 * n + 4 * c * n * d + of_attention + 4 * c * n * f
+
+
+def activations(
+    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa"
+) -> Activations:
+    """All parts for a batch on one rank; arguments and errors as `block_activations`."""
+    block = block_activations(shape, batch, context, precision, attention)
+    n, d, f, vocabulary = batch * context, shape.d_model, shape.d_ff, shape.vocab_size
+    c, r = precision.compute, precision.residual
+    casts = c if c != FP32 else 0  # the logits exist in both types
+    # silu·up backward: gradients of the product, of both factors, and silu(w1 x) is made anew by none.
+    swiglu = 3 * c * n * f
+    scores = (2 * FP32 if attention == "naive" else 0) * n * shape.num_heads * context
+    rotation = 3 * FP32 * 2 * n * d  # rope's backward in fp32: a product, its roll, and their sum
+    return Activations(
+        block=block,
+        checkpoint=r * n * d,
+        last=(r + c) * n * d + FP32 * n,
+        loss=FP32 * n * vocabulary,
+        loss_temporary=2 * FP32 * n * vocabulary,
+        logits_gradient=c * n * vocabulary,
+        forward_loss_temporary=(FP32 + casts) * n * vocabulary,
+        block_temporary=max(swiglu, rotation, scores),
+        residual_gradient=r * n * d,
+    )
+
+
+def _check(batch: int, context: int, attention: str) -> None:
+    for name, value in (("batch", batch), ("context", context)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")
+    if attention not in ATTENTION:
+        raise ValueError(f"attention={attention!r}: choose one of {', '.join(ATTENTION)}")

@@ -1,0 +1,236 @@
+"""Memory of one rank through a training step, by category, and its peak and when that occurs.
+
+With P parameters in fp32, AdamW's two states and N ranks, what stays allocated is (Rajbhandari et al. 2020, "ZeRO",
+sec. 3; theirs keeps fp16 parameters and gradients beside an fp32 copy, see `zero_paper_bytes`)
+
+    strategy                     parameters   gradients              optimizer state
+    local, naive, overlap        4P           4P, as backward makes them        8P
+    flat                         4P           4P as made, and a buffer of 4P*   8P
+    bucketed, bucketed-dma       4P           4P in buckets, always there       8P
+    torch-ddp                    4P           4P as made, and buckets of 4P     8P
+    sharded-optimizer, torch-zero  as bucketed, torch-ddp                       8P/N, whole parameters
+    zero1                        4P           4P in buckets, always there       8P/N
+    fsdp, fsdp2                  4P/N         4P/N                              8P/N**
+
+* Under autocast linear layers write theirs into the buffer; only those of norms and embedding are made outside.
+** FSDP cuts between rows and pads (`volume.sharded_buffers`), and keeps norms whole on every rank.
+
+On top come what forward leaves for backward (`activations`), the low-precision copies that autocast makes of the
+matrices (kept until each has been used in backward), gathered units, and temporaries. `step_memory` walks a settled
+step (the states exist already) from its last forward operation to the optimizer, block by block, and looks for the
+peak; what a strategy does is read off its file in `distlab/parallel`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from distlab.theory.memory import states as held
+from distlab.theory.memory.activations import FP32, Precision
+from distlab.theory.memory.states import CUBLAS_WORKSPACES, SHARDED, Breakdown
+from distlab.theory.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The moments of a settled training step on the fullest rank.
+
+    Args:
+        after_init: wrapped, no step taken yet.
+        before_step: gradients are averaged, the optimizer has not stepped.
+        after_step: the optimizer has stepped; gradients are dropped only by the next step.
+        peak: the largest moment of all.
+        peak_phase: when: `forward`, `loss`, `backward of loss`, `backward of head`, `backward of block 17`,
+            `backward of embedding`, `gradient synchronization` or `optimizer step`.
+        moments: all of them in order, (phase, breakdown).
+    """
+
+    after_init: Breakdown
+    before_step: Breakdown
+    after_step: Breakdown
+    peak: Breakdown
+    peak_phase: str
+    moments: tuple[tuple[str, Breakdown], ...]
+
+
+def step_memory(
+    shape: ModelShape,
+    *,
+    batch: int,
+    context: int,
+    strategy: str = "local",
+    world_size: int = 1,
+    precision: str | Precision = "bf16-autocast",
+    attention: str = "sdpa",
+    checkpointing: bool | tuple[int, ...] = False,
+    bucket_size_mb: float | None = 25.0,
+    optimizer: str = "adamw-fused",
+    accumulates: bool = False,
+    workspace_bytes: int = CUBLAS_WORKSPACES,
+) -> StepMemory:
+    """Predict the memory of a training step on one rank, in bytes of the allocator.
+
+    Args:
+        batch, context: sequences on this rank, and tokens in each.
+        strategy: a registered name, or `fsdp2` for torch's `fully_shard` per block.
+        precision: `fp32`, `bf16-autocast` (fp32 parameters), `bf16` (FSDP with that compute dtype), or bytes.
+        attention: `naive`, `flash` or `sdpa`.
+        checkpointing: whether every block is recomputed in backward; or the blocks per group that is recomputed
+            together, outermost level first: `(4,)`, or `(8, 2)` for groups of two within groups of eight.
+        bucket_size_mb: matters only for how much is in flight where buckets are sent.
+        optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`.
+        accumulates: several micro-batches without synchronisation; FSDP then keeps full gradients in fp32.
+        workspace_bytes: what libraries take from the same allocator; 0 on a CPU.
+
+    Raises:
+        ValueError: an unknown name, or a size below one; the message lists what is allowed.
+    """
+    setting = held.make_setting(
+        shape,
+        strategy,
+        world_size,
+        precision,
+        optimizer,
+        checkpointing,
+        bucket_size_mb,
+        batch,
+        context,
+        attention,
+    )
+    resident = held.resident(setting)
+    states = replace(resident, optimizer_state=held.optimizer_state(setting))
+    if accumulates and strategy in SHARDED:
+        states = replace(states, buckets=FP32 * shape.num_parameters)
+    moments = [
+        (phase, replace(moment, temporary=moment.temporary + workspace_bytes))
+        for phase, moment in _walk(setting, states)
+    ]
+    phase, peak = max(moments, key=lambda item: item[1].total)
+    before = replace(states, gradients=held.all_gradients(setting), temporary=workspace_bytes)
+    return StepMemory(
+        after_init=resident,
+        before_step=before,
+        after_step=before,
+        peak=peak,
+        peak_phase=phase,
+        moments=tuple(moments),
+    )
+
+
+def devices_to_fit(total_bytes: float, device_bytes: float) -> int:
+    """How many devices hold `total_bytes` if they divide it evenly.
+
+    Raises:
+        ValueError: a device without memory, or negative bytes.
+    """
+    if total_bytes < 0 or not device_bytes > 0:
+        raise ValueError(f"total_bytes={total_bytes}, device_bytes={device_bytes}: give positive bytes")
+    return max(1, -(-int(total_bytes) // int(device_bytes)))
+
+
+def zero_paper_bytes(num_parameters: float, world_size: int, stage: int, *, state_bytes: int = 12) -> float:
+    """Model states per rank in the accounting of the ZeRO paper: fp16 parameters and gradients, 2 bytes each, and
+    K = 12 bytes of optimizer state (fp32 parameters and Adam's two moments) per parameter.
+
+        stage 0: (2 + 2 + K)·P          stage 1: (2 + 2 + K/N)·P
+        stage 2: (2 + (2 + K)/N)·P      stage 3: (2 + 2 + K)/N·P
+
+    Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 GPUs need 120, 31.4, 16.6 and 1.9 GB.
+
+    Raises:
+        ValueError: a stage outside 0 to 3, fewer than one rank, or a negative size.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage}: ZeRO has stages 1, 2 and 3; 0 is no sharding")
+    if world_size < 1 or num_parameters < 0:
+        raise ValueError(f"num_parameters={num_parameters}, world_size={world_size}: must be positive")
+    divided = [
+        size if stage < since else size / world_size for size, since in ((2, 3), (2, 2), (state_bytes, 1))
+    ]
+    return sum(divided) * num_parameters
+
+
+# -- the walk ------------------------------------------------------------------------------------------------
+
+
+def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Breakdown]]:
+    """(phase, bytes) of every moment that could be the fullest, without workspaces."""
+    shape, kept = setting.shape, setting.kept
+    layers = shape.num_layers
+    blocks = -(-layers // setting.groups[0]) * kept.checkpoint if setting.groups else layers * kept.block
+    forward = replace(states, activations=blocks + kept.last, weight_copies=held.weight_copies(setting))
+    unit = setting.block_buffer
+    yield (
+        "forward",
+        replace(
+            forward,
+            activations=_kept_below(setting, layers - 1)[0] + kept.block,
+            gathered=held.gathered(setting, 2 * unit),
+            temporary=kept.block_temporary,
+        ),
+    )
+    head = held.gathered(setting, setting.embedding_buffer)
+    buckets = states.buckets + held.rebuilt_buckets(setting)
+    temporary = kept.loss + kept.forward_loss_temporary
+    yield "loss", replace(forward, buckets=buckets, temporary=temporary)
+    copies = 0 if setting.groups else held.weight_copies(setting)  # with checkpoints no graph keeps the copies
+    forward = replace(forward, buckets=buckets, weight_copies=copies)
+    yield "backward of loss", replace(forward, temporary=kept.loss + kept.loss_temporary)
+    temporary = kept.logits_gradient + held.weight_gradient(setting, shape.embedding_parameters)
+    yield "backward of head", replace(forward, gathered=head + held.gathered(setting, unit), temporary=temporary)
+    for block in reversed(range(layers)):
+        yield f"backward of block {block}", _in_block(setting, states, block)
+    yield (
+        "backward of embedding",
+        replace(
+            states,
+            gradients=held.all_gradients(setting),
+            gathered=head,
+            temporary=kept.residual_gradient
+            + held.full_gradients(setting, shape.embedding_parameters, setting.embedding_buffer),
+        ),
+    )
+    yield "gradient synchronization", replace(states, gradients=held.all_gradients(setting))
+    yield (
+        "optimizer step",
+        replace(states, gradients=held.all_gradients(setting), temporary=held.step_temporary(setting)),
+    )
+
+
+def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown:
+    """The fullest moment of one block's backward: in its feed-forward part, everything of the block still kept, or,
+    on a sharding strategy, at its end, when a unit's gradients are packed for sending."""
+    shape, kept = setting.shape, setting.kept
+    unit, buffer = held.block_matrices(shape), setting.block_buffer
+    done = (shape.num_layers - 1 - block) * shape.block_parameters + shape.embedding_parameters
+    below, recomputed = _kept_below(setting, block)
+    casts = setting.precision.compute * unit if setting.precision.copies_weights else 0
+    in_flight = FP32 * buffer if setting.strategy in SHARDED else 0
+    inside = replace(
+        states,
+        gradients=held.gradients_after(setting, done),
+        gathered=held.gathered(setting, 2 * buffer),
+        weight_copies=casts * (recomputed + 1),
+        activations=below + kept.block,
+        temporary=kept.block_temporary
+        + kept.residual_gradient
+        + held.weight_gradient(setting, max(shape.matrices_per_block))
+        + in_flight,
+    )
+    packing = replace(
+        inside,
+        activations=below,
+        temporary=kept.residual_gradient + held.full_gradients(setting, unit, buffer),
+    )
+    return max(inside, packing, key=lambda moment: moment.total)
+
+
+def _kept_below(setting: held.Setting, block: int) -> tuple[int, int]:
+    """(bytes kept of the blocks before this one while it runs backward, how many of them are kept in full).
+
+    With groups, of those before its own only the inputs are; within its own the same again, level by level.
+    """
+    inputs, rest = 0, block
+    for size in setting.groups:
+        inputs += rest // size
+        rest %= size
+    return inputs * setting.kept.checkpoint + rest * setting.kept.block, rest

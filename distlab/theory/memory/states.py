@@ -1,0 +1,255 @@
+"""What each strategy holds on one rank: parameters, gradients, buckets, copies and states, in bytes.
+
+The numbers that `distlab.theory.memory` adds up moment by moment; each is read off the strategy's file in
+`distlab/parallel`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from distlab.theory.memory.activations import FP32, PRECISIONS, Activations, Precision, activations
+from distlab.theory.model_shape import ModelShape
+from distlab.theory.volume import sharded_buffers
+
+MIB = 2**20
+# cuBLAS reserves 32 MiB per stream and thread on Hopper, from the same allocator: forward's thread and autograd's.
+# Source: getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
+CUBLAS_WORKSPACES = 2 * 32 * MIB
+MESSAGE_BYTES = 25 * MIB  # of a broadcast that carries several parameters
+
+REPLICATED = ("local", "naive", "overlap")
+BUCKETED = ("bucketed", "bucketed-dma", "sharded-optimizer", "zero1")
+TORCH_DDP = ("torch-ddp", "torch-ddp-tuned", "torch-zero")
+SHARDED = ("fsdp", "fsdp2")
+STRATEGIES = (*REPLICATED, "flat", *BUCKETED, *TORCH_DDP, *SHARDED)
+
+# fp32 numbers per stepped parameter: kept, and needed during the step. Only the foreach form makes temporaries of
+# whole size: the square root of the second moment, of all parameters at once.
+OPTIMIZERS = {
+    "adamw-fused": (2, 0),
+    "adamw-foreach": (2, 1),
+    "sgd": (0, 0),
+    "sgd-momentum": (1, 0),
+}
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Bytes on one rank at one moment, by category.
+
+    Args:
+        parameters: masters; on a sharding strategy this rank's slices.
+        gradients: held outside of buckets.
+        optimizer_state: AdamW's two moments, say.
+        buckets: flat buffers of gradients.
+        gathered: full parameters that a sharding strategy gathered.
+        weight_copies: low-precision copies that autocast made.
+        activations: kept for backward.
+        temporary: needed at this moment only, workspaces included.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    buckets: int = 0
+    gathered: int = 0
+    weight_copies: int = 0
+    activations: int = 0
+    temporary: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts together."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def states(self) -> int:
+        """Parameters, gradients (in buckets or not) and optimizer state: what ZeRO divides."""
+        return self.parameters + self.gradients + self.optimizer_state + self.buckets
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that the walk through a step needs, as numbers."""
+
+    shape: ModelShape
+    kept: Activations
+    precision: Precision
+    strategy: str
+    world_size: int
+    groups: tuple[int, ...]
+    bucket_bytes: float
+    state_numbers: int
+    step_numbers: int
+
+    @property
+    def block_buffer(self) -> int:
+        """Elements of one block's matrices where they are gathered, with FSDP's padding."""
+        return self._padded(self.shape.matrix_shapes_per_block)
+
+    @property
+    def embedding_buffer(self) -> int:
+        """The same of the embedding, or of the head."""
+        return self._padded([(self.shape.vocab_size, self.shape.d_model)])
+
+    @property
+    def all_buffers(self) -> int:
+        """Elements of all matrices with FSDP's padding, and of the norms, which have none."""
+        shape = self.shape
+        padding = shape.num_layers * (self.block_buffer - block_matrices(shape))
+        copies = 1 if shape.tie_embeddings else 2
+        return shape.num_parameters + padding + copies * (self.embedding_buffer - shape.embedding_parameters)
+
+    def sharded(self, numel: int) -> int:
+        """Bytes of what this rank keeps, in fp32, of `numel` of the model's elements.
+
+        FSDP keeps an N-th of the padded matrices and all norms; of a part of the model, the proportional part.
+        """
+        if self.strategy != "fsdp":
+            return FP32 * -(-numel // (self.world_size if self.strategy in SHARDED else 1))
+        whole = self.shape.num_parameters
+        norms = (2 * self.shape.num_layers + 1) * self.shape.d_model
+        kept = norms + (self.all_buffers - norms) // self.world_size
+        return FP32 * -(-numel * kept // whole)
+
+    def _padded(self, shapes: Sequence[Sequence[int]]) -> int:
+        if self.strategy == "fsdp":
+            return sum(sharded_buffers(shapes, self.world_size))
+        return sum(map(math.prod, shapes))
+
+
+def make_setting(
+    shape: ModelShape,
+    strategy: str,
+    world_size: int,
+    precision: str | Precision,
+    optimizer: str,
+    checkpointing: bool | tuple[int, ...],
+    bucket_size_mb: float | None,
+    batch: int,
+    context: int,
+    attention: str,
+) -> Setting:
+    """The setting of `memory.step_memory`'s arguments.
+
+    Raises:
+        ValueError: an unknown name, or a size below one; the message lists what is allowed.
+    """
+    for what, value, allowed in (
+        ("strategy", strategy, STRATEGIES),
+        ("optimizer", optimizer, OPTIMIZERS),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: must be at least 1")
+    if isinstance(precision, str):
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
+        precision = PRECISIONS[precision]
+    kept = activations(shape, batch, context, precision, attention)
+    limit = float("inf") if bucket_size_mb is None else bucket_size_mb * MIB
+    groups = checkpointing if isinstance(checkpointing, tuple) else (1,) if checkpointing else ()
+    if any(size < 1 for size in groups):
+        raise ValueError(f"checkpointing={checkpointing}: groups of at least one block")
+    return Setting(shape, kept, precision, strategy, world_size, groups, limit, *OPTIMIZERS[optimizer])
+
+
+def resident(setting: Setting) -> Breakdown:
+    """Parameters and buffers that exist from construction on."""
+    whole = FP32 * setting.shape.num_parameters
+    buckets = 0 if setting.strategy in (*REPLICATED, *SHARDED) else whole
+    return Breakdown(parameters=setting.sharded(setting.shape.num_parameters), buckets=buckets)
+
+
+def optimizer_state(setting: Setting) -> int:
+    """On the fullest rank: whole parameters are dealt out largest first, slices divide evenly."""
+    parameters = setting.shape.num_parameters
+    if setting.strategy in SHARDED:
+        return setting.state_numbers * setting.sharded(parameters)
+    if setting.strategy == "zero1":
+        owned = -(-parameters // setting.world_size)
+    elif setting.strategy in ("sharded-optimizer", "torch-zero"):
+        owned = max(dealt_out(setting.shape.parameter_numels(), setting.world_size))
+    else:
+        owned = parameters
+    return FP32 * setting.state_numbers * owned
+
+
+def dealt_out(numels: list[int], ranks: int) -> list[int]:
+    """Elements per rank where whole parameters go, largest first, to the rank that owns least."""
+    loads = [0] * ranks
+    for numel in sorted(numels, reverse=True):
+        loads[loads.index(min(loads))] += numel
+    return loads
+
+
+def gradients_after(setting: Setting, done: int) -> int:
+    """Gradients outside of buckets once backward has finished `done` parameters, head and blocks."""
+    # Where `.grad` becomes a view of a bucket at once, nothing gathers outside.
+    in_buckets = setting.strategy in (*BUCKETED, "torch-ddp-tuned", "torch-zero")
+    return 0 if in_buckets or in_place(setting) else setting.sharded(done)
+
+
+def all_gradients(setting: Setting) -> int:
+    """After backward; the flat buffer takes every gradient over one by one and lets it go."""
+    if in_place(setting):
+        return 0 if setting.strategy in BUCKETED else FP32 * setting.shape.embedding_parameters
+    return gradients_after(setting, setting.shape.num_parameters)
+
+
+def in_place(setting: Setting) -> bool:
+    """Whether linear layers write their weights' gradients where they are sent from (`model.ops.gradient_target`)."""
+    return setting.precision.copies_weights and setting.strategy in ("flat", *BUCKETED)
+
+
+def weight_copies(setting: Setting) -> int:
+    """Autocast's copies of all matrices but the embedding, which is looked up and not multiplied."""
+    if not setting.precision.copies_weights:
+        return 0
+    matrices = setting.shape.num_layers * block_matrices(setting.shape) + setting.shape.embedding_parameters
+    return setting.precision.compute * matrices
+
+
+def gathered(setting: Setting, numel: int) -> int:
+    """Full parameters of gathered units with `numel` elements, in the type in which they are sent."""
+    if setting.strategy not in SHARDED:
+        return 0
+    return (FP32 if setting.precision.copies_weights else setting.precision.compute) * numel
+
+
+def full_gradients(setting: Setting, numel: int, buffer: int) -> int:
+    """FSDP: a unit's full gradients (`numel`), and the flat fp32 `buffer` of the unit before, which is being sent."""
+    if setting.strategy not in SHARDED:
+        return 0
+    return (FP32 if setting.precision.copies_weights else setting.precision.compute) * numel + FP32 * buffer
+
+
+def weight_gradient(setting: Setting, numel: int) -> int:
+    """One matrix's gradient as the product leaves it, before it is accumulated, packed or cast."""
+    if in_place(setting):
+        return 0
+    if setting.strategy in SHARDED and not setting.precision.copies_weights:
+        return setting.precision.compute * numel
+    return FP32 * numel
+
+
+def rebuilt_buckets(setting: Setting) -> int:
+    """torch DDP rebuilds its buckets in the order in which gradients came. In that step (the second, with a static
+    graph the third) the first set lives until backward begins: seen in recorded peaks, torch 2.11."""
+    return FP32 * setting.shape.num_parameters if setting.strategy in TORCH_DDP else 0
+
+
+def step_temporary(setting: Setting) -> int:
+    """What the optimizer needs besides its state, and the messages in which owners send parameters."""
+    stepped = optimizer_state(setting) // max(1, setting.state_numbers)
+    if setting.state_numbers == 0:
+        stepped = setting.sharded(setting.shape.num_parameters)
+    sent = FP32 * setting.shape.num_parameters if setting.strategy == "sharded-optimizer" else 0
+    return max(setting.step_numbers * stepped, sent)
+
+
+def block_matrices(shape: ModelShape) -> int:
+    """Elements of one block's matrices."""
+    return sum(shape.matrices_per_block)

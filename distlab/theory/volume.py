@@ -1,0 +1,434 @@
+"""What one training step sends, in closed form: collectives and their bytes.
+
+Benchmarks assert these numbers against the recorded collectives, so each function states one strategy's rule
+anew, apart from the code that executes it: an agreement of the two means something.
+
+Bytes are payload, the size of the tensor handed to the collective on one rank. What then crosses the wires
+depends on the algorithm, and so does the time it takes (`collective_time`).
+
+All functions take the trainable parameters of one model in registration order, a tied parameter once:
+`numels` are their elements and `itemsizes` the bytes per element of their gradients. Gradients share a buffer
+only with gradients of the same dtype; where two dtypes have one size (fp16 and bf16), tell them apart through
+`dtypes`, any hashable labels.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+FLAG_BYTES = 4  # a flag outside the buckets is one fp32 number
+
+
+@dataclass(frozen=True)
+class CommunicationVolume:
+    """What one rank hands to collectives in one step.
+
+    Args:
+        collectives: calls.
+        bytes: payload bytes of all calls together.
+    """
+
+    collectives: int
+    bytes: int
+
+
+def naive(
+    numels: Sequence[int], itemsizes: Sequence[int], *, dtypes: Sequence[Hashable] | None = None
+) -> CommunicationVolume:
+    """One all-reduce per parameter, and a last one of an fp32 "used" flag per parameter.
+
+    For P parameters: P + 1 calls, Σ numel·itemsize + 4·P bytes (for P = 0 nothing).
+
+    Raises:
+        ValueError: lists of different lengths, or a negative size.
+    """
+    dtypes = labels_of(numels, itemsizes, dtypes)
+    count = len(numels)
+    if not count:
+        return CommunicationVolume(0, 0)
+    gradients = payload(numels, itemsizes)
+    return CommunicationVolume(count + 1, gradients + FLAG_BYTES * count)
+
+
+def overlap(
+    numels: Sequence[int], itemsizes: Sequence[int], *, dtypes: Sequence[Hashable] | None = None
+) -> CommunicationVolume:
+    """The same messages as `naive`; only their time differs, they leave during backward."""
+    return naive(numels, itemsizes, dtypes=dtypes)
+
+
+def flat(
+    numels: Sequence[int], itemsizes: Sequence[int], *, dtypes: Sequence[Hashable] | None = None
+) -> CommunicationVolume:
+    """One all-reduce per dtype, of all its gradients and one flag element per parameter behind them.
+
+    Per dtype with P parameters: 1 call of (Σ numel + P)·itemsize bytes.
+
+    Raises:
+        ValueError: as `naive`.
+    """
+    return bucketed(numels, itemsizes, None, dtypes=dtypes)
+
+
+def bucketed(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    bucket_size_mb: float | None = 25.0,
+    *,
+    dtypes: Sequence[Hashable] | None = None,
+) -> CommunicationVolume:
+    """One all-reduce per bucket; buckets are filled in reverse registration order, each dtype its own.
+
+    A bucket closes before a gradient would push it past `bucket_size_mb`; a larger gradient has a bucket to
+    itself. Each bucket carries one flag element per parameter behind the gradients, which do not count
+    towards the limit. So the bytes, Σ (numel + 1)·itemsize, do not depend on the bucket size; the number of
+    calls does.
+
+    Args:
+        bucket_size_mb: limit in MiB; None for one unbounded bucket per dtype.
+
+    Raises:
+        ValueError: as `naive`, or a bucket size that is not positive.
+    """
+    buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
+    return CommunicationVolume(
+        len(buckets), sum((numel + 1) * size for numel, size in zip(numels, itemsizes, strict=True))
+    )
+
+
+def bucketed_dma(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    bucket_size_mb: float | None = 25.0,
+    *,
+    world_size: int,
+    dtypes: Sequence[Hashable] | None = None,
+) -> CommunicationVolume:
+    """As `bucketed`, each bucket with its flags padded to a multiple of the world size.
+
+    Raises:
+        ValueError: as `bucketed`, or fewer than one rank.
+    """
+    # With one element more per parameter each bucket holds its flags, which must not count towards the limit.
+    buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes, flags=1)
+    padded = padded_bytes(buckets, world_size)
+    return CommunicationVolume(len(buckets), padded)
+
+
+def torch_ddp(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    *,
+    first_bucket_mb: float = 1.0,
+    bucket_cap_mb: float = 25.0,
+    dtypes: Sequence[Hashable] | None = None,
+) -> CommunicationVolume:
+    """What torch's DistributedDataParallel sends once it has settled, all parameters used, no buffers.
+
+    torch rebuilds its buckets in the order in which gradients became ready, here reverse registration order.
+    A bucket closes *with* the gradient that brings it to its limit (so it may exceed it), and per dtype the
+    first bucket's limit differs from the others'. Settled means from the third step on, with `static_graph`
+    from the fourth: until then there is one bucket per dtype, the rebuilding step also broadcasts the new
+    order, and the first step of a static graph also all-reduces which parameters are used. Source:
+    `torch/nn/parallel/distributed.py` (`_BucketCapacityConfig`) and `compute_bucket_assignment_by_size` in
+    `torch/csrc/distributed/c10d/reducer.cpp`, 2.13; the steps were seen there.
+
+    Args:
+        first_bucket_mb: limit of the first bucket, MiB. torch has 1 only where `bucket_cap_mb` was left to
+            its default; where it was given, even as 25, the first limit is `bucket_cap_mb` too.
+        bucket_cap_mb: limit of the other buckets, MiB.
+
+    Raises:
+        ValueError: as `naive`, or a limit that is not positive.
+    """
+    dtypes = labels_of(numels, itemsizes, dtypes)
+    # torch truncates limits to whole bytes.
+    first = int(positive_mib("first_bucket_mb", first_bucket_mb))
+    later = int(positive_mib("bucket_cap_mb", bucket_cap_mb))
+    closed, filled = dict.fromkeys(dtypes, 0), {}
+    for numel, size, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
+        filled[dtype] = filled.get(dtype, 0) + numel * size
+        if filled[dtype] >= (later if closed[dtype] else first):
+            closed[dtype] += 1
+            del filled[dtype]
+    total = payload(numels, itemsizes)
+    return CommunicationVolume(sum(closed.values()) + len(filled), total)
+
+
+def zero1(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    bucket_size_mb: float | None = 25.0,
+    *,
+    world_size: int,
+    dtypes: Sequence[Hashable] | None = None,
+) -> CommunicationVolume:
+    """Per bucket a reduce-scatter of the gradients and an all-gather of the parameters; one message of flags.
+
+    Buckets are filled as in `bucketed`, without flags, and padded to a multiple of the world size; the flags go in
+    an fp32 all-reduce of 4 bytes per parameter. For B buckets: 2·B + 1 calls.
+
+    Raises:
+        ValueError: as `bucketed`, or fewer than one rank.
+    """
+    buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
+    padded = padded_bytes(buckets, world_size)
+    return CommunicationVolume(2 * len(buckets) + 1, 2 * padded + FLAG_BYTES * len(numels))
+
+
+def sharded_optimizer(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    bucket_size_mb: float | None = 25.0,
+    *,
+    world_size: int,
+    message_mb: float = 25.0,
+    dtypes: Sequence[Hashable] | None = None,
+) -> CommunicationVolume:
+    """What `bucketed` sends, and every parameter once more: broadcast by its owner in messages of one dtype.
+
+    Parameters go to the rank that owns least, largest first; an owner's, in that order of assignment, share
+    messages of at most `message_mb` MiB (a larger one has its own).
+
+    Raises:
+        ValueError: as `bucketed`, or fewer than one rank.
+    """
+    check_ranks(world_size)
+    gradients = bucketed(numels, itemsizes, bucket_size_mb, dtypes=dtypes)
+    labels = labels_of(numels, itemsizes, dtypes)
+    loads, filled, calls = [0] * world_size, {}, 0
+    for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
+        owner = loads.index(min(loads))
+        loads[owner] += numels[index]
+        key, size = (owner, labels[index]), numels[index] * itemsizes[index]
+        if key not in filled or filled[key] + size > message_mb * MIB:
+            calls, filled[key] = calls + 1, 0
+        filled[key] += size
+    parameters = payload(numels, itemsizes)
+    return CommunicationVolume(gradients.collectives + calls, gradients.bytes + parameters)
+
+
+def torch_zero(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    *,
+    bucket_cap_mb: float = 25.0,
+    dtypes: Sequence[Hashable] | None = None,
+) -> CommunicationVolume:
+    """torch DDP with ZeroRedundancyOptimizer: DDP's all-reduces, and each parameter broadcast by its owner.
+
+    Source: `_sync_params` in `torch/distributed/optim/zero_redundancy_optimizer.py`, 2.13, without
+    `parameters_as_bucket_view`.
+
+    Raises:
+        ValueError: as `torch_ddp`.
+    """
+    ddp = torch_ddp(
+        numels, itemsizes, first_bucket_mb=bucket_cap_mb, bucket_cap_mb=bucket_cap_mb, dtypes=dtypes
+    )
+    parameters = payload(numels, itemsizes)
+    return CommunicationVolume(ddp.collectives + len(numels), ddp.bytes + parameters)
+
+
+def fsdp(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    units: Sequence[Hashable | None],
+    *,
+    world_size: int,
+    compute_itemsize: int,
+    shapes: Sequence[Sequence[int]] | None = None,
+    dtypes: Sequence[Hashable] | None = None,
+) -> CommunicationVolume:
+    """Per buffer two all-gathers of the parameters and a reduce-scatter of the gradients; one small all-reduce.
+
+    A unit's parameters lie one after another in one buffer, or in one for each length of rows (`sharded_buffers`),
+    padded to whole rows on every rank. Gathers carry `compute_itemsize` bytes per element, reductions the masters'
+    `itemsizes`. Replicated parameters (norms, biases) travel in one all-reduce with a flag each. For U buffers:
+    3·U + 1 calls.
+
+    Args:
+        units: of each parameter, the unit that it is gathered with; None for a replicated one.
+        compute_itemsize: bytes per element in which parameters are sent.
+        shapes: of each parameter, in row-major order; None: of one column, which may be cut anywhere.
+
+    Raises:
+        ValueError: as `naive`, or fewer than one rank.
+    """
+    labels_of(numels, itemsizes, dtypes)
+    shapes = [(numel, 1) for numel in numels] if shapes is None else shapes
+    of_unit: dict[Hashable, list[Sequence[int]]] = {}
+    for shape, unit in zip(shapes, units, strict=True):
+        if unit is not None:
+            of_unit.setdefault(unit, []).append(shape)
+    buffers = [numel for each in of_unit.values() for numel in sharded_buffers(each, world_size)]
+    small = [numel for numel, unit in zip(numels, units, strict=True) if unit is None]
+    master = max(itemsizes, default=4)
+    gathers, reductions = 2 * sum(buffers) * compute_itemsize, sum(buffers) * master
+    return CommunicationVolume(
+        3 * len(buffers) + bool(small), gathers + reductions + (sum(small) + len(small)) * master
+    )
+
+
+def step_volume(
+    strategy: str,
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    *,
+    bucket_size_mb: float | None = 25.0,
+    world_size: int = 2,
+    dtypes: Sequence[Hashable] | None = None,
+    units: Sequence[Hashable | None] | None = None,
+    shapes: Sequence[Sequence[int]] | None = None,
+    compute_itemsize: int = 4,
+) -> CommunicationVolume | None:
+    """The closed form of a strategy by its registered name; None where there is none for it.
+
+    Args:
+        strategy: such as `bucketed` or `torch-ddp-tuned`.
+        bucket_size_mb: MiB, None for unbounded; ignored by strategies without buckets.
+        world_size: number of ranks, for strategies that pad or divide.
+        units, shapes, compute_itemsize: see `fsdp`, which has no closed form without units.
+
+    Raises:
+        ValueError: as `naive`.
+    """
+    sizes = {"numels": numels, "itemsizes": itemsizes, "dtypes": dtypes}
+    cap = float(2**40) if bucket_size_mb is None else bucket_size_mb
+    forms = {
+        "local": lambda: CommunicationVolume(0, 0),
+        "naive": lambda: naive(**sizes),
+        "flat": lambda: flat(**sizes),
+        "overlap": lambda: overlap(**sizes),
+        "bucketed": lambda: bucketed(bucket_size_mb=bucket_size_mb, **sizes),
+        "bucketed-dma": lambda: bucketed_dma(bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes),
+        "zero1": lambda: zero1(bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes),
+        "sharded-optimizer": lambda: sharded_optimizer(
+            bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes
+        ),
+        "torch-ddp": lambda: torch_ddp(**sizes),
+        "torch-ddp-tuned": lambda: torch_ddp(first_bucket_mb=cap, bucket_cap_mb=cap, **sizes),
+        "torch-zero": lambda: torch_zero(bucket_cap_mb=cap, **sizes),
+    }
+    if units is not None:
+        sharding = {"units": units, "shapes": shapes, "compute_itemsize": compute_itemsize}
+        forms["fsdp"] = lambda: fsdp(world_size=world_size, **sharding, **sizes)
+    return forms[strategy]() if strategy in forms else None
+
+
+MIB = 2**20
+FSDP_ALIGNMENT = 8  # elements
+FSDP_WORTH_A_BUFFER = 2**18  # elements
+
+
+def labels_of(
+    numels: Sequence[int], itemsizes: Sequence[int], dtypes: Sequence[Hashable] | None
+) -> Sequence[Hashable]:
+    """The dtype labels; sizes tell dtypes apart where no labels were given.
+
+    Raises:
+        ValueError: lists of different lengths, or a negative size.
+    """
+    dtypes = itemsizes if dtypes is None else dtypes
+    if not len(numels) == len(itemsizes) == len(dtypes):
+        raise ValueError(
+            f"{len(numels)} numels, {len(itemsizes)} itemsizes, {len(dtypes)} dtypes: "
+            "give one of each per parameter"
+        )
+    if any(numel < 0 for numel in numels) or any(size < 1 for size in itemsizes):
+        raise ValueError("numels must not be negative and itemsizes must be at least 1 byte")
+    return dtypes
+
+
+def check_ranks(world_size: int) -> None:
+    """Raises ValueError for fewer than one rank."""
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: must be at least 1")
+
+
+def payload(numels: Sequence[int], itemsizes: Sequence[int]) -> int:
+    """Bytes of all gradients."""
+    return sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
+
+
+def padded_bytes(buffers: Sequence[tuple[int, int]], world_size: int) -> int:
+    """Bytes of buffers of (elements, bytes per element), each padded to a multiple of the world size.
+
+    Raises ValueError as `check_ranks`.
+    """
+    check_ranks(world_size)
+    return sum(-(-numel // world_size) * world_size * size for numel, size in buffers)
+
+
+def sharded_buffers(shapes: Sequence[Sequence[int]], world_size: int) -> list[int]:
+    """Elements, padding included, of the flat buffers of one of FSDP's units.
+
+    A parameter may be cut between rows: those of its first dimension if it has as many as there are ranks, else those
+    of the first two dimensions together, and so on; past the last, between elements. It begins at a multiple of its
+    row and of 8 elements. The buffer has a multiple of every row for each rank. Parameters with rows of different
+    length share one buffer, unless one for each length saves more than 1/64 of the elements and more than 2¹⁸.
+
+    Args:
+        shapes: of the unit's matrices in registration order, each from the outermost stride to the innermost.
+
+    Raises ValueError as `check_ranks`.
+    """
+    check_ranks(world_size)
+    matrices = [(_row(shape, world_size), math.prod(shape)) for shape in shapes]
+    by_row: dict[int, list[tuple[int, int]]] = {}
+    for matrix in matrices:
+        by_row.setdefault(matrix[0], []).append(matrix)
+    together = _sharded_buffer(matrices, world_size)
+    apart = [_sharded_buffer(alike, world_size) for alike in by_row.values()]
+    worth = max(FSDP_WORTH_A_BUFFER, sum(numel for _, numel in matrices) / 64)
+    return apart if together - sum(apart) > worth else [together]
+
+
+def _row(shape: Sequence[int], world_size: int) -> int:
+    rows = 1
+    for dim, size in enumerate(shape):
+        rows *= size
+        if rows >= world_size:
+            return max(1, math.prod(shape[dim + 1 :]))
+    return 1
+
+
+def _sharded_buffer(matrices: Sequence[tuple[int, int]], world_size: int) -> int:
+    """Elements of one buffer for matrices of (elements in a row, elements)."""
+    end = 0
+    for row, numel in matrices:
+        begin = math.lcm(row, FSDP_ALIGNMENT)
+        end = -(-end // begin) * begin + numel
+    share = math.lcm(*(row for row, _ in matrices))
+    return -(-end // (world_size * share)) * world_size * share
+
+
+def bucket_payloads(
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    bucket_size_mb: float | None,
+    dtypes: Sequence[Hashable] | None,
+    flags: int = 0,
+) -> list[tuple[int, int]]:
+    """(elements, bytes per element) of each bucket of the greedy rule of `bucketed`: of gradients, and of `flags`
+    more per gradient, which do not count towards the limit.
+
+    Raises ValueError as `labels_of` and `positive_mib`.
+    """
+    dtypes = labels_of(numels, itemsizes, dtypes)
+    limit = float("inf") if bucket_size_mb is None else positive_mib("bucket_size_mb", bucket_size_mb)
+    closed, filled = [], {}
+    for numel, size, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
+        before, count, _ = filled.get(dtype, (0, 0, size))
+        if dtype in filled and (before + numel) * size > limit:
+            closed.append(filled.pop(dtype))
+            before = count = 0
+        filled[dtype] = (before + numel, count + 1, size)
+    return [(numel + flags * count, size) for numel, count, size in [*closed, *filled.values()]]
+
+
+def positive_mib(name: str, mib: float) -> float:
+    """MiB → bytes. Raises ValueError, naming the argument, for what is not positive."""
+    if not mib > 0:
+        raise ValueError(f"{name}={mib}: give a positive number of MiB")
+    return mib * MIB

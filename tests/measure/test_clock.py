@@ -1,0 +1,174 @@
+"""Clocks measure what they say, and refuse to conclude from too little."""
+
+import math
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.measure import clock
+from distlab.measure.clock import PhaseTimer, measure, slowest_rank
+from distlab.measure.memory import peak_memory
+from distlab.measure.statistics import exposure_ratio, noise_floor, paired_ratio, percentiles
+from distlab.testing import run_ranks
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=30))
+def test_percentiles_are_ordered_and_inside(samples):
+    found = percentiles(samples)
+    assert min(samples) <= found["p20"] <= found["p50"] <= found["p80"] <= max(samples)
+
+
+def test_percentiles_interpolate():
+    assert percentiles([4, 0, 1, 2, 3]) == pytest.approx({"p20": 0.8, "p50": 2.0, "p80": 3.2})
+
+
+@pytest.mark.parametrize("samples", [[], [1.0, 2.0], [1.0, 2.0, math.nan], [1, 2, math.inf], [[1.0, 2, 3]]])
+def test_percentiles_refuse(samples):
+    with pytest.raises(ValueError, match="percentiles"):
+        percentiles(samples)
+
+
+def test_measure_times_each_repetition_and_no_warm_up(monkeypatch):
+    now = 0.0
+    durations_s = iter([9.0, 9.0, 0.001, 0.002, 0.003])
+
+    def work():
+        nonlocal now
+        now += next(durations_s)
+
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now))
+    assert measure(work, warmup=2, repeats=3, device="cpu") == pytest.approx([1, 2, 3])
+
+
+def test_measure_refuses_nothing_to_do():
+    with pytest.raises(ValueError, match="repeats"):
+        measure(lambda: None, warmup=0, repeats=0, device="cpu")
+
+
+def test_phases_add_up_to_the_step():
+    timer = PhaseTimer("cpu")
+    for _ in range(2):
+        timer.start()
+        time.sleep(0.004)
+        timer.mark("forward_backward")
+        time.sleep(0.002)
+        timer.mark("optimizer")
+        time.sleep(0.004)
+        timer.mark("forward_backward")
+    steps = timer.steps()
+    assert len(steps) == 2
+    for step in steps:
+        assert step["forward_backward"] >= 8 and step["optimizer"] >= 2
+        assert step["step"] == pytest.approx(step["forward_backward"] + step["optimizer"])
+    timer.clear()
+    assert timer.steps() == []
+
+
+def test_phase_timer_refuses_misuse():
+    timer = PhaseTimer("cpu")
+    with pytest.raises(ValueError, match="before start"):
+        timer.mark("forward")
+    timer.start()
+    with pytest.raises(ValueError, match="cannot be named"):
+        timer.mark("step")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_clocks_see_kernels_that_the_host_does_not_wait_for():
+    timer = PhaseTimer("cuda")
+    timer.start()
+    torch.cuda._sleep(200_000_000)
+    began = time.perf_counter()
+    timer.mark("kernel")
+    assert time.perf_counter() - began < 0.02  # marking did not wait for the kernel
+    assert timer.steps()[0]["kernel"] > 50
+    assert min(measure(lambda: torch.cuda._sleep(20_000_000), warmup=1, repeats=3, device="cuda")) > 5
+    with peak_memory("cuda") as peak:
+        torch.empty(2**20, dtype=torch.uint8, device="cuda")
+    assert peak.peak_alloc_bytes >= 2**20
+
+
+def test_peak_memory_of_a_cpu_is_not_measured():
+    with peak_memory("cpu") as peak:
+        torch.empty(2**20)
+    assert peak.peak_alloc_bytes is None
+
+
+def gather_slowest(context):
+    samples = [1.0 + context.rank, 10.0 - context.rank, math.nan if context.rank == 1 else 0.0]
+    return slowest_rank(samples, context.group, context.device)
+
+
+def test_the_slowest_rank_counts_and_a_nan_is_not_lost():
+    for found in run_ranks(gather_slowest, 2):
+        assert found[:2] == [2.0, 10.0] and math.isnan(found[2])
+
+
+def test_without_ranks_the_samples_are_the_slowest():
+    assert slowest_rank([1, 2.5], None, "cpu") == [1.0, 2.5]
+
+
+def test_pairs_cancel_the_drift_that_hits_both():
+    rng = np.random.default_rng(1)
+    drift = rng.uniform(1, 3, size=40)
+    b = drift * rng.normal(1, 0.001, size=40)
+    ratio, low, high = paired_ratio(1.1 * drift, b)
+    assert low <= ratio <= high
+    assert ratio == pytest.approx(1.1, abs=0.01) and high - low < 0.05
+    unpaired = paired_ratio(1.1 * drift, rng.permutation(b))
+    assert unpaired.high - unpaired.low > 5 * (high - low)
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(100):
+        a, b = rng.lognormal(0, 0.1, size=(2, 30))
+        _, low, high = paired_ratio(a, b, resamples=500)
+        hits += low <= 1 <= high
+    assert hits >= 88  # 95 expected, standard deviation 2.2; the bootstrap of a median is a little off
+
+
+def test_the_same_seed_gives_the_same_interval():
+    a, b = [1.0, 2, 3, 4, 5, 6], [2.0, 2, 3, 5, 5, 6]
+    assert paired_ratio(a, b) == paired_ratio(a, b)
+
+
+def test_a_variant_against_itself_has_a_noise_floor():
+    rng = np.random.default_rng(0)
+    quiet, loud = (noise_floor(*rng.normal(100, sigma, size=(2, 30))) for sigma in (0.1, 5))
+    assert 0 < quiet < 0.5 < loud < 20
+    assert noise_floor([1.0] * 5, [1.0] * 5) == 0
+
+
+@pytest.mark.parametrize(
+    "a, b, options",
+    [
+        ([1.0] * 4, [1.0] * 4, {}),
+        ([1.0] * 5, [1.0] * 6, {}),
+        ([1.0] * 5, [1.0] * 4 + [0.0], {}),
+        ([1.0] * 5, [1.0] * 4 + [math.nan], {}),
+        ([1.0] * 5, [1.0] * 5, {"confidence": 95}),
+        ([1.0] * 5, [1.0] * 5, {"resamples": 1}),
+    ],
+)
+def test_paired_ratio_refuses(a, b, options):
+    with pytest.raises(ValueError):
+        paired_ratio(a, b, **options)
+
+
+def test_exposure_ratio_is_that_of_the_times_above_the_bare_step():
+    rng = np.random.default_rng(0)
+    bare = 100 + rng.normal(0, 1, 40)
+    half, whole = bare + 10, bare + 20
+    ratio, low, high = exposure_ratio(half, whole, bare)
+    assert low <= ratio <= high and abs(ratio - 0.5) < 0.05 and high < 0.6
+    assert exposure_ratio(half, bare, bare) is None  # nothing exposed to compare with
+    with pytest.raises(ValueError, match="triples"):
+        exposure_ratio(half, whole[:-1], bare)

@@ -1,0 +1,135 @@
+"""The recorder sees every strategy's collectives alike: op, bytes, dtype, order."""
+
+import threading
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab.measure.collectives import CollectiveRecorder
+from distlab.testing import run_ranks
+
+
+def seen(recorder):
+    return [(call.op, call.numel, call.dtype, call.bytes, call.sequence) for call in recorder.calls]
+
+
+def every_collective(context):
+    full, part = torch.ones(6), torch.ones(3)
+    parts = [torch.ones(3), torch.ones(3)]
+    half = torch.ones(5, dtype=torch.bfloat16)
+    peer = 1 - context.rank
+    with CollectiveRecorder() as recorder:
+        dist.all_reduce(half, group=context.group, async_op=True).wait()
+        dist.all_gather(parts, part)
+        dist.all_gather_into_tensor(full, part)
+        dist.reduce_scatter_tensor(part, full)
+        dist.reduce_scatter(part, parts)
+        dist.broadcast(full, 0)
+        dist.reduce(part, 0)
+        dist.gather(part, parts if context.rank == 0 else None)
+        dist.scatter(part, parts if context.rank == 0 else None)
+        dist.all_to_all_single(torch.empty(6), full)
+        dist.all_reduce_coalesced([part, full])
+        if context.rank == 0:
+            dist.send(part, peer)
+        else:
+            dist.recv(part, peer)
+        dist.barrier()
+    return seen(recorder), recorder.others
+
+
+def test_every_collective_is_counted_once_by_its_payload():
+    (first, others), (second, _) = run_ranks(every_collective, 2)
+    f32 = torch.float32
+    assert first == [
+        ("all_reduce", 5, torch.bfloat16, 10, 0),
+        ("all_gather", 6, f32, 24, 1),
+        ("all_gather", 6, f32, 24, 2),
+        ("reduce_scatter", 6, f32, 24, 3),
+        ("reduce_scatter", 6, f32, 24, 4),
+        ("broadcast", 6, f32, 24, 5),
+        ("reduce", 3, f32, 12, 6),
+        ("gather", 3, f32, 12, 7),
+        ("scatter", 3, f32, 12, 8),
+        ("all_to_all", 6, f32, 24, 9),
+        ("all_reduce", 9, f32, 36, 10),
+        ("send", 3, f32, 12, 11),
+    ]
+    assert second[:-1] == first[:-1] and second[-1] == ("recv", 3, f32, 12, 11)
+    assert others == ["barrier"]
+
+
+def functional_collectives(context):
+    from torch.distributed import _functional_collectives as functional
+
+    with CollectiveRecorder() as recorder:
+        functional.all_gather_tensor(torch.ones(3), 0, context.group)
+        functional.reduce_scatter_tensor(torch.ones(6), "sum", 0, context.group)
+        functional.wait_tensor(functional.all_reduce(torch.ones(4), "sum", context.group))
+    return recorder.by_op()
+
+
+def test_functional_collectives_count_by_the_same_rule():
+    expected = {"all_gather": (1, 24), "reduce_scatter": (1, 24), "all_reduce": (1, 16)}
+    assert run_ranks(functional_collectives, 2) == [expected, expected]
+
+
+def strategies_of_torch(context):
+    def step(model):
+        with CollectiveRecorder() as recorder:
+            model(torch.ones(2, 8)).sum().backward()
+        return recorder
+
+    ddp = step(DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))))
+    sharded = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    for layer in sharded:
+        fully_shard(layer)
+    fsdp = step(fully_shard(sharded))
+
+    hooked = nn.Linear(8, 8)
+    handles = []
+    for parameter in hooked.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: handles.append(dist.all_reduce(p.grad, async_op=True))
+        )
+    hooks = step(hooked)
+    for handle in handles:
+        handle.wait()
+    return [(r.count, r.total_bytes, r.by_op()) for r in (ddp, fsdp, hooks)]
+
+
+def test_torch_ddp_fsdp2_and_plain_hooks_are_seen_alike():
+    for ddp, fsdp, hooks in run_ranks(strategies_of_torch, 2):
+        parameters = 4 * (8 * 8 + 8 + 8 * 4 + 4)
+        assert ddp == (1, parameters, {"all_reduce": (1, parameters)})  # the C++ reducer's one bucket
+        assert set(fsdp[2]) == {"all_gather", "reduce_scatter"}
+        assert fsdp[2]["reduce_scatter"] == (2, parameters)
+        assert fsdp[2]["all_gather"][1] % parameters == 0
+        assert hooks == (2, 4 * 72, {"all_reduce": (2, 4 * 72)})
+
+
+def from_a_thread(context):
+    with CollectiveRecorder() as recorder:
+
+        def work():
+            with recorder:
+                dist.all_reduce(torch.ones(2))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        dist.all_reduce(torch.ones(3))
+    return [call.numel for call in recorder.calls]
+
+
+def test_a_thread_may_enter_the_same_recorder():
+    assert run_ranks(from_a_thread, 2) == [[2, 3], [2, 3]]
+
+
+def test_work_without_collectives_records_nothing():
+    with CollectiveRecorder() as recorder:
+        torch.ones(3).sum()
+    assert (recorder.calls, recorder.others, recorder.count, recorder.total_bytes) == ([], [], 0, 0)

@@ -1,0 +1,109 @@
+"""The account of exposed communication: it closes by construction, and each part is what it is called."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.measure.trace.account import account, closes, explain, idle_gaps, step_windows, streams
+from distlab.measure.trace.capture import NEXT, OPTIMIZER, STEP, Event
+
+KINDS = st.sampled_from(["compute", "communication", "copy"])
+SPANS = st.tuples(st.integers(0, 40), st.integers(0, 12), KINDS, st.sampled_from("abc"), st.integers(0, 2))
+
+
+def event(kind, start, end, name="gemm", lane="stream 7", launched=None):
+    return Event(name, kind, lane, start, end, launched)
+
+
+def step(length, *events):
+    return [Event(STEP, "range", "thread 1", 0, length), *events]
+
+
+@st.composite
+def steps(draw):
+    length = draw(st.integers(1, 40))
+    events = [
+        event(kind, start, start + long, name, f"stream {lane}")
+        for start, long, kind, name, lane in draw(st.lists(SPANS, max_size=10))
+    ]
+    begin = draw(st.integers(0, 40))
+    update = Event(OPTIMIZER, "range", "thread 1", begin, begin + draw(st.integers(0, 10)))
+    return step(length, *events, update)
+
+
+@given(steps(), steps())
+def test_parts_sum_to_the_step_and_their_differences_to_the_exposed_time(one, local):
+    mine, other = account(one), account(local)
+    for found in (mine, other):
+        parts = [found.compute_ms, found.optimizer_ms, found.uncovered_comm_ms, found.copy_ms, found.idle_ms]
+        assert sum(parts) == pytest.approx(found.step_ms) and min(parts) >= 0
+    assert explain(mine, other).explained_ms == pytest.approx(mine.step_ms - other.step_ms)
+    assert explain(mine, mine).explained_ms == pytest.approx(0)
+
+
+def test_each_cause_has_its_part():
+    local = step(20, event("compute", 0, 10), event("compute", 10, 16, "adam"), update(10, 16))
+    slowed = step(
+        32,
+        event("compute", 0, 13),  # three ms slower beside an all-reduce
+        event("compute", 13, 15, "scale into the bucket"),
+        event("communication", 5, 19, "ncclAllReduce", "stream 20"),  # alone from 15 to 19
+        event("copy", 19, 20, "memcpy"),
+        event("compute", 20, 23, "adam"),  # a half of the parameters each
+        update(20, 23),
+    )
+    found = explain(account(slowed), account(local))
+    assert (found.uncovered_comm_ms, found.slowdown_ms, found.copies_ms) == (4, 3, 3)
+    assert (found.optimizer_ms, found.idle_ms, found.explained_ms) == (-3, 5, 12)
+
+
+def update(start, end):
+    return Event(OPTIMIZER, "range", "thread 1", start, end)
+
+
+def test_on_a_gpu_the_optimizer_is_what_the_host_launched_as_such():
+    events = step(
+        20, event("compute", 0, 8, launched=-3), event("compute", 8, 14, "adam", launched=-1), update(-2, 0)
+    )
+    found = account(events)
+    assert (found.compute_ms, found.optimizer_ms, found.idle_ms) == (8, 6, 6)
+
+
+def test_an_account_closes_within_five_per_cent_or_one_millisecond():
+    assert closes(1, 3) and closes(-5, 100) and not closes(5.1, 100) and not closes(-1.1, 3)
+
+
+def queued_steps():
+    """Two steps and a third, launched ahead: the host is done before the device begins the second."""
+    return [
+        Event(STEP, "range", "thread 1", 0, 2),
+        Event(STEP, "range", "thread 1", 2, 4),
+        Event(NEXT, "range", "thread 1", 4, 6),
+        event("compute", 3, 13, launched=1),
+        event(
+            "communication", 8, 16, "ncclAllReduce", "stream 20", launched=1.5
+        ),  # ends under the second step
+        event("compute", 14, 25, launched=3),
+        event("compute", 5, 6, "flag", "stream 9", launched=3.5),  # another stream does not begin a step
+        event("compute", 26, 36, launched=5),
+    ]
+
+
+def test_queued_steps_are_told_apart_on_the_device():
+    events = queued_steps()
+    assert step_windows(events) == [(3, 14), (14, 26)]
+    second = account(events, (14, 26))
+    assert (second.step_ms, second.compute_ms, second.uncovered_comm_ms, second.idle_ms) == (12, 11, 0, 1)
+    assert idle_gaps(events, (14, 26)) == [(11, 12)]
+    on_cpu = [Event(name, "range", "thread 1", n, n + 1) for n, name in enumerate((STEP, STEP, NEXT))]
+    assert step_windows(on_cpu) == [(0, 1), (1, 2)]
+    with pytest.raises(ValueError, match="no range 'distlab:step'"):
+        step_windows(on_cpu[2:])
+
+
+def test_what_ran_on_each_stream():
+    assert streams(queued_steps(), (3, 14)) == {
+        "stream 7": {"compute": [(0, 10)]},
+        "stream 20": {"communication": [(5, 11)]},
+        "stream 9": {"compute": [(2, 3)]},
+    }

@@ -1,0 +1,219 @@
+"""Traces: what profile_steps writes is told apart by rank, and each kind of event is what it is called."""
+
+import gzip
+import itertools
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
+
+from distlab.measure.trace import capture
+from distlab.measure.trace.account import analyse, lanes, phases, step_windows
+from distlab.measure.trace.capture import load_trace, profile_steps
+from distlab.measure.trace.intervals import total
+from distlab.testing import run_ranks
+
+
+def span(category, name, start_us, duration_us, tid=1, **args):
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 7,
+        "tid": tid,
+        "ts": start_us,
+        "dur": duration_us,
+        "args": args,
+    }
+
+
+def written(path, *spans):
+    path.write_text(
+        json.dumps({"schemaVersion": 1, "traceEvents": [{"ph": "M", "name": "process_name"}, *spans]})
+    )
+    return load_trace(path)
+
+
+def test_gpu_events_are_classified_by_what_ran_on_the_gpu(tmp_path):
+    events = written(
+        tmp_path / "trace.json",
+        span("user_annotation", "distlab:step", 0, 5000),
+        span("cpu_op", "aten::mm", 100, 500),
+        span("cuda_runtime", "cudaLaunchKernel", 1000, 10, correlation=5),
+        span("kernel", "sm90_xmma_gemm", 2000, 1000, tid=7, correlation=5),
+        span("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2500, 1000, tid=20),
+        span("gpu_memcpy", "Memcpy DtoD", 4000, 100, tid=7),
+        span("gpu_user_annotation", "nccl:all_reduce", 2500, 1000, tid=20),
+    )
+    assert [(e.name, e.kind, e.lane, e.start_ms, e.end_ms, e.launched_ms) for e in events] == [
+        ("distlab:step", "range", "thread 1", 0, 5, None),
+        ("sm90_xmma_gemm", "compute", "stream 7", 2, 3, 1),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication", "stream 20", 2.5, 3.5, None),
+        ("Memcpy DtoD", "copy", "stream 7", 4, 4.1, None),
+    ]
+
+
+def test_on_a_cpu_operators_compute_and_waiting_does_not(tmp_path):
+    hook = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+    events = written(
+        tmp_path / "trace.json",
+        span("user_annotation", "DistributedDataParallel.forward", 0, 900),
+        span("cpu_op", "aten::addmm", 1000, 500),
+        span("cpu_op", "aten::copy_", 1100, 50),  # inside addmm
+        span("cpu_op", "AddmmBackward0", 2000, 300),
+        span("cpu_op", hook, 3000, 3000),  # a Python hook waits in here
+        span("cpu_op", "c10d::allreduce_", 3100, 200),
+        span("cpu_op", "aten::empty", 3150, 10),  # inside the c10d operator
+        span("cpu_op", "aten::mul_", 3400, 100),  # the hook's own work
+        span("user_annotation", "gloo:all_reduce", 3200, 2000, tid=9),
+        span("cpu_op", "aten::div_", 5000, 100, tid=9),  # gloo's AVG, on its thread
+    )
+    assert [(e.name, e.kind, e.start_ms, e.end_ms) for e in events] == [
+        ("aten::addmm", "compute", 1.0, 1.5),
+        ("AddmmBackward0", "compute", 2.0, 2.3),
+        ("gloo:all_reduce", "communication", 3.2, 5.2),
+        ("aten::mul_", "compute", 3.4, 3.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b'{"schemaVersion": 1, "traceEvents": [{"ph": "X", "ca',
+        gzip.compress(b'{"schemaVersion": 1}' * 50, mtime=0)[:-12],
+        b'{"traceEvents": []}',  # another tool's
+        b'{"schemaVersion": 1}',
+        b"[]",
+        b'{"schemaVersion": 1, "traceEvents": [{"ph": "X", "cat": "kernel"}]}',
+        b'{"schemaVersion": 1, "traceEvents": [3]}',
+    ],
+    ids=["empty", "cut-json", "cut-gzip", "no-schema", "no-events", "a-list", "no-times", "no-event"],
+)
+def test_a_truncated_or_foreign_file_is_refused_by_name(tmp_path, data):
+    path = tmp_path / "broken.json.gz"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"broken\.json\.gz"):
+        load_trace(path)
+
+
+def test_a_missing_file_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_trace(tmp_path / "none.json")
+
+
+def test_a_step_that_fails_leaves_no_trace(tmp_path):
+    def broken():
+        raise RuntimeError("in the step")
+
+    settings = {"path": tmp_path / "t.json", "rank": 0, "world_size": 1, "device": "cpu"}
+    with pytest.raises(RuntimeError, match="in the step"):
+        profile_steps(broken, steps=1, **settings)
+    with pytest.raises(ValueError, match="steps >= 1"):
+        profile_steps(broken, steps=0, **settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_of_two_hosts_with_one_process_id_stay_apart():
+    files = []
+    for rank in range(2):
+        meta = {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}}
+        raw = {
+            "host_name": "h",
+            "traceName": "/x",
+            "traceEvents": [meta, {"ph": "X", "pid": 7}, {"ph": "X", "pid": "Spans"}],
+        }
+        files.append(capture._with_rank(raw, rank, 2, "nccl"))
+        assert files[rank]["distributedInfo"] == {"backend": "nccl", "rank": rank, "world_size": 2}
+        assert set(files[rank]) == {"traceEvents", "distributedInfo"}
+    first, second = ([entry["pid"] for entry in file["traceEvents"]] for file in files)
+    assert first[0] == first[1] and second[0] == second[1]
+    assert not set(first) & set(second)
+
+
+def profiled_ddp(context, folder):
+    model = DistributedDataParallel(
+        nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]), bucket_cap_mb=0.3
+    )
+    x = torch.randn(64, 256)
+
+    def step():
+        with record_function("distlab:forward"):
+            loss = model(x).square().mean()
+        with record_function("distlab:backward"):
+            loss.backward()
+
+    profile_steps(
+        step,
+        steps=3,
+        path=f"{folder}/rank{context.rank}.json.gz",
+        rank=context.rank,
+        world_size=context.world_size,
+        device=context.device,
+    )
+
+
+def test_a_real_trace_of_two_ranks(tmp_path):
+    run_ranks(profiled_ddp, 2, str(tmp_path))
+    processes = []
+    for rank in range(2):
+        path = tmp_path / f"rank{rank}.json.gz"
+        raw = json.loads(gzip.decompress(path.read_bytes()))
+        assert {"rank": rank, "world_size": 2, "backend": "gloo"}.items() <= raw["distributedInfo"].items()
+        assert "host_name" not in raw and str(tmp_path) not in json.dumps(raw)
+        processes.append({entry["pid"] for entry in raw["traceEvents"] if "pid" in entry})
+        names = {e["args"]["name"] for e in raw["traceEvents"] if e.get("name") == "process_name"}
+        assert names and all(name.startswith(f"rank {rank}") for name in names)
+
+        events = load_trace(path)
+        assert len(step_windows(events)) == 3
+        for window in step_windows(events):
+            begun = [e for e in events if e.name == "gloo:all_reduce" and window[0] <= e.start_ms < window[1]]
+            # Not more about their ends: DDP goes on when the result is there, and on a busy machine gloo's thread may
+            # close its interval late, anywhere in the next step.
+            assert len(begun) >= 2  # a step waits for its buckets, so they all began in it
+            found = analyse(events, window)
+            assert 0 < found.compute_ms < found.step_ms and 0 < found.comm_ms <= found.step_ms
+            assert 0 <= found.overlap_pct <= 100 and found.copy_ms == 0
+            assert [name for name, *_ in phases(events, window)] == ["forward", "backward"]
+            assert total(lanes(events, window)["exposed"]) == pytest.approx(found.uncovered_comm_ms)
+    assert not processes[0] & processes[1]  # opened together, the two ranks stay apart
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rank0.json.gz", "rank1.json.gz"]
+
+
+def collectives_in_flight(context, path):
+    """Six all-reduces enqueued at once; rank 1 joins the last one 60 ms late."""
+    tensors = [torch.ones(500_000) for _ in range(6)]
+
+    def step():
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()
+        dist.barrier()
+        if context.rank == 1:
+            time.sleep(0.06)
+        dist.all_reduce(tensors[0])
+
+    settings = {"rank": context.rank, "world_size": context.world_size, "device": context.device}
+    profile_steps(step, steps=1, path=f"{path}/{context.rank}.json", **settings)
+
+
+def test_gloo_intervals_begin_with_execution_and_contain_waiting_for_a_peer(tmp_path):
+    """What the module's docstring says of gloo's intervals; a new torch that changes it turns this red."""
+    run_ranks(collectives_in_flight, 2, str(tmp_path))
+    events = load_trace(tmp_path / "0.json")
+    start, end = step_windows(events)[0]
+    calls = [e for e in events if e.name == "gloo:all_reduce" and start <= e.start_ms < end]
+    assert len(calls) == 7
+    by_lane = {}
+    for call in calls:
+        by_lane.setdefault(call.lane, []).append(call)
+    assert len(by_lane) <= 2  # the group's worker threads
+    for lane in by_lane.values():
+        for first, second in itertools.pairwise(lane):
+            assert first.end_ms <= second.start_ms  # a queued collective has not begun
+    assert calls[-1].end_ms - calls[-1].start_ms > 50  # it waited for the late rank

@@ -1,0 +1,138 @@
+"""Interval algebra against a brute-force grid, and the account of one step on events made by hand."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.measure.trace.account import (
+    analyse,
+    exposed_all_gathers,
+    lanes,
+    median_step,
+    phases,
+    step_windows,
+)
+from distlab.measure.trace.capture import Event
+from distlab.measure.trace.intervals import intersect, subtract, total, union
+
+SIZE = 24
+intervals = st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted).map(tuple), max_size=8)
+
+
+def cells(spans):
+    """The unit cells [i, i+1) that the half-open intervals cover."""
+    return {cell for start, end in spans for cell in range(start, end)}
+
+
+def is_normal(spans):
+    ends = [point for span in spans for point in span]
+    return all(a < b for a, b in itertools.pairwise(ends))  # disjoint, ascending, not touching, not empty
+
+
+@given(intervals, intervals)
+def test_the_algebra_agrees_with_a_grid(a, b):
+    assert cells(union(a)) == cells(a)
+    assert cells(intersect(a, b)) == cells(a) & cells(b)
+    assert cells(subtract(a, b)) == cells(a) - cells(b)
+    assert total(a) == len(cells(a))
+    assert is_normal(union(a)) and is_normal(intersect(a, b)) and is_normal(subtract(a, b))
+
+
+@given(intervals, intervals)
+def test_covered_and_uncovered_make_the_whole(a, b):
+    assert total(intersect(a, b)) + total(subtract(a, b)) == total(a)
+
+
+def event(kind, start, end, name="x", lane="stream 7", launched=None):
+    return Event(name, kind, lane, start, end, launched)
+
+
+def step(start, end):
+    return event("range", start, end, "distlab:step", "thread 1")
+
+
+def test_each_millisecond_of_the_step_is_accounted_for():
+    events = [
+        step(100, 120),
+        event("compute", 90, 104),  # begins before the step
+        event("compute", 103, 108),  # overlaps the one before on another stream
+        event("communication", 106, 114),
+        event("communication", 107, 112, lane="stream 20"),
+        event("copy", 113, 116),
+        event("compute", 130, 140),
+    ]
+    found = analyse(events)
+    assert found.step_ms == 20
+    assert found.compute_ms == 8
+    assert found.comm_ms == 8
+    assert found.copy_ms == 3
+    assert found.uncovered_comm_ms == 6  # 108 … 114: a copy does not cover communication
+    assert found.overlap_pct == 25
+    assert found.idle_ms == 4  # 116 … 120
+    assert lanes(events) == {
+        "compute": [(0, 8)],
+        "copies": [(13, 16)],
+        "communication": [(6, 14)],
+        "exposed": [(8, 14)],
+    }
+
+
+def test_without_communication_the_overlap_is_undefined():
+    found = analyse([step(0, 10), event("compute", 1, 9)])
+    assert (found.comm_ms, found.uncovered_comm_ms, found.overlap_pct, found.idle_ms) == (0, 0, None, 2)
+
+
+def test_the_median_step_is_a_step_that_ran():
+    events = [step(0, 10), step(10, 50), step(50, 62), step(62, 73)]
+    assert step_windows(events) == [(0, 10), (10, 50), (50, 62), (62, 73)]
+    assert median_step(events) == (62, 73)
+    assert median_step(events[:3]) == (50, 62)
+    assert analyse(events, (10, 50)).step_ms == 40
+
+
+def test_phases_of_a_cpu_step_are_the_ranges():
+    events = [
+        step(10, 20),
+        event("range", 5, 9, "distlab:warmup"),
+        event("range", 10, 14, "distlab:forward"),
+        event("range", 14, 20, "distlab:backward"),
+    ]
+    assert phases(events) == [("forward", 0, 4), ("backward", 4, 10)]
+
+
+def test_phases_of_a_gpu_step_are_where_their_kernels_ran():
+    events = [
+        step(10, 40),
+        event("range", 10, 12, "distlab:forward"),
+        event("range", 12, 15, "distlab:backward"),
+        event("compute", 11, 18, launched=10.5),
+        event("compute", 18, 30, launched=12.5),
+        event("compute", 30, 38, launched=14),
+        event("communication", 20, 39, launched=13),
+    ]
+    assert phases(events) == [("forward", 1, 8), ("backward", 8, 28)]
+
+
+def test_a_trace_without_steps_needs_a_window():
+    with pytest.raises(ValueError, match="distlab:step"):
+        analyse([event("compute", 0, 1)])
+    with pytest.raises(ValueError, match="empty"):
+        analyse([], (3, 3))
+
+
+def test_all_gathers_alone_are_told_apart_by_the_end_of_forward():
+    events = [
+        Event("distlab:step", "range", "thread 1", 0, 20),
+        Event("distlab:forward", "range", "thread 1", 0, 2),  # the host runs ahead
+        Event("gemm", "compute", "stream 7", 2, 6, launched_ms=1),
+        Event("gemm", "compute", "stream 7", 9, 15, launched_ms=3),
+        Event("ncclDevKernel_AllGather_RING_LL", "communication", "stream 20", 0, 3, launched_ms=0.5),
+        Event("ncclDevKernel_AllGather_RING_LL", "communication", "stream 20", 5, 10, launched_ms=1.5),
+        Event("ncclDevKernel_ReduceScatter_Sum", "communication", "stream 20", 15, 18, launched_ms=4),
+    ]
+    # Forward ends with its last kernel, at 6: alone before it 0..2, after it 6..9; a reduce-scatter does not count.
+    assert exposed_all_gathers(events) == (2, 3)
+    assert exposed_all_gathers(events[:4] + events[6:]) == (None, None)
+    assert exposed_all_gathers(events[:1] + events[2:]) == (None, None)

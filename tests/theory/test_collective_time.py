@@ -1,0 +1,205 @@
+"""Every cost against its algorithm, walked message by message on numbers: right result, and the time it took."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.theory import collective_time as cost
+from distlab.theory.collective_time import Link
+
+LINK = Link(bytes_per_s=3.0, latency_s=0.25)
+RANKS = st.integers(1, 9)
+
+
+class Wires:
+    """Rounds of messages; a round lasts as long as its longest message."""
+
+    def __init__(self, link: Link):
+        self.link, self.seconds, self.sent = link, 0.0, 0.0
+
+    def round(self, sizes):
+        self.seconds += max(self.link.message(size) for size in sizes)
+        self.sent += max(sizes)
+
+
+def ring(values, piece, all_reduce):
+    """`values[r][p]`: rank r's number for piece p of the tensor. Returns the wires and the ranks' results."""
+    ranks, wires = len(values), Wires(LINK)
+    state = [list(row) for row in values]
+    for step in range(ranks - 1):  # reduce-scatter
+        sending = [(r, (r - step) % ranks, state[r][(r - step) % ranks]) for r in range(ranks)]
+        for r, p, value in sending:
+            state[(r + 1) % ranks][p] += value
+        wires.round([piece] * ranks)
+    if not all_reduce:
+        return wires, [state[r][(r + 1) % ranks] for r in range(ranks)]
+    for step in range(ranks - 1):  # all-gather
+        sending = [(r, (r + 1 - step) % ranks, state[r][(r + 1 - step) % ranks]) for r in range(ranks)]
+        for r, p, value in sending:
+            state[(r + 1) % ranks][p] = value
+        wires.round([piece] * ranks)
+    return wires, state
+
+
+@given(RANKS, st.integers(1, 50), st.booleans())
+def test_rings(ranks, piece, all_reduce):
+    values = [[100 * r + p for p in range(ranks)] for r in range(ranks)]
+    wires, result = ring(values, piece, all_reduce)
+    sums = [sum(row[p] for row in values) for p in range(ranks)]
+    expected = [sums] * ranks if all_reduce else [sums[(r + 1) % ranks] for r in range(ranks)]
+    assert result == expected
+    formula = cost.ring_all_reduce if all_reduce else cost.ring_reduce_scatter
+    assert formula(piece * ranks, ranks, LINK) == pytest.approx(wires.seconds)
+
+
+@given(RANKS, st.floats(0, 1e6))
+def test_the_ring_is_its_closed_form(ranks, size):
+    """2(N−1)·α + 2(N−1)/N · S/W, stated anew."""
+    rounds = 2 * (ranks - 1)
+    expected = rounds * LINK.latency_s + rounds / ranks * size / LINK.bytes_per_s
+    assert cost.ring_all_reduce(size, ranks, LINK) == pytest.approx(expected)
+
+
+@given(st.integers(2, 64), st.integers(1, 10**6))
+def test_ring_formula_counts_what_a_simulated_ring_sends(ranks, pieces):
+    # Walk the algorithm: 2·(N−1) rounds, in each of which a rank sends one of N pieces.
+    link, seconds = Link(1e9, 3e-6), 0.0
+    for _ in range(2 * (ranks - 1)):
+        seconds += link.latency_s + pieces / link.bytes_per_s
+    assert cost.ring_all_reduce(float(pieces * ranks), ranks, link) == pytest.approx(seconds)
+
+
+def test_published_ring():
+    """2(N−1)/N · S/W: 8 ranks, 1 GB, 100 GB/s → 17.5 ms."""
+    assert cost.ring_all_reduce(1e9, 8, Link(100e9)) == pytest.approx(17.5e-3)
+
+
+@given(RANKS, st.integers(1, 50))
+def test_ring_of_whole_tensors(ranks, size):
+    values, wires = list(range(1, ranks + 1)), Wires(LINK)
+    total, passing = list(values), list(values)
+    for _ in range(ranks - 1):
+        passing = [passing[(r - 1) % ranks] for r in range(ranks)]
+        total = [mine + other for mine, other in zip(total, passing, strict=True)]
+        wires.round([size] * ranks)
+    assert total == [sum(values)] * ranks
+    assert cost.whole_tensor_ring(size, ranks, LINK) == pytest.approx(wires.seconds)
+
+
+@given(RANKS, st.integers(1, 50))
+def test_tree(ranks, size):
+    total, wires, distance = list(range(1, ranks + 1)), Wires(LINK), 1
+    while distance < ranks:
+        for r in range(0, ranks - distance, 2 * distance):
+            total[r] += total[r + distance]
+        wires.round([size])
+        distance *= 2
+    while distance > 1:
+        distance //= 2
+        for r in range(0, ranks - distance, 2 * distance):
+            total[r + distance] = total[r]
+        wires.round([size])
+    assert total == [ranks * (ranks + 1) // 2] * ranks
+    assert cost.tree_all_reduce(size, ranks, LINK) == pytest.approx(wires.seconds)
+
+
+@given(st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 20))
+def test_halving_and_doubling(ranks, piece):
+    values = [[10 * r + p for p in range(ranks)] for r in range(ranks)]
+    state, wires = [list(row) for row in values], Wires(LINK)
+    held, distance = [set(range(ranks)) for _ in range(ranks)], ranks // 2
+    while distance:
+        before, kept = [list(row) for row in state], []
+        for r in range(ranks):
+            mine = {p for p in held[r] if (p & distance) == (r & distance)}
+            for p in mine:
+                state[r][p] += before[r ^ distance][p]
+            kept.append(mine)
+        wires.round([piece * len(kept[0])] * ranks)
+        held, distance = kept, distance // 2
+    distance = 1
+    while distance < ranks:
+        wires.round([piece * len(held[0])] * ranks)
+        merged = []
+        for r in range(ranks):
+            for p in held[r ^ distance]:
+                state[r][p] = state[r ^ distance][p]
+            merged.append(held[r] | held[r ^ distance])
+        held, distance = merged, 2 * distance
+    assert state == [[sum(row[p] for row in values) for p in range(ranks)]] * ranks
+    assert cost.halving_doubling_all_reduce(piece * ranks, ranks, LINK) == pytest.approx(wires.seconds)
+
+
+@given(st.integers(2, 9), st.integers(1, 12), st.integers(1, 30))
+def test_chain(ranks, pieces, piece):
+    arrived, wires = [pieces] + [0] * (ranks - 1), Wires(LINK)
+    while arrived[-1] < pieces:
+        arrived = [pieces] + [
+            arrived[r] + (arrived[r] < arrived[r - 1]) for r in range(1, ranks)
+        ]  # every rank passes one piece on
+        wires.round([piece])
+    assert cost.chain_broadcast(piece * pieces, ranks, LINK, pieces) == pytest.approx(wires.seconds)
+
+
+@given(st.integers(2, 40), st.floats(1, 1e9))
+def test_chain_finds_its_best_pieces(ranks, size):
+    link = Link(1e6, 1e-3)
+    best = cost.chain_broadcast(size, ranks, link)
+    assert all(best <= cost.chain_broadcast(size, ranks, link, k) * 1.02 for k in (1, 2, 5, 30, 300))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.floats(0, 1e6))
+def test_hierarchy_of_equal_links_is_no_better_in_volume(nodes, per_node, size):
+    flat = cost.ring_all_reduce(size, nodes * per_node, Link(1.0))
+    both = cost.hierarchical_all_reduce(size, nodes, per_node, Link(1.0), Link(1.0))
+    assert both == pytest.approx(flat, abs=1e-6)
+    slow = cost.hierarchical_all_reduce(size, nodes, per_node, Link(8.0), Link(1.0))
+    assert slow <= cost.ring_all_reduce(size, nodes * per_node, Link(1.0)) + 1e-9
+
+
+@given(st.integers(3, 200))
+def test_where_tree_and_ring_cross(ranks):
+    link = Link(1e9, 1e-5)
+    size = cost.tree_to_ring_bytes(ranks, link)
+    assert cost.tree_all_reduce(size, ranks, link) >= cost.ring_all_reduce(size, ranks, link) * (1 - 1e-9)
+    larger = size * 1.01 + 1
+    assert cost.ring_all_reduce(larger, ranks, link) < cost.tree_all_reduce(larger, ranks, link)
+    if size > 2:
+        assert cost.tree_all_reduce(size / 1.01 - 1, ranks, link) < cost.ring_all_reduce(
+            size / 1.01 - 1, ranks, link
+        )
+
+
+@given(st.integers(1, 64), st.floats(1, 1e9))
+def test_traffic(ranks, size):
+    ring_volume = cost.ring_all_reduce(size, ranks, Link(1.0))
+    assert cost.step_traffic("flat", size, ranks) == pytest.approx(ring_volume)
+    assert cost.step_traffic("zero1", size, ranks) == pytest.approx(ring_volume)
+    assert cost.step_traffic("fsdp", size, ranks) == pytest.approx(1.5 * ring_volume)
+    halves = cost.step_traffic("fsdp", size, ranks, gathered_bytes=size / 2)
+    assert halves == pytest.approx(ring_volume)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Link(0.0), "bytes_per_s=0"),
+        (lambda: Link(1.0, -1.0), "latency_s=-1"),
+        (lambda: cost.ring_all_reduce(1, 0, LINK), "ranks=0"),
+        (lambda: cost.ring_all_reduce(-1, 2, LINK), "num_bytes=-1"),
+        (lambda: cost.halving_doubling_all_reduce(1, 6, LINK), "power of two, such as 8"),
+        (lambda: cost.chain_broadcast(1, 3, LINK, 0), "pieces=0"),
+        (lambda: cost.step_traffic("zero9", 1, 2), "zero9"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_lonely_rank_sends_nothing():
+    assert cost.ring_all_reduce(1e9, 1, LINK) == cost.tree_all_reduce(1e9, 1, LINK) == 0
+    assert cost.chain_broadcast(1e9, 1, LINK) == 0
+    assert math.isclose(cost.tree_to_ring_bytes(2, LINK), 0)

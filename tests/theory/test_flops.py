@@ -1,0 +1,113 @@
+"""FLOPs against torch's own counter, against PaLM's formula, and under scaling."""
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from distlab.model import TransformerLM, preset
+from distlab.theory.flops import (
+    backward_flops,
+    forward_flops,
+    hardware_flops,
+    hfu,
+    mfu,
+    recompute_flops,
+    step_flops,
+)
+
+SIZES = st.fixed_dictionaries(
+    {name: st.integers(1, 64) for name in ("batch", "context", "d_model", "d_ff", "num_layers", "vocab_size")}
+)
+
+
+def test_equals_torchs_counter_on_the_tiny_model():
+    config = preset("tiny", attention="naive", num_layers=2, vocab_size=77)
+    model = TransformerLM(config, device="meta")
+    tokens = torch.empty(3, 32, dtype=torch.int64, device="meta")
+    sizes = {
+        "batch": 3,
+        "context": 32,
+        "d_model": config.d_model,
+        "d_ff": config.d_ff,
+        "num_layers": 2,
+        "vocab_size": 77,
+    }
+    with FlopCounterMode(display=False) as forward:
+        logits = model(tokens)
+    assert forward.get_total_flops() == forward_flops(**sizes).total
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    assert backward.get_total_flops() == backward_flops(**sizes).total
+    # By part, so that two errors cannot cancel.
+    parts = {name: sum(ops.values()) for name, ops in forward.get_flop_counts().items()}
+    expected = forward_flops(**sizes)
+    assert parts["TransformerLM.head"] == expected.head
+    assert parts["TransformerLM.blocks.0.feed_forward"] * 2 == expected.feed_forward
+    attention = expected.attention_projections + expected.attention_scores
+    assert parts["TransformerLM.blocks.0.attention"] * 2 == attention
+
+
+@given(SIZES)
+def test_is_palms_formula(sizes):
+    # Appendix B: 6·N + 12·L·H·Q·T per token, N the weights of all matrix products, H·Q = d.
+    d, layers = sizes["d_model"], sizes["num_layers"]
+    weights = layers * (4 * d * d + 3 * d * sizes["d_ff"]) + d * sizes["vocab_size"]
+    per_token = 6 * weights + 12 * layers * d * sizes["context"]
+    assert step_flops(**sizes) == sizes["batch"] * sizes["context"] * per_token
+
+
+@given(SIZES, st.integers(1, 5))
+def test_scaling(sizes, factor):
+    once = forward_flops(**sizes)
+    bigger = forward_flops(**{**sizes, "batch": sizes["batch"] * factor})
+    assert bigger == once.times(factor)
+    longer = forward_flops(**{**sizes, "context": sizes["context"] * factor})
+    assert longer.attention_scores == once.attention_scores * factor**2
+    assert longer.head == once.head * factor
+    assert step_flops(**sizes) == once.total + backward_flops(**sizes).total
+
+
+@given(SIZES)
+def test_causal_halves_scores_and_nothing_else(sizes):
+    full, causal = forward_flops(**sizes), forward_flops(**sizes, causal=True)
+    assert causal.attention_scores * 2 == full.attention_scores
+    assert full.total - causal.total == causal.attention_scores
+
+
+def test_mfu():
+    assert mfu(4e12, 2.0, 8e12) == 0.25
+    assert mfu(4e12, 2.0, None) is None
+    for wrong in ((1.0, 0.0, 1.0), (1.0, 1.0, 0.0), (-1.0, 1.0, 1.0), (1.0, -1.0, None)):
+        with pytest.raises(ValueError, match="must be positive"):
+            mfu(*wrong)
+
+
+def test_refuses_empty_sizes():
+    with pytest.raises(ValueError, match="d_ff=0"):
+        forward_flops(batch=1, context=1, d_model=1, d_ff=0, num_layers=1, vocab_size=1)
+
+
+def test_recomputation_is_what_torch_counts():
+    config = preset("tiny", attention="naive", num_layers=2, vocab_size=77)
+    tokens = torch.empty(3, 32, dtype=torch.int64, device="meta")
+    sizes = {"batch": 3, "context": 32, "d_model": 128, "d_ff": 512, "num_layers": 2, "vocab_size": 77}
+    model = TransformerLM(config, device="meta", checkpoint_blocks=True)
+    # Without early stop the whole block runs again; with it, torch spares the last product of each.
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False), FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    assert counter.get_total_flops() == hardware_flops(checkpointing=True, **sizes)
+    assert recompute_flops(**sizes).by_part() == forward_flops(**sizes).by_part() | {"head": 0}
+    assert hardware_flops(checkpointing=False, **sizes) == step_flops(**sizes)
+
+
+@given(SIZES)
+def test_parts_and_hfu(sizes):
+    forward = forward_flops(**sizes)
+    assert sum(forward.by_part().values()) == forward.total
+    plain = hfu(1.0, 1e9, checkpointing=False, causal=False, **sizes)
+    assert plain == mfu(step_flops(**sizes), 1.0, 1e9)
+    assert plain <= hfu(1.0, 1e9, checkpointing=True, causal=False, **sizes) <= plain * 4 / 3 * (1 + 1e-12)
+    assert hfu(1.0, None, checkpointing=True, **sizes) is None

@@ -1,0 +1,242 @@
+"""Roofline, occupancy, waves, coalescing, traffic and the fusion advisor, against figures worked out by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.hardware import A100_SXM_80GB, B200, H100_SXM, H200_SXM
+from distlab.theory.fusion import (
+    OPAQUE,
+    PRODUCT,
+    ROWS,
+    Graph,
+    Operator,
+    advise,
+    chip_bytes,
+    kernel_counts,
+    pointwise_chain,
+    transformer_block,
+)
+from distlab.theory.gpu import Roofline, bytes_in_flight, occupancy, roofline, wave_quantisation
+from distlab.theory.warp_access import (
+    bank_conflicts,
+    column_conflicts,
+    strided_access,
+    swizzle,
+    warp_access,
+    warp_divergence,
+)
+from kernels.cost import Cost
+
+H100 = roofline(H100_SXM)
+
+
+def test_the_ridge_of_an_h100():
+    assert H100.ridge == pytest.approx(989.4e12 / 3350e9)  # 295 FLOPs per byte
+    assert H100.bound(Cost(1e9, 1e9)) == "memory"
+    assert H100.bound(Cost(1e12, 1e9)) == "compute"
+    assert H100.attainable(1) == 3350e9 and H100.attainable(1e6) == 989.4e12
+
+
+def test_roofline_seconds_take_the_slower_of_both():
+    roof = Roofline(peak=100.0, bandwidth=10.0)
+    assert roof.seconds(Cost(1000, 1)) == 10 and roof.seconds(Cost(1, 1000)) == 100
+    assert roofline(H100_SXM, bandwidth=3.0e12, peak=7e14).ridge == pytest.approx(7e14 / 3e12)
+
+
+def test_roofline_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match=r"no peak for 'fp8'.*bf16"):
+        roofline(A100_SXM_80GB, "fp8")
+    with pytest.raises(ValueError, match="positive"):
+        Roofline(0, 1)
+
+
+def test_occupancy_worked_by_hand():
+    """128 threads × 160 registers: 5,120 registers per warp, 12 warps in 65,536, three blocks of four warps of 64."""
+    found = occupancy(H100_SXM, 128, 160)
+    assert (found.blocks, found.warps, found.fraction, found.limiter) == (3, 12, 0.1875, "registers")
+
+
+@pytest.mark.parametrize(
+    ("threads", "registers", "shared", "blocks", "limiter"),
+    [
+        (1024, 32, 0, 2, "registers"),  # 65,536 / 32 = 2,048 threads: exactly all places, and all registers
+        (256, 32, 0, 8, "registers"),
+        (32, 16, 0, 32, "blocks"),
+        (256, 16, 0, 8, "warps"),
+        (128, 32, 100 * 1024, 2, "shared memory"),  # 2 × 101 KiB of 228
+        (128, 32, 57 * 1024, 3, "shared memory"),  # four would fit were it not for the system's KiB per block
+    (128, 255, 0, 2, "registers"),  # 255 rounds to 256: 8 warps
+        (96, 40, 0, 16, "registers"),  # 1,280 registers per warp: 51 → 48 warps of 3 each
+    ],
+)
+def test_occupancy_limiters(threads, registers, shared, blocks, limiter):
+    found = occupancy(H100_SXM, threads, registers, shared)
+    assert (found.blocks, found.limiter) == (blocks, limiter)
+
+
+@given(st.integers(1, 1024), st.integers(1, 64), st.integers(0, 200_000))
+def test_occupancy_never_exceeds_the_sm(threads, registers, shared):
+    found = occupancy(H100_SXM, threads, registers, shared)
+    assert 0 < found.fraction <= 1
+    assert found.blocks * (-(-threads // 32)) * 32 * registers <= H100_SXM.registers_per_sm
+    assert found.blocks * shared <= H100_SXM.shared_memory_per_sm
+    assert occupancy(H100_SXM, threads, registers, 0).blocks >= found.blocks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2000, 32), "threads=2000"),
+        ((128, 300), "registers=300"),
+        ((128, 32, 300_000), "shared_bytes=300000"),
+        ((1024, 128), "exceed the 65536 registers"),
+    ],
+)
+def test_blocks_that_cannot_run(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        occupancy(H100_SXM, *arguments)
+
+
+def test_wave_quantisation():
+    waves = wave_quantisation(160, B200.sms)
+    assert (waves.waves, waves.last) == (2, 12)
+    assert waves.efficiency == pytest.approx(160 / 296)  # 54 %: 160 blocks on 148 SMs take as long as 296
+    assert wave_quantisation(132, 132).efficiency == 1
+    assert wave_quantisation(133, 132, 2).waves == 1
+    with pytest.raises(ValueError, match="blocks=0"):
+        wave_quantisation(0, 132)
+
+
+def test_bytes_in_flight():
+    assert bytes_in_flight(3350e9, 600e-9, 132) == pytest.approx(15_227, rel=1e-3)
+
+
+def test_coalescing():
+    contiguous = strided_access(1, 4)
+    assert (contiguous.sectors, contiguous.lines, contiguous.efficiency) == (4, 1, 1.0)
+    assert strided_access(2, 4).efficiency == 0.5
+    assert (strided_access(32, 4).sectors, strided_access(32, 4).efficiency) == (32, 0.125)
+    shifted = strided_access(1, 4, offset=4)
+    assert (shifted.sectors, shifted.lines) == (5, 2)
+    assert strided_access(1, 16).sectors == 16  # 16 bytes per lane: 512 bytes, four lines
+    assert warp_access([0] * 32, 4).sectors == 1
+    for addresses in ([], [-1], list(range(33))):
+        with pytest.raises(ValueError, match="give 1 to 32 addresses"):
+            warp_access(addresses, 4)
+
+
+def test_bank_conflicts_and_the_swizzle():
+    assert column_conflicts() == 32
+    assert column_conflicts(swizzled=True) == 1
+    assert column_conflicts(padding=1) == 1
+    assert bank_conflicts([0] * 32) == 1  # a broadcast
+    assert bank_conflicts([2 * lane for lane in range(32)]) == 2
+    assert bank_conflicts([7 * 32 + swizzle(7, column) for column in range(32)]) == 1  # rows stay free
+    with pytest.raises(ValueError, match="columns=24"):
+        swizzle(1, 1, 24)
+    with pytest.raises(ValueError, match="words is empty"):
+        bank_conflicts([])
+
+
+@given(st.integers(0, 31), st.sampled_from([8, 16, 32, 64]))
+def test_a_swizzle_permutes_its_row(row, columns):
+    assert sorted(swizzle(row, column, columns) for column in range(columns)) == list(range(columns))
+
+
+def test_warp_divergence():
+    assert warp_divergence([0] * 32, [10.0]).efficiency == 1
+    half = warp_divergence([lane % 2 for lane in range(32)], [10.0, 10.0])
+    assert (half.cycles, half.efficiency) == (20, 0.5)
+    lonely = warp_divergence([1] + [0] * 31, [0.0, 100.0])
+    assert lonely.efficiency == pytest.approx(1 / 32)
+    with pytest.raises(ValueError, match="branches"):
+        warp_divergence([3], [1.0])
+
+
+def test_traffic_of_a_pointwise_chain():
+    graph = pointwise_chain(4, 1000, 2)
+    assert graph.unfused().bytes == 4 * 2 * 2000  # each step reads and writes
+    assert graph.fused().bytes == 2 * 2000
+    assert graph.fused().flops == graph.unfused().flops == 4000
+    assert graph.speed_up(H100) == pytest.approx(4)
+    assert graph.speed_up(H100, launch_s=1.0) == pytest.approx(4)  # nothing but launches: four against one
+    assert graph.unfused().bytes > graph.fused(graph.operators[:2]).bytes
+
+
+def test_traffic_writes_what_is_used_elsewhere():
+    ops = (Operator("f", ("x",), ("y",)), Operator("g", ("y",), ("z",)), Operator("h", ("y", "z"), ("w",)))
+    graph = Graph(ops, {name: 100 for name in "xyzw"})
+    assert graph.fused(ops[:2]).bytes == 300  # x, and y, which h reads, and z
+    assert graph.fused().bytes == 200
+    kept = Graph(ops, {name: 100 for name in "xyzw"}, frozenset({"y"}))
+    assert kept.fused().bytes == 300
+
+
+def test_graphs_are_checked():
+    with pytest.raises(ValueError, match="has no size"):
+        Graph((Operator("f", ("x",), ("y",)),), {"x": 1})
+    with pytest.raises(ValueError, match="different names"):
+        Graph((Operator("f", ("x",), ("x",)), Operator("f", ("x",), ("x",))), {"x": 1})
+
+
+def test_the_advisor_fuses_a_pointwise_chain():
+    plan = advise(pointwise_chain(5, 10**6, 2), H100_SXM)
+    assert plan.kernels == 1
+    assert [d.action for d in plan.decisions] == ["start", *["fuse"] * 4]
+    assert plan.decisions[1].saving == pytest.approx(2)
+
+
+def two(first, second, sizes=None):
+    return Graph((first, second), sizes or {"x": 10**6, "y": 10**6, "z": 10**6})
+
+
+def test_the_advisor_gives_its_reasons():
+    f, g = Operator("f", ("x",), ("y",)), Operator("g", ("y",), ("z",))
+    assert (
+        advise(two(f, Operator("g", ("x",), ("z",))), H100_SXM)
+        .decisions[1]
+        .reason.startswith("reads nothing")
+    )
+    product = Operator("f", ("x",), ("y",), 1e12, PRODUCT)
+    assert "epilogue" in advise(two(product, g), H100_SXM).decisions[1].reason
+    assert (
+        "compute-bound"
+        in advise(two(f, Operator("g", ("y",), ("z",), 1e12, PRODUCT)), H100_SXM).decisions[1].reason
+    )
+    assert (
+        "pattern"
+        in advise(two(product, Operator("g", ("y",), ("z",), 1, ROWS)), H100_SXM).decisions[1].reason
+    )
+    assert "library" in advise(two(f, Operator("g", ("y",), ("z",), 1, OPAQUE)), H100_SXM).decisions[1].reason
+    big = Operator("g", ("y",), ("z",), 1, ROWS, row_bytes=chip_bytes(H100_SXM) + 4)
+    assert "exceed 0.6" in advise(two(f, big), H100_SXM).decisions[1].reason
+    fits = Operator("g", ("y",), ("z",), 1, ROWS, row_bytes=chip_bytes(H100_SXM))
+    assert advise(two(f, fits), H100_SXM).decisions[1].action == "fuse"
+    small = two(f, g, {"x": 10**6, "y": 1000, "z": 10**6})
+    left = advise(small, H100_SXM).decisions[1]
+    assert left.action == "leave" and "less than 1.5" in left.reason
+    used = Graph((f, g, Operator("h", ("y", "z"), ("w",))), {name: 10**6 for name in "xyzw"})
+    assert "used elsewhere" in advise(used, H100_SXM).decisions[1].reason
+
+
+def test_kernels_of_a_transformer_block():
+    graph = transformer_block(8, 2048, 4096, 11008, 32)
+    counts = kernel_counts(graph, H100_SXM)
+    assert counts["eager"] == len(graph.operators) + 4  # RoPE is five launches in eager mode
+    assert counts["ours"] < counts["eager"]
+    assert counts["compiled"] <= counts["ours"]
+    plan = advise(graph, H100_SXM)
+    actions = {d.operator: d.action for d in plan.decisions}
+    assert actions["multiply"] == "fuse" and actions["add2"] == "fuse"  # epilogues and element-wise pairs
+    assert actions["gate_product"] == actions["attention"] == "split"
+    assert plan.kernels == counts["advised"] == sum(d.action != "fuse" for d in plan.decisions)
+    with pytest.raises(ValueError, match="does not divide"):
+        transformer_block(1, 1, 10, 10, 3)
+    with pytest.raises(ValueError, match="batch=0"):
+        transformer_block(0, 1, 10, 10, 2)
+
+
+def test_h200_is_an_h100_with_more_bandwidth():
+    ratio = roofline(H200_SXM).seconds(Cost(0, 1e9)) / H100.seconds(Cost(0, 1e9))
+    assert ratio == pytest.approx(3350 / 4800)

@@ -1,0 +1,154 @@
+"""The closed forms against worked examples, against torch's own rule and against the executed plan."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distlab.parallel.buckets import plan_buckets
+from distlab.parallel.fsdp.units import FlatPlan, plan_buffers
+from distlab.theory import volume as closed_form
+from distlab.theory.volume import (
+    CommunicationVolume,
+    bucketed,
+    flat,
+    naive,
+    overlap,
+    sharded_buffers,
+    torch_ddp,
+)
+
+MIB = 2**20
+# Parameters as (numel, dtype); sizes around the limits below, ties included.
+PARAMETERS = st.lists(
+    st.tuples(
+        st.integers(0, 300) | st.sampled_from([32, 64, 128, 256]),
+        st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    ),
+    max_size=25,
+)
+LIMITS = st.sampled_from([1, 64, 100, 128, 256, 1000]) | st.integers(1, 2000)  # bytes
+
+
+def _split(parameters):
+    numels = [numel for numel, _ in parameters]
+    dtypes = [dtype for _, dtype in parameters]
+    return numels, [dtype.itemsize for dtype in dtypes], dtypes
+
+
+def test_worked_example():
+    # 4 fp32 parameters of 1 MiB, 1 MiB, 12 bytes and 2 MiB, limit 2 MiB; reversed: 2 MiB | 12 + 1 MiB | 1
+    # MiB.
+    numels, sizes = [MIB // 4, MIB // 4, 3, MIB // 2], [4] * 4
+    gradients = 4 * MIB + 12
+    assert naive(numels, sizes) == CommunicationVolume(5, gradients + 16)
+    assert overlap(numels, sizes) == naive(numels, sizes)
+    assert flat(numels, sizes) == CommunicationVolume(1, gradients + 16)
+    assert bucketed(numels, sizes, 2.0) == CommunicationVolume(3, gradients + 16)
+    # torch: the first bucket closes at 1 MiB, that is with the 2 MiB; the rest stays below 25 MiB.
+    assert torch_ddp(numels, sizes) == CommunicationVolume(2, gradients)
+
+
+def test_nothing_to_send():
+    for rule in (naive, overlap, flat, bucketed, torch_ddp):
+        assert rule([], []) == CommunicationVolume(0, 0)
+
+
+def test_dtypes_of_one_size_do_not_share_a_buffer():
+    assert flat([3, 5], [2, 2], dtypes=["fp16", "bf16"]).collectives == 2
+    assert flat([3, 5], [2, 2]).collectives == 1
+
+
+@given(PARAMETERS, LIMITS, LIMITS)
+@settings(max_examples=200, deadline=None)
+def test_torch_ddp_is_torchs_rule(parameters, first, later):
+    numels, sizes, dtypes = _split(parameters)
+    volume = torch_ddp(numels, sizes, first_bucket_mb=first / MIB, bucket_cap_mb=later / MIB, dtypes=dtypes)
+    if not parameters:
+        return
+    # As the reducer rebuilds: tensors in the order in which they became ready, limits first and later.
+    ready = [torch.empty(numel, dtype=dtype) for numel, dtype in reversed(parameters)]
+    order = list(range(len(parameters)))[::-1]
+    buckets, _ = dist._compute_bucket_assignment_by_size(ready, [first, later], [], order)
+    assert volume.collectives == len(buckets)
+    assert volume.bytes == sum(tensor.numel() * tensor.itemsize for tensor in ready)
+
+
+@given(PARAMETERS, st.none() | LIMITS)
+@settings(max_examples=200, deadline=None)
+def test_bucketed_is_what_the_plan_sends(parameters, limit):
+    numels, sizes, dtypes = _split(parameters)
+    limit_mb = None if limit is None else limit / MIB
+    plan = plan_buckets(numels, dtypes, limit_mb)
+    assert bucketed(numels, sizes, limit_mb, dtypes=dtypes) == CommunicationVolume(
+        len(plan), sum(bucket.num_bytes for bucket in plan)
+    )
+
+
+@given(PARAMETERS, LIMITS)
+@settings(deadline=None)
+def test_bucketed_lies_between_flat_and_one_call_per_parameter(parameters, limit):
+    numels, sizes, dtypes = _split(parameters)
+    volume = bucketed(numels, sizes, limit / MIB, dtypes=dtypes)
+    whole = flat(numels, sizes, dtypes=dtypes)
+    assert whole.collectives <= volume.collectives <= len(parameters)
+    assert volume.bytes == whole.bytes
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bucketed([1], [4], 0), "bucket_size_mb=0"),
+        (lambda: bucketed([1], [4], -1.0), "bucket_size_mb=-1"),
+        (lambda: torch_ddp([1], [4], bucket_cap_mb=0), "bucket_cap_mb=0"),
+        (lambda: torch_ddp([1], [4], first_bucket_mb=-1), "first_bucket_mb=-1"),
+        (lambda: naive([1, 2], [4]), "2 numels, 1 itemsizes"),
+        (lambda: flat([-1], [4]), "negative"),
+    ],
+)
+def test_refusals_name_the_value(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_fsdp_aligns_parameters_pads_units_and_sends_norms_apart():
+    # Unit a: 10 elements end at 10, the next begins at 16: 16 + 5 = 21, padded to 24 on four ranks; unit b: 8.
+    volume = closed_form.fsdp(
+        [10, 3, 5, 8], [4] * 4, ["a", None, "a", "b"], world_size=4, compute_itemsize=2
+    )
+    assert volume.collectives == 3 * 2 + 1
+    assert volume.bytes == 2 * (24 + 8) * 2 + (24 + 8) * 4 + (3 + 1) * 4
+
+
+def test_fsdp_without_norms_sends_no_all_reduce_and_needs_units_by_name():
+    volume = closed_form.fsdp([16], [4], ["a"], world_size=2, compute_itemsize=4)
+    assert volume == closed_form.CommunicationVolume(3, 3 * 64)
+    assert closed_form.step_volume("fsdp", [16], [4]) is None
+    named = closed_form.step_volume("fsdp", [16], [4], units=["a"], world_size=2, compute_itemsize=4)
+    assert named == volume
+    with pytest.raises(ValueError, match="world_size=0"):
+        closed_form.fsdp([16], [4], ["a"], world_size=0, compute_itemsize=4)
+
+
+def test_fsdp_pads_to_whole_rows():
+    # Rows of 3 and of 5. The second matrix begins at 40, a multiple of 5 and 8, and ends at 65; a rank's share is a
+    # multiple of 15: 33 → 45. The third has fewer rows than ranks and is cut between elements: 12 → 2 · 6.
+    shapes = [(7, 3), (5, 5), (1, 12)]
+    options = {"world_size": 2, "compute_itemsize": 2, "shapes": shapes}
+    volume = closed_form.fsdp([21, 25, 12], [4] * 3, ["a", "a", "b"], **options)
+    assert volume == closed_form.CommunicationVolume(6, (90 + 12) * (2 * 2 + 4))
+
+
+SIZES = st.integers(0, 12) | st.sampled_from([128, 147, 1000, 4096, 11008])
+MATRICES = st.lists(st.lists(SIZES, min_size=2, max_size=4).map(tuple), min_size=1, max_size=6)
+
+
+@given(MATRICES, st.integers(1, 9) | st.sampled_from([64, 1000, 1024]))
+@settings(max_examples=300, deadline=None)
+def test_fsdps_buffers_are_those_of_the_plan(shapes, world_size):
+    plans = [
+        FlatPlan(tuple(shapes[i] for i in indices), world_size)
+        for indices in plan_buffers(shapes, world_size)
+    ]
+    assert sharded_buffers(shapes, world_size) == [plan.numel for plan in plans]
