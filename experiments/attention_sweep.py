@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from distlab.measure.clock import host_ms, replay_ms
 from distlab.measure.pace import Pace
 from distlab.measure.statistics import percentiles
 from distlab.measure.validity import attempt
@@ -48,7 +49,6 @@ from distlab.report import (
 from distlab.report.options import whole
 from distlab.report.panels import panels
 from experiments.attention_sweep_pieces.comparison import beside_best_peer, crossovers, headline
-from experiments.attention_sweep_pieces.timing import host_ms, replay_ms
 from kernels.flash_attention import cost
 from kernels.flash_attention.peers import VARIANTS, Attention, build, exact
 

@@ -27,6 +27,8 @@ from statistics import median
 import torch
 
 from distlab.ending import how_to_continue
+from distlab.measure.clock import replay_ms
+from distlab.measure.rounds import interleave
 from distlab.report import OutputFolder, Record, commit, environment, run_to_end, write_json
 from distlab.report.options import real, whole
 from kernels._triton import generation
@@ -49,29 +51,8 @@ Row = dict[str, object]
 
 
 def device_ms(run: Callable[[], None], repetitions: int) -> float:
-    """Median device time in ms of one launch, from replays of a CUDA graph of several; the L2 stays warm."""
-    run()  # loading the kernel is not allowed while a graph is captured
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    once = begin.elapsed_time(end)  # of a short launch, what the host takes for it
-    launches = max(1 if once > GRAPH_MS else 5, min(20, int(GRAPH_MS / once)))
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # torch.cuda.graph would collect garbage and empty the cache each time
-        graph.capture_begin()
-        for _ in range(launches):
-            run()
-        graph.capture_end()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repetitions + 1)]
-    graph.replay()
-    for mark in marks:
-        mark.record()
-        graph.replay()
-    torch.cuda.synchronize()
-    return median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) / launches
+    """Median device time in ms of one launch, from replays of a CUDA graph of several."""
+    return median(replay_ms(run, repetitions, graph_ms=GRAPH_MS, calls=(5, 20), tidy=False))
 
 
 def candidates(kernel: str, dtype: str, head_dim: int, precision: str = "ieee") -> Iterator[Tile]:
@@ -159,11 +140,12 @@ def measure(bench: Bench, case: Case, kernel: str, jobs: list, uses: dict, guess
 
 
 def duel(bench: Bench, kernel: str, rows: list[Row]) -> list[Row]:
-    """Time the leaders again, in turns, so that a hot chip slows them alike; adds `sustained_ms` and sorts by it."""
+    """Time the leaders again in interleaved rounds; adds `sustained_ms` and sorts by it."""
     leaders = [row for row in rows[:FINALISTS] if row["ms"] < float("inf")]
-    times = [[device_ms(lambda r=row: bench.launch(kernel, r["how"]), 3) for row in leaders] for _ in range(3)]
-    for row, mine in zip(leaders, zip(*times, strict=True), strict=True):
-        row["sustained_ms"] = median(mine)
+    calls = {row["how"]: lambda r=row: device_ms(lambda: bench.launch(kernel, r["how"]), 3) for row in leaders}
+    times = interleave(calls, 3)
+    for row in leaders:
+        row["sustained_ms"] = median(times[row["how"]])
     return sorted(leaders, key=lambda r: r["sustained_ms"]) + rows[len(leaders):]
 
 

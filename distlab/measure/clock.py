@@ -151,3 +151,83 @@ def slowest_rank(
 
 
 
+
+
+def capture(
+    run: Callable[[], object], calls: int = 1, stream: torch.cuda.Stream | None = None, *, tidy: bool = True
+) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `calls` runs, each of which has to be warm: loading a kernel is not allowed in a capture.
+
+    Args:
+        stream: captured; None for torch's own. A backward runs on the stream of its forward.
+        tidy: collect garbage and empty the allocator's cache before, as `torch.cuda.graph` does; without it, which
+            takes a fraction of the time, a stream must be given.
+    """
+    graph = torch.cuda.CUDAGraph()
+    if tidy:
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(calls):
+                run()
+        return graph
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        for _ in range(calls):
+            run()
+        graph.capture_end()
+    return graph
+
+
+def replay_ms(
+    run: Callable[[], object],
+    repeats: int,
+    *,
+    graph_ms: float = 2.0,
+    calls: tuple[int, int] = (1, 10),
+    tidy: bool = True,
+) -> list[float]:
+    """Device time in ms of `run` in each of `repeats` replays of a CUDA graph; the L2 stays warm.
+
+    Args:
+        graph_ms: the graph holds as many calls as take about so long, so that starting it weighs little. Short calls
+            take 0.2 to 0.5 ms when the host issues them.
+        calls: least (where one takes less than `graph_ms`) and most.
+        tidy: see `capture`; what earlier calls cached is of no use to the graph's own pool.
+    """
+    if tidy:
+        torch.cuda.empty_cache()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(side):
+        run()
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.current_stream().wait_stream(side)
+    end.synchronize()
+    once = begin.elapsed_time(end)
+    count = max(calls[0] if once <= graph_ms else 1, min(calls[1], int(graph_ms / once)))
+    graph = capture(run, count, None if tidy else side, tidy=tidy)
+    graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    del graph
+    if tidy:
+        torch.cuda.empty_cache()
+    return [a.elapsed_time(b) / count for a, b in itertools.pairwise(marks)]
+
+
+def host_ms(run: Callable[[], object], repeats: int) -> list[float]:
+    """Time in ms that the host needs to issue `run` once, the device left to follow."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - begin))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return times

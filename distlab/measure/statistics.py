@@ -108,6 +108,12 @@ def noise_floor(a: Sequence[float], b: Sequence[float], *, confidence: float = 0
     return 100 * max(abs(high - 1), abs(1 - low))
 
 
+def own_noise_floor(samples: Sequence[float]) -> float | None:
+    """The `noise_floor` of one series: its even against its odd samples; None with fewer than 2·MIN_PAIRS of them."""
+    half = len(samples) // 2
+    return noise_floor(samples[0::2][:half], samples[1::2][:half]) if half >= MIN_PAIRS else None
+
+
 def _checked(samples: Sequence[float], least: int, who: str) -> np.ndarray:
     values = np.asarray(samples, dtype=np.float64)
     if values.ndim != 1 or len(values) < least:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from distlab.measure.clock import PhaseTimer
 from distlab.measure.memory import peak_memory
-from distlab.measure.statistics import MIN_PAIRS, noise_floor, paired_ratio, percentiles
+from distlab.measure.rounds import interleave
+from distlab.measure.statistics import MIN_PAIRS, own_noise_floor, paired_ratio, percentiles
 from distlab.measure.validity import attempt
 from distlab.model import TransformerLM, checkpoint_groups
 from distlab.report import Record, commit, environment
@@ -43,10 +45,8 @@ def run(
     require(planned, config.device, some=config.device == "cuda")
     facts = {"environment": environment(config.device), "commit": commit(default_commit)}
     bench = Bench(config)
-    for number in range(config.rounds):
-        for choice in config.choices():
-            progress(f"round {number + 1}/{config.rounds}: {choice}")
-            bench.time(choice)
+    calls = {choice: partial(bench.time, choice) for choice in config.choices()}
+    interleave(calls, config.rounds, progress=progress)
     records = []
     for choice in config.choices():
         metrics = bench.metrics(choice) | predicted(config, choice, bench.times.get(BASE))
@@ -119,9 +119,7 @@ class Bench:
         if base is not None:
             found["step_over_none"] = found["step_p50_ms"] / percentiles(base["step"])["p50"]
             found["step_over_none_is_tie"] = choice != BASE and self._ties(times["step"], base["step"])
-        if len(times["step"]) >= 2 * MIN_PAIRS:
-            half = len(times["step"]) // 2
-            found["noise_floor_pct"] = noise_floor(times["step"][0::2][:half], times["step"][1::2][:half])
+        found["noise_floor_pct"] = own_noise_floor(times["step"])
         found["noise_pct"] = noise_of(found)
         return found
 

@@ -1,1 +1,1 @@
-"""What `experiments/attention_sweep.py` is made of: `timing` of one call, `comparison` of ours with its peers."""
+"""What `experiments/attention_sweep.py` is made of: `comparison` of ours with its peers."""

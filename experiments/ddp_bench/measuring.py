@@ -9,7 +9,7 @@ from distlab.bench.reference import parameter_difference
 from distlab.bench.workbench import Timing, Workbench, variants
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
-from distlab.measure.statistics import MIN_PAIRS, exposure_ratio, noise_floor, paired_ratio, percentiles
+from distlab.measure.statistics import exposure_ratio, own_noise_floor, paired_ratio, percentiles
 from distlab.measure.trace.account import StepAccount
 from distlab.measure.validity import is_out_of_memory
 from distlab.report.noise import noise_of
@@ -132,9 +132,7 @@ def _timing_metrics(
     if has_reference and timing is not reference:
         ratio = paired_ratio(samples, reference.phases["step"])
         metrics |= {"vs_local": ratio.ratio, "vs_local_low": ratio.low, "vs_local_high": ratio.high}
-    if len(samples) >= 2 * MIN_PAIRS:  # the same variant against itself: even against odd steps
-        half = len(samples) // 2
-        metrics["noise_floor_pct"] = noise_floor(samples[0::2][:half], samples[1::2][:half])
+    metrics["noise_floor_pct"] = own_noise_floor(samples)
     metrics["noise_pct"] = noise_of(metrics)
     return metrics
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distlab.measure.clock import measure
+from distlab.measure import clock
 
 
 def can_be_captured(run: Callable[[], Any]) -> bool:
@@ -46,10 +46,7 @@ def prepare(make: Callable[[], Callable[[], Any]], device: str, capture: bool = 
     torch.cuda.synchronize()
     if not capture:
         return Prepared(run, False, None)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    return Prepared(graph.replay, True, run)
+    return Prepared(clock.capture(run, stream=stream).replay, True, run)
 
 
 def device_ms(make: Callable[[], Callable[[], Any]], device: str, repeat_ms: int,
@@ -58,7 +55,7 @@ def device_ms(make: Callable[[], Callable[[], Any]], device: str, repeat_ms: int
     the calls themselves are timed, and `captured` says so."""
     ready = prepare(make, device, capture)
     if device != "cuda":
-        return quantiles(measure(ready.call, warmup=1, repeats=3, device="cpu"))
+        return quantiles(clock.measure(ready.call, warmup=1, repeats=3, device="cpu"))
     from triton.testing import do_bench
 
     times = do_bench(ready.call, warmup=max(10, repeat_ms // 3), rep=repeat_ms, return_mode="all")

@@ -1,18 +1,19 @@
 """The variants of a row timed in turns, so that a drift of the clock falls on all of them alike.
 
-A large product runs as fast as the card's power allows, and that drifts by several per cent within seconds: of variants
-timed one after the other the drift makes a winner. Here every round times each of them for a moment, every other round
-in reverse, and ours stands at both ends of a round. What is compared are times of one round.
+Every round (`distlab.measure.rounds`) times each of them for a moment, every other round in reverse, and ours stands at
+both ends of a round. What is compared are times of one round.
 """
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 
 from distlab.measure.clock import PhaseTimer
+from distlab.measure.rounds import interleave
 from distlab.measure.statistics import noise_floor
 
 from .timing import quantiles
@@ -25,11 +26,7 @@ def in_turns(calls: Mapping[str, Callable[[], Any]], repeat_ms: float, rounds: i
     """Time the calls in `rounds` rounds, each for `repeat_ms` in all; "ours", if among them, once more as AGAIN."""
     line = list(calls.items()) + [(AGAIN, call) for name, call in calls.items() if name == "ours"]
     counts = {name: max(1, int(repeat_ms / rounds / statistics.median(_timed(call, 3, device)))) for name, call in line}
-    found: dict[str, list[list[float]]] = {name: [] for name, _ in line}
-    for number in range(rounds):
-        for name, call in line if number % 2 == 0 else reversed(line):
-            found[name].append(_timed(call, counts[name], device))
-    return found
+    return interleave({name: partial(_timed, call, counts[name], device) for name, call in line}, rounds)
 
 
 def _timed(call: Callable[[], Any], count: int, device: str) -> list[float]:

@@ -19,7 +19,7 @@ from distlab.measure.clock import PhaseTimer, slowest_rank
 from distlab.measure.memory import peak_memory
 from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.pace import Pace
-from distlab.measure.statistics import MIN_PAIRS, noise_floor, percentiles
+from distlab.measure.statistics import own_noise_floor, percentiles
 from distlab.measure.trace.kernels import PHASES
 from distlab.measure.validity import attempt, check_clock, check_speed, check_work
 from distlab.model.config import checkpoint_groups
@@ -215,9 +215,7 @@ def _metrics(
     found |= {f"step_{name}_ms": value for name, value in percentiles(step).items()}
     for phase in PHASES:
         found[f"{phase}_p50_ms"] = percentiles(kept[phase])["p50"] if phase in kept else None
-    pairs = len(step) // 2
-    halves = step[0 : 2 * pairs : 2], step[1 : 2 * pairs : 2]
-    found["noise_floor_pct"] = noise_floor(*halves) if pairs >= MIN_PAIRS else None
+    found["noise_floor_pct"] = own_noise_floor(step)
     found["noise_pct"] = noise_of(found)
     peak, p50 = _peak_flops(trial), found["step_p50_ms"]
     # The guard counts the least that must be done: a causal kernel may skip half of the scores.

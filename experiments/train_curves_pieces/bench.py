@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from distlab.comm import RankContext, collectives
 from distlab.measure.memory import peak_memory
+from distlab.measure.rounds import interleave
 from distlab.model.config import ModelConfig
 from distlab.report import Record, commit, environment, read_json, write_json
 from distlab.train.config import TrainConfig
@@ -190,16 +192,15 @@ class Bench:
         """
         config = self.config.training(REFERENCE, batch=self.config.cost_batch, keep=1)
         trainer = self.trainer(config, self.folder / "cost" / "checkpoints", lambda report: None)
-        metrics: dict[str, list[float]] = {"with": [], "without": [], "save": [], "wait": []}
+        waits: dict[str, list[float]] = {"save": [], "wait": []}
         with peak_memory(self.context.device) as before:
             self._block(trainer, 5, None)
         with peak_memory(self.context.device) as memory:
             self._block(trainer, 5, {"save": [], "wait": []})  # takes the pinned memory, once per run
-            for number in range(2 * self.config.rounds):
-                saves = number % 2 == number // 2 % 2  # with, without, without, with, …
-                timed = self._block(trainer, self.config.block, metrics if saves else None)
-                metrics["with" if saves else "without"].append(timed)
-        ratio = statistics.median(metrics["with"]) / statistics.median(metrics["without"])
+            blocks = {"with": waits, "without": None}
+            calls = {name: partial(self._block, trainer, self.config.block, into) for name, into in blocks.items()}
+            times = interleave(calls, self.config.rounds)  # with, without, without, with, …
+        ratio = statistics.median(times["with"]) / statistics.median(times["without"])
         written = collectives.gather_objects(trainer.checkpoints.host_bytes, self.context.group)
         trainer.close()
         added = None
@@ -207,14 +208,14 @@ class Bench:
             added = max(0, memory.peak_alloc_bytes - before.peak_alloc_bytes)
         return {
             "block_steps": self.config.block,
-            "block_with_ms": metrics["with"],
-            "block_without_ms": metrics["without"],
-            "step_p50_ms": statistics.median(metrics["without"]) / self.config.block,
-            "step_with_checkpoints_ms": statistics.median(metrics["with"]) / self.config.block,
+            "block_with_ms": times["with"],
+            "block_without_ms": times["without"],
+            "step_p50_ms": statistics.median(times["without"]) / self.config.block,
+            "step_with_checkpoints_ms": statistics.median(times["with"]) / self.config.block,
             "checkpoint_cost_pct": 100 * (ratio - 1),
-            "noise_floor_pct": 100 * (max(metrics["without"]) / min(metrics["without"]) - 1),
-            "save_p50_ms": statistics.median(metrics["save"]),
-            "wait_p50_ms": statistics.median(metrics["wait"]),
+            "noise_floor_pct": 100 * (max(times["without"]) / min(times["without"]) - 1),
+            "save_p50_ms": statistics.median(waits["save"]),
+            "wait_p50_ms": statistics.median(waits["wait"]),
             "checkpoint_bytes": sum(written),
             "host_bytes_per_rank": max(written),
             "added_device_bytes": added,

@@ -1,0 +1,49 @@
+"""Interleaved rounds: every variant is timed once per round, so that clock drift affects all of them alike.
+
+A GPU's clocks follow its temperature and its power limit and drift by several per cent within seconds. Of variants
+timed one after the other the drift makes a winner; interleaved, times of one round can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
+
+K = TypeVar("K", bound=Hashable)
+R = TypeVar("R")
+
+
+def back_and_forth(number: int, names: Sequence[K]) -> Sequence[K]:
+    """Every other round in reverse: a linear drift cancels over two rounds."""
+    return names[::-1] if number % 2 else names
+
+
+def rotated(number: int, names: Sequence[K]) -> Sequence[K]:
+    """Each round begins with the next variant: nobody always runs first after a pause."""
+    shift = number % len(names)
+    return [*names[shift:], *names[:shift]]
+
+
+def interleave(
+    calls: Mapping[K, Callable[[], R]],
+    rounds: int,
+    *,
+    order: Callable[[int, Sequence[K]], Sequence[K]] = back_and_forth,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[K, list[R]]:
+    """Call each of `calls` once per round.
+
+    Args:
+        calls: name → what measures this variant once; it may time a block of steps.
+        order: of a round, from its number and the names: `back_and_forth`, `rotated`, or any other.
+        progress: takes a line before each call.
+
+    Returns:
+        name → what its calls returned, round by round; equal positions were measured in one round.
+    """
+    found: dict[K, list[R]] = {name: [] for name in calls}
+    for number in range(rounds):
+        for name in order(number, list(calls)):
+            progress(f"round {number + 1}/{rounds}: {name}")
+            found[name].append(calls[name]())
+    return found

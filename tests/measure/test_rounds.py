@@ -1,0 +1,30 @@
+"""Interleaved rounds: everybody once per round, and no drift makes a winner."""
+
+import statistics
+
+import pytest
+
+from distlab.measure.rounds import interleave, rotated
+
+
+def test_every_variant_is_called_once_per_round_in_its_order():
+    said, called = [], []
+    calls = {name: lambda name=name: called.append(name) or len(called) for name in "abc"}
+    found = interleave(calls, 3, progress=said.append)
+    assert "".join(called) == "abccbaabc"
+    assert found == {"a": [1, 6, 7], "b": [2, 5, 8], "c": [3, 4, 9]}
+    assert said[3] == "round 2/3: c" and len(said) == 9
+    called.clear()
+    interleave(calls, 4, order=rotated)
+    assert "".join(called) == "abcbcacababc"
+
+
+def test_a_drift_favours_nobody():
+    now = iter(range(1, 1000))
+    found = interleave(dict.fromkeys("abcd", lambda: next(now)), 4)
+    assert {statistics.mean(times) for times in found.values()} == {8.5}
+
+
+def test_what_a_call_raises_ends_the_rounds():
+    with pytest.raises(ZeroDivisionError):
+        interleave({"a": lambda: 1 / 0}, 2)
