@@ -178,10 +178,10 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    EXPERIMENT,
-    __doc__.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=EXPERIMENT,
+    question=__doc__.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     pictures={"memory.png": draw},
     reading="Naive attention keeps the weights of all pairs, so its memory grows with the square of the length; the "
     "others keep the log-sum-exp of each row. A row that says OOM did not fit; its prediction says what it wanted.",

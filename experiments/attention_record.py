@@ -155,10 +155,10 @@ def headline(records: list[Record]) -> str:
 
 
 VIEW = View(
-    EXPERIMENT,
-    __doc__.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=EXPERIMENT,
+    question=__doc__.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     reading="All variants run through one harness, and what it costs (unpacking, the sum, stacking gradients) is in "
     "every row alike. TFLOP/s count causal pairs only, backward as 2.5 forwards; the last column is what a large "
     "product of cuBLAS reached in the same run. Errors are against float64 and must be alike between variants.",

@@ -218,10 +218,10 @@ def _picture(metric: str, label: str) -> Callable[[Sequence[Record], Path], None
 
 
 VIEW = View(
-    EXPERIMENT,
-    __doc__.splitlines()[0],
-    COLUMNS,
-    lambda records: headline(records) if records[0].environment.get("cuda") else "A CPU: host time only",
+    name=EXPERIMENT,
+    question=__doc__.splitlines()[0],
+    columns=COLUMNS,
+    headline=lambda records: headline(records) if records[0].environment.get("cuda") else "A CPU: host time only",
     pictures={f"{name}.png": _picture(metric, label) for name, metric, label in PICTURES},
     findings=crossovers,
     reading="Device times are replays of a CUDA graph with a warm L2; backward is forward + backward minus forward. "

@@ -95,10 +95,10 @@ def headline(records: list[Record]) -> str:
 
 
 VIEW = View(
-    EXPERIMENT,
-    __doc__.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=EXPERIMENT,
+    question=__doc__.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     reading="Of 65,536 registers per SM, a block of w warps takes 32·w times the figure in the table; spilled bytes go "
     "through local memory and should be few. Shared memory decides with the registers how many blocks an SM holds.",
     noise="The compiler's figures do not vary.",

@@ -255,10 +255,10 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    NAME,
-    __doc__.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=NAME,
+    question=__doc__.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     pictures={"cost.png": draw},
     findings=findings,
     reading="Cost is the ratio to the model that never had an instrument in the same round, less one: its median over "

@@ -285,10 +285,10 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    NAME,
-    __doc__.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=NAME,
+    question=__doc__.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     pictures={"memory.png": draw},
     reading="Parameters, gradients and optimizer state are counted from the tensors themselves; what the allocator "
     "held after construction, before and after the optimizer and at its peak is the fullest rank's. The phase of the "

@@ -1,29 +1,27 @@
 """Will it fit, and what is fastest? This model, this batch, these GPUs, answered on a laptop.
 
-    python -m experiments.plan --model xl --batch 512 --devices h100:64 --link nvlink --tokens 1e11
+    distlab run plan --model xl --batch 512 --devices h100:64 --link nvlink --tokens 1e11
 
 Every strategy is tried with every micro-batch that divides a rank's share of the batch, with and without
 activation checkpointing. Memory comes from `distlab.theory.memory`, time from `distlab.simulate.estimate`: both are
 predictions, at the shares of the datasheets' peaks that a calibrated machine reaches.
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+from distlab.comm import RankContext
+from distlab.experiment import Experiment, Options, Run, View, option
 from distlab.hardware import GPUSpec, by_alias
 from distlab.model import ModelConfig, preset
-from distlab.report import Record, View, Work, add_output_options, commit, environment, plot, run_command
-from distlab.report.options import real, whole
+from distlab.report import Record, plot
 from distlab.report.table import Column
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
 from distlab.theory.flops import hardware_flops, mfu, step_flops
 from distlab.theory.memory.peak import devices_to_fit, step_memory
 from distlab.theory.model_shape import ModelShape, divisors
 
-NAME = "plan"
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
 USABLE = (
     0.94  # of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
@@ -34,42 +32,22 @@ PER_STRATEGY = 2  # of each strategy with and without checkpointing, the largest
 
 
 @dataclass(frozen=True)
-class PlanConfig:
-    """The question.
+class PlanConfig(Options):
+    """The question. Raises ValueError for a batch that the devices cannot divide, with the nearest that they can."""
 
-    Args:
-        model: a preset.
-        batch: sequences per step, over all devices.
-        devices: such as `h100:64`.
-        context: tokens per sequence; None for the preset's.
-        link: inside a node, `nvlink` or `pcie`.
-        between: between nodes, a name of `distlab.hardware.NETWORK_LINKS`.
-        devices_per_node: GPUs that share a node.
-        dtype: `bf16` or `fp32`.
-        tokens: to train on.
-        strategies: names to consider.
-
-    Raises:
-        ValueError: an unknown name, or a batch that the devices cannot divide (with the nearest that they can).
-    """
-
-    model: str
-    batch: int
-    devices: str
-    context: int | None = None
-    link: str = "nvlink"
-    between: str = "ib-ndr"
-    devices_per_node: int = 8
-    dtype: str = "bf16"
-    tokens: float = 1e11
-    strategies: tuple[str, ...] = STRATEGIES
+    model: str = option("xl", "a preset")
+    batch: int = option(512, "sequences per step, over all devices", least=1)
+    devices: str = option("h100:64", "name and number, such as h100:64")
+    context: int | None = option(None, "tokens per sequence [the preset's]", least=1)
+    link: str = option("nvlink", "inside a node", choices=("nvlink", "pcie"))
+    between: str = option("ib-ndr", "link between nodes, per device")
+    devices_per_node: int = option(8, "GPUs that share a node", least=1)
+    dtype: str = option("bf16", "of the computation", choices=("bf16", "fp32"))
+    tokens: float = option(1e11, "to train on", above=0)
+    strategies: tuple[str, ...] = option(STRATEGIES, "to consider", choices=STRATEGIES)
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.strategies if name not in STRATEGIES]
-        if unknown or not self.strategies:
-            raise ValueError(f"strategies {unknown} are unknown; choose among {', '.join(STRATEGIES)}")
-        if not self.tokens > 0:
-            raise ValueError(f"tokens={self.tokens}: must be positive")
+        super().__post_init__()
         self.shape()
         _, count = self.fleet()
         self.machine()
@@ -94,7 +72,6 @@ class PlanConfig:
             raise ValueError(f"devices {self.devices!r}: give a name and a number, such as h100:64")
         return by_alias(name), int(count or 1)
 
-
     def machine(self) -> Machine:
         """The device and its links, at the shares of their peaks that a calibrated machine reaches."""
         return machine_of(
@@ -106,26 +83,23 @@ class PlanConfig:
         )
 
 
-def run(config: PlanConfig) -> list[Record]:
-    """One record per choice, those that fit first, fastest first."""
-    _, ranks = config.fleet()
+def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
+    """One row per choice, those that fit first, fastest first."""
     machine = config.machine()
-    facts = {"environment": environment("cpu"), "commit": commit(None)}
-    shared = asdict(config) | {"num_parameters": config.shape().num_parameters, "world_size": ranks}
-    records = []
+    own = {"num_parameters": config.shape().num_parameters, "world_size": config.fleet()[1]}
     for strategy in config.strategies:
         for checkpointing in (False, True):
             for micro, metrics in _choices(config, strategy, checkpointing, machine):
-                own = {"strategy": strategy, "micro_batch": micro, "checkpointing": checkpointing}
                 name = f"{strategy} × {micro}" + (" recomputed" if checkpointing else "")
-                records.append(Record(NAME, name, shared | own, metrics, **facts))
-    records.sort(
+                choice = {"strategy": strategy, "micro_batch": micro, "checkpointing": checkpointing}
+                run.add(name, metrics, **own, **choice)
+    run.records.sort(
         key=lambda r: (
             not r.metrics["fits"],
             r.metrics["predicted_step_ms"] or r.metrics["predicted_peak_bytes"],
         )
     )
-    return records
+    run.save()
 
 
 def _choices(
@@ -226,7 +200,11 @@ COLUMNS = [
 
 def config_of(records: Sequence[Record]) -> PlanConfig:
     """The question that these records answer."""
-    return PlanConfig(**{field.name: records[0].config[field.name] for field in fields(PlanConfig)})
+    known = records[0].config
+    return PlanConfig(**{
+        field.name: tuple(known[field.name]) if field.name == "strategies" else known[field.name]
+        for field in fields(PlanConfig)
+    })  # fmt: skip
 
 
 def headline(records: Sequence[Record]) -> str:
@@ -284,10 +262,19 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    NAME,
-    __doc__.splitlines()[0],
-    COLUMNS,
-    headline,
+    columns=COLUMNS,
+    headline=headline,
+    terminal=(
+        *(
+            "variant",
+            "fits",
+            "predicted_peak_bytes",
+            "predicted_step_ms",
+            "predicted_tokens_per_s",
+            "predicted_mfu_pct",
+        ),
+        *("predicted_days", "limited_by"),
+    ),
     pictures={"plan.png": draw},
     findings=lambda records: [answer(records)],
     reading="A row per strategy and micro-batch, the fastest first; `recomputed` means activation checkpointing of "
@@ -298,30 +285,8 @@ VIEW = View(
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="xl", help="a preset")
-    parser.add_argument("--batch", type=whole(), default=512, help="sequences per step over all devices")
-    parser.add_argument("--devices", default="h100:64", help="name and number, such as h100:64")
-    parser.add_argument("--context", type=whole(), help="tokens per sequence")
-    parser.add_argument("--link", default="nvlink", choices=("nvlink", "pcie"))
-    parser.add_argument("--between", default="ib-ndr", help="link between nodes, per device")
-    parser.add_argument("--devices-per-node", type=whole(), default=8)
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
-    parser.add_argument("--tokens", type=real(above=0), default=1e11, help="tokens to train on")
-    parser.add_argument("--strategies", type=lambda text: tuple(text.split(",")), default=STRATEGIES)
-    parser.add_argument("--quick", action="store_true", help="bucketed and fsdp only")
-    add_output_options(parser, measures=False)
-    args = parser.parse_args(arguments)
-    if args.quick:
-        args.strategies = ("bucketed", "fsdp")
-
-    def prepare() -> Work:
-        config = PlanConfig(**{field.name: getattr(args, field.name) for field in fields(PlanConfig)})
-        return lambda folder: run(config)
-
-    return run_command(VIEW, args, prepare)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+PRESETS = {
+    "quick": {"strategies": ("bucketed", "fsdp")},
+    "smoke": {"strategies": ("fsdp",), "model": "small"},
+}
+EXPERIMENT = Experiment(PlanConfig, measure, VIEW, presets=PRESETS, ranks="none")

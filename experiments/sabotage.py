@@ -138,10 +138,10 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    NAME,
-    __doc__.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=NAME,
+    question=__doc__.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     pictures={"loss.png": draw},
     findings=lambda records: [f"WRONG: {problem}" for problem in problems(records)],
     reading="Every mistake is injected alone, into a run that is otherwise healthy and whose twin must pass all "

@@ -255,10 +255,10 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    NAME,
-    __doc__.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=NAME,
+    question=__doc__.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     pictures={"scaling.png": draw},
     findings=findings,
     reading="Weak scaling keeps the batch of each rank, strong scaling that of all ranks together. A level line is "

@@ -185,10 +185,10 @@ def draw_memory(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    NAME,
-    __doc__.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=NAME,
+    question=__doc__.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     pictures={"memory.png": draw_memory},
     reading="One rank ran the strategies' own code on fake tensors: collectives, bytes and memory are counted, not "
     "estimated. Times are those of a machine at the shares of its peaks that a calibrated one reaches. In the timeline "

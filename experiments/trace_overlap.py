@@ -147,10 +147,10 @@ def headline(records: Sequence[Record]) -> str:
 
 
 VIEW = View(
-    NAME,
-    __doc__.splitlines()[0],
-    columns,
-    headline,
+    name=NAME,
+    question=__doc__.splitlines()[0],
+    columns=columns,
+    headline=headline,
     reading="A step is divided among compute, communication that no compute covers, copies beside neither, and idle "
     "time; intervals are united first, so that streams side by side do not count twice. Longer than local is what a "
     "step takes beyond the median step without communication, and the columns after it are its causes; they sum to it. "

@@ -92,10 +92,10 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    NAME,
-    __doc__.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=NAME,
+    question=__doc__.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     pictures={"loss.png": draw},
     findings=lambda records: [f"WRONG: {problem}" for problem in verdicts(records)],
     reading="All runs have one data order and one seed, so their curves may differ only as rounding makes them differ; "

@@ -315,10 +315,10 @@ def headline(records: Sequence[Record]) -> str:
 
 
 VIEW = View(
-    NAME,
-    "How does this model train?",
-    COLUMNS,
-    headline,
+    name=NAME,
+    question="How does this model train?",
+    columns=COLUMNS,
+    headline=headline,
     reading="The loss of every step is in metrics.jsonl, decimal and in hex; two runs of the same command, one of them "
     "killed and resumed, have the same hex. Times are those of whole steps, data and logging included.",
     noise="A single run: the loss of one step varies with its batch. Compare curves, not last values.",

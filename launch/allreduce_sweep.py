@@ -17,7 +17,7 @@ from distlab.report import say, write
 from distlab.report.options import real, whole
 from experiments import allreduce_sweep
 from experiments.allreduce_sweep import CPU_SIZES, GPU_SIZES, KIB, MIB, SweepConfig
-from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
+from launch.ranks import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
 
 NAME = allreduce_sweep.NAME
 

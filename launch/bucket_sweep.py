@@ -17,7 +17,7 @@ from distlab.report.options import either, real, seed, whole
 from distlab.simulate.calibrate import measured_links
 from experiments import bucket_sweep
 from experiments.bucket_sweep import BucketSweepConfig
-from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
+from launch.ranks import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
 
 NAME = bucket_sweep.NAME
 

@@ -15,7 +15,7 @@ from distlab.report import say, write
 from distlab.report.options import real, whole
 from experiments import memory_breakdown
 from experiments.memory_breakdown import MemoryConfig
-from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
+from launch.ranks import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
 
 QUICK = ("local", "bucketed", "zero1", "fsdp")
 

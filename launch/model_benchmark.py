@@ -25,7 +25,7 @@ from distlab.report.view import View
 from experiments import model_benchmark, model_profile
 from experiments.model_benchmark import BenchmarkConfig
 from experiments.model_profile import Inspection
-from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
+from launch.ranks import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
 
 QUICK_WARMUP = 1
 

@@ -14,7 +14,7 @@ from distlab.comm import RankContext
 from distlab.ending import USAGE_ERROR
 from distlab.report.options import real, seed, whole
 from distlab.train.sample import generate, load_model, newest_usable
-from launch.common import leave_process, run_rank
+from launch.ranks import leave_process, run_rank
 
 
 def parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ from distlab.report.options import real, whole
 from distlab.report.record import OutputFolder
 from experiments import scaling_measured
 from experiments.scaling_measured import STRATEGIES, MeasureConfig, Regime
-from launch.common import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
+from launch.ranks import add_rank_options, launch, leave_process, progress_to_stderr, shared_folder
 
 NAME = scaling_measured.NAME
 ON_CPU = MeasureConfig(

@@ -10,55 +10,9 @@ from pathlib import Path
 from distlab.report import run_to_end
 from distlab.report.embed import embed_code, embed_tables
 from distlab.report.record import read_json
-from distlab.report.view import View
-from experiments import (
-    activation_checkpointing,
-    allreduce_sweep,
-    attention_record,
-    attention_sweep,
-    bucket_sweep,
-    ddp_bench,
-    instrument_cost,
-    kernel_roofline,
-    memory_breakdown,
-    mixed_precision,
-    model_benchmark,
-    model_profile,
-    predict_steps,
-    sabotage,
-    scaling_measured,
-    trace_overlap,
-    train_curves,
-)
-from experiments.attention_sweep_pieces import comparison
+from launch.__main__ import view_of
 
 ROOT = Path(__file__).resolve().parents[1]
-VIEWS: dict[str, View] = {
-    view.name: view
-    for view in (
-        ddp_bench.VIEW,
-        allreduce_sweep.VIEW,
-        bucket_sweep.VIEW,
-        scaling_measured.VIEW,
-        trace_overlap.VIEW,
-        memory_breakdown.VIEW,
-        mixed_precision.VIEW,
-        instrument_cost.VIEW,
-        activation_checkpointing.VIEW,
-        model_benchmark.VIEW,
-        *model_profile.VIEWS.values(),
-        predict_steps.COMPARISON_VIEW,
-        kernel_roofline.VIEW,
-        kernel_roofline.COMPARISON_VIEW,
-        train_curves.VIEW,
-        sabotage.VIEW,
-        attention_record.VIEW,
-        attention_sweep.VIEW,
-        comparison.COMPARISON_VIEW,
-    )
-}
-
-
 def table_of(source: str) -> str:
     """Headline and table of a file of records.
 
@@ -73,9 +27,7 @@ def table_of(source: str) -> str:
         if {record.variant for record in records} != set(wanted):
             raise ValueError(f"{source}: not all of {rows} are variants there")
     experiment = records[0].experiment
-    if experiment not in VIEWS:
-        raise ValueError(f"{source}: no columns are known for records of {experiment!r}")
-    view = VIEWS[experiment]
+    view = view_of(experiment)
     commits = dict.fromkeys(_short(record.commit) for record in records)
     note = f"{view.headline_of(records)} (commit{'s' * (len(commits) > 1)} {', '.join(commits)}, `{source}`)"
     return f"{note}\n\n{view.table(records, 'markdown', only.split(',') if only else ())}"

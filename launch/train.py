@@ -20,7 +20,7 @@ from distlab.report.options import whole
 from distlab.train.config import DTYPES, TRAINABLE, TrainConfig
 from experiments import training
 from experiments.training import DataConfig, Training
-from launch.common import add_rank_options, launch, leave_process, progress_to_stderr
+from launch.ranks import add_rank_options, launch, leave_process, progress_to_stderr
 
 HELP = {
     "size": "model preset",

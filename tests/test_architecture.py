@@ -22,6 +22,8 @@ ANYTHING = frozenset({"*"})
 # them.
 ALLOWED_IN_DISTLAB: dict[str, frozenset[str]] = {
     "ending": frozenset(),
+    "options": frozenset(),
+    "experiment": frozenset({"distlab.comm", "distlab.options", "distlab.report", "distlab.hardware"}),
     "comm": frozenset({"distlab.ending"}),
     "hardware": frozenset(),
     "report": frozenset({"distlab.ending"}),

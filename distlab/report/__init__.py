@@ -9,14 +9,13 @@ from distlab.report.command import (
     add_output_options,
     device_of,
     progress,
-    reading,
     redraw,
     run_command,
     run_to_end,
 )
 from distlab.report.output import OutputFolder
 from distlab.report.provenance import commit, environment
-from distlab.report.record import Record, json_line, read_json, write_csv, write_json
+from distlab.report.record import Record, json_line, read_json, reading, write_csv, write_json
 from distlab.report.table import Column, render
 from distlab.report.view import View, say, write
 

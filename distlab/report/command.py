@@ -1,19 +1,18 @@
-"""A command that one process runs: options, work, report. What several ranks run starts in `launch/common.py`."""
+"""A command that one process runs: options, work, report. What several ranks run starts in `launch/ranks.py`."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from distlab.ending import USAGE_ERROR, how_to_continue, message_of, until_stopped
 from distlab.report.output import OutputFolder
-from distlab.report.record import Record, read_json
+from distlab.report.record import Record, read_json, reading
 from distlab.report.view import View, check_records, say, write
 
 Work = Callable[[Path], Sequence[Record]]  # what is left to do once the options are right: the run's folder → records
@@ -114,22 +113,6 @@ def add_from_option(parser: argparse.ArgumentParser) -> None:
         metavar="RECORDS",
         help="write table, pictures and report.html of these records.json anew, without measuring",
     )
-
-
-@contextlib.contextmanager
-def reading(sources: Sequence[str | Path]) -> Iterator[None]:
-    """Inside, records of these files are used, and what they lack is the files' fault.
-
-    Raises:
-        ValueError: for a KeyError or TypeError; names the files.
-    """
-    try:
-        yield
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"{', '.join(map(str, sources))}: a record lacks what is needed of it ({type(error).__name__}: {error}); "
-            "it was written by another version, or changed by hand"
-        ) from error
 
 
 def redraw(view: View, sources: Sequence[str | Path], out: str | Path) -> int:

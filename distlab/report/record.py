@@ -8,13 +8,14 @@ Text such as ``"OOM"`` is allowed where a number could not be had for a reason w
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import io
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ __all__ = [
     "write_json",
 ]
 
-FORMAT = "distlab-records-1"
+FORMAT = "distlab-run-2"
+OLD_FORMAT = "distlab-records-1"  # environment and commit repeated in every row
+SHARED = ("experiment", "environment", "commit")  # of a file's rows usually the same, so written once
 
 # JSON has no NaN and no infinity; strings keep the file valid for every reader and come back as floats here.
 _SPECIAL_TO_FLOAT = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -68,7 +71,7 @@ class Record:
             TypeError: a value has no plain form; the message says where it stands.
         """
         names = (field.name for field in dataclasses.fields(self))
-        return {name: _plain(getattr(self, name), name) for name in names}
+        return {name: plain(getattr(self, name), name) for name in names}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Record:
@@ -86,7 +89,15 @@ class Record:
 
 def write_json(records: Iterable[Record], path: str | os.PathLike) -> None:
     """Write records to ``path`` atomically: a file that exists is whole."""
-    body = {"format": FORMAT, "records": [_encode(record.to_dict()) for record in records]}
+    headers: list[dict[str, Any]] = []
+    rows = []
+    for record in records:
+        row = _encode(record.to_dict())
+        header = {name: row.pop(name) for name in SHARED}
+        if header not in headers:
+            headers.append(header)
+        rows.append({"header": headers.index(header)} | row)
+    body = {"format": FORMAT, "headers": headers, "records": rows}
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -102,13 +113,35 @@ def read_json(path: str | os.PathLike) -> list[Record]:
         body = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:  # covers broken JSON and broken UTF-8
         raise ValueError(f"{path} is truncated or not JSON ({error}): run the experiment again") from None
-    ours = isinstance(body, dict) and body.get("format") == FORMAT and isinstance(body.get("records"), list)
-    if not ours:
+    known = isinstance(body, dict) and body.get("format") in (FORMAT, OLD_FORMAT)
+    if not known or not isinstance(body.get("records"), list):
         raise ValueError(f"{path} does not hold distlab records: expected an object with format {FORMAT!r}")
     try:
-        return [Record.from_dict(_decode(record)) for record in body["records"]]
+        rows = body["records"]
+        if body["format"] == FORMAT:
+            rows = [{**body["headers"][row["header"]], **row} for row in rows]
+            rows = [{name: value for name, value in row.items() if name != "header"} for row in rows]
+        return [Record.from_dict(_decode(row)) for row in rows]
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{path} holds a record that cannot be read: {type(error).__name__}: {error}") from None
     except ValueError as error:
         raise ValueError(f"{path} holds a record that cannot be read: {error}") from None
+
+
+@contextlib.contextmanager
+def reading(sources: Sequence[str | Path]) -> Iterator[None]:
+    """Inside, records of these files are used, and what they lack is the files' fault.
+
+    Raises:
+        ValueError: for a KeyError or TypeError; names the files.
+    """
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{', '.join(map(str, sources))}: a record lacks what is needed of it ({type(error).__name__}: {error}); "
+            "it was written by another version, or changed by hand"
+        ) from error
 
 
 def write_csv(records: Sequence[Record], path: str | os.PathLike) -> None:
@@ -140,14 +173,20 @@ def json_line(experiment: str, records: Iterable[Record], out: str | os.PathLike
     null).
 
     ``{"experiment": …, "records": [{"variant": …, "metrics": {…}}, …], "out": …}``; ``out`` is the results'
-    folder.
+    folder. Curves (lists) are in its `records.json` only.
     """
-    rows = [{"variant": record.variant, "metrics": record.to_dict()["metrics"]} for record in records]
+    rows = [
+        {
+            "variant": record.variant,
+            "metrics": {k: v for k, v in record.to_dict()["metrics"].items() if not isinstance(v, list)},
+        }
+        for record in records
+    ]
     body = {"experiment": experiment, "records": rows, "out": None if out is None else str(out)}
     return json.dumps(_map_floats(body, lambda x: x if math.isfinite(x) else None), separators=(",", ":"))
 
 
-def _plain(value: Any, where: str) -> Any:
+def plain(value: Any, where: str = "value") -> Any:
     """``value`` in JSON's types, except that NaN and infinities stay floats."""
     if value is None or isinstance(value, bool | str):
         return value
@@ -160,11 +199,11 @@ def _plain(value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {str(key): plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy scalars, 0-d tensors
-        return _plain(value.item(), where)
+        return plain(value.item(), where)
     raise TypeError(f"{where} is a {type(value).__name__}, which a record cannot hold: store numbers or text")
 
 

@@ -104,6 +104,16 @@ def render(records: Sequence[Record], columns: Sequence[Column], style: str = "t
     )
 
 
+def render_for_terminal(records: Sequence[Record], columns: Sequence[Column], width: int = 100) -> str:
+    """The table in at most `width` characters: columns that do not fit are left out from the right."""
+    for count in range(len(columns), 0, -1):
+        text = render(records, columns[:count])
+        if max(map(len, text.splitlines())) <= width or count == 1:
+            more = len(columns) - count
+            return text + (f"\n{more} more columns are in the page." if more else "")
+    return ""
+
+
 def _cell(column: Column, record: Record) -> str:
     try:
         return column.text(record)

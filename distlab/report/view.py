@@ -7,6 +7,8 @@ An experiment declares its `View` once; `write` makes of records and view the wh
 
 from __future__ import annotations
 
+import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +17,9 @@ from distlab.report import html
 from distlab.report.machines import by_machine
 from distlab.report.output import OutputFolder, atomic_path
 from distlab.report.record import Record, json_line, write_csv, write_json
-from distlab.report.table import Column, render
+from distlab.report.table import Column, render, render_for_terminal
 
+WIDTH = 100  # characters of a terminal
 Draw = Callable[[Sequence[Record], Path], None]
 
 
@@ -25,8 +28,6 @@ class View:
     """What a reader gets of one experiment.
 
     Args:
-        name: of the experiment, as its records have it.
-        question: what it asks; the first line of its module's docstring.
         columns: of its table; a list, or a function of the records.
         headline: records → one line that says what they were measured on.
         reading: how to read table and pictures; paragraphs are parted by an empty line.
@@ -37,10 +38,11 @@ class View:
         noise: what to know of the noise, beside what the records say of it.
         parted_by: a column's key, such as `config.part`: a table for each of its values, without the columns in which
             that part has nothing. None for one table.
+        terminal: columns of the short table in a terminal, by the last part of their keys; () for as many as fit.
+        name: as the records have it; an `Experiment` fills in its own.
+        question: what it asks; an `Experiment` fills in the first line of its module's docstring.
     """
 
-    name: str
-    question: str
     columns: Sequence[Column] | Callable[[Sequence[Record]], Sequence[Column]]
     headline: Callable[[Sequence[Record]], str]
     reading: str
@@ -49,6 +51,9 @@ class View:
     prediction: str = ""
     noise: str = ""
     parted_by: str | None = None
+    terminal: Sequence[str] = ()
+    name: str = ""
+    question: str = ""
 
     def table(self, records: Sequence[Record], style: str = "text", only: Sequence[str] = ()) -> str:
         """The table, or tables, in one of `render`'s styles; `only` some columns, by the last part of their keys.
@@ -82,16 +87,31 @@ class View:
             for name, group in groups.items()
         ]
 
+    def short_table(self, records: Sequence[Record]) -> str:
+        """What a terminal shows: the `terminal` columns, as many as fit into 100 characters."""
+        texts = []
+        tables = self.tables(records)
+        for part, group, columns in tables:
+            if self.terminal:
+                columns = _only(columns, [name for name in self.terminal if any(_named(c) == name for c in columns)])
+            columns = [c for c in columns if any(c.value(record) is not None for record in group)]
+            texts.append((f"{part}:\n" if len(tables) > 1 else "") + render_for_terminal(group, columns, WIDTH))
+        return "\n\n".join(texts)
+
     def headline_of(self, records: Sequence[Record]) -> str:
         """The headline of each machine's records."""
         return "; ".join(self.headline(group) for group in by_machine(records).values())
 
 
 def _only(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
-    known = {column.key.rpartition(".")[2]: column for column in columns}
+    known = {_named(column): column for column in columns}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(known)}")
     return [column for name, column in known.items() if name == "variant" or name in names]
+
+
+def _named(column: Column) -> str:
+    return column.key.rpartition(".")[2]
 
 
 def write(view: View, records: Sequence[Record], folder: OutputFolder | Path) -> Path:
@@ -161,12 +181,24 @@ def _draw(view: View, records: Sequence[Record], path: Path) -> list[tuple[str, 
     return found + [(other.stem.replace("_", " "), other) for other in others]
 
 
-def say(view: View, records: Sequence[Record], page: Path, *, quiet: bool = False) -> None:
-    """The end of a run on stdout: headline, table, findings, where the report is, and the line of JSON."""
+def say(
+    view: View, records: Sequence[Record], page: Path, *, quiet: bool = False, line: bool = True
+) -> None:
+    """The end of a run on stdout: headline, short table, findings, where the report is, and the line of JSON.
+
+    Args:
+        quiet: the line of JSON alone.
+        line: whether there is one at all; it is left out in a terminal, for which it is not meant.
+    """
     if not quiet:
-        print(f"{view.headline_of(records)}\n\n{view.table(records)}\n")
+        print(f"{_filled(view.headline_of(records))}\n\n{view.short_table(records)}\n")
         for group in by_machine(records).values():
-            for line in view.findings(group):
-                print(line)
+            for finding in view.findings(group):
+                print(_filled(finding))
         print(f"report: {page}")
-    print(json_line(view.name, records, page.parent), flush=True)
+    if line and (quiet or not sys.stdout.isatty()):
+        print(json_line(view.name, records, page.parent), flush=True)
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)

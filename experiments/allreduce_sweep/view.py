@@ -60,10 +60,10 @@ def findings(records: Sequence[Record]) -> list[str]:
 
 
 VIEW = View(
-    NAME,
-    QUESTION.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=NAME,
+    question=QUESTION.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     pictures={"bandwidth.png": draw_bandwidth, "fit.png": draw_fits},
     findings=findings,
     reading="algbw is the payload over the time; busbw multiplies it by the share of the payload that the busiest link "

@@ -63,9 +63,9 @@ COMPARISON_COLUMNS = [
     Column("config.code", "code"),
 ]
 COMPARISON_VIEW = View(
-    COMPARISON,
-    "Ours beside the fastest other variant of each shape",
-    COMPARISON_COLUMNS,
-    lambda records: headline(records) + "; each shape by the code in the last column",
+    name=COMPARISON,
+    question="Ours beside the fastest other variant of each shape",
+    columns=COMPARISON_COLUMNS,
+    headline=lambda records: headline(records) + "; each shape by the code in the last column",
     reading="Above 1 the peer is faster.",
 )

@@ -8,9 +8,8 @@ What to sweep is in `config`, measuring the parts in `parts`, the step they pred
 `measuring`, the size to use on a machine that was swept in `choice`, table, findings and picture in `view`.
 """
 
-from .choice import best_bucket_size
 from .config import NAME, BucketSweepConfig
 from .measuring import run
 from .view import VIEW
 
-__all__ = ["NAME", "VIEW", "BucketSweepConfig", "best_bucket_size", "run"]
+__all__ = ["NAME", "VIEW", "BucketSweepConfig", "run"]

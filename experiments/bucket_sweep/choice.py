@@ -1,12 +1,12 @@
 """Which size a sweep speaks for."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from distlab.report.noise import tied
 from distlab.report.record import Record
 
-from .config import NAME, OURS, PEER
+from .config import OURS, PEER
 
 
 def optimum(records: Sequence[Record]) -> dict[str, Any]:
@@ -36,32 +36,3 @@ def optimum(records: Sequence[Record]) -> dict[str, Any]:
 def _label(record: Record) -> str:
     size = record.config["bucket_size_mb"]
     return "unbounded" if size is None else f"{size:g}"
-
-
-def best_bucket_size(
-    records: Iterable[Record], *, device_name: str, world_size: int, size: str, batch: int
-) -> float | None:
-    """The measured best bucket size in MiB (None: unbounded) for a model on a machine, for `--bucket-size-mb auto`.
-
-    Where this batch was not swept the nearest counts; another device, model or number of ranks never does.
-
-    Raises:
-        ValueError: nothing of the kind was swept; the message says what to run.
-    """
-    fitting = [
-        r
-        for r in records
-        if r.experiment == NAME
-        and r.config.get("strategy") == OURS
-        and isinstance(r.metrics.get("step_p50_ms"), float)
-        and (r.environment["device_name"], r.config["world_size"], r.config["size"])
-        == (device_name, world_size, size)
-    ]
-    if not fitting:
-        raise ValueError(
-            f"no bucket sweep of {size} on {world_size} × {device_name} is on record: run launch/bucket_sweep.py "
-            f"--size {size} --nproc {world_size} here and name its records with --bucket-sweep, or give a size in MiB"
-        )
-    nearest = min({r.config["batch"] for r in fitting}, key=lambda known: (abs(known - batch), known))
-    best = min((r for r in fitting if r.config["batch"] == nearest), key=lambda r: r.metrics["step_p50_ms"])
-    return best.config["bucket_size_mb"]

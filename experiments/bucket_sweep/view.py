@@ -101,10 +101,10 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    NAME,
-    QUESTION.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=NAME,
+    question=QUESTION.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     pictures={"bucket_sweep.png": draw},
     findings=findings,
     reading="A small bucket leaves early and costs a latency; a large one leaves late, and the last is exposed whole. "

@@ -9,8 +9,14 @@ What to run is in `config`, the rows in the order they are measured in `measurin
 `account`, table, findings and pictures in `view`.
 """
 
-from .config import NAME, DDPBenchConfig
-from .measuring import run
-from .view import VIEW, draw_step_times, write, wrong_rows
+from distlab.experiment import Experiment
 
-__all__ = ["NAME", "VIEW", "DDPBenchConfig", "draw_step_times", "run", "write", "wrong_rows"]
+from .config import PRESETS_OF_OPTIONS, DDPBenchConfig
+from .measuring import measure
+from .view import VIEW, draw_step_times, wrong_rows
+
+__all__ = ["EXPERIMENT", "DDPBenchConfig", "draw_step_times", "wrong_rows"]
+
+EXPERIMENT = Experiment(
+    DDPBenchConfig, measure, VIEW, presets=PRESETS_OF_OPTIONS, ranks="many", wrong=wrong_rows
+)

@@ -16,7 +16,7 @@ from distlab.measure.trace.account import (
 )
 from distlab.measure.trace.capture import load_trace
 from distlab.model.transformer import TransformerLM
-from distlab.report.record import OutputFolder, Record
+from distlab.report.record import Record
 from distlab.theory.volume import step_volume
 
 
@@ -56,12 +56,12 @@ def _unit(parameter_name: str) -> str:
 def overlap(
     bench: Workbench,
     variant: Variant,
-    folder: OutputFolder | None,
+    folder: Path,
     steps: int,
     accounts: dict[str, StepAccount],
 ) -> dict[str, float | None]:
     """Communication time and the share of it that compute covers, from this rank's trace; its account is kept."""
-    if folder is None or steps == 0:
+    if steps == 0:
         return {"comm_ms": None, "comm_share_pct": None, "overlap_pct": None}
     path = trace_path(folder, variant.name, bench.context.rank)
     bench.profile(variant, path, steps)
@@ -100,6 +100,6 @@ def explanation(record: Record, accounts: dict[str, StepAccount]) -> dict[str, f
     }
 
 
-def trace_path(folder: OutputFolder, variant: str, rank: int) -> Path:
+def trace_path(folder: Path, variant: str, rank: int) -> Path:
     """Where a rank writes the trace of a variant."""
-    return folder.path / f"trace_{variant}_rank{rank}.json.gz"
+    return folder / f"trace_{variant}_rank{rank}.json.gz"

@@ -1,46 +1,45 @@
 """Measure every variant of one run."""
 
-from collections.abc import Callable
-from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
+from distlab.bench.bucket_size import best_bucket_size
 from distlab.bench.reference import parameter_difference
 from distlab.bench.workbench import Timing, Workbench, variants
-from distlab.comm import RankContext, collectives
+from distlab.comm import RankContext
+from distlab.experiment import Run
 from distlab.hardware import peak_flops
 from distlab.measure.statistics import exposure_ratio, own_noise_floor, paired_ratio, percentiles
 from distlab.measure.trace.account import StepAccount
 from distlab.measure.validity import is_out_of_memory
 from distlab.report.noise import noise_of
-from distlab.report.record import OutputFolder, Record, commit, environment
+from distlab.report.provenance import environment
+from distlab.report.record import read_json
 from distlab.theory.flops import mfu, step_flops
 from distlab.train.requirements import PlannedStep, require
 
 from .account import explanation, overlap, sent
-from .config import DTYPES, NAME, OOM, DDPBenchConfig
+from .config import DTYPES, OOM, DDPBenchConfig
+from .view import draw_timeline
+
+SWEEPS = Path(__file__).parents[2] / "records" / "bucket_sweep"
 
 
-def run(
-    config: DDPBenchConfig,
-    context: RankContext,
-    folder: OutputFolder | None = None,
-    *,
-    default_commit: str | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[Record]:
-    """Measure every variant; call it on every rank. All ranks return the same records.
-
-    Args:
-        folder: where each rank writes its traces; None profiles nothing and leaves those metrics None.
-        default_commit: for a machine without git.
-        progress: called with a line now and then.
+def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
+    """Measure every variant; each rank writes its traces into the run's folder.
 
     Raises:
         MemoryError: the model with this batch does not fit even without communication.
-        ValueError: a strategy that needs a GPU, without one.
+        ValueError: a strategy that needs a GPU, without one, or no sweep of bucket sizes for `auto`.
     """
-    rows = variants(config.strategies, config.bucket_sizes_mb)
+    if context.world_size == 1:
+        run.progress("one rank: nothing is communicated. For more: --nproc 2")
+    sizes = config.bucket_sizes_mb
+    if sizes == ("auto",):
+        sizes = (_swept_size(config, context),)
+        run.progress(f"bucket size by the sweep: {sizes[0] or 'unbounded'}")
+    rows = variants(config.strategies, sizes)
     model_config = config.model()
     planned = [
         PlannedStep(model_config, config.batch, row.strategy.name, config.dtype, row.bucket_size_mb) for row in rows
@@ -49,9 +48,9 @@ def run(
     differences = {}
     for variant in rows if config.check_steps else []:
         if variant.strategy.synchronizes:
-            progress(f"checking {variant.name} against one process")
+            run.progress(f"checking {variant.name} against one process")
             differences[variant.name] = parameter_difference(context, variant, steps=config.check_steps)
-    progress(f"building {config.size}: {model_config.num_parameters / 1e6:,.1f} M parameters")
+    run.progress(f"building {config.size}: {model_config.num_parameters / 1e6:,.1f} M parameters")
     try:
         bench = Workbench(
             context,
@@ -62,10 +61,10 @@ def run(
         )
         if config.in_turn:
             steps = config.rounds * config.steps
-            timings = bench.time_in_turn(rows, warmup=config.warmup, steps=steps, progress=progress)
+            timings = bench.time_in_turn(rows, warmup=config.warmup, steps=steps, progress=run.progress)
         else:
             timings = bench.time_rounds(
-                rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=progress
+                rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=run.progress
             )
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
@@ -74,10 +73,8 @@ def run(
     if all(timing.out_of_memory for timing in timings.values()):
         raise MemoryError(_does_not_fit(config, context))
 
-    records = []
-    facts = {"environment": environment(context.device), "commit": commit(default_commit)}
-    shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
-    shared |= {"num_parameters": model_config.num_parameters, "context": model_config.context_length}
+    shared = {"num_parameters": model_config.num_parameters, "context": model_config.context_length}
+    shared |= {"backend": context.backend}
     reference = timings.get("local")
     accounts: dict[str, StepAccount] = {}
     for variant in rows:
@@ -85,18 +82,31 @@ def run(
         if timing.out_of_memory:
             metrics = {"step_p50_ms": OOM}
         else:
-            progress(f"explaining {variant.name}")
+            run.progress(f"explaining {variant.name}")
             metrics = _timing_metrics(config, context, timing, reference)
             metrics |= _peer_ratio(timing, timings)
             metrics |= sent(bench, variant)
-            metrics |= overlap(bench, variant, folder, config.profile_steps, accounts)
+            metrics |= overlap(bench, variant, run.path, config.profile_steps, accounts)
             metrics["max_abs_param_diff"] = differences.get(variant.name)
         own = {"bucket_size_mb": variant.bucket_size_mb if variant.strategy.has_buckets else None}
-        records.append(Record(NAME, variant.name, shared | own, metrics, **facts))
-    for record in records:
+        run.add(variant.name, metrics, **shared, **own)
+    for record in run.records:
         record.metrics.update(explanation(record, accounts))
-    # Clocks differ between ranks by what the profiler adds; the table is rank 0's.
-    return collectives.gather_objects(records, context.group)[0]
+    run.save()
+    if context.is_main:
+        draw_timeline(run, context)
+
+
+def _swept_size(config: DDPBenchConfig, context: RankContext) -> float | None:
+    """The bucket size that a bucket sweep found best for this model on this machine."""
+    found = config.bucket_sweep or sorted(map(str, SWEEPS.glob("*.json")))
+    return best_bucket_size(
+        [record for path in found for record in read_json(path)],
+        device_name=environment(context.device)["device_name"],
+        world_size=context.world_size,
+        size=config.size,
+        batch=config.batch,
+    )
 
 
 def _does_not_fit(config: DDPBenchConfig, context: RankContext) -> str:

@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distlab.comm import RankContext
+from distlab.experiment import Run, View
 from distlab.measure.trace.account import lanes
 from distlab.measure.trace.capture import load_trace
-from distlab.report import plot, view
+from distlab.report import plot
 from distlab.report.noise import NOISE, TIE, interval_ties, noise_by_row, noise_of
-from distlab.report.record import OutputFolder, Record
+from distlab.report.record import Record
 from distlab.report.table import Column
 
-from . import __doc__ as QUESTION
 from .account import trace_path
-from .config import NAME, OOM
+from .config import OOM
 
 
 def _tie(ratio: str) -> Callable[[Record], str]:
@@ -164,11 +164,13 @@ def draw_step_times(records: Sequence[Record], path: Path) -> None:
     plot.stacked_bars(path, labels, parts, title=title, unit="ms", whiskers=whiskers)
 
 
-VIEW = view.View(
-    NAME,
-    QUESTION.splitlines()[0],
-    columns,
-    headline,
+VIEW = View(
+    columns=columns,
+    headline=headline,
+    terminal=(
+        *("variant", "step_p50_ms", "noise_pct", "exposed_comm_ms", "overlap_pct", "vs_torch_ddp", "peak_alloc_bytes"),
+        "max_abs_param_diff",
+    ),
     pictures={"step_time.png": draw_step_times},
     findings=findings,
     reading="Exposed communication is what a step takes longer than the same step without communication (local). "
@@ -184,14 +186,13 @@ VIEW = view.View(
 )
 
 
-def write(records: Sequence[Record], folder: OutputFolder, context: RankContext) -> Path:
-    """Everything of this run into the folder; call it on one rank. Returns the report's path."""
+def draw_timeline(run: Run, context: RankContext) -> None:
+    """Compute above, communication below, of one step of every variant of this rank, from their traces."""
     rows = {}
-    for record in records:
-        path = trace_path(folder, record.variant, context.rank)
+    for record in run.records:
+        path = trace_path(run.path, record.variant, context.rank)
         if path.exists():
             rows[record.variant] = lanes(load_trace(path))
     if rows:
-        title = f"One step of rank {context.rank} under the profiler: {headline(records)}"
-        plot.timeline(folder.path / "timeline.png", rows, title=title)
-    return view.write(VIEW, records, folder)
+        title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
+        plot.timeline(run.path / "timeline.png", rows, title=title)

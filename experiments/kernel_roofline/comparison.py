@@ -63,10 +63,10 @@ def columns_of(records: Sequence[Record]) -> list[Column]:
 
 
 VIEW = View(
-    COMPARISON,
-    "Ours beside every peer, one row per operation and direction",
-    columns_of,
-    headline,
+    name=COMPARISON,
+    question="Ours beside every peer, one row per operation and direction",
+    columns=columns_of,
+    headline=headline,
     reading="Times in µs. Above 1 in `best peer / ours` ours is the faster one; ± is how far two timings of ours, one "
     "before and one after the peers, lie apart. Where `rounds` has a number all were timed in turns in so many rounds: "
     "the ratio is the median over rounds, and ± how far the 95 % interval of ours over ours reaches.",

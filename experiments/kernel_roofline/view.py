@@ -70,10 +70,10 @@ def verdicts(records: list[Record]) -> list[str]:
 
 
 VIEW = View(
-    EXPERIMENT,
-    QUESTION.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=EXPERIMENT,
+    question=QUESTION.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     pictures={"roofline.png": plot_roofline, "bars.png": plot_bars},
     findings=verdicts,
     reading="Of operations that are bound by memory, GB/s is the least traffic over the time, and its share of the "

@@ -77,10 +77,10 @@ def draw_warmup(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    NAME,
-    QUESTION.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=NAME,
+    question=QUESTION.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     pictures={"steps.png": draw_steps, "warmup.png": draw_warmup},
     reading="Inference is a forward without gradients; forward keeps what backward needs and stops there; "
     "forward_backward adds backward and the synchronisation of gradients; step adds the optimizer. Every call works on "

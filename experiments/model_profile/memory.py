@@ -98,12 +98,12 @@ def memory_findings(records: Sequence[Record]) -> list[str]:
 
 
 VIEW = View(
-    NAME,
-    "What holds the memory at the peak of a step, and where was it allocated?",
-    [Column("variant", "allocated by"), mib_column("block_bytes", "MiB"),
+    name=NAME,
+    question="What holds the memory at the peak of a step, and where was it allocated?",
+    columns=[Column("variant", "allocated by"), mib_column("block_bytes", "MiB"),
      Column("metrics.of_peak_pct", "of peak %", ".1f"), Column("metrics.category", "kind", align="left"),
      Column("metrics.phase", "phase", align="left"), ms_column("from_ms", "from ms"), ms_column("to_ms", "to ms")],
-    headline,
+    headline=headline,
     findings=memory_findings,
     reading="The largest blocks held when most memory is held. The origin is the named part of the model and the "
     "operator that asked for the block. Activations are what forward leaves for backward; temporary blocks live within "

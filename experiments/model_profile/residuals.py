@@ -98,14 +98,14 @@ def saved_findings(records: Sequence[Record]) -> list[str]:
 
 
 VIEW = View(
-    NAME,
-    "What does a block save for backward, eager, compiled and with this lab's kernels?",
-    [Column("variant", "form"), mib_column("saved_block_bytes", "MiB"),
+    name=NAME,
+    question="What does a block save for backward, eager, compiled and with this lab's kernels?",
+    columns=[Column("variant", "form"), mib_column("saved_block_bytes", "MiB"),
      Column("metrics.of_block_pct", "of block %", ".1f"),
      mib_column("predicted_saved_block_bytes", "predicted"), Column("metrics.shape", "shape"),
      Column("metrics.dtype", "type"), Column("metrics.made_by", "made by", align="left"),
      mib_column("gradient_block_bytes", "gradients MiB"), Column("metrics.status", "status", align="left")],
-    headline,
+    headline=headline,
     findings=saved_findings,
     prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices.",
     reading="Tensors as they are handed to autograd, parameters left out, each storage once; the block is the one in "

@@ -146,22 +146,22 @@ def work_findings(records: Sequence[Record]) -> list[str]:
 
 _SHARE = Column("metrics.of_kernel_time_pct", "of time %", ".1f")
 KERNEL_VIEW = View(
-    KERNELS,
-    "Which kernels take the time in forward, backward and optimizer?",
-    [Column("metrics.phase", "phase", align="left"), Column("variant", "kernel"),
+    name=KERNELS,
+    question="Which kernels take the time in forward, backward and optimizer?",
+    columns=[Column("metrics.phase", "phase", align="left"), Column("variant", "kernel"),
      Column("metrics.category", "kind", align="left"), Column("metrics.calls_per_step", "calls", ",.0f"),
      ms_column("kernel_ms", "ms per step"), _SHARE],
-    headline,
+    headline=headline,
     reading="Kernels of the GPU by the phase in which the host launched them; without a GPU, operators and nodes of "
     "autograd.",
 )  # fmt: skip
 WORK_VIEW = View(
-    WORK,
-    "Which kind of work takes the time, and which does the arithmetic?",
-    [Column("variant", "kind"), ms_column("kernel_ms", "ms per step"), _SHARE,
+    name=WORK,
+    question="Which kind of work takes the time, and which does the arithmetic?",
+    columns=[Column("variant", "kind"), ms_column("kernel_ms", "ms per step"), _SHARE,
      Column("metrics.flops", "GFLOP", ",.2f", scale=1e-9), Column("metrics.of_flops_pct", "of FLOPs %", ".2f"),
      Column("metrics.tflops_per_s", "TFLOP/s", ",.2f")],
-    headline,
+    headline=headline,
     pictures={"work.png": draw_work},
     findings=work_findings,
     reading="Kinds are told by the names of kernels and of the operators that launched them. FLOPs are counted in an "

@@ -87,10 +87,10 @@ COMPARISON_COLUMNS = [
     Column("metrics.volume_as_predicted", "calls and bytes as predicted", align="left"),
 ]
 COMPARISON_VIEW = View(
-    COMPARISON,
-    "How good were the predictions?",
-    COMPARISON_COLUMNS,
-    comparison_headline,
+    name=COMPARISON,
+    question="How good were the predictions?",
+    columns=COMPARISON_COLUMNS,
+    headline=comparison_headline,
     reading="The record that the constants were fitted to is among the rows, so its own errors say little; all other "
     "rows were predicted without having been measured. Calls and bytes must agree exactly.",
     prediction=HOW,

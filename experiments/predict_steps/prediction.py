@@ -191,10 +191,10 @@ HOW = (
     "put times to what it did. Peaks are the closed form of distlab.theory.memory."
 )
 VIEW = View(
-    NAME,
-    QUESTION.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=NAME,
+    question=QUESTION.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     reading="Written down before the measurement; --compare puts what was measured beside it.",
     prediction=HOW,
     noise="Nothing was measured here.",

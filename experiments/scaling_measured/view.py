@@ -136,10 +136,10 @@ def _series(strategy: str, rows: Sequence[Record], metric: str) -> list[Series]:
 
 
 VIEW = View(
-    NAME,
-    QUESTION.splitlines()[0],
-    COLUMNS,
-    headline,
+    name=NAME,
+    question=QUESTION.splitlines()[0],
+    columns=COLUMNS,
+    headline=headline,
     pictures={f"regime{number}.png": partial(draw_regime, number) for number in range(1, 6)},
     findings=findings,
     reading="Efficiency is the step on one rank without communication over the step here; for strong scaling, where "

@@ -15,39 +15,24 @@ from distlab.bench import workbench
 from distlab.bench.reference import parameter_difference
 from distlab.bench.workbench import Workbench, variants
 from distlab.comm import RankContext
-from distlab.parallel import NaiveDDP
-from distlab.report.record import OutputFolder, Record, read_json
+from distlab.parallel import NaiveDDP, strategies_on
+from distlab.report.record import Record, read_json
 from distlab.testing import run_ranks
 from experiments import ddp_bench
 from experiments.ddp_bench import DDPBenchConfig
+from experiments.ddp_bench.view import VIEW
 from tests.commands import ROOT, environment, python, torchrun
+from tests.experiments.frame import measured
 
-SMOKE = DDPBenchConfig(
-    batch=1,
-    context=16,
-    bucket_sizes_mb=(1.0,),
-    warmup=1,
-    steps=5,
-    rounds=1,
-    check_steps=1,
-    profile_steps=1,
-)
+SMOKE = DDPBenchConfig(**ddp_bench.EXPERIMENT.preset("smoke", on_gpu=False))
 SMOKE_ARGUMENTS = ["--batch=1", "--context=16", "--warmup=1", "--steps=3", "--rounds=2", "--check-steps=1"]
 
 
-def smoke(context: RankContext, root: str) -> list[Record]:
-    folder = OutputFolder(root, ddp_bench.NAME, "run")
-    records = ddp_bench.run(SMOKE, context, folder)
-    if context.is_main:
-        ddp_bench.write(records, folder, context)
-    return records
-
-
 def test_every_row_is_complete_checked_and_written(tmp_path):
-    records, others = run_ranks(smoke, 2, str(tmp_path), deadline_s=300)  # twelve variants, traces and checks
-    assert [r.to_dict() for r in records] == [r.to_dict() for r in others]
+    everything = strategies_on("cpu")
+    records = measured(ddp_bench.EXPERIMENT, tmp_path, strategies=everything)
     by_name = {record.variant: record.metrics for record in records}
-    assert list(by_name) == list(SMOKE.strategies)
+    assert list(by_name) == list(everything)
     assert ddp_bench.wrong_rows(records) == []
     for name, metrics in by_name.items():
         assert metrics["volume_as_predicted"] is (None if name == "fsdp2" else True), (
@@ -157,7 +142,7 @@ def test_an_oom_row_is_shown_as_oom(tmp_path):
         Record("ddp_bench", "local", config, local, env, None),
         Record("ddp_bench", "flat", config, {"step_p50_ms": "OOM"}, env, None),
     ]
-    assert "OOM" in ddp_bench.VIEW.table(records)
+    assert "OOM" in VIEW.table(records)
     ddp_bench.draw_step_times(records, tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 1000
 
@@ -187,9 +172,9 @@ BAD_INPUT = {
     "strategy": (["--strategies=naive,buckted"], "'buckted' is unknown; allowed: local, naive"),
     "size": (["--size=huge"], "'huge'"),
     "dtype": (["--dtype=int8"], "'int8' is unknown; allowed: fp32, bf16, fp16"),
-    "bucket": (["--bucket-size-mb", "0"], "bucket size 0.0: must be a positive number of MiB"),
+    "bucket": (["--bucket-size-mb", "0"], "0: give a finite number above 0"),
     "ranks": (["--nproc=3", "--backend=nccl"], "nccl"),
-    "batch": (["--batch=0"], "batch=0: must be at least 1"),
+    "batch": (["--batch=0"], "0: give a whole number of at least 1"),
     "output": (["--nproc=2", "--backend=gloo", "--out=/dev/null/results"], "pass --out"),
     "memory": (
         ["--nproc=1", "--backend=gloo", "--batch=100000000", "--check-steps=0"],
@@ -204,9 +189,9 @@ def test_bad_input_gives_one_clear_message_and_a_non_zero_exit(mistake, tmp_path
     out = [] if mistake == "output" else [f"--out={tmp_path}"]
     done = python("launch/ddp_bench.py", *arguments, *out)
     assert done.returncode != 0
-    messages = [line for line in done.stderr.splitlines() if "ddp_bench: error:" in line]
+    messages = [line for line in done.stderr.splitlines() if "error:" in line]
     assert len(messages) == 1 and expected in messages[0], done.stderr
-    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "config.json"]
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "run.json"]
     assert left == []
 
 
@@ -233,7 +218,7 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_nothing_half_written(tmp_
     assert process.returncode != 0 and time.monotonic() - begin < 45
     assert "SIGKILL" in errors or "lost another rank" in errors
     assert output == ""
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"config.json"}
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"run.json"}
 
 
 def compared(variant: str, **metrics: float) -> Record:
@@ -244,7 +229,7 @@ def compared(variant: str, **metrics: float) -> Record:
 
 
 def cells(record: Record) -> dict[str, str]:
-    columns = ddp_bench.VIEW.columns([record])
+    columns = VIEW.columns([record])
     return {column.title: column.text(record) for column in columns}
 
 
@@ -264,13 +249,13 @@ def test_each_row_has_its_own_noise():
     """The headline gave local's to all, and a row of p80 = 2.5 × p20 stood under 5 %."""
     quiet = compared("local", step_p20_ms=59.0, noise_floor_pct=5.0)
     wide = compared("flat", step_p20_ms=40.0, step_p80_ms=100.0, noise_floor_pct=5.0)
-    assert "noise by row 5.0 to 50.0 %" in ddp_bench.VIEW.headline([quiet, wide])
+    assert "noise by row 5.0 to 50.0 %" in VIEW.headline([quiet, wide])
     assert (cells(quiet)["± %"], cells(wide)["± %"]) == ("5.0", "50.0")
 
 
 def test_what_is_not_explained_says_what_to_try():
     open_account = {"exposed_closes": False, "exposed_unexplained_ms": -30.0, "noise_pct": 10.0}
-    (line,) = ddp_bench.VIEW.findings([compared("naive", **open_account)])
+    (line,) = VIEW.findings([compared("naive", **open_account)])
     assert line.startswith("UNEXPLAINED: naive: -30.0 ms of 4.0 ms")
     assert "try --profile-steps 3 and --steps 13" in line and "a machine that does nothing else" in line
-    assert ddp_bench.VIEW.findings([compared("naive", **open_account | {"noise_pct": 60.0})]) == []
+    assert VIEW.findings([compared("naive", **open_account | {"noise_pct": 60.0})]) == []

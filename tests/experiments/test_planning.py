@@ -13,6 +13,8 @@ from experiments.predict_steps import PredictConfig
 from experiments.predict_steps.__main__ import main as predict_main
 from experiments.scaling import ScalingConfig
 from experiments.simulate_scale import ScaleConfig
+from launch.__main__ import main
+from tests.experiments.frame import measured
 
 ROOT = Path(__file__).parents[2]
 RECORD = str(ROOT / "records" / "ddp_bench" / "h200x2_xl_batch8.json")
@@ -28,10 +30,10 @@ def _last_line(capsys):
 
 def test_plan(tmp_path, capsys):
     arguments = ["--model", "tiny", "--batch", "4", "--devices", "h100:4", "--strategies", "bucketed,fsdp"]
-    assert plan.main([*arguments, "--out", str(tmp_path)]) == 0
+    assert main(["run", "plan", *arguments, "--out", str(tmp_path)]) == 0
     line = _last_line(capsys)
     folder = Path(line["out"])
-    assert {path.name for path in folder.iterdir()} == {*REPORT, "plan.png"}
+    assert {path.name for path in folder.iterdir()} == {*REPORT, "run.json", "plan.png"}
     records = read_json(folder / "records.json")
     steps = [record.metrics["predicted_step_ms"] for record in records]
     assert steps == sorted(steps)
@@ -47,9 +49,9 @@ def test_plan(tmp_path, capsys):
     assert best["predicted_days"] == pytest.approx(1e11 / best["predicted_tokens_per_s"] / 86_400)
 
 
-def test_plan_of_what_does_not_fit():
-    config = PlanConfig("10B", 1, "h100:1", strategies=("bucketed", "fsdp"))
-    records = plan.run(config)
+def test_plan_of_what_does_not_fit(tmp_path):
+    fields = {"model": "10B", "batch": 1, "devices": "h100:1", "strategies": ("bucketed", "fsdp")}
+    records = measured(plan.EXPERIMENT, tmp_path, **fields)
     assert not any(record.metrics["fits"] for record in records)
     words = plan.answer(records)
     assert "Nothing fits" in words
@@ -64,7 +66,7 @@ def test_plan_of_what_does_not_fit():
         ({"batch": 4}, "leaves some of 8 devices without one.*--batch 8"),
         ({"batch": 21}, "8 devices do not divide a batch of 21; the nearest is --batch 24"),
         ({"model": "huge"}, "unknown model size 'huge'"),
-        ({"strategies": ("magic",)}, "magic.*are unknown.*fsdp"),
+        ({"strategies": ("magic",)}, "magic.*is unknown.*fsdp"),
         ({"tokens": 0}, "tokens=0"),
     ],
 )
@@ -74,7 +76,7 @@ def test_plan_refuses(change, message):
 
 
 def test_errors_are_one_line(capsys):
-    assert plan.main(["--devices", "h99:8"]) == 2
+    assert main(["run", "plan", "--devices", "h99:8"]) == 2
     assert simulate_scale.main(["--strategies", "torch-ddp"]) == 2
     assert scaling.main(["--records", "missing.json", "--model", "tiny"]) == 2
     captured = capsys.readouterr()

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from distlab.bench.bucket_size import best_bucket_size
 from distlab.bench.workbench import Workbench, variants
 from distlab.comm import RankContext
 from distlab.measure import bandwidth
@@ -18,7 +19,7 @@ from distlab.testing import run_ranks
 from distlab.theory.collective_time import CollectiveFit, Piece
 from experiments import allreduce_sweep, bucket_sweep, scaling, scaling_measured
 from experiments.allreduce_sweep import SweepConfig
-from experiments.bucket_sweep import BucketSweepConfig, best_bucket_size
+from experiments.bucket_sweep import BucketSweepConfig
 from experiments.bucket_sweep import parts as sweep_parts
 from experiments.bucket_sweep.choice import optimum
 from experiments.scaling_measured import MeasureConfig, Regime, cells, prediction

@@ -11,7 +11,7 @@ import pytest
 from distlab.comm.rank_process import is_lost_peer
 from experiments.train_curves_pieces.config import CurvesConfig
 from launch import common
-from launch.common import _how_it_ended
+from launch.ranks import _how_it_ended
 
 BARE = {"experiment": "ddp_bench", "variant": "x", "config": {}, "metrics": {}, "environment": {}, "commit": None}
 

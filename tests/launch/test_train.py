@@ -18,7 +18,7 @@ from distlab.train.journal import read_journal
 from distlab.train.sample import newest_usable
 from experiments.training import DataConfig
 from launch import train
-from launch.common import is_lost_peer
+from launch.ranks import is_lost_peer
 from tests.comm.test_parent import ends_within
 from tests.commands import ROOT, environment, python
 

@@ -7,7 +7,8 @@ import pytest
 from distlab.report import Record, View, run_command
 from distlab.report.table import Column
 
-VIEW = View("asked", "What?", [Column("variant", "variant")], lambda records: "here", reading="")
+VIEW = View(name="asked", question="What?", columns=[Column("variant", "variant")], headline=lambda records: "here",
+            reading="")  # fmt: skip
 RECORDS = [Record("asked", "one", {}, {"time_p50_ms": 1.0}, {}, "unknown")]
 
 

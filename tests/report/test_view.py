@@ -40,7 +40,8 @@ def headline(records):
 
 
 VIEW = View(
-    "bench", "What does it cost?", COLUMNS, headline, "First this.\n\nThen that.", {"step_time.png": draw},
+    name="bench", question="What does it cost?", columns=COLUMNS, headline=headline,
+    reading="First this.\n\nThen that.", pictures={"step_time.png": draw},
     findings=lambda records: [f"{len(records)} rows"],
 )  # fmt: skip
 RECORDS = [

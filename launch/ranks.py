@@ -1,4 +1,4 @@
-"""What every entry point does around its experiment: start ranks, make the context, say clearly what failed."""
+"""Starting the ranks of a command, and saying which of them failed and how."""
 
 import argparse
 import logging
@@ -41,11 +41,12 @@ def default_ranks(backend: str | None) -> int:
 
 
 def start_ranks(
-    script: str, arguments: Sequence[str], ranks: int, backend: str | None, max_restarts: int = 0
+    arguments: Sequence[str], ranks: int, backend: str | None, max_restarts: int = 0, script: str | None = None
 ) -> int:
-    """Run `ranks` processes of `script` under torchrun's agent, in this process, and wait for them.
+    """Run `ranks` processes under torchrun's agent, in this process, and wait for them.
 
     Args:
+        arguments: of each; without a script, those of the command `distlab`.
         max_restarts: how often all ranks are started again after one failed.
 
     Returns:
@@ -73,7 +74,8 @@ def start_ranks(
         for module in ("agent.server.api", "multiprocessing.api"):
             logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     try:
-        torchrun.run(torchrun.parse_args([*options, script, *_without_own(arguments)]))
+        program = ["--module", "launch"] if script is None else [script]
+        torchrun.run(torchrun.parse_args([*options, *program, *_without_own(arguments)]))
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except KeyboardInterrupt:  # before the agent listens to signals
@@ -146,7 +148,7 @@ def launch(
         work = prepare()
         if not place.launched:
             ranks = default_ranks(args.backend) if args.nproc is None else args.nproc
-            return start_ranks(script, arguments, ranks, args.backend, getattr(args, "max_restarts", 0))
+            return start_ranks(arguments, ranks, args.backend, getattr(args, "max_restarts", 0), script)
     except (ValueError, OSError) as error:
         if speaks:
             print(f"{name}: error: {message_of(error)}", file=sys.stderr)

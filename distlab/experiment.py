@@ -1,0 +1,246 @@
+"""`Experiment`: a question, its options, how it is measured and how it is shown; what all share is written here once.
+
+    @dataclass(frozen=True)
+    class Config(Options):
+        batch: int = option(4, "sequences per rank", least=1)
+
+    def measure(config: Config, context: RankContext, run: Run) -> None:
+        run.progress("timing")
+        run.add("ours", {"step_p50_ms": …})
+
+    EXPERIMENT = Experiment(Config, measure, View(columns=…, headline=…, reading=…), ranks="many")
+
+The module's name is the experiment's, the first line of its docstring the question. `distlab run NAME` makes options of
+`Config`, starts ranks, opens or resumes the run's folder, calls `measure` on every rank, writes tables, pictures and
+page, and prints the short table. `distlab show` draws the same from saved rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+
+from distlab.comm import RankContext, collectives
+from distlab.comm.context import LONGEST_TIMEOUT_S, choose_device
+from distlab.comm.rank_process import progress_to_stderr
+from distlab.options import Options, add_options, config_from, given, option
+from distlab.report.provenance import commit, environment
+from distlab.report.record import Record, plain
+from distlab.report.run import Header, Run, open_run, same_run
+from distlab.report.view import View, say, write
+
+__all__ = ["Experiment", "Options", "Run", "TimingOptions", "View", "option"]
+
+C = TypeVar("C", bound=Options)
+
+
+@dataclass(frozen=True)
+class TimingOptions(Options):
+    """How long to time: `rounds` × `steps` samples, each round after `warmup` untimed ones."""
+
+    warmup: int = option(2, "untimed steps per round", least=1)
+    steps: int = option(6, "timed steps per round", least=1)
+    rounds: int = option(2, "interleaved rounds", least=1)
+
+
+@dataclass(frozen=True)
+class FrameOptions(Options):
+    """What every experiment takes beside its own options."""
+
+    out: str = option("outputs", "folder of all results")
+    name: str | None = option(None, "name of this run; one that exists is resumed")
+    commit: str | None = option(None, "recorded where the tree has no git")
+    json: bool = option(False, "print the line of JSON alone")
+
+
+@dataclass(frozen=True)
+class DeviceOptions(Options):
+    """Of an experiment of one process."""
+
+    device: str | None = option(None, "where to compute [cuda where there is one]", choices=("cuda", "cpu"))
+
+
+@dataclass(frozen=True)
+class RankOptions(Options):
+    """Of an experiment of several ranks."""
+
+    nproc: int | None = option(None, "start this many ranks [GPUs, or 2 on a CPU]", least=1)
+    backend: str | None = option(None, "[nccl where there are GPUs]", choices=("nccl", "gloo"))
+    timeout: float = option(60.0, "seconds a collective may take", above=0, most=LONGEST_TIMEOUT_S)
+    max_restarts: int = option(0, "how often ranks are started again after one failed", least=0)
+
+
+@dataclass(frozen=True)
+class Experiment(Generic[C]):
+    """What `distlab run` needs to know of an experiment.
+
+    Args:
+        config: its options, a frozen dataclass of `option`s.
+        measure: `measure(config, context, run)`, called on every rank; rows go to `run.add`.
+        view: how rows are shown.
+        presets: name → fields over the defaults. `gpu` and `cpu` are taken on such a device; `quick` is `--quick`; any
+            other is `--preset NAME`; `NAME-cpu` and `NAME-gpu` add to preset NAME on such a device.
+        ranks: `none` (a calculation: nothing is timed), `one` process without a process group, or `many`.
+        gpus: that the run needs, unless a preset is chosen.
+        nproc: ranks where none are asked for; None for all GPUs, or two on a CPU.
+        wrong: rows → reasons to end with exit code 1.
+        same_run: what keeps a run from being resumed, see `report.run.same_run`.
+        parts: views of further rows that `measure` puts into `run.part(view.name)`.
+    """
+
+    config: type[C]
+    measure: Callable[[C, RankContext, Run], None]
+    view: View
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    ranks: Literal["none", "one", "many"] = "one"
+    gpus: int = 0
+    nproc: int | None = None
+    wrong: Callable[[Sequence[Record]], Sequence[str]] = lambda records: ()
+    same_run: Callable[[Header, Header], Sequence[str]] = same_run
+    parts: Sequence[View] = ()
+
+    def __post_init__(self) -> None:
+        name = self.view.name or self.measure.__module__.split(".")[:2][-1]
+        question = self.view.question or self._doc().strip().partition("\n")[0]
+        named = replace(self.view, name=name, question=question)
+        object.__setattr__(self, "view", named)
+
+    @property
+    def name(self) -> str:
+        """The module's."""
+        return self.view.name
+
+    def views(self) -> dict[str, View]:
+        """Name in records → view: the experiment's own and those of its parts."""
+        return {view.name: view for view in (self.view, *self.parts)}
+
+    def parser(self) -> argparse.ArgumentParser:
+        """The options of `distlab run NAME`."""
+        raw = argparse.RawDescriptionHelpFormatter
+        parser = argparse.ArgumentParser(
+            f"distlab run {self.name}", description=self._doc(), formatter_class=raw
+        )
+        add_options(
+            parser.add_argument_group("this experiment"), self.config, self.preset("", _on_gpu(None))
+        )
+        frame = parser.add_argument_group("every experiment")
+        chosen = [name for name in self.presets if name.rpartition("-")[2] not in ("gpu", "cpu")]
+        if "quick" in chosen:
+            frame.add_argument(
+                "--quick", dest="preset", action="store_const", const="quick", help="a small form"
+            )
+        if chosen:
+            frame.add_argument("--preset", choices=chosen, help="options chosen for a purpose")
+        if self.ranks != "none":
+            add_options(frame, DeviceOptions if self.ranks == "one" else RankOptions)
+        add_options(frame, FrameOptions)
+        return parser
+
+    def _doc(self) -> str:
+        return sys.modules[".".join(self.measure.__module__.split(".")[:2])].__doc__ or ""
+
+    def preset(self, name: str, on_gpu: bool) -> dict[str, Any]:
+        """Fields over the defaults: those of the device, and those of a preset by name."""
+        device = "gpu" if on_gpu else "cpu"
+        found = dict(self.presets.get(device, {}))
+        if name:
+            found |= {**self.presets[name], **self.presets.get(f"{name}-{device}", {})}
+        return found
+
+    def chosen(self, args: argparse.Namespace) -> tuple[C, argparse.Namespace]:
+        """The configuration that the options ask for, and the frame's options with their defaults.
+
+        Raises:
+            ValueError: a value that is not allowed, or a GPU that is not there.
+        """
+        frame = argparse.Namespace(preset=getattr(args, "preset", None) or "")
+        for options in (FrameOptions, DeviceOptions, RankOptions):
+            vars(frame).update(asdict(config_from(options, args)))
+        if frame.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: this machine has no GPU; leave it out, or give cpu")
+        on_gpu = _on_gpu(frame)
+        if self.gpus > torch.cuda.device_count() * on_gpu and not frame.preset:
+            small = "; --quick runs a small form here" if "quick" in self.presets else ""
+            raise ValueError(f"{self.name} needs {self.gpus} GPU{'s' * (self.gpus > 1)}, and there are "
+                             f"{torch.cuda.device_count()} here{small}")  # fmt: skip
+        return self.config(**self.preset(frame.preset, on_gpu) | given(self.config, args)), frame
+
+    def run(self, config: C, context: RankContext, frame: argparse.Namespace) -> int:
+        """Open the run, measure, write and say; call it on every rank. Returns the exit code.
+
+        Raises:
+            OSError, ValueError: on every rank, for a folder that cannot be written or a run that is another.
+        """
+        run = self.open(config, context, frame.out, frame.name, frame.commit)
+        self.measure(config, context, run)
+        return self.finish(run, json_only=frame.json) if context.is_main else 0
+
+    def open(
+        self,
+        config: C,
+        context: RankContext,
+        out: str | Path,
+        name: str | None = None,
+        default: str | None = None,
+    ) -> Run:
+        """The run's folder, made or resumed by rank 0, with the rows that are there, on every rank."""
+        where = environment("cpu" if self.ranks == "none" else context.device)
+        header = Header(self.name, plain(asdict(config)), context.world_size, where, commit(default))
+        opened: Run | tuple[Path, list[Record]] | Exception | None = None
+        if context.is_main:
+            try:
+                run = open_run(header, out, name, self.same_run)
+                opened = (run.path, run.records)
+            except (OSError, ValueError) as error:
+                opened = error
+        if context.world_size > 1:
+            opened = collectives.gather_objects(opened, context.group)[0]
+        if isinstance(opened, Exception):
+            raise opened
+        progress = progress_to_stderr(context)
+        return Run(header, opened[0], records=opened[1], is_main=context.is_main, progress=progress)
+
+    def finish(self, run: Run, *, json_only: bool = False) -> int:
+        """Write tables, pictures and page of a run, print the short table; 1 if something is wrong."""
+        views = self.views()
+        for name, part in run.parts.items():
+            if part.records:
+                say(
+                    views[name],
+                    part.records,
+                    write(views[name], part.records, part.path),
+                    line=False,
+                    quiet=json_only,
+                )
+        page = write(self.view, run.records, run.path)
+        say(self.view, run.records, page, quiet=json_only)
+        return 1 if self.wrong(run.records) else 0
+
+
+def lone_context(device: str | None = None) -> RankContext:
+    """The context of an experiment of one process: rank 0 of 1, without a process group."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return RankContext(0, 0, 1, torch.device(kind), "none", None)
+
+
+def _on_gpu(frame: argparse.Namespace | None) -> bool:
+    if frame is not None and (frame.device == "cpu" or frame.backend == "gloo"):
+        return False
+    return torch.cuda.is_available()
+
+
+def default_ranks(experiment: Experiment, backend: str | None) -> int:
+    """Ranks to start where none are asked for: the experiment's, one per GPU, or two on a machine without."""
+    gpus = torch.cuda.device_count() if backend != "gloo" else 0
+    return experiment.nproc or gpus or 2
+
+
+def check_device(backend: str | None, ranks: int) -> None:
+    """Raise ValueError for more NCCL ranks than GPUs, before one is started."""
+    choose_device(backend, 0, ranks)

@@ -1,0 +1,213 @@
+"""A command's options are the fields of a frozen dataclass: their types, defaults, limits and help stand there once.
+
+    @dataclass(frozen=True)
+    class Config(Options):
+        batch: int = option(4, "sequences per rank", least=1)
+        dtype: str = option("fp32", "of the computation", choices=("fp32", "bf16"))
+        sizes_mb: tuple[float | None, ...] = option((1.0, None), "MiB per bucket", above=0, words={"none": None})
+
+`add_options(parser, Config)` makes `--batch`, `--dtype` and `--sizes-mb` of it, and `config_from(Config, args)` the
+config again. Limits are checked when a config is made, so that Python callers meet them too. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, field, fields
+from typing import Any
+
+SEED = {"least": 0, "most": 2**63 - 1}  # limits of a seed that every generator takes
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    choices: Sequence[Any] | None = None,
+    words: Mapping[str, Any] | None = None,
+    flag: str | None = None,
+    metavar: str | None = None,
+    positional: bool = False,
+    kind: type | None = None,
+) -> Any:
+    """A field of `Options` that is an option of the command.
+
+    Args:
+        default: of the field; tuples become options that take several values, bools become `--x / --no-x`.
+        help: for `--help`; the default is shown behind it.
+        least, above, most: limits of a number, or of each number of a tuple; `above` itself is not allowed.
+        choices: allowed values; of a tuple, of each entry, and `all` stands for all of them.
+        words: text that stands for a value, such as `{"none": None}`.
+        flag: where the option's name is not the field's, such as `--bucket-size-mb`.
+        metavar: in `--help`.
+        positional: without a flag.
+        kind: what text is read as, where the field's type is not one.
+    """
+    metadata = {
+        "help": help, "least": least, "above": above, "most": most, "choices": choices, "words": words,
+        "flag": flag, "metavar": metavar, "positional": positional, "kind": kind,
+    }  # fmt: skip
+    return field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Base of configurations: checks every field that is an `option` when one is made.
+
+    Raises:
+        ValueError: a value that is not allowed; the message names the field, says what is and what to give.
+    """
+
+    def __post_init__(self) -> None:
+        for each, _, several in _described(type(self)):
+            value = getattr(self, each.name)
+            name = f"{each.name}={value!r}"
+            if several and not value and each.default:
+                raise ValueError(f"{name}: give at least one")
+            for entry in value if several else (value,):
+                if problem := _problem(entry, each):
+                    raise ValueError(f"{name}: {problem}")
+
+
+def add_options(
+    parser: argparse.ArgumentParser, config: type[Options], defaults: Mapping[str, Any] | None = None
+) -> None:
+    """An option for each field of `config`; what is not given on the command line is absent from the namespace.
+
+    Args:
+        defaults: field → value that takes the default's place, for the help.
+    """
+    for each, kind, several in _described(config):
+        meta = each.metadata
+        default = (defaults or {}).get(each.name, each.default)
+        bare = default is None or default == () or default is MISSING or kind is bool
+        shown = "" if bare else f" [{_shown(default, meta)}]"
+        keywords: dict[str, Any] = {"help": meta["help"].replace("%", "%%") + shown.replace("%", "%%")}
+        if meta["positional"]:
+            names = [each.name]
+            keywords["nargs"] = "+" if several else None if each.default is MISSING else "?"
+        else:
+            names = [meta["flag"] or f"--{each.name.replace('_', '-')}"]
+            keywords["dest"] = each.name
+            if kind is not bool and several:
+                keywords["nargs"] = "+"
+        keywords["default"] = argparse.SUPPRESS
+        if kind is bool:
+            keywords["action"] = argparse.BooleanOptionalAction if default else "store_true"
+        else:
+            keywords["type"] = _reader(each, kind, several)
+            keywords["metavar"] = meta["metavar"] or each.name.upper()
+        parser.add_argument(*names, **keywords)
+
+
+def given(config: type[Options], args: argparse.Namespace) -> dict[str, Any]:
+    """Field → value of the options that were given on the command line."""
+    found = {}
+    for each, _, several in _described(config):
+        if hasattr(args, each.name):
+            value = getattr(args, each.name)
+            found[each.name] = tuple(entry for part in value for entry in part) if several else value
+    return found
+
+
+def config_from(config: type[Options], args: argparse.Namespace, *presets: Mapping[str, Any]) -> Any:
+    """The configuration: the fields' defaults, `presets` over them in their order, what was given over all.
+
+    Raises:
+        ValueError: see `Options`.
+    """
+    values: dict[str, Any] = {}
+    for preset in presets:
+        values |= preset
+    return config(**(values | given(config, args)))
+
+
+def _described(config: type[Options]) -> list[tuple[dataclasses.Field, Any, bool]]:
+    """(field, type of one value, whether it takes several) of every field made by `option`."""
+    hints = typing.get_type_hints(config)
+    found = []
+    for each in fields(config):
+        if "help" in each.metadata:
+            kind = hints[each.name]
+            several = typing.get_origin(kind) is tuple
+            single = each.metadata["kind"] or _plain(typing.get_args(kind)[0] if several else kind)
+            found.append((each, single, several))
+    return found
+
+
+def _plain(kind: Any) -> Any:
+    """`int` of `int | None`."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return next(each for each in typing.get_args(kind) if each is not type(None))
+    return kind
+
+
+def _problem(value: Any, each: dataclasses.Field) -> str | None:
+    """What is wrong with a value, and what to give; None if nothing is."""
+    meta = each.metadata
+    if value is None or value in (meta["words"] or {}).values():
+        return None
+    if meta["choices"] is not None:
+        if value in meta["choices"]:
+            return None
+        return f"{value!r} is unknown; allowed: {', '.join(map(str, meta['choices']))}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    outside = (
+        (meta["least"] is not None and value < meta["least"])
+        or (meta["above"] is not None and value <= meta["above"])
+        or (meta["most"] is not None and value > meta["most"])
+    )
+    return f"give {_limits(each, type(value))}" if outside or not math.isfinite(value) else None
+
+
+def _limits(each: dataclasses.Field, kind: Any) -> str:
+    meta = each.metadata
+    bounds = [f" of at least {meta['least']:,}"] if meta["least"] is not None else []
+    bounds += [f" above {meta['above']:g}"] if meta["above"] is not None else []
+    bounds += [f" at most {meta['most']:,}"] if meta["most"] is not None else []
+    words = "".join(f", or {word}" for word in meta["words"] or {})
+    return ("a whole number" if kind is int else "a finite number") + " and".join(bounds) + words
+
+
+def _reader(each: dataclasses.Field, kind: Any, several: bool) -> Callable[[str], Any]:
+    """Text → value, or → a tuple of values for an option that takes several, separated by spaces or commas."""
+    meta = each.metadata
+
+    def one(text: str) -> Any:
+        if text in (meta["words"] or {}):
+            return meta["words"][text]
+        if kind in (int, float):
+            try:
+                value = kind(text)
+            except ValueError:
+                raise argparse.ArgumentTypeError(f"{text!r}: give {_limits(each, kind)}") from None
+        else:
+            value = kind(text)
+        if problem := _problem(value, each):
+            raise argparse.ArgumentTypeError(problem if meta["choices"] is not None else f"{text}: {problem}")
+        return value
+
+    def many(text: str) -> tuple[Any, ...]:
+        if text == "all" and meta["choices"] is not None:
+            return tuple(meta["choices"])
+        return tuple(one(part.strip()) for part in text.split(",") if part.strip())
+
+    return many if several else one
+
+
+def _shown(value: Any, meta: Mapping[str, Any]) -> str:
+    words = {id(named): word for word, named in (meta["words"] or {}).items()}
+    if isinstance(value, tuple):
+        if meta["choices"] is not None and value == tuple(meta["choices"]):
+            return "all"
+        return " ".join(words.get(id(entry), str(entry)) for entry in value)
+    return words.get(id(value), f"{value:g}" if isinstance(value, float) else str(value))

@@ -1,0 +1,141 @@
+"""`Run`: one run of one experiment, its folder, its rows as they come, and what a resumed run finds of them.
+
+    run.add("bucketed", {"step_p50_ms": 12.3}, bucket_size_mb=25.0)     # saved at once
+    if run.done("bucketed", bucket_size_mb=25.0): …                      # by the run that was cut off
+
+A run's folder holds `run.json`, which says what is run (options, ranks, device, commit, command), and the rows in
+`records.json`; when all are there, `report.view.write` adds tables, pictures and the page. A run is resumed by its
+name, and only where `run.json` says the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from distlab.ending import how_to_continue
+from distlab.report.output import OutputFolder
+from distlab.report.record import Record, plain, read_json, write_json
+
+HEADER = "run.json"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is run, on what, with which code.
+
+    Attributes:
+        experiment: its name.
+        config: every option.
+        world_size: number of ranks.
+        environment: see `provenance.environment`.
+        commit: see `provenance.commit`.
+    """
+
+    experiment: str
+    config: Mapping[str, Any]
+    world_size: int
+    environment: Mapping[str, Any]
+    commit: str | None
+
+
+def same_run(before: Header, now: Header) -> list[str]:
+    """What differs between a run that was cut off and the one that would resume it, one line each."""
+    pairs = {
+        "commit": (before.commit, now.commit),
+        "number of ranks": (before.world_size, now.world_size),
+        "device": (before.environment.get("device_name"), now.environment.get("device_name")),
+    }
+    names = [*now.config, *(name for name in before.config if name not in now.config)]
+    pairs |= {f"option {name}": (before.config.get(name), now.config.get(name)) for name in names}
+    return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in pairs.items() if old != new]
+
+
+class Run:
+    """Where an experiment's rows go; `is_main` alone writes files.
+
+    Attributes:
+        path: the run's folder.
+        records: the rows so far.
+        progress: says a line on stderr, on rank 0.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        path: Path,
+        *,
+        records: list[Record] | None = None,
+        is_main: bool = True,
+        progress: Callable[[str], None] = lambda text: None,
+    ):
+        self.header = header
+        self.path = path
+        self.records = records if records is not None else []
+        self.is_main = is_main
+        self.progress = progress
+        self.parts: dict[str, Run] = {}
+
+    def add(self, variant: str, metrics: Mapping[str, Any], **config: Any) -> Record:
+        """A row: what was compared, what was measured, and what of its configuration the options do not say."""
+        shared = dict(self.header.config) | {"world_size": self.header.world_size}
+        record = Record(
+            self.header.experiment,
+            variant,
+            shared | config,
+            dict(metrics),
+            dict(self.header.environment),
+            self.header.commit,
+        )
+        self.records.append(record)
+        self.save()
+        return record
+
+    def save(self) -> None:
+        """Write the rows so far, whole or not at all."""
+        if self.is_main:
+            write_json(self.records, self.path / "records.json")
+
+    def done(self, variant: str, **config: Any) -> Record | None:
+        """The row of this variant, and of this configuration, if it is there already."""
+        wanted = {name: plain(value) for name, value in config.items()}
+        for record in self.records:
+            if record.variant == variant and all(plain(record.config.get(k)) == v for k, v in wanted.items()):
+                return record
+        return None
+
+    def part(self, name: str) -> Run:
+        """A run within this one, with rows of another view, in the folder `parts/<name>`."""
+        if name not in self.parts:
+            path = self.path / "parts" / name
+            if self.is_main:
+                path.mkdir(parents=True, exist_ok=True)
+            header = Header(name, *list(vars(self.header).values())[1:])
+            self.parts[name] = Run(header, path, is_main=self.is_main, progress=self.progress)
+        return self.parts[name]
+
+
+def open_run(header: Header, out: str | Path, name: str | None, differences: Callable = same_run) -> Run:
+    """The run of this name under `out/<experiment>/`, resumed where it exists; without a name, a new one.
+
+    Raises:
+        ValueError: a run of that name exists and was another: another commit, other options, other ranks or device.
+        OSError: the folder cannot be written.
+    """
+    folder = OutputFolder(out, header.experiment, name)
+    saved, records = folder.path / HEADER, []
+    if saved.is_file():
+        before = Header(**json.loads(saved.read_text(encoding="utf-8")))
+        if found := differences(before, Header(**plain(asdict(header)))):
+            raise ValueError(
+                f"--name {name}: {folder.path} holds another run: {'; '.join(found)}. Give the same options to resume "
+                "it, or another --name"
+            )
+        if (folder.path / "records.json").is_file():
+            records = read_json(folder.path / "records.json")
+    folder.write_text(HEADER, json.dumps(plain(asdict(header)), indent=1) + "\n")
+    how_to_continue(f"the same command with --name {folder.path.name} continues")
+    return Run(header, folder.path, records=records)

@@ -1,0 +1,247 @@
+"""`distlab`: every experiment, the trainer and what belongs to them, as one command (without installing:
+`python -m launch`).
+
+    distlab list                                  every experiment: its question, and what it needs
+    distlab run NAME [--nproc N] [options]        measure; `distlab run NAME --help` lists the options
+    torchrun --nproc-per-node N -m launch run NAME [options]
+    distlab show FILE… [--out FOLDER]             draw saved runs anew: table, pictures, page
+    distlab tables [--check]                      redraw the tables of the README and the pages from records/
+    distlab train | sample [options]              train a model; continue a text by a trained one
+    distlab doctor                                what this machine has, and what runs on it
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from distlab.ending import USAGE_ERROR, message_of, until_stopped
+
+if TYPE_CHECKING:
+    from distlab.experiment import Experiment
+    from distlab.report.view import View
+
+EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if command in ("-h", "--help", "help"):
+        print(__doc__)
+        return 0
+    if command not in COMMANDS:
+        print(f"distlab: error: {command!r} is unknown; allowed: {', '.join(COMMANDS)}", file=sys.stderr)
+        return USAGE_ERROR
+    return COMMANDS[command](rest)
+
+
+def console() -> None:
+    """`main` as a process: a rank leaves without the interpreter's shutdown, see `leave_process`."""
+    code = main()
+    if "torch.distributed" in sys.modules:
+        from distlab.comm.rank_process import leave_process
+
+        leave_process(code)
+    sys.exit(code)
+
+
+def experiments() -> dict[str, Path]:
+    """Name → file of every experiment."""
+    found = {path.stem: path for path in EXPERIMENTS.glob("*.py") if not path.stem.startswith("_")}
+    found |= {path.parent.name: path for path in EXPERIMENTS.glob("*/__init__.py")}
+    return dict(sorted(found.items()))
+
+
+def load(name: str) -> ModuleType:
+    """The module of an experiment.
+
+    Raises:
+        ValueError: there is none of that name; the message lists those that exist.
+    """
+    known = experiments()
+    if name not in known:
+        raise ValueError(f"experiment {name!r} is unknown; there are {', '.join(known)}")
+    return importlib.import_module(f"experiments.{name}")
+
+
+def list_experiments(arguments: Sequence[str]) -> int:
+    """Every experiment with its question and what it needs, read from the sources: nothing is imported."""
+    for name, path in experiments().items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        question = (ast.get_docstring(tree) or "").partition("\n")[0]
+        needs = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Experiment":
+                needs = {k.arg: k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)}
+        what = [f"{needs['gpus']} GPU{'s' * (needs['gpus'] > 1)}"] if needs.get("gpus") else []
+        what += ["several ranks"] if needs.get("ranks") == "many" else []
+        lines = textwrap.wrap(question + (f" ({', '.join(what)})" if what else ""), 70)
+        print(f"{name:<28}" + f"\n{'':<28}".join(lines))
+    return 0
+
+
+def _to_end(name: str, work: Callable[[], int]) -> int:
+    """`work()`'s exit code; 2 after the one line of an error that a person can mend; 128 + n if signal n stops it."""
+
+    def mended() -> int:
+        try:
+            return work()
+        except Exception as error:
+            if (message := message_of(error)) is None:
+                raise
+            print(f"{name}: error: {message}", file=sys.stderr)
+            return USAGE_ERROR
+
+    return until_stopped(name, mended)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run an experiment; on several ranks start them, unless this process is one of them already."""
+    if not arguments or arguments[0].startswith("-"):
+        print("distlab run NAME [options]; `distlab list` shows the names", file=sys.stderr)
+        return USAGE_ERROR
+    name = arguments[0]
+
+    def prepare() -> int:
+        module = load(name)
+        if isinstance(getattr(module, "EXPERIMENT", ""), str):  # a calculator, which answers in words
+            return module.main(list(arguments[1:]))
+        return _run(module.EXPERIMENT, arguments)
+
+    return _to_end(f"distlab run {name}", prepare)
+
+
+def _run(experiment: Experiment, arguments: Sequence[str]) -> int:
+    from distlab.comm.context import RankEnvironment
+    from distlab.comm.rank_process import run_rank
+    from distlab.experiment import default_ranks, lone_context
+    from launch.ranks import start_ranks
+
+    name = f"distlab run {experiment.name}"
+    args = experiment.parser().parse_args(arguments[1:])
+    place = RankEnvironment.read()
+    try:
+        config, frame = experiment.chosen(args)
+    except ValueError:
+        if place.rank:  # rank 0 says it
+            return USAGE_ERROR
+        raise
+    if experiment.ranks != "many":
+        device = "cpu" if experiment.ranks == "none" else frame.device
+        return experiment.run(config, lone_context(device), frame)
+    if not place.launched:
+        ranks = default_ranks(experiment, frame.backend) if frame.nproc is None else frame.nproc
+        return start_ranks(["run", *arguments], ranks, frame.backend, frame.max_restarts)
+    return run_rank(
+        lambda context: experiment.run(config, context, frame),
+        backend=frame.backend,
+        timeout_s=frame.timeout,
+        name=name,
+    )
+
+
+def show(arguments: Sequence[str]) -> int:
+    """Write table, pictures and page of saved rows anew, of one machine or of several, without measuring.
+
+    Pictures that rows alone cannot give (timelines, from traces) are copied from beside the first file.
+    """
+    import argparse
+
+    parser = argparse.ArgumentParser("distlab show", description=show.__doc__)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="records.json of a run, or a file of records/")
+    parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
+    parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
+    args = parser.parse_args(arguments)
+
+    def draw() -> int:
+        from distlab.report.output import OutputFolder
+        from distlab.report.record import read_json, reading
+        from distlab.report.view import check_records, say, write
+
+        records = [record for source in args.files for record in read_json(source)]
+        if not records:
+            raise ValueError(f"{', '.join(args.files)}: no records to show")
+        view = view_of(records[0].experiment)
+        check_records(view, records)
+        with reading(args.files):  # before there is a folder
+            view.headline_of(records), view.table(records)
+        folder = OutputFolder(args.out, view.name)
+        for picture in sorted(Path(args.files[0]).parent.glob("*.png")) if len(args.files) == 1 else []:
+            shutil.copy(picture, folder.path)
+        with reading(args.files):
+            say(view, records, write(view, records, folder.path), quiet=args.json)
+        return 0
+
+    return _to_end("distlab show", draw)
+
+
+def view_of(name: str) -> View:
+    """The view of records of that experiment.
+
+    Raises:
+        ValueError: no experiment makes such records.
+    """
+    for known in sorted(experiments(), key=lambda each: each != name):  # most often the module of that name
+        module = load(known)
+        views = _views_of(module) if isinstance(getattr(module, "EXPERIMENT", ""), str) else module.EXPERIMENT.views()
+        if name in views:
+            return views[name]
+    raise ValueError(f"no experiment makes records of {name!r}")
+
+
+def _views_of(module: ModuleType) -> dict[str, View]:
+    """Of a module that exports no EXPERIMENT yet."""
+    found = [getattr(module, each, None) for each in ("VIEW", "COMPARISON_VIEW")]
+    found += getattr(module, "VIEWS", {}).values()
+    return {view.name: view for view in found if view is not None}
+
+
+def tables(arguments: Sequence[str]) -> int:
+    """Redraw the tables of README.md and docs/ from the committed records, and their code from the source."""
+    from launch import tables as pages
+
+    return pages.main(list(arguments))
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Train a model."""
+    from launch import train as trainer
+
+    return trainer.main(list(arguments))
+
+
+def sample(arguments: Sequence[str]) -> int:
+    """Continue a text by a trained model."""
+    from launch import sample as sampler
+
+    return sampler.main(list(arguments))
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """What this machine has, and what runs on it."""
+    from distlab import doctor as examination
+
+    return examination.main(list(arguments))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "list": list_experiments,
+    "run": run,
+    "show": show,
+    "tables": tables,
+    "train": train,
+    "sample": sample,
+    "doctor": doctor,
+}
+
+if __name__ == "__main__":
+    console()

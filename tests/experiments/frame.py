@@ -1,0 +1,49 @@
+"""Experiments as tests run them: in a preset, in this process or on ranks, and as the command does."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from distlab.comm import RankContext
+from distlab.experiment import Experiment, lone_context
+from distlab.report import Record
+from distlab.testing import run_ranks
+from launch.__main__ import main
+
+
+def measured(experiment: Experiment, root: str | Path, preset: str = "smoke", **fields: Any) -> list[Record]:
+    """The rows of a run named `run` under `root`, written as the command writes them.
+
+    Args:
+        fields: of the configuration, over the preset's.
+    """
+    if experiment.ranks == "many":
+        ranks = experiment.nproc or 2
+        arguments = (experiment.measure.__module__.split(".")[1], str(root), preset, fields)
+        return run_ranks(on_rank, ranks, *arguments, deadline_s=300)[0]
+    return _measured(experiment, lone_context("cpu"), root, preset, fields)
+
+
+def on_rank(context: RankContext, name: str, root: str, preset: str, fields: dict[str, Any]) -> list[Record]:
+    """`measured` on this rank."""
+    return _measured(importlib.import_module(f"experiments.{name}").EXPERIMENT, context, root, preset, fields)
+
+
+def _measured(experiment, context, root, preset, fields) -> list[Record]:
+    config = experiment.config(**(experiment.preset(preset, on_gpu=False) | fields))
+    run = experiment.open(config, context, root, "run")
+    experiment.measure(config, context, run)
+    if context.is_main:
+        experiment.finish(run, json_only=True)
+    return run.records
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one line with which `distlab run …` refuses these arguments."""
+    try:
+        code = main(["run", *arguments])
+    except SystemExit as end:  # argparse's
+        code = end.code
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert code == 2 and len(lines) == 1, (code, lines)
+    return lines[0]
