@@ -48,7 +48,12 @@ from distlab.report import (
 )
 from distlab.report.options import whole
 from distlab.report.panels import panels
-from experiments.attention_sweep_pieces.comparison import beside_best_peer, crossovers, headline
+from experiments.attention_sweep_pieces.comparison import (  # noqa: F401
+    COMPARISON_VIEW,
+    beside_best_peer,
+    crossovers,
+    headline,
+)
 from kernels.flash_attention import cost
 from kernels.flash_attention.peers import VARIANTS, Attention, build, exact
 
