@@ -80,7 +80,10 @@ class Run:
         self.parts: dict[str, Run] = {}
 
     def add(self, variant: str, metrics: Mapping[str, Any], **config: Any) -> Record:
-        """A row: what was compared, what was measured, and what of its configuration the options do not say."""
+        """A row: what was compared, what was measured, and what of its configuration the options do not say.
+
+        A row of the same variant and configuration, from before the run was resumed, is replaced.
+        """
         shared = dict(self.header.config) | {"world_size": self.header.world_size}
         record = Record(
             self.header.experiment,
@@ -90,7 +93,11 @@ class Run:
             dict(self.header.environment),
             self.header.commit,
         )
-        self.records.append(record)
+        before = self.done(variant, **record.config)
+        if before is None:
+            self.records.append(record)
+        else:
+            self.records[self.records.index(before)] = record
         self.save()
         return record
 
