@@ -31,7 +31,7 @@ test-gpu: install
 	$(BIN)/python -m pytest -m "gpu or multigpu" $(ARGS)
 
 tables: install
-	$(BIN)/python -m launch.tables
+	$(BIN)/python -m launch tables
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info outputs .pytest_cache .ruff_cache

@@ -28,9 +28,9 @@ from distlab.report import (
     progress,
     run_command,
 )
-from distlab.report.figure import OKABE_ITO, finish, new_figure, tidy
 from distlab.report.noise import NOISE, TIE
 from distlab.report.options import whole
+from distlab.report.style import OKABE_ITO, horizontal, picture
 from distlab.report.table import Column
 from experiments.activation_checkpointing_pieces.config import CPU, NAME, QUICK, CheckpointingConfig
 from experiments.activation_checkpointing_pieces.measuring import run
@@ -97,29 +97,27 @@ def draw(records: Sequence[Record], path: Path) -> None:
         ("peak, GiB", 2**-30, peak, "predicted_peak_bytes", "allocator" if measured else "fake tensors"),
         ("forward and backward, ms", 1.0, "step_p50_ms", "predicted_step_ms", "measured, p50"),
     )
-    figure = new_figure(1.6 + 0.42 * len(records))
-    for axes, (label, scale, name, closed, how) in zip(
-        figure.subplots(1, 2, sharey=True), panels, strict=True
-    ):
-        for offset, metric, colour, legend in (
-            (-0.2, name, "blue", how),
-            (0.2, closed, "orange", "predicted"),
-        ):
-            values = [scale * (r.metrics.get(metric) or 0) for r in records]
-            places = [row + offset for row in range(len(records))]
-            bars = axes.barh(places, values, 0.38, color=OKABE_ITO[colour], label=legend)
-            axes.bar_label(
-                bars, [f"{value:.3g}" if value else "n/a" for value in values], fontsize=7, padding=2
-            )
-        axes.set_xlabel(label)
-        axes.margins(x=0.16)
-        tidy(axes)
-        axes.grid(visible=False, axis="y")
-        axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    axes.set_yticks(range(len(records)), [r.variant for r in records])
-    axes.invert_yaxis()
     title = f"Recomputing blocks: {headline(records)}"
-    finish(figure, path, title)
+    with picture(path, title, 1.6 + 0.42 * len(records)) as figure:
+        for axes, (label, scale, name, closed, how) in zip(
+            figure.subplots(1, 2, sharey=True), panels, strict=True
+        ):
+            for offset, metric, colour, legend in (
+                (-0.2, name, "blue", how),
+                (0.2, closed, "orange", "predicted"),
+            ):
+                values = [scale * (r.metrics.get(metric) or 0) for r in records]
+                places = [row + offset for row in range(len(records))]
+                bars = axes.barh(places, values, 0.38, color=OKABE_ITO[colour], label=legend)
+                axes.bar_label(
+                    bars, [f"{value:.3g}" if value else "n/a" for value in values], fontsize=7, padding=2
+                )
+            axes.set_xlabel(label)
+            axes.margins(x=0.16)
+            horizontal(axes)
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+        axes.set_yticks(range(len(records)), [r.variant for r in records])
+        axes.invert_yaxis()
 
 
 VIEW = View(

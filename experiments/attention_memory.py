@@ -33,8 +33,8 @@ from distlab.report import (
     run_command,
     write_json,
 )
+from distlab.report.charts import metric_over_length
 from distlab.report.options import whole
-from distlab.report.panels import panels
 from kernels.flash_attention.peers import VARIANTS, Attention, build
 
 EXPERIMENT = "attention_memory"
@@ -174,7 +174,7 @@ def headline(records: Sequence[Record]) -> str:
 def draw(records: Sequence[Record], path: Path) -> None:
     """Peak bytes over length."""
     if any(r.metrics.get("peak_alloc_bytes") is not None for r in records):
-        panels(records, path, "peak_alloc_bytes", "peak bytes")
+        metric_over_length(records, path, "peak_alloc_bytes", "peak bytes")
 
 
 VIEW = View(

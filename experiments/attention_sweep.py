@@ -46,8 +46,8 @@ from distlab.report import (
     run_command,
     write_json,
 )
+from distlab.report.charts import metric_over_length
 from distlab.report.options import whole
-from distlab.report.panels import panels
 from experiments.attention_sweep_pieces.comparison import (  # noqa: F401
     COMPARISON_VIEW,
     beside_best_peer,
@@ -217,7 +217,7 @@ PICTURES = [
 def _picture(metric: str, label: str) -> Callable[[Sequence[Record], Path], None]:
     def draw(records: Sequence[Record], path: Path) -> None:
         if any(r.metrics.get(metric) is not None for r in records):
-            panels(records, path, metric, label)
+            metric_over_length(records, path, metric, label)
 
     return draw
 

@@ -42,8 +42,8 @@ from distlab.report import (
     progress,
     run_command,
 )
-from distlab.report.figure import INK, OKABE_ITO, finish, new_figure, tidy
 from distlab.report.noise import TIE
+from distlab.report.style import OKABE_ITO, picture
 
 NAME = "instrument_cost"
 NEVER, TWIN = "never attached", "never attached, a twin"
@@ -230,28 +230,26 @@ def findings(records: Sequence[Record]) -> list[str]:
 def draw(records: Sequence[Record], path: Path) -> None:
     """The cost of each variant with its interval, and the noise floor as a band."""
     rows = [record for record in records if record.variant != NEVER]
-    figure = new_figure(3.4)
     panels = {
         "off": [r for r in rows if not r.variant.endswith(" on")],
         "on": [r for r in rows if r.variant.endswith(" on")],
     }
-    for axes, (state, group) in zip(figure.subplots(1, 2, width_ratios=(3, 2)), panels.items(), strict=True):
-        floor = group[0].metrics["noise_floor_pct"]
-        axes.axvspan(-floor, floor, color=OKABE_ITO["sky"], alpha=0.35, label=f"noise floor, ± {floor:.2f} %")
-        for place, metrics in enumerate(record.metrics for record in group):
-            cost, low, high = (metrics[f"cost_{name}pct"] for name in ENDS)
-            axes.errorbar(
-                cost, place, xerr=[[cost - low], [high - cost]], fmt="o", color=OKABE_ITO["blue"], capsize=4
-            )
-            axes.annotate(f"{cost:+.2f} %", (cost, place), (0, 8), textcoords="offset points", ha="center",
-                          fontsize=8, color=INK)  # fmt: skip
-        axes.set_yticks(range(len(group)), [record.variant for record in group], fontsize=8)
-        axes.set_ylim(len(group) - 0.4, -0.6)
-        axes.margins(x=0.25)
-        axes.set_xlabel(f"longer than never attached (%), {state}", fontsize=8)
-        tidy(axes)
-        axes.legend(fontsize=7.5, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
-    finish(figure, path, headline(records))
+    with picture(path, headline(records), 3.4) as figure:
+        for axes, (state, group) in zip(figure.subplots(1, 2, width_ratios=(3, 2)), panels.items(), strict=True):
+            floor = group[0].metrics["noise_floor_pct"]
+            axes.axvspan(-floor, floor, color=OKABE_ITO["sky"], alpha=0.35, label=f"noise floor, ± {floor:.2f} %")
+            for place, metrics in enumerate(record.metrics for record in group):
+                cost, low, high = (metrics[f"cost_{name}pct"] for name in ENDS)
+                axes.errorbar(
+                    cost, place, xerr=[[cost - low], [high - cost]], fmt="o", color=OKABE_ITO["blue"], capsize=4
+                )
+                axes.annotate(f"{cost:+.2f} %", (cost, place), (0, 8), textcoords="offset points", ha="center",
+                              fontsize=8)  # fmt: skip
+            axes.set_yticks(range(len(group)), [record.variant for record in group])
+            axes.set_ylim(len(group) - 0.4, -0.6)
+            axes.margins(x=0.25)
+            axes.set_xlabel(f"longer than never attached (%), {state}")
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1))
 
 
 VIEW = View(

@@ -18,7 +18,7 @@ from distlab.measure.clock import PhaseTimer, slowest_rank
 from distlab.measure.memory import allocated_bytes, peak_memory, tensor_bytes
 from distlab.measure.statistics import MIN_SAMPLES, percentiles
 from distlab.model.config import ModelConfig, preset
-from distlab.report import plot
+from distlab.report.charts import stacked_bars
 from distlab.report.record import Record, commit, environment
 from distlab.report.table import Column
 from distlab.report.view import View
@@ -281,7 +281,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
         f"Peak memory per rank: {config['size']}, batch {config['batch']} × context {config['context']}, "
         f"{config['dtype']}, {config['world_size']} × {env['device_name']}"
     )
-    plot.stacked_bars(path, labels, parts, title=title, unit="GiB")
+    stacked_bars(path, labels, parts, title=title, unit="GiB")
 
 
 VIEW = View(

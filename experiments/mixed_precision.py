@@ -29,8 +29,8 @@ from distlab.report import (
     progress,
     run_command,
 )
-from distlab.report.figure import OKABE_ITO, finish, new_figure, tidy
 from distlab.report.options import whole
+from distlab.report.style import OKABE_ITO, picture
 from distlab.report.table import Column
 from distlab.theory.rounding import FORMATS, safe_loss_scales, stalls_at
 from distlab.train.requirements import PlannedStep, require
@@ -122,33 +122,30 @@ def draw(records: Sequence[Record], path: Path) -> None:
     if exact is None:
         return
     fp16, low = FORMATS["fp16"], [r.metrics for r in rows if r.variant.startswith("fp16")]
-    figure = new_figure(3.6)
-    left, right = figure.subplots(1, 2)
-    left.bar(exact["histogram_log2"][:-1], exact["histogram_pct"], 0.9, align="edge", color=OKABE_ITO["sky"])
-    for name, edge in (("zero in fp16", fp16.smallest / 2), ("full precision", fp16.smallest_normal)):
-        power = torch.tensor(edge).log2().item()
-        left.axvline(power, color=OKABE_ITO["vermillion"], linewidth=1.2, linestyle="--")
-        left.annotate(name, (power, 0.97), (3, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
-                      rotation=90, va="top", fontsize=7.5)  # fmt: skip
-    left.set_xlabel("log2 of a weight gradient's size, fp32")
-    left.set_ylabel("share of the gradients (%)")
-    x = [m["log2_scale"] for m in low]
-    right.plot(
-        x, [m["underflow_pct"] for m in low], "o-", color=OKABE_ITO["blue"], label="logits' gradients zero"
-    )
-    right.plot(
-        x, [m["predicted_underflow_pct"] for m in low], "x", color=OKABE_ITO["black"], label="predicted"
-    )
-    right.plot(
-        x, [m["nonfinite_pct"] for m in low], "s-", color=OKABE_ITO["vermillion"], label="weights' not finite"
-    )
-    right.set_xlabel("log2 of the loss scale, fp16")
-    right.set_ylabel("share of the gradients (%)")
-    right.legend(fontsize=8, frameon=False)
-    for axes in (left, right):
-        tidy(axes)
     title = f"Gradients in fp16, and the loss scales they need: {headline(records)}"
-    finish(figure, path, title)
+    with picture(path, title, 3.6) as figure:
+        left, right = figure.subplots(1, 2)
+        left.bar(exact["histogram_log2"][:-1], exact["histogram_pct"], 0.9, align="edge", color=OKABE_ITO["sky"])
+        for name, edge in (("zero in fp16", fp16.smallest / 2), ("full precision", fp16.smallest_normal)):
+            power = torch.tensor(edge).log2().item()
+            left.axvline(power, color=OKABE_ITO["vermillion"], linewidth=1.2, linestyle="--")
+            left.annotate(name, (power, 0.97), (3, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
+                          rotation=90, va="top", fontsize=7.5)  # fmt: skip
+        left.set_xlabel("log2 of a weight gradient's size, fp32")
+        left.set_ylabel("share of the gradients (%)")
+        x = [m["log2_scale"] for m in low]
+        right.plot(
+            x, [m["underflow_pct"] for m in low], "o-", color=OKABE_ITO["blue"], label="logits' gradients zero"
+        )
+        right.plot(
+            x, [m["predicted_underflow_pct"] for m in low], "x", color=OKABE_ITO["black"], label="predicted"
+        )
+        right.plot(
+            x, [m["nonfinite_pct"] for m in low], "s-", color=OKABE_ITO["vermillion"], label="weights' not finite"
+        )
+        right.set_xlabel("log2 of the loss scale, fp16")
+        right.set_ylabel("share of the gradients (%)")
+        right.legend()
 
 
 VIEW = View(

@@ -15,7 +15,8 @@ from distlab.comm import RankContext
 from distlab.experiment import Experiment, Options, Run, View, option
 from distlab.hardware import GPUSpec, by_alias
 from distlab.model import ModelConfig, preset
-from distlab.report import Record, plot
+from distlab.report import Record
+from distlab.report.charts import stacked_bars
 from distlab.report.table import Column
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
 from distlab.theory.flops import hardware_flops, mfu, step_flops
@@ -258,7 +259,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
     }
     bars = {"exposed communication" if name == "communication" else name: bar for name, bar in bars.items()}
     labels = [record.variant for record in shown]
-    plot.stacked_bars(path, labels, bars, title=headline(records), unit="ms per step")
+    stacked_bars(path, labels, bars, title=headline(records), unit="ms per step")
 
 
 VIEW = View(

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distlab.report import Record, View, Work, add_output_options, commit, environment, progress, run_command
+from distlab.report.charts import Panel, Series, lines
 from distlab.report.table import Column
-from distlab.report.twins import twin_curves
 from distlab.testing import RanksFailed, run_ranks
 from distlab.train.data import SyntheticTokens
 from experiments.sabotage_pieces.checks import ATTENTION_TOLERANCE, caught_by, examine
@@ -124,17 +124,19 @@ def headline(records: Sequence[Record]) -> str:
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """A panel per mistake: its loss beside the healthy one."""
-    cells = {
-        f"{record.variant}\n→ {record.metrics['caught_by']}": {
-            "healthy": record.metrics["healthy_loss"],
-            "with the mistake": record.metrics.get("loss", []),
-        }
-        for record in records
-    }
     floor = math.log(SyntheticTokens(MODEL.vocab_size, 1, 1, seed=0, rank=0).branching)
-    title = f"Mistakes → checks that catch them. {headline(records)}"
-    twin_curves(path, cells, title=title, x_label="step", y_label="loss, nats per token",
-           levels={"floor of the data": floor})  # fmt: skip
+    panels = []
+    for record in records:
+        healthy, wrong = record.metrics["healthy_loss"], record.metrics.get("loss", [])
+        series = [
+            Series("healthy", range(1, len(healthy) + 1), healthy, line="-", width=2.6),
+            Series("with the mistake", range(1, len(wrong) + 1), wrong, line="-", width=1),
+            Series("floor of the data", [1, len(healthy)], [floor, floor], line=":", width=0.8),
+        ]
+        heading = f"{record.variant}\n→ {record.metrics['caught_by']}"
+        axes = {"log_x": None, "from_zero": False, "y_max": 1.5 * max(healthy)}
+        panels.append(Panel(heading, "step", "loss, nats per token", series, **axes))
+    lines(path, panels, title=f"Mistakes → checks that catch them. {headline(records)}")
 
 
 VIEW = View(

@@ -21,7 +21,7 @@ from pathlib import Path
 from distlab.hardware import by_alias, lookup
 from distlab.model import ModelConfig, preset
 from distlab.report import Record, View, Work, add_output_options, commit, environment, read_json, run_command
-from distlab.report.lines import Point, log_lines
+from distlab.report.charts import Panel, Series, lines
 from distlab.report.options import whole
 from distlab.report.table import Column
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
@@ -228,30 +228,32 @@ def findings(records: Sequence[Record]) -> list[str]:
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """Tokens per second and rank, so that perfect scaling is a level line; error bars from p20 to p80."""
-    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
-    points: dict[str, dict[str, list[Point]]] = {}
+    ranks = sorted({record.config["world_size"] for record in records})
+    ticks = [(n, f"{n:,}") for n in ranks[:: 1 + len(ranks) // 8]]
+    panels: dict[str, list[Series]] = {}
+    groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        panel, ranks, metrics = (
-            f"{record.config['kind']} scaling",
-            record.config["world_size"],
-            record.metrics,
-        )
-        x, y = panels.setdefault(panel, {}).setdefault(record.variant, ([], []))
-        x.append(ranks)
-        y.append(metrics["predicted_tokens_per_s"] / ranks)
-        if "measured_step_p50_ms" in metrics:
+        groups.setdefault((record.config["kind"], record.variant), []).append(record)
+    for (kind, variant), rows in groups.items():
+        series = panels.setdefault(kind, [])
+        style = ("-", "--", "-.", ":")[len({s.key for s in series}) % 4]  # lines on each other can be told apart
+        x, y = zip(*((r.config["world_size"], r.metrics["predicted_tokens_per_s"]) for r in rows), strict=True)
+        series.append(Series(variant, x, [rate / n for n, rate in zip(x, y, strict=True)], line=style))
+        measured = [r for r in rows if "measured_step_p50_ms" in r.metrics]
+        if measured:
+            x = [r.config["world_size"] for r in measured]
             # Tokens of a step, times ms per s.
-            work = metrics["predicted_tokens_per_s"] / ranks * metrics["predicted_step_ms"]
-            p20, p50, p80 = (work / metrics[f"measured_step_{p}_ms"] for p in ("p20", "p50", "p80"))
-            points.setdefault(panel, {}).setdefault(record.variant, []).append((ranks, p50, p80, p20))
-    log_lines(
-        path,
-        panels,
-        title=headline(records),
-        x_label="ranks",
-        y_label="tokens per second and rank",
-        points=points,
-    )
+            work = [r.metrics["predicted_tokens_per_s"] * r.metrics["predicted_step_ms"] for r in measured]
+            high, y, low = (
+                [t / n / r.metrics[f"measured_step_{p}_ms"] for t, n, r in zip(work, x, measured, strict=True)]
+                for p in ("p20", "p50", "p80")
+            )
+            series.append(Series(f"{variant}, measured", x, y, low, high, like=variant))
+    axes = [
+        Panel(f"{kind} scaling", "ranks", "tokens per second and rank", series, x_ticks=ticks)
+        for kind, series in panels.items()
+    ]
+    lines(path, axes, title=headline(records))
 
 
 VIEW = View(

@@ -24,10 +24,10 @@ from distlab.report import (
     add_output_options,
     commit,
     environment,
-    plot,
     progress,
     run_command,
 )
+from distlab.report.charts import stacked_bars, timeline
 from distlab.report.options import real, whole
 from distlab.report.table import Column
 from distlab.simulate import Contention, LinkModel, replay
@@ -181,7 +181,7 @@ def draw_memory(records: Sequence[Record], path: Path) -> None:
         name: [record.metrics[f"peak_{name}_bytes"] / 2**30 for record in records] for name in CATEGORIES
     }
     labels = [record.variant for record in records]
-    plot.stacked_bars(path, labels, parts, title=f"At the peak: {headline(records)}", unit="GiB")
+    stacked_bars(path, labels, parts, title=f"At the peak: {headline(records)}", unit="GiB")
 
 
 VIEW = View(
@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def work(folder: Path) -> list[Record]:
             records, rows = run(config, progress)
-            plot.timeline(folder / "timeline.png", rows, title=headline(records))
+            timeline(folder / "timeline.png", rows, title=headline(records))
             return records
 
         return work

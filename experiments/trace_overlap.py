@@ -26,7 +26,7 @@ from distlab.measure.trace.account import (
 )
 from distlab.measure.trace.capture import Event, load_trace_and_origin
 from distlab.report import Record, View, Work, add_output_options, commit, environment, run_command
-from distlab.report.streams import stream_lanes
+from distlab.report.charts import stream_lanes
 from distlab.report.table import Column
 
 NAME = "trace_overlap"

@@ -36,7 +36,7 @@ from distlab.report import (
     redraw,
     write,
 )
-from distlab.report.curves import curves
+from distlab.report.charts import Panel, lines, overlaid
 from distlab.report.noise import TIE
 from distlab.report.options import real
 from distlab.train.tokens import open_tokens
@@ -76,19 +76,18 @@ def headline(records: Sequence[Record]) -> str:
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """All loss curves on one picture, and where one run was killed."""
-    series, events = {}, {}
+    series, events = {}, []
     for record in records:
         if "loss" in record.metrics:
             first = record.metrics["first_step"]
             losses = record.metrics["loss"]
             series[record.variant] = (range(first + 1, first + len(losses) + 1), losses)
         if record.variant == KILLED:
-            events = {"killed": record.config["kill_at"], "resumed from": record.metrics["first_step"]}
+            events = [(record.config["kill_at"], "killed"), (record.metrics["first_step"], "resumed from")]
     if series:
-        title = f"Loss of every strategy: {headline(records)}"
-        curves(
-            path, series, title=title, x_label="step", y_label="training loss (nats per byte)", events=events
-        )
+        label = "training loss (nats per byte)"
+        panel = Panel("", "step", label, overlaid(series), log_x=None, from_zero=False, events=events)
+        lines(path, [panel], title=f"Loss of every strategy: {headline(records)}")
 
 
 VIEW = View(

@@ -22,7 +22,7 @@ from distlab.hardware import peak_flops
 from distlab.measure.memory import peak_memory
 from distlab.model.config import ModelConfig
 from distlab.report import Column, OutputFolder, Record, View, commit, environment, read_json, write
-from distlab.report.curves import curves
+from distlab.report.charts import Panel, overlaid
 from distlab.theory.flops import mfu, step_flops
 from distlab.train.config import DTYPES, TrainConfig
 from distlab.train.journal import Journal
@@ -282,13 +282,8 @@ class Training:
         if outcome.validation:
             series["validation"] = tuple(zip(*outcome.validation, strict=True))
         title = f"{self.config.size}, {self.config.strategy}, {self.context.world_size} ranks"
-        curves(
-            self.folder.path / "loss.png",
-            series,
-            title=title,
-            x_label="step",
-            y_label="loss (nats per token)",
-        )
+        panel = Panel("", "step", "loss (nats per token)", overlaid(series), log_x=None, from_zero=False)
+        lines(self.folder.path / "loss.png", [panel], title=title)
         write(VIEW, [record], self.folder)
         return record
 

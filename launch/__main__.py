@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from distlab.experiment import Experiment
     from distlab.report.view import View
 
-EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
+ROOT = Path(__file__).resolve().parents[1]
+EXPERIMENTS = ROOT / "experiments"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,9 +208,19 @@ def _views_of(module: ModuleType) -> dict[str, View]:
 
 def tables(arguments: Sequence[str]) -> int:
     """Redraw the tables of README.md and docs/ from the committed records, and their code from the source."""
-    from launch import tables as pages
+    import argparse
 
-    return pages.main(list(arguments))
+    parser = argparse.ArgumentParser("distlab tables", description=tables.__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    check = parser.parse_args(arguments).check
+
+    def redraw() -> int:
+        from distlab.report.docs_tables import redraw_pages
+
+        pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+        return redraw_pages(pages, view_of, ROOT, check=check)
+
+    return _to_end("distlab tables", redraw)
 
 
 def train(arguments: Sequence[str]) -> int:

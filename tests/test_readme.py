@@ -1,11 +1,12 @@
 """The pages: tables as their records say, links that lead somewhere."""
 
 import re
+from functools import partial
 
 import pytest
 
-from distlab.report.embed import definition, embed_code, embed_tables
-from launch import tables
+from distlab.report.docs_tables import definition, embed_code, embed_tables, table_of
+from launch.__main__ import view_of
 from tests.commands import ROOT
 from tests.pages import pages
 
@@ -15,7 +16,7 @@ PAGES = pages()
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_are_drawn_from_their_records(page):
     text = page.read_text(encoding="utf-8")
-    assert embed_tables(text, tables.table_of) == text, "run make tables"
+    assert embed_tables(text, partial(table_of, view_of=view_of, root=ROOT)) == text, "run make tables"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -16,7 +16,7 @@ from distlab.report.command import (
 from distlab.report.output import OutputFolder
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, reading, write_csv, write_json
-from distlab.report.table import Column, render
+from distlab.report.table import Column, render, render_for_terminal
 from distlab.report.view import View, say, write
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "reading",
     "redraw",
     "render",
+    "render_for_terminal",
     "run_command",
     "run_to_end",
     "say",

@@ -8,23 +8,22 @@ that differ by less than the noise of the worse one are a tie; where samples wer
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distlab.report.record import Record
-from distlab.report.table import Column
+from distlab.report.table import Column, is_number
 
 TIE = " tie"
 
 
 def noise_of(metrics: Mapping[str, Any], quantity: str = "step") -> float | None:
     """Noise of a row's median of `quantity`, in %; None if the row holds nothing to tell it by."""
-    if _is_number(metrics.get("noise_pct")):
+    if is_number(metrics.get("noise_pct")):
         return metrics["noise_pct"]
-    found = [metrics["noise_floor_pct"]] if _is_number(metrics.get("noise_floor_pct")) else []
+    found = [metrics["noise_floor_pct"]] if is_number(metrics.get("noise_floor_pct")) else []
     p20, p50, p80 = (metrics.get(f"{quantity}_{p}_ms") for p in ("p20", "p50", "p80"))
-    if all(map(_is_number, (p20, p50, p80))) and p50 > 0:
+    if all(map(is_number, (p20, p50, p80))) and p50 > 0:
         found.append(100 * (p80 - p20) / 2 / p50)
     return max(found, default=None)
 
@@ -33,14 +32,14 @@ def tied(mine: Mapping[str, Any], other: Mapping[str, Any], quantity: str = "ste
     """Whether two rows' medians of `quantity` differ by no more than the noise of the worse one."""
     first, second = (metrics.get(f"{quantity}_p50_ms") for metrics in (mine, other))
     noises = [noise_of(metrics, quantity) for metrics in (mine, other)]
-    if not (_is_number(first) and _is_number(second)) or None in noises:
+    if not (is_number(first) and is_number(second)) or None in noises:
         return False
     return abs(first - second) <= max(noises) / 100 * min(first, second)
 
 
 def interval_ties(low: Any, high: Any) -> bool:
     """Whether an interval of a ratio contains 1, and is one: a row over itself is exactly 1 and no tie."""
-    return _is_number(low) and _is_number(high) and low <= 1 <= high and low < high
+    return is_number(low) and is_number(high) and low <= 1 <= high and low < high
 
 
 def noise_by_row(records: Sequence[Record], quantity: str = "step") -> str:
@@ -54,6 +53,3 @@ def noise_by_row(records: Sequence[Record], quantity: str = "step") -> str:
 
 NOISE = Column("metrics.noise_pct", "± %", ".1f", missing="", derived=lambda record: noise_of(record.metrics))
 
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,74 +1,159 @@
-"""Style and script of `report.html`: one page without a network, light or dark as the reader's system asks, tables
-that sort when a heading is pressed.
+"""`report.html`: an experiment's question, set-up, results, predictions, noise and how to read them, on one page.
+
+The page needs no network and no other file: pictures are inside it, and its content security policy forbids the
+rest. It prints what the records hold and computes nothing that the tables beside it do not have.
 """
 
-CSS = """
-:root {
-  color-scheme: light dark;
-  --paper: #ffffff; --ink: #1d1d1f; --faint: #63636b; --line: #d6d6db; --row: #f4f5f7; --link: #0a58a6;
-  --card: #ffffff;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --paper: #16181c; --ink: #e6e6ea; --faint: #a3a6ae; --line: #3a3d44; --row: #1f2227; --link: #7db7f2;
-    --card: #e9e9ec;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 75rem; background: var(--paper); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif;
-}
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem; }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid var(--line); padding-bottom: .2rem; }
-h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
-p, ul { max-width: 52rem; margin: .5rem 0; }
-.faint, figcaption { color: var(--faint); }
-code, pre { font: .85rem/1.45 ui-monospace, monospace; }
-pre { background: var(--row); border: 1px solid var(--line); padding: .6rem .8rem; overflow-x: auto; }
-.scroll { overflow-x: auto; margin: .75rem 0; }
-table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .55rem; border-bottom: 1px solid var(--line); white-space: nowrap; text-align: right; }
-th { vertical-align: bottom; padding: 0; background: var(--row); white-space: normal; line-height: 1.3; }
-th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); z-index: 1; }
-th:first-child, tbody tr:hover td:first-child { background: var(--row); }
-th button {
-  all: unset; display: block; width: 100%; box-sizing: border-box; padding: .35rem .55rem; cursor: pointer;
-  font-weight: 600; text-align: inherit;
-}
-th button:focus-visible { outline: 2px solid var(--link); outline-offset: -2px; }
-th button::after { content: "\\2195"; color: var(--faint); padding-left: .3rem; font-weight: 400; }
-th[aria-sort=ascending] button::after { content: "\\2191"; color: var(--link); }
-th[aria-sort=descending] button::after { content: "\\2193"; color: var(--link); }
-.left { text-align: left; }
-tbody tr:hover { background: var(--row); }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: .5rem 0; }
-dt { color: var(--faint); }
-dd { margin: 0; overflow-wrap: anywhere; }
-figure { margin: 1rem 0; }
-figure img { max-width: 100%; height: auto; background: var(--card); border-radius: 4px; padding: 4px; }
-summary { cursor: pointer; color: var(--link); margin: .5rem 0; }
-@media print { th button::after { content: none; } details { display: none; } }
-"""
+from __future__ import annotations
 
-# Numbers sort as numbers, before texts such as "OOM"; equal keys keep their order. A second press turns the order.
-SCRIPT = """
-for (const table of document.querySelectorAll("table")) {
-  const headings = [...table.tHead.rows[0].cells], body = table.tBodies[0];
-  headings.forEach((heading, column) => heading.querySelector("button").addEventListener("click", () => {
-    const direction = heading.getAttribute("aria-sort") === "ascending" ? -1 : 1;
-    headings.forEach(other => other.removeAttribute("aria-sort"));
-    heading.setAttribute("aria-sort", direction === 1 ? "ascending" : "descending");
-    const key = row => {
-      const cell = row.cells[column], number = parseFloat(cell.dataset.value);
-      return [Number.isNaN(number) ? null : number, cell.textContent];
-    };
-    const compare = ([a, textA], [b, textB]) =>
-      a !== null && b !== null ? direction * (a - b)
-      : a !== null ? -1 : b !== null ? 1
-      : direction * textA.localeCompare(textB, undefined, {numeric: true});
-    [...body.rows].map(row => [key(row), row]).sort((x, y) => compare(x[0], y[0]))
-      .forEach(([, row]) => body.append(row));
-  }));
-}
-"""
+import base64
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distlab.report.noise import noise_of
+from distlab.report.predictions import accuracy, compared
+from distlab.report.record import Record
+from distlab.report.table import Column, by_machine, is_number, render
+
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+MOST_FIGURES = 500  # rows of the table that has every prediction; beyond that the summary stands alone
+
+
+def page(
+    records: Sequence[Record],
+    *,
+    name: str,
+    question: str,
+    headline: str,
+    tables: Sequence[tuple[str, Sequence[Record], Sequence[Column]]],
+    pictures: Sequence[tuple[str, Path]] = (),
+    findings: Sequence[str] = (),
+    reading: str = "",
+    prediction: str = "",
+    noise: str = "",
+) -> str:
+    """The whole page.
+
+    Args:
+        name: of the experiment.
+        question: what it asks, one sentence.
+        headline: what the tables were measured on, one line.
+        tables: title (empty for an only one), records and columns of each.
+        pictures: caption and file (`.png`) of each.
+        findings: sentences that follow from these records.
+        reading: how to read the table and the pictures.
+        prediction, noise: words for these sections, before what the records themselves say.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    figures = compared(records)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        name=name, question=question, headline=headline, findings=findings, reading=reading, prediction=prediction,
+        noise=noise, noises=_noises(records),
+        setups=[_setup(machine, group) for machine, group in by_machine(records).items()],
+        tables=[_records_table(*each) for each in tables],
+        pictures=[(caption, base64.b64encode(path.read_bytes()).decode()) for caption, path in pictures],
+        accuracy=_table(
+            ["quantity", "figures", "median |error| %", "worst error %", "worst at"],
+            [
+                [_cell(line.quantity), _cell(line.figures), _cell(line.median_error_pct, ".1f"),
+                 _cell(line.worst_error_pct, "+.1f"), _cell(line.worst_variant if line.worst_error_pct else "none")]
+                for line in accuracy(figures)
+            ],
+            left=(0, 4),
+        ),
+        compared=_table(
+            ["variant", "quantity", "predicted", "measured", "error %"],
+            [
+                [_cell(f.variant), _cell(f.quantity), *(_cell(v, _format(v)) for v in (f.predicted, f.measured)),
+                 _cell(f.error_pct, "+.1f")]
+                for f in (figures if len(figures) <= MOST_FIGURES else ())
+            ],
+            left=(0, 1),
+        ),
+    )  # fmt: skip
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence], left: Sequence[int]) -> dict[str, Any]:
+    """What the template makes a table of: (title, whether it stands left) of each column; cells are (text, number to
+    sort by).
+    """
+    return {"head": [(title, place in left) for place, title in enumerate(titles)], "rows": rows}
+
+
+def _cell(value: Any, spec: str = "") -> tuple[str, float | None]:
+    return "n/a" if value is None else format(value, spec), value if is_number(value) else None
+
+
+def _format(value: float) -> str:
+    return ",d" if isinstance(value, int) else ",.4g" if abs(value) < 1e4 else ",.0f"
+
+
+def _records_table(title: str, records: Sequence[Record], columns: Sequence[Column]) -> dict[str, Any]:
+    rows = []
+    for record in records:
+        values = [column.value(record) for column in columns]
+        rows.append([
+            (column.text(record), value if is_number(value) else None)
+            for column, value in zip(columns, values, strict=True)
+        ])  # fmt: skip
+    left = [place for place, column in enumerate(columns) if column.stands_left]
+    forms = {style: render(records, columns, style) for style in ("markdown", "latex")}
+    return {"title": title, **forms, **_table([column.title for column in columns], rows, left)}
+
+
+def _setup(machine: str, records: Sequence[Record]) -> dict[str, Any]:
+    """One machine: hardware, versions, commit, command, and what all its records have in common."""
+    first = records[0]
+    known = first.environment
+    count = first.config.get("world_size") or known.get("device_count") or 1
+    backend = first.config.get("backend")
+    versions = {"torch": "torch", "Triton": "triton", "CUDA": "cuda", "NCCL": "nccl", "Python": "python"}
+    facts = {
+        "device": f"{count} × {machine}" + (f" ({backend})" if backend else ""),
+        "CPU": f"{known.get('cpu_model') or 'unknown'}, {known.get('cpu_cores') or '?'} usable cores, "
+        f"threads per process: {known.get('cpu_threads_per_rank') or '?'}",
+        "versions": ", ".join(f"{label} {known[key]}" for label, key in versions.items() if known.get(key)),
+        "commit": ", ".join(dict.fromkeys(str(record.commit or "unknown") for record in records)),
+    }
+    commands = filter(None, dict.fromkeys(record.environment.get("command") for record in records))
+    options = {
+        key: json.dumps(value, default=str, ensure_ascii=False)
+        for key, value in first.config.items()
+        if all(key in record.config and record.config[key] == value for record in records)
+    }
+    return {"facts": facts, "command": "\n".join(commands) or "the command was not recorded", "options": options}
+
+
+def _noises(records: Sequence[Record]) -> list[str]:
+    """What the records say: each row's own noise, and how far their samples spread."""
+    lines = []
+    noises = {r.variant: noise for r in records if (noise := noise_of(r.metrics)) is not None}
+    if noises:
+        best, worst = (pick(noises, key=noises.__getitem__) for pick in (min, max))
+        lines.append(
+            f"Noise is each row's own: from {noises[best]:.1f} % ({best}) to {noises[worst]:.1f} % ({worst}). Two rows "
+            "that differ by less than the noise of the worse one are a tie."
+        )
+    for quantity, spreads in _spreads(records).items():
+        lines.append(
+            f"From p20 to p80, {quantity} spreads over {statistics.median(spreads):.1f} % of its median (median over "
+            f"{len(spreads)} rows; widest {max(spreads):.1f} %)."
+        )
+    return lines
+
+
+def _spreads(records: Sequence[Record]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for record in records:
+        for name, middle in record.metrics.items():
+            low, high = (record.metrics.get(name.replace("_p50_", f"_{p}_")) for p in ("p20", "p80"))
+            if "_p50_" in name and middle and all(map(is_number, (low, middle, high))):
+                found.setdefault(name.replace("_p50", ""), []).append(100 * (high - low) / middle)
+    return found

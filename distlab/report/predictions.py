@@ -6,19 +6,17 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from distlab.report.record import Record
+from distlab.report.table import is_number
 
 PREFIX = "predicted_"
 
 
-@dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """One figure of one record.
 
     Attributes:
@@ -38,17 +36,15 @@ def compared(records: Sequence[Record]) -> list[Compared]:
     found = []
     for record in records:
         for name, predicted in record.metrics.items():
-            measured = _measured(record.metrics, name)
-            if _is_number(predicted) and measured is not None:
-                error = (
-                    100 * (predicted / measured - 1) if measured else (0.0 if predicted == measured else None)
-                )
-                found.append(Compared(record.variant, name.removeprefix(PREFIX), predicted, measured, error))
+            quantity = name.removeprefix(PREFIX)
+            measured = _measured(record.metrics, quantity)
+            if name.startswith(PREFIX) and is_number(predicted) and measured is not None:
+                error = 100 * (predicted / measured - 1) if measured else (0.0 if predicted == measured else None)
+                found.append(Compared(record.variant, quantity, predicted, measured, error))
     return found
 
 
-@dataclass(frozen=True)
-class Accuracy:
+class Accuracy(NamedTuple):
     """How good the predictions of one quantity are, over all records; errors in % of the measured figure."""
 
     quantity: str
@@ -70,18 +66,8 @@ def accuracy(figures: Sequence[Compared]) -> list[Accuracy]:
     return lines
 
 
-def _measured(metrics: Mapping[str, Any], name: str) -> float | None:
-    if not name.startswith(PREFIX):
-        return None
-    base = name.removeprefix(PREFIX)
-    median = base.removesuffix("_ms") + "_p50_ms"
-    allocated = base.removesuffix("_bytes") + "_alloc_bytes"
-    for candidate in (base, median, allocated):
-        for key in (candidate, f"measured_{candidate}"):
-            if _is_number(metrics.get(key)):
-                return metrics[key]
-    return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _measured(metrics: Mapping[str, Any], quantity: str) -> float | None:
+    median = quantity.removesuffix("_ms") + "_p50_ms"
+    allocated = quantity.removesuffix("_bytes") + "_alloc_bytes"
+    names = [name for base in (quantity, median, allocated) for name in (base, f"measured_{base}")]
+    return next((metrics[name] for name in names if is_number(metrics.get(name))), None)

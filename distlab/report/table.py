@@ -4,6 +4,8 @@ for a report.
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from tabulate import tabulate
 from distlab.report.record import Record
 
 STYLES = {"text": "simple", "markdown": "pipe", "latex": "latex_raw"}
+LONGEST_CELL = 40  # in a terminal
 
 
 @dataclass(frozen=True)
@@ -90,28 +93,60 @@ def render(records: Sequence[Record], columns: Sequence[Column], style: str = "t
     """
     if style not in STYLES:
         raise ValueError(f"unknown table style {style!r}: use one of {', '.join(map(repr, STYLES))}")
-    if not columns:
-        raise ValueError("a table needs at least one column")
     escape = {"text": str, "markdown": _escape_markdown, "latex": escape_latex}[style]
     rows = [[escape(_cell(column, record)) for column in columns] for record in records]
-    aligns = ["left" if column.stands_left else "right" for column in columns]
+    return _tabulate(rows, columns, [escape(column.title) for column in columns], STYLES[style])
+
+
+def render_for_terminal(
+    records: Sequence[Record], columns: Sequence[Column], width: int = 100, *, page: object = "the page", more: int = 0
+) -> str:
+    """A text table at most `width` characters wide.
+
+    Where it does not fit, headings are broken into lines; then columns are left out, from the right, where the least
+    important ones stand, and a line below says how many. Cells longer than 40 characters are cut.
+
+    Args:
+        page: where all columns are, for that line.
+        more: columns that the caller has left out already.
+
+    Raises:
+        ValueError: no columns, or a format that does not fit the value (names the column).
+    """
+    rows = [[_shortened(_cell(column, record)) for column in columns] for record in records]
+    titles = [column.title for column in columns]
+    text = _tabulate(rows, columns, titles, STYLES["text"])
+    if _width(text) > width:
+        lengths = [max(map(len, cells)) for cells in zip(*rows, strict=True)] or [0] * len(columns)
+        titles = [textwrap.fill(title, max(length, 8)) for title, length in zip(titles, lengths, strict=True)]
+    for shown in range(len(columns), 0, -1):
+        text = _tabulate([row[:shown] for row in rows], columns[:shown], titles[:shown], STYLES["text"])
+        if _width(text) <= width:
+            break
+    hidden = len(columns) - shown + more
+    return text + (f"\n{hidden} more column{'s' * (hidden > 1)} in {page}" if hidden else "")
+
+
+def _tabulate(
+    rows: Sequence[Sequence[str]], columns: Sequence[Column], titles: Sequence[str], tablefmt: str
+) -> str:
+    if not columns:
+        raise ValueError("a table needs at least one column")
     return tabulate(
         rows,
-        headers=[escape(column.title) for column in columns],
-        tablefmt=STYLES[style],
+        headers=titles,
+        tablefmt=tablefmt,
         disable_numparse=True,  # cells are formatted already; tabulate must not turn "1.50" into 1.5
-        colalign=aligns if rows else None,
+        colalign=["left" if column.stands_left else "right" for column in columns] if rows else None,
     )
 
 
-def render_for_terminal(records: Sequence[Record], columns: Sequence[Column], width: int = 100) -> str:
-    """The table in at most `width` characters: columns that do not fit are left out from the right."""
-    for count in range(len(columns), 0, -1):
-        text = render(records, columns[:count])
-        if max(map(len, text.splitlines())) <= width or count == 1:
-            more = len(columns) - count
-            return text + (f"\n{more} more columns are in the page." if more else "")
-    return ""
+def _shortened(cell: str) -> str:
+    return cell if len(cell) <= LONGEST_CELL else cell[: LONGEST_CELL - 1] + "…"
+
+
+def _width(text: str) -> int:
+    return max(map(len, text.splitlines()))
 
 
 def _cell(column: Column, record: Record) -> str:
@@ -145,3 +180,24 @@ def escape_latex(text: str) -> str:
     One pass over the characters, so that a replacement is never escaped again.
     """
     return "".join(_LATEX.get(character, character) for character in " ".join(text.split()))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a metric holds a finite number: not None, not a text such as `OOM`, not a truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def by_machine(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of each machine, which no line and no bar mixes, in order of first appearance, by the device's name;
+    with torch's version where one kind of device appears with several.
+    """
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        known = record.environment
+        where = (str(known.get("device_name") or "unknown device"), str(known.get("torch") or "unknown"))
+        found.setdefault(where, []).append(record)
+    devices = [device for device, _ in found]
+    return {
+        device if devices.count(device) == 1 else f"{device}, torch {version}": group
+        for (device, version), group in found.items()
+    }

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distlab.report import html
-from distlab.report.machines import by_machine
+from distlab.report import page as html
 from distlab.report.output import OutputFolder, atomic_path
 from distlab.report.record import Record, json_line, write_csv, write_json
-from distlab.report.table import Column, render, render_for_terminal
+from distlab.report.table import Column, by_machine, render, render_for_terminal
 
 WIDTH = 100  # characters of a terminal
 Draw = Callable[[Sequence[Record], Path], None]

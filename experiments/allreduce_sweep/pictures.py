@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distlab.measure.bandwidth import BY_HAND, LIBRARY, traffic
+from distlab.report.charts import Panel, Series, lines
 from distlab.report.record import Record
-from distlab.report.sweeps import Panel, Series, curves
 
 from .config import KIB
 from .rows import headline, timings
@@ -17,7 +17,7 @@ def draw_bandwidth(records: Sequence[Record], path: Path) -> None:
         Panel(y_label="bus bandwidth (GB/s)", series=_bandwidth_series(rows), **shared)
         for rows, shared in _by_ranks(records)
     ]
-    curves(path, panels, title=headline(records))
+    lines(path, panels, title=headline(records))
 
 
 def draw_fits(records: Sequence[Record], path: Path) -> None:
@@ -28,7 +28,7 @@ def draw_fits(records: Sequence[Record], path: Path) -> None:
     ]
     panels = [panel for panel in panels if panel.series]
     if panels:
-        curves(path, panels, title=f"Measured times and α–β fits in pieces. {headline(records)}")
+        lines(path, panels, title=f"Measured times and α–β fits in pieces. {headline(records)}")
 
 
 def _by_ranks(records: Sequence[Record]) -> Iterator[tuple[list[Record], dict]]:
@@ -45,13 +45,13 @@ def _bandwidth_series(rows: Sequence[Record]) -> list[Series]:
         mine = [r for r in rows if r.variant == name]
         x, y = ([r.metrics[m] for r in mine] for m in ("payload_bytes", "busbw_gb_per_s"))
         like = None if name == "whole_all_reduce" else name.removeprefix("ring_")
-        series.append(Series(name, x, y, line=True, dashed=name in BY_HAND, like=like))
+        series.append(Series(name, x, y, line="--" if name in BY_HAND else "-", like=like))
     links = [r.metrics["link_ms"] for r in rows if r.variant == "all_reduce" and r.metrics.get("link_ms")]
     if links:
         peak = rows[0].metrics["payload_bytes"] * traffic(rows[0].variant, rows[0].config["world_size"])
         peak = peak / rows[0].metrics["link_ms"] / 1e6
         x = [min(r.metrics["payload_bytes"] for r in rows), max(r.metrics["payload_bytes"] for r in rows)]
-        series.append(Series("peak of the link", x, [peak, peak], line=True, like="~"))
+        series.append(Series("peak of the link", x, [peak, peak], line="-", like="~"))
     return series
 
 
@@ -64,7 +64,7 @@ def _time_series(rows: Sequence[Record]) -> list[Series]:
         series.append(Series(name, x, y, low, high))
         fitted = [r.metrics.get("fit_ms") for r in mine]
         if None not in fitted:
-            series.append(Series(f"{name}, fit", x, fitted, line=True, like=name))
+            series.append(Series(f"{name}, fit", x, fitted, line="-", like=name))
     return series
 
 

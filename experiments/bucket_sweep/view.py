@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distlab.report.charts import Panel, Series, lines
 from distlab.report.noise import NOISE, TIE
 from distlab.report.record import Record
-from distlab.report.sweeps import Panel, Series, curves
 from distlab.report.table import Column
 from distlab.report.view import View
 
@@ -88,16 +88,16 @@ def draw(records: Sequence[Record], path: Path) -> None:
             continue
         x = [beyond if r.config["bucket_size_mb"] is None else r.config["bucket_size_mb"] for r in mine]
         low, y, high = ([r.metrics[f"step_{p}_ms"] for r in mine] for p in ("p20", "p50", "p80"))
-        series.append(Series(label, x, y, low, high, dashed=strategy == PEER))
+        series.append(Series(label, x, y, low, high, hollow=strategy == PEER))
         if strategy == OURS:
             predicted = [r.metrics["predicted_step_ms"] for r in mine]
-            series.append(Series("bucketed, predicted", x, predicted, line=True, like=label))
+            series.append(Series("bucketed, predicted", x, predicted, line="-", like=label))
     local = next((r.metrics.get("step_p50_ms") for r in records if r.variant == "local"), None)
     if isinstance(local, float):
         ends = [min(finite or [1.0]), beyond]
-        series.append(Series("no communication", ends, [local, local], line=True, dashed=True))
+        series.append(Series("no communication", ends, [local, local], line="--"))
     panel = Panel("", "bucket size (MiB)", "step (ms)", series, log_x=10, x_ticks=ticks)
-    curves(path, [panel], title=headline(records), height_in=4.2)
+    lines(path, [panel], title=headline(records))
 
 
 VIEW = View(

@@ -7,7 +7,7 @@ from distlab.comm import RankContext
 from distlab.experiment import Run, View
 from distlab.measure.trace.account import lanes
 from distlab.measure.trace.capture import load_trace
-from distlab.report import plot
+from distlab.report.charts import stacked_bars, timeline
 from distlab.report.noise import NOISE, TIE, interval_ties, noise_by_row, noise_of
 from distlab.report.record import Record
 from distlab.report.table import Column
@@ -161,7 +161,7 @@ def draw_step_times(records: Sequence[Record], path: Path) -> None:
             part.append(cell)
     labels = [record.variant for record in records]
     title = f"Where a step's time goes: {headline(records)}"
-    plot.stacked_bars(path, labels, parts, title=title, unit="ms", whiskers=whiskers)
+    stacked_bars(path, labels, parts, title=title, unit="ms", whiskers=whiskers)
 
 
 VIEW = View(
@@ -195,4 +195,4 @@ def draw_timeline(run: Run, context: RankContext) -> None:
             rows[record.variant] = lanes(load_trace(path))
     if rows:
         title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
-        plot.timeline(run.path / "timeline.png", rows, title=title)
+        timeline(run.path / "timeline.png", rows, title=title)

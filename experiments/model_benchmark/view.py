@@ -5,8 +5,7 @@ from pathlib import Path
 
 from distlab.bench.trial import described
 from distlab.measure.trace.kernels import PHASES
-from distlab.report import plot
-from distlab.report.curves import curves
+from distlab.report.charts import Panel, lines, overlaid, stacked_bars
 from distlab.report.noise import NOISE
 from distlab.report.record import Record
 from distlab.report.table import Column
@@ -52,7 +51,7 @@ def draw_steps(records: Sequence[Record], path: Path) -> None:
         for phase, values in parts.items():
             values.append((metrics[f"{phase}_p50_ms"] or 0.0) if timed else metrics["status"])
         whiskers.append((metrics["step_p20_ms"], metrics["step_p80_ms"]) if timed else None)
-    plot.stacked_bars(path, labels, parts, title=headline(records), unit="ms (median; whiskers p20 to p80)",
+    stacked_bars(path, labels, parts, title=headline(records), unit="ms (median; whiskers p20 to p80)",
                       whiskers=whiskers)  # fmt: skip
 
 
@@ -67,13 +66,8 @@ def draw_warmup(records: Sequence[Record], path: Path) -> None:
         if r.metrics.get("series_ms")
     }
     if series and len({r.config["warmup"] for r in records}) > 1:
-        curves(
-            path,
-            series,
-            title=f"Every call from the first: {headline(records)}",
-            x_label="call",
-            y_label="ms",
-        )
+        panel = Panel("", "call", "ms", overlaid(series), log_x=None, from_zero=False)
+        lines(path, [panel], title=f"Every call from the first: {headline(records)}")
 
 
 VIEW = View(

@@ -14,7 +14,7 @@ from distlab.measure.flops import FlopsByCategory
 from distlab.measure.statistics import MIN_SAMPLES, percentiles
 from distlab.measure.trace.capture import load_trace, profile_steps
 from distlab.measure.trace.kernels import CATEGORIES, PHASES, Phases, Profile, readable, summarise
-from distlab.report import plot
+from distlab.report.charts import stacked_bars
 from distlab.report.record import Record
 from distlab.report.table import Column
 from distlab.report.view import View
@@ -130,7 +130,7 @@ def draw_work(records: Sequence[Record], path: Path) -> None:
         for kind in kinds:
             metrics = mine.get(kind, {})
             parts[kind] += [metrics.get("of_kernel_time_pct", 0.0), metrics.get("of_flops_pct", 0.0)]
-    plot.stacked_bars(path, rows, parts, title=f"Where time and arithmetic go: {headline(records)}", unit="%")
+    stacked_bars(path, rows, parts, title=f"Where time and arithmetic go: {headline(records)}", unit="%")
 
 
 def work_findings(records: Sequence[Record]) -> list[str]:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from distlab.report.charts import Panel, Series, lines
 from distlab.report.noise import TIE, tied
 from distlab.report.record import Record
-from distlab.report.sweeps import Panel, Series, curves
 from distlab.report.table import Column
 from distlab.report.view import View
 
@@ -109,7 +109,7 @@ def draw_regime(number: int, records: Sequence[Record], path: Path) -> None:
         if series:
             from_zero = metric != "efficiency_pct"
             panels.append(Panel(title, "ranks", unit, series, x_ticks=ticks, from_zero=from_zero))
-    curves(path, panels, title=f"{names[number - 1]}: points measured, lines predicted. {headline(records)}")
+    lines(path, panels, title=f"{names[number - 1]}: points measured, lines predicted. {headline(records)}")
 
 
 def _series(strategy: str, rows: Sequence[Record], metric: str) -> list[Series]:
@@ -127,11 +127,11 @@ def _series(strategy: str, rows: Sequence[Record], metric: str) -> list[Series]:
     own = OURS.get(strategy)
     places = [*STRATEGIES, strategy]  # side by side, not on top of each other
     shift = 0.88 + 0.24 * places.index(strategy) / len(STRATEGIES)
-    series = [Series(strategy, [shift * n for n in x], y, *spread, dashed=own is not None, like=own)]
+    series = [Series(strategy, [shift * n for n in x], y, *spread, hollow=own is not None, like=own)]
     name = {"step_p50_ms": "predicted_step_ms", "efficiency_pct": "predicted_efficiency_pct"}[metric]
     if own is None and all(name in r.metrics for r in rows):
         predicted = [r.metrics[name] for r in rows]
-        series.append(Series(f"{strategy}, predicted", x, predicted, line=True, like=strategy))
+        series.append(Series(f"{strategy}, predicted", x, predicted, line="-", like=strategy))
     return series
 
 

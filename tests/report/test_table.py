@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from distlab.report import Column, Record, render
+from distlab.report import Column, Record, render, render_for_terminal
 from distlab.report.table import escape_latex
 
 COLUMNS = [
@@ -77,3 +77,23 @@ def test_mistakes_are_named():
         render([], [])
     with pytest.raises(ValueError, match=r"step_p50_ms.*naive"):
         render([record("naive", [1])], COLUMNS)
+
+
+def test_a_terminal_gets_the_first_columns_and_is_told_of_the_rest():
+    short = render_for_terminal([record("naive", 1.5)], COLUMNS)
+    assert short == render([record("naive", 1.5)], COLUMNS)  # it fits
+    many = [*COLUMNS, *(Column(f"config.option_{n}", f"a long heading number {n}") for n in range(20))]
+    text = render_for_terminal([record("naive", 1.5)], many, 60, page="out/report.html", more=3)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 60 and "1.50" in text and "step p50" in lines[0]
+    shown = len(lines[-2].split())
+    assert shown >= 5 and lines[-1] == f"{len(many) - shown + 3} more columns in out/report.html"
+    assert render_for_terminal([record("a", 1.0)], COLUMNS, more=1).endswith("1 more column in the page")
+
+
+def test_a_terminal_is_never_wider_than_it_is():
+    rows = [record("x" * 300, 1.0)]
+    assert max(map(len, render_for_terminal(rows, [Column("variant", "w" * 200)], 50).splitlines())) <= 50
+    assert "batch" in render_for_terminal([], COLUMNS)
+    with pytest.raises(ValueError, match="at least one column"):
+        render_for_terminal([], [])

@@ -8,10 +8,9 @@ import re
 import pytest
 
 from distlab.report import Column, Record, View, read_json, redraw, write, write_json
-from distlab.report.machines import by_machine, keyed_apart
-from distlab.report.panels import panels
-from distlab.report.plot import stacked_bars
+from distlab.report.charts import stacked_bars
 from distlab.report.predictions import accuracy, compared
+from distlab.report.table import by_machine
 from tests.report.browser import chromium, visit
 
 MACHINE = {
@@ -66,6 +65,7 @@ LOOK = f"""({{
   pictures: [...document.images].map(image => image.naturalWidth),
   wider: document.documentElement.scrollWidth > innerWidth,
   fetched: performance.getEntriesByType("resource").map(entry => entry.name),
+  width: document.querySelector(".scroll").getBoundingClientRect().width,
   paper: getComputedStyle(document.body).backgroundColor,
   headings: [...document.querySelectorAll("h2")].map(heading => heading.textContent),
 }})"""
@@ -87,6 +87,7 @@ def test_the_report_in_a_browser(page):
     assert steps[0][1][:3] == ["zero1", "flat", "naive"] and steps[1][1][:3] == ["naive", "flat", "zero1"]
     assert {*steps[0][1][3:]} == {*steps[1][1][3:]} == {"bucketed", "broken <i>"}
     assert seen.answer["pictures"] == [1200] and not seen.answer["wider"] and not seen.answer["fetched"]
+    assert seen.answer["width"] > 1100  # of a window of 1200
     assert seen.answer["headings"] == ["Set-up", "Result", "Prediction", "Noise floor", "Reading"]
     dark = visit(page, "getComputedStyle(document.body).backgroundColor", dark=True)
     brightness = [sum(map(int, re.findall(r"\d+", colour))) for colour in (seen.answer["paper"], dark.answer)]
@@ -152,29 +153,9 @@ def test_machines_are_never_mixed(tmp_path):
     text = write(VIEW, records, tmp_path).read_text()
     assert text.count("<img") == 2 and "step time, AMD EPYC" in text and "step time, NVIDIA H200" in text
     assert "2 × AMD EPYC" in text and "| AMD EPYC" in (tmp_path / "table.md").read_text()
-    assert [r.variant for r in keyed_apart(records)][::2] == ["naive [NVIDIA H200]", "naive [AMD EPYC]"]
-    assert keyed_apart(RECORDS) == RECORDS
     newer = record("naive", 1.0, MACHINE | {"torch": "2.13"})
     assert list(by_machine([*records, newer])) == [
         "NVIDIA H200, torch 2.11", "AMD EPYC", "NVIDIA H200, torch 2.13"]  # fmt: skip
-
-
-def test_lines_of_two_machines_are_two_lines(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.write_bytes(b"x"))
-    )
-    records = [
-        Record(
-            "x", "ours", {"dtype": "a", "head_dim": 1, "length": n}, {"ms": n}, {"device_name": device}, None
-        )
-        for device in ("A", "B")
-        for n in (1, 2)
-    ]
-    panels(records, tmp_path / "p.png", "ms", "time, ms")
-    assert [line.get_label() for line in drawn[0].axes[0].lines] == ["ours [A]", "ours [B]"]
 
 
 def test_predictions_find_what_was_measured():

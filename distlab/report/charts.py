@@ -1,0 +1,445 @@
+"""The lab's kinds of chart, each from numbers alone: lines in panels, stacked bars, timelines, stacked areas."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from distlab.report.record import Record
+from distlab.report.style import (
+    AREAS,
+    COLOURS,
+    DARK,
+    FAINT,
+    INK,
+    LINES,
+    MARKERS,
+    OKABE_ITO,
+    colour_of,
+    horizontal,
+    picture,
+)
+from distlab.report.table import by_machine
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ABREAST = 4  # small panels in a row
+_BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # text that crosses grid lines
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line or one set of points.
+
+    Args:
+        label: for the legend; equal labels share an entry, a colour and a marker.
+        x, y: of equal length; a y that is not finite leaves a gap, and a series without a finite one says so.
+        low, high: ends of error bars.
+        line: how its points are joined, `-`, `--`, `-.` or `:`; empty for points alone.
+        marked: points on a line too.
+        hollow: empty points, for a second kind (a peer, another implementation).
+        width: of the line, in points.
+        like: the label whose colour and marker it takes, such as the measured points of a predicted line.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    line: str = ""
+    marked: bool = False
+    hollow: bool = False
+    width: float = 1.5
+    like: str | None = None
+
+    @property
+    def key(self) -> str:
+        """What decides its colour and marker."""
+        return self.like or self.label
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Args:
+        title: above it.
+        x_label, y_label: with units.
+        series: what to draw.
+        log_x: base of the horizontal axis, None for linear.
+        log_y: whether the vertical axis is logarithmic.
+        from_zero: else, whether it begins at zero.
+        y_max: where the vertical axis ends at the latest.
+        x_ticks: (place, text) where numbers would not do.
+        events: (x, text), drawn as vertical lines.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    log_x: int | None = 2
+    log_y: bool = False
+    from_zero: bool = True
+    y_max: float | None = None
+    x_ticks: Sequence[tuple[float, str]] = field(default=())
+    events: Sequence[tuple[float, str]] = field(default=())
+
+
+def lines(path: str | os.PathLike, panels: Sequence[Panel], *, title: str) -> None:
+    """Draw up to three panels side by side, more of them small and four abreast; what has one label has one colour in
+    all of them, and the legend stands once, below.
+
+    Args:
+        path: a ``.png`` (or ``.svg``, ``.pdf``), written atomically.
+
+    Raises:
+        ValueError: no panels, a panel without series, or x and y of unequal lengths.
+    """
+    every = [series for panel in panels for series in panel.series]
+    if not panels or not all(panel.series for panel in panels) or any(len(s.x) != len(s.y) for s in every):
+        raise ValueError("a chart needs at least one panel, series in each, and as many x as y")
+    small = len(panels) > 3
+    abreast = ABREAST if small else len(panels)
+    rows = -(-len(panels) // abreast)
+    keys = list(dict.fromkeys(series.key for series in every))
+    handles: dict[str, Any] = {}
+    with picture(path, title, 0.8 + 1.9 * rows if small else 4.4, small=small) as figure:
+        for place, panel in enumerate(panels):
+            axes = figure.add_subplot(rows, abreast, place + 1)
+            for series in panel.series:
+                handles.setdefault(series.label, _draw(axes, series, keys.index(series.key)))
+            _dress(axes, panel)
+            if place + abreast >= len(panels):
+                axes.set_xlabel(panel.x_label)
+            if place % abreast == 0 or panel.y_label != panels[place - 1].y_label:
+                axes.set_ylabel(panel.y_label)
+        if len(handles) > 1:
+            _legend_below(figure, handles)
+
+
+def _draw(axes: Axes, series: Series, place: int) -> Any:
+    colour = LINES[place % len(LINES)]
+    (drawn,) = axes.plot(
+        series.x, series.y, linestyle=series.line or "none", linewidth=series.width, color=colour, label=series.label,
+        marker=MARKERS[place % len(MARKERS)] if series.marked or not series.line else "none",
+        markerfacecolor="white" if series.hollow else colour,
+    )  # fmt: skip
+    if series.low is not None and series.high is not None:
+        below = [max(0.0, y - low) for low, y in zip(series.low, series.y, strict=True)]
+        above = [max(0.0, high - y) for high, y in zip(series.high, series.y, strict=True)]
+        axes.errorbar(series.x, series.y, yerr=[below, above], fmt="none", ecolor=colour, elinewidth=1)
+    if not any(map(math.isfinite, series.y)):
+        note = f"{series.label}: no {'finite ' if len(series.y) else ''}value"
+        axes.annotate(note, (0.3, 0.8), xycoords="axes fraction", fontsize=6, color=colour)
+    return drawn
+
+
+def _dress(axes: Axes, panel: Panel) -> None:
+    if panel.log_x:
+        axes.set_xscale("log", base=panel.log_x)
+    if panel.log_y:
+        axes.set_yscale("log")
+    else:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        if panel.from_zero:
+            axes.set_ylim(bottom=0)
+    if panel.y_max is not None and axes.get_ylim()[1] > panel.y_max:
+        axes.set_ylim(0, panel.y_max)
+    if panel.x_ticks:
+        axes.set_xticks([place for place, _ in panel.x_ticks], [text for _, text in panel.x_ticks])
+        axes.set_xticks([], minor=True)
+    for x, text in panel.events:
+        axes.axvline(x, color=INK, linewidth=0.8, linestyle=":")
+        axes.annotate(text, (x, 1), (3, -3), xycoords=("data", "axes fraction"), textcoords="offset points",
+                      va="top", fontsize=8)  # fmt: skip
+    axes.set_title(panel.title)
+
+
+def _legend_below(figure: Figure, handles: Mapping[str, Any], columns: int = 4) -> None:
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), columns))
+
+
+def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> list[Series]:
+    """Lines of a panel, name → (x, y), that may cover each other: later ones are thinner, so that all stay visible;
+    where colours repeat, lines are dashed.
+    """
+    return [
+        Series(
+            name, x, y, line=("-", "--", ":", "-.")[index // len(LINES) % 4],
+            width=3.2 - 2.4 * index / (len(curves) - 1) if len(curves) > 1 else 1.6,
+        )
+        for index, (name, (x, y)) in enumerate(curves.items())
+    ]  # fmt: skip
+
+
+def metric_over_length(records: Sequence[Record], path: str | os.PathLike, metric: str, label: str) -> None:
+    """Draw `metrics[metric]` against `config["length"]`, both logarithmic: a panel per dtype and head dimension, a line
+    per variant, "ours" thick. Records without the metric are left out; lines of different machines are different lines.
+
+    Args:
+        label: the metric's name and unit, for the vertical axes.
+    """
+    machines = by_machine(records)
+    found: dict[tuple[str, int], dict[str, list[tuple[float, float]]]] = {}
+    names: dict[str, bool] = {}  # whether it is ours
+    for machine, group in machines.items():
+        for record in group:
+            shape = (record.config["dtype"], record.config["head_dim"])
+            name = record.variant if len(machines) == 1 else f"{record.variant} [{machine}]"
+            if record.metrics.get(metric) is not None:
+                point = (record.config["length"], record.metrics[metric])
+                found.setdefault(shape, {}).setdefault(name, []).append(point)
+                names.setdefault(name, record.variant == "ours")
+    ours_first = sorted(names, key=names.__getitem__, reverse=True)
+    panels = [
+        Panel(
+            f"dtype {dtype}, head_dim {head_dim}", "length", label, log_y=True,
+            series=[
+                Series(
+                    name, *zip(*sorted(by_name[name]), strict=True), marked=True, width=2.2 if names[name] else 1,
+                    line="-" if number < len(LINES) else "--",
+                )
+                for number, name in enumerate(ours_first) if name in by_name
+            ],
+        )
+        for (dtype, head_dim), by_name in sorted(found.items())
+    ]  # fmt: skip
+    where = f" ({next(iter(machines))})" if len(machines) == 1 else ""
+    lines(path, panels, title=f"{label}, over length{where}")
+
+
+def stacked_bars(
+    path: str | os.PathLike,
+    labels: Sequence[str],
+    parts: Mapping[str, Sequence[float | str | None]],
+    *,
+    title: str,
+    unit: str,
+    whiskers: Sequence[tuple[float, float] | None] | None = None,
+) -> None:
+    """One horizontal bar per label, made of the parts in their order, with the total written beside it.
+
+    Args:
+        path: a ``.png`` (or ``.svg``, ``.pdf``).
+        labels: one per bar, top to bottom.
+        parts: part's name → one value per bar in ``unit``. A bar whose parts are all None says ``n/a``, one
+            with a text (``"OOM"``) says that text, and one that lacks only some parts is drawn with ``≥``
+            before its total. A negative value (a difference below the noise) counts in the total and is not
+            drawn.
+        whiskers: per bar the low and high end for the total (p20, p80), in ``unit``; None for no whisker.
+
+    Raises:
+        ValueError: no bars, or a part or the whiskers are not as many as the labels.
+    """
+    whiskers = whiskers if whiskers is not None else [None] * len(labels)
+    wrong = [name for name, values in {**parts, "whiskers": whiskers}.items() if len(values) != len(labels)]
+    if not labels or not parts or wrong:
+        raise ValueError(f"stacked_bars needs one value per label ({len(labels)} labels); wrong: {wrong}")
+    bars = list(zip(*parts.values(), strict=True))
+    texts = [next((value for value in bar if isinstance(value, str)), None) for bar in bars]
+    numbers = [[v for v in bar if v is not None] if text is None else [] for bar, text in zip(bars, texts, strict=True)]
+    room = 0.07 * max(0.0, *map(sum, numbers))  # a part at least this long carries its value
+    ends = [0.0] * len(labels)
+    with picture(path, title, 1.35 + 0.36 * len(labels)) as figure:
+        axes = figure.add_subplot()
+        for name, values in parts.items():
+            known = [value if own and value is not None else 0.0 for own, value in zip(numbers, values, strict=True)]
+            lengths = [max(value, 0.0) for value in known]
+            colour = colour_of(name, list(parts))
+            drawn = axes.barh(range(len(labels)), lengths, 0.66, ends, color=colour, ec="white", lw=0.6, label=name)
+            inside = [_number(value) if value > room else "" for value in known]
+            ink = "white" if colour in DARK else "black"
+            axes.bar_label(drawn, inside, label_type="center", fontsize=7.5, color=ink)
+            ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+        for row, whisker in enumerate(whiskers):
+            if whisker is not None and numbers[row]:
+                low, high = max(ends[row] - whisker[0], 0), max(whisker[1] - ends[row], 0)
+                axes.errorbar(ends[row], row, xerr=[[low], [high]], color=OKABE_ITO["black"], capsize=3, linewidth=1.1)
+                ends[row] += high
+        for row, own in enumerate(numbers):
+            total = f"{'' if len(own) == len(parts) else '≥ '}{_number(sum(own))}" if own else texts[row] or "n/a"
+            axes.annotate(total, (ends[row], row), (6, 0), textcoords="offset points", va="center", bbox=_BEHIND,
+                          style="normal" if own else "italic")  # fmt: skip
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.set_xlabel(unit)
+        axes.margins(x=0.12)
+        axes.set_xlim(left=0)
+        horizontal(axes)
+        _legend_above(axes)
+
+
+def _legend_above(axes: Axes, columns: int = 5) -> None:
+    """Left above the axes; more entries than `columns` take further lines."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, handlelength=1.2,
+                columnspacing=1.6, borderpad=0.2)  # fmt: skip
+
+
+def _number(value: float) -> str:
+    """About three significant digits, the same number of decimals for values of the same size."""
+    size = abs(value)
+    return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
+
+
+# Lanes of a strategy's timeline: name → (row below the strategy's first, legend); later ones are drawn over earlier.
+LANES = {
+    "compute": (0, "compute"),
+    "copies": (0, "copies"),
+    "communication": (1, "communication, covered by compute"),
+    "exposed": (1, "communication, exposed"),
+}
+KINDS = {"compute": "compute", "communication": "communication", "copy": "copies"}  # of a stream's intervals
+MOST_STREAMS = 8  # of one step; a CPU trace has a thread for everything
+
+
+def timeline(
+    path: str | os.PathLike, rows: Mapping[str, Mapping[str, Sequence[Any]]], *, title: str
+) -> None:
+    """Per strategy a compute lane and a communication lane, all on one axis of milliseconds.
+
+    Args:
+        path: a ``.png`` (or ``.svg``, ``.pdf``).
+        rows: strategy → lane → intervals. Lanes: ``compute`` and ``copies`` (upper row), ``communication``
+            and, over it in a strong colour, ``exposed``, the part that no compute covers (lower row). An
+            interval is ``(start_ms, end_ms)`` or has the attributes ``start_ms`` and ``end_ms``; 0 is the
+            start of the step.
+
+    Raises:
+        ValueError: no rows, an unknown lane, or an interval that ends before it begins.
+    """
+    lanes = {lane for strategy in rows.values() for lane in strategy}
+    if not rows or lanes - set(LANES):
+        raise ValueError(f"a timeline needs rows with lanes among {', '.join(LANES)}; got {sorted(lanes)}")
+    with picture(path, title, 1.3 + 0.78 * len(rows)) as figure:
+        axes = figure.add_subplot()
+        for top, content in zip(range(0, 3 * len(rows), 3), rows.values(), strict=True):
+            for lane, (row, legend) in LANES.items():
+                _spans(axes, top + row, content.get(lane, ()), COLOURS[lane], legend)
+            if not content.get("communication"):
+                axes.annotate("no communication", (0, top + 1), (4, 0), textcoords="offset points", va="center",
+                              fontsize=7, color="#666666", style="italic", bbox=_BEHIND)  # fmt: skip
+        _time_axes(axes, {3 * index + 0.5: name for index, name in enumerate(rows)}, range(2, 3 * len(rows) - 1, 3))
+        axes.set_ylim(3 * len(rows) - 1.06, -1.06)
+        _legend_above(axes)
+
+
+def stream_lanes(
+    path: str | os.PathLike,
+    steps: Mapping[str, Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]],
+    *,
+    title: str,
+) -> None:
+    """What ran on each stream: a lane per stream, one colour per kind, steps below each other on one axis of
+    milliseconds.
+
+    Args:
+        path: a ``.png`` (or ``.svg``, ``.pdf``), written atomically.
+        steps: name of the step → lane → kind (``compute``, ``communication``, ``copy``) → intervals in ms from the
+            start of the step; of each step the first eight lanes are drawn.
+
+    Raises:
+        ValueError: no lanes, or an unknown kind.
+    """
+    rows = [
+        (name, lane, kinds) for name, lanes in steps.items() for lane, kinds in list(lanes.items())[:MOST_STREAMS]
+    ]
+    unknown = {kind for _, _, kinds in rows for kind in kinds} - set(KINDS)
+    if not rows or unknown:
+        raise ValueError(f"stream_lanes needs lanes of kinds {', '.join(KINDS)}; got {sorted(unknown) or 'none'}")
+    with picture(path, title, 1.3 + 0.32 * len(rows)) as figure:
+        axes = figure.add_subplot()
+        for kind, quantity in KINDS.items():
+            for row, (_, _, kinds) in enumerate(rows):
+                _spans(axes, row, kinds.get(kind, ()), COLOURS[quantity], quantity)
+        ends = [row - 0.5 for row in range(1, len(rows)) if rows[row][0] != rows[row - 1][0]]
+        _time_axes(axes, {row: f"{name}: {lane}" for row, (name, lane, _) in enumerate(rows)}, ends)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        _legend_above(axes)
+
+
+def _spans(axes: Axes, row: float, intervals: Iterable[Any], colour: str, legend: str) -> None:
+    """The intervals' union as bars: what touches becomes one, else a seam would show between them."""
+    bars: list[tuple[float, float]] = []  # start, length
+    for start, stop in sorted(map(_ends, intervals)):
+        if bars and start <= sum(bars[-1]):
+            bars[-1] = (bars[-1][0], max(stop - bars[-1][0], bars[-1][1]))
+        else:
+            bars.append((start, stop - start))
+    if bars:
+        known = axes.get_legend_handles_labels()[1]
+        # No edges and no snapping to pixels: at a thousand kernels per lane both would falsify the gaps.
+        axes.broken_barh(bars, (row - 0.42, 0.84), facecolors=colour, linewidth=0, snap=False,
+                         label=None if legend in known else legend)  # fmt: skip
+
+
+def _ends(interval: Any) -> tuple[float, float]:
+    start, stop = (interval.start_ms, interval.end_ms) if hasattr(interval, "start_ms") else interval
+    if stop < start:
+        raise ValueError(f"the interval ({start}, {stop}) ends before it begins")
+    return float(start), float(stop)
+
+
+def _time_axes(axes: Axes, names: Mapping[float, str], borders: Iterable[float]) -> None:
+    for border in borders:
+        axes.axhline(border, color=FAINT, linewidth=0.6)
+    axes.set_yticks(list(names), list(names.values()))
+    axes.margins(x=0.01)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("time since the start of the step (ms)")
+    horizontal(axes)
+
+
+def stacked_areas(
+    path: str | os.PathLike,
+    times: Sequence[float],
+    layers: Mapping[str, Sequence[float]],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    end: float,
+    spans: Mapping[str, tuple[float, float]],
+    notes: Sequence[tuple[float, float, str]],
+) -> None:
+    """Layers on top of each other, each constant from one time to the next; a layer of zeros is left out.
+
+    Args:
+        path: a ``.png`` (or ``.svg``, ``.pdf``).
+        times: ascending, where something changes.
+        layers: name → height from each time on; eight at most, the first at the bottom.
+        end: where the last step of the staircase ends.
+        spans: name → (start, end), written along the upper edge with a line where each ends.
+        notes: (x, y, text), drawn as a dot with a text beside it.
+
+    Raises:
+        ValueError: no times, more than eight layers, or a layer that is not as long as `times`.
+    """
+    if not times or len(layers) > len(AREAS) or any(len(values) != len(times) for values in layers.values()):
+        raise ValueError(f"stacked_areas needs up to {len(AREAS)} layers with one value per time")
+    drawn = {
+        name: ([*values, values[-1]], colour)
+        for colour, (name, values) in zip(AREAS, layers.items(), strict=False) if any(values)
+    }  # fmt: skip
+    heights = [heights for heights, _ in drawn.values()]
+    highest = max(map(sum, zip(*heights, strict=True)), default=0)
+    with picture(path, title, 4.6) as figure:
+        axes = figure.add_subplot()
+        colours = [colour for _, colour in drawn.values()]
+        axes.stackplot([*times, end], heights, colors=colours, labels=drawn, step="post", linewidth=0)
+        for name, (start, stop) in spans.items():
+            axes.axvline(stop, color=INK, linewidth=0.7, linestyle=":")
+            axes.text((start + stop) / 2, 1.13 * highest, name, ha="center", va="center", fontsize=8.5)
+        for x, y, text in notes:
+            axes.plot([x], [y], "o", color=INK, markersize=4)
+            side, offset = ("right", -7) if x > 0.6 * end else ("left", 7)
+            axes.annotate(text, (x, y), (offset, 7), textcoords="offset points", ha=side, fontsize=8.5)
+        axes.set(xlim=(0, end), ylim=(0, 1.2 * highest), xlabel=x_label, ylabel=y_label)
+        # The legend in the order of the picture, from the top down.
+        axes.legend(reverse=True, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -1,0 +1,131 @@
+"""Tables and code inside Markdown pages, made from committed records and from the source: pages cannot drift.
+
+A page holds a pair of markers, and what lies between them is made:
+
+    <!-- table records/ddp_bench/cpu.json -->
+    …
+    <!-- end table -->
+
+    <!-- code distlab/parallel/naive.py NaiveDDP._synchronize -->
+    …
+    <!-- end code -->
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from distlab.report.record import read_json
+from distlab.report.view import View
+
+
+def redraw_pages(pages: Sequence[Path], view_of: Callable[[str], View], root: Path, *, check: bool) -> int:
+    """Write the pages that are out of date, or with `check` only name them; 1 if any was only named.
+
+    Args:
+        view_of: name of an experiment → how its records are shown; raises ValueError where there is none.
+        root: the folder that paths in markers start from.
+    """
+    stale = False
+    for page in pages:
+        old = page.read_text(encoding="utf-8")
+        new = embed_code(embed_tables(old, partial(table_of, view_of=view_of, root=root)), root)
+        if new != old:
+            stale = True
+            print(f"{page.relative_to(root)}: {'out of date; run make tables' if check else 'redrawn'}")
+            if not check:
+                page.write_text(new, encoding="utf-8")
+    return int(check and stale)
+
+
+def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
+    """Headline and table of a file of records, in Markdown.
+
+    Or of some of its variants, and of some columns by the last part of their keys: `records/….json#naive,flat@comm_ms`.
+
+    Raises:
+        ValueError: a variant that the file lacks, or records of an experiment without a view.
+    """
+    source, _, only = source.partition("@")
+    source, _, rows = source.partition("#")
+    records = read_json(root / source)
+    if rows:
+        wanted = rows.split(",")
+        records = [record for record in records if record.variant in wanted]
+        if {record.variant for record in records} != set(wanted):
+            raise ValueError(f"{source}: not all of {rows} are variants there")
+    view = view_of(records[0].experiment)
+    commits = dict.fromkeys(_short(record.commit) for record in records)
+    note = f"{view.headline_of(records)} (commit{'s' * (len(commits) > 1)} {', '.join(commits)}, `{source}`)"
+    return f"{note}\n\n{view.table(records, 'markdown', only.split(',') if only else ())}"
+
+
+def _short(commit: str | None) -> str:
+    name, _, state = (commit or "unknown").partition("-")
+    return name[:12] + (f"-{state}" if state else "")
+
+
+def embed_tables(page: str, table_of: Callable[[str], str]) -> str:
+    """The page with every marked table drawn anew.
+
+    Args:
+        page: Markdown.
+        table_of: from the source named in the marker to the Markdown to stand there.
+
+    Raises:
+        ValueError: a begin marker without its end.
+    """
+    return _embed(page, "table", lambda source: table_of(source).strip())
+
+
+def embed_code(page: str, root: Path) -> str:
+    """The page with every marked piece of code taken anew from the source.
+
+    Args:
+        page: Markdown.
+        root: the folder that paths in markers start from.
+
+    Raises:
+        ValueError: a begin marker without its end, or a name that the file does not define.
+    """
+
+    def code(source: str) -> str:
+        path, name = source.split()
+        return f"```python\n{definition(root / path, name)}\n```"
+
+    return _embed(page, "code", code)
+
+
+def _embed(page: str, kind: str, made: Callable[[str], str]) -> str:
+    """The page with `made(source)` between the markers of this kind."""
+    marked = re.compile(rf"(<!-- {kind} (\S[^\n]*?) -->\n).*?(<!-- end {kind} -->)", re.DOTALL)
+    if page.count(f"<!-- {kind} ") != len(marked.findall(page)):
+        raise ValueError(f"a '<!-- {kind} … -->' marker has no '<!-- end {kind} -->' after it")
+    return marked.sub(lambda match: f"{match[1]}\n{made(match[2])}\n\n{match[3]}", page)
+
+
+def definition(path: Path, name: str) -> str:
+    """The text of a function, method or class, without what it is indented by.
+
+    Args:
+        path: a Python file.
+        name: such as `plan_buckets` or `NaiveDDP._synchronize`.
+
+    Raises:
+        ValueError: the file does not define it.
+    """
+    text = path.read_text(encoding="utf-8")
+    nodes: list[ast.stmt] = ast.parse(text).body
+    found: ast.stmt | None = None
+    for part in name.split("."):
+        found = next((node for node in nodes if getattr(node, "name", None) == part), None)
+        if found is None:
+            raise ValueError(f"{path.name} defines no {name!r}")
+        nodes = getattr(found, "body", [])
+    first = min([found.lineno, *(decorator.lineno for decorator in getattr(found, "decorator_list", []))])
+    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : found.end_lineno]))

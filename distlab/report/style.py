@@ -1,0 +1,139 @@
+"""How every picture of the lab looks: width, palette, fonts, axes; and how it is written.
+
+matplotlib is imported inside the functions only, without pyplot: no global figures, no display, and the same numbers
+give the same picture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from distlab.report.output import atomic_path
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe & Ito's palette (https://jfly.uni-koeln.de/color/), distinguishable with any form of colour blindness.
+OKABE_ITO = {
+    "black": "#000000",
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+    "green": "#009E73",
+    "yellow": "#F0E442",
+    "blue": "#0072B2",
+    "vermillion": "#D55E00",
+    "purple": "#CC79A7",
+}
+# Two more, for pictures of ten parts: far from the others and from each other in lightness.
+GREYS = {"grey": "#999999", "light grey": "#DDDDDD"}
+INK = "#333333"
+FAINT = "#BBBBBB"
+
+# For lines, the first ones furthest apart; yellow is too faint on white.
+LINES = [OKABE_ITO[name] for name in ("blue", "vermillion", "green", "orange", "purple", "sky", "black")]
+MARKERS = "osD^vPX"
+# For areas, from the bottom up.
+AREAS = [OKABE_ITO[name] for name in ("black", "blue", "orange", "green", "sky", "purple", "vermillion", "yellow")]
+DARK = [OKABE_ITO[name] for name in ("black", "blue", "vermillion", "green")]  # white text can be read on these
+
+# What a quantity is called decides its colour, so that it is the same in every picture of the lab.
+COLOURS = {
+    "compute": OKABE_ITO["blue"],
+    "communication": OKABE_ITO["sky"],
+    "exposed": OKABE_ITO["vermillion"],
+    "exposed communication": OKABE_ITO["vermillion"],
+    "optimizer": OKABE_ITO["orange"],
+    "copies": OKABE_ITO["purple"],
+    "forward": OKABE_ITO["sky"],
+    "backward": OKABE_ITO["blue"],
+    "matrix products": OKABE_ITO["blue"],
+    "attention": OKABE_ITO["green"],
+    "softmax": OKABE_ITO["vermillion"],
+    "normalisation": OKABE_ITO["purple"],
+    "element-wise": OKABE_ITO["yellow"],
+    "loss": OKABE_ITO["black"],
+    "casts and copies": GREYS["grey"],
+    "other": GREYS["light grey"],
+}
+_SPARE = [OKABE_ITO[name] for name in ("green", "yellow", "purple", "sky", "black")]
+
+DPI = 150
+WIDTH_PX = 1200
+STYLE = {
+    "figure.dpi": DPI,
+    "figure.facecolor": "white",
+    "figure.constrained_layout.use": True,
+    "figure.titlesize": 9.5,
+    "figure.titleweight": "bold",
+    "text.color": INK,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 8.5,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.5,
+    "xtick.labelcolor": INK,
+    "xtick.labelsize": 8,
+    "ytick.labelcolor": INK,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 5,
+    "errorbar.capsize": 2.5,
+}
+# For many small panels.
+SMALL = {
+    "axes.labelsize": 7.5,
+    "axes.titlesize": 7,
+    "grid.linewidth": 0.4,
+    "xtick.labelsize": 6,
+    "ytick.labelsize": 6,
+    "legend.fontsize": 7.5,
+    "lines.markersize": 3,
+}
+
+
+@contextlib.contextmanager
+def picture(
+    path: str | os.PathLike, title: str, height_in: float, *, small: bool = False
+) -> Iterator[Figure]:
+    """An empty figure to draw on; at the end it has its title and is written, whole or not at all.
+
+    Args:
+        path: a ``.png`` (or ``.svg``, ``.pdf``), `WIDTH_PX` wide.
+        title: broken into lines that fit.
+        height_in: inches of `DPI` pixels.
+        small: small letters, for many panels.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE | (SMALL if small else {})):
+        figure = Figure(figsize=(WIDTH_PX / DPI, height_in))
+        yield figure
+        figure.suptitle(textwrap.fill(title, 100), x=0.01, ha="left")
+        with atomic_path(path) as temporary:
+            figure.savefig(temporary, metadata={"Software": None} if temporary.suffix == ".png" else None)
+
+
+def horizontal(axes) -> None:
+    """Axes for horizontal bars: named rows without ticks or a line, and a grid along x only."""
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+
+
+def colour_of(name: str, names: Sequence[str]) -> str:
+    """The quantity's own colour, or a spare one by its position among those of `names` that have none."""
+    others = [other for other in names if other not in COLOURS]
+    return COLOURS.get(name) or _SPARE[others.index(name) % len(_SPARE)]

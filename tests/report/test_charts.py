@@ -1,0 +1,219 @@
+"""Pictures are drawn from numbers alone, look the same each time, and show what could not be measured."""
+
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from distlab.report import Record
+from distlab.report.charts import (
+    Panel,
+    Series,
+    lines,
+    metric_over_length,
+    overlaid,
+    stacked_areas,
+    stacked_bars,
+    stream_lanes,
+    timeline,
+)
+from distlab.report.style import COLOURS, GREYS, OKABE_ITO, WIDTH_PX, colour_of
+
+PARTS = {"compute": [6.0, 6.0, None, 6.0], "exposed communication": [-0.1, 3.0, "OOM", None]}
+LABELS = ["local", "naive", "flat", "fsdp"]
+ROWS = {
+    "local": {"compute": [(0, 10)], "copies": []},
+    "naive": {
+        "compute": [(0, 6), (6, 10)],
+        "communication": [SimpleNamespace(start_ms=8, end_ms=14)],
+        "exposed": [(10, 14)],
+    },
+}
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that were saved, so that tests can ask what they show."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1]
+    )
+    return figures
+
+
+def png_size(path):
+    header = path.read_bytes()[:24]
+    assert header.startswith(b"\x89PNG")
+    return int.from_bytes(header[16:20]), int.from_bytes(header[20:24])
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.axes[0].texts if text.get_text()]
+
+
+def test_bars_show_totals_and_gaps(tmp_path, drawn):
+    path = tmp_path / "step_time.png"
+    whiskers = [(5.5, 6.2), None, None, (5.0, 7.0)]
+    stacked_bars(path, LABELS, PARTS, title="Step", unit="ms", whiskers=whiskers)
+    assert png_size(path)[0] == WIDTH_PX
+    shown = texts(drawn[0])
+    assert {"5.90", "9.00", "OOM", "≥ 6.00"} <= set(shown)
+    stacked_bars(path, ["a"], {"compute": [None]}, title="Step", unit="ms")
+    assert texts(drawn[1]) == ["n/a"]
+
+
+def test_the_whisker_stands_on_the_total(tmp_path, drawn):
+    stacked_bars(
+        tmp_path / "a.png", ["a"], {"x": [2.0], "y": [3.0]}, title="", unit="ms", whiskers=[(4.5, 6.0)]
+    )
+    (segment,) = drawn[0].axes[0].containers[-1].lines[2][0].get_segments()
+    assert [tuple(point) for point in segment] == [(4.5, 0.0), (6.0, 0.0)]
+
+
+def test_parts_stand_one_after_the_other_and_negative_ones_are_not_drawn(tmp_path, drawn):
+    stacked_bars(tmp_path / "a.png", LABELS[:2], {n: v[:2] for n, v in PARTS.items()}, title="", unit="ms")
+    bars = sorted((bar.get_y(), bar.get_x(), bar.get_width()) for bar in drawn[0].axes[0].patches)
+    assert [(x, width) for _, x, width in bars] == [(0, 6), (6, 0), (0, 6), (6, 3)]
+
+
+def test_timeline_has_a_row_per_strategy_and_says_when_nothing_was_sent(tmp_path, drawn):
+    path = tmp_path / "timeline.png"
+    timeline(path, ROWS, title="One step")
+    assert png_size(path)[0] == WIDTH_PX
+    axes = drawn[0].axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["local", "naive"]
+    assert texts(drawn[0]) == ["no communication"]
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == [
+        "compute",
+        "communication, covered by compute",
+        "communication, exposed",
+    ]  # no copies ran
+    assert "ms" in axes.get_xlabel() and axes.get_xlim()[0] == 0 and axes.get_xlim()[1] >= 14
+
+
+def test_touching_intervals_become_one_bar(tmp_path, drawn):
+    spans = [(6, 10), (0, 6), (12, 13), (12.2, 12.5)]
+    timeline(tmp_path / "a.png", {"a": {"compute": spans}}, title="")
+    stream_lanes(tmp_path / "b.png", {"a": {"stream 7": {"compute": spans}, "stream 9": {"copy": spans}}}, title="")
+    for figure, lanes in zip(drawn, (1, 2), strict=True):
+        bars = [[path.get_extents().intervalx for path in lane.get_paths()] for lane in figure.axes[0].collections]
+        assert [[tuple(ends) for ends in lane] for lane in bars] == [[(0, 10), (12, 13)]] * lanes
+    axes = drawn[1].axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["compute", "copies"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a: stream 7", "a: stream 9"]
+
+
+def test_measured_points_take_the_colour_of_their_line(tmp_path, drawn):
+    series = [
+        Series("ours", [1, 2], [3.0, 4.0], [2.5, 4.5], [3.5, 5.0]),  # a low end above the point draws no bar below it
+        Series("peer", [1, 2], [1.0, math.inf], hollow=True),
+        Series("ours, predicted", [1, 2], [3.0, 4.0], line="--", like="ours"),
+    ]
+    panels = [Panel("left", "ranks", "ms", series), Panel("right", "ranks", "ms", series[:1])]
+    lines(tmp_path / "a.png", panels, title="")
+    left, right = drawn[0].axes
+    ours, peer, predicted = (next(drawn for drawn in left.lines if drawn.get_label() == s.label) for s in series)
+    assert ours.get_color() == predicted.get_color() != peer.get_color()
+    assert right.lines[0].get_color() == ours.get_color() and not right.get_ylabel() and right.get_xlabel()
+    bars = [[tuple(point) for point in bar] for bar in left.collections[0].get_segments()]
+    assert bars == [[(1, 2.5), (1, 3.5)], [(2, 4.0), (2, 5.0)]]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [s.label for s in series]
+
+
+def test_small_panels_say_what_is_not_finite_and_stop_at_the_healthy_lines_height(tmp_path, drawn):
+    panels = [
+        Panel(name, "step", "loss", [Series("good", [1, 2], [2.0, 1.0], line="-"), bad], log_x=None, y_max=3.0)
+        for name, bad in zip("abcde", [
+            Series("bad", [1, 2], [math.nan] * 2), Series("bad", [], []), Series("bad", [1, 2], [1.0, 900.0]),
+            *[Series("bad", [1, 2], [1.0, 2.0])] * 2], strict=True)
+    ]  # fmt: skip
+    lines(tmp_path / "a.png", panels, title="")
+    every = drawn[0].axes
+    notes = [[text.get_text() for text in axes.texts] for axes in every]
+    assert notes == [["bad: no finite value"], ["bad: no value"], [], [], []]
+    assert every[2].get_ylim()[1] == 3.0 and len(drawn[0].legends) == 1
+    assert [axes.get_xlabel() for axes in every] == ["", *["step"] * 4]  # the lowest of each column
+    assert [axes.get_ylabel() for axes in every] == ["loss", "", "", "", "loss"]
+
+
+def test_lines_that_cover_each_other_are_ever_thinner(tmp_path, drawn):
+    series = overlaid({str(n): ([1, 2], [1.0, 1.0]) for n in range(8)})
+    lines(tmp_path / "a.png", [Panel("", "step", "loss", series, events=[(1, "killed")])], title="")
+    widths = [line.get_linewidth() for line in drawn[0].axes[0].lines[:8]]
+    assert widths == sorted(widths, reverse=True) and len(set(widths)) == 8 and texts(drawn[0]) == ["killed"]
+    assert series[7].line == "--"  # in the colour of the first
+
+
+def test_a_panel_per_shape_and_none_for_missing_numbers(tmp_path, drawn):
+    records = [
+        Record("x", variant, {"dtype": "a", "head_dim": d, "length": n}, {"ms": None if n == 8 else n / d}, {}, None)
+        for variant in ("ours", "peer") for d in (128, 16) for n in (8, 4, 2)
+    ]  # fmt: skip
+    metric_over_length(records, tmp_path / "picture.png", "ms", "time, ms")
+    assert [axes.get_title("left") for axes in drawn[0].axes] == ["dtype a, head_dim 16", "dtype a, head_dim 128"]
+    for axes, d in zip(drawn[0].axes, (16, 128), strict=True):
+        assert [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines] == [
+            (variant, [2, 4], [2 / d, 4 / d]) for variant in ("ours", "peer")
+        ]
+
+
+def test_lines_of_two_machines_are_two_lines(tmp_path, drawn):
+    records = [
+        Record("x", "ours", {"dtype": "a", "head_dim": 1, "length": n}, {"ms": n}, {"device_name": device}, None)
+        for device in ("A", "B") for n in (1, 2)
+    ]  # fmt: skip
+    metric_over_length(records, tmp_path / "p.png", "ms", "time, ms")
+    assert [line.get_label() for line in drawn[0].axes[0].lines] == ["ours [A]", "ours [B]"]
+
+
+def test_areas_stand_on_each_other_and_empty_ones_are_left_out(tmp_path, drawn):
+    layers = {"parameters": [1.0, 1.0], "nothing": [0.0, 0.0], "activations": [0.0, 2.0]}
+    words = {"title": "", "x_label": "ms", "y_label": "GiB", "end": 4.0, "spans": {"forward": (0, 4)},
+             "notes": [(2.0, 3.0, "peak")]}  # fmt: skip
+    stacked_areas(tmp_path / "a.png", [0.0, 2.0], layers, **words)
+    axes = drawn[0].axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["activations", "parameters"]
+    tops = [area.get_paths()[0].get_extents().y1 for area in axes.collections]
+    assert tops == [1.0, 3.0] and texts(drawn[0]) == ["forward", "peak"]
+    with pytest.raises(ValueError, match="one value per time"):
+        stacked_areas(tmp_path / "b.png", [0.0], layers, **words)
+
+
+def test_pictures_are_deterministic(tmp_path):
+    for name in ("a.png", "b.png"):
+        timeline(tmp_path / name, ROWS, title="One step")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_colours_tell_the_parts_apart():
+    names = ["compute", "exposed communication", "optimizer", "first other", "second other"]
+    assert len({colour_of(name, names) for name in names}) == len(names)
+    assert set(COLOURS.values()) <= {*OKABE_ITO.values(), *GREYS.values()}
+
+
+def test_mistakes_are_refused_and_leave_no_file(tmp_path):
+    path = tmp_path / "a.png"
+    with pytest.raises(ValueError, match="compute"):
+        stacked_bars(path, LABELS, {"compute": [1.0]}, title="", unit="ms")
+    with pytest.raises(ValueError, match="lanes among"):
+        timeline(path, {"a": {"kommunikation": []}}, title="")
+    with pytest.raises(ValueError, match="ends before"):
+        timeline(path, {"a": {"compute": [(2, 1)]}}, title="")
+    with pytest.raises(ValueError, match="lanes of kinds"):
+        stream_lanes(path, {"step": {"stream 7": {"other": []}}}, title="")
+    with pytest.raises(ValueError, match="as many x as y"):
+        lines(path, [Panel("", "", "", [Series("a", [1], [])])], title="")
+    with pytest.raises(ValueError, match="rows"):
+        timeline(path, {}, title="")
+    assert not list(tmp_path.iterdir())
+
+
+def test_importing_the_package_does_not_import_matplotlib():
+    code = "import sys, distlab.report.charts; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
