@@ -117,8 +117,11 @@ def render_for_terminal(
     titles = [column.title for column in columns]
     text = _tabulate(rows, columns, titles, STYLES["text"])
     if _width(text) > width:
-        lengths = [max(map(len, cells)) for cells in zip(*rows, strict=True)] or [0] * len(columns)
-        titles = [textwrap.fill(title, max(length, 8)) for title, length in zip(titles, lengths, strict=True)]
+        words = [max(title.split() or [""], key=len)[:LONGEST_CELL] for title in titles]
+        lengths = [max(1, *map(len, cells)) for cells in zip(words, *rows, strict=True)]
+        broken = [textwrap.wrap(title, length) for title, length in zip(titles, lengths, strict=True)]
+        height = max(map(len, broken))
+        titles = ["\n".join([""] * (height - len(lines)) + lines) for lines in broken]
     for shown in range(len(columns), 0, -1):
         text = _tabulate([row[:shown] for row in rows], columns[:shown], titles[:shown], STYLES["text"])
         if _width(text) <= width:
