@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
-from distlab.measure.trace.capture import STEP, activities_on
-from distlab.measure.trace.kernels import OUTSIDE, PHASES, Phases, readable
+from distlab.measure.trace.capture import PHASES, STEP, Phases, activities_on
+from distlab.measure.trace.kernels import OUTSIDE, readable
 
 CATEGORIES = ("before", "parameters", "optimizer state", "gradients", "activations", "temporary")
 MAX_ENTRIES = 100_000  # events of the allocator's history: some tens of MB

@@ -78,16 +78,13 @@ def emitter(name: str) -> Emitter:
     return Emitter(push, pop)
 
 
-def _saying_nothing(emit: Emitter) -> Emitter:
-    """`emit` without what it returns: NVTX returns a depth, and torch takes a hook's result for a new gradient."""
+def _silent(function: Callable) -> Callable[..., None]:
+    """`function` without its result: NVTX returns a depth, and torch takes a hook's result for a new gradient."""
 
-    def push(name: str) -> None:
-        emit.push(name)
+    def call(*args: Any) -> None:
+        function(*args)
 
-    def pop() -> None:
-        emit.pop()
-
-    return Emitter(push, pop)
+    return call
 
 
 @contextmanager
@@ -105,7 +102,7 @@ def named_ranges(
     Raises:
         ValueError: a module compiled in place (`module.compile()`): its hooks would become part of the graph.
     """
-    emit = _saying_nothing(emit)
+    emit = Emitter(_silent(emit.push), _silent(emit.pop))
     ranges = _Ranges(emit)
     with ExitStack() as undo:
         for name, module in _parts(model):

@@ -47,18 +47,11 @@ def paired_ratio(
         ValueError: unequal lengths, fewer than five pairs, a sample that is not finite and positive, a
             ``confidence`` outside (0, 1), or fewer than 100 ``resamples``.
     """
-    first, second = (_checked(samples, MIN_PAIRS, "paired_ratio") for samples in (a, b))
-    if len(first) != len(second):
-        raise ValueError(f"paired_ratio needs pairs, got {len(first)} and {len(second)} samples")
+    first, second = together = _series((a, b), "paired_ratio")
     if min(first.min(), second.min()) <= 0:
         raise ValueError("paired_ratio needs positive samples")
-    if not 0 < confidence < 1 or resamples < 100:
-        raise ValueError(f"need 0 < confidence < 1 and resamples >= 100, got {confidence} and {resamples}")
-    picks = np.random.default_rng(seed).integers(len(first), size=(resamples, len(first)))
-    ratios = np.median(first[picks], axis=1) / np.median(second[picks], axis=1)
-    tail = 50 * (1 - confidence)
-    low, high = np.percentile(ratios, [tail, 100 - tail])
-    return Ratio(float(np.median(first) / np.median(second)), float(low), float(high))
+    resampled = _resampled(together, confidence, resamples, seed)
+    return _ratio(np.median(first) / np.median(second), resampled[0] / resampled[1], confidence)
 
 
 def exposure_ratio(
@@ -81,22 +74,13 @@ def exposure_ratio(
     Raises:
         ValueError: as `paired_ratio`.
     """
-    first, second, base = (_checked(samples, MIN_PAIRS, "exposure_ratio") for samples in (a, b, without))
-    if not len(first) == len(second) == len(base):
-        raise ValueError(
-            f"exposure_ratio needs triples, got {len(first)}, {len(second)} and {len(base)} samples"
-        )
-    if not 0 < confidence < 1 or resamples < 100:
-        raise ValueError(f"need 0 < confidence < 1 and resamples >= 100, got {confidence} and {resamples}")
-    picks = np.random.default_rng(seed).integers(len(first), size=(resamples, len(first)))
-    medians = [np.median(samples[picks], axis=1) for samples in (first, second, base)]
+    together = _series((a, b, without), "exposure_ratio")
+    medians = _resampled(together, confidence, resamples, seed)
     if (medians[1] <= medians[2]).any():
         return None
+    first, second, base = (np.median(samples) for samples in together)
     ratios = (medians[0] - medians[2]) / (medians[1] - medians[2])
-    tail = 50 * (1 - confidence)
-    low, high = np.percentile(ratios, [tail, 100 - tail])
-    middle = (np.median(first) - np.median(base)) / (np.median(second) - np.median(base))
-    return Ratio(float(middle), float(low), float(high))
+    return _ratio((first - base) / (second - base), ratios, confidence)
 
 
 def noise_floor(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, seed: int = 0) -> float:
@@ -112,6 +96,32 @@ def own_noise_floor(samples: Sequence[float]) -> float | None:
     """The `noise_floor` of one series: its even against its odd samples; None with fewer than 2·MIN_PAIRS of them."""
     half = len(samples) // 2
     return noise_floor(samples[0::2][:half], samples[1::2][:half]) if half >= MIN_PAIRS else None
+
+
+def _series(together: Sequence[Sequence[float]], who: str) -> list[np.ndarray]:
+    """Series whose samples at equal positions were measured in one round."""
+    checked = [_checked(samples, MIN_PAIRS, who) for samples in together]
+    if len({len(samples) for samples in checked}) > 1:
+        kind = "pairs" if len(checked) == 2 else "triples"
+        raise ValueError(f"{who} needs {kind}, got {', '.join(str(len(s)) for s in checked)} samples")
+    return checked
+
+
+def _resampled(
+    together: Sequence[np.ndarray], confidence: float, resamples: int, seed: int
+) -> list[np.ndarray]:
+    """Of each series the medians of its resamples, all drawn at the same positions."""
+    if not 0 < confidence < 1 or resamples < 100:
+        raise ValueError(f"need 0 < confidence < 1 and resamples >= 100, got {confidence} and {resamples}")
+    count = len(together[0])
+    picks = np.random.default_rng(seed).integers(count, size=(resamples, count))
+    return [np.median(samples[picks], axis=1) for samples in together]
+
+
+def _ratio(middle: float, ratios: np.ndarray, confidence: float) -> Ratio:
+    tail = 50 * (1 - confidence)
+    low, high = np.percentile(ratios, [tail, 100 - tail])
+    return Ratio(float(middle), float(low), float(high))
 
 
 def _checked(samples: Sequence[float], least: int, who: str) -> np.ndarray:

@@ -23,7 +23,7 @@ from distlab.simulate.costs import Contention, DeviceModel, LinkModel
 from distlab.simulate.events import Compute
 from distlab.simulate.run import SimulatedStep
 from distlab.simulate.timeline import replay
-from distlab.theory.collective_time import CollectiveFit
+from distlab.theory.collective_time import CollectiveFit, further_hops
 
 NEEDED = ("local", "naive", "flat", "overlap")
 # Assumed, not fitted: what every operator takes beside its work, and a ring's latency per further rank.
@@ -64,13 +64,8 @@ class MeasuredLinks:
             return fit.seconds(num_bytes)
         # The same volume per link is that payload on the ranks that were measured.
         alike = num_bytes * traffic(operation, ranks) / traffic(operation, nearest)
-        hops = self._hops(operation, ranks) - self._hops(operation, nearest)
-        return max(fit.seconds(alike) + self.hop_s * hops, 0.0)
-
-    @staticmethod
-    def _hops(operation: str, ranks: int) -> int:
-        tree = math.ceil(2 * math.log2(ranks)) if operation == "all_reduce" else ranks
-        return min(ranks - 2, tree)
+        more, fewer = (further_hops(size, all_reduce=operation == "all_reduce") for size in (ranks, nearest))
+        return max(fit.seconds(alike) + self.hop_s * (more - fewer), 0.0)
 
 
 def measured_links(records: Iterable[Any], device_name: str, backend: str | None = None) -> MeasuredLinks:
@@ -158,8 +153,7 @@ def calibrate(
 
 def _operators(step: SimulatedStep, *, update: bool) -> list[Compute]:
     """Those of the optimizer, or those of forward and backward."""
-    operators = (item for item in step.items[step.boundary :] if isinstance(item, Compute))
-    return [item for item in operators if (item.phase == "optimizer") is update]
+    return [item for item in step.operators if (item.phase == "optimizer") is update]
 
 
 def _fit_flops(device: DeviceModel, local: SimulatedStep, seconds: float) -> DeviceModel:

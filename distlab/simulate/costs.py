@@ -1,10 +1,10 @@
 """How long things take: operators on a device, collectives on links, and both at once."""
 
-import math
 from dataclasses import dataclass
 
 from distlab.measure.collectives import CollectiveCall
 from distlab.simulate.events import Compute
+from distlab.theory.collective_time import further_hops
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,7 @@ class LinkModel:
         """Time of one collective; 0 for a single rank."""
         if ranks == 1:
             return 0.0
-        hops = ranks - 2
-        if call.op == "all_reduce":
-            hops = min(hops, math.ceil(2 * math.log2(ranks)))
+        hops = further_hops(ranks, all_reduce=call.op == "all_reduce")
         passes = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(call.op, (ranks - 1) / ranks)
         return self.latency_s + self.hop_s * hops + passes * call.bytes / self.bytes_per_s
 

@@ -48,10 +48,9 @@ def _operators(
     config: ModelConfig, batch: int, dtype: str, checkpointing: bool, casts_parameters: bool
 ) -> tuple[Compute, ...]:
     strategy = "fsdp" if casts_parameters else "local"
-    step = simulate_training(
+    return simulate_training(
         config, strategy, batch=batch, world_size=1, dtype=dtype, checkpointing=checkpointing
-    )
-    return tuple(item for item in step.items[step.boundary :] if isinstance(item, Compute))
+    ).operators
 
 
 def compute_time(

@@ -52,10 +52,14 @@ class SimulatedStep:
         """Payload of all collectives of the step."""
         return sum(call.bytes for call in self.calls)
 
+    @property
+    def operators(self) -> tuple[Compute, ...]:
+        """The operators of the last step, in order."""
+        return tuple(item for item in self.items[self.boundary :] if isinstance(item, Compute))
+
     def flops(self, phase: str | None = None) -> int:
         """FLOPs of the step, or of one of its phases `forward`, `backward`, `optimizer`."""
-        operators = (item for item in self.items[self.boundary :] if isinstance(item, Compute))
-        return sum(item.flops for item in operators if phase in (None, item.phase))
+        return sum(item.flops for item in self.operators if phase in (None, item.phase))
 
 
 def simulate_step(

@@ -54,8 +54,7 @@ def replay(
     window = [(begin, end)]
     # What the last step leaves in flight is the mirror image of what its predecessor left for it.
     compute, comm = intersect(streams.compute, window), intersect(streams.comm, window)
-    operators = (item for item in step.items[step.boundary :] if isinstance(item, Compute))
-    local_ms = 1e3 * sum(device.seconds(item) for item in operators)
+    local_ms = 1e3 * sum(device.seconds(item) for item in step.operators)
     exposed, comm_ms = subtract(comm, compute), 1e3 * total(comm)
     step_ms = 1e3 * (end - begin)
     lanes = {"compute": compute, "communication": comm, "exposed": exposed}

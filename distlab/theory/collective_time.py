@@ -9,11 +9,9 @@ rank sends and receives at once. What is reduced meanwhile costs nothing here.
     ring all-reduce                    2(N−1)         2(N−1)·α + 2(N−1)/N · S/W
     ring that forwards whole tensors   N−1            (N−1)·(α + S/W)
     binomial tree all-reduce           2⌈log₂N⌉       2⌈log₂N⌉·(α + S/W)
-    halving and doubling all-reduce    2 log₂N        2 log₂N·α + 2(N−1)/N · S/W     N a power of two
-    pipelined chain broadcast          N−2+k          (N−2+k)·(α + S/(k·W))          k pieces
 
-Rings: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". Trees, halving
-and doubling: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
+Rings: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". Trees: Thakur,
+Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
 
 α–β from measured times: seconds(S) = α + S/W, in one piece or several.
 
@@ -53,6 +51,12 @@ class Link:
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
+def further_hops(ranks: int, *, all_reduce: bool) -> int:
+    """Links that a message passes one after the other, beyond the first: those of the ring, or up and down a tree,
+    2·log₂N, which libraries take for an all-reduce of many ranks."""
+    return min(ranks - 2, math.ceil(2 * math.log2(ranks))) if all_reduce else ranks - 2
+
+
 def ring_all_gather(num_bytes: float, ranks: int, link: Link) -> float:
     """N−1 rounds, in each of which every rank passes a piece of S/N on. A reduce-scatter costs the same."""
     _check(num_bytes, ranks)
@@ -86,56 +90,6 @@ def tree_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
     """Reduce up a binomial tree and broadcast down: few rounds, each with the whole tensor."""
     _check(num_bytes, ranks)
     return 2 * math.ceil(math.log2(ranks)) * link.message(num_bytes)
-
-
-def halving_doubling_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
-    """Exchange halves, quarters, … with partners at distance N/2, N/4, …, and back: a ring's volume, a tree's rounds.
-
-    Raises:
-        ValueError: N is no power of two (with the nearest).
-    """
-    _check(num_bytes, ranks)
-    if ranks & (ranks - 1):
-        raise ValueError(
-            f"ranks={ranks}: halving needs a power of two, such as {2 ** round(math.log2(ranks))}"
-        )
-    rounds = ranks.bit_length() - 1
-    return 2 * sum(link.message(num_bytes / 2**step) for step in range(1, rounds + 1))
-
-
-def chain_broadcast(num_bytes: float, ranks: int, link: Link, pieces: int | None = None) -> float:
-    """Pass pieces from rank to rank, all links busy once the chain is full.
-
-    Args:
-        pieces: k; None for the best, √((N−2)·S/(α·W)).
-
-    Raises ValueError for fewer than one piece.
-    """
-    _check(num_bytes, ranks)
-    if ranks == 1:
-        return 0.0
-    if pieces is None:
-        ideal = (
-            math.sqrt((ranks - 2) * num_bytes / (link.latency_s * link.bytes_per_s))
-            if link.latency_s
-            else 1e6
-        )
-        pieces = max(1, round(ideal))
-    if pieces < 1:
-        raise ValueError(f"pieces={pieces}: at least one")
-    return (ranks - 2 + pieces) * link.message(num_bytes / pieces)
-
-
-def hierarchical_all_reduce(
-    num_bytes: float, nodes: int, ranks_per_node: int, inside: Link, between: Link
-) -> float:
-    """Reduce-scatter inside every node, all-reduce each piece between the nodes, all-gather inside.
-
-    The slow links carry 2(nodes−1)/nodes of S/ranks_per_node each, because every rank of a node has its own.
-    """
-    _check(num_bytes, nodes * ranks_per_node)
-    inner = 2 * ring_all_gather(num_bytes, ranks_per_node, inside)
-    return inner + ring_all_reduce(num_bytes / ranks_per_node, nodes, between)
 
 
 def tree_to_ring_bytes(ranks: int, link: Link) -> float:

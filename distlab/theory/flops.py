@@ -12,7 +12,7 @@ values, which is the work a good causal kernel really does; say which one a tabl
 Shapes: `B` batch, `T` context, `L` layers, `d` d_model, `f` d_ff, `V` vocabulary.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,6 @@ def forward_flops(
     )
 
 
-def backward_flops(**sizes: int) -> TransformerFlops:
-    """FLOPs of one backward pass, twice the forward; arguments as `forward_flops`."""
-    return forward_flops(**sizes).times(2)
-
-
 def step_flops(**sizes: int) -> int:
     """FLOPs of forward and backward together, per rank and micro-batch; arguments as `forward_flops`.
 
@@ -105,17 +100,13 @@ def step_flops(**sizes: int) -> int:
     return forward_flops(**sizes).times(3).total
 
 
-def recompute_flops(**sizes: int) -> TransformerFlops:
-    """FLOPs of running every block's forward again in backward (activation checkpointing); the head is kept."""
-    return replace(forward_flops(**sizes), head=0)
-
-
 def hardware_flops(*, checkpointing: bool, **sizes: int) -> int:
     """FLOPs that a step's products really take: forward, backward and what is recomputed.
 
     `causal=True` among the sizes counts half of the scores, the work of a kernel that skips what is masked.
     """
-    return step_flops(**sizes) + (recompute_flops(**sizes).total if checkpointing else 0)
+    forward = forward_flops(**sizes)
+    return forward.total * 3 + checkpointing * (forward.total - forward.head)  # the head's input is kept
 
 
 def hfu(

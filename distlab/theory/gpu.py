@@ -49,11 +49,6 @@ class Roofline:
         """ "memory" or "compute"."""
         return "memory" if cost.flops / self.peak < cost.bytes / self.bandwidth else "compute"
 
-    def attainable(self, intensity: float) -> float:
-        """FLOP/s at most for an intensity: the roof itself."""
-        return min(self.peak, intensity * self.bandwidth)
-
-
 def roofline(spec: GPUSpec, dtype: str = "bf16", *, bandwidth: float | None = None,
              peak: float | None = None) -> Roofline:
     """The roofline of a GPU by its datasheet, or with measured ceilings in place of it.
@@ -66,11 +61,6 @@ def roofline(spec: GPUSpec, dtype: str = "bf16", *, bandwidth: float | None = No
             raise ValueError(f"{spec.name} has no peak for {dtype!r}; choose one of {', '.join(spec.peak)}")
         peak = spec.peak[dtype]
     return Roofline(peak, spec.hbm_bandwidth if bandwidth is None else bandwidth)
-
-
-def l2_resident(bytes_touched: float, spec: GPUSpec) -> bool:
-    """Whether a working set may stay in the L2 between two passes, so that measured bandwidth is not the memory's."""
-    return bytes_touched <= spec.l2_bytes
 
 
 WARP = 32
@@ -160,8 +150,3 @@ def wave_quantisation(blocks: int, sms: int, blocks_per_sm: int = 1) -> Waves:
     places = sms * blocks_per_sm
     waves = -(-blocks // places)
     return Waves(waves, blocks - (waves - 1) * places, blocks / (waves * places))
-
-
-def bytes_in_flight(bandwidth: float, latency_s: float, sms: int) -> float:
-    """Bytes that each SM must have requested at any time to keep the memory busy (Little's law)."""
-    return bandwidth * latency_s / sms

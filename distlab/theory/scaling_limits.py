@@ -131,20 +131,6 @@ def largest_tensor_parallel(block: Block, *, backward: bool = False, keeps_input
     return max(1, math.floor(limit * factor * (1 + 1e-12)))
 
 
-def best_data_parallel(block: Block, tokens: float, devices: int) -> float:
-    """X (real) of the FSDP × TP split whose forward communicates least: √(2·B·N/(m·f)), within 1 … N.
-
-    Weights take b·m·d·f·X/(N·W), growing with X, activations 2·b·B·d/(X·W), falling. Their sum and their maximum are
-    both smallest where they are equal.
-
-    Raises ValueError for tokens or devices that are not positive.
-    """
-    if devices < 1 or not tokens > 0:
-        raise ValueError(f"tokens={tokens}, devices={devices}: must be positive")
-    ideal = math.sqrt(2 * tokens * devices / (block.matrices * block.d_ff))
-    return min(max(1.0, ideal), float(devices))
-
-
 def best_split(
     block: Block, tokens: float, devices: int, *, shared_links: bool = False
 ) -> tuple[int, int, BlockTime]:

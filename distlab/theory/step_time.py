@@ -34,6 +34,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distlab.theory.collective_time import further_hops
+
 ALL_REDUCE, ONE_PASS = 2, 1
 PACKS = ("flat", "bucketed", "sharded-optimizer", "zero1")
 
@@ -80,9 +82,7 @@ class Network:
             raise ValueError(f"ranks={ranks}, num_bytes={num_bytes}: at least one rank and no negative size")
         if ranks == 1:
             return 0.0
-        hops = ranks - 2
-        if passes == ALL_REDUCE:
-            hops = min(hops, math.ceil(2 * math.log2(ranks)))
+        hops = further_hops(ranks, all_reduce=passes == ALL_REDUCE)
         volume = passes * (ranks - 1) / ranks * num_bytes
         return messages * (self.latency_s + self.hop_s * hops) + volume / self.ring_bytes_per_s(ranks)
 

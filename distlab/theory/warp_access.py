@@ -13,7 +13,6 @@ WARP = 32
 SECTOR = 32
 LINE = 128
 BANKS = 32
-BANK_BYTES = 4
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from distlab.measure.memory import peak_memory
 from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.pace import Pace
 from distlab.measure.statistics import own_noise_floor, percentiles
-from distlab.measure.trace.kernels import PHASES
+from distlab.measure.trace.capture import PHASES
 from distlab.measure.validity import attempt, check_clock, check_speed, check_work
 from distlab.model.config import checkpoint_groups
 from distlab.report.noise import noise_of

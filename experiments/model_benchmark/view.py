@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distlab.bench.trial import described
-from distlab.measure.trace.kernels import PHASES
+from distlab.measure.trace.capture import PHASES
 from distlab.report.charts import Panel, lines, overlaid, stacked_bars
 from distlab.report.noise import NOISE
 from distlab.report.record import Record

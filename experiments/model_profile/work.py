@@ -12,8 +12,8 @@ from distlab.comm import RankContext, collectives
 from distlab.measure.clock import PhaseTimer
 from distlab.measure.flops import FlopsByCategory
 from distlab.measure.statistics import MIN_SAMPLES, percentiles
-from distlab.measure.trace.capture import load_trace, profile_steps
-from distlab.measure.trace.kernels import CATEGORIES, PHASES, Phases, Profile, readable, summarise
+from distlab.measure.trace.capture import PHASES, Phases, load_trace, profile_steps
+from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summarise
 from distlab.report.charts import stacked_bars
 from distlab.report.record import Record
 from distlab.report.table import Column

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from distlab.measure import clock
 from distlab.measure.clock import PhaseTimer, measure, slowest_rank
 from distlab.measure.memory import peak_memory
-from distlab.measure.statistics import exposure_ratio, noise_floor, paired_ratio, percentiles
+from distlab.measure.statistics import exposure_ratio, noise_floor, own_noise_floor, paired_ratio, percentiles
 from distlab.testing import run_ranks
 
 
@@ -92,6 +92,28 @@ def test_cuda_clocks_see_kernels_that_the_host_does_not_wait_for():
     with peak_memory("cuda") as peak:
         torch.empty(2**20, dtype=torch.uint8, device="cuda")
     assert peak.peak_alloc_bytes >= 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tidy", [True, False])
+def test_replays_of_a_graph_take_what_the_device_takes(tidy):
+    x = torch.ones(2**26, device="cuda")
+    times = clock.replay_ms(lambda: x.mul_(1.0), 5, calls=(5, 20), tidy=tidy)
+    eager = measure(lambda: x.mul_(1.0), warmup=3, repeats=5, device="cuda")
+    assert len(times) == 5 and 0.5 * min(eager) < min(times) < 1.5 * max(eager)
+    assert (x == 1).all()
+
+
+def test_the_host_time_is_what_a_call_takes_to_return(monkeypatch):
+    now = iter([0.0, 0.002, 1.0, 1.003])
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    assert clock.host_ms(lambda: None, 2) == pytest.approx([2, 3])
+
+
+def test_a_series_has_a_noise_floor_of_its_own():
+    assert own_noise_floor([1.0, 2.0] * 4) is None  # too few for a bootstrap of pairs
+    assert own_noise_floor([1.0] * 10) == 0 and own_noise_floor([1.0, 1.1] * 8 + [5.0]) > 5
 
 
 def test_peak_memory_of_a_cpu_is_not_measured():

@@ -105,60 +105,6 @@ def test_tree(ranks, size):
     assert cost.tree_all_reduce(size, ranks, LINK) == pytest.approx(wires.seconds)
 
 
-@given(st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 20))
-def test_halving_and_doubling(ranks, piece):
-    values = [[10 * r + p for p in range(ranks)] for r in range(ranks)]
-    state, wires = [list(row) for row in values], Wires(LINK)
-    held, distance = [set(range(ranks)) for _ in range(ranks)], ranks // 2
-    while distance:
-        before, kept = [list(row) for row in state], []
-        for r in range(ranks):
-            mine = {p for p in held[r] if (p & distance) == (r & distance)}
-            for p in mine:
-                state[r][p] += before[r ^ distance][p]
-            kept.append(mine)
-        wires.round([piece * len(kept[0])] * ranks)
-        held, distance = kept, distance // 2
-    distance = 1
-    while distance < ranks:
-        wires.round([piece * len(held[0])] * ranks)
-        merged = []
-        for r in range(ranks):
-            for p in held[r ^ distance]:
-                state[r][p] = state[r ^ distance][p]
-            merged.append(held[r] | held[r ^ distance])
-        held, distance = merged, 2 * distance
-    assert state == [[sum(row[p] for row in values) for p in range(ranks)]] * ranks
-    assert cost.halving_doubling_all_reduce(piece * ranks, ranks, LINK) == pytest.approx(wires.seconds)
-
-
-@given(st.integers(2, 9), st.integers(1, 12), st.integers(1, 30))
-def test_chain(ranks, pieces, piece):
-    arrived, wires = [pieces] + [0] * (ranks - 1), Wires(LINK)
-    while arrived[-1] < pieces:
-        arrived = [pieces] + [
-            arrived[r] + (arrived[r] < arrived[r - 1]) for r in range(1, ranks)
-        ]  # every rank passes one piece on
-        wires.round([piece])
-    assert cost.chain_broadcast(piece * pieces, ranks, LINK, pieces) == pytest.approx(wires.seconds)
-
-
-@given(st.integers(2, 40), st.floats(1, 1e9))
-def test_chain_finds_its_best_pieces(ranks, size):
-    link = Link(1e6, 1e-3)
-    best = cost.chain_broadcast(size, ranks, link)
-    assert all(best <= cost.chain_broadcast(size, ranks, link, k) * 1.02 for k in (1, 2, 5, 30, 300))
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.floats(0, 1e6))
-def test_hierarchy_of_equal_links_is_no_better_in_volume(nodes, per_node, size):
-    flat = cost.ring_all_reduce(size, nodes * per_node, Link(1.0))
-    both = cost.hierarchical_all_reduce(size, nodes, per_node, Link(1.0), Link(1.0))
-    assert both == pytest.approx(flat, abs=1e-6)
-    slow = cost.hierarchical_all_reduce(size, nodes, per_node, Link(8.0), Link(1.0))
-    assert slow <= cost.ring_all_reduce(size, nodes * per_node, Link(1.0)) + 1e-9
-
-
 @given(st.integers(3, 200))
 def test_where_tree_and_ring_cross(ranks):
     link = Link(1e9, 1e-5)
@@ -189,8 +135,6 @@ def test_traffic(ranks, size):
         (lambda: Link(1.0, -1.0), "latency_s=-1"),
         (lambda: cost.ring_all_reduce(1, 0, LINK), "ranks=0"),
         (lambda: cost.ring_all_reduce(-1, 2, LINK), "num_bytes=-1"),
-        (lambda: cost.halving_doubling_all_reduce(1, 6, LINK), "power of two, such as 8"),
-        (lambda: cost.chain_broadcast(1, 3, LINK, 0), "pieces=0"),
         (lambda: cost.step_traffic("zero9", 1, 2), "zero9"),
     ],
 )
@@ -201,5 +145,4 @@ def test_refusals(call, message):
 
 def test_lonely_rank_sends_nothing():
     assert cost.ring_all_reduce(1e9, 1, LINK) == cost.tree_all_reduce(1e9, 1, LINK) == 0
-    assert cost.chain_broadcast(1e9, 1, LINK) == 0
     assert math.isclose(cost.tree_to_ring_bytes(2, LINK), 0)

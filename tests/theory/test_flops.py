@@ -9,12 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distlab.model import TransformerLM, preset
 from distlab.theory.flops import (
-    backward_flops,
     forward_flops,
     hardware_flops,
     hfu,
     mfu,
-    recompute_flops,
     step_flops,
 )
 
@@ -40,7 +38,7 @@ def test_equals_torchs_counter_on_the_tiny_model():
     assert forward.get_total_flops() == forward_flops(**sizes).total
     with FlopCounterMode(display=False) as backward:
         logits.sum().backward()
-    assert backward.get_total_flops() == backward_flops(**sizes).total
+    assert backward.get_total_flops() == forward_flops(**sizes).times(2).total
     # By part, so that two errors cannot cancel.
     parts = {name: sum(ops.values()) for name, ops in forward.get_flop_counts().items()}
     expected = forward_flops(**sizes)
@@ -67,7 +65,7 @@ def test_scaling(sizes, factor):
     longer = forward_flops(**{**sizes, "context": sizes["context"] * factor})
     assert longer.attention_scores == once.attention_scores * factor**2
     assert longer.head == once.head * factor
-    assert step_flops(**sizes) == once.total + backward_flops(**sizes).total
+    assert step_flops(**sizes) == 3 * once.total
 
 
 @given(SIZES)
@@ -99,7 +97,6 @@ def test_recomputation_is_what_torch_counts():
     with torch.utils.checkpoint.set_checkpoint_early_stop(False), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     assert counter.get_total_flops() == hardware_flops(checkpointing=True, **sizes)
-    assert recompute_flops(**sizes).by_part() == forward_flops(**sizes).by_part() | {"head": 0}
     assert hardware_flops(checkpointing=False, **sizes) == step_flops(**sizes)
 
 

@@ -17,7 +17,7 @@ from distlab.theory.fusion import (
     pointwise_chain,
     transformer_block,
 )
-from distlab.theory.gpu import Roofline, bytes_in_flight, occupancy, roofline, wave_quantisation
+from distlab.theory.gpu import Roofline, occupancy, roofline, wave_quantisation
 from distlab.theory.warp_access import (
     bank_conflicts,
     column_conflicts,
@@ -35,7 +35,6 @@ def test_the_ridge_of_an_h100():
     assert H100.ridge == pytest.approx(989.4e12 / 3350e9)  # 295 FLOPs per byte
     assert H100.bound(Cost(1e9, 1e9)) == "memory"
     assert H100.bound(Cost(1e12, 1e9)) == "compute"
-    assert H100.attainable(1) == 3350e9 and H100.attainable(1e6) == 989.4e12
 
 
 def test_roofline_seconds_take_the_slower_of_both():
@@ -106,10 +105,6 @@ def test_wave_quantisation():
     assert wave_quantisation(133, 132, 2).waves == 1
     with pytest.raises(ValueError, match="blocks=0"):
         wave_quantisation(0, 132)
-
-
-def test_bytes_in_flight():
-    assert bytes_in_flight(3350e9, 600e-9, 132) == pytest.approx(15_227, rel=1e-3)
 
 
 def test_coalescing():

@@ -31,7 +31,8 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ STEP = "distlab:step"
 FORWARD = "distlab:forward"
 OPTIMIZER = "distlab:optimizer"
 NEXT = "distlab:next"
+PHASES = ("forward", "backward", "optimizer")
 _GPU_COMMUNICATION = re.compile(r"nccl|PtoP|barrier_kernel", re.IGNORECASE)
 _CPU_COMPUTE = re.compile(r"aten::|\w+Backward\d+$|## Call CompiledFxGraph")
 
@@ -154,20 +156,53 @@ def annotate_forward(module: nn.Module) -> list[RemovableHandle]:
     ]
 
 
-class OptimizerRange:
-    """For `TrainStep`'s ``mark``: lets what runs after "forward_backward" be a range ``distlab:optimizer``."""
+class Phases:
+    """Ranges ``distlab:forward``, ``distlab:backward``, ``distlab:optimizer`` from a step's marks.
 
-    def __init__(self) -> None:
+    A mark says which phase ends, as those of `clock.PhaseTimer` do, so the same step serves both::
+
+        phases = Phases()
+        with phases.step("forward"):  # the first phase begins with the step
+            ...
+            phases.mark("forward")
+            ...
+    """
+
+    def __init__(self, order: Sequence[str] = PHASES) -> None:
+        self._order = list(order)
         self._open: record_function | None = None
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step: its first phase begins now, its last ends with a mark or with the step."""
+        self._begin(self._order[0])
+        try:
+            yield
+        finally:
+            self._end()
+
     def mark(self, phase: str) -> None:
-        """``phase`` ended."""
+        """`phase` ends here and the next in order begins."""
+        self._end()
+        following = self._order.index(phase) + 1
+        if following < len(self._order):
+            self._begin(self._order[following])
+
+    def _begin(self, phase: str) -> None:
+        self._open = record_function(f"distlab:{phase}")
+        self._open.__enter__()
+
+    def _end(self) -> None:
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
-        if phase == "forward_backward":
-            self._open = record_function(OPTIMIZER)
-            self._open.__enter__()
+
+
+class OptimizerRange(Phases):
+    """For `TrainStep`'s ``mark``: lets what runs after "forward_backward" be a range ``distlab:optimizer``."""
+
+    def __init__(self) -> None:
+        super().__init__(("forward_backward", "optimizer"))
 
 
 def _with_rank(trace: dict[str, Any], rank: int, world_size: int, backend: str | None) -> dict[str, Any]:

@@ -16,60 +16,14 @@ import functools
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch.profiler import record_function
-
 from distlab.measure.trace.account import step_windows
-from distlab.measure.trace.capture import Event
+from distlab.measure.trace.capture import PHASES, Event
 from distlab.measure.trace.intervals import intersect, total
 
-PHASES = ("forward", "backward", "optimizer")
 OUTSIDE = "outside"  # of the three, such as zeroing gradients
-
-
-class Phases:
-    """Ranges ``distlab:forward``, ``distlab:backward``, ``distlab:optimizer`` from a step's marks.
-
-    A mark says which phase ends, as those of `clock.PhaseTimer` do, so the same step serves both::
-
-        phases = Phases()
-        with phases.step("forward"):  # the first phase begins with the step
-            ...
-            phases.mark("forward")
-            ...
-    """
-
-    def __init__(self, order: Sequence[str] = PHASES) -> None:
-        self._order = list(order)
-        self._open: record_function | None = None
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """A step: its first phase begins now, its last ends with a mark or with the step."""
-        self._begin(self._order[0])
-        try:
-            yield
-        finally:
-            self._end()
-
-    def mark(self, phase: str) -> None:
-        """`phase` ends here and the next in order begins."""
-        self._end()
-        following = self._order.index(phase) + 1
-        if following < len(self._order):
-            self._begin(self._order[following])
-
-    def _begin(self, phase: str) -> None:
-        self._open = record_function(f"distlab:{phase}")
-        self._open.__enter__()
-
-    def _end(self) -> None:
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
 
 
 @dataclass(frozen=True)

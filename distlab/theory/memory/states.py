@@ -16,7 +16,6 @@ MIB = 2**20
 # cuBLAS reserves 32 MiB per stream and thread on Hopper, from the same allocator: forward's thread and autograd's.
 # Source: getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
 CUBLAS_WORKSPACES = 2 * 32 * MIB
-MESSAGE_BYTES = 25 * MIB  # of a broadcast that carries several parameters
 
 REPLICATED = ("local", "naive", "overlap")
 BUCKETED = ("bucketed", "bucketed-dma", "sharded-optimizer", "zero1")
