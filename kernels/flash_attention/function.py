@@ -11,8 +11,8 @@ import functools
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from .._autograd import first_order
 from ..cost import Cost
 from . import ops, tiled
 from .options import (
@@ -76,6 +76,7 @@ class FlashAttention2(Function):
         return o
 
     @staticmethod
+    @first_order
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
         grads = ops.backward_op(*_four_d(q, k, v, o), lse.view(_four_d(q)[0].shape[:-1]), *_four_d(do.to(o.dtype)),
@@ -86,10 +87,7 @@ class FlashAttention2(Function):
 
 
 class FlashAttention2PyTorch(Function):
-    """The same algorithm in plain torch tiles (`tiled.py`), on any device; float64 too, for `gradcheck`.
-
-    The gradient of a gradient raises.
-    """
+    """The same algorithm in plain torch tiles (`tiled.py`), on any device; float64 too, for `gradcheck`."""
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
@@ -105,12 +103,9 @@ class FlashAttention2PyTorch(Function):
         return o
 
     @staticmethod
+    @first_order
     def backward(ctx, do):
-        return FlashAttention2PyTorch._gradients(ctx, do, *ctx.saved_tensors)
-
-    @staticmethod
-    @once_differentiable  # of all it is given: o needs a gradient where do, say that of a sum, does not
-    def _gradients(ctx, do, q, k, v, o, lse):
+        q, k, v, o, lse = ctx.saved_tensors
         problem = Problem(ctx.band, ctx.scale, ctx.precision, *ctx.documents)
         grads = tiled.backward(*_four_d(q, k, v, o), lse, do, problem)
         dq, dk, dv = (g.view(x.shape).to(dtype)
@@ -154,12 +149,9 @@ class FlashAttention2CompiledBackward(Function):
         return o.view(q.shape)
 
     @staticmethod
+    @first_order
     def backward(ctx, do):
-        return FlashAttention2CompiledBackward._gradients(ctx, do, *ctx.saved_tensors)
-
-    @staticmethod
-    @once_differentiable
-    def _gradients(ctx, do, q, k, v, o, lse):
+        q, k, v, o, lse = ctx.saved_tensors
         lse = lse.view(_four_d(q)[0].shape[:-1])
         grads = _compiled_whole_matrix_backward()(*_four_d(q, k, v, o), lse, *_four_d(do), ctx.scale,
                                                   ctx.band[1] is not None)
@@ -196,7 +188,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
 
     Source: Dao, FlashAttention-2 (2023). On CUDA tensors, and with TRITON_INTERPRET=1, the Triton kernels run; on other
-    devices the plain-torch tiles. The gradient of a gradient is not defined.
+    devices the plain-torch tiles. `create_graph=True` raises: the gradient of a gradient is not defined.
     """
     return FlashAttention2.apply(q, k, v, causal, scale, window, alignment, precision, document_ids, backward)
 
