@@ -1162,13 +1162,6 @@ REFUSALS = (
     Refusal(STRATEGIES, "are two parameters on the same memory", lambda case: bool(case.aliases)),
 )
 
-# Faults that are known and not repaired: strategy → what → which cases have it. Left out unless asked for.
-UNREPAIRED: dict[str, dict[str, Callable[[Case], bool]]] = {
-    "fsdp": {
-        "close() unfreezes": lambda case: case.regime.freezes >= 0 and case.regime.rewraps >= 0,
-    },
-}
-
 
 def is_refusal(case: Case, strategy: str, text: str) -> bool:
     """Whether an error is one that the strategy documents for what this case has."""
@@ -1556,16 +1549,9 @@ def shrink(job: Job, outcome: str, ranks: int, *, seconds: float = 90.0) -> Job:
 # -- the command -------------------------------------------------------------------------------------------
 
 
-def jobs_of(cases: Iterable[Case], strategies: Sequence[str], *, everything: bool = False) -> list[Job]:
-    """The jobs of these cases; without `everything` those that have a fault of `UNREPAIRED` are left out."""
-    jobs = []
-    for case in cases:
-        for strategy in strategies:
-            allowed = as_allowed(case, strategy)
-            unrepaired = any(of(allowed) for of in UNREPAIRED.get(strategy, {}).values())
-            if everything or not unrepaired:
-                jobs.append(Job(allowed, strategy))
-    return jobs
+def jobs_of(cases: Iterable[Case], strategies: Sequence[str]) -> list[Job]:
+    """Every case under every strategy, as it allows."""
+    return [Job(as_allowed(case, strategy), strategy) for case in cases for strategy in strategies]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -1581,7 +1567,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=20.0, help="until a collective without all ranks fails [20]")
     p.add_argument("--failures", type=int, default=5, help="end after this many [5]")
     p.add_argument("--no-shrinking", action="store_true", help="print failing cases as they are")
-    p.add_argument("--everything", action="store_true", help="faults known and not repaired too")
     return p
 
 
@@ -1597,7 +1582,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = map(generate, seeds)
     else:
         cases = [eval(args.case, {"Case": Case, "Part": Part, "Regime": Regime})]
-    jobs = jobs_of(cases, strategies, everything=args.everything)
+    jobs = jobs_of(cases, strategies)
     counts: Counter[tuple[str, str]] = Counter()
     failures, begin = 0, time.monotonic()
     for ranks in args.ranks:

@@ -60,7 +60,7 @@ def test_a_failing_case_is_shrunk_to_what_makes_it_fail(monkeypatch, capsys):
 
     seeds = [seed for seed in range(500) if condition(fuzz.generate(seed))]
     monkeypatch.setattr(fuzz, "run_jobs", fails_where(condition))
-    assert fuzz.main(["--seed", str(seeds[0]), "--strategies", "flat", "--ranks", "2", "--everything"]) == 1
+    assert fuzz.main(["--seed", str(seeds[0]), "--strategies", "flat", "--ranks", "2"]) == 1
     shortest = Case(
         (Part("around", (Part("linear"),), "twice"),), seed=seeds[0], width=2, regime=Regime(micro=2)
     )

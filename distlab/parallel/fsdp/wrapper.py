@@ -337,14 +337,18 @@ class FSDP(nn.Module):
         note_gradients(self.trainable)
 
     def close(self) -> None:
-        """Detach every hook and give the module full parameters again, on every rank, in the masters' type."""
+        """Detach every hook and give the module full parameters again, on every rank, in the masters' type.
+
+        What was frozen or unfrozen since stays so, for whoever wraps the module again.
+        """
         full = self.gather_full_params()
         step_guard.release(self.trainable)
         self._schedule.close()
         self._load_check.remove()
         for entry, _ in self._loaders():
             entry.uninstall()
-            whole = nn.Parameter(full[entry.name], entry.parameter.requires_grad)
+            owner, attribute = entry.owners[0]
+            whole = nn.Parameter(full[entry.name], owner._parameters[attribute].requires_grad)
             entry.register(whole, made_by_fsdp=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
