@@ -24,7 +24,7 @@ def first_order(backward: Callable) -> Callable:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses by itself
             name = type(ctx).__name__.removesuffix("Backward")
             raise RuntimeError(f"{name} was called with create_graph=True, but the gradient of its gradient is not "
-                               "defined: use the operation's plain torch form where that is needed")
+                               "defined: write it in torch's own operations where that is needed")
         return backward(ctx, *upstream)
 
     return wrapper

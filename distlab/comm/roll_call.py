@@ -8,6 +8,7 @@ On NCCL a wait blocks a stream, and at the timeout torch's watchdog ends the pro
 """
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,17 +99,23 @@ def _message(group: ProcessGroup, what: str) -> str:
     return json.dumps([group.group_name, what])
 
 
+def _key(rank: int) -> str:
+    """Waits of threads in the background, such as a checkpoint's, are apart: they say nothing of where its step is."""
+    main = threading.current_thread() is threading.main_thread()
+    return f"waits/{rank}" if main else f"waits/{rank}/background"
+
+
 def _say(group: ProcessGroup, what: str | None) -> None:
     """Tell everybody what this rank waits for; None: for nothing any more."""
     try:
-        _store().set(f"waits/{dist.get_rank()}", "" if what is None else _message(group, what))
+        _store().set(_key(dist.get_rank()), "" if what is None else _message(group, what))
     except (RuntimeError, ValueError):  # the store ended with the rank that served it
         return
 
 
 def _hear(rank: int) -> str | None:
     """What a rank said last, if it waits."""
-    key = f"waits/{rank}"
+    key = _key(rank)
     try:
         return _store().get(key).decode() if _store().check([key]) else None
     except (RuntimeError, ValueError):

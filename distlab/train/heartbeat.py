@@ -112,7 +112,7 @@ class Heartbeat:
         step_ms, self._ended = moment.ms_since(self._ended), moment
         mine = torch.tensor([*values.tolist(), float(self._stop.received)], dtype=torch.float64)
         everybody = torch.empty(3 * self._group.size(), dtype=torch.float64)
-        collectives.all_gather(everybody, mine, self._group).wait()
+        collectives.wait(collectives.all_gather(everybody, mine, self._group), self._group, "exchanging losses")
         losses, norms, signals = everybody.view(-1, 3).T.tolist()
         bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:

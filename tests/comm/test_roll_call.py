@@ -1,5 +1,6 @@
 """The message of a collective that fails: which rank did not come, and what it may be doing."""
 
+import threading
 import time
 from datetime import timedelta
 
@@ -56,6 +57,31 @@ def test_a_rank_that_waits_for_something_else_is_told_where():
     answers = run_ranks(elsewhere, 2, group_timeout_s=TIMEOUT_S)
     assert "rank 1 waits elsewhere (broadcasting tensors)" in answers[0]
     assert "rank 0 waits elsewhere (averaging gradients)" in answers[1]
+
+
+def absent_with_a_thread(context: RankContext) -> str:
+    """Rank 1's program does not come; a thread of it, such as a checkpoint's, is in a collective of its own."""
+    of_thread = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT_S + 2))
+    if context.rank == 1:
+
+        def exchange() -> None:
+            with pytest.raises(RuntimeError):
+                collectives.gather_objects("", of_thread)
+
+        thread = threading.Thread(target=exchange)
+        thread.start()
+        thread.join()
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        work = collectives.all_reduce_mean(torch.ones(3), context.group)
+        collectives.wait(work, context.group, "averaging gradients")
+    return str(caught.value)
+
+
+def test_what_a_thread_in_the_background_waits_for_is_not_what_its_rank_does():
+    """Of a rank that was killed while it wrote a checkpoint, others said that it takes another branch."""
+    answers = run_ranks(absent_with_a_thread, 2, group_timeout_s=TIMEOUT_S)
+    assert "rank 0 was averaging gradients, and rank 1 did not come" in answers[0]
 
 
 def long_but_successful(context: RankContext) -> list[str]:

@@ -112,6 +112,7 @@ def test_killed_ranks_are_restarted_and_the_losses_are_those_of_an_undisturbed_r
     assert losses(tmp_path) == undisturbed
     text = run.text()
     assert "resumed from step 10" in text or "resumed from step 5" in text or "resumed from step 15" in text
+    assert "train: rank 1 lost another rank: it died, or did not join a collective" in text  # the survivor said why
 
 
 def test_a_rank_that_hangs_past_the_timeout_fails_the_run_with_a_message(tmp_path):
@@ -271,6 +272,13 @@ def test_bad_input_gives_one_clear_message(tmp_path):
 def test_an_unusable_option_value_starts_no_rank(capsys, option, message):
     assert train.main([option]) == 2
     assert f"train: error: {message}" in capsys.readouterr().err
+
+
+def test_the_strategies_that_are_offered_can_train(capsys):
+    assert train.main(["--strategy=zero3"]) == 2
+    offered = capsys.readouterr().err.strip().split("allowed: ")[1].split(", ")
+    assert {TrainConfig(strategy=name).strategy for name in offered} >= {"bucketed", "zero1", "fsdp"}
+    assert f"one of {', '.join(offered)}" in " ".join(train.parser().format_help().split())
 
 
 @pytest.mark.parametrize(
