@@ -79,7 +79,8 @@ def run_ranks(
         raise ValueError(f"world_size={world_size}: at least one rank")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(1)  # a rank process that imports an unguarded script; the script's own call says what to do
-    if getattr(fn, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script == "<stdin>" or (script is None and getattr(fn, "__module__", None) == "__main__"):
         raise TypeError(
             f"run_ranks starts new processes, and they cannot import {getattr(fn, '__name__', fn)} from a notebook or "
             "a prompt: write it to a file (in a notebook, `%%writefile on_ranks.py` as a cell's first line), and "

@@ -53,6 +53,11 @@ class DataConfig:
             raise ValueError(
                 f"--val-data {self.validation} needs --data: synthetic tokens have their own validation"
             )
+        files = [Path(path) for path in (self.path, self.validation) if path is not None]
+        if self.token_dtype is not None and not any(file.suffix == ".bin" for file in files):
+            raise ValueError(
+                f"--token-dtype {self.token_dtype} is of a .bin: a .npy says its own, and a text's tokens are its bytes"
+            )
 
     @property
     def is_bytes(self) -> bool:

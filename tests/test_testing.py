@@ -108,8 +108,11 @@ def test_a_script_without_a_guard_is_told_what_to_do(tmp_path):
     assert 'under `if __name__ == "__main__":`' in last and done.stderr.count("Traceback") == 1
 
 
-def test_a_function_of_a_notebook_or_a_prompt_is_refused_with_the_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+@pytest.mark.parametrize("attributes", [{}, {"__file__": "<stdin>"}], ids=["prompt", "script through a pipe"])
+def test_a_function_of_a_notebook_or_a_prompt_is_refused_with_the_remedy(monkeypatch, attributes):
+    main = ModuleType("__main__")
+    main.__dict__.update(attributes)
+    monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(square, "__module__", "__main__")
     with pytest.raises(
         TypeError, match=r"cannot import square from a notebook or a prompt: write it to a file .*%%wr"

@@ -267,6 +267,7 @@ def test_bad_input_gives_one_clear_message(tmp_path):
         ("--strategy=local", "strategy 'local' cannot train; allowed: naive"),
         ("--name=../../x", "--name '../../x' cannot name a folder: use letters"),
         ("--val-data=x.txt", "--val-data x.txt needs --data"),
+        ("--token-dtype=int3", "--token-dtype int3 is of a .bin: a .npy says its own, and a text's tokens"),
     ],
 )
 def test_an_unusable_option_value_starts_no_rank(capsys, option, message):
