@@ -26,6 +26,7 @@ import torch
 from tabulate import tabulate
 
 from distlab import hardware
+from distlab.model import config as model_config
 from distlab.report import run_to_end
 from distlab.report.options import real, whole
 from distlab.theory import fusion, gpu, warp_access
@@ -40,7 +41,7 @@ GPUS = {
     "H200": hardware.H200_SXM,
     "B200": hardware.B200,
 }
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {name: dtype or torch.float32 for name, dtype in model_config.DTYPES.items()}
 # Kernel's name → module that has its cost(), options of that.
 KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "rms_norm": ("rmsnorm", {}),

@@ -17,6 +17,7 @@ from distlab.comm import RankContext, collectives
 from distlab.measure.clock import PhaseTimer, slowest_rank
 from distlab.measure.memory import allocated_bytes, peak_memory, tensor_bytes
 from distlab.measure.statistics import MIN_SAMPLES, percentiles
+from distlab.model import config as model_config
 from distlab.model.config import ModelConfig, preset
 from distlab.report.charts import stacked_bars
 from distlab.report.record import Record, commit, environment
@@ -27,7 +28,7 @@ from distlab.theory.model_shape import ModelShape
 from distlab.train.requirements import PlannedStep, require
 
 NAME = "memory_breakdown"
-DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+DTYPES = {name: model_config.DTYPES[name] for name in ("fp32", "bf16")}
 STRATEGIES = (
     "local",
     "bucketed",

@@ -39,7 +39,7 @@ from distlab.report import (
 from distlab.report.charts import Panel, lines, overlaid
 from distlab.report.noise import TIE
 from distlab.report.options import real
-from distlab.train.tokens import open_tokens
+from distlab.train.data import open_tokens
 from experiments.train_curves_pieces.bench import Bench
 from experiments.train_curves_pieces.config import KILLED, LAST, NAME, CurvesConfig, compared_on
 from experiments.train_curves_pieces.verdicts import cost_is_noise, tolerance, verdicts, with_distances

@@ -7,55 +7,44 @@ torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py --stra
 """
 
 import argparse
-import dataclasses
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from distlab.checkpoint.lock import hold
 from distlab.comm import RankContext, RankEnvironment, collectives
-from distlab.model.config import OPS_CHOICES
-from distlab.report import OutputFolder, json_line
+from distlab.options import add_options, config_from
+from distlab.report import (
+    Column,
+    OutputFolder,
+    Record,
+    View,
+    commit,
+    environment,
+    json_line,
+    read_json,
+    write,
+)
+from distlab.report.charts import Panel, overlaid
 from distlab.report.options import whole
-from distlab.train.config import DTYPES, TRAINABLE, TrainConfig
-from experiments import training
-from experiments.training import DataConfig, Training
+from distlab.train import run
+from distlab.train.config import DataConfig, TrainConfig
+from distlab.train.loop import Outcome
 from launch.ranks import add_rank_options, launch, leave_process, progress_to_stderr
 
-HELP = {
-    "size": "model preset",
-    "context": "tokens per sequence (default: the preset's)",
-    "vocab": "entries of the vocabulary (default: the preset's; 256 for text)",
-    "strategy": f"one of {', '.join(TRAINABLE)}",
-    "batch": "sequences per step over all ranks",
-    "accumulate": "micro-batches per step; gradients are synchronised once",
-    "ops": f"one of {', '.join(OPS_CHOICES)}; triton: this lab's kernels, AdamW too",
-    "lr_floor": "last learning rate as a fraction of --lr",
-    "clip": "largest gradient norm, 0 for none",
-    "dtype": f"one of {', '.join(DTYPES)}",
-    "compile_blocks": "torch.compile each block",
-    "checkpoint_blocks": "recompute activations in backward",
-    "validate_every": "steps between validations, 0 for one at the end",
-    "checkpoint_every": "steps between checkpoints, 0 for one at the end",
-    "keep": "complete checkpoints that stay",
-    "synchronous_checkpoints": "write checkpoints within the step, not behind it",
-}
+NAME = "train"
+QUICK = {"size": "tiny", "steps": 10}
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        "train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for field in dataclasses.fields(TrainConfig):
-        option, text = f"--{field.name.replace('_', '-')}", HELP.get(field.name, field.name.replace("_", " "))
-        if isinstance(field.default, bool):
-            p.add_argument(option, action="store_true", help=text)
-        else:
-            kind = int if field.default is None else type(field.default)
-            p.add_argument(option, type=kind, default=field.default, help=f"{text} [%(default)s]")
-    p.add_argument("--data", help=".bin or .npy tokens, or a text file (its bytes) [synthetic tokens]")
-    p.add_argument("--val-data", help="validation file [the last twentieth of --data]")
-    p.add_argument("--token-dtype", help="of a .bin: uint16 or uint32 [uint16]")
+    add_options(p, TrainConfig)
+    add_options(p, DataConfig)
     p.add_argument("--name", help="of the run [data, size and strategy]")
     p.add_argument("--fresh", action="store_true", help="put an older run of this name aside and begin anew")
     p.add_argument("--log-every", type=whole(), default=10, help="steps between progress lines [%(default)s]")
@@ -65,41 +54,99 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def config_from(args: argparse.Namespace) -> TrainConfig:
-    """The options as a configuration; raises ValueError."""
-    options = {field.name: getattr(args, field.name) for field in dataclasses.fields(TrainConfig)}
-    return TrainConfig(**options | ({"size": "tiny", "steps": 10} if args.quick else {}))
-
-
 def train(context: RankContext, config: TrainConfig, data: DataConfig, args: argparse.Namespace) -> int:
     progress = progress_to_stderr(context)
     name = run_name(args.name, data, config)
     folder = shared_run_folder(
         context, args.out, name, fresh=args.fresh and RankEnvironment.read().restarts == 0
     )
-    run = Training(
-        config, data, context, folder, default_commit=args.commit, log_every=args.log_every, progress=progress
+
+    def write_results(
+        config: TrainConfig, outcome: Outcome, metrics: dict[str, Any], lines: list[dict[str, Any]]
+    ) -> None:
+        record = record_of(config, context, metrics, args.commit)
+        series = {"training": ([line["step"] for line in lines], [line["loss"] for line in lines])}
+        if outcome.validation:
+            series["validation"] = tuple(zip(*outcome.validation, strict=True))
+        title = f"{config.size}, {config.strategy}, {context.world_size} ranks"
+        panel = Panel("", "step", "loss (nats per token)", overlaid(series), log_x=None, from_zero=False)
+        lines(folder.path / "loss.png", [panel], title=title)
+        write(VIEW, [record], folder)
+        if outcome.stopped_by is None:
+            for step, loss in outcome.validation:
+                progress(f"validation loss after step {step}: {loss:.4f} nats per token")
+            progress(f"done: {outcome.last_step} steps; checkpoints, metrics and loss.png in {folder.path}")
+            print(json_line(NAME, [record], folder.path), flush=True)
+
+    outcome = run.train(
+        config, data, context, folder.path, write_results=write_results,
+        has_results=lambda steps: has_record(folder.path, steps), log_every=args.log_every, progress=progress,
+    )  # fmt: skip
+    if outcome.stopped_by is None:
+        return 0
+    progress(
+        f"stopped by signal {outcome.stopped_by} after step {outcome.last_step} of {config.steps}; a checkpoint is "
+        f"written ({folder.path}). The same command continues the run"
     )
-    outcome, record = run.run()
-    if outcome.stopped_by is not None:
-        progress(
-            f"stopped by signal {outcome.stopped_by} after step {outcome.last_step} of {config.steps}; a checkpoint is "
-            f"written ({folder.path}). The same command continues the run"
-        )
-        return 128 + outcome.stopped_by
-    if record is not None:
-        for step, loss in outcome.validation:
-            progress(f"validation loss after step {step}: {loss:.4f} nats per token")
-        progress(f"done: {outcome.last_step} steps; checkpoints, metrics and loss.png in {folder.path}")
-        print(json_line(training.NAME, [record], folder.path), flush=True)
-    return 0
+    return 128 + outcome.stopped_by
+
+
+def record_of(
+    config: TrainConfig, context: RankContext, metrics: dict[str, Any], default_commit: str | None
+) -> Record:
+    """The results with what they were measured on."""
+    shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
+    facts = {"environment": environment(context.device), "commit": commit(default_commit)}
+    return Record(NAME, config.strategy, shared, metrics, **facts)
+
+
+def has_record(folder: Path, steps: int) -> bool:
+    """Whether the results of so many steps were written, to the last file."""
+    records, page = folder / "records.json", folder / "report.html"
+    try:
+        same = read_json(records)[0].metrics["steps"] == steps
+        return same and page.stat().st_mtime_ns >= records.stat().st_mtime_ns
+    except (OSError, ValueError, LookupError):
+        return False
+
+
+COLUMNS = [
+    Column("variant", "strategy"),
+    Column("metrics.steps", "steps", ",d"),
+    Column("metrics.final_loss", "loss", ".4f"),
+    Column("metrics.validation_loss", "validation loss", ".4f"),
+    Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
+    Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
+    Column("metrics.mfu_pct", "MFU %", ".1f"),
+    Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+]
+
+
+def headline(records: Sequence[Record]) -> str:
+    """One line that says what was trained on what."""
+    config, env = records[0].config, records[0].environment
+    return (
+        f"{config['size']}, {config['steps']} steps of {config['batch']} sequences, {config['dtype']}, "
+        f"{config['world_size']} × {env['device_name']} ({config['backend']}), torch {env['torch']}"
+    )
+
+
+VIEW = View(
+    NAME,
+    "How does this model train?",
+    COLUMNS,
+    headline,
+    reading="The loss of every step is in metrics.jsonl, decimal and in hex; two runs of the same command, one of them "
+    "killed and resumed, have the same hex. Times are those of whole steps, data and logging included.",
+    noise="A single run: the loss of one step varies with its batch. Compare curves, not last values.",
+)
 
 
 def run_name(given: str | None, data: DataConfig, config: TrainConfig) -> str:
     """The name of a run's folder; raises ValueError for one that would lead elsewhere."""
     name = given
     if name is None:
-        name = f"{Path(data.path).stem if data.path else 'synthetic'}-{config.size}-{config.strategy}"
+        name = f"{Path(data.data).stem if data.data else 'synthetic'}-{config.size}-{config.strategy}"
     if not name or name != Path(name).name or name == "..":
         raise ValueError(f"--name {name!r} cannot name a folder: use letters, digits, '-', '_' and '.'")
     return name
@@ -111,19 +158,18 @@ def shared_run_folder(context: RankContext, root: str, name: str, *, fresh: bool
     Args:
         fresh: put an older run of this name aside, unless it is still running.
     """
-    path = Path(root) / training.NAME / name
+    path = Path(root) / NAME / name
     exists = collectives.gather_objects(fresh and path.is_dir(), context.group)[0]
-    lock = hold(path, context, progress_to_stderr(context)) if exists else None
     made: OutputFolder | Exception | None = None
-    if context.is_main:
-        try:
-            if lock is not None:
-                number = next(n for n in range(1, 10**6) if not path.with_name(f"{name}-old-{n}").exists())
-                lock.folder = path.rename(path.with_name(f"{name}-old-{number}"))
-                lock.release()
-            made = OutputFolder(root, training.NAME, name)
-        except (OSError, ValueError) as error:
-            made = error
+    with hold(path, context, progress_to_stderr(context)) if exists else contextlib.nullcontext() as lock:
+        if context.is_main:
+            try:
+                if lock is not None:
+                    number = next(n for n in range(1, 10**6) if not path.with_name(f"{name}-old-{n}").exists())
+                    lock.folder = path.rename(path.with_name(f"{name}-old-{number}"))
+                made = OutputFolder(root, NAME, name)
+            except (OSError, ValueError) as error:
+                made = error
     made = collectives.gather_objects(made, context.group)[0]
     if isinstance(made, Exception):
         raise made
@@ -135,11 +181,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
 
     def prepare() -> Callable[[RankContext], int]:
-        config, data = config_from(args), DataConfig(args.data, args.val_data, args.token_dtype)
+        config = config_from(TrainConfig, args, QUICK if args.quick else {})
+        data = config_from(DataConfig, args)
         run_name(args.name, data, config)  # refused before ranks are started
         return lambda context: train(context, config, data, args)
 
-    return launch(prepare, args, script=__file__, arguments=arguments, name="train", view=training.VIEW)
+    return launch(prepare, args, script=__file__, arguments=arguments, name="train", view=VIEW)
 
 
 if __name__ == "__main__":

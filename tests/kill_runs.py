@@ -24,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from distlab.train.journal import read_journal
+from distlab.train.metrics import read_journal
 from tests.comm.test_parent import ends_within, is_alive
 from tests.commands import ROOT, environment
 

@@ -402,8 +402,8 @@ MUTATIONS = (
     Mutation(
         "ranks without a stored generator repeat the seed",
         "distlab/train/loop.py",
-        "rng.seed_rank(self.config.seed + stored.step, self.context.rank)",
-        "rng.seed_rank(self.config.seed, self.context.rank)",
+        "train_state.seed_rank(self.config.seed + stored.step, self.context.rank)",
+        "train_state.seed_rank(self.config.seed, self.context.rank)",
         ("tests/train/test_resume.py", "-k", "draws"),
     ),
     Mutation(
@@ -443,10 +443,17 @@ MUTATIONS = (
     ),
     Mutation(
         "data identity without its hash",
-        "experiments/training.py",
-        '        "sha256": _digest(data.path, tokens, model.vocab_size, context),\n',
+        "distlab/train/data.py",
+        '        "sha256": _digest(data.data, tokens, model.vocab_size, context),\n',
         "",
         ("tests/train/test_resume.py", "-k", "other_data"),
+    ),
+    Mutation(
+        "parts of a made-up index may lie anywhere in a file",
+        "distlab/checkpoint/files.py",
+        "        _require(offset == ends[name], f",
+        "        _require(True, f",
+        ("tests/checkpoint/test_hostile_checkpoints.py", "-k", "index"),
     ),
     Mutation(
         "an old checkpoint folder deleted instead of moved aside",

@@ -27,14 +27,15 @@ ALLOWED_IN_DISTLAB: dict[str, frozenset[str]] = {
     "comm": frozenset({"distlab.ending"}),
     "hardware": frozenset(),
     "report": frozenset({"distlab.ending"}),
-    "model": frozenset(),
+    "model": frozenset({"distlab.options"}),
     "parallel": frozenset({"distlab.comm"}),
     "measure": frozenset({"distlab.comm", "distlab.ending", "distlab.hardware"}),
     "theory": frozenset({"distlab.hardware", "kernels.cost"}),
     "simulate": frozenset({"distlab.comm", "distlab.parallel", "distlab.measure", "distlab.theory"}),
     "checkpoint": frozenset({"distlab.comm", "distlab.parallel.shard"}),
     "train": frozenset(
-        {f"distlab.{name}" for name in ("checkpoint", "parallel", "model", "measure", "hardware", "comm")}
+        {"distlab.checkpoint", "distlab.parallel", "distlab.model", "distlab.measure", "distlab.theory"}
+        | {"distlab.hardware", "distlab.comm", "distlab.options", "kernels.adamw"}
     ),
     "bench": frozenset(
         {"distlab.train", "distlab.parallel", "distlab.model", "distlab.measure", "distlab.hardware", "distlab.comm"}
@@ -47,7 +48,6 @@ ALLOWED_IN_DISTLAB: dict[str, frozenset[str]] = {
 ALLOWED_IN_MODULE = {
     "distlab.model.ops": frozenset({"kernels"}),
     "distlab.comm.copy_engine": frozenset({"kernels"}),
-    "distlab.train.requirements": frozenset({"distlab.theory"}),
     "distlab.simulate.training": frozenset({"distlab.model", "distlab.train"}),
     "distlab.simulate.estimate": frozenset({"distlab.model", "distlab.hardware"}),
 }

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from distlab.comm import RankContext
 from distlab.measure.validity import is_out_of_memory
-from distlab.model.config import ModelConfig, checkpoint_groups, preset
+from distlab.model.config import COMPILE_CHOICES as COMPILE
+from distlab.model.config import DTYPES, ModelConfig, checkpoint_groups, preset
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
 from distlab.train.data import SyntheticTokens
 from distlab.train.scaler import LossScaler
-from distlab.train.step import DTYPES, TrainStep, loss_function, next_token_loss
+from distlab.train.step import TrainStep, compiled, loss_function, next_token_loss
 
 MODES = ("inference", "forward", "forward_backward", "step")
-COMPILE = ("off", "model", "blocks")
 BATCHES = 4  # different ones, used in turn
 
 
@@ -189,16 +189,6 @@ class Trial:
         gc.collect()
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def compiled(module: TransformerLM, how: str, backend: str = "inductor") -> nn.Module:
-    """The model as `COMPILE` says: a compiled form of it, or itself with compiled blocks."""
-    if how == "model":
-        return torch.compile(module, backend=backend)
-    if how == "blocks":
-        for index, block in enumerate(module.blocks):
-            module.blocks[index] = torch.compile(block, backend=backend)
-    return module
 
 
 @contextmanager

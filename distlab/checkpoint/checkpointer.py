@@ -7,34 +7,33 @@
 writes, talking to the other ranks' threads in a gloo group of its own. Ranks that hold the same values write a
 share each. The next `save()` first waits for the one before, and raises on every rank what went wrong on any.
 
-Loading checks every file's checksum, falls back to the previous checkpoint with a message that names the damage,
-and runs no code from the files. What the files say is checked against each other and against the model before
-anything of the model is overwritten.
+Loading checks every file's checksum, and falls back to the previous checkpoint with a message that names the damage.
+What the files say is checked against each other and against the model before anything of the model is overwritten.
 """
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distlab.checkpoint import dcp, rng
-from distlab.checkpoint.dcp import CheckpointError, Item
+from distlab.checkpoint import tensors, train_state
 from distlab.checkpoint.files import (
+    CheckpointError,
     CheckpointFolder,
     Damaged,
     Stored,
-    check_contents,
-    check_sizes,
+    check_files,
 )
 from distlab.checkpoint.lock import LockLost, RunLock
-from distlab.checkpoint.staging import Staging
 from distlab.comm import RankContext, collectives
 from distlab.parallel.shard import Layout, Run
 
@@ -79,15 +78,17 @@ class Checkpointer:
         self.progress = progress
         self.last_saved: int | None = None  # the newest step known to be complete
         self._known_good: set[int] = set()  # steps written or checked here
-        self._group: dist.ProcessGroup | None = _gloo_group(context)
-        self._staging = Staging()
+        # No collective of training may come between the writer thread's own.
+        timeout = timedelta(seconds=context.timeout_s)
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
+        self._host = torch.empty(0, dtype=torch.uint8)  # snapshots go through it; kept from one to the next
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     @property
     def host_bytes(self) -> int:
         """Pinned host memory that asynchronous checkpoints hold on this rank; they need none on the GPU."""
-        return self._staging.nbytes
+        return self._host.nbytes
 
     # -- saving --------------------------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class Checkpointer:
             extra: JSON-serialisable, the same on every rank: configuration, loss scale.
 
         Raises:
-            CheckpointError: the checkpoint before this one failed, on whatever rank.
+            CheckpointError: the checkpoint before this one failed, on whatever rank; or this one, if not asynchronous.
         """
         self.wait()
         layout = Layout(wrapper, optimizer)
@@ -108,9 +109,10 @@ class Checkpointer:
         rank, world_size = self.context.rank, self.context.world_size
         runs = [run.share(rank, world_size) for run in (*layout.model(), *layout.optimizer_state())]
         runs += [
-            Run(f"rng/{rank}/{kind}", 0, state, tuple(state.shape)) for kind, state in rng.states().items()
+            Run(f"rng/{rank}/{kind}", 0, state, tuple(state.shape))
+            for kind, state in train_state.generators().items()
         ]
-        items, ready = self._staging.copy(runs, self.context.device)
+        staged, ready = self._stage(runs)
         content = {
             "world_size": world_size,
             "strategy": strategy,
@@ -119,15 +121,28 @@ class Checkpointer:
             "groups": layout.groups(),
             "extra": dict(extra),
         }
-        shapes = {run.key: list(run.shape) for run in runs}
-        if not self.asynchronous:
-            ready()
-            self._write(step, items, shapes, content)
-            return
         self._thread = threading.Thread(
-            target=self._write_behind, args=(step, items, shapes, content, ready), daemon=True
+            target=self._write_behind, args=(step, staged, content, ready), daemon=True
         )
         self._thread.start()
+        if not self.asynchronous:
+            self.wait()
+
+    def _stage(self, runs: Sequence[Run]) -> tuple[list[Run], Callable[[], None]]:
+        """Queue copies of all runs to the host; returns them there, and what waits until they are filled."""
+        device = self.context.device
+        sizes = [-(-run.values.nbytes // 8) * 8 for run in runs]  # whole elements of every dtype
+        if self._host.numel() < sum(sizes):
+            self._host = host_memory(sum(sizes), pinned=device.type == "cuda")
+        staged = []
+        for run, place in zip(runs, self._host[: sum(sizes)].split(sizes), strict=True):
+            values = place[: run.values.nbytes].view(run.values.dtype)
+            staged.append(replace(run, values=values.copy_(run.values, non_blocking=True)))
+        if device.type != "cuda":
+            return staged, lambda: None
+        event = torch.cuda.Event()
+        event.record()
+        return staged, event.synchronize
 
     def wait(self) -> None:
         """Wait until the last `save()` is complete.
@@ -155,26 +170,26 @@ class Checkpointer:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _write_behind(self, step: int, items: Any, shapes: Any, content: Any, ready: Callable) -> None:
+    def _write_behind(self, step: int, runs: list[Run], content: dict[str, Any], ready: Callable) -> None:
         try:
             if self.context.device.type == "cuda":
                 torch.cuda.set_device(self.context.device)  # per thread
             ready()
-            self._write(step, items, shapes, content)
-        except BaseException as error:  # DCP's own is no Exception; raised again by wait()
+            self._write(step, runs, content)
+        except BaseException as error:  # raised again by wait()
             self._failure = error
 
-    def _write(self, step: int, items: list[Item], shapes: dict, content: dict[str, Any]) -> None:
+    def _write(self, step: int, runs: list[Run], content: dict[str, Any]) -> None:
+        folder, rank = self.folder.temporary_path_of(step), self.context.rank
         try:
             self._on_main(lambda: self._own_folder().begin(step))
-            temporary = self.folder.temporary_path_of(step)
-            self._together(lambda: _must_see(temporary))
-            files = dcp.write(temporary, items, self._group, self.threads)
-            parts = collectives.gather_objects((files, shapes), self._group)
-            content["files"] = {name: entry for part, _ in parts for name, entry in part.items()}
-            content["tensors"] = {key: shape for _, part in parts for key, shape in part.items()}
+            self._alike(lambda: _must_see(folder))
+            mine = self._alike(lambda: tensors.write(folder, rank, runs, self.threads))
+            written = collectives.gather_objects(mine, self._group)
+            content["files"] = {name: entry for files, _ in written for name, entry in files.items()}
+            content["tensors"] = tensors.merged([index for _, index in written])
             self._on_main(lambda: self._own_folder().commit(step, content))
-        except (CheckpointError, OSError) as error:
+        except (OSError, ValueError) as error:
             if self.context.is_main:
                 with contextlib.suppress(LockLost):  # then a folder of this name is another run's
                     self._own_folder().abandon(step)
@@ -212,7 +227,7 @@ class Checkpointer:
         rejected: dict[int, str] = {}
         for step in steps:
             try:
-                stored = self.check(self.folder.path_of(step))
+                stored = self.check(step)
             except Damaged as error:
                 rejected[step] = str(error)
                 continue
@@ -230,7 +245,7 @@ class Checkpointer:
             )
         return None
 
-    def check(self, path: Path) -> Stored:
+    def check(self, step: int) -> Stored:
         """Read a checkpoint's marker and check all of its files, each rank a share of them.
 
         Raises:
@@ -238,14 +253,13 @@ class Checkpointer:
         """
 
         def checked() -> Stored:
-            stored = CheckpointFolder(path.parent).open(int(path.name.removeprefix("step_")))
-            check_sizes(stored)
-            check_contents(stored, self.context.rank, self.context.world_size)
+            stored = self.folder.open(step)
+            check_files(stored, self.context.rank, self.context.world_size)
             return stored
 
         stored = self._alike(checked)
-        self.last_saved = stored.step
-        self._known_good.add(stored.step)
+        self.last_saved = step
+        self._known_good.add(step)
         return stored
 
     def load(self, stored: Stored, wrapper: nn.Module, optimizer: Optimizer) -> None:
@@ -259,101 +273,73 @@ class Checkpointer:
         """
         layout = Layout(wrapper, optimizer)
         layout.settle()
-        shapes = {key: tuple(shape) for key, shape in stored.content["tensors"].items()}
         model = layout.model()
         optimizer_name = _optimizer_name(optimizer)
 
-        def checked() -> tuple[Any, list[dict[str, Any]]]:
-            refuse_other_model(stored, model, shapes)
+        def checked() -> list[dict[str, Any]]:
+            tensors.refuse_other_model(stored, model)
             if stored.content["optimizer"] != optimizer_name:
                 raise ValueError(
                     f"{stored.path} holds the state of {stored.content['optimizer']}, not of {optimizer_name}"
                 )
-            options = layout.options(stored.content["groups"])
-            metadata = dcp.read_metadata(stored.path)
-            sizes = {name: entry["bytes"] for name, entry in stored.content["files"].items()}
-            dcp.check_metadata(stored.path, metadata, shapes, sizes)
-            return metadata, options
+            return layout.options(stored.content["groups"])
 
-        metadata, options = self._alike(checked)
-        dtypes = dcp.stored_dtypes(metadata)
-        tensors = {
-            key: (shape, dtypes[key]) for key, shape in shapes.items() if key in dtypes
-        }  # the others are empty
-        state, wanted = layout.room_for_state(tensors)
+        options = self._alike(checked)
+        found = tensors.shapes_and_dtypes(stored)
+        state, wanted = layout.room_for_state(found)
+        prefix = f"rng/{self.context.rank}/"
         generators = {
-            key: torch.empty(shape, dtype=dtype)
-            for key, (shape, dtype) in tensors.items()
-            if key.startswith(f"rng/{self.context.rank}/")
+            key.removeprefix(prefix): torch.empty(shape, dtype=dtype)
+            for key, (shape, dtype) in found.items()
+            if key.startswith(prefix)
         }
-        wanted += [Run(key, 0, value.view(-1), tuple(value.shape)) for key, value in generators.items()]
-        runs = [*model, *wanted]
-        items = [Item(run.key, run.start, run.numel, run.values) for run in runs]
-        dcp.read(stored.path, metadata, items, self._group)
+        wanted += [Run(prefix + kind, 0, v.view(-1), tuple(v.shape)) for kind, v in generators.items()]
+        self._alike(lambda: tensors.read(stored, [*model, *wanted]))
         layout.load_state(options, state)
-        mine = {key.rsplit("/", 1)[1]: value for key, value in generators.items()}
-        self._alike(lambda: rng.restore(mine))
+        self._alike(lambda: train_state.restore_generators(generators))
 
     # -- ranks ---------------------------------------------------------------------------------------------
 
     def _alike(self, action: Callable[[], Any]) -> Any:
-        """Do it on every rank; if it raises on any, raise the first rank's error on all."""
-        result, problem = None, None
-        try:
-            result = action()
-        except (OSError, ValueError) as error:
-            problem = error
-        for found in collectives.gather_objects(problem, self._group):
-            if found is not None:
-                raise found
-        return result
+        """Do it on every rank; if it raises on any, raise on all.
 
-    def _together(self, action: Callable[[], Any]) -> Any:
-        """Do it on every rank; if it fails on any, raise the same on all, with the ranks that failed."""
+        What ranks find wrong together, a ValueError or CheckpointError, is raised as it is. Anything else is the
+        trouble of single ranks, and raised as a CheckpointError that names them.
+        """
         result, problem = None, None
         try:
             result = action()
-        except OSError as error:
-            problem = f"rank {self.context.rank}: {type(error).__name__}: {error}"
+        except (ValueError, CheckpointError) as error:
+            problem = error
+        except (OSError, MemoryError, RuntimeError) as error:  # torch raises the last where memory is lacking
+            first_line = next(iter(str(error).splitlines()), "")
+            problem = f"rank {self.context.rank}: {type(error).__name__}: {first_line}"
         problems = [p for p in collectives.gather_objects(problem, self._group) if p is not None]
+        for found in problems:
+            if isinstance(found, Exception):
+                raise found
         if problems:
             raise CheckpointError("; ".join(problems))
         return result
 
     def _on_main(self, action: Callable[[], Any]) -> Any:
         """Do it on rank 0 and give every rank its result."""
-        result = self._together(action if self.context.is_main else lambda: None)
-        return collectives.gather_objects(_portable(result), self._group)[0]
+        result = self._alike(action if self.context.is_main else lambda: None)
+        return collectives.gather_objects(result, self._group)[0]
 
 
-def refuse_other_model(stored: Stored, model: Sequence[Run], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError with every parameter that is missing, left over, or of another shape."""
-    mine = {run.key.removeprefix("model/"): run.shape for run in model}
-    theirs = {key.removeprefix("model/"): shape for key, shape in shapes.items() if key.startswith("model/")}
-    differences = [f"{name} is missing there" for name in mine if name not in theirs]
-    differences += [f"{name} exists only there" for name in theirs if name not in mine]
-    differences += [
-        f"{name} has shape {theirs[name]} there and {mine[name]} here"
-        for name in mine
-        if name in theirs and theirs[name] != mine[name]
-    ]
-    if differences:
-        shown = "; ".join(differences[:5])
-        more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
-        raise ValueError(f"{stored.path} is a checkpoint of another model: {shown}{more}")
-
-
-def _gloo_group(context: RankContext) -> dist.ProcessGroup:
-    """A group for the writer thread: no collective of training may come between its own."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=context.timeout_s))
+def host_memory(count: int, *, pinned: bool) -> Tensor:
+    """Bytes on the host, pinned exactly: torch's own pinned allocator rounds up to a power of two."""
+    memory = torch.empty(count, dtype=torch.uint8)
+    if pinned and count:
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+    return memory
 
 
 def _optimizer_name(optimizer: Optimizer) -> str:
     return type(getattr(optimizer, "_inner", None) or optimizer).__name__
-
-
-def _portable(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
 
 
 def _must_see(path: Path) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints as folders: whole or absent, checked by their own checksums, a few kept.
 
     checkpoints/
-      step_00000050/        rank files, DCP's .metadata, and checkpoint.json, the marker, which was written last
+      step_00000050/        files of tensors, and checkpoint.json, the marker and index, which was written last
       step_00000100/
       .tmp-step_00000150/   being written, or left by a process that died; never read
       rejected-step_…/      found damaged when a run resumed from the one before; never read, never deleted
@@ -11,7 +11,8 @@ is renamed. So a name that a reader looks at is that of a complete checkpoint, w
 disk does to it later shows in the SHA-256 that the marker holds for each file.
 
 A marker is believed nothing: it may come from anywhere, with a checksum that fits. Every field is checked for its
-form before any other file is opened, and what the fields say of each other must agree.
+form before any other file is opened, and what the fields say of each other must agree. No file is executed or
+unpickled: the marker is JSON, and everything else is the raw bytes of tensors (`distlab.checkpoint.tensors`).
 """
 
 import hashlib
@@ -26,12 +27,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 MARKER = "checkpoint.json"
-METADATA = ".metadata"  # DCP's index
 _NAME = re.compile(r"step_(\d{8,})", re.ASCII)
-_FILE = re.compile(r"\.metadata|__\d+_\d+\.distcp", re.ASCII)  # what DCP calls them; no way out of the folder
+_FILE = re.compile(r"rank_\d+_\d+\.bin", re.ASCII)  # no way out of the folder
 _KEY = re.compile(r"model/.+|optimizer/[^/]+/.+|rng/\d+/[^/]+", re.ASCII)
+_SHA256 = re.compile("[0-9a-f]{64}")
+# dtype → bytes per element
+DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+          "uint8": 1, "bool": 1}  # fmt: skip
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written or read; the message says which, on which rank, and why."""
 
 
 class Damaged(ValueError):
@@ -39,11 +47,7 @@ class Damaged(ValueError):
 
 
 class OtherFormat(ValueError):
-    """A checkpoint of another version of this program."""
-
-
-class FormatIsNewer(OtherFormat):
-    """A checkpoint of a later version of this program."""
+    """A checkpoint of an earlier or later version of this program."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Stored:
     Attributes:
         path: its folder.
         step: optimizer steps done.
-        content: what the marker says: `world_size`, `strategy`, `tensors` (key → shape), `groups`, `extra`, `files`.
+        content: what the marker says: `world_size`, `strategy`, `optimizer`, `groups`, `extra`, `files` (name → size
+            and SHA-256) and `tensors` (the index, see `distlab.checkpoint.tensors`).
     """
 
     path: Path
@@ -105,19 +110,20 @@ class CheckpointFolder:
         """Write the marker and give the folder its final name."""
         temporary, final = self.temporary_path_of(step), self.path_of(step)
         body = {"format": FORMAT, "step": step, **content}
+        check_marker(body, final.name)  # what is wrong now could not be read again
         body["digest"] = digest_of(body)
         with open(temporary / MARKER, "x", encoding="utf-8") as marker:
-            json.dump(body, marker, indent=1)
+            json.dump(body, marker)
             marker.flush()
             os.fsync(marker.fileno())
         sync_folder(temporary)
+        aside = self.path / f".tmp-replaced-{final.name}"
         if final.exists():  # damaged, or the same step written again after a restart
-            aside = self.path / f".tmp-replaced-{final.name}"
             shutil.rmtree(aside, ignore_errors=True)
             final.rename(aside)
         temporary.rename(final)
         sync_folder(self.path)
-        shutil.rmtree(self.path / f".tmp-replaced-{final.name}", ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
         return final
 
     def abandon(self, step: int) -> None:
@@ -126,11 +132,9 @@ class CheckpointFolder:
 
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint so that it is neither read nor counted again; returns where it is."""
-        names = [
-            f"rejected-{self.path_of(step).name}{suffix}"
-            for suffix in ("", *(f"-{n}" for n in range(2, 100)))
-        ]
-        aside = next(path for name in names if not (path := self.path / name).exists())
+        suffixes = ("", *(f"-{n}" for n in range(2, 100)))
+        paths = (self.path / f"rejected-{_name_of(step)}{suffix}" for suffix in suffixes)
+        aside = next(path for path in paths if not path.exists())
         self.path_of(step).rename(aside)
         return aside
 
@@ -162,106 +166,117 @@ class CheckpointFolder:
         Raises:
             Damaged: there is none, or it is not what `commit` writes. OtherFormat: of another version.
         """
-        return open_checkpoint(self.path_of(step))
+        path = self.path_of(step)
+        marker = path / MARKER
+        try:
+            _size_of(marker)
+            content = json.loads(marker.read_text(encoding="utf-8"))
+            intact = isinstance(content, dict) and content.pop("digest", None) == digest_of(content)
+        except OSError as error:
+            raise Damaged(f"{marker}: {error.strerror or error}: the checkpoint was not completed") from None
+        except (ValueError, RecursionError):
+            raise Damaged(f"{marker} is truncated or altered") from None
+        version = content.get("format") if isinstance(content, dict) else None
+        if not _is_count(version):
+            raise Damaged(f"{marker} is not a marker of this program")
+        if version != FORMAT:
+            what = "begin anew with --fresh, or use the version that wrote it"
+            what = "update distlab" if version > FORMAT else what
+            raise OtherFormat(f"{path} has checkpoint format {version}, this version reads {FORMAT}: {what}")
+        if not intact:
+            raise Damaged(f"{marker} was altered: its own checksum does not match")
+        try:
+            check_marker(content, path.name)
+        except ValueError as error:
+            raise Damaged(f"{marker} is not a marker of this program: {error}") from None
+        return Stored(path, content["step"], content)
 
 
 def _name_of(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def open_checkpoint(path: Path) -> Stored:
-    """Read the marker of the checkpoint in this folder, and no other file; raises as `CheckpointFolder.open`."""
-    marker = path / MARKER
-    try:
-        _size_of(marker)
-        content = json.loads(marker.read_text(encoding="utf-8"))
-        intact = isinstance(content, dict) and content.pop("digest", None) == digest_of(content)
-    except OSError as error:
-        raise Damaged(f"{marker}: {error.strerror or error}: the checkpoint was not completed") from None
-    except (ValueError, RecursionError):
-        raise Damaged(f"{marker} is truncated or altered") from None
-    version = content.get("format") if isinstance(content, dict) else None
-    if _is_count(version) and version != FORMAT:
-        kind, what = (
-            (FormatIsNewer, "update distlab")
-            if version > FORMAT
-            else (OtherFormat, "begin anew with --fresh, or use the version that wrote it")
-        )
-        raise kind(f"{path} has checkpoint format {version}, this version reads {FORMAT}: {what}")
-    if not _is_count(version):
-        raise Damaged(f"{marker} is not a marker of this program")
-    if not intact:
-        raise Damaged(f"{marker} was altered: its own checksum does not match")
-    problem = problem_of_marker(content, path.name)
-    if problem is not None:
-        raise Damaged(f"{marker} is not a marker of this program: {problem}")
-    return Stored(path, content["step"], content)
-
-
-def problem_of_marker(content: Mapping[str, Any], folder: str) -> str | None:
-    """What is wrong with the content of a marker, or None.
+def check_marker(content: Mapping[str, Any], folder: str) -> None:
+    """The form of every field, and what fields say of each other.
 
     Args:
         folder: name of the checkpoint's folder, which the step must agree with.
+
+    Raises:
+        ValueError: what is wrong.
     """
-    forms = {
-        "step": (_is_count, "a whole number"),
-        "world_size": (lambda v: _is_count(v) and v > 0, "a number of ranks"),
-        "strategy": (lambda v: isinstance(v, str), "a name"),
-        "torch": (lambda v: isinstance(v, str), "a version"),
-        "optimizer": (lambda v: isinstance(v, str), "a name"),
-        "groups": (lambda v: _is_filled(v, list) and all(map(_is_group, v)), "a list of parameter groups"),
-        "extra": (lambda v: isinstance(v, dict), "a table"),
-        "files": (lambda v: _is_filled(v, dict), "a table of files"),
-        "tensors": (lambda v: _is_filled(v, dict), "a table of shapes"),
-    }
-    for name, (has_form, form) in forms.items():
-        if name not in content:
-            return f"'{name}' is missing"
-        if not has_form(content[name]):
-            return f"'{name}' is not {form}"
-    if folder != _name_of(content["step"]):
-        return f"it says step {content['step']}"
-    for name, entry in content["files"].items():
-        if not _FILE.fullmatch(name):
-            return f"it names a file {name!r}, which no checkpoint has"
-        if (
-            not isinstance(entry, dict)
-            or not _is_count(entry.get("bytes"))
-            or not _is_sha256(entry.get("sha256"))
-        ):
-            return f"what it says of {name} is no size and checksum"
-    if METADATA not in content["files"]:
-        return f"it lists no {METADATA}"
-    return _problem_of_tensors(content["tensors"], content["world_size"])
-
-
-def _problem_of_tensors(tensors: Mapping[str, Any], world_size: int) -> str | None:
-    for key, shape in tensors.items():
-        if not _KEY.fullmatch(key):
-            return f"it names a tensor {key!r}, which no checkpoint has"
-        if not isinstance(shape, list) or not all(map(_is_count, shape)):
-            return f"the shape of {key} is {shape!r}"
-    for key, shape in tensors.items():
+    for name, (has_form, form) in _FORMS.items():
+        _require(name in content, f"'{name}' is missing")
+        _require(has_form(content[name]), f"'{name}' is not {form}")
+    _require(folder == _name_of(content["step"]), f"it says step {content['step']}")
+    files, tensors = content["files"], content["tensors"]
+    for name, entry in files.items():
+        _require(_FILE.fullmatch(name), f"it names a file {name!r}, which no checkpoint has")
+        _require(_is_file(entry), f"what it says of {name} is no size and checksum")
+    for key, entry in tensors.items():
+        _require(_KEY.fullmatch(key), f"it names a tensor {key!r}, which no checkpoint has")
+        _check_tensor(key, entry, files)
+    _check_places(files, tensors)
+    for key, entry in tensors.items():
         if key.startswith("optimizer/"):
             kind, parameter = key.split("/", 2)[1:]
             whole = tensors.get(f"model/{parameter}")
-            if whole is None:
-                return f"it has {kind} of {parameter}, and no such parameter"
-            if shape != whole and math.prod(shape) != 1:
-                return f"{key} has shape {shape}, and the parameter {whole}"
-    generators = {int(key.split("/")[1]) for key in tensors if key.startswith("rng/")}
-    if generators != set(range(world_size)):
-        return f"it has the generators of ranks {sorted(generators)}, and {world_size} ranks wrote it"
-    return None
+            _require(whole is not None, f"it has {kind} of {parameter}, and no such parameter")
+            fits = entry["shape"] == whole["shape"] or math.prod(entry["shape"]) == 1
+            _require(fits, f"{key} has shape {entry['shape']}, and the parameter {whole['shape']}")
+    ranks = {int(key.split("/")[1]) for key in tensors if key.startswith("rng/")}
+    written = f"it has the generators of ranks {sorted(ranks)}, and {content['world_size']} ranks wrote it"
+    _require(ranks == set(range(content["world_size"])), written)
+
+
+def _check_tensor(key: str, entry: Any, files: Mapping[str, Any]) -> None:
+    """The form of an index entry, and whether its parts cover its elements from the first to the last."""
+    whole = isinstance(entry, dict) and entry.keys() == {"shape", "dtype", "parts"}
+    _require(whole, f"what it says of {key} is no shape, dtype and parts")
+    shape, dtype, parts = entry["shape"], entry["dtype"], entry["parts"]
+    _require(isinstance(shape, list) and all(map(_is_count, shape)), f"the shape of {key} is {shape!r}")
+    known = isinstance(dtype, str) and dtype in DTYPES
+    _require(known, f"the dtype of {key} is {dtype!r}; allowed: {', '.join(DTYPES)}")
+    form = "lists of first element, elements, file and offset"
+    _require(isinstance(parts, list) and all(map(_is_part, parts)), f"the parts of {key} are not {form}")
+    covered = 0
+    for start, count, name, _ in parts:
+        _require(name in files, f"{key} lies in {name!r}, which is no file of this checkpoint")
+        _require(start == covered, f"{key} has a hole or an overlap at element {covered}")
+        covered += count
+    _require(covered == math.prod(shape), f"{key} has {covered} of {math.prod(shape)} elements")
+
+
+def _check_places(files: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """Parts must tile each file: then none lies outside, no byte is two tensors', and no tensor was left out."""
+    ends = dict.fromkeys(files, 0)
+    places = [
+        (name, offset, count * DTYPES[entry["dtype"]], key)
+        for key, entry in tensors.items()
+        for _, count, name, offset in entry["parts"]
+    ]
+    for name, offset, size, key in sorted(places):
+        _require(offset == ends[name], f"{name} has a gap or an overlap at byte {ends[name]}, before {key}")
+        ends[name] += size
+    for name, end in ends.items():
+        size = files[name]["bytes"]
+        _require(end == size, f"{name} has {size} bytes, and tensors of {end}")
+
+
+def _require(condition: Any, problem: str) -> None:
+    if not condition:
+        raise ValueError(problem)
+
+
+def _is_part(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 4:
+        return False
+    start, count, name, offset = value
+    return _is_count(start) and _is_count(count) and count > 0 and isinstance(name, str) and _is_count(offset)
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_filled(value: Any, kind: type) -> bool:
-    return isinstance(value, kind) and len(value) > 0
 
 
 def _is_group(value: Any) -> bool:
@@ -269,8 +284,22 @@ def _is_group(value: Any) -> bool:
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
-def _is_sha256(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+def _is_file(value: Any) -> bool:
+    digest = value.get("sha256") if isinstance(value, dict) else None
+    return isinstance(digest, str) and bool(_SHA256.fullmatch(digest)) and _is_count(value.get("bytes"))
+
+
+_FORMS = {
+    "step": (_is_count, "a whole number"),
+    "world_size": (lambda v: _is_count(v) and v > 0, "a number of ranks"),
+    "strategy": (lambda v: isinstance(v, str), "a name"),
+    "torch": (lambda v: isinstance(v, str), "a version"),
+    "optimizer": (lambda v: isinstance(v, str), "a name"),
+    "groups": (lambda v: isinstance(v, list) and v and all(map(_is_group, v)), "a list of parameter groups"),
+    "extra": (lambda v: isinstance(v, dict), "a table"),
+    "files": (lambda v: isinstance(v, dict) and v, "a table of files"),
+    "tensors": (lambda v: isinstance(v, dict) and v, "a table of tensors"),
+}
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
@@ -279,15 +308,33 @@ def digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
+def check_files(stored: Stored, rank: int = 0, world_size: int = 1) -> None:
+    """Every file is there and as long as it was, and this rank's share of them hashes to what was written.
+
+    Raises:
+        Damaged: the first that is not.
+    """
+    check_sizes(stored)
+    for name, written in sorted(stored.content["files"].items())[rank::world_size]:
+        path = stored.path / name
+        try:
+            with open(path, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise Damaged(f"{path}: {error.strerror}") from None
+        if found != written["sha256"]:
+            raise Damaged(f"{path} was altered: its checksum does not match what was written")
+
+
 def check_sizes(stored: Stored) -> None:
     """Every file is there and as long as it was; cheap. Raises Damaged."""
-    for name, expected in stored.content["files"].items():
+    for name, written in stored.content["files"].items():
         try:
             size = _size_of(stored.path / name)
         except OSError as error:
             raise Damaged(f"{stored.path / name}: {error.strerror or error}") from None
-        if size != expected["bytes"]:
-            raise Damaged(f"{stored.path / name} has {size} bytes instead of {expected['bytes']}")
+        if size != written["bytes"]:
+            raise Damaged(f"{stored.path / name} has {size} bytes instead of {written['bytes']}")
 
 
 def _size_of(path: Path) -> int:
@@ -296,19 +343,6 @@ def _size_of(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise OSError("not a regular file")
     return found.st_size
-
-
-def check_contents(stored: Stored, rank: int = 0, world_size: int = 1) -> None:
-    """This rank's share of the files hashes to what was written. Raises Damaged."""
-    for name in sorted(stored.content["files"])[rank::world_size]:
-        path = stored.path / name
-        try:
-            with open(path, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise Damaged(f"{path}: {error.strerror}") from None
-        if found != stored.content["files"][name]["sha256"]:
-            raise Damaged(f"{path} was altered: its checksum does not match what was written")
 
 
 def sync_folder(folder: Path) -> None:

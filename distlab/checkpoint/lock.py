@@ -14,13 +14,14 @@ A holder that was only suspended (and so taken for dead) finds out when it next 
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -208,10 +209,11 @@ class RunLock:
                 os.utime(file)  # by descriptor: never the file of a successor
 
 
+@contextlib.contextmanager
 def hold(
     folder: Path, context: RankContext, progress: Callable[[str], None] = lambda text: None
-) -> RunLock | None:
-    """Take a folder's lock on rank 0; called on every rank, and all raise alike. Returns None on the others.
+) -> Iterator[RunLock | None]:
+    """A folder's lock, on rank 0, and None on the others; released at the end. Every rank enters, and all raise alike.
 
     A holder on another machine that shows no sign of life is waited for, `STALE_S` at most.
 
@@ -219,23 +221,25 @@ def hold(
         FolderIsHeld, OSError: see `RunLock.try_take`.
     """
     lock = RunLock(folder) if context.is_main else None
-    waiting = False
-    while True:
+    for attempt in itertools.count():
         answer: bool | Exception = False
-        if lock is not None:
-            try:
-                answer = lock.try_take()
-            except (FolderIsHeld, OSError) as error:
-                answer = error
+        try:
+            answer = lock is not None and lock.try_take()
+        except (FolderIsHeld, OSError) as error:
+            answer = error
         answer = collectives.gather_objects(answer, context.group)[0]
         if isinstance(answer, Exception):
             raise answer
         if answer:
-            return lock
-        if not waiting:
+            break
+        if attempt == 0:
             progress(f"{folder} has the lock of a run on another machine: waiting for a sign of life")
-        waiting = True
         time.sleep(POLL_S)
+    try:
+        yield lock
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def _read(path: Path) -> tuple[bytes, int] | None:

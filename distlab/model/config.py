@@ -1,4 +1,4 @@
-"""Model sizes by name, checked when they are made.
+"""Model sizes by name, checked when they are made, and the options of every command that runs a model.
 
 The names and (d_model, d_ff, layers, heads) come from the course handouts (Stanford CS336). They fix the
 shape, not the parameter count: with SwiGLU's three matrices the "10B" shape has 12.8 billion parameters, so
@@ -8,8 +8,15 @@ commands print `ModelConfig.num_parameters` instead of the name.
 import itertools
 from dataclasses import dataclass, fields, replace
 
+import torch
+
+from distlab.options import Options, option
+
 ATTENTION_CHOICES = ("naive", "sdpa", "flash")
 OPS_CHOICES = ("torch", "triton")
+COMPILE_CHOICES = ("off", "model", "blocks")
+# Types of the computation over fp32 parameters, by autocast or by the wrapper; None: the parameters' own.
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Checkpointing = bool | int | str | tuple[int, ...]
 
@@ -149,3 +156,54 @@ def preset(name: str, **overrides: object) -> ModelConfig:
     if unknown:
         raise ValueError(f"unknown model option {unknown[0]!r}; choose among {', '.join(known)}")
     return replace(PRESETS[name], **{key: value for key, value in overrides.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class ModelOptions(Options):
+    """Which model a command runs, and how its computation is done.
+
+    Args:
+        size: preset; the dimensions after it replace the preset's, None replaces none.
+        context: tokens per sequence.
+        vocab: entries of the vocabulary.
+        d_model, d_ff, layers, heads: see `ModelConfig`.
+        attention, ops: which implementations, see `distlab.model.ops.get_ops`.
+        dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters (fp16 with a loss scale in training).
+        compile: `off`, the whole `model` as one graph, or the `blocks` one by one.
+        checkpointing: what is recomputed in backward, see `checkpoint_groups`.
+
+    Raises:
+        ValueError: a value that is not allowed; the message says what is.
+    """
+
+    size: str = option("tiny", f"model preset: {', '.join(PRESETS)}", choices=tuple(PRESETS))
+    context: int | None = option(None, "tokens per sequence (default: the preset's)", least=1)
+    vocab: int | None = option(None, "entries of the vocabulary (default: the preset's)", least=1)
+    d_model: int | None = option(None, "width of the model (default: the preset's)", least=1)
+    d_ff: int | None = option(None, "inner width of SwiGLU (default: the preset's)", least=1)
+    layers: int | None = option(None, "blocks (default: the preset's)", least=1)
+    heads: int | None = option(None, "attention heads (default: the preset's)", least=1)
+    attention: str = option("sdpa", "naive, torch's sdpa, or flash: this lab's kernel", choices=ATTENTION_CHOICES)
+    ops: str = option("torch", "torch, or triton: this lab's kernels, AdamW too", choices=OPS_CHOICES)
+    dtype: str = option("fp32", "fp32, or bf16 or fp16 over fp32 parameters", choices=tuple(DTYPES))
+    compile: str = option("off", "off, the model as one graph, or its blocks", choices=COMPILE_CHOICES)
+    checkpointing: str = option("none", "what backward recomputes: none, each block, every-K or every-K-J")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checkpoint_groups(self.checkpointing)
+        self.model()
+
+    def model(self) -> ModelConfig:
+        """The preset with the overrides."""
+        return preset(
+            self.size,
+            context_length=self.context,
+            vocab_size=self.vocab,
+            d_model=self.d_model,
+            d_ff=self.d_ff,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            attention=self.attention,
+            ops=self.ops,
+        )

@@ -246,19 +246,6 @@ def linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: Tensor) -
     return cross_entropy(linear(x_BTd, weight_Vd), targets_BT)
 
 
-def adamw(ops: str = "torch") -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:
-    """AdamW's class for a choice of operations, and options it is given besides the usual ones.
-
-    Both update all parameters in a few launches; the state has the same names, so that a checkpoint of one is
-    loaded by the other.
-    """
-    if ops == "torch":
-        return torch.optim.AdamW, {"fused": True}
-    from kernels.adamw import AdamW
-
-    return AdamW, {}
-
-
 def _flash_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """This lab's Triton kernel, imported only when asked for: the other choices work without Triton."""
     try:

@@ -11,11 +11,12 @@ import torch
 
 from distlab.hardware import NETWORK_LINKS, GPUSpec
 from distlab.model import ModelConfig
+from distlab.model.config import DTYPES
 from distlab.parallel.buckets import plan_buckets
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
 from distlab.simulate.costs import DeviceModel
 from distlab.simulate.events import Compute
-from distlab.simulate.training import DTYPES, simulate_training
+from distlab.simulate.training import simulate_training
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, step_time
 from distlab.theory.volume import sharded_buffers

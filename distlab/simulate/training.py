@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distlab.model import ModelConfig, TransformerLM, ops
-from distlab.model.config import Checkpointing
+from distlab.model.config import DTYPES, Checkpointing
 from distlab.parallel import get_strategy
 from distlab.simulate.run import Mark, SimulatedStep, simulate_step
-from distlab.train.step import DTYPES, TrainStep, next_token_loss
+from distlab.train.step import TrainStep, next_token_loss
 
 
 def simulate_training(

@@ -1,13 +1,13 @@
 """What a training run is: every option, checked once, and which of them a resumed run must repeat."""
 
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from distlab.model.config import ModelConfig, preset
+from distlab.model.config import ModelConfig, ModelOptions
+from distlab.options import SEED, Options, option
 from distlab.parallel import STRATEGIES
 from distlab.train.schedule import WarmupCosine
-from distlab.train.step import DTYPES
 
 # local drifts apart; ZeroRedundancyOptimizer keeps its state where no checkpoint could find it.
 TRAINABLE = tuple(name for name, s in STRATEGIES.items() if s.synchronizes and name != "torch-zero")
@@ -16,87 +16,73 @@ LASTING = ("batch", "seed", "lr", "lr_floor", "warmup", "weight_decay", "beta2",
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """One run.
+class DataConfig(Options):
+    """Where tokens come from.
 
-    Args:
-        size: model preset.
-        context: tokens per sequence; None for the preset's.
-        vocab: entries of the vocabulary; None for the preset's (256 for text).
-        dropout: probability.
-        ops: `torch`, or `triton` for this lab's kernels, see `distlab.model.ops.get_ops`.
-        strategy: a name of the registry that keeps ranks alike.
-        bucket_size_mb: MiB, for strategies with buckets.
-        batch: sequences per optimizer step over *all* ranks, so that a run means the same at every world size.
-        accumulate: micro-batches that a rank cuts its share into; one synchronisation per optimizer step.
-        steps: optimizer steps.
-        lr, lr_floor, warmup: see `WarmupCosine`.
-        weight_decay, beta2: of AdamW.
-        clip: largest norm of the gradient; 0 for no clipping.
-        dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters (fp16 with a loss scale).
-        compile_blocks: `torch.compile` each block.
-        checkpoint_blocks: recompute each block's activations in backward.
-        seed: of parameters, data order and dropout.
-        validate_every: steps between validations; 0 for one at the end.
-        validate_sequences: sequences per validation.
-        checkpoint_every: steps between checkpoints; 0 for one at the end.
-        keep: complete checkpoints that stay.
-        synchronous_checkpoints: write within the step instead of behind it.
+    Raises:
+        ValueError: validation data without training data, or a token type beside no .bin.
+    """
+
+    data: str | None = option(None, ".bin or .npy tokens, or a text file (its bytes); default: synthetic tokens")
+    val_data: str | None = option(None, "validation file (default: the last twentieth of --data)")
+    token_dtype: str | None = option(None, "of a .bin: uint16 (default) or uint32")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.val_data is not None and self.data is None:
+            raise ValueError(
+                f"--val-data {self.val_data} needs --data: synthetic tokens have their own validation"
+            )
+        files = [Path(path) for path in (self.data, self.val_data) if path is not None]
+        if self.token_dtype is not None and not any(file.suffix == ".bin" for file in files):
+            raise ValueError(
+                f"--token-dtype {self.token_dtype} is of a .bin: a .npy says its own, and a text's tokens are its bytes"
+            )
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether the bytes of the file are the tokens."""
+        return self.data is not None and Path(self.data).suffix not in (".bin", ".npy")
+
+
+@dataclass(frozen=True)
+class TrainConfig(ModelOptions):
+    """One run; the batch counts the sequences of all ranks, so that a run means the same at every world size.
 
     Raises:
         ValueError: a value that is not allowed; the message says what is.
     """
 
-    size: str = "tiny"
-    context: int | None = None
-    vocab: int | None = None
-    dropout: float = 0.0
-    ops: str = "torch"
-    strategy: str = "bucketed"
-    bucket_size_mb: float = 25.0
-    batch: int = 8
-    accumulate: int = 1
-    steps: int = 100
-    lr: float = 1e-3
-    lr_floor: float = 0.1
-    warmup: int = 10
-    weight_decay: float = 0.1
-    beta2: float = 0.95
-    clip: float = 1.0
-    dtype: str = "fp32"
-    compile_blocks: bool = False
-    checkpoint_blocks: bool = False
-    seed: int = 0
-    validate_every: int = 0
-    validate_sequences: int = 64
-    checkpoint_every: int = 50
-    keep: int = 2
-    synchronous_checkpoints: bool = False
+    dropout: float = option(0.0, "probability", least=0)
+    strategy: str = option("bucketed", f"one of {', '.join(TRAINABLE)}")
+    bucket_size_mb: float = option(25.0, "MiB, for strategies with buckets")
+    batch: int = option(8, "sequences per step over all ranks", least=1)
+    accumulate: int = option(1, "micro-batches per step; gradients are synchronised once", least=1)
+    steps: int = option(100, "optimizer steps", least=1)
+    lr: float = option(1e-3, "largest learning rate", above=0)
+    lr_floor: float = option(0.1, "last learning rate as a fraction of --lr", least=0, most=1)
+    warmup: int = option(10, "steps until the largest learning rate", least=0)
+    weight_decay: float = option(0.1, "of AdamW", least=0)
+    beta2: float = option(0.95, "of AdamW", least=0)
+    clip: float = option(1.0, "largest gradient norm, 0 for none", least=0)
+    seed: int = option(0, "of parameters, data order and dropout", **SEED)
+    validate_every: int = option(0, "steps between validations, 0 for one at the end", least=0)
+    validate_sequences: int = option(64, "sequences per validation", least=1)
+    checkpoint_every: int = option(50, "steps between checkpoints, 0 for one at the end", least=0)
+    keep: int = option(2, "complete checkpoints that stay", least=1)
+    synchronous_checkpoints: bool = option(False, "write checkpoints within the step, not behind it")
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
         if self.strategy not in TRAINABLE:
             allowed = (f"{name} (GPUs only)" if STRATEGIES[name].needs_gpu else name for name in TRAINABLE)
             raise ValueError(f"strategy {self.strategy!r} cannot train; allowed: {', '.join(allowed)}")
-        for name, least in (
-            ("batch", 1), ("accumulate", 1), ("steps", 1), ("warmup", 0), ("weight_decay", 0), ("clip", 0),
-            ("seed", 0), ("validate_every", 0), ("validate_sequences", 1), ("checkpoint_every", 0), ("keep", 1),
-        ):  # fmt: skip
-            if not getattr(self, name) >= least:  # nor is NaN
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
-        for name, limit in (("seed", 2**63), ("lr", math.inf), ("weight_decay", math.inf)):
-            if not getattr(self, name) < limit:
-                raise ValueError(f"{name}={getattr(self, name)}: must be a number below {limit}")
-        if not 0 <= self.beta2 < 1:
+        super().__post_init__()
+        if not self.beta2 < 1:
             raise ValueError(f"beta2={self.beta2}: must be at least 0 and below 1")
-        self.schedule()
-        self.model()
 
     def model(self) -> ModelConfig:
         """The preset with this run's overrides."""
-        sizes = {"context_length": self.context, "vocab_size": self.vocab}
-        return preset(self.size, dropout=self.dropout, ops=self.ops, **sizes)
+        return replace(super().model(), dropout=self.dropout)
 
     def schedule(self) -> WarmupCosine:
         """The learning rate over the steps of this run."""
@@ -112,34 +98,23 @@ def refuse_other_run(saved: Any, mine: dict[str, Any], where: str) -> None:
     """Raises ValueError with every option that differs."""
     if not isinstance(saved, dict):
         raise ValueError(f"{where} does not say which run it belongs to")
-    differences = []
-    for name in mine.keys() | saved.keys():
-        there, here = saved.get(name, _MISSING), mine.get(name, _MISSING)
-        if isinstance(there, dict) and isinstance(here, dict):
-            pairs = {
-                f"{name}.{key}": (there.get(key, _MISSING), here.get(key, _MISSING))
-                for key in there.keys() | here.keys()
-            }
-        else:
-            pairs = {name: (there, here)}
-        differences += [
-            f"{key} is {a!r} there and {b!r} here" for key, (a, b) in pairs.items() if not _same(a, b)
-        ]
+    there, here = _texts(saved), _texts(mine)
+    differences = [
+        f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
+    ]
     if differences:
         raise ValueError(
-            f"{where} belongs to another run: {'; '.join(sorted(differences))}. Repeat its options, or pass another "
+            f"{where} belongs to another run: {'; '.join(differences)}. Repeat its options, or pass another "
             "--name, or --fresh to begin anew"
         )
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "missing"
-
-
-_MISSING = _Missing()
-
-
-def _same(there: Any, here: Any) -> bool:
-    """Equal as JSON: a truth value is no number."""
-    return there == here and isinstance(there, bool) == isinstance(here, bool)
+def _texts(identity: dict[str, Any]) -> dict[str, str]:
+    """Dotted name → value as it is shown; JSON keeps floats exact, and a truth value is no number."""
+    found = {}
+    for name, value in identity.items():
+        inner = value.items() if isinstance(value, dict) else ()
+        found |= {f"{name}.{key}": repr(entry) for key, entry in inner} or {name: repr(value)}
+    return found

@@ -1,22 +1,73 @@
-"""Synthetic tokens: made on the spot, nothing is downloaded.
+"""Tokens, synthetic or from files mapped into memory, and the order in which ranks read them.
 
-A batch is a pure function of (seed, rank, step). So every rank reads different data, a restarted run sees
-exactly the batches it would have seen, and all ranks have equally many steps because nobody can run out.
+    tokens      │ 0 1 2 3 4 5 6 7 8 9 …          a window of T tokens, and the same shifted by one as targets
+    windows     │ window 0   │ window 1   │ …    every token is a target in one window; fewer than T are left over
+
+The order is that of one global sequence: epoch after epoch, each a permutation that depends on (seed, epoch) alone.
+Position p of the sequence belongs to step p // batch; ranks take equal, disjoint parts of a step. So the data of a
+step is the same at every world size, each window is read once per epoch, and the position *is* the sampler's state.
+
+Synthetic tokens are made on the spot, nothing is downloaded: random walks over the vocabulary, a pure function of a
+few numbers, so that every rank reads other data and a restarted run sees what it would have seen.
 """
 
-import math
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from distlab.comm import RankContext, collectives
+from distlab.train.config import DataConfig, TrainConfig
+
+HELD_OUT = 20  # one token in so many, at the end of the file, is for validation
+IGNORED = -100  # a target that no loss counts
+BLOCK = 1 << 22  # tokens that are hashed together; part of what a data set's digest means
+TOKEN_DTYPES = {"uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32}
+
+
+def random_walks(key: tuple[int, ...], vocab_size: int, batch: int, length: int, branching: int = 4) -> np.ndarray:
+    """`(batch, length + 1)` int64: each token is its predecessor plus one of 1 … `branching`, modulo the size.
+
+    Unlike uniform noise this can be learnt: the loss starts at ln(vocab_size) and has the known floor ln(branching)
+    nats per token, so a loss curve shows whether training works. All tokens are equally frequent.
+    """
+    # numpy hashes the whole key into 128 bits; torch's CPU generator keeps only 32 bits of its seed.
+    generator = np.random.default_rng(key)
+    start_B1 = generator.integers(0, vocab_size, (batch, 1))
+    moves_BT = generator.integers(1, min(branching, vocab_size) + 1, (batch, length))
+    return np.concatenate((start_B1, start_B1 + moves_BT.cumsum(axis=1)), axis=1) % vocab_size
+
+
+class Sequences(Protocol):
+    """Data by number. `count` is None where numbers never end."""
+
+    count: int | None
+    vocab_size: int
+
+    def rows(self, numbers: Sequence[int]) -> np.ndarray:
+        """`(len(numbers), T + 1)` int64; the last T of a row are the targets of the first T."""
+
+
+class SyntheticSequences:
+    """`random_walks`, one sequence per number."""
+
+    count = None
+
+    def __init__(self, vocab_size: int, context_length: int, seed: int):
+        self.vocab_size, self.context_length, self.seed = vocab_size, context_length, seed
+
+    def rows(self, numbers: Sequence[int]) -> np.ndarray:
+        """`(len(numbers), T + 1)` int64, see `Sequences.rows`."""
+        sizes = (self.vocab_size, 1, self.context_length)
+        return np.concatenate([random_walks((self.seed, number, 0), *sizes) for number in numbers])
+
 
 class SyntheticTokens:
-    """Random walks over the vocabulary: each token is its predecessor plus one of 1 … `branching`, modulo the
-    size.
-
-    Unlike uniform noise this can be learnt: the loss starts at ln(vocab_size) and has the known floor
-    ln(branching), so a loss curve shows whether training works. All tokens are equally frequent.
+    """Batches of `random_walks`, a pure function of (seed, rank, step).
 
     Args:
         vocab_size: tokens lie in [0, vocab_size).
@@ -52,18 +103,8 @@ class SyntheticTokens:
         ):
             if value < least:
                 raise ValueError(f"{name}={value}: must be at least {least}")
-        self.vocab_size = vocab_size
-        self.batch_size = batch_size
-        self.context_length = context_length
-        self.seed = seed
-        self.rank = rank
-        self.device = torch.device(device)
-        self.branching = min(branching, vocab_size)
-
-    @property
-    def loss_floor(self) -> float:
-        """The smallest mean loss a model can reach on this data, in nats per token: ln(branching)."""
-        return math.log(self.branching)
+        self.vocab_size, self.batch_size, self.context_length = vocab_size, batch_size, context_length
+        self.seed, self.rank, self.branching, self.device = seed, rank, branching, torch.device(device)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The batch of a step, whatever was drawn before.
@@ -76,15 +117,242 @@ class SyntheticTokens:
         """
         if step < 0:
             raise ValueError(f"step={step}: must be 0 or more")
-        # numpy hashes the whole triple into 128 bits; torch's CPU generator keeps only 32 bits of its seed.
-        generator = np.random.default_rng((self.seed, self.rank, step))
-        start_B1 = generator.integers(0, self.vocab_size, (self.batch_size, 1))
-        moves_BT = generator.integers(1, self.branching + 1, (self.batch_size, self.context_length))
-        walk_BT1 = np.concatenate((start_B1, start_B1 + moves_BT.cumsum(axis=1)), axis=1) % self.vocab_size
-        tokens = torch.from_numpy(walk_BT1)
-        if self.device.type == "cuda":
-            # Pinned memory lets the copy run behind the host instead of stopping it.
-            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
-        else:
-            tokens = tokens.to(self.device)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        key, sizes = (self.seed, self.rank, step), (self.batch_size, self.context_length)
+        return to_batch(random_walks(key, self.vocab_size, *sizes, self.branching), self.device)
+
+
+class TokenWindows:
+    """Windows of `context_length` tokens over an array of tokens.
+
+    Args:
+        tokens: one-dimensional, of any integer type, usually mapped from a file.
+        vocab_size: of the model.
+        context_length: tokens per window.
+        ragged: also give the last, shorter window, its missing targets `IGNORED` (for validation).
+
+    Raises:
+        ValueError: too few tokens for one window.
+    """
+
+    def __init__(self, tokens: np.ndarray, vocab_size: int, context_length: int, *, ragged: bool = False):
+        self.tokens, self.vocab_size, self.context_length = tokens, vocab_size, context_length
+        targets = max(len(tokens) - 1, 0)
+        self.count: int = -(-targets // context_length) if ragged else targets // context_length
+        if self.count == 0:
+            raise ValueError(
+                f"{len(tokens)} tokens are too few for one window of context_length + 1 = {context_length + 1}: "
+                "give more data or a smaller --context"
+            )
+
+    def rows(self, numbers: Sequence[int]) -> np.ndarray:
+        """`(len(numbers), T + 1)` int64; behind the end of the tokens stands IGNORED."""
+        length = self.context_length
+        rows = np.full((len(numbers), length + 1), IGNORED, dtype=np.int64)
+        for row, number in zip(rows, numbers, strict=True):
+            found = self.tokens[number * length : (number + 1) * length + 1]
+            row[: len(found)] = found
+        return rows
+
+
+class GlobalOrder:
+    """Which sequences each rank reads in each step.
+
+    Args:
+        count: sequences per epoch; None for numbers that never end.
+        batch: sequences per step over all ranks.
+        rank, world_size: this rank's place.
+        micro_batches: parts that a rank's share is cut into.
+        seed: of the permutations.
+
+    Raises:
+        ValueError: ranks × micro-batches do not divide the batch, or it is larger than an epoch.
+    """
+
+    def __init__(
+        self,
+        count: int | None,
+        *,
+        batch: int,
+        rank: int,
+        world_size: int,
+        micro_batches: int = 1,
+        seed: int = 0,
+    ):
+        if batch % (world_size * micro_batches):
+            raise ValueError(
+                f"a batch of {batch} sequences cannot be divided among {world_size} ranks × {micro_batches} "
+                f"micro-batches: make --batch a multiple of {world_size * micro_batches}"
+            )
+        if count is not None and batch > count:
+            raise ValueError(
+                f"the data has {count} windows, too few for one batch of {batch}: give more data, or a smaller "
+                "--batch or --context"
+            )
+        self.count, self.batch, self.seed = count, batch, seed
+        self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
+        self._permutation: tuple[int, np.ndarray] | None = None
+
+    def numbers(self, step: int) -> list[list[int]]:
+        """The sequences of this rank's micro-batches in a step."""
+        share = self.batch // self.world_size
+        first = step * self.batch + self.rank * share
+        mine = [self._at(position) for position in range(first, first + share)]
+        size = share // self.micro_batches
+        return [mine[start : start + size] for start in range(0, share, size)]
+
+    def _at(self, position: int) -> int:
+        if self.count is None:
+            return position
+        epoch, place = divmod(position, self.count)
+        if self._permutation is None or self._permutation[0] != epoch:
+            order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+            self._permutation = (epoch, order)
+        return int(self._permutation[1][place])
+
+
+def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
+    """Map a token file into memory.
+
+    Args:
+        path: `.npy` (one-dimensional uint8, uint16 or uint32) or a raw little-endian `.bin`; any other name is
+            read as text: its bytes are the tokens.
+        dtype: of a `.bin`: `uint16` (default) or `uint32`.
+
+    Raises:
+        OSError: it cannot be read. ValueError: a size that is no multiple of the type's, a type that is not allowed,
+            or no tokens.
+    """
+    path = Path(path)
+    if path.suffix == ".npy":
+        tokens = _open_array(path)
+        if tokens.ndim != 1 or tokens.dtype.name not in TOKEN_DTYPES:
+            raise ValueError(
+                f"{path} holds {tokens.dtype.name} of shape {tokens.shape}; allowed: one dimension of "
+                f"{', '.join(TOKEN_DTYPES)}"
+            )
+    else:
+        name = (dtype or "uint16") if path.suffix == ".bin" else "uint8"
+        if name not in TOKEN_DTYPES:
+            raise ValueError(f"token type {name!r} is unknown; allowed: {', '.join(TOKEN_DTYPES)}")
+        size, width = path.stat().st_size, np.dtype(TOKEN_DTYPES[name]).itemsize
+        if size % width:
+            raise ValueError(
+                f"{path} has {size} bytes, which is no multiple of {width} ({name}): it is truncated, or of another "
+                "type (--token-dtype)"
+            )
+        if size == 0:
+            raise ValueError(f"{path} is empty")
+        tokens = np.memmap(path, dtype=np.dtype(TOKEN_DTYPES[name]).newbyteorder("<"), mode="r")
+    return tokens
+
+
+def _open_array(path: Path) -> np.ndarray:
+    """A `.npy` file, mapped. numpy's own errors name no file, and of some files they advise to unpickle them."""
+    with open(path, "rb") as file:  # an OSError names the file
+        start = file.read(len(np.lib.format.MAGIC_PREFIX))
+    reason = "its first bytes are not those of the format"
+    if start == np.lib.format.MAGIC_PREFIX:
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            objects = "object" in str(error).lower() or "pickle" in str(error).lower()
+            said = str(error).splitlines()[0][:100]
+            reason = "it holds Python objects" if objects else f"it is truncated or damaged ({said})"
+    raise ValueError(
+        f"{path} is no array of tokens in numpy's .npy format: {reason}. Write it with numpy.save from one dimension "
+        f"of {', '.join(TOKEN_DTYPES)}, or give it another suffix to train on its bytes"
+    )
+
+
+def examine(
+    tokens: np.ndarray, vocab_size: int, rank: int = 0, world_size: int = 1, *, block: int = BLOCK
+) -> tuple[list[str], str | None]:
+    """Read this rank's share of the tokens once: hash its blocks, and look for ids that the model does not know.
+
+    Shares are whole blocks, so all ranks' digests in rank order are the same at every world size.
+
+    Args:
+        block: tokens per block.
+
+    Returns:
+        (SHA-256 of each block of the share, what is wrong with the first id out of range or None).
+    """
+    blocks = -(-len(tokens) // block)
+    digests, problem = [], None
+    for number in range(rank * blocks // world_size, (rank + 1) * blocks // world_size):
+        part = np.ascontiguousarray(tokens[number * block : (number + 1) * block])
+        digests.append(hashlib.sha256(part.view(np.uint8)).hexdigest())
+        if problem is None and int(part.max()) >= vocab_size:
+            place = int((part >= vocab_size).argmax())
+            problem = (
+                f"token {number * block + place} is {int(part[place])}, but the model's vocabulary has {vocab_size} "
+                "entries"
+            )
+    return digests, problem
+
+
+def to_batch(rows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`(B, T + 1)` int64 → `(tokens_BT, targets_BT)` on the device; where a target is `IGNORED` the token is 0."""
+    whole = torch.from_numpy(rows)
+    if device.type == "cuda":
+        whole = whole.pin_memory().to(device, non_blocking=True)
+    tokens, targets = whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+    return tokens.clamp(min=0), targets
+
+
+def load(
+    data: DataConfig, config: TrainConfig, context: RankContext
+) -> tuple[Sequences, Sequences, dict[str, Any]]:
+    """Training data, validation data, and what identifies both: a run that is resumed must find them as they were.
+
+    Every token is read once before training, each rank reading a share: ids are compared with the vocabulary, and the
+    same pass hashes all of both files. So no byte can change unseen, at the price of the hash alone.
+
+    Raises:
+        OSError, ValueError: on every rank, for a file that cannot be used.
+    """
+    model = config.model()
+    if data.data is None:
+        seeds = (config.seed, config.seed + 1)
+        train, validate = (SyntheticSequences(model.vocab_size, model.context_length, seed) for seed in seeds)
+        return train, validate, {"kind": "synthetic"}
+    tokens = open_tokens(data.data, data.token_dtype)
+    cut = len(tokens)
+    identity = {
+        "kind": "tokens",
+        "count": len(tokens),
+        "dtype": tokens.dtype.name,
+        "sha256": _digest(data.data, tokens, model.vocab_size, context),
+    }
+    if data.val_data is None:
+        cut = max(0, cut - max(cut // HELD_OUT, 2))
+        held_out = tokens[cut:]
+        identity |= {"validation": f"the last {len(held_out)} tokens"}
+    else:
+        held_out = open_tokens(data.val_data, data.token_dtype)
+        digest = _digest(data.val_data, held_out, model.vocab_size, context)
+        identity |= {"validation": f"{len(held_out)} tokens of a file", "validation_sha256": digest}
+    identity |= {"trained_on": cut}
+    sources = {
+        f"{data.data} ({len(tokens)} tokens, {cut} of them to train on)": (tokens[:cut], False),
+        f"{data.val_data or data.data} (for validation)": (held_out, True),
+    }
+    windows = []
+    for source, (part, ragged) in sources.items():
+        try:
+            windows.append(TokenWindows(part, model.vocab_size, model.context_length, ragged=ragged))
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+    return windows[0], windows[1], identity
+
+
+def _digest(path: str, tokens: np.ndarray, vocab_size: int, context: RankContext) -> str:
+    """SHA-256 over those of all blocks; raises ValueError on every rank for an id that is out of range."""
+    shares = collectives.gather_objects(
+        examine(tokens, vocab_size, context.rank, context.world_size), context.group
+    )
+    for _, problem in shares:
+        if problem is not None:
+            raise ValueError(f"{path}: {problem}")
+    blocks = [digest for digests, _ in shares for digest in digests]
+    return hashlib.sha256("".join(blocks).encode()).hexdigest()

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from distlab.comm import RankContext, collectives
-from distlab.train.tokens import IGNORED, Sequences, to_batch
+from distlab.train.data import IGNORED, Sequences, to_batch
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """The training loop: resume, step, report one step late, validate, checkpoint, stop when asked.
 
-    set the rate ─ batch ─ TrainStep ─ heartbeat (what the step before came to) ─ validate? ─ checkpoint? ─ stop?
+    set the rate ─ batch ─ TrainStep ─ gathered metrics (of the step before) ─ validate? ─ checkpoint? ─ stop?
 
 Whatever is written has been checked first: before a checkpoint the loop waits for the step's own loss, so no
 checkpoint holds weights that a NaN has reached.
@@ -12,43 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from distlab.checkpoint import rng
+from distlab.checkpoint import train_state
 from distlab.checkpoint.checkpointer import Checkpointer, Stored
 from distlab.checkpoint.files import MARKER, Damaged
 from distlab.checkpoint.lock import RunLock
 from distlab.comm import RankContext
-from distlab.model.ops import adamw
+from distlab.model.config import DTYPES
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
-from distlab.train.config import DTYPES, TrainConfig, refuse_other_run
+from distlab.train.config import TrainConfig, refuse_other_run
+from distlab.train.data import GlobalOrder, Sequences, to_batch
 from distlab.train.evaluate import validation_loss
-from distlab.train.heartbeat import Beat, Heartbeat, NonFiniteLoss, StopSignals
+from distlab.train.metrics import GatheredMetrics, NonFiniteLoss, StepMetrics
 from distlab.train.scaler import LossScaler
-from distlab.train.step import TrainStep, loss_function
-from distlab.train.tokens import GlobalOrder, Sequences, to_batch
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """A finished step, as all ranks know it.
-
-    Attributes:
-        step: optimizer steps done, from 1.
-        loss: mean over all tokens of the step, nats.
-        lr: of this step.
-        grad_norm: before clipping; None in a step that the loss scaler skipped.
-        step_ms: from the end of the step before to the end of this one, validation left out.
-        checkpoint_ms: what `Checkpointer.save` kept the host between the two.
-    """
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float | None
-    step_ms: float
-    checkpoint_ms: float
+from distlab.train.signals import StopSignals
+from distlab.train.step import TrainStep, adamw, compiled, loss_function
 
 
 @dataclass
@@ -95,11 +73,11 @@ class Trainer:
         data_identity: dict[str, Any] | None = None,
         folder: Path | None = None,
         lock: RunLock | None = None,
-        report: Callable[[StepReport], None] = lambda report: None,
+        report: Callable[[StepMetrics], None] = lambda metrics: None,
         progress: Callable[[str], None] = lambda text: None,
     ):
         self.config, self.context = config, context
-        self.train, self.validate, self.report, self.progress = train, validate, report, progress
+        self.train, self.validate, self.progress = train, validate, progress
         self.order = GlobalOrder(
             train.count,
             batch=config.batch,
@@ -111,37 +89,16 @@ class Trainer:
         self.identity = config.identity(data_identity or {})
         self.schedule = config.schedule()
         self.scaler = LossScaler() if config.dtype == "fp16" else None
-        rng.seed_rank(config.seed, context.rank)
-        self._build()
-        self.stop = StopSignals(answers=context.is_main)
-        self.heartbeat = Heartbeat(context, self.stop)
-        self.checkpoints = None
-        if folder is not None:
-            self.checkpoints = Checkpointer(
-                folder,
-                context,
-                keep=config.keep,
-                asynchronous=not config.synchronous_checkpoints,
-                threads=4 if context.device.type == "cuda" else 1,
-                lock=lock,
-                progress=progress,
-            )
-        self.step = 0
-        self._saving_ms: dict[int, float] = {}  # step whose time it went into → ms
-
-    def _build(self) -> None:
-        config, strategy = self.config, get_strategy(self.config.strategy)
-        dtype = DTYPES[config.dtype]
+        train_state.seed_rank(config.seed, context.rank)
+        strategy, dtype = get_strategy(config.strategy), DTYPES[config.dtype]
         model = TransformerLM(
             config.model(),
-            device=self.context.device,
+            device=context.device,
             seed=config.seed,
-            checkpoint_blocks=config.checkpoint_blocks,
+            checkpoint_blocks=config.checkpointing,
         )
-        if config.compile_blocks:
-            for index, block in enumerate(model.blocks):
-                model.blocks[index] = torch.compile(block)
-        self.wrapper = strategy.wrap(model, self.context.group, config.bucket_size_mb, dtype)
+        model = compiled(model, config.compile)
+        self.wrapper = strategy.wrap(model, context.group, config.bucket_size_mb, dtype)
         optimizer_cls, options = adamw(config.ops)
         self.optimizer = strategy.optimizer(
             self.wrapper,
@@ -160,8 +117,23 @@ class Trainer:
             # Without clipping the norm is still taken: it shows a NaN one step before the loss does.
             max_grad_norm=config.clip or float("inf"),
             scaler=self.scaler,
-            context=self.context,
+            context=context,
         )
+        self.stop = StopSignals(answers=context.is_main)
+        self.metrics = GatheredMetrics(context, self.stop, report)
+        self.checkpoints = None
+        if folder is not None:
+            self.checkpoints = Checkpointer(
+                folder,
+                context,
+                keep=config.keep,
+                asynchronous=not config.synchronous_checkpoints,
+                threads=4 if context.device.type == "cuda" else 1,
+                lock=lock,
+                progress=progress,
+            )
+        self.step = 0
+        self._saving_ms = 0.0  # goes into the next step's time
 
     # -- resuming ------------------------------------------------------------------------------------------
 
@@ -182,7 +154,7 @@ class Trainer:
             self.scaler.load_state_dict(extra["scaler"])
         self.checkpoints.load(stored, self.wrapper, self.optimizer)
         if stored.content["world_size"] <= self.context.rank:  # no generator was saved for this rank
-            rng.seed_rank(self.config.seed + stored.step, self.context.rank)
+            train_state.seed_rank(self.config.seed + stored.step, self.context.rank)
         self.step = stored.step
         if extra["steps"] != self.config.steps:
             self.progress(
@@ -200,10 +172,26 @@ class Trainer:
             NonFiniteLoss: on every rank, with the step and rank; the last checkpoint is from before it.
             CheckpointError: a checkpoint could not be written.
         """
-        outcome = Outcome(self.step, self.step, None, [])
+        config, outcome = self.config, Outcome(self.step, self.step, None, [])
         try:
             with self.stop.caught():
-                self._run(outcome)
+                self.metrics.restart_clock()
+                while self.step < config.steps and outcome.stopped_by is None:
+                    self.one_step()
+                    last = self.step == config.steps
+                    validates = self.validate is not None and (last or _due(self.step, config.validate_every))
+                    saves = self.checkpoints is not None and (last or _due(self.step, config.checkpoint_every))
+                    if validates or saves or last:
+                        self.metrics.settle()
+                    if self.metrics.stopped_by is not None and not last:
+                        outcome.stopped_by = self.metrics.stopped_by
+                        self.metrics.settle()
+                        saves = self.checkpoints is not None
+                    if validates:
+                        outcome.validation.append((self.step, self.validation_loss()))
+                    if saves:
+                        self.save()
+                outcome.last_step = self.step
                 if self.checkpoints is not None:
                     self.checkpoints.wait()
         except NonFiniteLoss as error:
@@ -213,29 +201,12 @@ class Trainer:
                 self.checkpoints.finish()
         return outcome
 
-    def _run(self, outcome: Outcome) -> None:
-        config = self.config
-        self.heartbeat.restart_clock()
-        while self.step < config.steps and outcome.stopped_by is None:
-            loss = self.one_step()
-            beat = self._note(loss)
-            last = self.step == config.steps
-            validates = self.validate is not None and (last or _due(self.step, config.validate_every))
-            saves = self.checkpoints is not None and (last or _due(self.step, config.checkpoint_every))
-            if validates or saves or last:
-                beat = self._tell(self.heartbeat.settle()) or beat
-            if beat is not None and beat.stop is not None and not last:
-                outcome.stopped_by = beat.stop
-                self._tell(self.heartbeat.settle())
-                saves = self.checkpoints is not None
-            if validates:
-                outcome.validation.append((self.step, self.validation_loss()))
-            if saves:
-                self.save()
-        outcome.last_step = self.step
+    def one_step(self) -> None:
+        """Train one step; reports the one before.
 
-    def one_step(self) -> torch.Tensor:
-        """Train one step, which the caller must note; returns this rank's mean loss, on the device."""
+        Raises:
+            NonFiniteLoss: of the step before, on every rank.
+        """
         rate = self.schedule(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -245,7 +216,10 @@ class Trainer:
         ]
         loss = self.train_step(batches)
         self.step += 1
-        return loss
+        skipped = self.train_step.last_step_skipped  # its norm is infinite, and that was dealt with
+        norm = None if skipped else self.train_step.grad_norm
+        saving_ms, self._saving_ms = self._saving_ms, 0.0
+        self.metrics.note(self.step, loss, norm, lr=rate, checkpoint_ms=saving_ms)
 
     def save(self) -> None:
         """Begin a checkpoint of now; the step it follows must have been settled."""
@@ -258,19 +232,7 @@ class Trainer:
         self.checkpoints.save(
             self.step, self.wrapper, self.optimizer, strategy=self.config.strategy, extra=extra
         )
-        self._saving_ms[self.step + 1] = 1e3 * (time.perf_counter() - begin)
-
-    def _note(self, loss: torch.Tensor) -> Beat | None:
-        skipped = self.train_step.last_step_skipped  # its norm is infinite, and that was dealt with
-        norm = None if skipped else self.train_step.grad_norm
-        return self._tell(self.heartbeat.note(self.step, loss, norm))
-
-    def _tell(self, beat: Beat | None) -> Beat | None:
-        """Report a finished step."""
-        if beat is not None:
-            rate, saving_ms = self.schedule(beat.step - 1), self._saving_ms.pop(beat.step, 0.0)
-            self.report(StepReport(beat.step, beat.loss, rate, beat.grad_norm, beat.step_ms, saving_ms))
-        return beat
+        self._saving_ms = 1e3 * (time.perf_counter() - begin)
 
     def validation_loss(self) -> float:
         """Of the model as it is, in nats per token; called on every rank."""
@@ -282,7 +244,7 @@ class Trainer:
             batch=max(1, self.config.batch // self.context.world_size // self.config.accumulate),
             autocast_dtype=self.autocast_dtype,
         )
-        self.heartbeat.restart_clock()
+        self.metrics.restart_clock()
         return loss
 
     def _last_good(self) -> str:
@@ -299,7 +261,7 @@ class Trainer:
 
     def close(self) -> None:
         """Detach the strategy's hooks, so that the model's memory can go, and give back the groups."""
-        self.heartbeat.close()
+        self.metrics.close()
         if self.checkpoints is not None:
             self.checkpoints.close()
         if hasattr(self.optimizer, "close"):

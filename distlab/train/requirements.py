@@ -13,7 +13,7 @@ import torch
 
 from distlab.comm import RankContext, collectives
 from distlab.measure.memory import free_bytes
-from distlab.model.config import ModelConfig
+from distlab.model.config import ModelConfig, checkpoint_groups
 from distlab.parallel import STRATEGIES
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES, step_memory
 from distlab.theory.model_shape import ModelShape
@@ -96,9 +96,9 @@ def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
         config.strategy,
         config.dtype,
         config.bucket_size_mb,
-        checkpointing=(1,) if config.checkpoint_blocks else (),
+        checkpointing=checkpoint_groups(config.checkpointing),
         accumulates=config.accumulate > 1,
-        compiled=config.compile_blocks,
+        compiled=config.compile != "off",
         batch_option=parts,
     )
 

@@ -1,16 +1,13 @@
 """Load the model out of a checkpoint, and let it continue a text."""
 
-import math
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from distlab.checkpoint import dcp
-from distlab.checkpoint.checkpointer import refuse_other_model
-from distlab.checkpoint.dcp import Item
-from distlab.checkpoint.files import CheckpointFolder, Damaged, Stored, check_contents, check_sizes
+from distlab.checkpoint import tensors
+from distlab.checkpoint.files import CheckpointFolder, Damaged, Stored, check_files
 from distlab.comm import RankContext
 from distlab.model.config import ModelConfig
 from distlab.model.transformer import TransformerLM
@@ -29,8 +26,7 @@ def newest_usable(folder: Path) -> Stored:
     for step in store.steps():
         try:
             stored = store.open(step)
-            check_sizes(stored)
-            check_contents(stored)
+            check_files(stored)
         except Damaged as error:
             problems.append(str(error))
         else:
@@ -44,22 +40,17 @@ def load_model(stored: Stored, context: RankContext) -> TransformerLM:
     Raises:
         ValueError, CheckpointError: what the checkpoint says does not fit together.
     """
-    shapes = {key: tuple(shape) for key, shape in stored.content["tensors"].items()}
-    sizes = {name: entry["bytes"] for name, entry in stored.content["files"].items()}
-    metadata = dcp.read_metadata(stored.path)
-    dcp.check_metadata(stored.path, metadata, shapes, sizes)
-    # Built only where as many elements lie on the disk: numbers that were made up could ask for any memory.
     config = _model_of(stored)
-    count = sum(math.prod(shape) for key, shape in shapes.items() if key.startswith("model/"))
+    # Built only where as many elements lie on the disk: numbers that were made up could ask for any memory.
+    count = tensors.num_elements(stored, "model/")
     if config.num_parameters != count:
         raise ValueError(
             f"{stored.path} holds {count:,} parameters, and describes a model of {config.num_parameters:,}"
         )
     model = TransformerLM(config, device=context.device)
     runs = [Run(f"model/{name}", 0, flat(p, name), tuple(p.shape)) for name, p in model.named_parameters()]
-    refuse_other_model(stored, runs, shapes)
-    items = [Item(run.key, 0, run.numel, run.values) for run in runs]
-    dcp.read(stored.path, metadata, items, context.group)
+    tensors.refuse_other_model(stored, runs)
+    tensors.read(stored, runs)
     return model.eval()
 
 

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from distlab.comm import RankContext, collectives
 from distlab.model.ops import cross_entropy
+from distlab.model.transformer import TransformerLM
 from distlab.parallel.shard import stepped_by
 from distlab.train.scaler import LossScaler
 
-# Types of the computation over fp32 parameters, by autocast or by the wrapper; None: the parameters' own.
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
@@ -41,6 +40,29 @@ def loss_function(ops: str) -> LossFunction:
     return loss_of_model if ops == "triton" else next_token_loss
 
 
+def adamw(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:
+    """AdamW's class for a choice of operations, and options it is given besides the usual ones.
+
+    Both update all parameters in a few launches; the state has the same names, so that a checkpoint of one is
+    loaded by the other.
+    """
+    if ops == "torch":
+        return torch.optim.AdamW, {"fused": True}
+    from kernels.adamw import AdamW
+
+    return AdamW, {}
+
+
+def compiled(model: TransformerLM, how: str, backend: str = "inductor") -> nn.Module:
+    """A compiled form of the `model`, or itself with compiled `blocks`, or as it is (`off`)."""
+    if how == "model":
+        return torch.compile(model, backend=backend)
+    if how == "blocks":
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = torch.compile(block, backend=backend)
+    return model
+
+
 class TrainStep:
     """Callable that trains on a list of micro-batches and returns the mean loss of this rank, detached.
 
@@ -52,14 +74,12 @@ class TrainStep:
         max_grad_norm: clip the averaged gradients, over all ranks' pieces, to this L2 norm; the norm before is
             left in `grad_norm`.
         scaler: multiplies the loss, for fp16; a step in which any rank's gradient overflows is skipped on all
-            (needs the context, reads a flag on the host).
-        skip_nonfinite: with a context, leave parameters and optimizer untouched in a step in which any rank
-            has a NaN or infinite gradient; all ranks decide alike. Reads a flag on the host.
-        context: this rank's context; needed for `skip_nonfinite` only.
+            (reads a flag on the host).
+        context: this rank's; needed with a scaler only, because all ranks must decide alike.
         mark: called with "forward_backward" and "optimizer" as each phase ends (see `measure.clock`).
 
     Raises:
-        ValueError: `skip_nonfinite` without a context.
+        ValueError: a scaler without a context.
     """
 
     def __init__(
@@ -71,21 +91,17 @@ class TrainStep:
         autocast_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
         scaler: LossScaler | None = None,
-        skip_nonfinite: bool = False,
         context: RankContext | None = None,
         mark: Callable[[str], None] | None = None,
     ):
-        if (skip_nonfinite or scaler is not None) and context is None:
-            raise ValueError(
-                "skip_nonfinite or a scaler needs context=..., because all ranks must decide alike"
-            )
+        if scaler is not None and context is None:
+            raise ValueError("a scaler needs context=..., because all ranks must decide alike")
         self.model = model
         self.optimizer = optimizer
         self.loss_fn = loss_fn
         self.autocast_dtype = autocast_dtype
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler
-        self.skip_nonfinite = skip_nonfinite
         self.context = context
         self.mark = mark or (lambda phase: None)
         self.last_step_skipped = False
@@ -102,7 +118,12 @@ class TrainStep:
             total = total.to(loss.device) + loss.detach()
         self.model.finish_gradient_synchronization()
         self.mark("forward_backward")
-        self._update()
+        if self.scaler is not None:
+            self._unscale()
+        elif self.max_grad_norm is not None:
+            self.grad_norm = self._clip(self.max_grad_norm)
+        if not self.last_step_skipped:
+            self.optimizer.step()
         self.mark("optimizer")
         return total
 
@@ -112,21 +133,6 @@ class TrainStep:
         device_type = next(self.model.parameters()).device.type
         with torch.autocast(device_type, dtype=self.autocast_dtype):
             return self.loss_fn(self.model, batch)
-
-    def _update(self) -> None:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if self.skip_nonfinite:
-            finite = gradients_are_finite(parameters)
-            device, group = parameters[0].device, self.context.group
-            self.last_step_skipped = not collectives.all_ranks_agree(finite, device, group)
-            if self.last_step_skipped:
-                return
-        if self.scaler is not None:
-            self._unscale()
-        elif self.max_grad_norm is not None:
-            self.grad_norm = self._clip(self.max_grad_norm)
-        if not self.last_step_skipped:
-            self.optimizer.step()
 
     def _clip(self, max_norm: float) -> Tensor:
         """Clip by the norm over all ranks' pieces; whoever cuts gradients into pieces knows how."""
@@ -164,28 +170,3 @@ def elementwise_gradient_edits(
         if hasattr(holder, "elementwise_gradient_edits"):
             return holder.elementwise_gradient_edits()
     return nullcontext()
-
-
-def gradients_are_finite(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether no gradient holds a NaN or an infinity (a NaN makes the sum of norms a NaN). Blocks on CUDA."""
-    norms = [torch.linalg.vector_norm(p.grad.detach().float()) for p in parameters if p.grad is not None]
-    return not norms or bool(torch.stack(norms).sum().isfinite().item())
-
-
-def token_mean_loss(loss_sum: Tensor, num_tokens: int, context: RankContext) -> Tensor:
-    """This rank's loss such that the *mean over ranks* is the mean over all tokens of all ranks.
-
-    For ragged batches: averaging per-rank means would weigh the tokens of a short batch more than others.
-
-    Args:
-        loss_sum: sum (not mean) of the token losses on this rank, scalar.
-        num_tokens: how many tokens it sums; may be 0 on some ranks.
-        context: this rank's context. One small blocking collective counts the tokens of all ranks.
-
-    Raises:
-        ValueError: no rank has a token (on every rank).
-    """
-    total = collectives.sum_over_ranks(num_tokens, loss_sum.device, context.group)
-    if total == 0:
-        raise ValueError("no rank has a token in this batch; nothing to average")
-    return loss_sum * (context.world_size / total)

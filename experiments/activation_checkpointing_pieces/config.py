@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from distlab.model import ModelConfig, checkpoint_groups, preset
+from distlab.model import config as model_config
 
 NAME = "activation_checkpointing"
-DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+DTYPES = {name: model_config.DTYPES[name] for name in ("fp32", "bf16")}
 BASE = "none"  # what the others are held against
 
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from distlab.bench.workbench import Variant, variants
 from distlab.measure.statistics import MIN_SAMPLES
-from distlab.model.config import ModelConfig, preset
-from distlab.train.step import DTYPES
+from distlab.model.config import DTYPES, ModelConfig, preset
 
 NAME = "bucket_sweep"
 SIZES = (1.0, 10.0, 25.0, 100.0, 400.0, 1000.0, None)

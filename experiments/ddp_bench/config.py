@@ -5,10 +5,9 @@ from typing import Any
 
 from distlab.experiment import TimingOptions, option
 from distlab.measure.statistics import MIN_PAIRS
-from distlab.model.config import OPS_CHOICES, PRESETS, ModelConfig, preset
+from distlab.model.config import DTYPES, OPS_CHOICES, PRESETS, ModelConfig, preset
 from distlab.options import SEED
 from distlab.parallel import STRATEGIES, strategies_on
-from distlab.train.step import DTYPES
 
 OOM = "OOM"
 

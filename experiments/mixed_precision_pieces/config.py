@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from distlab.model import ModelConfig, preset
+from distlab.model.config import DTYPES
 
 NAME = "mixed_precision"
 PARTS = ("accumulation", "types", "norm", "scaling")
-TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TYPES = {name: DTYPES[name] or torch.float32 for name in ("fp32", "fp16", "bf16")}
 # Of a layer normalisation's input: (deviation, mean).
 INPUTS = {"deviation 1": (1.0, 0.0), "deviation 64": (64.0, 0.0), "mean 100": (1.0, 100.0)}
 

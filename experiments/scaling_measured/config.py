@@ -4,16 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from distlab.comm.subgroups import doubling_sizes
 from distlab.hardware import by_alias
 from distlab.measure.statistics import MIN_SAMPLES
+from distlab.model import config as model_config
 from distlab.model.config import ModelConfig, preset
 from distlab.parallel import get_strategy
 
 NAME = "scaling_measured"
-DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+DTYPES = {name: model_config.DTYPES[name] for name in ("fp32", "bf16")}
 # Predictions know our strategies; torch's peers are held against those that send the same.
 PEER_OF = {"torch-ddp": "bucketed", "torch-zero": "sharded-optimizer", "fsdp2": "fsdp"}
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp", *PEER_OF)

@@ -22,9 +22,10 @@ from distlab.measure.rounds import interleave
 from distlab.model.config import ModelConfig
 from distlab.report import Record, commit, environment, read_json, write_json
 from distlab.train.config import TrainConfig
-from distlab.train.loop import StepReport, Trainer
+from distlab.train.data import GlobalOrder, TokenWindows
+from distlab.train.loop import Trainer
+from distlab.train.metrics import StepMetrics
 from distlab.train.requirements import PlannedStep, require
-from distlab.train.tokens import GlobalOrder, TokenWindows
 
 from .config import COST, KILLED, LAST, NAME, REFERENCE, ROUNDING, CurvesConfig
 
@@ -124,12 +125,12 @@ class Bench:
         self,
         config: TrainConfig,
         folder: Path | None = None,
-        after: Callable[[StepReport], None] | None = None,
+        after: Callable[[StepMetrics], None] | None = None,
     ) -> dict[str, object]:
         """Train; the loss of every step, as it is and in hex."""
-        reports: list[StepReport] = []
+        reports: list[StepMetrics] = []
 
-        def report(step: StepReport) -> None:
+        def report(step: StepMetrics) -> None:
             reports.append(step)
             if after is not None:
                 after(step)
@@ -158,7 +159,7 @@ class Bench:
         }
 
     def trainer(
-        self, config: TrainConfig, folder: Path | None, report: Callable[[StepReport], None]
+        self, config: TrainConfig, folder: Path | None, report: Callable[[StepMetrics], None]
     ) -> Trainer:
         return Trainer(
             config, self.context, train=self.data, data_identity=self.text, folder=folder, report=report,
@@ -170,7 +171,7 @@ class Bench:
         config = self.config.training(REFERENCE, checkpoint_every=self.config.checkpoint_every)
         victim = self.context.rank == self.context.world_size - 1 and self.attempt == 0
 
-        def die(report: StepReport) -> None:
+        def die(report: StepMetrics) -> None:
             if victim and report.step == self.config.kill_at:
                 print(f"rank {self.context.rank} kills itself", file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -229,8 +230,8 @@ class Bench:
             trainer.save()
             metrics["save"].append(1e3 * (time.perf_counter() - begin))
         for _ in range(steps):
-            trainer.heartbeat.note(trainer.step + 1, trainer.one_step(), trainer.train_step.grad_norm)
-        trainer.heartbeat.settle()
+            trainer.one_step()
+        trainer.metrics.settle()
         self._finish_everything()
         if metrics is not None:
             waiting = time.perf_counter()

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distlab.train.config import TrainConfig
-from distlab.train.journal import read_journal
+from distlab.report import Record, write_json
+from distlab.train.config import DataConfig, TrainConfig
+from distlab.train.metrics import read_journal
 from distlab.train.sample import newest_usable
-from experiments.training import DataConfig
 from launch import train
 from launch.ranks import is_lost_peer
 from tests.comm.test_parent import ends_within
@@ -184,6 +184,18 @@ def test_runs_are_named_by_data_size_and_strategy_and_stay_in_their_folder():
     for name in ("../../x", "..", ".", "", "a/b", "/x", "a/"):
         with pytest.raises(ValueError, match=r"--name .* cannot name a folder: use letters"):
             train.run_name(name, DataConfig(), config)
+
+
+def test_a_run_has_its_record_once_the_last_file_is_written(tmp_path):
+    """It may die between the record and its page; then the next start writes both."""
+    record = Record("train", "bucketed", {}, {"steps": 4}, {}, None)
+    assert not train.has_record(tmp_path, 4)
+    write_json([record], tmp_path / "records.json")
+    assert not train.has_record(tmp_path, 4)
+    (tmp_path / "report.html").touch()
+    assert train.has_record(tmp_path, 4) and not train.has_record(tmp_path, 5)
+    os.utime(tmp_path / "report.html", (0, 0))  # of the run's earlier end
+    assert not train.has_record(tmp_path, 4)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])

@@ -3,6 +3,7 @@
 import pytest
 
 from distlab.model import PRESETS, ModelConfig, TransformerLM, preset
+from distlab.model.config import ModelOptions
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -68,3 +69,28 @@ def test_refusals_say_what_is_allowed(field, value, message):
     ModelConfig(**good)
     with pytest.raises(ValueError, match=message):
         ModelConfig(**{**good, field: value})
+
+
+def test_options_replace_every_dimension_of_a_preset():
+    dimensions = {"context": 8, "vocab": 31, "d_model": 32, "d_ff": 48, "layers": 1, "heads": 2}
+    options = ModelOptions(size="xl", attention="naive", ops="triton", **dimensions)
+    expected = ModelConfig(32, 48, 1, 2, vocab_size=31, context_length=8, attention="naive", ops="triton")
+    assert options.model() == expected
+    assert ModelOptions(size="small").model() == preset("small")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": "huge"}, "size='huge': 'huge' is unknown; allowed: tiny, small"),
+        ({"layers": 0}, "layers=0: give a whole number of at least 1"),
+        ({"heads": 3}, "num_heads=3; choose num_heads among the divisors"),
+        ({"attention": "fast"}, "allowed: naive, sdpa, flash"),
+        ({"dtype": "int8"}, "allowed: fp32, bf16, fp16"),
+        ({"compile": "all"}, "allowed: off, model, blocks"),
+        ({"checkpointing": "every-0"}, "choose none, block, every-K"),
+    ],
+)
+def test_options_that_no_model_can_have_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelOptions(**changes)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from distlab.model import get_ops, ops
+from distlab.train.step import adamw
 
 # fp32 sums of a few dozen terms of size 1 taken in another order: errors of a few 1e-7 each.
 FP32 = {"atol": 1e-5, "rtol": 1e-5}
@@ -88,7 +89,7 @@ def test_triton_ops_train_the_same_model(autocast):
         model.zero_grad()
         loss.backward()
         results.append((logits, loss, at_once, *gradients, *(p.grad for p in model.parameters())))
-        optimizer_cls, options = ops.adamw(choice)
+        optimizer_cls, options = adamw(choice)
         # eps far above rounding: with the usual one a gradient of 1e-9 moves a weight as far as any other.
         optimizer_cls(model.parameters(), lr=1e-3, eps=1e-2, **options).step()
         if not autocast:  # else gradients differ so much that a step of lr goes the other way

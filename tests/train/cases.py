@@ -9,8 +9,9 @@ from torch import nn
 
 from distlab.comm import RankContext
 from distlab.train.config import TrainConfig
-from distlab.train.loop import StepReport, Trainer
-from distlab.train.tokens import SyntheticSequences
+from distlab.train.data import SyntheticSequences
+from distlab.train.loop import Trainer
+from distlab.train.metrics import StepMetrics
 
 STRATEGIES = ["bucketed", "zero1", "sharded-optimizer", "fsdp", "fsdp2"]
 
@@ -35,7 +36,7 @@ class Run:
             folder=None if folder is None else Path(folder), report=self._report,
         )  # fmt: skip
 
-    def _report(self, step: StepReport) -> None:
+    def _report(self, step: StepMetrics) -> None:
         self.losses[step.step] = step.loss.hex()
         self.norms[step.step] = step.grad_norm
 

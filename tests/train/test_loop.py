@@ -11,9 +11,9 @@ from distlab.comm import RankContext
 from distlab.parallel import strategies_on
 from distlab.testing import run_ranks
 from distlab.train.config import TRAINABLE, TrainConfig
+from distlab.train.data import TokenWindows
 from distlab.train.evaluate import validation_loss
-from distlab.train.heartbeat import NonFiniteLoss
-from distlab.train.tokens import TokenWindows
+from distlab.train.metrics import NonFiniteLoss
 from tests.train.cases import STRATEGIES, Run, digest, tiny
 
 
@@ -54,7 +54,7 @@ def test_all_strategies_clip_by_the_same_norm():
 
 def test_accumulation_dtypes_recomputation_and_compiled_names():
     plain = run_ranks(losses_and_norms, 2, ["zero1"], {})[0][0][0]
-    for changes in ({"accumulate": 3}, {"checkpoint_blocks": True}):
+    for changes in ({"accumulate": 3}, {"checkpointing": "block"}, {"attention": "naive"}):
         other = run_ranks(losses_and_norms, 2, ["zero1"], changes)[0][0][0]
         for step, loss in plain.items():
             assert float.fromhex(other[step]) == pytest.approx(float.fromhex(loss), abs=1e-5), changes
@@ -76,7 +76,13 @@ def overflow_on_one_rank(context: RankContext, strategy: str) -> tuple[bool, boo
     before = digest(trainer.wrapper)
     loss_of = trainer.train_step.loss_fn
     weight = float("inf") if context.rank == 1 else 1.0
-    trainer.train_step.loss_fn = lambda model, batch: loss_of(model, batch) * weight
+
+    def overflowing(model, batch):
+        loss = loss_of(model, batch)
+        loss.register_hook(lambda gradient: gradient * weight)
+        return loss
+
+    trainer.train_step.loss_fn = overflowing
     trainer.one_step()
     skipped, unchanged = trainer.train_step.last_step_skipped, digest(trainer.wrapper) == before
     trainer.train_step.loss_fn = loss_of

@@ -7,10 +7,9 @@ import torch
 
 from distlab.comm import RankContext
 from distlab.model import TransformerLM, preset
-from distlab.model.ops import adamw
 from distlab.parallel import get_strategy
 from distlab.testing import run_ranks
-from distlab.train.step import TrainStep, loss_function
+from distlab.train.step import TrainStep, adamw, loss_function
 
 STRATEGIES = ("bucketed", "zero1", "sharded-optimizer", "fsdp")
 

@@ -10,8 +10,8 @@ from distlab.comm import RankContext
 from distlab.parallel.shard import Layout
 from distlab.report import OutputFolder
 from distlab.testing import run_ranks
-from distlab.train.config import TrainConfig, refuse_other_run
-from experiments.training import DataConfig, Training
+from distlab.train.config import DataConfig, TrainConfig, refuse_other_run
+from distlab.train.run import train
 from tests.fuzz import late_arrivals
 from tests.train.cases import Run, draw_from_all_generators, tiny
 
@@ -129,7 +129,7 @@ def test_what_does_not_decide_the_losses_may_change():
 
 def train_on_a_file(context: RankContext, data: str, out: str, steps: int) -> None:
     config = TrainConfig(context=8, vocab=31, batch=4, steps=steps, warmup=1)
-    Training(config, DataConfig(data), context, OutputFolder(out, "train", "run")).run()
+    train(config, DataConfig(data), context, OutputFolder(out, "train", "run").path)
 
 
 def on_changed_data(context: RankContext, data: str, out: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.train.tokens import (
+from distlab.train.data import (
     IGNORED,
     GlobalOrder,
     SyntheticSequences,

@@ -1,4 +1,4 @@
-"""The random generators of a rank as tensors, so that a checkpoint holds them and loading runs no code."""
+"""What a checkpoint holds besides model and optimizer: the random generators of each rank, as tensors."""
 
 import random
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ def seed_rank(seed: int, rank: int) -> None:
     torch.manual_seed(mixed)  # CUDA's too
 
 
-def states() -> dict[str, Tensor]:
+def generators() -> dict[str, Tensor]:
     """Copies of all states: Python's, NumPy's legacy one, torch's on the CPU and on the current GPU."""
     version, words, gauss = random.getstate()
     # Integers below 2³² are exact in fp64; NaN stands for "no second Gaussian waiting".
@@ -32,13 +32,13 @@ def states() -> dict[str, Tensor]:
     return found
 
 
-def restore(saved: Mapping[str, Tensor]) -> None:
-    """The inverse of `states`; kinds that are missing, or not of this machine, are left as they are.
+def restore_generators(saved: Mapping[str, Tensor]) -> None:
+    """The inverse of `generators`; kinds that are missing, or not of this machine, are left as they are.
 
     Raises:
         ValueError: what is no state of a generator.
     """
-    mine = states()
+    mine = generators()
     for kind, state in saved.items():
         if kind in mine and (state.shape, state.dtype) != (mine[kind].shape, mine[kind].dtype):
             raise ValueError(
@@ -46,20 +46,16 @@ def restore(saved: Mapping[str, Tensor]) -> None:
                 f"{tuple(mine[kind].shape)} {mine[kind].dtype}"
             )
     try:
-        _restore(saved)
+        if "python" in saved:
+            version, *words, gauss = saved["python"].tolist()
+            random.setstate((int(version), tuple(map(int, words)), None if gauss != gauss else gauss))
+        if "numpy" in saved:
+            *keys, position, has_gauss, cached = saved["numpy"].tolist()
+            key_array = np.array(keys, dtype=np.uint32)
+            np.random.set_state(("MT19937", key_array, int(position), int(has_gauss), cached))
+        if "torch" in saved:
+            torch.set_rng_state(saved["torch"])
+        if "cuda" in saved and torch.cuda.is_available():
+            torch.cuda.set_rng_state(saved["cuda"])
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"a stored random generator cannot be restored: {error}") from None
-
-
-def _restore(saved: Mapping[str, Tensor]) -> None:
-    if "python" in saved:
-        version, *words, gauss = saved["python"].tolist()
-        random.setstate((int(version), tuple(map(int, words)), None if gauss != gauss else gauss))
-    if "numpy" in saved:
-        *keys, position, has_gauss, cached = saved["numpy"].tolist()
-        key_array = np.array(keys, dtype=np.uint32)
-        np.random.set_state(("MT19937", key_array, int(position), int(has_gauss), cached))
-    if "torch" in saved:
-        torch.set_rng_state(saved["torch"])
-    if "cuda" in saved and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda"])

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,16 +10,36 @@ import pytest
 from distlab.checkpoint import lock as lock_module
 from distlab.checkpoint.lock import NAME, FolderIsHeld, Holder, RunLock
 from distlab.comm import RankContext
-from distlab.report import OutputFolder, read_json
 from distlab.testing import run_ranks
-from distlab.train.journal import Journal, read_journal
-from experiments.training import DataConfig, Training
+from distlab.train.config import DataConfig
+from distlab.train.loop import Outcome, Trainer
+from distlab.train.metrics import Journal, read_journal
+from distlab.train.run import train
 from tests.train.cases import tiny
 
 
-def training(context: RankContext, root: str | Path, data: DataConfig | None = None, **changes) -> Training:
+def run(context: RankContext, folder: str | Path, data: DataConfig | None = None, /, **changes) -> Outcome:
+    """Two steps, or a run of the same folder that goes on."""
+    return run_and_measure(context, folder, data, **changes)[0]
+
+
+def run_and_measure(
+    me: RankContext, folder: str | Path, data: DataConfig | None = None, /, *, progress=lambda text: None, **changes
+) -> tuple[Outcome, dict | None]:
+    """How it ended, and the metrics of its results; None where they were written before."""
     config = tiny(**({"steps": 2, "validate_sequences": 4, "vocab": 31 if data is None else None} | changes))
-    return Training(config, data or DataConfig(), context, OutputFolder(root, "train", "run"))
+    folder, written = Path(folder), []
+    folder.mkdir(exist_ok=True)
+
+    def write_results(config, outcome, metrics, lines) -> None:
+        written.append(metrics)
+        (folder / "steps").write_text(str(metrics["steps"]))
+
+    outcome = train(
+        config, data or DataConfig(), me, folder, write_results=write_results, log_every=1, progress=progress,
+        has_results=lambda steps: (folder / "steps").exists() and (folder / "steps").read_text() == str(steps),
+    )  # fmt: skip
+    return outcome, written[0] if written else None
 
 
 def refused(context: RankContext, root: str) -> None:
@@ -32,7 +51,7 @@ def refused(context: RankContext, root: str) -> None:
         (None, {"batch": 5}, "a batch of 5 sequences cannot be divided among 2 ranks"),
     ):
         with pytest.raises((ValueError, OSError), match=message):
-            training(context, root, DataConfig(path), **changes)
+            run(context, root, DataConfig(path), **changes)
 
 
 def test_unusable_data_is_an_error_on_every_rank(tmp_path):
@@ -41,7 +60,7 @@ def test_unusable_data_is_an_error_on_every_rank(tmp_path):
         (tmp_path / f"{name}.txt").write_text(text)
     run_ranks(refused, 2, str(tmp_path))
     with pytest.raises(ValueError, match=r"--val-data x\.txt needs --data"):
-        DataConfig(validation="x.txt")
+        DataConfig(val_data="x.txt")
 
 
 # -- one writer --------------------------------------------------------------------------------------------
@@ -49,12 +68,12 @@ def test_unusable_data_is_an_error_on_every_rank(tmp_path):
 
 def second_run(context: RankContext, root: str) -> str:
     with pytest.raises(FolderIsHeld) as caught:
-        training(context, root)
+        run(context, root)
     return str(caught.value)
 
 
 def test_a_second_run_is_refused_on_every_rank_and_touches_nothing(tmp_path):
-    folder = OutputFolder(tmp_path, "train", "run").path
+    folder = tmp_path
     live = folder / "checkpoints" / ".tmp-step_00000007"
     live.mkdir(parents=True)
     first = RunLock(folder)
@@ -69,37 +88,33 @@ def test_a_second_run_is_refused_on_every_rank_and_touches_nothing(tmp_path):
 def go_on_after_another_machine(context: RankContext, root: str) -> int:
     lock_module.RunLock = functools.partial(RunLock, stale_s=1.0)
     try:
-        run = training(context, root)
+        return run(context, root).last_step
     finally:
         lock_module.RunLock = RunLock
-    run.close()
-    return run.trainer.step
 
 
 def test_a_run_of_a_machine_that_died_is_waited_for_and_then_taken_over(tmp_path):
     """Rank 0 of a restarted job may be on another machine than before."""
-    folder = OutputFolder(tmp_path, "train", "run").path
-    (folder / NAME).write_text(json.dumps(asdict(replace(Holder.me(), machine="other"))))
-    assert run_ranks(go_on_after_another_machine, 2, str(tmp_path)) == [0, 0]
-    assert list(folder.iterdir()) == []
+    (tmp_path / NAME).write_text(json.dumps(asdict(replace(Holder.me(), machine="other"))))
+    assert run_ranks(go_on_after_another_machine, 2, str(tmp_path)) == [2, 2]
+    assert not (tmp_path / NAME).exists()
 
 
-def test_a_run_whose_folder_was_taken_over_writes_no_checkpoint_and_no_record(tmp_path, one_rank):
-    run = training(one_rank, tmp_path)
-    checkpoints = tmp_path / "train" / "run" / "checkpoints"
-    live = checkpoints / ".tmp-step_00000002"  # of the run that has the folder now
+def test_a_run_whose_folder_was_taken_over_writes_no_checkpoint_and_no_results(tmp_path, one_rank, monkeypatch):
+    live = tmp_path / "checkpoints" / ".tmp-step_00000002"  # of the run that has the folder now
+    step = Trainer.one_step
 
-    def taken_over() -> None:
-        run.lock.path.write_text(json.dumps(asdict(Holder.me())))
-        live.mkdir(parents=True)
+    def taken_over(trainer: Trainer) -> None:
+        if trainer.step == 1:
+            (tmp_path / NAME).write_text(json.dumps(asdict(Holder.me())))
+            live.mkdir(parents=True)
+        step(trainer)
 
-    step = run.trainer.one_step
-    run.trainer.one_step = lambda: (taken_over() if run.trainer.step == 1 else None, step())[1]
+    monkeypatch.setattr(Trainer, "one_step", taken_over)
     with pytest.raises(OSError, match=r"step 2 could not be written .*no longer this run's to write"):
-        run.run()
-    assert list(checkpoints.iterdir()) == [live]
-    assert not (tmp_path / "train" / "run" / "records.json").exists() and run.lock.path.exists()
-    run.trainer.close()
+        run(one_rank, tmp_path)
+    assert list((tmp_path / "checkpoints").iterdir()) == [live]
+    assert not (tmp_path / "steps").exists() and (tmp_path / NAME).exists()
 
 
 # -- the data is what it was -------------------------------------------------------------------------------
@@ -107,21 +122,16 @@ def test_a_run_whose_folder_was_taken_over_writes_no_checkpoint_and_no_record(tm
 
 def resume_with_changed_data(context: RankContext, root: str) -> list[str]:
     """A run of two steps, and what is said when it is to go on with other data."""
-    text, other = Path(root, "text.txt"), Path(root, "other.txt")
-    first = training(context, root, DataConfig(str(text)))
-    first.run()
-    first.close()
+    text, other, folder = Path(root, "text.txt"), Path(root, "other.txt"), Path(root, "run")
+    run(context, folder, DataConfig(str(text)))
     found = []
 
     def attempt(data: DataConfig) -> None:
-        run = training(context, root, data, steps=3)
         try:
-            run.trainer.resume()
-            found.append(f"resumed from step {run.trainer.step}")
+            run(context, folder, data, steps=3)
+            found.append("accepted")
         except ValueError as error:
             found.append(str(error))
-        finally:
-            run.close()
 
     def rewrite(place: int) -> None:
         if context.is_main:
@@ -130,12 +140,12 @@ def resume_with_changed_data(context: RankContext, root: str) -> list[str]:
             text.write_bytes(changed)
         context.group.barrier().wait()
 
-    attempt(DataConfig(str(text)))
     attempt(DataConfig(str(text), str(other)))  # all of the text would be trained on, what was held out too
     for place in (-1, 1_100_000):  # in what is held out; behind the first MiB
         rewrite(place)
         attempt(DataConfig(str(text)))
         rewrite(place)
+    attempt(DataConfig(str(text)))
     with open(text, "ab") as file:
         file.write(b"more" if context.is_main else b"")
     context.group.barrier().wait()
@@ -147,8 +157,8 @@ def test_a_run_goes_on_with_the_data_that_it_was_begun_with_or_not_at_all(tmp_pa
     """Other text of the same length, anywhere in the file; held-out text that would be trained on; more text."""
     (tmp_path / "text.txt").write_bytes(b"na na na na, hey hey hey, good bye. " * 35_000)  # 1.2 MiB
     (tmp_path / "other.txt").write_bytes(b"la la la la, " * 100)
-    same, held_out, end, middle, longer = run_ranks(resume_with_changed_data, 2, str(tmp_path))[0]
-    assert same == "resumed from step 2"
+    held_out, end, middle, same, longer = run_ranks(resume_with_changed_data, 2, str(tmp_path))[0]
+    assert same == "accepted"
     for message in (held_out, end, middle, longer):
         assert "belongs to another run: data." in message and "\n" not in message
     assert "data.validation is 'the last 63000 tokens' there and '1300 tokens of a file' here" in held_out
@@ -162,14 +172,11 @@ def test_validation_data_of_its_own_may_not_change_either(tmp_path, one_rank):
     text, other = tmp_path / "text.txt", tmp_path / "other.txt"
     text.write_bytes(b"na na na na, hey hey hey, good bye. " * 10)
     other.write_bytes(b"la la la la, " * 10)
-    first = training(one_rank, tmp_path, DataConfig(str(text), str(other)))
-    first.run()
-    first.close()
+    data = DataConfig(str(text), str(other))
+    run(one_rank, tmp_path / "run", data)
     other.write_bytes(other.read_bytes()[:-1] + b"?")
-    run = training(one_rank, tmp_path, DataConfig(str(text), str(other)))
     with pytest.raises(ValueError, match=r"data.validation_sha256 is '\w{64}' there and '\w{64}' here"):
-        run.trainer.resume()
-    run.close()
+        run(one_rank, tmp_path / "run", data, steps=3)
 
 
 # -- journal and record ------------------------------------------------------------------------------------
@@ -192,49 +199,34 @@ def test_what_is_no_line_of_a_journal_is_left_out(tmp_path):
     assert read_journal(path) == [{"step": 1, "loss": 3.0}]
 
 
-def test_the_record_is_of_this_run_whatever_stands_in_its_files(tmp_path, one_rank):
+def test_the_results_are_of_this_run_whatever_stands_in_its_files(tmp_path, one_rank):
     """Another program's last line was once recorded as this run's loss."""
-    run = training(one_rank, tmp_path, steps=2)
-    report = run.trainer.report
 
-    def report_and_disturb(step) -> None:
-        report(step)
-        with open(tmp_path / "train" / "run" / "metrics.jsonl", "a") as file:
-            file.write('{"step": 99, "loss": 1234.5}\n')
+    def disturb(text: str) -> None:
+        if text.startswith("step"):
+            with open(tmp_path / "metrics.jsonl", "a") as file:
+                file.write('{"step": 99, "loss": 1234.5}\n')
 
-    run.trainer.report = report_and_disturb
-    _, record = run.run()
-    run.close()
-    assert 3 < record.metrics["final_loss"] < 4 and record.metrics["steps"] == 2
+    _, metrics = run_and_measure(one_rank, tmp_path, progress=disturb)
+    assert 3 < metrics["final_loss"] < 4 and metrics["steps"] == 2
 
 
-def test_a_run_that_died_before_its_record_writes_it_when_it_is_started_again(tmp_path, one_rank):
-    def go(steps: int):
-        run = training(one_rank, tmp_path, steps=steps, checkpoint_every=1)
-        outcome, record = run.run()
-        run.close()
-        return outcome, record
-
-    folder = tmp_path / "train" / "run"
-    go(2)
-    shutil.copytree(folder, tmp_path / "of-two-steps")
-    outcome, written = go(4)
-    for name in ("records.json", "report.html"):  # as if it had died behind its last checkpoint
-        shutil.copy(tmp_path / "of-two-steps" / name, folder)
-    outcome, late = go(4)
+def test_a_run_that_died_before_its_results_writes_them_when_it_is_started_again(tmp_path, one_rank):
+    _, written = run_and_measure(one_rank, tmp_path, steps=4, checkpoint_every=1)
+    (tmp_path / "steps").write_text("2")  # as if it had died behind its last checkpoint
+    outcome, late = run_and_measure(one_rank, tmp_path, steps=4, checkpoint_every=1)
     assert outcome.first_step == outcome.last_step == 4
     for metric in ("steps", "final_loss", "validation_loss"):
-        assert late.metrics[metric] == written.metrics[metric] is not None
-    assert late.metrics["step_p50_ms"] > 0
-    assert read_json(folder / "records.json")[0].metrics["steps"] == 4
-    assert go(4)[1] is None  # it has its record
-    (folder / "report.html").unlink()  # it died between the first file and the last
-    assert go(4)[1] is not None and (folder / "report.html").exists()
-    assert NAME not in {path.name for path in folder.iterdir()}
+        assert late[metric] == written[metric] is not None
+    assert late["step_p50_ms"] > 0
+    said: list[str] = []
+    again, nothing = run_and_measure(one_rank, tmp_path, steps=4, checkpoint_every=1, progress=said.append)
+    assert nothing is None and again == Outcome(4, 4, None, [])
+    assert "this run is complete: 4 of 4 steps" in said[-1]
+    assert NAME not in {path.name for path in tmp_path.iterdir()}
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_built_or_read(tmp_path, one_rank):
     """A context of 100,000,000 built for minutes without a line."""
-    config = replace(tiny(), context=100_000_000)
     with pytest.raises(MemoryError, match=r"context 100,000,000 .* does not fit in the memory of cpu.* --context \d+"):
-        Training(config, DataConfig(), one_rank, OutputFolder(tmp_path, "train", "run"))
+        run(one_rank, tmp_path, context=100_000_000)

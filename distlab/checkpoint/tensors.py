@@ -1,0 +1,126 @@
+"""Tensors on the disk: raw bytes in a file or a few per rank, and where each part of a tensor lies in them.
+
+    rank_0_0.bin    │ embedding [0, 1984) │ blocks.0.qkv [0, 24576) │ …      no headers, no gaps, nothing to execute
+    rank_1_0.bin    │ embedding [1984, 3968) │ …
+
+The index, which the marker holds, names for each tensor its shape, its dtype and its parts: `[first element, elements,
+file, offset in bytes]`, in the flattened whole. So a part that cuts through rows needs no gathering, and a reader of
+any world size takes the bytes it wants. Parts tile their tensor, and they tile every file: an index that leaves out a
+tensor, or reads a byte twice, cannot fit the files.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from distlab.checkpoint.files import CheckpointError, Stored
+from distlab.parallel.shard import Run
+
+# key → {"shape": […], "dtype": "float32", "parts": [[start, count, file, offset], …]}
+Index = dict[str, dict[str, Any]]
+
+
+def write(folder: Path, rank: int, runs: Sequence[Run], threads: int) -> tuple[dict[str, dict[str, Any]], Index]:
+    """Write this rank's runs, which lie on the host, each thread a file, and flush them to the disk.
+
+    Returns:
+        (file → `{"bytes": …, "sha256": …}`, the index of these runs).
+    """
+    shares: list[list[Run]] = [[] for _ in range(threads)]
+    for run in sorted(runs, key=lambda run: run.values.nbytes, reverse=True):
+        min(shares, key=lambda share: sum(other.values.nbytes for other in share)).append(run)
+    paths = [folder / f"rank_{rank}_{number}.bin" for number in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:
+        written = list(pool.map(_write_file, paths, shares))
+    files = {path.name: entry for path, (entry, _) in zip(paths, written, strict=True)}
+    return files, merged([index for _, index in written])
+
+
+def _write_file(path: Path, runs: Sequence[Run]) -> tuple[dict[str, Any], Index]:
+    digest, offset, indices = hashlib.sha256(), 0, []
+    with open(path, "xb") as file:
+        for run in runs:
+            data = run.values.view(torch.uint8).numpy()
+            part = [run.start, run.values.numel(), path.name, offset]
+            indices.append({run.key: {
+                "shape": list(run.shape),
+                "dtype": str(run.values.dtype).removeprefix("torch."),
+                "parts": [part] if run.values.numel() else [],
+            }})  # fmt: skip
+            append(file, data)
+            digest.update(data)
+            offset += data.nbytes
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": offset, "sha256": digest.hexdigest()}, merged(indices)
+
+
+def append(file: BinaryIO, data: np.ndarray) -> None:
+    """Write all of it; here tests fill the disk and kill the process."""
+    file.write(data)
+
+
+def merged(indices: Sequence[Index]) -> Index:
+    """The index of a whole checkpoint out of those of its parts."""
+    whole: Index = {}
+    for index in indices:
+        for key, entry in index.items():
+            parts = whole.get(key, {"parts": []})["parts"] + entry["parts"]
+            whole[key] = entry | {"parts": sorted(parts)}
+    return whole
+
+
+def shapes_and_dtypes(stored: Stored) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """(shape, dtype) of every stored tensor."""
+    index = stored.content["tensors"]
+    return {key: (tuple(entry["shape"]), getattr(torch, entry["dtype"])) for key, entry in index.items()}
+
+
+def read(stored: Stored, runs: Sequence[Run]) -> None:
+    """Fill the runs' memory, on any device and of any dtype, from whatever parts hold their elements.
+
+    Raises:
+        OSError: a file cannot be read. CheckpointError: it ends too early.
+    """
+    for run in runs:
+        entry = stored.content["tensors"][run.key]
+        dtype, end = getattr(torch, entry["dtype"]), run.start + run.values.numel()
+        for start, count, name, offset in entry["parts"]:
+            first, last = max(start, run.start), min(start + count, end)
+            if first < last:
+                values = torch.empty(last - first, dtype=dtype)
+                with open(stored.path / name, "rb") as file:
+                    file.seek(offset + (first - start) * dtype.itemsize)
+                    if file.readinto(values.view(torch.uint8).numpy()) != values.nbytes:
+                        raise CheckpointError(f"{stored.path / name} ends within {run.key}")
+                run.values[first - run.start : last - run.start].copy_(values)
+
+
+def refuse_other_model(stored: Stored, model: Sequence[Run]) -> None:
+    """Raises ValueError with every parameter that is missing, left over, or of another shape."""
+    mine = {run.key.removeprefix("model/"): run.shape for run in model}
+    found = shapes_and_dtypes(stored).items()
+    theirs = {key.removeprefix("model/"): shape for key, (shape, _) in found if key.startswith("model/")}
+    differences = [f"{name} is missing there" for name in mine if name not in theirs]
+    differences += [f"{name} exists only there" for name in theirs if name not in mine]
+    differences += [
+        f"{name} has shape {theirs[name]} there and {mine[name]} here"
+        for name in mine
+        if name in theirs and theirs[name] != mine[name]
+    ]
+    if differences:
+        more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+        raise ValueError(f"{stored.path} is a checkpoint of another model: {'; '.join(differences[:5])}{more}")
+
+
+def num_elements(stored: Stored, prefix: str) -> int:
+    """Elements of all stored tensors whose keys begin so; as many lie on the disk."""
+    found = shapes_and_dtypes(stored).items()
+    return sum(math.prod(shape) for key, (shape, _) in found if key.startswith(prefix))

@@ -1,0 +1,185 @@
+"""What ranks tell each other after every step, one step late so that nobody waits for it, and the file it goes to.
+
+    device   │ step n      │ step n+1      │ step n+2
+    host     │ launch n+1 … read the loss of n, exchange it │ launch n+2 …
+
+The host reads the loss of a step only after it has launched the next, and the exchange goes through a gloo group
+of its own: on a GPU the queue never runs dry. Every rank gets every rank's message, so all take the same decision
+at the same step: to stop because one was asked to, or because one has a loss that is no number.
+"""
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.comm import RankContext, collectives
+from distlab.train.signals import StopSignals
+
+
+class NonFiniteLoss(ValueError):
+    """A loss or gradient norm that is no finite number; names the step and the ranks."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """A finished step, as all ranks know it.
+
+    Attributes:
+        step: optimizer steps done, from 1.
+        loss: mean over all tokens of the step, nats: the ranks' means, summed in rank order.
+        lr: of this step.
+        grad_norm: before clipping; None in a step that the loss scaler skipped.
+        step_ms: from the end of the step before to the end of this one on this rank's device, validation left out.
+        checkpoint_ms: what `Checkpointer.save` kept the host between the two.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    step_ms: float
+    checkpoint_ms: float
+
+
+class Moment:
+    """Now, on a device's own clock: when everything queued before is done."""
+
+    def __init__(self, device: torch.device):
+        self._host = time.perf_counter()
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    def ms_since(self, earlier: "Moment") -> float:
+        """Milliseconds from an earlier moment to this one; waits until it has come."""
+        if self._event is None:
+            return 1e3 * (self._host - earlier._host)
+        self._event.synchronize()
+        return earlier._event.elapsed_time(self._event)
+
+
+class GatheredMetrics:
+    """Exchanges losses and stop requests.
+
+    Args:
+        context: this rank.
+        signals: asked after each step for the signal received.
+        report: called on every rank with each finished step, one step late.
+
+    Attributes:
+        stopped_by: number of the signal that some rank was sent, as far as all ranks know; or None.
+    """
+
+    def __init__(self, context: RankContext, signals: StopSignals, report: Callable[[StepMetrics], None]):
+        self.stopped_by: int | None = None
+        self._signals, self._report, self._device = signals, report, context.device
+        timeout = timedelta(seconds=context.timeout_s)
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
+        self._waiting: tuple[StepMetrics, Tensor, Moment] | None = None
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """The next step's time counts from here, not from the end of the step before (call it when settled)."""
+        self._ended = Moment(self._device)
+
+    def note(
+        self, step: int, loss: Tensor, grad_norm: Tensor | None, *, lr: float, checkpoint_ms: float = 0.0
+    ) -> None:
+        """Queue the numbers of the step that was just launched, and settle the step before.
+
+        Raises:
+            NonFiniteLoss: of the step before, on every rank.
+        """
+        norm = loss if grad_norm is None else grad_norm.to(loss.device)
+        values = torch.stack((loss.detach().double(), norm.detach().double()))
+        if self._device.type == "cuda":
+            host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+            values = host.copy_(values, non_blocking=True)
+        moment = Moment(self._device)
+        self.settle()
+        known = StepMetrics(step, 0.0, lr, None if grad_norm is None else 0.0, 0.0, checkpoint_ms)
+        self._waiting = known, values, moment
+
+    def settle(self) -> None:
+        """Exchange and report what the last step came to, now; nothing happens if that was done."""
+        if self._waiting is None:
+            return
+        (known, values, moment), self._waiting = self._waiting, None
+        step_ms, self._ended = moment.ms_since(self._ended), moment
+        mine = torch.tensor([*values.tolist(), float(self._signals.received)], dtype=torch.float64)
+        everybody = torch.empty(3 * self._group.size(), dtype=torch.float64)
+        collectives.wait(collectives.all_gather(everybody, mine, self._group), self._group, "exchanging losses")
+        losses, norms, signals = everybody.view(-1, 3).T.tolist()
+        bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        if bad:
+            ranks = f"rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
+            raise NonFiniteLoss(f"step {known.step}: the loss is {losses[bad[0]]} on {ranks}")
+        if not all(map(math.isfinite, norms)):
+            raise NonFiniteLoss(
+                f"step {known.step}: the gradient norm is not finite ({norms[0]}), though all losses are"
+            )
+        self.stopped_by = next((int(number) for number in signals if number), None)
+        norm = None if known.grad_norm is None else norms[0]
+        self._report(replace(known, loss=sum(losses) / len(losses), grad_norm=norm, step_ms=step_ms))
+
+    def close(self) -> None:
+        """Give back the group; nothing can be exchanged any more."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+class Journal:
+    """`metrics.jsonl`, a line per step, that a restart continues where the checkpoint stands; one rank writes it.
+
+    Args:
+        path: of the file.
+        first_step: lines of this step and later ones are from a run that was lost, and removed.
+
+    Attributes:
+        lines: what the file holds, as this process knows it.
+    """
+
+    def __init__(self, path: Path, first_step: int = 0):
+        found = read_journal(path) if path.exists() else []
+        self.lines = [line for line in found if line["step"] < first_step]
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in self.lines))
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line, visible to readers at once."""
+        self.lines.append(line)
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Close the file; every line is on the disk already."""
+        self._file.close()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A small file, whole or as it was before."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """The lines of a journal; what is no such line is left out, as the last one that a dying process cut short."""
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            line = json.loads(text)
+            if isinstance(line, dict) and isinstance(line.get("step"), int) and "loss" in line:
+                lines.append(line)
+    return lines

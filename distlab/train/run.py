@@ -1,0 +1,146 @@
+"""A training run in its folder, from top to bottom: memory, lock, data, model, resume, train, results.
+
+The folder holds `config.json`, `metrics.jsonl` (a line per step), `checkpoints/`, and at the end what the caller
+writes of the results. The same run started again continues from its newest usable checkpoint, at whatever world size
+and under whatever strategy.
+"""
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distlab.checkpoint.lock import hold
+from distlab.comm import RankContext, collectives
+from distlab.hardware import peak_flops
+from distlab.measure.memory import peak_memory
+from distlab.model.config import DTYPES
+from distlab.theory.flops import mfu, step_flops
+from distlab.train.config import DataConfig, TrainConfig
+from distlab.train.data import load
+from distlab.train.loop import Outcome, Trainer
+from distlab.train.metrics import Journal, StepMetrics, write_whole
+from distlab.train.requirements import require, training_step
+
+Results = Callable[[TrainConfig, Outcome, dict[str, Any], list[dict[str, Any]]], None]
+
+
+def train(
+    config: TrainConfig,
+    data: DataConfig,
+    context: RankContext,
+    folder: Path,
+    *,
+    write_results: Results = lambda config, outcome, metrics, lines: None,
+    has_results: Callable[[int], bool] = lambda steps: False,
+    log_every: int = 10,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Train, or go on, up to the last step or a signal; call it on every rank.
+
+    Args:
+        config, data: what to train on what.
+        context: this rank.
+        folder: of the run; all ranks and machines see it. It is this run's own until the end.
+        write_results: called on the main rank while the folder is still held, with the configuration as it was run, how
+            the run ended, its metrics, and the lines of `metrics.jsonl`. Not for a run that had its results.
+        has_results: whether the results of so many steps were written, to the last file; asked on the main rank.
+        log_every: steps between progress lines.
+        progress: called with a line now and then.
+
+    Raises:
+        FolderIsHeld: another run writes to the folder.
+        ValueError, OSError: see `load` and `Trainer`.
+        MemoryError: the model with its batch does not fit, see `distlab.train.requirements`.
+    """
+    if data.is_bytes and config.vocab is None:
+        config = replace(config, vocab=256)
+    require([training_step(config, context.world_size)], context.device, context)
+    journal: Journal | None = None
+
+    def report(step: StepMetrics) -> None:
+        if journal is None:
+            return
+        rate, share = speed(config, context, step.step_ms)
+        journal.write({
+            "step": step.step, "loss": step.loss, "loss_hex": step.loss.hex(), "lr": step.lr,
+            "grad_norm": step.grad_norm, "step_ms": step.step_ms, "tokens_per_s": rate, "mfu_pct": share,
+            "checkpoint_ms": step.checkpoint_ms,
+        })  # fmt: skip
+        if step.step % log_every == 0 or step.step == config.steps:
+            shown = "n/a" if share is None else f"{share:.1f} %"
+            progress(
+                f"step {step.step}/{config.steps}  loss {step.loss:.4f}  lr {step.lr:.2e}  "
+                f"{rate:,.0f} tokens/s  MFU {shown}"
+            )
+
+    with hold(folder, context, progress) as lock:
+        training, validation, identity = load(data, config, context)
+        trainer = Trainer(
+            config, context, train=training, validate=validation, data_identity=identity,
+            folder=folder / "checkpoints", lock=lock, report=report, progress=progress,
+        )  # fmt: skip
+        if trainer.resume():
+            progress(f"resumed from step {trainer.step}")
+        first = trainer.step
+        complete = first >= config.steps
+        if complete and collectives.gather_objects(context.is_main and has_results(first), context.group)[0]:
+            progress(
+                f"this run is complete: {first} of {config.steps} steps done ({folder}). More --steps continue it; "
+                "another --name, or --fresh, begins a new one"
+            )
+            return Outcome(first, first, None, [])
+        if context.is_main:
+            write_whole(folder / "config.json", json.dumps(asdict(config), indent=2) + "\n")
+            journal = Journal(folder / "metrics.jsonl", first + 1)
+        with peak_memory(context.device) as memory:
+            if complete:  # it died between its last checkpoint and its results
+                progress(f"step {first} is the last and is done, but has no record: writing it")
+                outcome = Outcome(first, first, None, [(first, trainer.validation_loss())])
+            else:
+                outcome = trainer.run()
+        if journal is not None:
+            journal.close()
+            if lock is not None:
+                lock.check()
+            metrics = metrics_of(config, context, outcome, journal.lines)
+            metrics["peak_alloc_bytes"] = None if complete else memory.peak_alloc_bytes
+            metrics["checkpoint_host_bytes"] = trainer.checkpoints.host_bytes
+            write_results(config, outcome, metrics, journal.lines)
+        return outcome
+
+
+def metrics_of(
+    config: TrainConfig, context: RankContext, outcome: Outcome, lines: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The results in numbers; times are those of this process's steps, or of all if it made none."""
+    timed = [line for line in lines if "step_ms" in line]
+    timed = [line for line in timed if line["step"] > outcome.first_step] or timed
+    step_ms = statistics.median(line["step_ms"] for line in timed) if timed else None
+    rate, share = speed(config, context, step_ms) if step_ms else (None, None)
+    return {
+        "steps": outcome.last_step,
+        "final_loss": lines[-1]["loss"] if lines and lines[-1]["step"] == outcome.last_step else None,
+        "validation_loss": outcome.validation[-1][1] if outcome.validation else None,
+        "step_p50_ms": step_ms,
+        "tokens_per_s": rate,
+        "mfu_pct": share,
+    }
+
+
+def speed(config: TrainConfig, context: RankContext, step_ms: float) -> tuple[float, float | None]:
+    """(tokens per second over all ranks, MFU in % or None where the device is not known)."""
+    model, peak = config.model(), None
+    if context.device.type == "cuda":
+        name = torch.cuda.get_device_name(context.device)
+        peak = peak_flops(name, DTYPES[config.dtype] or torch.float32)
+    flops = step_flops(
+        batch=config.batch, context=model.context_length, vocab_size=model.vocab_size,
+        d_model=model.d_model, d_ff=model.d_ff, num_layers=model.num_layers,
+    )  # fmt: skip
+    share = mfu(flops / context.world_size, step_ms / 1e3, peak)
+    return 1e3 * config.batch * model.context_length / step_ms, None if share is None else 100 * share
