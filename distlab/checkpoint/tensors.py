@@ -10,7 +10,6 @@ tensor, or reads a byte twice, cannot fit the files.
 """
 
 import hashlib
-import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +33,11 @@ def write(folder: Path, rank: int, runs: Sequence[Run], threads: int) -> tuple[d
         (file → `{"bytes": …, "sha256": …}`, the index of these runs).
     """
     shares: list[list[Run]] = [[] for _ in range(threads)]
+    sizes = [0] * threads
     for run in sorted(runs, key=lambda run: run.values.nbytes, reverse=True):
-        min(shares, key=lambda share: sum(other.values.nbytes for other in share)).append(run)
+        smallest = sizes.index(min(sizes))
+        shares[smallest].append(run)
+        sizes[smallest] += run.values.nbytes
     paths = [folder / f"rank_{rank}_{number}.bin" for number in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
         written = list(pool.map(_write_file, paths, shares))
@@ -118,9 +120,3 @@ def refuse_other_model(stored: Stored, model: Sequence[Run]) -> None:
     if differences:
         more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise ValueError(f"{stored.path} is a checkpoint of another model: {'; '.join(differences[:5])}{more}")
-
-
-def num_elements(stored: Stored, prefix: str) -> int:
-    """Elements of all stored tensors whose keys begin so; as many lie on the disk."""
-    found = shapes_and_dtypes(stored).items()
-    return sum(math.prod(shape) for key, (shape, _) in found if key.startswith(prefix))

@@ -1,5 +1,6 @@
 """Load the model out of a checkpoint, and let it continue a text."""
 
+import math
 from dataclasses import fields
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def load_model(stored: Stored, context: RankContext) -> TransformerLM:
     """
     config = _model_of(stored)
     # Built only where as many elements lie on the disk: numbers that were made up could ask for any memory.
-    count = tensors.num_elements(stored, "model/")
+    found = tensors.shapes_and_dtypes(stored).items()
+    count = sum(math.prod(shape) for key, (shape, _) in found if key.startswith("model/"))
     if config.num_parameters != count:
         raise ValueError(
             f"{stored.path} holds {count:,} parameters, and describes a model of {config.num_parameters:,}"
