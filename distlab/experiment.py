@@ -27,7 +27,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 from distlab.comm import RankContext, collectives
-from distlab.comm.context import LONGEST_TIMEOUT_S, choose_device
+from distlab.comm.context import LONGEST_TIMEOUT_S
 from distlab.comm.rank_process import progress_to_stderr
 from distlab.options import Options, add_options, config_from, given, option
 from distlab.report.provenance import commit, environment
@@ -233,14 +233,3 @@ def _on_gpu(frame: argparse.Namespace | None) -> bool:
     if frame is not None and (frame.device == "cpu" or frame.backend == "gloo"):
         return False
     return torch.cuda.is_available()
-
-
-def default_ranks(experiment: Experiment, backend: str | None) -> int:
-    """Ranks to start where none are asked for: the experiment's, one per GPU, or two on a machine without."""
-    gpus = torch.cuda.device_count() if backend != "gloo" else 0
-    return experiment.nproc or gpus or 2
-
-
-def check_device(backend: str | None, ranks: int) -> None:
-    """Raise ValueError for more NCCL ranks than GPUs, before one is started."""
-    choose_device(backend, 0, ranks)

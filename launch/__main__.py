@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import shutil
 import sys
 import textwrap
@@ -91,7 +92,10 @@ def list_experiments(arguments: Sequence[str]) -> int:
 
 
 def _to_end(name: str, work: Callable[[], int]) -> int:
-    """`work()`'s exit code; 2 after the one line of an error that a person can mend; 128 + n if signal n stops it."""
+    """`work()`'s exit code; 2 after the one line of an error that a person can mend; 128 + n if signal n stops it.
+
+    What `work` imports is imported inside, so that Ctrl-C during torch's import is answered like any other.
+    """
 
     def mended() -> int:
         try:
@@ -99,10 +103,21 @@ def _to_end(name: str, work: Callable[[], int]) -> int:
         except Exception as error:
             if (message := message_of(error)) is None:
                 raise
-            print(f"{name}: error: {message}", file=sys.stderr)
+            if _speaks():
+                print(f"{name}: error: {message}", file=sys.stderr)
             return USAGE_ERROR
 
-    return until_stopped(name, mended)
+    return until_stopped(name, mended, speaks="TORCHELASTIC_RUN_ID" not in os.environ)  # a rank does so by itself
+
+
+def _speaks() -> bool:
+    """Whether this process says what all ranks find."""
+    from distlab.comm.context import RankEnvironment
+
+    try:
+        return RankEnvironment.read().rank == 0
+    except ValueError:
+        return True
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -122,31 +137,19 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(experiment: Experiment, arguments: Sequence[str]) -> int:
-    from distlab.comm.context import RankEnvironment
-    from distlab.comm.rank_process import run_rank
-    from distlab.experiment import default_ranks, lone_context
-    from launch.ranks import start_ranks
+    from distlab.experiment import lone_context
+    from launch.ranks import run_on_ranks
 
-    name = f"distlab run {experiment.name}"
-    args = experiment.parser().parse_args(arguments[1:])
-    place = RankEnvironment.read()
-    try:
-        config, frame = experiment.chosen(args)
-    except ValueError:
-        if place.rank:  # rank 0 says it
-            return USAGE_ERROR
-        raise
+    config, frame = experiment.chosen(experiment.parser().parse_args(arguments[1:]))
     if experiment.ranks != "many":
         device = "cpu" if experiment.ranks == "none" else frame.device
         return experiment.run(config, lone_context(device), frame)
-    if not place.launched:
-        ranks = default_ranks(experiment, frame.backend) if frame.nproc is None else frame.nproc
-        return start_ranks(["run", *arguments], ranks, frame.backend, frame.max_restarts)
-    return run_rank(
+    return run_on_ranks(
         lambda context: experiment.run(config, context, frame),
-        backend=frame.backend,
-        timeout_s=frame.timeout,
-        name=name,
+        ["run", *arguments],
+        frame,
+        experiment.nproc,
+        f"distlab run {experiment.name}",
     )
 
 
@@ -225,16 +228,24 @@ def tables(arguments: Sequence[str]) -> int:
 
 def train(arguments: Sequence[str]) -> int:
     """Train a model."""
-    from launch import train as trainer
 
-    return trainer.main(list(arguments))
+    def work() -> int:
+        from launch import train as trainer
+
+        return trainer.main(list(arguments))
+
+    return _to_end("distlab train", work)
 
 
 def sample(arguments: Sequence[str]) -> int:
     """Continue a text by a trained model."""
-    from launch import sample as sampler
 
-    return sampler.main(list(arguments))
+    def work() -> int:
+        from launch import sample as sampler
+
+        return sampler.main(list(arguments))
+
+    return _to_end("distlab sample", work)
 
 
 def doctor(arguments: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed.run as torchrun
@@ -15,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from distlab.comm import RankContext, RankEnvironment, collectives
 from distlab.comm.context import LONGEST_TIMEOUT_S, choose_device
 from distlab.comm.rank_process import is_lost_peer, leave_process, progress_to_stderr, run_rank
-from distlab.ending import USAGE_ERROR, message_of
+from distlab.ending import USAGE_ERROR, hand_signals_over, message_of
 from distlab.measure.memory import free_bytes
 from distlab.report import OutputFolder, View, add_output_options, redraw
 from distlab.report.options import real, whole
@@ -73,6 +74,7 @@ def start_ranks(
     if "LOGLEVEL" not in os.environ:  # what its agent logs of signals and exit codes is said below and by ranks
         for module in ("agent.server.api", "multiprocessing.api"):
             logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
+    hand_signals_over()
     try:
         program = ["--module", "launch"] if script is None else [script]
         torchrun.run(torchrun.parse_args([*options, *program, *_without_own(arguments)]))
@@ -86,6 +88,25 @@ def start_ranks(
             print(f"rank {rank} {_how_it_ended(failure.exitcode)}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
+
+
+def run_on_ranks(
+    work: Callable[[RankContext], int], arguments: Sequence[str], options: Any, ranks: int | None, name: str
+) -> int:
+    """Run `work` on this rank; where this process is none, start the ranks of `distlab ARGUMENTS`.
+
+    Args:
+        options: with `nproc`, `backend`, `timeout` and `max_restarts`, see `distlab.experiment.RankOptions`.
+        ranks: how many, where `nproc` is None; None: one per GPU, or two on a machine without.
+        name: for messages.
+
+    Returns:
+        The exit code.
+    """
+    if not RankEnvironment.read().launched:
+        count = options.nproc or ranks or default_ranks(options.backend)
+        return start_ranks(arguments, count, options.backend, options.max_restarts)
+    return run_rank(work, backend=options.backend, timeout_s=options.timeout, name=name)
 
 
 def _how_it_ended(code: int) -> str:

@@ -1,36 +1,42 @@
-"""Let a model that was trained on text (`launch/train.py --data my.txt`) continue a prompt.
+"""Let a model that was trained on text (`distlab train --data my.txt`) continue a prompt.
 
-python launch/sample.py outputs/train/my-tiny-bucketed --prompt "Once"
+distlab sample outputs/train/my-tiny-bucketed --prompt "Once"
 """
 
 import argparse
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from distlab.comm import RankContext
-from distlab.ending import USAGE_ERROR
-from distlab.report.options import real, seed, whole
+from distlab.comm.rank_process import run_rank
+from distlab.options import SEED, Options, add_options, config_from, option
 from distlab.train.sample import generate, load_model, newest_usable
-from launch.ranks import leave_process, run_rank
+
+
+@dataclass(frozen=True)
+class SampleOptions(Options):
+    """What to continue, and how."""
+
+    run: str = option("", "folder of the run", positional=True)
+    prompt: str = option("\n", "what to continue")
+    tokens: int = option(200, "how many more", least=0)
+    temperature: float = option(0.8, "0 takes the likeliest", least=0)
+    seed: int = option(0, "of the draws", **SEED)
+    backend: str | None = option(None, "[nccl where there are GPUs]", choices=("nccl", "gloo"))
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        "sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("run", help="folder of the run")
-    p.add_argument("--prompt", default="\n", help="what to continue")
-    p.add_argument("--tokens", type=whole(0), default=200, help="how many more [%(default)s]")
-    p.add_argument("--temperature", type=real(least=0), default=0.8, help="0 takes the likeliest [%(default)s]")
-    p.add_argument("--seed", type=seed, default=0)
-    p.add_argument("--backend", choices=("nccl", "gloo"), help="[nccl where there are GPUs]")
-    return p
+    raw = argparse.RawDescriptionHelpFormatter
+    found = argparse.ArgumentParser("distlab sample", description=__doc__, formatter_class=raw)
+    add_options(found, SampleOptions)
+    return found
 
 
-def sample(context: RankContext, args: argparse.Namespace) -> int:
+def sample(context: RankContext, args: SampleOptions) -> int:
     stored = newest_usable(Path(args.run) / "checkpoints")
     model = load_model(stored, context)
     if model.config.vocab_size != 256:
@@ -43,15 +49,10 @@ def sample(context: RankContext, args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
+    """`distlab sample`; returns the exit code."""
     args = parser().parse_args(argv)
-    if not args.prompt:
-        print("sample: error: --prompt is empty: give at least one character to continue", file=sys.stderr)
-        return USAGE_ERROR
-    return run_rank(
-        lambda context: sample(context, args), backend=args.backend, timeout_s=60.0, name="sample"
-    )
-
-
-if __name__ == "__main__":
-    leave_process(main())
+    options = config_from(SampleOptions, args)
+    if not options.prompt:
+        raise ValueError("--prompt is empty: give at least one character to continue")
+    return run_rank(lambda context: sample(context, options), backend=options.backend, timeout_s=60.0, name="sample")

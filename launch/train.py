@@ -1,22 +1,23 @@
 """Train a language model under any strategy; given again, the same command continues the run.
 
-python launch/train.py                                             synthetic tokens, all GPUs or two CPU ranks
-python launch/train.py --data my.txt --size tiny --steps 300       bytes of a text; then: python launch/sample.py
-python launch/train.py --name my-run --strategy zero1              a name of its own: any strategy continues it
+distlab train                                             synthetic tokens, all GPUs or two CPU ranks
+distlab train --data my.txt --size tiny --steps 300       bytes of a text; then: distlab sample FOLDER
+distlab train --name my-run --strategy zero1              a name of its own: any strategy continues it
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py --strategy fsdp
 """
 
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from distlab.checkpoint.lock import hold
 from distlab.comm import RankContext, RankEnvironment, collectives
-from distlab.options import add_options, config_from
+from distlab.experiment import FrameOptions, RankOptions
+from distlab.options import add_options, config_from, option
 from distlab.report import (
     Column,
     OutputFolder,
@@ -28,33 +29,38 @@ from distlab.report import (
     read_json,
     write,
 )
-from distlab.report.charts import Panel, overlaid
-from distlab.report.options import whole
+from distlab.report.charts import Panel, lines, overlaid
 from distlab.train import run
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.loop import Outcome
-from launch.ranks import add_rank_options, launch, leave_process, progress_to_stderr
+from launch.__main__ import console
+from launch.ranks import progress_to_stderr, run_on_ranks
 
 NAME = "train"
 QUICK = {"size": "tiny", "steps": 10}
 
 
+@dataclass(frozen=True)
+class RunOptions(FrameOptions):
+    """Of the command, beside what is trained on what; without a name, the run has that of data, size and strategy."""
+
+    fresh: bool = option(False, "put an older run of this name aside and begin anew")
+    log_every: int = option(10, "steps between progress lines", least=1)
+    quick: bool = option(False, "ten steps of the tiny preset")
+
+
+OPTIONS = (TrainConfig, DataConfig, RunOptions, RankOptions)
+
+
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(p, TrainConfig)
-    add_options(p, DataConfig)
-    p.add_argument("--name", help="of the run [data, size and strategy]")
-    p.add_argument("--fresh", action="store_true", help="put an older run of this name aside and begin anew")
-    p.add_argument("--log-every", type=whole(), default=10, help="steps between progress lines [%(default)s]")
-    p.add_argument("--quick", action="store_true", help="ten steps of the tiny preset")
-    p.add_argument("--max-restarts", type=whole(0), default=0, help="start all ranks again so often [%(default)s]")
-    add_rank_options(p)
-    return p
+    raw = argparse.RawDescriptionHelpFormatter
+    found = argparse.ArgumentParser("distlab train", description=__doc__, formatter_class=raw)
+    for options in OPTIONS:
+        add_options(found, options)
+    return found
 
 
-def train(context: RankContext, config: TrainConfig, data: DataConfig, args: argparse.Namespace) -> int:
+def train(context: RankContext, config: TrainConfig, data: DataConfig, args: RunOptions) -> int:
     progress = progress_to_stderr(context)
     name = run_name(args.name, data, config)
     folder = shared_run_folder(
@@ -62,10 +68,10 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: arg
     )
 
     def write_results(
-        config: TrainConfig, outcome: Outcome, metrics: dict[str, Any], lines: list[dict[str, Any]]
+        config: TrainConfig, outcome: Outcome, metrics: dict[str, Any], journal: list[dict[str, Any]]
     ) -> None:
         record = record_of(config, context, metrics, args.commit)
-        series = {"training": ([line["step"] for line in lines], [line["loss"] for line in lines])}
+        series = {"training": ([line["step"] for line in journal], [line["loss"] for line in journal])}
         if outcome.validation:
             series["validation"] = tuple(zip(*outcome.validation, strict=True))
         title = f"{config.size}, {config.strategy}, {context.world_size} ranks"
@@ -132,10 +138,10 @@ def headline(records: Sequence[Record]) -> str:
 
 
 VIEW = View(
-    NAME,
-    "How does this model train?",
     COLUMNS,
     headline,
+    name=NAME,
+    question="How does this model train?",
     reading="The loss of every step is in metrics.jsonl, decimal and in hex; two runs of the same command, one of them "
     "killed and resumed, have the same hex. Times are those of whole steps, data and logging included.",
     noise="A single run: the loss of one step varies with its batch. Compare curves, not last values.",
@@ -176,18 +182,15 @@ def shared_run_folder(context: RankContext, root: str, name: str, *, fresh: bool
     return made
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    args = parser().parse_args(arguments)
-
-    def prepare() -> Callable[[RankContext], int]:
-        config = config_from(TrainConfig, args, QUICK if args.quick else {})
-        data = config_from(DataConfig, args)
-        run_name(args.name, data, config)  # refused before ranks are started
-        return lambda context: train(context, config, data, args)
-
-    return launch(prepare, args, script=__file__, arguments=arguments, name="train", view=VIEW)
+def main(argv: list[str]) -> int:
+    """`distlab train`; returns the exit code."""
+    args = parser().parse_args(argv)
+    data, mine, ranks = (config_from(options, args) for options in OPTIONS[1:])
+    config = config_from(TrainConfig, args, QUICK if mine.quick else {})
+    run_name(mine.name, data, config)  # refused before ranks are started
+    return run_on_ranks(lambda context: train(context, config, data, mine), ["train", *argv], ranks, None, "train")
 
 
 if __name__ == "__main__":
-    leave_process(main())
+    sys.argv[1:1] = ["train"]
+    console()

@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -181,7 +182,8 @@ def losses(folder: Path) -> dict[int, float]:
 def ranks_of(launcher: int) -> list[int]:
     try:
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        return [int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        return [pid for pid, line in lines.items() if re.search(rb"train(\.py)?\0", line)]
     except FileNotFoundError:
         return []
 

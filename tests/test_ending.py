@@ -155,5 +155,5 @@ def test_ranks_answer_a_signal_within_two_seconds_and_one_of_them_speaks(tmp_pat
     assert time.monotonic() - begin < 2
     assert (process.returncode, output) == (143, "")
     (said,) = [line for line in errors.splitlines() if "round" not in line]
-    assert said.startswith("ddp_bench: stopped by SIGTERM after") and said.endswith(": config.json")
-    assert [path.name for path in Path(tmp_path).rglob("*") if path.is_file()] == ["config.json"]
+    assert said.startswith("distlab run ddp_bench: stopped by SIGTERM after") and ": run.json; the same command" in said
+    assert [path.name for path in Path(tmp_path).rglob("*") if path.is_file()] == ["run.json"]

@@ -10,21 +10,25 @@ import pytest
 
 from distlab.comm.rank_process import is_lost_peer
 from experiments.train_curves_pieces.config import CurvesConfig
-from launch import common
+from launch import ranks
+from launch.__main__ import main
 from launch.ranks import _how_it_ended
 
 BARE = {"experiment": "ddp_bench", "variant": "x", "config": {}, "metrics": {}, "environment": {}, "commit": None}
 
 MISTAKES = {
-    "launch.ddp_bench": [
+    "run ddp_bench": [
         (["--timeout", "nan"], "--timeout: nan: give a finite number above 0"),
         (["--timeout", "inf"], "--timeout: inf: give a finite number above 0"),
         (["--nproc", "0"], "--nproc: 0: give a whole number of at least 1"),
         (["--nproc", "1000000", "--backend", "gloo"], "--nproc 1000000: a rank's process takes 0.3 GiB"),
-        (["--bucket-size-mb", "inf"], "--bucket-size-mb: inf: give a finite number, or none, auto"),
+        (["--bucket-size-mb", "inf"], "--bucket-size-mb: inf: give a finite number above 0, or none, or auto"),
         (["--seed", str(10**26)], "--seed: 100000000000000000000000000: give a whole number"),
-        (["--from", "bare.json"], "bare.json: a record lacks what is needed of it (KeyError: 'size')"),
-        (["--from", "missing.json"], "missing.json: No such file or directory"),
+        (["--strategies", "naive,buckted"], "'buckted' is unknown; allowed: local, naive"),
+    ],
+    "show": [
+        (["bare.json"], "bare.json: a record lacks what is needed of it (KeyError: 'size')"),
+        (["missing.json"], "missing.json: No such file or directory"),
     ],
     "launch.allreduce_sweep": [
         (["--budget", "nan"], "--budget: nan: give a finite number above 0"),
@@ -35,18 +39,18 @@ MISTAKES = {
     "launch.memory_breakdown": [(["--bucket-size-mb", "nan"], "--bucket-size-mb: nan: give a finite number above 0")],
     "launch.model_benchmark": [(["--warmup", "-1"], "--warmup: -1: give a whole number of at least 0")],
     "launch.scaling": [(["--minutes", "nan"], "--minutes: nan: give a finite number above 0")],
-    "launch.sample": [
+    "sample": [
         (["run", "--temperature", "nan"], "--temperature: nan: give a finite number of at least 0"),
         (["run", "--tokens", "-5"], "--tokens: -5: give a whole number of at least 0"),
         (["run", "--prompt", ""], "--prompt is empty: give at least one character"),
     ],
-    "launch.train": [
+    "train": [
         (["--log-every", "0"], "--log-every: 0: give a whole number of at least 1"),
         (["--max-restarts", "-1"], "--max-restarts: -1: give a whole number of at least 0"),
-        (["--clip", "nan"], "clip=nan: must be at least 0"),
-        (["--lr", "inf"], "lr=inf: must be a number below inf"),
+        (["--clip", "nan"], "--clip: nan: give a finite number of at least 0"),
+        (["--lr", "inf"], "--lr: inf: give a finite number above 0"),
         (["--beta2", "1"], "beta2=1.0: must be at least 0 and below 1"),
-        (["--seed", str(10**26)], "seed=100000000000000000000000000: must be a number below"),
+        (["--seed", str(10**26)], "--seed: 100000000000000000000000000: give a whole number"),
         (["--strategy", "zero3"], "strategy 'zero3' cannot train; allowed: naive, flat"),
     ],
     "experiments.activation_checkpointing": [(["--layers", "0"], "--layers: 0: give a whole number of at least 1")],
@@ -62,7 +66,7 @@ MISTAKES = {
         (["--smoke", "--tune"], "--tune tries launch parameters on a GPU: name operations with --only"),
         (["--smoke", "--repeat-ms", "0"], "--repeat-ms: 0: give a whole number of at least 1"),
     ],
-    "experiments.plan": [
+    "run plan": [
         (["--tokens", "nan"], "--tokens: nan: give a finite number above 0"),
         (["--between", "pigeons"], "between 'pigeons' is unknown for H100 SXM; choose one of"),
     ],
@@ -75,7 +79,7 @@ MISTAKES = {
     "experiments.train_curves": [
         (["--parts", "party"], "parts ('party',): choose among curves, kill, cost"),
         (["--checkpoint-every", "40"], "checkpoint_every=40, kill_at=35: what is killed must have written"),
-        (["--parts", "cost", "--cost-batch", "0"], "batch=0: must be at least 1"),
+        (["--parts", "cost", "--cost-batch", "0"], "batch=0: give a whole number of at least 1"),
     ],
 }
 CASES = [(module, argv, line) for module, mistakes in MISTAKES.items() for argv, line in mistakes]
@@ -91,12 +95,14 @@ def alone(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(common.torchrun, "run", no_ranks)
+    monkeypatch.setattr(ranks.torchrun, "run", no_ranks)
     (tmp_path / "bare.json").write_text(json.dumps({"format": "distlab-records-1", "records": [BARE]}))
 
 
 def call(module: str, argv: list[str]) -> int:
     try:
+        if not module.startswith(("launch.", "experiments.")):
+            return main([*module.split(), *argv])
         return importlib.import_module(module).main(argv)
     except SystemExit as refused:  # by argparse
         return int(refused.code)
@@ -112,11 +118,11 @@ def test_one_line_says_what_to_do(alone, tmp_path, capsys, module, argv, line):
     assert left == []
 
 
-@pytest.mark.parametrize("module", ["launch.ddp_bench", "launch.sample", "experiments.train_curves"])
+@pytest.mark.parametrize("module", ["run ddp_bench", "sample", "experiments.train_curves"])
 def test_a_rank_outside_its_world_is_told_so_at_once(alone, capsys, monkeypatch, module):
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    argv = ["run"] if module == "launch.sample" else []
+    argv = ["run"] if module == "sample" else []
     assert call(module, argv) == 2
     assert "error: RANK=2 must be below WORLD_SIZE=2: ranks count from 0 to 1" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.metrics import read_journal
 from distlab.train.sample import newest_usable
 from launch import train
+from launch.__main__ import main
 from launch.ranks import is_lost_peer
 from tests.comm.test_parent import ends_within
 from tests.commands import ROOT, environment, python
@@ -80,7 +82,7 @@ class Running:
     def workers(self) -> list[int]:
         with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
             found = [int(child) for child in file.read().split()]
-        return [pid for pid in found if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in found if re.search(rb"train(\.py)?\0", Path(f"/proc/{pid}/cmdline").read_bytes())]
 
     def text(self) -> str:
         return self.log.read_text()
@@ -254,7 +256,7 @@ def test_train_on_a_text_and_sample_from_it(tmp_path):
     assert metrics["validation_loss"] < 1.5  # from ln 256 = 5.5: it knows the song
     folder = tmp_path / "train" / "song-tiny-bucketed"
     sampled = python(
-        "launch/sample.py", folder, "--prompt=hey", "--tokens=20", "--backend=gloo", "--temperature=0"
+        "-m", "launch", "sample", folder, "--prompt=hey", "--tokens=20", "--backend=gloo", "--temperature=0"
     )
     assert sampled.returncode == 0 and sampled.stdout.startswith("hey") and "na" in sampled.stdout + "na"
     assert set(sampled.stdout.strip()) <= set(text.read_text())
@@ -283,12 +285,12 @@ def test_bad_input_gives_one_clear_message(tmp_path):
     ],
 )
 def test_an_unusable_option_value_starts_no_rank(capsys, option, message):
-    assert train.main([option]) == 2
+    assert main(["train", option]) == 2
     assert f"train: error: {message}" in capsys.readouterr().err
 
 
 def test_the_strategies_that_are_offered_can_train(capsys):
-    assert train.main(["--strategy=zero3"]) == 2
+    assert main(["train", "--strategy=zero3"]) == 2
     offered = capsys.readouterr().err.strip().split("allowed: ")[1].split(", ")
     names = [name.removesuffix(" (GPUs only)") for name in offered]
     assert {TrainConfig(strategy=name).strategy for name in names} >= {"bucketed", "zero1", "fsdp"}
