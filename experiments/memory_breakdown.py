@@ -163,9 +163,8 @@ def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Ite
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Per-element state, of the inner optimizer where torch's ZeroRedundancyOptimizer hides it."""
-    state = getattr(optimizer, "optim", optimizer).state
-    for values in state.values():
+    """Per-element state on this rank."""
+    for values in optimizer.state.values():
         yield from (v for v in values.values() if isinstance(v, Tensor) and v.ndim > 0)
 
 

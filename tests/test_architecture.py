@@ -32,7 +32,7 @@ ALLOWED_IN_DISTLAB: dict[str, frozenset[str]] = {
     "measure": frozenset({"distlab.comm", "distlab.ending", "distlab.hardware"}),
     "theory": frozenset({"distlab.hardware", "kernels.cost"}),
     "simulate": frozenset({"distlab.comm", "distlab.parallel", "distlab.measure", "distlab.theory"}),
-    "checkpoint": frozenset({"distlab.comm", "distlab.parallel.shard"}),
+    "checkpoint": frozenset({"distlab.comm", "distlab.parallel.base", "distlab.parallel.shard"}),
     "train": frozenset(
         {"distlab.checkpoint", "distlab.parallel", "distlab.model", "distlab.measure", "distlab.theory"}
         | {"distlab.hardware", "distlab.comm", "distlab.options", "kernels.adamw"}

@@ -69,8 +69,7 @@ def parameter_difference(
     suspect = suspect or task
     model = suspect.build(seed + context.rank, context.device)
     reference = task.build(seed, context.device)
-    wrapper = variant.wrap(model, context.group)
-    optimizer = variant.strategy.optimizer(wrapper, torch.optim.SGD, lr=0.1)
+    wrapper, optimizer = variant.build(model, context.group, torch.optim.SGD, {"lr": 0.1})
     train = TrainStep(wrapper, optimizer, suspect.loss_fn)
     reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for number in range(steps):
@@ -78,7 +77,7 @@ def parameter_difference(
         _mean_gradients(task, reference, number, context)
         reference_optimizer.step()
     expected = dict(reference.named_parameters())
-    mine = full_parameters(wrapper, optimizer)
+    mine = wrapper.full_parameters()
     # torch's maximum keeps a NaN, which Python's would lose in a comparison.
     difference = torch.stack([(mine[name] - expected[name]).abs().max() for name in expected]).max().item()
     wrapper.close()
@@ -100,12 +99,3 @@ def _mean_gradients(task: Task, model: nn.Module, step: int, context: RankContex
                 totals[parameter] = parameter.grad if total is None else total + parameter.grad
     for parameter, total in totals.items():
         parameter.grad = total / context.world_size
-
-
-def full_parameters(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every parameter, whole and up to date, by its name in the wrapped model. On every rank alike."""
-    if hasattr(wrapper, "gather_full_params"):
-        return wrapper.gather_full_params()
-    if hasattr(optimizer, "synchronize"):
-        optimizer.synchronize()
-    return dict(wrapper.module.named_parameters())

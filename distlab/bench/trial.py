@@ -22,6 +22,7 @@ from distlab.model.config import COMPILE_CHOICES as COMPILE
 from distlab.model.config import DTYPES, ModelConfig, checkpoint_groups, preset
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
+from distlab.parallel.shard import local_part
 from distlab.train.data import SyntheticTokens
 from distlab.train.scaler import LossScaler
 from distlab.train.step import TrainStep, compiled, loss_function, next_token_loss
@@ -111,14 +112,12 @@ class Trial:
         self._batches = [data.batch(step) for step in range(BATCHES)]
         self._calls = 0
         self._loss = loss_function(config.ops)
-        strategy, compute_dtype = get_strategy(config.strategy), DTYPES[config.dtype]
-        self._autocast = strategy.autocast_dtype(compute_dtype)
         self.compiled = compiled(self.module, config.compile)
-        self.model = strategy.wrap(self.compiled, context.group, config.bucket_size_mb, compute_dtype)
         # A small rate: hundreds of steps on the same few batches must not let the loss run away.
-        self.optimizer = strategy.optimizer(
-            self.model, torch.optim.AdamW, lr=1e-5, fused=device.type in ("cuda", "cpu")
-        )
+        self.model, self.optimizer = get_strategy(config.strategy).build(
+            self.compiled, context.group, torch.optim.AdamW, {"lr": 1e-5, "fused": True},
+            compute_dtype=DTYPES[config.dtype], bucket_size_mb=config.bucket_size_mb,
+        )  # fmt: skip
         self._scaler = LossScaler() if config.dtype == "fp16" else None
         self.last_loss: Tensor | None = None  # 0-dim, detached
 
@@ -147,7 +146,7 @@ class Trial:
 
     def forward(self, batch: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """The loss of a batch, by default the first."""
-        with self.autocast():
+        with self.model.autocast():
             return self._loss(self.model, self._batches[0] if batch is None else batch)
 
     def _full_step(self, batch: tuple[Tensor, Tensor], mark: Callable[[str], None]) -> None:
@@ -160,31 +159,19 @@ class Trial:
 
         train = TrainStep(
             self.model, self.optimizer, loss_fn,
-            autocast_dtype=self._autocast, scaler=self._scaler, context=self.context,
+            scaler=self._scaler, context=self.context,
             mark=lambda phase: mark("backward" if phase == "forward_backward" else phase),
         )  # fmt: skip
         self.last_loss = train([batch])
 
-    def autocast(self) -> torch.autocast | nullcontext:
-        """The context in which the forward runs."""
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self.context.device.type, dtype=self._autocast)
-
     def gradients(self) -> Iterator[Tensor]:
-        """Of the model's parameters or, where a strategy keeps them elsewhere, of what its optimizer steps."""
-        held = [p.grad for p in self.model.parameters()]
-        held += [p.grad for group in self.optimizer.param_groups for p in group["params"]]
-        yield from (getattr(grad, "_local_tensor", grad) for grad in held if grad is not None)
+        """What this rank holds of them."""
+        held = (shard.tensor.grad for shard in self.model.shards())
+        yield from (local_part(gradient) for gradient in held if gradient is not None)
 
     def close(self) -> None:
         """Unhook and free everything."""
-        if hasattr(self.optimizer, "synchronize"):
-            self.optimizer.synchronize()
-        if hasattr(self.optimizer, "close"):
-            self.optimizer.close()
-        if not hasattr(self.model, "gather_full_params"):  # a sharded model would gather itself first
-            self.model.close()
+        self.model.close(restore=False)
         del self.model, self.module, self.compiled, self.optimizer, self._batches
         gc.collect()
         if self.context.device.type == "cuda":

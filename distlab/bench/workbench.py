@@ -9,11 +9,11 @@ answers what a timing must not stand without: what was sent, and what the profil
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from distlab.measure.trace.capture import OptimizerRange, annotate_forward, prof
 from distlab.measure.validity import is_out_of_memory
 from distlab.model.config import ModelConfig
 from distlab.model.transformer import TransformerLM
-from distlab.parallel import Strategy, get_strategy
+from distlab.parallel import ParallelModel, Strategy, get_strategy
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import TrainStep, loss_function
 
@@ -49,11 +49,23 @@ class Variant:
     strategy: Strategy
     bucket_size_mb: float | None = 25.0
 
-    def wrap(
-        self, module: nn.Module, group: dist.ProcessGroup, compute_dtype: torch.dtype | None = None
-    ) -> nn.Module:
-        """Wrap a module by the strategy, with this row's bucket size."""
-        return self.strategy.wrap(module, group, self.bucket_size_mb, compute_dtype)
+    def build(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        optimizer_cls: type[torch.optim.Optimizer],
+        optimizer_options: Mapping[str, Any] | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> tuple[ParallelModel, torch.optim.Optimizer]:
+        """The strategy's model and optimizer, with this row's bucket size."""
+        return self.strategy.build(
+            module,
+            group,
+            optimizer_cls,
+            optimizer_options,
+            compute_dtype=compute_dtype,
+            bucket_size_mb=self.bucket_size_mb,
+        )
 
 
 def variants(strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None]) -> list[Variant]:
@@ -128,12 +140,12 @@ class Workbench:
     def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> Iterator["_Attached"]:
         """Build, wrap and optimize the model; yields a function that trains one step; frees it all at the end."""
         model = TransformerLM(self.config, device=self.context.device, seed=self.seed)
-        wrapper = variant.wrap(model, self.context.group, self.compute_dtype)
         # A small rate: hundreds of steps on the same few batches must not let the loss run away.
-        optimizer = variant.strategy.optimizer(wrapper, torch.optim.AdamW, lr=1e-5, fused=True)
-        autocast_dtype = variant.strategy.autocast_dtype(self.compute_dtype)
-        loss_fn = loss_function(self.config.ops)
-        train = TrainStep(wrapper, optimizer, loss_fn, autocast_dtype=autocast_dtype, mark=mark)
+        options = {"lr": 1e-5, "fused": True}
+        wrapper, optimizer = variant.build(
+            model, self.context.group, torch.optim.AdamW, options, self.compute_dtype
+        )
+        train = TrainStep(wrapper, optimizer, loss_function(self.config.ops), mark=mark)
         del model, wrapper, optimizer
         attached = _Attached(train, self._batches, self.context.group)
         del train
@@ -222,7 +234,7 @@ class Workbench:
                     timer.start()
                     step()
                 samples = timer.steps()
-                outside = getattr(step.model, "bytes_outside_allocator", 0)  # symmetric memory, say
+                outside = step.model.bytes_outside_allocator  # symmetric memory, say
             if inspect is not None:  # its memory is not the step's
                 inspect(variant, step)
         if memory.peak_alloc_bytes is not None:
@@ -299,7 +311,7 @@ class _Attached:
         self._steps_done += 1
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> ParallelModel:
         """The wrapper."""
         return self._train.model
 
@@ -309,17 +321,13 @@ class _Attached:
 
     def settle(self) -> None:
         """Wait for what the last step left in flight, on every rank (parameters on their way, say)."""
-        if hasattr(self._train.optimizer, "synchronize"):
-            self._train.optimizer.synchronize()
+        self._train.model.synchronize()
         dist.barrier(self._group)
 
     def detach(self) -> None:
         """Unhook and free everything here: hooks and wrappers form reference cycles, and the collector must not
         come for them in the middle of somebody else's measurement."""
-        if hasattr(self._train.optimizer, "close"):
-            self._train.optimizer.close()
-        if not hasattr(self._train.model, "gather_full_params"):  # a sharded model would gather itself first
-            self._train.model.close()
+        self._train.model.close(restore=False)
         self._train = None
         gc.collect()
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from distlab.checkpoint import tensors, train_state
@@ -35,7 +35,8 @@ from distlab.checkpoint.files import (
 )
 from distlab.checkpoint.lock import LockLost, RunLock
 from distlab.comm import RankContext, collectives
-from distlab.parallel.shard import Layout, Run
+from distlab.parallel.base import ParallelModel, load_shards, optimizer_name
+from distlab.parallel.shard import Shard, whole
 
 __all__ = ["CheckpointError", "Checkpointer", "Stored"]
 
@@ -93,7 +94,7 @@ class Checkpointer:
     # -- saving --------------------------------------------------------------------------------------------
 
     def save(
-        self, step: int, wrapper: nn.Module, optimizer: Optimizer, *, strategy: str, extra: Mapping[str, Any]
+        self, step: int, model: ParallelModel, optimizer: Optimizer, *, strategy: str, extra: Mapping[str, Any]
     ) -> None:
         """Begin to write what is true after `step` steps.
 
@@ -104,21 +105,18 @@ class Checkpointer:
             CheckpointError: the checkpoint before this one failed, on whatever rank; or this one, if not asynchronous.
         """
         self.wait()
-        layout = Layout(wrapper, optimizer)
-        layout.settle()
+        sync_buffers(model)
         rank, world_size = self.context.rank, self.context.world_size
-        runs = [run.share(rank, world_size) for run in (*layout.model(), *layout.optimizer_state())]
-        runs += [
-            Run(f"rng/{rank}/{kind}", 0, state, tuple(state.shape))
-            for kind, state in train_state.generators().items()
-        ]
-        staged, ready = self._stage(runs)
+        held = (*train_state.model_state(model), *train_state.optimizer_state(model, optimizer))
+        shards = [shard.portion(rank, world_size) for shard in held]
+        shards += [whole(f"rng/{rank}/{kind}", state) for kind, state in train_state.generators().items()]
+        staged, ready = self._stage(shards)
         content = {
             "world_size": world_size,
             "strategy": strategy,
             "torch": torch.__version__,
-            "optimizer": _optimizer_name(optimizer),
-            "groups": layout.groups(),
+            "optimizer": optimizer_name(optimizer),
+            "groups": train_state.group_options(model, optimizer),
             "extra": dict(extra),
         }
         self._thread = threading.Thread(
@@ -128,16 +126,17 @@ class Checkpointer:
         if not self.asynchronous:
             self.wait()
 
-    def _stage(self, runs: Sequence[Run]) -> tuple[list[Run], Callable[[], None]]:
-        """Queue copies of all runs to the host; returns them there, and what waits until they are filled."""
+    def _stage(self, shards: Sequence[Shard]) -> tuple[list[Shard], Callable[[], None]]:
+        """Queue copies of all shards to the host; returns them there, and what waits until they are filled."""
         device = self.context.device
-        sizes = [-(-run.values.nbytes // 8) * 8 for run in runs]  # whole elements of every dtype
+        sources = [shard.values for shard in shards]
+        sizes = [-(-values.nbytes // 8) * 8 for values in sources]  # whole elements of every dtype
         if self._host.numel() < sum(sizes):
             self._host = host_memory(sum(sizes), pinned=device.type == "cuda")
         staged = []
-        for run, place in zip(runs, self._host[: sum(sizes)].split(sizes), strict=True):
-            values = place[: run.values.nbytes].view(run.values.dtype)
-            staged.append(replace(run, values=values.copy_(run.values, non_blocking=True)))
+        for shard, values, place in zip(shards, sources, self._host[: sum(sizes)].split(sizes), strict=True):
+            copy = place[: values.nbytes].view(values.dtype).copy_(values, non_blocking=True)
+            staged.append(replace(shard, tensor=copy))
         if device.type != "cuda":
             return staged, lambda: None
         event = torch.cuda.Event()
@@ -170,21 +169,21 @@ class Checkpointer:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _write_behind(self, step: int, runs: list[Run], content: dict[str, Any], ready: Callable) -> None:
+    def _write_behind(self, step: int, shards: list[Shard], content: dict[str, Any], ready: Callable) -> None:
         try:
             if self.context.device.type == "cuda":
                 torch.cuda.set_device(self.context.device)  # per thread
             ready()
-            self._write(step, runs, content)
+            self._write(step, shards, content)
         except BaseException as error:  # raised again by wait()
             self._failure = error
 
-    def _write(self, step: int, runs: list[Run], content: dict[str, Any]) -> None:
+    def _write(self, step: int, shards: list[Shard], content: dict[str, Any]) -> None:
         folder, rank = self.folder.temporary_path_of(step), self.context.rank
         try:
             self._on_main(lambda: self._own_folder().begin(step))
             self._alike(lambda: _must_see(folder))
-            mine = self._alike(lambda: tensors.write(folder, rank, runs, self.threads))
+            mine = self._alike(lambda: tensors.write(folder, rank, shards, self.threads))
             written = collectives.gather_objects(mine, self._group)
             content["files"] = {name: entry for files, _ in written for name, entry in files.items()}
             content["tensors"] = tensors.merged([index for _, index in written])
@@ -262,7 +261,7 @@ class Checkpointer:
         self._known_good.add(step)
         return stored
 
-    def load(self, stored: Stored, wrapper: nn.Module, optimizer: Optimizer) -> None:
+    def load(self, stored: Stored, model: ParallelModel, optimizer: Optimizer) -> None:
         """Overwrite the model, the optimizer's state and this rank's random generators.
 
         Raises:
@@ -271,31 +270,31 @@ class Checkpointer:
             CheckpointError: reading failed, on whatever rank; or what the files say does not fit together, and
                 nothing is overwritten.
         """
-        layout = Layout(wrapper, optimizer)
-        layout.settle()
-        model = layout.model()
-        optimizer_name = _optimizer_name(optimizer)
+        model.synchronize()
+        sync_buffers(model)
+        held, name = train_state.model_state(model), optimizer_name(optimizer)
 
         def checked() -> list[dict[str, Any]]:
-            tensors.refuse_other_model(stored, model)
-            if stored.content["optimizer"] != optimizer_name:
-                raise ValueError(
-                    f"{stored.path} holds the state of {stored.content['optimizer']}, not of {optimizer_name}"
-                )
-            return layout.options(stored.content["groups"])
+            tensors.refuse_other_model(stored, held)
+            if stored.content["optimizer"] != name:
+                raise ValueError(f"{stored.path} holds the state of {stored.content['optimizer']}, not of {name}")
+            return train_state.stored_options(
+                stored.content["groups"], train_state.group_options(model, optimizer)
+            )
 
         options = self._alike(checked)
         found = tensors.shapes_and_dtypes(stored)
-        state, wanted = layout.room_for_state(found)
+        state, wanted = train_state.empty_optimizer_state(model, optimizer, found)
         prefix = f"rng/{self.context.rank}/"
         generators = {
             key.removeprefix(prefix): torch.empty(shape, dtype=dtype)
             for key, (shape, dtype) in found.items()
             if key.startswith(prefix)
         }
-        wanted += [Run(prefix + kind, 0, v.view(-1), tuple(v.shape)) for kind, v in generators.items()]
-        self._alike(lambda: tensors.read(stored, [*model, *wanted]))
-        layout.load_state(options, state)
+        wanted += [whole(prefix + kind, value) for kind, value in generators.items()]
+        self._alike(lambda: tensors.read(stored, [*held, *wanted]))
+        load_shards(optimizer, options, state)
+        model.shards_changed()
         self._alike(lambda: train_state.restore_generators(generators))
 
     # -- ranks ---------------------------------------------------------------------------------------------
@@ -338,8 +337,10 @@ def host_memory(count: int, *, pinned: bool) -> Tensor:
     return memory
 
 
-def _optimizer_name(optimizer: Optimizer) -> str:
-    return type(getattr(optimizer, "_inner", None) or optimizer).__name__
+def sync_buffers(model: ParallelModel) -> None:
+    """Make buffers alike on all ranks, of which each writes a part."""
+    if any(True for _ in model.module.buffers()):
+        model.sync_buffers()
 
 
 def _must_see(path: Path) -> None:

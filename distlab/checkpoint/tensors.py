@@ -20,24 +20,24 @@ import numpy as np
 import torch
 
 from distlab.checkpoint.files import CheckpointError, Stored
-from distlab.parallel.shard import Run
+from distlab.parallel.shard import Shard
 
 # key → {"shape": […], "dtype": "float32", "parts": [[start, count, file, offset], …]}
 Index = dict[str, dict[str, Any]]
 
 
-def write(folder: Path, rank: int, runs: Sequence[Run], threads: int) -> tuple[dict[str, dict[str, Any]], Index]:
-    """Write this rank's runs, which lie on the host, each thread a file, and flush them to the disk.
+def write(folder: Path, rank: int, shards: Sequence[Shard], threads: int) -> tuple[dict[str, dict[str, Any]], Index]:
+    """Write this rank's shards, which lie on the host, each thread a file, and flush them to the disk.
 
     Returns:
-        (file → `{"bytes": …, "sha256": …}`, the index of these runs).
+        (file → `{"bytes": …, "sha256": …}`, the index of these shards).
     """
-    shares: list[list[Run]] = [[] for _ in range(threads)]
+    shares: list[list[Shard]] = [[] for _ in range(threads)]
     sizes = [0] * threads
-    for run in sorted(runs, key=lambda run: run.values.nbytes, reverse=True):
+    for shard in sorted(shards, key=lambda shard: shard.values.nbytes, reverse=True):
         smallest = sizes.index(min(sizes))
-        shares[smallest].append(run)
-        sizes[smallest] += run.values.nbytes
+        shares[smallest].append(shard)
+        sizes[smallest] += shard.values.nbytes
     paths = [folder / f"rank_{rank}_{number}.bin" for number in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
         written = list(pool.map(_write_file, paths, shares))
@@ -45,16 +45,16 @@ def write(folder: Path, rank: int, runs: Sequence[Run], threads: int) -> tuple[d
     return files, merged([index for _, index in written])
 
 
-def _write_file(path: Path, runs: Sequence[Run]) -> tuple[dict[str, Any], Index]:
+def _write_file(path: Path, shards: Sequence[Shard]) -> tuple[dict[str, Any], Index]:
     digest, offset, indices = hashlib.sha256(), 0, []
     with open(path, "xb") as file:
-        for run in runs:
-            data = run.values.view(torch.uint8).numpy()
-            part = [run.start, run.values.numel(), path.name, offset]
-            indices.append({run.key: {
-                "shape": list(run.shape),
-                "dtype": str(run.values.dtype).removeprefix("torch."),
-                "parts": [part] if run.values.numel() else [],
+        for shard in shards:
+            data = shard.values.view(torch.uint8).numpy()
+            part = [shard.start, shard.values.numel(), path.name, offset]
+            indices.append({shard.name: {
+                "shape": list(shard.shape),
+                "dtype": str(shard.values.dtype).removeprefix("torch."),
+                "parts": [part] if shard.values.numel() else [],
             }})  # fmt: skip
             append(file, data)
             digest.update(data)
@@ -85,29 +85,29 @@ def shapes_and_dtypes(stored: Stored) -> dict[str, tuple[tuple[int, ...], torch.
     return {key: (tuple(entry["shape"]), getattr(torch, entry["dtype"])) for key, entry in index.items()}
 
 
-def read(stored: Stored, runs: Sequence[Run]) -> None:
-    """Fill the runs' memory, on any device and of any dtype, from whatever parts hold their elements.
+def read(stored: Stored, shards: Sequence[Shard]) -> None:
+    """Fill the shards' memory, on any device and of any dtype, from whatever parts hold their elements.
 
     Raises:
         OSError: a file cannot be read. CheckpointError: it ends too early.
     """
-    for run in runs:
-        entry = stored.content["tensors"][run.key]
-        dtype, end = getattr(torch, entry["dtype"]), run.start + run.values.numel()
+    for shard in shards:
+        entry = stored.content["tensors"][shard.name]
+        dtype, end = getattr(torch, entry["dtype"]), shard.start + shard.values.numel()
         for start, count, name, offset in entry["parts"]:
-            first, last = max(start, run.start), min(start + count, end)
+            first, last = max(start, shard.start), min(start + count, end)
             if first < last:
                 values = torch.empty(last - first, dtype=dtype)
                 with open(stored.path / name, "rb") as file:
                     file.seek(offset + (first - start) * dtype.itemsize)
                     if file.readinto(values.view(torch.uint8).numpy()) != values.nbytes:
-                        raise CheckpointError(f"{stored.path / name} ends within {run.key}")
-                run.values[first - run.start : last - run.start].copy_(values)
+                        raise CheckpointError(f"{stored.path / name} ends within {shard.name}")
+                shard.values[first - shard.start : last - shard.start].copy_(values)
 
 
-def refuse_other_model(stored: Stored, model: Sequence[Run]) -> None:
+def refuse_other_model(stored: Stored, model: Sequence[Shard]) -> None:
     """Raises ValueError with every parameter that is missing, left over, or of another shape."""
-    mine = {run.key.removeprefix("model/"): run.shape for run in model}
+    mine = {shard.name.removeprefix("model/"): shard.shape for shard in model}
     found = shapes_and_dtypes(stored).items()
     theirs = {key.removeprefix("model/"): shape for key, (shape, _) in found if key.startswith("model/")}
     differences = [f"{name} is missing there" for name in mine if name not in theirs]

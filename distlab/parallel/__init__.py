@@ -4,7 +4,7 @@ A new strategy is a file in this folder and an entry in `STRATEGIES`; everything
 then knows it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,18 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from distlab.parallel.base import DataParallel
+from distlab.parallel.base import LocalOptimizer, ParallelModel, stepped
 from distlab.parallel.bucketed import BucketedDDP
-from distlab.parallel.copy_engine import CopyEngineDDP
+from distlab.parallel.bucketed_copy_engine import CopyEngineDDP
+from distlab.parallel.data_parallel import DataParallel
 from distlab.parallel.flat import FlatDDP
 from distlab.parallel.fsdp import FSDP
 from distlab.parallel.local import Local
+from distlab.parallel.meta import materialize, reset_parameters
 from distlab.parallel.naive import NaiveDDP
 from distlab.parallel.overlap import OverlapDDP
 from distlab.parallel.sharded_optimizer import ShardedOptimizer
-from distlab.parallel.torch_ddp import TorchDDP, tuned_torch_ddp
+from distlab.parallel.torch_peers import TorchDDP, TorchFSDP2, torch_zero, tuned_torch_ddp
 from distlab.parallel.zero1 import ZeroOptimizer
 
 __all__ = [
@@ -33,22 +35,23 @@ __all__ = [
     "DataParallel",
     "FlatDDP",
     "Local",
+    "LocalOptimizer",
     "NaiveDDP",
     "OverlapDDP",
+    "ParallelModel",
     "ShardedOptimizer",
     "Strategy",
     "TorchDDP",
+    "TorchFSDP2",
     "ZeroOptimizer",
     "get_strategy",
+    "stepped",
     "strategies_on",
 ]
 
 
-MakeOptimizer = Callable[..., Optimizer]
-
-
-def _plain_optimizer(wrapper: nn.Module, optimizer_cls: type[Optimizer], **options: Any) -> Optimizer:
-    return optimizer_cls(wrapper.parameters(), **options)
+def _over_parameters(model: ParallelModel, optimizer_cls: type[Optimizer], **options: Any) -> Optimizer:
+    return optimizer_cls(model.parameters(), **options)
 
 
 @dataclass(frozen=True)
@@ -57,65 +60,80 @@ class Strategy:
 
     Args:
         name: as on the command line and in records.
-        build: `build(module, process_group=…)`, with `bucket_size_mb=…` too if it has buckets; returns a
-            wrapper with `forward`, `no_sync`, `finish_gradient_synchronization`, `sync_buffers`, `close`.
-        optimizer: `optimizer(wrapper, optimizer_cls, **options)`; by default `optimizer_cls` over the wrapper's
-            parameters.
+        wrap: `wrap(module, process_group=…)`, with `bucket_size_mb=…` too if it has buckets.
+        optimizer: `optimizer(model, optimizer_cls, **options)`; by default `optimizer_cls` over the model's parameters.
         has_buckets: whether a bucket size means anything to it.
-        casts_parameters: whether `build` takes `compute_dtype=…`, in which parameters are then sent and used; such
+        casts_parameters: whether `wrap` takes `compute_dtype=…`, in which parameters are then sent and used; such
             a model needs no autocast, which would keep a cast copy of every weight through the step.
+        materializes: whether `wrap` takes a module on meta with `init_fn=…` and `device=…`, and makes it in shards.
         synchronizes: False for `local`, whose ranks drift apart.
         is_peer: True for the implementations of torch that ours are measured against.
         needs_gpu: whether it runs on GPUs only.
     """
 
     name: str
-    build: Callable[..., nn.Module]
-    optimizer: MakeOptimizer = _plain_optimizer
+    wrap: Callable[..., ParallelModel]
+    optimizer: Callable[..., Optimizer] = _over_parameters
     has_buckets: bool = False
     casts_parameters: bool = False
+    materializes: bool = False
     synchronizes: bool = True
     is_peer: bool = False
     needs_gpu: bool = False
 
-    def wrap(
+    def build(
         self,
         module: nn.Module,
-        process_group: ProcessGroup,
-        bucket_size_mb: float | None = 25.0,
+        group: ProcessGroup,
+        optimizer_cls: type[Optimizer],
+        optimizer_options: Mapping[str, Any] | None = None,
+        *,
+        init: Callable[[nn.Module], Any] | None = None,
+        device: torch.device | str | None = None,
         compute_dtype: torch.dtype | None = None,
-    ) -> nn.Module:
-        """Wrap `module`. Strategies without buckets ignore the bucket size (MiB), those that do not cast
-        parameters the compute type: run them under autocast instead (`autocast_dtype`)."""
-        options: dict[str, Any] = {"bucket_size_mb": bucket_size_mb} if self.has_buckets else {}
+        **options: Any,
+    ) -> tuple[ParallelModel, Optimizer]:
+        """Wrap a module and make its optimizer: the one place where they are put together.
+
+        Args:
+            module: on its device, or on meta: then its values are made on `device`, unit by unit under FSDP.
+            optimizer_options: keyword arguments of `optimizer_cls`.
+            init: of a module on meta: writes every parameter and buffer, in registration order; ranks must draw alike.
+                Default: `reset_parameters` of the outermost modules that have it.
+            device: for a module on meta.
+            compute_dtype: what forward computes in, under `model.autocast()`; None: the parameters' own type.
+            options: `bucket_size_mb`, MiB, by default the strategy's own; those without buckets ignore it.
+
+        Raises:
+            ValueError: a module on meta without a device, or `init` or `device` for one that has its values.
+        """
+        if not self.has_buckets:
+            options.pop("bucket_size_mb", None)
         if self.casts_parameters:
             options["compute_dtype"] = compute_dtype
-        return self.build(module, process_group=process_group, **options)
-
-    def autocast_dtype(self, compute_dtype: torch.dtype | None) -> torch.dtype | None:
-        """The type to autocast to, so that the model computes in `compute_dtype`: None if the wrapper casts."""
-        return None if self.casts_parameters else compute_dtype
+        if any(parameter.is_meta for parameter in module.parameters()):
+            if device is None:
+                raise ValueError("the module lies on meta and has no values: give device=… to make them there")
+            init = init or reset_parameters
+            if self.materializes:
+                options |= {"init_fn": init, "device": device}
+            else:
+                materialize(module, torch.device(device), init)
+        elif init is not None or device is not None:
+            raise ValueError("init and device are for a module built on meta; this one has its values")
+        model = self.wrap(module, process_group=group, **options)
+        model.compute_dtype = compute_dtype
+        optimizer = self.optimizer(model, optimizer_cls, **optimizer_options or {})
+        model.allocate()
+        return model, optimizer
 
 
 def _local(module: nn.Module, *, process_group: ProcessGroup) -> Local:
     return Local(module)
 
 
-def _sharded(wrapper: BucketedDDP, optimizer_cls: type[Optimizer], **options: Any) -> ShardedOptimizer:
-    return ShardedOptimizer(wrapper.parameters(), optimizer_cls, wrapper.process_group, **options)
-
-
-def _torch_fsdp2(module: nn.Module, **options: Any) -> nn.Module:
-    from distlab.parallel.torch_fsdp2 import TorchFSDP2  # its import of DTensor takes a second
-
-    return TorchFSDP2(module, **options)
-
-
-def _torch_zero(wrapper: TorchDDP, optimizer_cls: type[Optimizer], **options: Any) -> Optimizer:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns of deprecations
-
-    group = wrapper.ddp.process_group
-    return ZeroRedundancyOptimizer(wrapper.parameters(), optimizer_cls, process_group=group, **options)
+def _sharded(model: BucketedDDP, optimizer_cls: type[Optimizer], **options: Any) -> ShardedOptimizer:
+    return ShardedOptimizer(model.parameters(), optimizer_cls, model.process_group, **options)
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -129,11 +147,11 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("bucketed-dma", CopyEngineDDP, has_buckets=True, needs_gpu=True),
         Strategy("sharded-optimizer", BucketedDDP, _sharded, has_buckets=True),
         Strategy("zero1", BucketedDDP, ZeroOptimizer, has_buckets=True),
-        Strategy("fsdp", FSDP, casts_parameters=True),
+        Strategy("fsdp", FSDP, casts_parameters=True, materializes=True),
         Strategy("torch-ddp", TorchDDP, is_peer=True),
         Strategy("torch-ddp-tuned", tuned_torch_ddp, has_buckets=True, is_peer=True),
-        Strategy("torch-zero", tuned_torch_ddp, _torch_zero, has_buckets=True, is_peer=True),
-        Strategy("fsdp2", _torch_fsdp2, casts_parameters=True, is_peer=True),
+        Strategy("torch-zero", tuned_torch_ddp, torch_zero, has_buckets=True, is_peer=True),
+        Strategy("fsdp2", TorchFSDP2, casts_parameters=True, is_peer=True),
     )
 }
 

@@ -1,369 +1,275 @@
-"""What every data-parallel wrapper shares: start alike, watch gradients, average them, say clearly what is wrong.
+"""What every strategy, ours or torch's, offers to the rest of the lab; what a sharded optimizer adds.
 
-A strategy is a subclass that decides two things: what to do when a gradient is ready (`_gradient_ready`) and
-what is left to do at the end (`_synchronize`). The life of one step:
-
-    forward ─ backward ─────────────────────── finish_gradient_synchronization() ─ optimizer.step()
-              │ hook per parameter                │
-              └ _gradient_ready(index)            └ _synchronize()
-
-Equality. Afterwards each trainable parameter's `.grad` is the mean over ranks of the local gradients, where a
-missing gradient (None) counts as zero; a parameter that no rank used keeps `.grad = None`.
+Trainer, benchmarks, checkpoints and simulation know these two classes and no strategy. What lies on a rank is told in
+`Shard`s: the model's are what is stored and stepped; `stepped()` says which of them an optimizer steps here.
 """
 
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
-from torch.nn.parameter import is_lazy
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
-from distlab.parallel import step_guard
+from distlab.parallel.shard import Shard, local_part, whole
 
 
-class DataParallel(nn.Module, ABC):
-    """Base class of the four DDPs.
+class ParallelModel(nn.Module, ABC):
+    """A module under a strategy. It never sees the optimizer.
 
-    Construction compares the model across ranks, then broadcasts parameters and buffers from rank 0.
-    Buffers are not synchronised in forward: call `sync_buffers()` before evaluating or saving.
-
-    Args:
-        module: any `nn.Module` whose trainable parameters lie on one device.
-        process_group: default: the default group.
-
-    Raises:
-        ValueError: nothing to train, parameters on several devices, an uninitialized parameter, two parameters
-            that share memory, a model that is wrapped already, or ranks that disagree on names, shapes, types,
-            strides or `requires_grad` (then on every rank).
+    Attributes:
+        module: what was wrapped.
+        process_group: the ranks; None without communication.
+        device: of the parameters.
+        compute_dtype: what forward computes in; None: the parameters' own.
+        casts_parameters: whether it gives the module parameters in that dtype, so that nothing is left to autocast.
+        bytes_outside_allocator: bytes of this GPU that torch's caching allocator does not count.
     """
 
-    def __init__(self, module: nn.Module, *, process_group: ProcessGroup | None = None):
-        super().__init__()
-        self.module = module
-        self.process_group = collectives.resolve_group(process_group)
-        refuse_uninitialized(module)
-        named = list(module.named_parameters())  # a tied parameter is listed once
-        self.trainable_names = [name for name, parameter in named if parameter.requires_grad]
-        self.trainable = [parameter for _, parameter in named if parameter.requires_grad]
-        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
-        check_ranks_agree(module, self.process_group)
-        refuse_shared_storage(module)
-        self._check_trainable()
-        self.device = self.trainable[0].device
-        collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
-
-        self._synchronize_next_backward = True  # False inside no_sync()
-        self._pending = False  # a synchronised forward or backward happened and was not finished
-        self._arrived = False  # of that backward a gradient has arrived
-        self._in_backward = False  # stays True after a backward that raised
-        self._ready = [False] * len(self.trainable)
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(_GradientHook(self, index))
-            for index, parameter in enumerate(self.trainable)
-        ]
-        self._handles.append(module.register_load_state_dict_post_hook(refuse_assigned_parameters(self)))
-        step_guard.guard(self.trainable, self)
-
-    # -- what a subclass decides ---------------------------------------------------------------------------
-
-    def _gradient_ready(self, index: int) -> None:
-        """The gradient of `trainable[index]` is complete in this backward; communication may start."""
-
-    @abstractmethod
-    def _synchronize(self) -> None:
-        """Send what has not been sent, wait for all, leave the means in `.grad`."""
-
-    def _wait(self, work: Work) -> None:
-        """Wait for a message of this step; an error names the ranks that did not come."""
-        collectives.wait(work, self.process_group, "averaging gradients")
-
-    # -- the public face -----------------------------------------------------------------------------------
+    module: nn.Module
+    process_group: ProcessGroup | None
+    device: torch.device
+    compute_dtype: torch.dtype | None = None
+    casts_parameters: bool = False
+    bytes_outside_allocator: int = 0
+    _shards_gradients = False  # True: each rank has the mean gradient of its shards only
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; any arguments, any result."""
-        if torch.is_grad_enabled():
-            if self._in_backward and torch._C._current_graph_task_id() == -1:  # not inside of that backward
-                self._recover()
-            if self._synchronize_next_backward:
-                self._pending = True
         return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context for forward and loss, such that they compute in `compute_dtype`."""
+        if self.compute_dtype is None or self.casts_parameters:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+    # -- gradients -----------------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate locally; the next one outside sends the sum."""
-        before, self._synchronize_next_backward = self._synchronize_next_backward, False
-        try:
-            yield
-        finally:
-            self._synchronize_next_backward = before
+        return nullcontext()
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every `.grad` is the mean over ranks. Call it on every rank after backward, before step.
+        """Wait until the gradients are means over ranks. Call it on every rank after backward, before the step."""
 
-        Without a synchronised forward or backward since the last call it does nothing.
+    def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
+        """Where gradients may be edited element by element, between finish and step; needed by sharded strategies."""
+        return nullcontext()
+
+    def check_gradients(self) -> None:
+        """Raise RuntimeError if `.grad` is not what `finish_gradient_synchronization()` left."""
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of the whole mean gradient, over all ranks' shards. Call it on every rank after finish.
+
+        Nothing waits on the host for it.
+
+        Returns:
+            0-dim fp32, the same on every rank; inf or nan if a gradient is.
 
         Raises:
-            ValueError: a parameter that was frozen at construction now requires a gradient.
+            RuntimeError: gradients that are not synchronized, or have been edited.
         """
-        if not self._pending:
-            return
-        self._check_still_frozen()
-        try:
-            self._synchronize()
-        finally:
-            self._pending = self._arrived = self._in_backward = False
-            self._ready = [False] * len(self.trainable)
+        return self._norm_of(self._gradients())
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their joint 2-norm is at most `max_norm`; returns the norm before (`grad_norm`).
+
+        The arithmetic of `torch.nn.utils.clip_grad_norm_` on the model in one process.
+        """
+        gradients = self._gradients()
+        norm = self._norm_of(gradients)
+        held = [gradient for part in gradients for gradient in part]
+        if held:
+            torch._foreach_mul_(held, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        self._note_scaled()
+        return norm
+
+    def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's gradients: of what it alone holds, and of what every rank holds."""
+        self.check_gradients()
+        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for shard in self.shards():
+            if shard.tensor.grad is not None:
+                found[shard.replicated].append(local_part(shard.tensor.grad))
+        return found
+
+    def _norm_of(self, gradients: tuple[Sequence[Tensor], Sequence[Tensor]]) -> Tensor:
+        sharded, replicated = gradients
+        total = square_sum(replicated, self.device)
+        if self._shards_gradients:
+            total = collectives.sum_tensor(square_sum(sharded, self.device), self.process_group) + total
+        return total.sqrt().float()
+
+    def _note_scaled(self) -> None:
+        """`clip_grad_norm_` has scaled the gradients, which is no edit of the user's."""
+
+    # -- parameters ----------------------------------------------------------------------------------------
+
+    def shards(self) -> list[Shard]:
+        """What this rank holds of every parameter: what checkpoints store, and optimizers' states belong to."""
+        return [whole(name, parameter) for name, parameter in self.module.named_parameters()]
+
+    def shards_changed(self) -> None:
+        """Call it on every rank after a step or a load has changed the shards."""
+
+    def synchronize(self) -> None:
+        """Wait until nothing of the last step is in flight."""
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter, whole and up to date, by its name in the wrapped module; the module's own where it has them.
+
+        A tied parameter stands under each of its names. A collective: call it on every rank.
+        """
+        self.synchronize()
+        return dict(self.module.named_parameters(remove_duplicate=False))
 
     def sync_buffers(self) -> None:
         """Overwrite all buffers (BatchNorm statistics, say) by those of rank 0. Blocks."""
         collectives.broadcast_all(self.module.buffers(), self.process_group)
 
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Called before any optimizer steps a trainable parameter of this wrapper.
+    def allocate(self) -> None:
+        """Take the memory of communication buffers now; else the first forward does."""
 
-        Raises:
-            RuntimeError: gradients of a synchronised backward have not been finished.
-        """
-        if self._arrived:
-            raise RuntimeError(
-                f"{type(self).__name__}: this step would use gradients that are not averaged over the ranks yet: "
-                "call finish_gradient_synchronization() after backward, before optimizer.step()"
-            )
+    def close(self, *, restore: bool = True) -> None:
+        """Detach every hook. With `restore` the module is as before, with whole parameters; without, it is of no use
+        any more, and nothing is sent."""
+
+
+class LocalOptimizer(Optimizer, ABC):
+    """An optimizer to its user, and another, over this rank's share, inside: what both sharded optimizers are.
+
+    `param_groups` holds the model's parameters, so LR schedulers, `zero_grad` and the user's loops see an ordinary
+    optimizer; `local` holds the same groups with this rank's share of them. A subclass says in `_mine(group)` which
+    parameters of a group that is, and may act on newly arrived parameters in `_take(parameters)`.
+
+    Args:
+        params: parameters or groups of them.
+        optimizer_cls: of the local optimizer.
+        options: its keyword arguments.
+
+    Raises:
+        ValueError: no parameters, or one given twice. TypeError: something that is no tensor. By torch's checks.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        optimizer_cls: type[Optimizer],
+        options: dict[str, Any],
+    ):
+        self.local: Optimizer | None = None  # torch's constructor calls our add_param_group before it exists
+        super().__init__(params, dict(options))
+        self._take([parameter for group in self.param_groups for parameter in group["params"]])
+        self.local = optimizer_cls([self._mine(group) for group in self.param_groups], **options)
+        self.defaults = self.local.defaults
+        for group in self.param_groups:
+            self._complete(group)
+        self.state = self.local.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, during training too; call it on every rank alike."""
+        super().add_param_group(param_group)
+        if self.local is not None:
+            group = self.param_groups[-1]
+            self._take(group["params"])
+            self.local.add_param_group(self._mine(group))
+            self._complete(group)
+
+    @abstractmethod
+    def shards(self, held: Iterable[Shard]) -> list[Shard]:
+        """Of the model's trainable shards, what this rank steps; `state` has its entries by `Shard.tensor`."""
+
+    def synchronize(self) -> None:
+        """Wait until nothing of the last step is in flight."""
 
     def close(self) -> None:
-        """Detach every hook; the module is as before (gradients may still be views of a bucket's memory)."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        step_guard.release(self.trainable)
+        """Let go of the model."""
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DataParallel":
-        """What `to()`, `half()`, `cuda()` and the like end in: nothing may change, as buckets and ranks rely on it."""
-        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            with torch.no_grad():
-                after = fn(tensor)
-            if after is not tensor:
-                raise TypeError(
-                    f"{type(self).__name__} cannot change '{name}' from {_kind_of(tensor)} to {_kind_of(after)}: "
-                    "move or cast the module before wrapping it (to do so now, close() this wrapper, change its "
-                    ".module and wrap that again); for the dtype of the computation use torch.autocast"
-                )
-        return self
+    def _take(self, parameters: list[nn.Parameter]) -> None:
+        """New parameters arrived; decide whose they are."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled: hooks and the process group would be lost "
-            "silently. Copy or save `.module` and wrap the copy again"
-        )
+    @abstractmethod
+    def _mine(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group with this rank's share of its parameters, which may be empty."""
 
-    # -- checks and hooks ----------------------------------------------------------------------------------
+    def _complete(self, group: dict[str, Any]) -> None:
+        """Give a group the options that only the local optimizer's defaults know."""
+        for key, value in self.defaults.items():
+            group.setdefault(key, value)
 
-    def _on_gradient(self, index: int) -> None:
-        """Called by autograd after it has accumulated the gradient of `trainable[index]`."""
-        gradient = self.trainable[index].grad
-        if not self._synchronize_next_backward or gradient is None:
-            return
-        name = self.trainable_names[index]
-        if gradient.layout is not torch.strided:
-            raise TypeError(
-                f"the gradient of '{name}' is sparse; data parallelism here averages dense gradients: "
-                "build the embedding with sparse=False"
-            )
-        if self._ready[index]:
-            raise RuntimeError(
-                f"the gradient of '{name}' became ready twice: call finish_gradient_synchronization() after "
-                "each synchronised backward, use no_sync() to accumulate, and checkpoint activations with "
-                "use_reentrant=False where a parameter is used in several checkpointed blocks"
-            )
-        if gradient.requires_grad:
-            raise RuntimeError(
-                f"the gradient of '{name}' has a graph of its own (create_graph=True), which averaging would cut "
-                "off: compute a gradient penalty from torch.autograd.grad(..., create_graph=True), and call "
-                "backward() once, on the loss plus the penalty"
-            )
-        if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-        self._pending = self._arrived = True
-        self._ready[index] = True
-        self._gradient_ready(index)
+    def _copy_options_inwards(self) -> None:
+        """What a scheduler or the user changed in our groups (lr, weight decay, …) holds for the local ones."""
+        for outer, local in zip(self.param_groups, self.local.param_groups, strict=True):
+            local.update(options_of(outer))
 
-    def _backward_ended(self) -> None:
-        """Called by autograd at the end of a backward that raised nothing."""
-        self._in_backward = False
-
-    def _recover(self) -> None:
-        """After a backward that raised, before anything new is accumulated: complete its collectives, so that all
-        ranks have issued the same sequence again, and drop its gradients, which are worthless."""
-        for parameter in self.trainable:
-            parameter.grad = None
-        self.finish_gradient_synchronization()
-        for parameter in self.trainable:  # those that came from other ranks
-            parameter.grad = None
-
-    def _check_trainable(self) -> None:
-        if not self.trainable:
-            raise ValueError(
-                f"{type(self).__name__}: the module has no parameter that requires a gradient; nothing to average"
-            )
-        devices = {parameter.device for parameter in self.trainable}
-        if len(devices) > 1:
-            raise ValueError(
-                f"{type(self).__name__}: trainable parameters lie on {sorted(map(str, devices))}; "
-                "move the module to one device first"
-            )
-        for name, parameter in zip(self.trainable_names, self.trainable, strict=True):
-            if not parameter.is_floating_point():
-                raise ValueError(
-                    f"'{name}' is {parameter.dtype}; only floating-point parameters are averaged"
-                )
-            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-            if any(isinstance(hook, _GradientHook) and hook.owner() is not None for hook in hooks.values()):
-                raise ValueError(
-                    f"'{name}' belongs to a module that is wrapped already: call close() on that wrapper first"
-                )
-
-    def _check_still_frozen(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise ValueError(
-                    f"'{name}' was frozen when the module was wrapped and requires a gradient now, which would "
-                    "not be averaged: close() this wrapper and wrap the module again"
-                )
+    def load_shards(
+        self, saved_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
+    ) -> None:
+        """Take over options of all groups, and state for what this rank steps, by `Shard.tensor`. No communication."""
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update(options_of(saved))
+        load_shards(self.local, self.param_groups, state)
+        self.state = self.local.state
 
 
-def check_ranks_agree(module: nn.Module, group: ProcessGroup) -> None:
-    """Before anything is sent: every rank must hold the same parameters and buffers.
+def stepped(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
+    """What this rank's optimizer steps, for every strategy alike."""
+    trainable = [shard for shard in model.shards() if shard.tensor.requires_grad]
+    return optimizer.shards(trainable) if isinstance(optimizer, LocalOptimizer) else trainable
 
-    Raises:
-        ValueError: the same one on every rank; it names the first tensor that differs in name, shape, type,
-            strides or `requires_grad`.
+
+def load_shards(
+    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
+) -> None:
+    """Give an optimizer the options of each group, and state by `Shard.tensor` of what it steps.
+
+    torch casts states to the type and device of what is stepped.
     """
-    mine = [
-        (name, tuple(t.shape), str(t.dtype), t.stride(), t.requires_grad)
-        for name, t in [*module.named_parameters(), *module.named_buffers()]
-    ]
-    theirs = collectives.gather_objects(mine, group)
-    for rank, other in enumerate(theirs):
-        if other == theirs[0]:
-            continue
-        length = min(len(other), len(theirs[0]))
-        first = next((i for i in range(length) if other[i] != theirs[0][i]), length)
-        raise ValueError(
-            f"ranks hold different models: entry {first} is {_describe(theirs[0], first)} on rank 0 and "
-            f"{_describe(other, first)} on rank {rank}; build the same model on every rank"
-        )
+    if isinstance(optimizer, LocalOptimizer):
+        optimizer.load_shards(groups, state)
+        return
+    loaded: dict[str, Any] = {"state": {}, "param_groups": []}
+    count = 0
+    for group, changed in zip(optimizer.param_groups, groups, strict=True):
+        numbers = list(range(count, count + len(group["params"])))
+        count += len(numbers)
+        loaded["param_groups"].append(group | options_of(changed) | {"params": numbers})
+        for number, parameter in zip(numbers, group["params"], strict=True):
+            if parameter in state:
+                loaded["state"][number] = state[parameter]
+    optimizer.load_state_dict(loaded)
 
 
-def refuse_uninitialized(module: nn.Module) -> None:
-    """Lazy modules (`nn.LazyLinear`, …) know their shapes after their first forward only.
-
-    Raises:
-        ValueError: a parameter or buffer without a shape; names it.
-    """
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(tensor):
-            raise ValueError(
-                f"'{name}' is uninitialized, a lazy module's: run one forward with an example batch before wrapping"
-            )
+def optimizer_name(optimizer: Optimizer) -> str:
+    """The class that does the arithmetic: `AdamW` inside of `ZeroOptimizer`, too."""
+    return type(optimizer.local if isinstance(optimizer, LocalOptimizer) else optimizer).__name__
 
 
-def refuse_shared_storage(module: nn.Module) -> None:
-    """Two different parameters on the same memory would be averaged, stepped and moved as two.
-
-    Views of one flat tensor that do not overlap are two parameters and allowed.
-
-    Raises:
-        ValueError: a trainable parameter overlaps another parameter; names both.
-    """
-    on_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in module.named_parameters():  # a tied parameter is listed once
-        if parameter.numel() > 0:
-            on_storage.setdefault(parameter.untyped_storage()._cdata, []).append((name, parameter))
-    for together in on_storage.values():
-        reaching: list[tuple[str, nn.Parameter]] = []  # those before that reach beyond the current one's start
-        for name, parameter in sorted(together, key=lambda entry: _byte_range(entry[1])):
-            start, _ = _byte_range(parameter)
-            reaching = [entry for entry in reaching if _byte_range(entry[1])[1] > start]
-            for other_name, other in reaching:
-                if (parameter.requires_grad or other.requires_grad) and _overlap(parameter, other):
-                    raise ValueError(
-                        f"'{other_name}' and '{name}' are two parameters on the same memory: to tie them, assign "
-                        "one Parameter object to both names; to keep them apart, clone one"
-                    )
-            reaching.append((name, parameter))
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options, without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    """First and one-past-last byte that a tensor (not empty) touches within its storage."""
-    first = tensor.storage_offset()
-    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first * tensor.element_size(), (last + 1) * tensor.element_size()
+def to_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's optimizer state, its tensors on the CPU."""
+    return {key: v.detach().cpu() if isinstance(v, Tensor) else v for key, v in state.items()}
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors on one storage, whose byte ranges overlap, have a byte in common."""
-    low = min(_byte_range(a)[0], _byte_range(b)[0])
-    high = max(_byte_range(a)[1], _byte_range(b)[1])
-    if all(stop - start == t.numel() * t.element_size() for t in (a, b) for start, stop in [_byte_range(t)]):
-        return True  # neither has holes
-    touched = torch.zeros(high - low, dtype=torch.bool, device="cpu")
-
-    def bytes_of(tensor: Tensor) -> Tensor:
-        size = tensor.element_size()
-        shape = [n if stride else 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        strides = [stride * size for stride in tensor.stride()]
-        return touched.as_strided((*shape, size), (*strides, 1), tensor.storage_offset() * size - low)
-
-    bytes_of(a).fill_(True)
-    return bool(bytes_of(b).any())
-
-
-def _kind_of(tensor: Tensor) -> str:
-    strides = f", strides {tensor.stride()}" if tensor.dim() >= 4 else ""  # where memory formats differ
-    return f"{tensor.dtype} on {tensor.device}{strides}"
-
-
-def _describe(entries: list[tuple], index: int) -> str:
-    if index >= len(entries):
-        return f"missing ({len(entries)} tensors)"
-    name, shape, dtype, stride, requires_grad = entries[index]
-    return f"'{name}' {shape} {dtype} strides {stride} {'trainable' if requires_grad else 'not trainable'}"
-
-
-class _GradientHook:
-    """A parameter's hook; holds its wrapper weakly, so that dropping the wrapper ends its communication."""
-
-    def __init__(self, owner: DataParallel, index: int):
-        self.owner = weakref.ref(owner)
-        self.index = index
-
-    def __call__(self, _: nn.Parameter) -> None:
-        owner = self.owner()
-        if owner is not None:
-            owner._on_gradient(self.index)
-
-
-def refuse_assigned_parameters(wrapper: DataParallel) -> Any:
-    """A hook for after load_state_dict: with assign=True it swaps parameters, and their hooks would be lost."""
-    reference = weakref.ref(wrapper)
-
-    def check(module: nn.Module, _: Any) -> None:
-        owner = reference()
-        if owner is None:
-            return
-        now = {id(parameter) for parameter in module.parameters()}
-        for name, parameter in zip(owner.trainable_names, owner.trainable, strict=True):
-            if id(parameter) not in now:
-                raise RuntimeError(
-                    f"load_state_dict replaced '{name}' (assign=True), so its gradient would no longer be "
-                    "averaged: load before wrapping, or without assign"
-                )
-
-    return check
+def square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of the squares of all elements, 0-dim fp64."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # Norms of half-precision tensors would be rounded to their type.
+    half = [g for g in gradients if g.itemsize == 2]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in half]
+    if len(half) < len(gradients):
+        norms += torch._foreach_norm([g for g in gradients if g.itemsize > 2], 2)
+    return torch.stack(norms).double().square().sum()

@@ -18,24 +18,19 @@ seen to arrive (here: reversed registration order throughout); and a parameter u
 there unless `find_unused_parameters` is given, which costs a walk through the graph in every step.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup, Work
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
-from distlab.parallel.base import DataParallel
-from distlab.parallel.buckets import (
-    BucketPlan,
-    GradientBucket,
-    adopt_foreign_gradients,
-    check_bucket_size,
-    plan_buckets,
-    write_used_flags,
-)
-from distlab.parallel.partial_gradients import PartialGradients
+from distlab.parallel.buckets import BucketPlan, GradientBucket, check_bucket_size, plan_buckets
+from distlab.parallel.data_parallel import DataParallel
+from distlab.parallel.shard import Shard
+from distlab.parallel.sharded_buckets import ShardedBuckets
 
 
 class BucketedDDP(DataParallel):
@@ -62,102 +57,133 @@ class BucketedDDP(DataParallel):
         super().__init__(module, process_group=process_group)
         self.bucket_size_mb = bucket_size_mb
         self._in_flight: list[Work] = []
-        self.gradient_shards: list[Tensor] | None = None
-        self.partial_gradients: PartialGradients | None = None
+        self._buckets: list[GradientBucket] = []  # none before `allocate()`
+        self._sharded: ShardedBuckets | None = None
         self._lay_out()
 
     def _lay_out(self, **padding: Any) -> None:
-        """Plan the buckets and take their memory."""
+        """Plan the buckets; their memory is taken at the first forward."""
+        self._release()
         self.plan: tuple[BucketPlan, ...] = plan_buckets(
             [parameter.numel() for parameter in self.trainable],
             [parameter.dtype for parameter in self.trainable],
             self.bucket_size_mb,
             **padding,
         )
-        self._buckets = self._take_memory()
-        self._place = {  # parameter index → (its bucket, its position there)
-            slot.index: (bucket, position)
-            for bucket in self._buckets
-            for position, slot in enumerate(bucket.plan.slots)
+        self._place = {  # parameter index → (its bucket's number, its position there)
+            index: (number, position)
+            for number, plan in enumerate(self.plan)
+            for position, index in enumerate(plan.indices)
         }
+
+    def allocate(self) -> None:
+        """Take the buckets' memory, unless they have it."""
+        if not self._buckets:
+            self._buckets = self._take_memory()
 
     def _take_memory(self) -> list[GradientBucket]:
         scale = collectives.mean_scale(self.device, self.process_group)
         return [GradientBucket(bucket, self.trainable, scale) for bucket in self.plan]
 
-    def shard_gradients(self) -> None:
-        """From now on reduce-scatter the buckets: each rank gets its slice of every mean and nothing else.
+    def shard(self) -> ShardedBuckets:
+        """From now on reduce-scatter the buckets, and keep this rank's slices of the parameters (`ZeroOptimizer`).
 
-        `gradient_shards[b]`, this rank's slice of bucket b, then holds means after
-        `finish_gradient_synchronization()`. The same memory is part of `.grad`, whose other parts hold leftovers;
-        see `PartialGradients`. The used flags go in one message of their own.
+        Each rank gets its slice of every mean and nothing else: see `ShardedBuckets` and `PartialGradients`.
         """
+        if self._sharded is not None:
+            self._sharded.close()
         self._lay_out(world_size=self.process_group.size(), has_flags=False)
-        rank = self.process_group.rank()
-        self.gradient_shards = [
-            bucket.buffer[slice(*bucket.plan.shard_range(rank))] for bucket in self._buckets
-        ]
-        in_place = collectives.shards_in_place(self.device, self.process_group)
-        self._received = [shard if in_place else torch.empty_like(shard) for shard in self.gradient_shards]
-        self._flags = torch.empty(len(self.trainable), device=self.device)
-        places = [self._place[index] for index in range(len(self.trainable))]
-        views = [bucket.views[position] for bucket, position in places]
-        self.partial_gradients = PartialGradients(self.trainable_names, self.trainable, views)
+        self.allocate()
+        self._shards_gradients = True
+        self._sharded = ShardedBuckets(self, self._buckets)
+        return self._sharded
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module; any arguments, any result."""
+        if not torch.compiler.is_compiling() and not self._buckets and torch.is_grad_enabled():
+            self.allocate()
+        return super().forward(*args, **kwargs)
+
+    # -- what only a sharded one does differently ------------------------------------------------------------
+
+    def shards(self) -> list[Shard]:
+        """All parameters, whole; once sharded this rank's slices, whose `.grad` are the means."""
+        held = super().shards()
+        if self._sharded is None:
+            return held
+        self._sharded.point_gradients()
+        return [*self._sharded.shards.values(), *held[len(self.trainable) :]]
+
+    def shards_changed(self) -> None:
+        """Gather the parameters, if they are sharded; whoever reads one waits for it."""
+        if self._sharded is not None:
+            self._sharded.start_gathering()
+
+    def synchronize(self) -> None:
+        """Wait until all parameters are whole."""
+        if self._sharded is not None:
+            self._sharded.wait()
+
+    def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
+        """See `ZeroOptimizer.elementwise_gradient_edits`."""
+        if self._sharded is None:
+            return super().elementwise_gradient_edits()
+        return self._sharded.gradients.elementwise_edits()
 
     def check_step(self, optimizer: Optimizer) -> None:
         """See `DataParallel.check_step`; also raises for an optimizer that takes a part of the mean for the whole."""
         super().check_step(optimizer)
-        if self.partial_gradients is not None:
-            self.partial_gradients.check_optimizer(optimizer)
+        if self._sharded is not None:
+            self._sharded.gradients.check_optimizer(optimizer)
 
-    def close(self) -> None:
+    def close(self, *, restore: bool = True) -> None:
         """Detach every hook; see `DataParallel.close`."""
+        if self._sharded is not None:
+            self._sharded.close()
         super().close()
+        self._release()
+
+    def _release(self) -> None:
         for bucket in self._buckets:
             bucket.release()
+        self._buckets = []
+
+    # -- a gradient's way ----------------------------------------------------------------------------------
 
     def _on_gradient(self, index: int) -> None:
-        if self.partial_gradients is not None:
-            self.partial_gradients.check_added(index)
+        if self._sharded is not None:
+            self._sharded.gradients.check_added(index)
         super()._on_gradient(index)
 
     def _gradient_ready(self, index: int) -> None:
-        bucket, position = self._place[index]
-        bucket.pack(position)
+        self.allocate()  # the module was called without this wrapper
+        number, position = self._place[index]
+        self._buckets[number].pack(position)
         while len(self._in_flight) < len(self._buckets) and self._buckets[len(self._in_flight)].is_full:
             self._issue_next()
 
     def _issue_next(self) -> None:
+        """Send the first bucket that has not been sent; all ranks send them in the order of the plan."""
         number = len(self._in_flight)
-        self._in_flight.append(self._send(number, self._buckets[number].seal()))
-
-    def _send(self, number: int, buffer: Tensor) -> Work:
-        group = self.process_group
-        if self.gradient_shards is None:
-            return collectives.all_reduce_mean(buffer, group, prescaled=True)
-        return collectives.reduce_scatter_mean(self._received[number], buffer, group, prescaled=True)
+        buffer, group = self._buckets[number].seal(), self.process_group
+        if self._sharded is None:
+            work = collectives.all_reduce_mean(buffer, group, prescaled=True)
+        else:
+            received = self._sharded.received[number]
+            work = collectives.reduce_scatter_mean(received, buffer, group, prescaled=True)
+        self._in_flight.append(work)
 
     def _synchronize(self) -> None:
-        if self.partial_gradients is not None:
+        self.allocate()
+        if self._sharded is not None:
             for index, ready in enumerate(self._ready):
                 if not ready:
-                    self.partial_gradients.check_sent_again(index)
+                    self._sharded.gradients.check_sent_again(index)
         while len(self._in_flight) < len(self._buckets):
             self._issue_next()
         in_flight, self._in_flight = self._in_flight, []
         for bucket, work in zip(self._buckets, in_flight, strict=True):
             self._wait(work)
             bucket.unpack()
-        if self.partial_gradients is not None:
-            self._take_shards()
-
-    @torch.no_grad()
-    def _take_shards(self) -> None:
-        """After the reduce-scatters: put what arrived into place, and adopt gradients that only other ranks have."""
-        for shard, received in zip(self.gradient_shards, self._received, strict=True):
-            if received is not shard:
-                shard.copy_(received)
-        write_used_flags(self._flags, self.trainable, 1.0)
-        self._wait(collectives.all_reduce_mean(self._flags, self.process_group))
-        adopt_foreign_gradients(self._flags, self.trainable, self.partial_gradients.views)
-        self.partial_gradients.note()
+        if self._sharded is not None:
+            self._sharded.take_means()

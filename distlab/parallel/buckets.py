@@ -10,77 +10,53 @@ mean, a flag above zero says "somebody used it".
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.comm import collectives
+from distlab.parallel.shard import FlatLayout
 
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Where one parameter's gradient lies in its bucket.
-
-    Args:
-        index: the parameter's position in the list that was planned.
-        offset: first element within the bucket.
-        numel: number of elements.
-    """
-
-    index: int
-    offset: int
-    numel: int
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """The layout of one bucket: slots, then one flag per slot, then padding to a multiple of the world size.
+class BucketPlan(FlatLayout):
+    """The layout of one bucket: gradients, then one flag for each, then padding to a multiple of the world size.
 
     Args:
         dtype: type of every element.
-        slots: in the order in which the gradients are expected.
-        world_size: the length is padded to a multiple of it, so that the bucket can be cut into equal shards.
-        has_flags: False leaves the flags out, for who sends them apart.
+        indices: the parameters' positions in the list that was planned, in the order in which gradients are expected.
+        numels: elements of these parameters.
+        world_size: the bucket can be cut into as many equal slices.
+        has_flags: False leaves the flags out, where they are sent separately.
     """
 
-    dtype: torch.dtype
-    slots: tuple[Slot, ...]
-    world_size: int = 1
-    has_flags: bool = True
-
-    @property
-    def payload(self) -> int:
-        """Elements taken by gradients."""
-        return sum(slot.numel for slot in self.slots)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole bucket, flags and padding included."""
-        used = self.payload + (len(self.slots) if self.has_flags else 0)
-        return -(-used // self.world_size) * self.world_size
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        indices: Sequence[int],
+        numels: Sequence[int],
+        world_size: int = 1,
+        has_flags: bool = True,
+    ):
+        super().__init__(numels, world_size, extra=len(indices) if has_flags else 0)
+        self.dtype, self.indices, self.has_flags = dtype, tuple(indices), has_flags
 
     @property
     def num_bytes(self) -> int:
         """Bytes handed to the collective."""
         return self.numel * self.dtype.itemsize
 
-    def shard_range(self, rank: int) -> tuple[int, int]:
-        """First and one-past-last element of the shard that `rank` owns."""
-        shard = self.numel // self.world_size
-        return rank * shard, (rank + 1) * shard
-
-    def segments(self, rank: int) -> list[tuple[Slot, int, int]]:
-        """The pieces of parameters that lie in the shard of `rank`: (slot, first, one past last element of it)."""
-        low, high = self.shard_range(rank)
-        cuts = [(slot, max(low - slot.offset, 0), min(high - slot.offset, slot.numel)) for slot in self.slots]
-        return [(slot, start, stop) for slot, start, stop in cuts if start < stop]
+    def slice_of(self, rank: int) -> slice:
+        """The elements that `rank` owns."""
+        return slice(rank * self.slice_numel, (rank + 1) * self.slice_numel)
 
     def views(self, buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Of a buffer `(numel,)`, the part of each slot, shaped and laid out like its parameter."""
+        """Of a buffer `(numel,)`, each parameter's part, shaped and laid out like the parameter."""
         return [
-            _view_like(buffer[slot.offset : slot.offset + slot.numel], parameter)
-            for slot, parameter in zip(self.slots, parameters, strict=True)
+            view_like(buffer[offset : offset + numel], parameter)
+            for offset, numel, parameter in zip(self.offsets, self.numels, parameters, strict=True)
         ]
 
 
@@ -126,26 +102,22 @@ def plan_buckets(
     limit = float("inf") if bucket_size_mb is None else bucket_size_mb * MIB
     order = range(len(numels) - 1, -1, -1) if order is None else order
 
-    open_slots: dict[torch.dtype, list[Slot]] = {}
-    closed: list[tuple[int, BucketPlan]] = []  # (position of the last parameter, bucket)
-    last_position: dict[torch.dtype, int] = {}
-
-    def close(dtype: torch.dtype) -> None:
-        bucket = BucketPlan(dtype, tuple(open_slots.pop(dtype)), world_size, has_flags)
-        closed.append((last_position[dtype], bucket))
-
-    for position, index in enumerate(order):
+    buckets: list[list[int]] = []
+    filled: dict[torch.dtype, int] = {}  # elements in the last bucket of each type
+    last: dict[torch.dtype, list[int]] = {}
+    for index in order:
         dtype, numel = dtypes[index], numels[index]
-        slots = open_slots.get(dtype, [])
-        filled = slots[-1].offset + slots[-1].numel if slots else 0
-        if slots and (filled + numel) * dtype.itemsize > limit:
-            close(dtype)
-            filled = 0
-        open_slots.setdefault(dtype, []).append(Slot(index, filled, numel))
-        last_position[dtype] = position
-    for dtype in list(open_slots):
-        close(dtype)
-    return tuple(bucket for _, bucket in sorted(closed, key=lambda item: item[0]))
+        if dtype not in last or (filled[dtype] + numel) * dtype.itemsize > limit:
+            last[dtype], filled[dtype] = [], 0
+            buckets.append(last[dtype])
+        last[dtype].append(index)
+        filled[dtype] += numel
+    position = {index: number for number, index in enumerate(order)}
+    buckets.sort(key=lambda indices: position[indices[-1]])
+    return tuple(
+        BucketPlan(dtypes[indices[0]], indices, [numels[i] for i in indices], world_size, has_flags)
+        for indices in buckets
+    )
 
 
 def write_used_flags(flags: Tensor, parameters: Sequence[nn.Parameter], scale: float) -> None:
@@ -173,7 +145,7 @@ class GradientBucket:
 
     Args:
         plan: the layout.
-        parameters: all planned parameters, of which the plan's slots pick theirs.
+        parameters: all planned parameters, of which the plan picks its own.
         scale: factor applied in the copy (`collectives.mean_scale`), so that averaging costs no pass of its own.
         buffer: `(plan.numel,)` zeros that others have made; default: its own.
     """
@@ -186,15 +158,15 @@ class GradientBucket:
         buffer: Tensor | None = None,
     ):
         self.plan = plan
-        self.parameters = [parameters[slot.index] for slot in plan.slots]
+        self.parameters = [parameters[index] for index in plan.indices]
         self.scale = scale
         if buffer is None:
             buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=self.parameters[0].device)
         self.buffer = buffer
         # `.data`: each with a version counter of its own, so that changes of one gradient can be told from the rest.
         self.views = [view.data for view in plan.views(self.buffer, self.parameters)]
-        self.flags = self.buffer[plan.payload : plan.payload + len(plan.slots)] if plan.has_flags else None
-        self._packed = [False] * len(plan.slots)
+        self.flags = self.buffer[plan.payload : plan.payload + len(plan.indices)] if plan.has_flags else None
+        self._packed = [False] * len(plan.indices)
         self._offer_targets()
 
     @property
@@ -204,7 +176,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def pack(self, position: int) -> None:
-        """Scale the gradient of the slot at `position`, copy it into the buffer, make `.grad` the view."""
+        """Scale the gradient at `position` of the plan, copy it into the buffer, make `.grad` the view."""
         parameter, view = self.parameters[position], self.views[position]
         self._packed[position] = True
         if parameter.grad is None:
@@ -247,13 +219,21 @@ class GradientBucket:
             parameter.__dict__.pop("gradient_target", None)
 
 
+def average(buckets: Sequence[GradientBucket], group: ProcessGroup) -> None:
+    """Send all buckets at once, and leave the means over ranks in `.grad`. Blocks on gloo."""
+    works = [collectives.all_reduce_mean(bucket.seal(), group, prescaled=True) for bucket in buckets]
+    for bucket, work in zip(buckets, works, strict=True):
+        collectives.wait(work, group, "averaging gradients")
+        bucket.unpack()
+
+
 def _same_place(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape are views of the same elements."""
     same_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     return same_storage and a.storage_offset() == b.storage_offset()
 
 
-def _view_like(flat: Tensor, parameter: Tensor) -> Tensor:
+def view_like(flat: Tensor, parameter: Tensor) -> Tensor:
     """View `flat` with the parameter's shape, and its strides where these cover the memory without holes.
 
     autograd accumulates in place only into a gradient that is laid out like its parameter.

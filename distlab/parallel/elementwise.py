@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distlab.parallel.mirror import MirroredOptimizer, options_of
+from distlab.parallel.base import LocalOptimizer, options_of
 
 STEPS = 3
 LR = 0.01  # where the optimizer's is zero, as at the start of a warm-up
@@ -75,7 +75,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     if _checked.get(optimizer) == len(optimizer.param_groups):
         return
     name = type(optimizer).__name__
-    if isinstance(optimizer, MirroredOptimizer):
+    if isinstance(optimizer, LocalOptimizer):
         raise ValueError(
             f"{name} divides whole parameters among the ranks, and these are sharded already: give the wrapper's "
             "parameters to the optimizer itself"

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
-from distlab.parallel.base import DataParallel
-from distlab.parallel.buckets import GradientBucket, plan_buckets
+from distlab.parallel.buckets import GradientBucket, average, plan_buckets
+from distlab.parallel.data_parallel import DataParallel
 
 
 class FlatDDP(DataParallel):
@@ -32,17 +32,11 @@ class FlatDDP(DataParallel):
         scale = collectives.mean_scale(self.device, self.process_group)
         self._buckets = [GradientBucket(bucket, self.trainable, scale) for bucket in plan]
 
-    def close(self) -> None:
+    def close(self, *, restore: bool = True) -> None:
         """Detach every hook; see `DataParallel.close`."""
         super().close()
         for bucket in self._buckets:
             bucket.release()
 
     def _synchronize(self) -> None:
-        works = [
-            collectives.all_reduce_mean(bucket.seal(), self.process_group, prescaled=True)
-            for bucket in self._buckets
-        ]
-        for bucket, work in zip(self._buckets, works, strict=True):
-            self._wait(work)
-            bucket.unpack()
+        average(self._buckets, self.process_group)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from distlab.comm import collectives
-from distlab.parallel.base import DataParallel
 from distlab.parallel.buckets import adopt_foreign_gradients, write_used_flags
+from distlab.parallel.data_parallel import DataParallel
 
 
 class OverlapDDP(DataParallel):

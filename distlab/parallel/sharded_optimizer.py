@@ -11,6 +11,7 @@ because parameters stay whole.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
-from distlab.parallel.mirror import MirroredOptimizer, options_of, to_cpu
+from distlab.parallel.base import LocalOptimizer, options_of, to_cpu
+from distlab.parallel.shard import Shard
 
 
-class ShardedOptimizer(MirroredOptimizer):
+class ShardedOptimizer(LocalOptimizer):
     """Any optimizer, its state divided among the ranks.
 
     `param_groups` holds all parameters, `state` that of this rank's.
@@ -54,14 +56,14 @@ class ShardedOptimizer(MirroredOptimizer):
         """Update this rank's parameters, then exchange: afterwards all parameters are equal on all ranks.
 
         Args:
-            closure: evaluated by the inner optimizer, once on every rank (as often as the optimizer asks).
-            kwargs: for the inner optimizer's `step`.
+            closure: evaluated by the local optimizer, once on every rank (as often as the optimizer asks).
+            kwargs: for the local optimizer's `step`.
 
         Returns:
-            What the inner optimizer returns: the closure's loss, or None.
+            What the local optimizer returns: the closure's loss, or None.
         """
         self._copy_options_inwards()
-        loss = self._inner.step(closure, **kwargs)
+        loss = self.local.step(closure, **kwargs)
         in_flight = []
         for rank in range(self._group.size()):
             # A frozen parameter whose gradient is still there is stepped, as by any optimizer.
@@ -109,11 +111,12 @@ class ShardedOptimizer(MirroredOptimizer):
             index_of |= {number: len(index_of) + i for i, number in enumerate(group["params"])}
         parameters = _parameters(self)
         state = {parameters[index_of[number]]: value for number, value in state_dict["state"].items()}
-        self._load_inner(saved, state)
+        self.load_shards(saved, state)
 
-    def owns(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank steps it."""
-        return self._owner.get(parameter) == self._group.rank()
+    def shards(self, held: Iterable[Shard]) -> list[Shard]:
+        """Those that this rank owns: parameters are on all ranks, their state is on the owner alone."""
+        rank = self._group.rank()
+        return [replace(shard, replicated=False) for shard in held if self._owner.get(shard.tensor) == rank]
 
     # -- who owns what -------------------------------------------------------------------------------------
 

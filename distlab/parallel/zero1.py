@@ -6,10 +6,10 @@
 The optimizer's state, and the work of its step, are divided by the number of ranks N, and nothing is sent twice:
 a reduce-scatter and an all-gather are the two halves of the all-reduce they replace (Rajbhandari et al. 2020,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sec. 5.1 and 7.1). The all-gather of the
-updated parameters runs under the next forward, in the order in which forward needs them; see `slices.py`.
+updated parameters runs under the next forward, in the order in which forward needs them; see `sharded_buckets.py`.
 
-Parameters live in flat buffers laid out like the gradient buckets; a rank owns the same slice of both. Its
-optimizer sees 1-D views of the pieces of parameters in its slices, which is why it must be element-wise.
+Parameters live in flat buffers laid out like the gradient buckets; a rank owns the same slice of both. Its local
+optimizer sees 1-D shards of the parameters in its slices, which is why it must be element-wise.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
+from distlab.parallel.base import LocalOptimizer, options_of, to_cpu
 from distlab.parallel.bucketed import BucketedDDP
+from distlab.parallel.buckets import view_like
 from distlab.parallel.elementwise import is_elementwise
-from distlab.parallel.mirror import MirroredOptimizer, options_of, to_cpu
-from distlab.parallel.ownership import Owned
-from distlab.parallel.slices import SlicedParameters, join
+from distlab.parallel.shard import Shard
 
 
-class ZeroOptimizer(MirroredOptimizer):
+class ZeroOptimizer(LocalOptimizer):
     """An element-wise optimizer over this rank's slices of a `BucketedDDP`'s parameters.
 
     Gradients. After `finish_gradient_synchronization()` a `.grad` holds the mean in the part that this rank owns and
@@ -67,16 +67,14 @@ class ZeroOptimizer(MirroredOptimizer):
             raise TypeError(f"ZeroOptimizer takes over a BucketedDDP's buckets; got {type(ddp).__name__}")
         if not is_elementwise(optimizer_cls, kwargs, ddp.device):
             raise ValueError(
-                f"{optimizer_cls.__name__} is not element-wise: it would see pieces of parameters and give another "
+                f"{optimizer_cls.__name__} is not element-wise: it would see parts of parameters and give another "
                 "result than on whole ones; use ShardedOptimizer, which keeps parameters whole"
             )
         self._ddp = ddp
         self._group = ddp.process_group
-        self._slices = SlicedParameters(ddp)
-        self._gradients = ddp.partial_gradients
-        self._gradients.belong_to(self)
+        self._sharded = ddp.shard()
+        self._sharded.gradients.belong_to(self)
         super().__init__(ddp.trainable if params is None else params, optimizer_cls, kwargs)
-        self._hooks = list(self._slices.hook_forward(ddp))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -84,7 +82,7 @@ class ZeroOptimizer(MirroredOptimizer):
 
         Args:
             closure: evaluated once, before the step, with gradients enabled; it must finish the synchronisation.
-            kwargs: for the inner optimizer's `step`.
+            kwargs: for the local optimizer's `step`.
 
         Returns:
             The closure's value, or None.
@@ -101,14 +99,15 @@ class ZeroOptimizer(MirroredOptimizer):
         self.synchronize()
         if "found_inf" in self.__dict__ and self._overflowed():  # inside of GradScaler.step()
             return loss
-        self._gradients.check_unedited()
-        self._slices.point_gradients()
+        self._sharded.gradients.check_unedited()
+        self._sharded.point_gradients()
         if self.__dict__.get("grad_scale") is not None:
-            for gradient in self._own_gradients():
-                gradient.div_(self.grad_scale)
+            for shard in self._sharded.shards.values():
+                if shard.tensor.grad is not None:
+                    shard.tensor.grad.div_(self.grad_scale)
         self._copy_options_inwards()
-        self._inner.step(**kwargs)
-        self._slices.start_gathering()
+        self.local.step(**kwargs)
+        self._ddp.shards_changed()
         return loss
 
     # GradScaler then calls step() on every rank, and leaves its findings in `found_inf` and `grad_scale`.
@@ -141,32 +140,15 @@ class ZeroOptimizer(MirroredOptimizer):
         Raises:
             RuntimeError: a gradient was edited before.
         """
-        return self._gradients.elementwise_edits()
+        return self._ddp.elementwise_gradient_edits()
 
     def synchronize(self) -> None:
         """Wait until all parameters are whole; for what reads their memory below Python (see the class)."""
-        self._slices.wait()
+        self._ddp.synchronize()
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the averaged gradients so that their L2 norm over all ranks is at most `max_norm`.
-
-        Call it after `finish_gradient_synchronization()`, on every rank. Returns the norm before, a scalar, as
-        `torch.nn.utils.clip_grad_norm_` does on whole gradients (up to rounding).
-
-        Raises:
-            RuntimeError: gradients of a synchronised backward have not been finished.
-        """
-        self._ddp.check_step(self)
-        self._slices.point_gradients()
-        gradients = self._own_gradients()
-        norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients]
-        square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._ddp.device)
-        norm = collectives.sum_tensor(square, self._group).sqrt()
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor)
-        return norm
+        """The wrapper's `clip_grad_norm_`: by the norm over all ranks, which it returns."""
+        return self._ddp.clip_grad_norm_(max_norm)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, unpadded and by parameter name; an unsharded optimizer over them can load it.
@@ -174,19 +156,18 @@ class ZeroOptimizer(MirroredOptimizer):
         A collective: call it on every rank; every rank gets all of it, on the CPU.
         """
         self._copy_options_inwards()
+        starts, shards = self._sharded.starts, self._sharded.shards
         mine = [
-            (name, piece.start, to_cpu(self.state[piece.parameter]))
+            (name, starts[parameter], to_cpu(self.state[shards[parameter].tensor]))
             for name, parameter in self._named()
-            for piece in self._slices.pieces[parameter]
-            if piece.parameter in self.state
+            if shards[parameter].tensor in self.state
         ]
         parts: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         for name, start, state in (
             entry for rank in collectives.gather_objects(mine, self._group) for entry in rank
         ):
             parts.setdefault(name, []).append((start, state))
-        shapes = {name: parameter.shape for name, parameter in self._named()}
-        state = {name: join(pieces, shapes[name]) for name, pieces in parts.items()}
+        state = {name: _join(parts[name], parameter) for name, parameter in self._named() if name in parts}
         return {"state": state, "param_groups": self._groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -200,39 +181,28 @@ class ZeroOptimizer(MirroredOptimizer):
             raise ValueError(
                 "the saved groups hold other parameters, or in another order, than this optimizer's"
             )
-        state = {
-            piece.parameter: {key: piece.cut(value, parameter.numel()) for key, value in whole.items()}
-            for name, parameter in self._named()
-            if (whole := state_dict["state"].get(name)) is not None
-            for piece in self._slices.pieces[parameter]
-        }
-        self._load_inner(saved, state)
+        state = {}
+        for name, parameter in self._named():
+            if name in state_dict["state"]:
+                tensor, start = self._sharded.shards[parameter].tensor, self._sharded.starts[parameter]
+                part = slice(start, start + tensor.numel())
+                state[tensor] = _cut(state_dict["state"][name], parameter, part)
+        self.load_shards(saved, state)
 
-    def owned(self) -> list[Owned]:
-        """The pieces of parameters that this rank steps; `state` has its entries by `Owned.parameter`."""
-        return [
-            Owned(name, parameter.shape, piece.parameter, piece.start)
-            for name, parameter in self._named()
-            for piece in self._slices.pieces[parameter]
-        ]
+    def shards(self, held: Iterable[Shard]) -> list[Shard]:
+        """Those that hold anything."""
+        return [shard for shard in held if shard.tensor.numel() > 0]
 
     def close(self) -> None:
         """Wait for the parameters and detach the hooks; the wrapper has its own `close()`."""
-        self.synchronize()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-    def _own_gradients(self) -> list[Tensor]:
-        pieces = (piece.parameter for piece in self._slices.all_pieces())
-        return [piece.grad for piece in pieces if piece.grad is not None]
+        self._sharded.close()
 
     def _mine(self, group: dict[str, Any]) -> dict[str, Any]:
-        for parameter in group["params"]:
-            if parameter not in self._slices.pieces:
-                raise ValueError("a parameter is not among those that the wrapped module trains")
+        shards = self._sharded.shards
+        if any(parameter not in shards for parameter in group["params"]):
+            raise ValueError("a parameter is not among those that the wrapped module trains")
         return group | {
-            "params": [piece.parameter for p in group["params"] for piece in self._slices.pieces[p]]
+            "params": [shard.tensor for shard in self.shards(shards[p] for p in group["params"])]
         }
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
@@ -244,3 +214,26 @@ class ZeroOptimizer(MirroredOptimizer):
             options_of(group) | {"params": [name_of[parameter] for parameter in group["params"]]}
             for group in self.param_groups
         ]
+
+
+def _join(parts: list[tuple[int, dict[str, Any]]], parameter: nn.Parameter) -> dict[str, Any]:
+    """Put the optimizer states of a parameter's shards, (first element in memory, state), together to the whole's."""
+    in_order = [state for _, state in sorted(parts, key=lambda part: part[0])]
+    return {
+        key: view_like(torch.cat([state[key] for state in in_order]), parameter)
+        if isinstance(value, Tensor) and value.ndim > 0
+        else value
+        for key, value in in_order[0].items()
+    }
+
+
+def _cut(state: dict[str, Any], parameter: nn.Parameter, part: slice) -> dict[str, Any]:
+    """A shard's part of a whole parameter's state; what is not one number per element is kept as it is."""
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.ndim > 0 and value.numel() == parameter.numel():
+            in_memory = value.new_empty(value.numel())
+            view_like(in_memory, parameter).copy_(value.view(parameter.shape))
+            value = in_memory[part]
+        found[key] = value
+    return found

@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distlab.measure.collectives import CollectiveCall
-from distlab.parallel import Strategy, get_strategy
+from distlab.parallel import ParallelModel, Strategy, get_strategy
 from distlab.simulate.events import Compute, EventLog, Issue, MemoryMoment, Wait
 from distlab.simulate.world import fake_world
 
 Mark = Callable[[str], None]
-MakeStep = Callable[[nn.Module, Optimizer, Mark], Callable[[], Any]]
+MakeStep = Callable[[ParallelModel, Optimizer, Mark], Callable[[], Any]]
 STEPS = 3  # orders are learned and optimizer states made in the first; the other two repeat each other
 
 
@@ -82,7 +82,7 @@ def simulate_step(
         build: makes the module; called where tensors are fake.
         make_step: `make_step(wrapper, optimizer, mark)` returns a function that trains one step and calls
             `mark("forward_backward")` before its optimizer's step, as `TrainStep` does.
-        compute_dtype: for a strategy that casts parameters itself (FSDP); others run under the step's own autocast.
+        compute_dtype: of forward; see `Strategy.build`.
         optimizer_options: default for AdamW: the fused kernel.
         like_nccl: see `fake_world`.
 
@@ -99,8 +99,9 @@ def simulate_step(
         optimizer_options = {"fused": True} if optimizer_cls is torch.optim.AdamW else {}
     log = EventLog()
     with _collecting_only_what_is_new(), fake_world(world_size, rank, like_nccl=like_nccl) as group, log.recording():
-        wrapper = entry.wrap(build(), group, bucket_size_mb, compute_dtype)
-        optimizer = entry.optimizer(wrapper, optimizer_cls, **optimizer_options)
+        wrapper, optimizer = entry.build(
+            build(), group, optimizer_cls, optimizer_options, compute_dtype=compute_dtype, bucket_size_mb=bucket_size_mb
+        )
         gc.collect()
         log.own_parameters(wrapper.parameters())
         after_init = dict(log._alive)
@@ -115,7 +116,7 @@ def simulate_step(
             log.phase = "forward"
             step()
         items, all_calls, memory = tuple(log.items), tuple(log.calls), tuple(log.memory)
-        wrapper.close()  # gathers parameters, perhaps: not part of the step
+        wrapper.close(restore=False)
         del step, wrapper, optimizer
     _, (first, _, _), (second, calls, moments) = begins
     return SimulatedStep(

@@ -5,12 +5,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from distlab.model import ModelConfig, TransformerLM, ops
 from distlab.model.config import DTYPES, Checkpointing
-from distlab.parallel import get_strategy
+from distlab.parallel import ParallelModel
 from distlab.simulate.run import Mark, SimulatedStep, simulate_step
 from distlab.train.step import TrainStep, next_token_loss
 
@@ -48,10 +47,9 @@ def simulate_training(
             raise ValueError(f"{name}={value}: must be at least 1")
     compute_dtype = DTYPES[dtype]
 
-    def make_step(wrapper: nn.Module, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
+    def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
         tokens = torch.zeros(batch, config.context_length, dtype=torch.int64)
-        autocast = get_strategy(strategy).autocast_dtype(compute_dtype)
-        train = TrainStep(wrapper, optimizer, next_token_loss, autocast_dtype=autocast, mark=mark)
+        train = TrainStep(wrapper, optimizer, next_token_loss, mark=mark)
         return lambda: train([(tokens, tokens)] * micro_batches)
 
     with mock.patch.object(ops, "on_gpu", lambda x: like_nccl):

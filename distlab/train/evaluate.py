@@ -4,21 +4,20 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from distlab.comm import RankContext, collectives
+from distlab.parallel import ParallelModel
 from distlab.train.data import IGNORED, Sequences, to_batch
 
 
 @torch.no_grad()
 def validation_loss(
-    wrapper: nn.Module,
+    wrapper: ParallelModel,
     data: Sequences,
     context: RankContext,
     *,
     sequences: int,
     batch: int,
-    autocast_dtype: torch.dtype | None = None,
 ) -> float:
     """Mean cross-entropy in nats per token over the first `sequences` sequences; the same on every rank.
 
@@ -39,7 +38,7 @@ def validation_loss(
     for number in range(rounds):
         numbers = mine[number * batch : (number + 1) * batch]
         tokens, targets = to_batch(data.rows(numbers) if numbers else empty, context.device)
-        with torch.autocast(context.device.type, autocast_dtype, enabled=autocast_dtype is not None):
+        with wrapper.autocast():
             logits = wrapper(tokens)
         losses = F.cross_entropy(
             logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"

@@ -90,7 +90,6 @@ class Trainer:
         self.schedule = config.schedule()
         self.scaler = LossScaler() if config.dtype == "fp16" else None
         train_state.seed_rank(config.seed, context.rank)
-        strategy, dtype = get_strategy(config.strategy), DTYPES[config.dtype]
         model = TransformerLM(
             config.model(),
             device=context.device,
@@ -98,22 +97,20 @@ class Trainer:
             checkpoint_blocks=config.checkpointing,
         )
         model = compiled(model, config.compile)
-        self.wrapper = strategy.wrap(model, context.group, config.bucket_size_mb, dtype)
         optimizer_cls, options = adamw(config.ops)
-        self.optimizer = strategy.optimizer(
-            self.wrapper,
+        options |= {"lr": config.lr, "betas": (0.9, config.beta2), "weight_decay": config.weight_decay}
+        self.wrapper, self.optimizer = get_strategy(config.strategy).build(
+            model,
+            context.group,
             optimizer_cls,
-            lr=config.lr,
-            betas=(0.9, config.beta2),
-            weight_decay=config.weight_decay,
-            **options,
+            options,
+            compute_dtype=DTYPES[config.dtype],
+            bucket_size_mb=config.bucket_size_mb,
         )
-        self.autocast_dtype = strategy.autocast_dtype(dtype)
         self.train_step = TrainStep(
             self.wrapper,
             self.optimizer,
             loss_function(config.ops),
-            autocast_dtype=self.autocast_dtype,
             # Without clipping the norm is still taken: it shows a NaN one step before the loss does.
             max_grad_norm=config.clip or float("inf"),
             scaler=self.scaler,
@@ -242,7 +239,6 @@ class Trainer:
             self.context,
             sequences=self.config.validate_sequences,
             batch=max(1, self.config.batch // self.context.world_size // self.config.accumulate),
-            autocast_dtype=self.autocast_dtype,
         )
         self.metrics.restart_clock()
         return loss
@@ -264,8 +260,6 @@ class Trainer:
         self.metrics.close()
         if self.checkpoints is not None:
             self.checkpoints.close()
-        if hasattr(self.optimizer, "close"):
-            self.optimizer.close()
         self.wrapper.close()
 
 

@@ -12,7 +12,7 @@ from distlab.checkpoint.files import CheckpointFolder, Damaged, Stored, check_fi
 from distlab.comm import RankContext
 from distlab.model.config import ModelConfig
 from distlab.model.transformer import TransformerLM
-from distlab.parallel.shard import Run, flat
+from distlab.parallel.shard import whole
 
 LEAST_TEMPERATURE = 1e-4  # besides 0
 
@@ -50,9 +50,9 @@ def load_model(stored: Stored, context: RankContext) -> TransformerLM:
             f"{stored.path} holds {count:,} parameters, and describes a model of {config.num_parameters:,}"
         )
     model = TransformerLM(config, device=context.device)
-    runs = [Run(f"model/{name}", 0, flat(p, name), tuple(p.shape)) for name, p in model.named_parameters()]
-    tensors.refuse_other_model(stored, runs)
-    tensors.read(stored, runs)
+    shards = [whole(f"model/{name}", parameter) for name, parameter in model.named_parameters()]
+    tensors.refuse_other_model(stored, shards)
+    tensors.read(stored, shards)
     return model.eval()
 
 

@@ -5,7 +5,7 @@ zero_grad ─ [micro-batch]×k ─ finish_gradient_synchronization ─ (clip, ch
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from distlab.comm import RankContext, collectives
 from distlab.model.ops import cross_entropy
 from distlab.model.transformer import TransformerLM
-from distlab.parallel.shard import stepped_by
+from distlab.parallel import ParallelModel, stepped
 from distlab.train.scaler import LossScaler
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -67,10 +67,9 @@ class TrainStep:
     """Callable that trains on a list of micro-batches and returns the mean loss of this rank, detached.
 
     Args:
-        model: a wrapper of `distlab.parallel` (anything with `no_sync` and `finish_gradient_synchronization`).
+        model: under a strategy of `distlab.parallel`; forward and loss run under its `autocast()`.
         optimizer: over the wrapped model's parameters.
         loss_fn: `loss_fn(model, batch)` → scalar loss, a mean over the batch.
-        autocast_dtype: run forward under `torch.autocast` with this type; None: in the parameters' own type.
         max_grad_norm: clip the averaged gradients, over all ranks' pieces, to this L2 norm; the norm before is
             left in `grad_norm`.
         scaler: multiplies the loss, for fp16; a step in which any rank's gradient overflows is skipped on all
@@ -84,11 +83,10 @@ class TrainStep:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: ParallelModel,
         optimizer: torch.optim.Optimizer,
         loss_fn: LossFunction,
         *,
-        autocast_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
         scaler: LossScaler | None = None,
         context: RankContext | None = None,
@@ -99,7 +97,6 @@ class TrainStep:
         self.model = model
         self.optimizer = optimizer
         self.loss_fn = loss_fn
-        self.autocast_dtype = autocast_dtype
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler
         self.context = context
@@ -113,7 +110,9 @@ class TrainStep:
         for number, batch in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
             with nullcontext() if is_last else self.model.no_sync():
-                loss = self._forward(batch) / len(micro_batches)
+                with self.model.autocast():
+                    loss = self.loss_fn(self.model, batch)
+                loss = loss / len(micro_batches)
                 (loss if self.scaler is None else loss * self.scaler.scale).backward()
             total = total.to(loss.device) + loss.detach()
         self.model.finish_gradient_synchronization()
@@ -121,31 +120,15 @@ class TrainStep:
         if self.scaler is not None:
             self._unscale()
         elif self.max_grad_norm is not None:
-            self.grad_norm = self._clip(self.max_grad_norm)
+            self.grad_norm = self.model.clip_grad_norm_(self.max_grad_norm)
         if not self.last_step_skipped:
             self.optimizer.step()
         self.mark("optimizer")
         return total
 
-    def _forward(self, batch: Any) -> Tensor:
-        if self.autocast_dtype is None:
-            return self.loss_fn(self.model, batch)
-        device_type = next(self.model.parameters()).device.type
-        with torch.autocast(device_type, dtype=self.autocast_dtype):
-            return self.loss_fn(self.model, batch)
-
-    def _clip(self, max_norm: float) -> Tensor:
-        """Clip by the norm over all ranks' pieces; whoever cuts gradients into pieces knows how."""
-        for holder in (self.optimizer, self.model):
-            if hasattr(holder, "clip_grad_norm_"):
-                return holder.clip_grad_norm_(max_norm)
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor, from FSDP2
-
     def _unscale(self) -> None:
         """Undo the loss scale and clip, in one pass over the gradients; or skip the step on all ranks."""
-        norm = self._clip(float("inf"))  # changes nothing, and lets each owned piece have its gradient
+        norm = self.model.grad_norm()
         self.grad_norm = norm / self.scaler.scale
         finite = bool(norm.isfinite().item())
         finite = collectives.all_ranks_agree(finite, norm.device, self.context.group)
@@ -156,17 +139,7 @@ class TrainStep:
             return
         if self.max_grad_norm is not None:
             factor *= min(1.0, self.max_grad_norm / (self.grad_norm.item() + 1e-6))
-        with elementwise_gradient_edits(self.model, self.optimizer):
-            for owned in stepped_by(self.model, self.optimizer):
-                if owned.parameter.grad is not None:
-                    owned.parameter.grad.mul_(factor)
-
-
-def elementwise_gradient_edits(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> AbstractContextManager[None]:
-    """The context in which gradients may be edited element by element, where the strategy has one."""
-    for holder in (optimizer, model):
-        if hasattr(holder, "elementwise_gradient_edits"):
-            return holder.elementwise_gradient_edits()
-    return nullcontext()
+        with self.model.elementwise_gradient_edits():
+            for shard in stepped(self.model, self.optimizer):
+                if shard.tensor.grad is not None:
+                    shard.tensor.grad.mul_(factor)

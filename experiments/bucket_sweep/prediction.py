@@ -22,7 +22,7 @@ def predict(config: BucketSweepConfig, parts: Parts, bucket_size_mb: float | Non
     for index in order:
         copied += 4 * numels[index] * parts.pack_ms_per_byte * parts.packed[index]
         packed[index] = parts.ready_ms[index] + copied
-    ready = [max(packed[slot.index] for slot in bucket.slots) / 1e3 for bucket in buckets]
+    ready = [max(packed[index] for index in bucket.indices) / 1e3 for bucket in buckets]
     messages = [parts.fit.seconds(bucket.num_bytes) for bucket in buckets]
     alone_s = (parts.backward_ms + copied) / 1e3
     together_s = pipeline(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from distlab.bench.reference import Task, full_parameters, parameter_difference
+from distlab.bench.reference import Task, parameter_difference
 from distlab.bench.workbench import Variant
 from distlab.comm import RankContext, collectives
 from distlab.measure.collectives import CollectiveRecorder
@@ -64,9 +64,11 @@ def _unit(name: str) -> str:
 
 
 def _train_step(context: RankContext, strategy: Strategy, task: Task, learner: tuple) -> TrainStep:
-    wrapper = strategy.wrap(task.build(context.rank, context.device), context.group, BUCKET_MB)
     cls, rate = learner
-    return TrainStep(wrapper, strategy.optimizer(wrapper, cls, lr=rate), task.loss_fn)
+    module = task.build(context.rank, context.device)
+    return TrainStep(
+        *strategy.build(module, context.group, cls, {"lr": rate}, bucket_size_mb=BUCKET_MB), task.loss_fn
+    )
 
 
 def loss_curve(context: RankContext, mistake: Mistake, broken: bool, steps: int) -> tuple[list[float], float]:
@@ -75,7 +77,7 @@ def loss_curve(context: RankContext, mistake: Mistake, broken: bool, steps: int)
     train = _train_step(context, mistake.strategy(broken), task, mistake.learner)
     losses = torch.stack([train(task.batches(context.rank, step, context.device)) for step in range(steps)])
     means = collectives.sum_tensor(losses, context.group) / context.world_size
-    parameters = full_parameters(train.model, train.optimizer).values()
+    parameters = train.model.full_parameters().values()
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
     mean = collectives.sum_tensor(flat, context.group) / context.world_size
     train.model.close()

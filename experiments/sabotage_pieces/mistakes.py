@@ -13,7 +13,7 @@ from distlab.bench.reference import Task
 from distlab.model.config import ModelConfig
 from distlab.model.ops import naive_attention
 from distlab.model.transformer import TransformerLM
-from distlab.parallel import STRATEGIES, Strategy
+from distlab.parallel import STRATEGIES, ParallelModel, Strategy
 from distlab.train.data import SyntheticTokens
 
 from .injected import (
@@ -132,7 +132,7 @@ class Mistake:
         check: which check is expected to catch it (it may not be the only one).
         symptom: what a person sees who has no check.
         healthy: name of the strategy that is right.
-        build, optimizer: what takes the place of the strategy's own; None leaves it.
+        wrap, optimizer: what takes the place of the strategy's own; None leaves it.
         task: what is trained.
         suspect: what is trained by mistake; None: `task`.
         learner: optimizer of the loss curve, and its rate.
@@ -142,7 +142,7 @@ class Mistake:
     check: str
     symptom: str
     healthy: str
-    build: Callable[..., nn.Module] | None = None
+    wrap: Callable[..., ParallelModel] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
     task: Task = dataclasses.field(default_factory=language_model)
     suspect: Task | None = None
@@ -155,7 +155,7 @@ class Mistake:
         if not broken:
             return right
         return dataclasses.replace(
-            right, build=self.build or right.build, optimizer=self.optimizer or right.optimizer
+            right, wrap=self.wrap or right.wrap, optimizer=self.optimizer or right.optimizer
         )
 
     def trained(self, broken: bool) -> Task:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from distlab.bench.reference import full_parameters
 from distlab.bench.workbench import Variant, Workbench
 from distlab.comm import RankContext, collectives
 from distlab.measure.bandwidth import time_collective
@@ -91,7 +90,7 @@ def compare_ranks(context: RankContext, variant: Variant, attached: Any) -> dict
 
     Gradients are None for strategies that leave each rank only its piece of them.
     """
-    parameters = full_parameters(attached.model, attached.optimizer).values()
+    parameters = attached.model.full_parameters().values()
     same = _same_bits(context, parameters)
     gradients = None
     if variant.strategy.name not in GRADIENTS_IN_PIECES:

@@ -5,7 +5,7 @@ import torch
 
 from distlab.checkpoint import files, tensors
 from distlab.checkpoint.files import CheckpointError, CheckpointFolder, Stored
-from distlab.parallel.shard import Run
+from distlab.parallel.shard import Shard, whole
 
 WHOLE = {
     "model/a": torch.arange(24.0).view(4, 6),
@@ -23,8 +23,8 @@ def written(folder: CheckpointFolder, ranks: int, threads: int) -> Stored:
     temporary = folder.begin(1)
     results = []
     for rank in range(ranks):
-        runs = [Run(key, 0, whole.view(-1), tuple(whole.shape), True) for key, whole in WHOLE.items()]
-        results.append(tensors.write(temporary, rank, [run.share(rank, ranks) for run in runs], threads))
+        shards = [whole(key, value).portion(rank, ranks) for key, value in WHOLE.items()]
+        results.append(tensors.write(temporary, rank, shards, threads))
     content = {"world_size": 2, "groups": [{"params": []}], "extra": {}}
     content |= dict.fromkeys(("strategy", "torch", "optimizer"), "x")
     content["files"] = {name: entry for written, _ in results for name, entry in written.items()}
@@ -38,15 +38,15 @@ def test_every_dtype_and_part_comes_back(tmp_path, ranks, threads):
     stored = written(CheckpointFolder(tmp_path), ranks, threads)
     files.check_files(stored)
     assert len(stored.content["files"]) == ranks * threads
-    for key, whole in WHOLE.items():
-        assert tensors.shapes_and_dtypes(stored)[key] == (tuple(whole.shape), whole.dtype)
-        for first, last in ((0, whole.numel()), (1, whole.numel() - 1), (0, 1)):
-            if 0 <= first <= last <= whole.numel():
-                values = torch.empty(last - first, dtype=whole.dtype)
-                tensors.read(stored, [Run(key, first, values, tuple(whole.shape))])
-                assert torch.equal(values, whole.view(-1)[first:last]), key
+    for key, value in WHOLE.items():
+        assert tensors.shapes_and_dtypes(stored)[key] == (tuple(value.shape), value.dtype)
+        for first, last in ((0, value.numel()), (1, value.numel() - 1), (0, 1)):
+            if 0 <= first <= last <= value.numel():
+                values = torch.empty(last - first, dtype=value.dtype)
+                tensors.read(stored, [Shard(key, value.shape, first, values)])
+                assert torch.equal(values, value.view(-1)[first:last]), key
     cast = torch.empty(7)
-    tensors.read(stored, [Run("model/b", 0, cast, (7,))])
+    tensors.read(stored, [Shard("model/b", torch.Size((7,)), 0, cast)])
     assert torch.equal(cast, torch.arange(7.0))
 
 
@@ -54,7 +54,7 @@ def test_a_file_that_shrinks_after_it_was_checked_is_an_error(tmp_path):
     stored = written(CheckpointFolder(tmp_path), 1, 1)
     (stored.path / "rank_0_0.bin").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"rank_0_0\.bin ends within model/a"):
-        tensors.read(stored, [Run("model/a", 0, torch.empty(24), (4, 6))])
+        tensors.read(stored, [Shard("model/a", torch.Size((4, 6)), 0, torch.empty(24))])
 
 
 def test_a_dtype_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch):

@@ -54,8 +54,7 @@ def no_sync_and_then_a_step(context: RankContext, strategy: str, nested: bool) -
     under a no_sync() that is entered once more for the first."""
     entry = get_strategy(strategy)
     model, whole = build("plain", 0, context.device), build("plain", 0, context.device)
-    wrapper = entry.wrap(model, context.group)
-    optimizer = entry.optimizer(wrapper, torch.optim.SGD, lr=1.0)
+    wrapper, optimizer = entry.build(model, context.group, torch.optim.SGD, {"lr": 1.0})
     loss = CASES["plain"].loss
     loss(wrapper, context.rank, 9, context.device).backward()  # torch's static graph must see a synchronised one first
     wrapper.finish_gradient_synchronization()
@@ -76,8 +75,7 @@ def no_sync_and_then_a_step(context: RankContext, strategy: str, nested: bool) -
     for rank in range(2):
         for number in numbers:
             (loss(whole, rank, number, context.device) / 2).backward()
-    sharded = hasattr(wrapper, "gather_full_params")
-    mine = wrapper.gather_full_params() if sharded else dict(model.named_parameters())
+    mine = wrapper.full_parameters()
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(mine[name], parameter - parameter.grad, msg=f"{strategy}: {name}")
 

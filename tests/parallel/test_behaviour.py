@@ -61,7 +61,7 @@ def buffers_from_rank_0(context: RankContext) -> None:
         model = WithBuffers()
         torch.manual_seed(10)
         expected = WithBuffers()
-        entry.wrap(model, context.group)
+        entry.build(model, context.group, torch.optim.SGD)
         for (label, mine), theirs in zip(model.named_buffers(), expected.buffers(), strict=True):
             assert torch.equal(mine, theirs), (name, label)
 

@@ -24,22 +24,22 @@ def test_a_plan_holds_every_parameter_once_within_its_limit(sizes, limit, world_
     chance.shuffle(order)
     plan = plan_buckets(numels, dtypes, limit, order=order, world_size=world_size)
 
-    assert sorted(slot.index for bucket in plan for slot in bucket.slots) == list(range(len(sizes)))
+    assert sorted(index for bucket in plan for index in bucket.indices) == list(range(len(sizes)))
     for bucket in plan:
         expected_offset = 0
-        for slot in bucket.slots:  # contiguous, of one type
-            assert (slot.offset, slot.numel) == (expected_offset, numels[slot.index])
-            assert dtypes[slot.index] is bucket.dtype
-            expected_offset += slot.numel
+        for index, offset in zip(bucket.indices, bucket.offsets, strict=True):  # contiguous, of one type
+            assert offset == expected_offset
+            assert dtypes[index] is bucket.dtype
+            expected_offset += numels[index]
         size = bucket.payload * bucket.dtype.itemsize
-        assert limit is None or len(bucket.slots) == 1 or size <= limit * MIB
-        assert bucket.numel % world_size == 0 and bucket.numel >= bucket.payload + len(bucket.slots)
-        shards = [bucket.shard_range(rank) for rank in range(world_size)]
-        assert shards[0][0] == 0 and shards[-1][1] == bucket.numel
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(shards))
+        assert limit is None or len(bucket.indices) == 1 or size <= limit * MIB
+        assert bucket.numel % world_size == 0 and bucket.numel >= bucket.payload + len(bucket.indices)
+        slices = [bucket.slice_of(rank) for rank in range(world_size)]
+        assert slices[0].start == 0 and slices[-1].stop == bucket.numel
+        assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
 
     position = {index: place for place, index in enumerate(order)}
-    last = [max(position[slot.index] for slot in bucket.slots) for bucket in plan]
+    last = [max(position[index] for index in bucket.indices) for bucket in plan]
     assert last == sorted(last)  # buckets leave in the order in which they fill up
 
 
@@ -54,7 +54,7 @@ def test_a_plan_sends_what_the_closed_form_says(sizes, limit):
 def test_buckets_follow_reversed_registration_order_and_their_limit():
     mib = MIB // 4  # elements of fp32 in one MiB
     plan = plan_buckets([mib, mib, 5 * mib, mib, mib], [torch.float32] * 5, 2.0)
-    assert [[slot.index for slot in bucket.slots] for bucket in plan] == [[4, 3], [2], [1, 0]]
+    assert [bucket.indices for bucket in plan] == [(4, 3), (2,), (1, 0)]
 
 
 @pytest.mark.parametrize("size", [0, -1.0, math.nan])
@@ -97,6 +97,6 @@ def test_views_take_over_a_dense_parameter_s_strides_and_no_others():
     holey = nn.Parameter(torch.zeros(2, 6)[:, ::2])
     plan = plan_buckets([6, 6], [torch.float32] * 2, None)
     bucket = GradientBucket(plan[0], [transposed, holey], 1.0)
-    by_parameter = dict(zip([slot.index for slot in plan[0].slots], bucket.views, strict=True))
+    by_parameter = dict(zip(plan[0].indices, bucket.views, strict=True))
     assert by_parameter[0].stride() == transposed.stride()
     assert by_parameter[1].is_contiguous()

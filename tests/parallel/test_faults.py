@@ -157,8 +157,8 @@ def test_a_lost_rank_makes_the_other_fail_within_the_timeout(strategy, how):
 def uneven_steps(context: RankContext, name: str) -> str:
     """Rank 1 runs out of data after two of three steps."""
     strategy = get_strategy(name)
-    wrapper = strategy.wrap(build("plain", 0, context.device), context.group)
-    optimizer = strategy.optimizer(wrapper, torch.optim.SGD, lr=0.1)
+    model = build("plain", 0, context.device)
+    wrapper, optimizer = strategy.build(model, context.group, torch.optim.SGD, {"lr": 0.1})
     begin = time.monotonic()
     try:
         for step in range(3 if context.rank == 0 else 2):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from distlab.comm import RankContext, collectives
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
+from distlab.parallel.fsdp.runtime import State
 from tests.parallel.cases import CASES, Reference, build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
 
@@ -27,9 +28,9 @@ SAME_UNITS = [case for case in CASES if case != "unused-on-some"]
 def full_gradients(fsdp: FSDP, context: RankContext) -> dict[str, Tensor | None]:
     """Every trainable parameter's mean gradient in full, put together from all ranks' pieces."""
     found: dict[str, Tensor | None] = {}
-    for shard in fsdp._shards:
-        for index, entry in enumerate(shard.entries):
-            gradient = shard.pieces[index].grad
+    for param in fsdp._flat_params:
+        for index, entry in enumerate(param.entries):
+            gradient = param.shards[index].grad
             mine = None if gradient is None else entry.flatten(gradient).cpu()
             parts = collectives.gather_objects(mine, context.group)
             missing = [part is None for part in parts]
@@ -335,11 +336,11 @@ def adamw_losses(context: RankContext) -> None:
         assert mean == pytest.approx(expected, abs=1e-4), step
     # Adam's state too: each rank holds its pieces' moments, which are those of the unsharded optimizer.
     expected_state = {n: one.optimizer.state[p] for n, p in one.model.named_parameters()}
-    for shard in fsdp._shards:
-        for index, entry in enumerate(shard.entries):
-            first, last = shard.plan.piece(index, shard.rank)
+    for param in fsdp._flat_params:
+        for index, entry in enumerate(param.entries):
+            first, last = param.layout.piece(index, param.rank)
             expected_moment = entry.flatten(expected_state[entry.name]["exp_avg"])[first:last]
-            moment = entry.flatten(optimizer.state[shard.pieces[index]]["exp_avg"])
+            moment = entry.flatten(optimizer.state[param.shards[index]]["exp_avg"])
             torch.testing.assert_close(moment, expected_moment, rtol=1e-3, atol=1e-5)
 
 
@@ -585,7 +586,7 @@ def evaluate(context: RankContext) -> None:
             assert torch.equal(fsdp.eval()(tokens), twin(tokens))
     with torch.inference_mode():
         assert torch.equal(fsdp(tokens), twin(tokens))
-    assert not any(unit.allocated for unit in fsdp._units)
+    assert not any(unit.state is not State.SHARDED for unit in fsdp._units)
     with CollectiveRecorder() as recorder:
         fsdp.finish_gradient_synchronization()
         fsdp.finish_gradient_synchronization()
@@ -712,7 +713,7 @@ def forgotten(context: RankContext) -> None:
         assert there > 0 and held == 0
         fsdp(torch.ones(2, 37, device=context.device)).sum().backward()
         fsdp.finish_gradient_synchronization()
-    held = sum(shard.master.numel() for shard in fsdp._shards)
+    held = sum(param.master.numel() for param in fsdp._flat_params)
     assert context.world_size == 2 and held == 21 * 37 + 19 * 41  # half of 41 and of 37 rows, rounded up
 
 

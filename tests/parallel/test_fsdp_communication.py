@@ -12,7 +12,8 @@ from torch import Tensor
 from distlab.comm import RankContext, collectives
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
-from distlab.parallel.fsdp.shards import FlatShard
+from distlab.parallel.fsdp.flat_param import FlatParam
+from distlab.parallel.fsdp.runtime import State
 from distlab.testing import run_ranks
 from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
@@ -88,7 +89,7 @@ def test_a_tied_weight_is_gathered_once_per_pass_and_reduced_once():
 
 def bytes_held(fsdp: FSDP) -> list[int]:
     """Bytes of each unit's gathered buffers, freed or not."""
-    return [sum(shard.buffer.untyped_storage().nbytes() for shard in unit.shards) for unit in fsdp._units]
+    return [sum(param.buffer.untyped_storage().nbytes() for param in unit.params) for unit in fsdp._units]
 
 
 def watch_memory(context: RankContext, options: dict) -> tuple[list[int], list[int]]:
@@ -97,7 +98,7 @@ def watch_memory(context: RankContext, options: dict) -> tuple[list[int], list[i
     held: dict[str, list[int]] = {"forward": [], "backward": []}
 
     def flat_gradients() -> int:
-        return sum((s._unsent is not None) + (s._reducing is not None) for s in fsdp._shards)
+        return sum((s._unsent is not None) + (s._reducing is not None) for s in fsdp._flat_params)
 
     def count(when: str):
         return lambda *_: held[when].append(sum(size > 0 for size in bytes_held(fsdp)))
@@ -106,16 +107,16 @@ def watch_memory(context: RankContext, options: dict) -> tuple[list[int], list[i
         block.up.register_forward_hook(count("forward"))
         block.up.register_full_backward_hook(count("backward"))
     gradients: list[int] = []
-    pack = FlatShard.pack
+    accumulate = FlatParam.accumulate_gradients
 
-    def counted_pack(shard: FlatShard) -> None:
-        pack(shard)
+    def counted(param: FlatParam) -> None:
+        accumulate(param)
         gradients.append(flat_gradients())
 
     for number in range(2):
         loss = own_loss(fsdp, context.rank, number, context.device)
         assert bytes_held(fsdp) == [0] * len(fsdp._units)  # full weights are gone after forward
-        with mock.patch.object(FlatShard, "pack", counted_pack):
+        with mock.patch.object(FlatParam, "accumulate_gradients", counted):
             loss.backward()
         assert bytes_held(fsdp) == [0] * len(fsdp._units)  # and after backward
         fsdp.finish_gradient_synchronization()
@@ -274,7 +275,7 @@ def shorter_pass(context: RankContext) -> None:
     fsdp.relearn_order()
     fsdp(x, "left").sum().backward()
     fsdp.finish_gradient_synchronization()
-    assert all(unit.allocated is False for unit in fsdp._units)
+    assert all(unit.state is State.SHARDED for unit in fsdp._units)
 
 
 def test_all_ranks_may_change_the_order_together():

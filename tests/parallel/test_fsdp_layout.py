@@ -12,7 +12,7 @@ from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import ShardedOptimizer
 from distlab.parallel.fsdp import FSDP
-from distlab.parallel.fsdp import units as planning
+from distlab.parallel.fsdp import flat_param as planning
 from distlab.theory import volume as closed_form
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
 from tests.parallel.test_elementwise import OwnAdamW, Scaled

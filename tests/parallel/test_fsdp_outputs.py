@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distlab.comm import RankContext
 from distlab.parallel.fsdp import FSDP
+from distlab.parallel.fsdp.runtime import State
 from tests.parallel.test_contract import BACKENDS, run
 from tests.parallel.test_fsdp import OneProcess, full_gradients
 
@@ -304,7 +305,7 @@ def beside_one_process(context: RankContext, name: str, frozen: tuple[str, ...])
                 yield f"{name}, frozen {frozen}: {parameter_name} in step {step}"
         optimizer.step()
         one.optimizer.step()
-    if any(unit.allocated for unit in fsdp._units):
+    if any(unit.state is not State.SHARDED for unit in fsdp._units):
         yield f"{name}, frozen {frozen}: units stay gathered"
 
 

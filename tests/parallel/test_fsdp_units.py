@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from distlab.model import preset
-from distlab.parallel.fsdp import units as planning
-from distlab.parallel.fsdp.not_gathered import NotGathered
-from distlab.parallel.fsdp.units import (
+from distlab.parallel.fsdp import flat_param as planning
+from distlab.parallel.fsdp.flat_param import (
     ALIGNMENT,
     WORTH_A_BUFFER,
-    FlatPlan,
-    is_sharded,
+    NotGathered,
+    RowLayout,
     list_entries,
     plan_buffers,
     plan_units,
@@ -34,7 +33,7 @@ def test_shards_of_all_ranks_make_up_each_parameter(shapes, world_size, worth):
     assert sorted(index for indices in buffers for index in indices) == list(range(len(shapes)))
     for indices in buffers:
         assert indices == sorted(indices)
-        plan = FlatPlan(tuple(shapes[i] for i in indices), world_size)
+        plan = RowLayout(tuple(shapes[i] for i in indices), world_size)
         assert plan.numel == plan.slice_numel * world_size
         owned = torch.zeros(plan.numel, dtype=torch.int)
         for index in range(len(indices)):
@@ -42,7 +41,7 @@ def test_shards_of_all_ranks_make_up_each_parameter(shapes, world_size, worth):
         assert owned.sum() == sum(plan.numels) and (owned <= 1).all()
 
 
-def check_shards(plan: FlatPlan, index: int, owned: torch.Tensor) -> None:
+def check_shards(plan: RowLayout, index: int, owned: torch.Tensor) -> None:
     """One parameter's shards; counts in `owned` whom each element of the buffer belongs to."""
     shape, flat, end = plan.sizes[index], torch.arange(plan.numel), 0
     assert plan.offsets[index] % ALIGNMENT == 0
@@ -69,10 +68,10 @@ def test_padding_is_bounded(shapes, world_size, factor):
     """Buffers of their own: less than a row for each rank, and the alignment. One buffer: 1/64 or 2¹⁸ more."""
     shapes = [(rows * factor, *others) for rows, *others in shapes]
     buffers = plan_buffers(shapes, world_size)
-    plans = [FlatPlan(tuple(shapes[i] for i in indices), world_size) for indices in buffers]
+    plans = [RowLayout(tuple(shapes[i] for i in indices), world_size) for indices in buffers]
     elements = sum(map(math.prod, shapes))
     padding = sum(plan.numel for plan in plans) - elements
-    rows = FlatPlan(tuple(shapes), world_size).row_numels
+    rows = RowLayout(tuple(shapes), world_size).row_numels
     bound = world_size * sum(set(rows)) + sum(math.lcm(row, ALIGNMENT) for row in rows)
     assert padding < bound + (max(elements / 64, WORTH_A_BUFFER) if len(plans) == 1 else 0)
 
@@ -88,7 +87,7 @@ def test_padding_of_a_real_block(name):
 
     def padding(world_size: int) -> tuple[int, float]:
         buffers = plan_buffers(shapes, world_size)
-        plans = [FlatPlan(tuple(shapes[i] for i in indices), world_size) for indices in buffers]
+        plans = [RowLayout(tuple(shapes[i] for i in indices), world_size) for indices in buffers]
         return len(plans), round(100 * (sum(plan.numel for plan in plans) / elements - 1), 1)
 
     for world_size in (1, 2, 3, 4, 8, 64):
@@ -118,7 +117,7 @@ def test_padding_of_a_real_block(name):
 )
 def test_shapes_of_shards(shape, world_size, shards):
     """Whole rows where there are as many as ranks; else those of the next dimensions, and last of all elements."""
-    plan = FlatPlan((shape,), world_size)
+    plan = RowLayout((shape,), world_size)
     assert [plan.shard_sizes(0, rank) for rank in range(world_size)] == shards
 
 
@@ -164,7 +163,7 @@ def test_a_unit_per_child_of_a_module_list_and_per_owner_elsewhere():
         "layers.1": ["layers.1.weight"],
         "head": ["head.weight"],
     }
-    small = [entry.name for entry in list_entries(module, None) if not is_sharded(entry)]
+    small = [entry.name for entry in list_entries(module, None) if not entry.is_sharded]
     assert small == ["layers.0.0.bias", "layers.0.1.bias", "layers.1.bias", "norm.weight", "norm.bias"]
 
 

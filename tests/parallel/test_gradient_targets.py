@@ -44,7 +44,7 @@ def averages_what_the_model_writes(context: RankContext, name: str, tied: bool, 
     data = SyntheticTokens(config.vocab_size, 2, 32, seed=0, rank=context.rank, device=context.device)
     strategy = get_strategy(name)
     model = TransformerLM(config, device=context.device, seed=0)
-    wrapper = strategy.wrap(model, context.group, 0.5)
+    wrapper, _ = strategy.build(model, context.group, torch.optim.SGD, bucket_size_mb=0.5)
     plain = TransformerLM(config, device=context.device, seed=0)
 
     def backward(module: torch.nn.Module, step: int) -> None:

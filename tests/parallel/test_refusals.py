@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import BucketedDDP, NaiveDDP, get_strategy
-from distlab.parallel.base import refuse_shared_storage
+from distlab.parallel.data_parallel import refuse_shared_storage
 from distlab.testing import run_ranks
 from tests.parallel.test_contract import STRATEGIES
 

@@ -36,16 +36,19 @@ def _calls(recorder, since=0):
 def _recorded(context, name, compute_dtype):
     """The third step of a strategy on gloo."""
     strategy = get_strategy(name)
-    wrapper = strategy.wrap(TransformerLM(CONFIG), context.group, BUCKET_MB, compute_dtype)
-    optimizer = strategy.optimizer(wrapper, torch.optim.AdamW)
-    autocast = strategy.autocast_dtype(compute_dtype)
-    train = TrainStep(wrapper, optimizer, next_token_loss, autocast_dtype=autocast)
+    wrapper, optimizer = strategy.build(
+        TransformerLM(CONFIG),
+        context.group,
+        torch.optim.AdamW,
+        compute_dtype=compute_dtype,
+        bucket_size_mb=BUCKET_MB,
+    )
+    train = TrainStep(wrapper, optimizer, next_token_loss)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     for _ in range(3):
         with CollectiveRecorder() as recorder:
             train([(tokens, tokens)])
-    if hasattr(optimizer, "synchronize"):
-        optimizer.synchronize()
+    wrapper.synchronize()
     dist.barrier(context.group)
     return _calls(recorder)
 
@@ -61,7 +64,7 @@ def test_sends_what_real_ranks_send(name, dtype):
         step = simulate_step(
             name,
             lambda: TransformerLM(CONFIG, device="cpu"),
-            lambda wrapper, optimizer, mark: _train(wrapper, optimizer, mark, name, compute_dtype),
+            _train,
             world_size=2,
             rank=rank,
             bucket_size_mb=BUCKET_MB,
@@ -72,10 +75,9 @@ def test_sends_what_real_ranks_send(name, dtype):
     assert recorded[0]
 
 
-def _train(wrapper, optimizer, mark, name, compute_dtype):
+def _train(wrapper, optimizer, mark):
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    autocast = get_strategy(name).autocast_dtype(compute_dtype)
-    train = TrainStep(wrapper, optimizer, next_token_loss, autocast_dtype=autocast, mark=mark)
+    train = TrainStep(wrapper, optimizer, next_token_loss, mark=mark)
     return lambda: train([(tokens, tokens)])
 
 

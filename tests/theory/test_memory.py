@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
-from distlab.parallel.fsdp.units import FlatPlan, plan_buffers
+from distlab.parallel.fsdp.flat_param import RowLayout, plan_buffers
 from distlab.report.record import read_json
 from distlab.theory.memory.activations import PRECISIONS, activations, block_activations
 from distlab.theory.memory.peak import devices_to_fit, step_memory, zero_paper_bytes
@@ -178,7 +178,7 @@ def test_states_are_divided(shape, ranks):
         *[[embedding]] * (1 if shape.tie_embeddings else 2),
     ]
     rows = sum(
-        FlatPlan(tuple(unit[i] for i in indices), ranks).slice_numel
+        RowLayout(tuple(unit[i] for i in indices), ranks).slice_numel
         for unit in units
         for indices in plan_buffers(unit, ranks)
     )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.parallel.buckets import plan_buckets
-from distlab.parallel.fsdp.units import FlatPlan, plan_buffers
+from distlab.parallel.fsdp.flat_param import RowLayout, plan_buffers
 from distlab.theory import volume as closed_form
 from distlab.theory.volume import (
     CommunicationVolume,
@@ -148,7 +148,7 @@ MATRICES = st.lists(st.lists(SIZES, min_size=2, max_size=4).map(tuple), min_size
 @settings(max_examples=300, deadline=None)
 def test_fsdps_buffers_are_those_of_the_plan(shapes, world_size):
     plans = [
-        FlatPlan(tuple(shapes[i] for i in indices), world_size)
+        RowLayout(tuple(shapes[i] for i in indices), world_size)
         for indices in plan_buffers(shapes, world_size)
     ]
     assert sharded_buffers(shapes, world_size) == [plan.numel for plan in plans]

@@ -69,9 +69,7 @@ def overflow_on_one_rank(context: RankContext, strategy: str) -> tuple[bool, boo
     """fp16's scaler with a scale so large that one rank's gradients overflow; then a good step."""
     run = Run(context, None, strategy=strategy, dtype="fp16", clip=1.0)
     trainer = run.trainer
-    trainer.autocast_dtype = trainer.train_step.autocast_dtype = (
-        None  # fp32, so that only the injection overflows
-    )
+    trainer.wrapper.compute_dtype = None  # fp32, so that only the injection overflows
     trainer.scaler.scale = 4.0
     before = digest(trainer.wrapper)
     loss_of = trainer.train_step.loss_fn

@@ -19,16 +19,15 @@ def trained(context: RankContext, strategy_name: str, ops: str, tied: bool) -> t
     config = preset("tiny", num_layers=1, d_model=16, d_ff=24, num_heads=2, vocab_size=23, context_length=6,
                     tie_embeddings=tied, ops=ops)  # fmt: skip
     strategy = get_strategy(strategy_name)
-    wrapper = strategy.wrap(TransformerLM(config, seed=context.rank), context.group, 0.002, None)
     optimizer_cls, options = adamw(ops)
     # eps far above rounding: with the usual one a gradient of 1e-9 moves a weight as far as any other, either way.
-    optimizer = strategy.optimizer(wrapper, optimizer_cls, lr=0.02, eps=1e-2, **options)
+    options |= {"lr": 0.02, "eps": 1e-2}
+    model = TransformerLM(config, seed=context.rank)
+    wrapper, optimizer = strategy.build(model, context.group, optimizer_cls, options, bucket_size_mb=0.002)
     step = TrainStep(wrapper, optimizer, loss_function(ops))
     drawn = torch.randint(23, (2, 2, 2, 6), generator=torch.Generator().manual_seed(context.rank))
     losses = [step([tuple(batch) for batch in drawn]).item() for _ in range(3)]
-    if hasattr(wrapper, "gather_full_params"):
-        return losses, wrapper.gather_full_params()
-    return losses, {name: value.clone() for name, value in wrapper.module.state_dict().items()}
+    return losses, {name: value.detach().clone() for name, value in wrapper.full_parameters().items()}
 
 
 def beside_torchs(context: RankContext, tied: bool) -> list[tuple[list[float], dict]]:

@@ -1,10 +1,9 @@
-"""Fully sharded data parallelism: parameters, gradients and optimizer state cut by rows, a slice for each rank.
+"""Fully sharded data parallelism: parameters, gradients and optimizer state cut by rows, a shard for each rank.
 
-`units.py` plans (what is gathered together, what lies where), `shards.py` holds the memory and talks to the
-collectives, `not_gathered.py` is what is found where nothing is gathered, `order.py` keeps the ranks in step,
-`wrapper.py` decides when.
+`flat_param.py` says what lies where and holds the memory, `runtime.py` decides when it is gathered, freed and sent and
+keeps the ranks in step, `fsdp.py` is the class, `checks.py` what it refuses.
 """
 
-from distlab.parallel.fsdp.wrapper import FSDP
+from distlab.parallel.fsdp.fsdp import FSDP
 
 __all__ = ["FSDP"]

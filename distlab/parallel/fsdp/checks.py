@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distlab.parallel.fsdp.shards import FlatShard
-from distlab.parallel.fsdp.units import Entry, UnitPlan, is_called, is_piece
+from distlab.parallel.fsdp.flat_param import Entry, FlatParam, UnitPlan, is_called
 
 
 def check_compute_dtype(dtype: Any) -> None:
@@ -19,11 +18,11 @@ def check_compute_dtype(dtype: Any) -> None:
         )
 
 
-def check_still_frozen(shards: Sequence[FlatShard]) -> None:
-    """Raises ValueError for a piece that was frozen or unfrozen, of which its unit knows nothing."""
-    for shard in shards:
-        for entry, piece in zip(shard.entries, shard.pieces, strict=True):
-            if piece.requires_grad != shard.trainable:
+def check_still_frozen(params: Sequence[FlatParam]) -> None:
+    """Raises ValueError for a shard that was frozen or unfrozen, of which its unit knows nothing."""
+    for param in params:
+        for entry, shard in zip(param.entries, param.shards, strict=True):
+            if shard.requires_grad != param.trainable:
                 raise ValueError(
                     f"requires_grad of '{entry.name}' changed after wrapping, which would not reach its unit: "
                     "close() this wrapper, change it, and wrap the module again"
@@ -65,15 +64,15 @@ def refuse_uncallable(module: nn.Module) -> None:
 
 
 def refuse_parameters(entries: list[Entry]) -> None:
-    """What would be lost without a word when parameters are replaced by pieces.
+    """What would be lost without a word when parameters are replaced by shards.
 
     Raises:
-        ValueError: parameters that are pieces already, that carry hooks, that a recurrent module keeps in a
+        ValueError: parameters that are shards already, that carry hooks, that a recurrent module keeps in a
             list of its own, or that an optimizer holds.
     """
     for entry in entries:
         parameter = entry.parameter
-        if is_piece(parameter):
+        if getattr(parameter, "made_by_fsdp", False):
             raise ValueError(f"FSDP: '{entry.name}' is wrapped already: call close() on that wrapper first")
         if getattr(parameter, "_post_accumulate_grad_hooks", None) or parameter._backward_hooks:
             raise ValueError(

@@ -1,15 +1,18 @@
-"""Parameters in flat buffers laid out like gradient buckets, of which each rank owns a slice (ZeRO stage 1).
+"""The buckets of a `BucketedDDP` under ZeRO stage 1: gradients reduce-scattered, parameters gathered.
 
     bucket b    │ parameter 7 │ parameter 6        │ parameter 5 │ padding │
     slices      │ rank 0          │ rank 1          │ rank 2              │
 
-A slice cuts through parameters: rank 1 above owns a piece of parameter 6 and nothing else, rank 2 the rest of it and
-all of parameter 5.
+Parameters are moved into flat buffers laid out like the gradient buckets, and a rank owns the same slice of both. It
+cuts through parameters: rank 1 above owns a part of parameter 6 and nothing else, rank 2 the rest of it and all of
+parameter 5.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,71 +20,76 @@ from torch.distributed import Work
 from torch.utils.hooks import RemovableHandle
 
 from distlab.comm import collectives
-from distlab.parallel.bucketed import BucketedDDP
+from distlab.parallel.buckets import GradientBucket, adopt_foreign_gradients, write_used_flags
 from distlab.parallel.in_flight import in_flight_class
+from distlab.parallel.partial_gradients import PartialGradients
+from distlab.parallel.shard import Shard, plain_name
+
+if TYPE_CHECKING:
+    from distlab.parallel.bucketed import BucketedDDP
 
 
-class Piece:
-    """The part of one parameter that this rank owns.
-
-    Args:
-        parameter: its values, 1-D (a scalar parameter's 0-D, as its optimizer state must be), a view of the flat
-            buffer, and a parameter to the optimizer.
-        gradient: where its part of the mean gradient arrives, of the same shape.
-        start: its first element within the flattened whole parameter.
-    """
-
-    def __init__(self, parameter: nn.Parameter, gradient: Tensor, start: int):
-        self.parameter = parameter
-        self.gradient = gradient
-        self.start = start
-
-    def cut(self, value: Any, numel: int) -> Any:
-        """This piece of a whole parameter's state; what is not one number per element is kept as it is."""
-        if isinstance(value, Tensor) and value.ndim > 0 and value.numel() == numel:
-            return value.flatten()[self.start : self.start + self.parameter.numel()]
-        return value
-
-
-class SlicedParameters:
-    """Makes a wrapper's parameters views of flat buffers, and gathers the buffers when slices have changed.
+class ShardedBuckets:
+    """What a rank keeps of a wrapper's buckets, and the ways there and back.
 
     Between `start_gathering()` and `wait()` a parameter is in flight (`in_flight.py`): reading it in Python waits.
-    The hooks of `hook_forward` wait before that, module by module.
+    Hooks wait before that, module by module.
 
     Args:
-        ddp: reduce-scatters from now on (`BucketedDDP.shard_gradients`).
+        ddp: the wrapper; its plan is padded to equal slices and has no flags, which go in one message of their own.
+        buckets: of its gradients.
+
+    Attributes:
+        shards: by parameter, what this rank owns of it: 1-D (0-D of a scalar, as its optimizer's state must be), a
+            view of the flat buffer, perhaps empty, and a parameter to the optimizer.
+        starts: by parameter, its shard's first element, counted in the order of the parameter's memory.
+        received: where this rank's slice of each bucket's mean arrives.
+        gradients: watches `.grad`, of which only the owned part is the mean, and the rest leftovers.
     """
 
-    def __init__(self, ddp: BucketedDDP):
-        ddp.shard_gradients()
+    def __init__(self, ddp: BucketedDDP, buckets: Sequence[GradientBucket]):
         self._group = ddp.process_group
-        self._plan = ddp.plan
+        self._rank = self._group.rank()
+        self._buckets = buckets
         self._gathering: dict[int, Work] = {}
-        self.pieces: dict[nn.Parameter, list[Piece]] = {parameter: [] for parameter in ddp.trainable}
         self._bucket_of: dict[nn.Parameter, int] = {}
-        self._flat = [self._move(number, ddp) for number in range(len(ddp.plan))]
+        self._means: dict[nn.Parameter, Tensor] = {}
+        self.starts: dict[nn.Parameter, int] = {}
+        values: dict[nn.Parameter, nn.Parameter] = {}
+        self._flat = [self._move(number, bucket, values) for number, bucket in enumerate(buckets)]
+        self.shards = {
+            p: Shard(plain_name(name), p.shape, self.starts[p] if p.is_contiguous() else None, values[p])
+            for name, p in zip(ddp.trainable_names, ddp.trainable, strict=True)
+        }
+        self._means_in_buckets = [bucket.buffer[bucket.plan.slice_of(self._rank)] for bucket in buckets]
+        self._in_place = collectives.shards_in_place(ddp.device, self._group)
+        self.received = [
+            mean if self._in_place else torch.empty_like(mean) for mean in self._means_in_buckets
+        ]
+        self._flags = torch.empty(len(ddp.trainable), device=ddp.device)
+        views = {p: view for bucket in buckets for p, view in zip(bucket.parameters, bucket.views, strict=True)}
+        self.gradients = PartialGradients(ddp.trainable_names, ddp.trainable, [views[p] for p in ddp.trainable])
         self._classes = [self._in_flight_classes(number) for number in range(len(self._flat))]
         self._wait_outside_graph = torch.compiler.disable(self.wait)
         self._compiled: set[nn.Module] = set()  # compiled modules that a hook waits for
+        self._hooks = list(self._hook_forward(ddp))
 
     @torch.no_grad()
-    def _move(self, number: int, ddp: BucketedDDP) -> Tensor:
-        """Move the parameters of a bucket into one buffer; note this rank's pieces."""
-        plan, rank = self._plan[number], self._group.rank()
-        parameters = [ddp.trainable[slot.index] for slot in plan.slots]
-        flat = torch.zeros(plan.numel, dtype=plan.dtype, device=ddp.device)
-        for parameter, view in zip(parameters, plan.views(flat, parameters), strict=True):
+    def _move(
+        self, number: int, bucket: GradientBucket, values: dict[nn.Parameter, nn.Parameter]
+    ) -> Tensor:
+        """Move the parameters of a bucket into one buffer; note what this rank owns of them, and where means lie."""
+        plan = bucket.plan
+        flat = torch.zeros(plan.numel, dtype=plan.dtype, device=bucket.buffer.device)
+        for position, view in enumerate(plan.views(flat, bucket.parameters)):
+            parameter = bucket.parameters[position]
             parameter.data = view.copy_(parameter)
-            self._bucket_of[parameter] = number
-        low, _ = plan.shard_range(rank)
-        for slot, start, stop in plan.segments(rank):
-            whole = ddp.trainable[slot.index]
-            shape = whole.shape if whole.ndim == 0 else (-1,)
-            values = nn.Parameter(flat[slot.offset + start : slot.offset + stop].view(shape))
-            first = slot.offset + start - low
-            gradient = ddp.gradient_shards[number][first : first + stop - start].view(shape)
-            self.pieces[whole].append(Piece(values, gradient, start))
+            start, stop = plan.piece(position, self._rank)
+            here = slice(plan.offsets[position] + start, plan.offsets[position] + stop)
+            shape = parameter.shape if parameter.ndim == 0 and start < stop else (-1,)
+            values[parameter] = nn.Parameter(flat[here].view(shape))
+            self._means[parameter] = bucket.buffer[here].view(shape)
+            self._bucket_of[parameter], self.starts[parameter] = number, start
         return flat
 
     def _in_flight_classes(self, number: int) -> list[tuple[nn.Parameter, type, type | None]]:
@@ -93,26 +101,32 @@ class SlicedParameters:
                 made[type(parameter)] = in_flight_class(parameter, arrive)
         return [(p, type(p), made[type(p)]) for p, bucket in self._bucket_of.items() if bucket == number]
 
-    def all_pieces(self) -> list[Piece]:
-        """This rank's pieces of all parameters."""
-        return [piece for pieces in self.pieces.values() for piece in pieces]
+    @torch.no_grad()
+    def take_means(self) -> None:
+        """After the reduce-scatters: put what arrived into place, and adopt gradients that only other ranks have."""
+        for mean, received in zip(self._means_in_buckets, self.received, strict=True):
+            if received is not mean:
+                mean.copy_(received)
+        watched = self.gradients
+        write_used_flags(self._flags, watched.parameters, 1.0)
+        work = collectives.all_reduce_mean(self._flags, self._group)
+        collectives.wait(work, self._group, "averaging gradients")
+        adopt_foreign_gradients(self._flags, watched.parameters, watched.views)
+        watched.note()
 
     def point_gradients(self) -> None:
-        """Let each piece's `.grad` be its part of the mean, or None where no rank used the parameter."""
-        for parameter, pieces in self.pieces.items():
-            for piece in pieces:
-                piece.parameter.grad = None if parameter.grad is None else piece.gradient
+        """Let each shard's `.grad` be its part of the mean, or None where no rank used the parameter."""
+        for parameter, shard in self.shards.items():
+            shard.tensor.grad = None if parameter.grad is None else self._means[parameter]
 
     @torch.no_grad()
     def start_gathering(self) -> None:
         """Send this rank's slices on their way, the first layers' first (they lie in the last bucket)."""
-        in_place = collectives.shards_in_place(self._flat[0].device, self._group)
         for number in reversed(range(len(self._flat))):
             flat = self._flat[number]
-            own = flat[slice(*self._plan[number].shard_range(self._group.rank()))]
-            self._gathering[number] = collectives.all_gather(
-                flat, own if in_place else own.clone(), self._group
-            )
+            own = flat[self._buckets[number].plan.slice_of(self._rank)]
+            own = own if self._in_place else own.clone()
+            self._gathering[number] = collectives.all_gather(flat, own, self._group)
             for parameter, _, in_flight in self._classes[number]:
                 if in_flight is not None:
                     parameter.__class__ = in_flight
@@ -130,9 +144,16 @@ class SlicedParameters:
             # Last: another thread that reads meanwhile, or after an error, must find what to wait for.
             self._gathering.pop(number, None)
 
+    def close(self) -> None:
+        """Wait for the parameters and detach the hooks."""
+        self.wait()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
     # -- when forward waits --------------------------------------------------------------------------------
 
-    def hook_forward(self, wrapper: nn.Module) -> Iterator[RemovableHandle]:
+    def _hook_forward(self, wrapper: nn.Module) -> Iterator[RemovableHandle]:
         """Let modules wait for what they need, before their forward and not in front of everybody's.
 
         - A module waits for its own parameters, or without autograd for all: torch's modules then take shortcuts
@@ -187,14 +208,3 @@ class SlicedParameters:
 def _is_compiled_form(module: nn.Module) -> bool:
     """Whether it is what `torch.compile(module)` returns."""
     return "_orig_mod" in module._modules
-
-
-def join(pieces: list[tuple[int, dict[str, Any]]], shape: torch.Size) -> dict[str, Any]:
-    """Put the optimizer states of a parameter's pieces, (first element, state), together to that of the whole."""
-    in_order = [state for _, state in sorted(pieces, key=lambda piece: piece[0])]
-    return {
-        key: torch.cat([state[key] for state in in_order]).view(shape)
-        if isinstance(value, Tensor) and value.ndim > 0
-        else value
-        for key, value in in_order[0].items()
-    }

@@ -7,26 +7,30 @@ One step with units A, B, C; `ag` gathers a unit's parameters, `rs` reduce-scatt
     gathered       │   A B   │   B C   │    C    │   C B   │   B A   │    A    │
 
 A unit is fetched while the one before it computes, freed after its forward, fetched again for its backward,
-and its gradients leave while the next one computes. `schedule.py` says when, `shards.py` holds the memory.
+and its gradients leave while the next one computes. `runtime.py` says when, `flat_param.py` holds the memory.
 
 Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps; Rajbhandari et al. 2020 (ZeRO) call
 it stage 3. `docs/fsdp.md` states memory, precision and limits.
 """
 
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.comm import collectives
 from distlab.parallel import step_guard
-from distlab.parallel.base import (
+from distlab.parallel.base import ParallelModel
+from distlab.parallel.data_parallel import (
     DataParallel,
     check_ranks_agree,
     refuse_assigned_parameters,
@@ -35,23 +39,13 @@ from distlab.parallel.base import (
 )
 from distlab.parallel.elementwise import check_elementwise
 from distlab.parallel.fsdp import checks
-from distlab.parallel.fsdp.deferred import initialize_in_turn, materialize_buffers
-from distlab.parallel.fsdp.edits import (
-    OverflowOfAllRanks,
-    find_edited,
-    forget_gradients,
-    note_gradients,
-    stepped_by_scaler,
-)
-from distlab.parallel.fsdp.precision import plan_casts
-from distlab.parallel.fsdp.replicated import Replicated
-from distlab.parallel.fsdp.schedule import Schedule, in_backward
-from distlab.parallel.fsdp.shards import Unit, square_sum, watched
-from distlab.parallel.fsdp.units import Entry, UnitPlan, is_sharded, list_entries, plan_units
-from distlab.parallel.ownership import Owned
+from distlab.parallel.fsdp.flat_param import Entry, Replicated, list_entries, plan_units
+from distlab.parallel.fsdp.runtime import Runtime, Unit, in_backward, plan_casts
+from distlab.parallel.meta import initialize_in_turn, materialize_buffers
+from distlab.parallel.shard import Shard, plain_name, whole
 
 
-class FSDP(nn.Module):
+class FSDP(ParallelModel):
     """Shards a module's matrices over the ranks and replicates its vectors.
 
     `parameters()` yields what the optimizer steps, in fp32 (fp64 stays fp64), under the module's own names: this
@@ -64,17 +58,20 @@ class FSDP(nn.Module):
         module: any `nn.Module` on one device; construction takes rank 0's parameters and buffers.
         compute_dtype: dtype in which matrices are sent and used in forward and backward, together with their biases;
             modules that hold matrices also get their floating-point inputs in it. Norms stay in fp32 and return it;
-            see `precision.py`. Gradients are reduced in the masters' dtype. None: the dtypes of the module.
+            see `plan_casts`. Gradients are reduced in the masters' dtype. None: the dtypes of the module.
         process_group: default: the default group.
         init_fn: for a module built on meta: `init_fn(module)` writes every parameter, in registration order, as
-            `lambda model: model.reset_parameters(seed)` does; see `deferred.py`. Ranks must draw alike.
-        device: where to make the pieces of a module built on meta.
+            `lambda model: model.reset_parameters(seed)` does; see `distlab.parallel.meta`. Ranks must draw alike.
+        device: where to make the shards of a module built on meta.
 
     Raises:
         ValueError: no parameters, an uninitialized one, two that share memory, several devices, a compute type that
             is no float, a module wrapped already, an optimizer that holds its parameters, a module on meta without
             `init_fn` and `device`, or ranks that disagree on the model (then on every rank).
     """
+
+    casts_parameters = True
+    _shards_gradients = True
 
     def __init__(
         self,
@@ -88,6 +85,7 @@ class FSDP(nn.Module):
         super().__init__()
         checks.check_compute_dtype(compute_dtype)
         self.module = module
+        self.compute_dtype = compute_dtype
         self.process_group = collectives.resolve_group(process_group)
         refuse_uninitialized(module)
         entries = list_entries(module, compute_dtype)
@@ -104,36 +102,31 @@ class FSDP(nn.Module):
         deferred = entries[0].parameter.is_meta
         if not deferred:
             collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
-        self._shard(entries, plans)
+        self._units = [
+            Unit(index, plan, self.device, self.process_group) for index, plan in enumerate(plans)
+        ]
+        self._flat_params = [param for unit in self._units for param in unit.params]
+        small = [entry for entry in entries if not entry.is_sharded]
+        self._replicated = Replicated(small, self.device, self.process_group)
         if deferred:
             materialize_buffers(module, self.device)
-            initialize_in_turn(module, self._shards, init_fn)
+            initialize_in_turn(module, self._stand_ins(), init_fn)
             collectives.broadcast_all([*self._replicated.masters, *module.buffers()], self.process_group)
-        for unit in self._units:
-            unit.register()
+            for unit in self._units:
+                unit.register()  # in place of what was initialized
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.trainable_names, self.trainable = [n for n, _ in trainable], [p for _, p in trainable]
         self._load_check = module.register_load_state_dict_post_hook(refuse_assigned_parameters(self))
-        self._schedule = Schedule(self._units, self.process_group)
-        self._schedule.cast(casts)
+        self._runtime = Runtime(self._units, self.process_group)
+        self._runtime.cast(casts)
         replicated = {id(master) for master in self._replicated.masters}
         self._named_shards = [(name, p) for name, p in trainable if id(p) not in replicated]
         self._named_replicated = [(name, p) for name, p in trainable if id(p) in replicated]
+        self._held = list(self._find_shards())
         self._stepped_by: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._editing = False  # inside elementwise_gradient_edits()
         self._overflow: OverflowOfAllRanks | None = None  # in these edits, since the last finish
         step_guard.guard(self.trainable, self)
-
-    def _shard(self, entries: list[Entry], plans: list[UnitPlan]) -> None:
-        """Cut the matrices into pieces unit by unit, and let go of the full parameters."""
-        self._units: list[Unit] = []
-        for index, plan in enumerate(plans):
-            unit = Unit(index, plan, self.device, self.process_group)
-            self._units.append(unit)
-            unit.load_and_register()  # lets go of full parameters before the next unit takes memory
-        self._shards = [shard for unit in self._units for shard in unit.shards]
-        small = [entry for entry in entries if not is_sharded(entry)]
-        self._replicated = Replicated(small, self.device, self.process_group)
 
     # -- the public face -----------------------------------------------------------------------------------
 
@@ -141,21 +134,21 @@ class FSDP(nn.Module):
         """Call the wrapped module; any arguments, any result. Without gradients it needs no finish."""
         if in_backward():  # this very call is being recomputed
             return self.module(*args, **kwargs)
-        if self._schedule.backward_failed:
+        if self._runtime.backward_failed:
             self._recover()
         self._replicated.refresh()
-        with watched(self._units), self._schedule.forward_pass(self.module.training):
+        with self._runtime.forward_pass(self.module.training):
             return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside keep full gradients here (as large as the masters); the next one outside
         sends the sum."""
-        before, self._schedule.synchronize = self._schedule.synchronize, False
+        before, self._runtime.synchronize = self._runtime.synchronize, False
         try:
             yield
         finally:
-            self._schedule.synchronize = before
+            self._runtime.synchronize = before
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until the `.grad` of every piece and every replicated parameter is the mean over ranks.
@@ -168,12 +161,12 @@ class FSDP(nn.Module):
             ValueError: a parameter was frozen or unfrozen after wrapping.
             RuntimeError: backward reached parameters of a unit, but not through what the unit returned.
         """
-        if not self._schedule.pending:
+        if not self._runtime.pending:
             return
-        checks.check_still_frozen(self._shards)
+        checks.check_still_frozen(self._flat_params)
         self._overflow = None
-        arrived = self._schedule.unfinished
-        self._schedule.finish()
+        arrived = self._runtime.unfinished
+        self._runtime.finish()
         self._replicated.average()
         note_gradients(self._replicated.trainable)
         if arrived:  # else the shards' gradients are those of before, and an edit of them is one still
@@ -190,7 +183,7 @@ class FSDP(nn.Module):
         Raises:
             RuntimeError: gradients that are not synchronized, or have been edited already.
         """
-        self._refuse_unsynchronized()
+        self.check_gradients()
         forget_gradients(self.trainable)  # left by an exception, they are half edited
         self._overflow = OverflowOfAllRanks(self.process_group)
         self._editing = True
@@ -201,31 +194,6 @@ class FSDP(nn.Module):
             self._editing = False
         note_gradients(self.trainable)
 
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their joint 2-norm, over all ranks' pieces, is at most `max_norm`.
-
-        The same arithmetic as `torch.nn.utils.clip_grad_norm_` on the unsharded model: call it after
-        `finish_gradient_synchronization()`, on every rank. Nothing waits on the host for the result.
-
-        Returns:
-            The norm before clipping, 0-dim fp32, the same on every rank; inf or nan if a gradient is.
-
-        Raises:
-            RuntimeError: gradients that are not synchronized, or have been edited.
-        """
-        self._refuse_unsynchronized()
-        pieces = [piece.grad for shard in self._shards for piece in shard.pieces if piece.grad is not None]
-        small = [master.grad for master in self._replicated.trainable if master.grad is not None]
-        square = square_sum(pieces, self.device)
-        total = collectives.sum_tensor(square, self.process_group) + square_sum(small, self.device)
-        norm = total.sqrt().float()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if pieces or small:
-            torch._foreach_mul_([*pieces, *small], scale)
-        note_gradients(self.trainable)
-        return norm
-
     def check_step(self, optimizer: Optimizer) -> None:
         """Runs before every step of an optimizer that holds parameters of this wrapper.
 
@@ -235,7 +203,7 @@ class FSDP(nn.Module):
                 every rank.
         """
         check_elementwise(optimizer)
-        self._refuse_unsynchronized()
+        self.check_gradients()
         if stepped_by_scaler(optimizer) and not (self._overflow is not None and self._overflow.asked):
             raise RuntimeError(
                 "FSDP: this GradScaler looked for overflow in what this rank alone sees, so ranks could skip different "
@@ -245,11 +213,11 @@ class FSDP(nn.Module):
             self._stepped_by.add(optimizer)
             optimizer.register_step_post_hook(_AfterStep(self))
 
-    def _refuse_unsynchronized(self) -> None:
-        """Raise if `.grad` is not what the last synchronization left."""
+    def check_gradients(self) -> None:
+        """Raise RuntimeError if `.grad` is not what the last synchronization left."""
         replicated = find_edited(self._named_replicated)
         edited = replicated is not None and not self._editing
-        if self._schedule.unfinished or (edited and self._schedule.pending):
+        if self._runtime.unfinished or (edited and self._runtime.pending):
             raise RuntimeError(
                 "FSDP: call finish_gradient_synchronization() after backward, before optimizer.step(); backward passes "
                 "under no_sync() are sent by the next one outside it"
@@ -262,6 +230,13 @@ class FSDP(nn.Module):
                 "itself (clip_grad_value_, GradScaler.unscale_) go inside `with fsdp.elementwise_gradient_edits():`"
             )
 
+    def _note_scaled(self) -> None:
+        note_gradients(self.trainable)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """See `gather_full_params`."""
+        return self.gather_full_params()
+
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
         """Every parameter in full on every rank: original names and shapes, masters' type (fp32), no padding.
@@ -270,8 +245,8 @@ class FSDP(nn.Module):
         the whole model in fp32.
         """
         found = {}
-        for shard in self._shards:
-            for entry, full in zip(shard.entries, shard.gather_masters(), strict=True):
+        for param in self._flat_params:
+            for entry, full in zip(param.entries, param.gather_masters(), strict=True):
                 found.update(dict.fromkeys(entry.names, full))
         for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
             found.update(dict.fromkeys(entry.names, master.detach().clone()))
@@ -294,58 +269,60 @@ class FSDP(nn.Module):
                 raise ValueError(f"load_full_params: '{name}' {found}; the model's has shape {needed}")
             load(parameters[name])
 
-    def owned(self) -> list[Owned]:
-        """Every shard and every replicated parameter that this rank holds.
+    def shards(self) -> list[Shard]:
+        """This rank's rows of every matrix, and the replicated parameters."""
+        return self._held
 
-        Raises:
-            ValueError: a parameter that is not in row-major order, of which a shard is no run of elements.
-        """
-        held = []
-        for entry in (entry for shard in self._shards for entry in shard.entries):
-            if list(entry.memory_order) != sorted(entry.memory_order):
-                raise ValueError(f"FSDP: '{entry.name}' is not contiguous: its pieces are no runs of its elements")
-        for shard in self._shards:
-            for index, (entry, piece) in enumerate(zip(shard.entries, shard.pieces, strict=True)):
-                start, _ = shard.plan.piece(index, shard.rank)
-                held.append(Owned(entry.name, entry.parameter.shape, piece, start))
+    def _find_shards(self) -> Iterator[Shard]:
+        for param in self._flat_params:
+            for index, (entry, shard) in enumerate(zip(param.entries, param.shards, strict=True)):
+                # Rows of a matrix that is not in row-major order are no contiguous part of its elements.
+                in_order = list(entry.memory_order) == sorted(entry.memory_order)
+                start = param.layout.piece(index, param.rank)[0] if in_order else None
+                yield Shard(plain_name(entry.name), entry.parameter.shape, start, shard)
         for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
-            held.append(Owned(entry.name, master.shape, master, replicated=True))
-        return held
+            yield whole(entry.name, master)
+
+    def _stand_ins(self) -> Iterator[tuple[str, nn.Parameter, Callable[[Tensor], None]]]:
+        for param in self._flat_params:
+            for index, entry in enumerate(param.entries):
+                full = torch.empty_like(entry.parameter, device=self.device)
+                stand_in = nn.Parameter(full, entry.parameter.requires_grad)
+                entry.register(stand_in)
+                yield entry.name, stand_in, partial(param.load, index)
 
     def _loaders(self) -> Iterator[tuple[Entry, Callable[[Tensor], Any]]]:
-        for shard in self._shards:
-            for index, entry in enumerate(shard.entries):
-                yield entry, partial(shard.load, index)
+        for param in self._flat_params:
+            for index, entry in enumerate(param.entries):
+                yield entry, partial(param.load, index)
         for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
             yield entry, master.copy_
 
-    def sync_buffers(self) -> None:
-        """Overwrite all buffers (BatchNorm statistics, say) by those of rank 0. Blocks."""
-        collectives.broadcast_all(self.module.buffers(), self.process_group)
-
     def relearn_order(self) -> None:
         """Forget in which order units ran: the next pass of each kind is compared between ranks again."""
-        self._schedule.forget_orders()
+        self._runtime.forget_orders()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`, and drop what `no_sync()` accumulated, which no optimizer sees."""
-        self._schedule.receive()  # else gradients in flight would be added later
-        self._schedule.unfinished = False
+        self._runtime.wait_for_reduce_scatter()  # else gradients in flight would be added later
+        self._runtime.unfinished = False
         super().zero_grad(set_to_none)
-        for shard in self._shards:
-            shard.drop_gradients()
+        for param in self._flat_params:
+            param.drop_gradients()
         note_gradients(self.trainable)
 
-    def close(self) -> None:
-        """Detach every hook and give the module full parameters again, on every rank, in the masters' type.
+    def close(self, *, restore: bool = True) -> None:
+        """Detach every hook, and give the module full parameters again, in the masters' type (on every rank).
 
         What was frozen or unfrozen since stays so, for whoever wraps the module again.
         """
-        full = self.gather_full_params()
+        full = self.gather_full_params() if restore else {}
         step_guard.release(self.trainable)
-        self._schedule.close()
+        if restore:  # may wait for communication
+            self._runtime.reshard()
+        self._runtime.close()
         self._load_check.remove()
-        for entry, _ in self._loaders():
+        for entry, _ in self._loaders() if restore else ():
             entry.uninstall()
             owner, attribute = entry.owners[0]
             whole = nn.Parameter(full[entry.name], owner._parameters[attribute].requires_grad)
@@ -366,7 +343,7 @@ class FSDP(nn.Module):
     def _recover(self) -> None:
         """After a backward that raised: forget it and its gradients. All ranks must have failed at one place;
         otherwise those that wait fail within the group's timeout."""
-        self._schedule.recover()
+        self._runtime.recover()
         self.zero_grad()
 
 
@@ -380,6 +357,73 @@ class _AfterStep:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         fsdp = self._fsdp()
         if fsdp is not None:
-            if fsdp._schedule.unfinished:  # a closure's backward
-                fsdp._refuse_unsynchronized()
+            if fsdp._runtime.unfinished:  # a closure's backward
+                fsdp.check_gradients()
             note_gradients(fsdp.trainable)
+
+
+# -- edits of synchronized gradients ---------------------------------------------------------------------------
+#
+# A rank holds a shard of each matrix' gradient. What is computed of all elements here, such as a norm or whether one of
+# them overflowed, differs from rank to rank, and the replicated parameters, stepped by it, would drift apart.
+
+
+def note_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Remember the gradients as they are now, each in an attribute of its own: the version of its values."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            gradient.synchronized_version = gradient._version  # operations in place count it up
+
+
+def forget_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Undo `note_gradients`: whatever they are now counts as edited."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.synchronized_version = None
+
+
+def find_edited(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
+    """The name of a parameter whose gradient was changed or replaced since, or None; to drop one is no edit."""
+    for name, parameter in named:
+        gradient = parameter.grad
+        if gradient is not None and getattr(gradient, "synchronized_version", None) != gradient._version:
+            return name
+    return None
+
+
+def stepped_by_scaler(optimizer: Optimizer) -> bool:
+    """Whether a `GradScaler` is calling `optimizer.step()`.
+
+    Its operation that unscales gradients does not count up their versions, so its step is recognised: by what it
+    leaves in an optimizer that skips by itself (a fused one), else by the function that calls.
+    """
+    if getattr(optimizer, "found_inf", None) is not None:
+        return True
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is GradScaler._maybe_opt_step.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class OverflowOfAllRanks(TorchDispatchMode):
+    """Inside, `GradScaler.unscale_` finds an overflow on every rank if any rank has one, so that all skip the step.
+
+    Attributes:
+        asked: whether that has happened.
+    """
+
+    def __init__(self, group: ProcessGroup):
+        super().__init__()
+        self._group = group
+        self.asked = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            found: Tensor = args[1]
+            found.copy_(collectives.sum_tensor(found, self._group).clamp(max=1.0))
+            self.asked = True
+        return result

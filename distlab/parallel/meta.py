@@ -1,12 +1,12 @@
-"""Initialise a module that was built on meta, without ever holding more than one of its matrices.
+"""Models built on meta, without memory: made on a device as a whole, or one matrix at a time (FSDP).
 
 `initialize_in_turn` runs the module's own initialisation on stand-ins: parameters of the right shape whose
-memory is allocated when an operator first touches them, and which are cut into pieces and freed when the
+memory is allocated when an operator first touches them, and which are cut into shards and freed when the
 operator of another parameter comes. So a model larger than one device can be initialised by the code that
 would initialise it whole, and draws the same numbers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,40 +14,69 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distlab.parallel.fsdp.shards import FlatShard
+
+def materialize(module: nn.Module, device: torch.device, init: Callable[[nn.Module], Any]) -> None:
+    """Give everything on meta memory on `device`, and let `init(module)` write it. Tied parameters stay tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in made:
+                    full = torch.empty_like(parameter, device=device)
+                    made[parameter] = nn.Parameter(full, parameter.requires_grad)
+                owner._parameters[name] = made[parameter]
+    materialize_buffers(module, device)
+    init(module)
+
+
+def materialize_buffers(module: nn.Module, device: torch.device) -> None:
+    """Give buffers on meta memory on `device`; their values are for the initialisation to write."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                owner._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def reset_parameters(module: nn.Module) -> None:
+    """Call `reset_parameters()` of the outermost modules that have it.
+
+    Raises:
+        ValueError: a module that owns parameters or buffers has none.
+    """
+    reset = getattr(module, "reset_parameters", None)
+    if reset is not None:
+        reset()
+        return
+    if any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
+        raise ValueError(
+            f"{type(module).__name__} owns parameters or buffers and has no reset_parameters(): give init=… to write "
+            "their values"
+        )
+    for child in module.children():
+        reset_parameters(child)
 
 
 def initialize_in_turn(
-    module: nn.Module, shards: Sequence[FlatShard], init_fn: Callable[[nn.Module], Any]
+    module: nn.Module,
+    stand_ins: Iterable[tuple[str, nn.Parameter, Callable[[Tensor], None]]],
+    init_fn: Callable[[nn.Module], Any],
 ) -> None:
-    """Call `init_fn(module)` with every sharded parameter in full, one at a time.
+    """Call `init_fn(module)` with every stand-in in full, one at a time.
 
-    Every rank draws everything and keeps its pieces, so ranks must draw alike (equal seeds). Buffers and
+    Every rank draws everything and keeps its shards, so ranks must draw alike (equal seeds). Buffers and
     replicated parameters are ordinary memory all along, uninitialised when `init_fn` begins.
+
+    Args:
+        stand_ins: name, the parameter that the module finds, and what to do with its values.
 
     Raises:
         RuntimeError: `init_fn` returns to a parameter after it has gone on to another, uses two in one
             operator, or leaves one untouched.
     """
-    mode = _InTurn()
-    for shard in shards:
-        for index, entry in enumerate(shard.entries):
-            like = entry.parameter
-            full = torch.empty_like(like, device=shard.master.device)
-            stand_in = nn.Parameter(full, like.requires_grad)
-            entry.register(stand_in)
-            mode.add(entry.name, stand_in, lambda full, shard=shard, index=index: shard.load(index, full))
+    mode = _InTurn(stand_ins)
     with mode:
         init_fn(module)
     mode.finish()
-
-
-def materialize_buffers(module: nn.Module, device: torch.device) -> None:
-    """Give buffers on meta memory on `device`; their values are for `init_fn` to write."""
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                owner._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 class _Waiting:
@@ -62,14 +91,11 @@ class _Waiting:
 
 
 class _InTurn(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self, stand_ins: Iterable[tuple[str, nn.Parameter, Callable[[Tensor], None]]]) -> None:
         super().__init__()
-        self._waiting: dict[int, _Waiting] = {}  # by the address of the storage object
+        waiting = (_Waiting(*each) for each in stand_ins)
+        self._waiting = {each.storage._cdata: each for each in waiting}  # by the address of the storage object
         self._current: _Waiting | None = None
-
-    def add(self, name: str, parameter: nn.Parameter, keep: Callable[[Tensor], None]) -> None:
-        waiting = _Waiting(name, parameter, keep)
-        self._waiting[waiting.storage._cdata] = waiting
 
     def finish(self) -> None:
         """Keep the last one, and see that none was left out."""

@@ -11,12 +11,13 @@ backward's products, are left to the products. The GPUs must be on one host and 
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm.copy_engine import CopyEngineAllReduce, check_copy_engines
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.buckets import GradientBucket
+from distlab.parallel.sharded_buckets import ShardedBuckets
 
 
 class CopyEngineDDP(BucketedDDP):
@@ -39,13 +40,14 @@ class CopyEngineDDP(BucketedDDP):
         process_group: ProcessGroup | None = None,
     ):
         super().__init__(module, bucket_size_mb, process_group=process_group)
+        self.allocate()  # here, where all ranks are, because they map each other's memory
 
     @property
     def bytes_outside_allocator(self) -> int:
         """Bytes of this GPU that the buckets take and torch's caching allocator does not count."""
         return self._exchange.num_bytes
 
-    def shard_gradients(self) -> None:
+    def shard(self) -> ShardedBuckets:
         """Refused: what `ZeroOptimizer` needs is a reduce-scatter.
 
         Raises:
@@ -65,5 +67,7 @@ class CopyEngineDDP(BucketedDDP):
             for bucket, buffer in zip(self.plan, self._exchange.tensors, strict=True)
         ]
 
-    def _send(self, number: int, buffer: Tensor) -> CopyEngineAllReduce:
-        return self._exchange.start(number)
+    def _issue_next(self) -> None:
+        number = len(self._in_flight)
+        self._buckets[number].seal()
+        self._in_flight.append(self._exchange.start(number))

@@ -1,0 +1,372 @@
+"""What our DDPs share: start alike, watch gradients, average them, say clearly what is wrong.
+
+A strategy is a subclass that decides two things: what to do when a gradient is ready (`_gradient_ready`) and
+what is left to do at the end (`_synchronize`). The life of one step:
+
+    forward ─ backward ─────────────────────── finish_gradient_synchronization() ─ optimizer.step()
+              │ hook per parameter                │
+              └ _gradient_ready(index)            └ _synchronize()
+
+Equality. Afterwards each trainable parameter's `.grad` is the mean over ranks of the local gradients, where a
+missing gradient (None) counts as zero; a parameter that no rank used keeps `.grad = None`.
+"""
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from distlab.comm import collectives
+from distlab.parallel import step_guard
+from distlab.parallel.base import ParallelModel
+from distlab.parallel.shard import Shard, whole
+
+
+class DataParallel(ParallelModel):
+    """Base class of our DDPs.
+
+    Construction compares the model across ranks, then broadcasts parameters and buffers from rank 0.
+    Buffers are not synchronised in forward: call `sync_buffers()` before evaluating or saving.
+
+    Args:
+        module: any `nn.Module` whose trainable parameters lie on one device.
+        process_group: default: the default group.
+
+    Raises:
+        ValueError: nothing to train, parameters on several devices, an uninitialized parameter, two parameters
+            that share memory, a model that is wrapped already, or ranks that disagree on names, shapes, types,
+            strides or `requires_grad` (then on every rank).
+    """
+
+    def __init__(self, module: nn.Module, *, process_group: ProcessGroup | None = None):
+        super().__init__()
+        self.module = module
+        self.process_group = collectives.resolve_group(process_group)
+        refuse_uninitialized(module)
+        named = list(module.named_parameters())  # a tied parameter is listed once
+        self.trainable_names = [name for name, parameter in named if parameter.requires_grad]
+        self.trainable = [parameter for _, parameter in named if parameter.requires_grad]
+        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+        check_ranks_agree(module, self.process_group)
+        refuse_shared_storage(module)
+        self._check_trainable()
+        self.device = self.trainable[0].device
+        collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
+
+        self._synchronize_next_backward = True  # False inside no_sync()
+        self._pending = False  # a synchronised forward or backward happened and was not finished
+        self._arrived = False  # of that backward a gradient has arrived
+        self._in_backward = False  # stays True after a backward that raised
+        self._ready = [False] * len(self.trainable)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(_GradientHook(self, index))
+            for index, parameter in enumerate(self.trainable)
+        ]
+        self._handles.append(module.register_load_state_dict_post_hook(refuse_assigned_parameters(self)))
+        step_guard.guard(self.trainable, self)
+
+    # -- what a subclass decides ---------------------------------------------------------------------------
+
+    def _gradient_ready(self, index: int) -> None:
+        """The gradient of `trainable[index]` is complete in this backward; communication may start."""
+
+    @abstractmethod
+    def _synchronize(self) -> None:
+        """Send what has not been sent, wait for all, leave the means in `.grad`."""
+
+    def _wait(self, work: Work) -> None:
+        """Wait for a message of this step; an error names the ranks that did not come."""
+        collectives.wait(work, self.process_group, "averaging gradients")
+
+    # -- the public face -----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module; any arguments, any result."""
+        if torch.is_grad_enabled():
+            if self._in_backward and torch._C._current_graph_task_id() == -1:  # not inside of that backward
+                self._recover()
+            if self._synchronize_next_backward:
+                self._pending = True
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate locally; the next one outside sends the sum."""
+        before, self._synchronize_next_backward = self._synchronize_next_backward, False
+        try:
+            yield
+        finally:
+            self._synchronize_next_backward = before
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait until every `.grad` is the mean over ranks. Call it on every rank after backward, before step.
+
+        Without a synchronised forward or backward since the last call it does nothing.
+
+        Raises:
+            ValueError: a parameter that was frozen at construction now requires a gradient.
+        """
+        if not self._pending:
+            return
+        self._check_still_frozen()
+        try:
+            self._synchronize()
+        finally:
+            self._pending = self._arrived = self._in_backward = False
+            self._ready = [False] * len(self.trainable)
+
+    def shards(self) -> list[Shard]:
+        """All parameters, whole."""
+        named = [*zip(self.trainable_names, self.trainable, strict=True), *self._frozen]
+        return [whole(name, parameter) for name, parameter in named]
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Called before any optimizer steps a trainable parameter of this wrapper; raises RuntimeError."""
+        self.check_gradients()
+
+    def check_gradients(self) -> None:
+        """Raise RuntimeError if gradients of a synchronised backward have not been finished."""
+        if self._arrived:
+            raise RuntimeError(
+                f"{type(self).__name__}: this step would use gradients that are not averaged over the ranks yet: "
+                "call finish_gradient_synchronization() after backward, before optimizer.step()"
+            )
+
+    def close(self, *, restore: bool = True) -> None:
+        """Detach every hook; the module is as before (gradients may still be views of a bucket's memory)."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        step_guard.release(self.trainable)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DataParallel":
+        """What `to()`, `half()`, `cuda()` and the like end in: nothing may change, as buckets and ranks rely on it."""
+        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            with torch.no_grad():
+                after = fn(tensor)
+            if after is not tensor:
+                raise TypeError(
+                    f"{type(self).__name__} cannot change '{name}' from {_kind_of(tensor)} to {_kind_of(after)}: "
+                    "move or cast the module before wrapping it (to do so now, close() this wrapper, change its "
+                    ".module and wrap that again); for the dtype of the computation use torch.autocast"
+                )
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: hooks and the process group would be lost "
+            "silently. Copy or save `.module` and wrap the copy again"
+        )
+
+    # -- checks and hooks ----------------------------------------------------------------------------------
+
+    def _on_gradient(self, index: int) -> None:
+        """Called by autograd after it has accumulated the gradient of `trainable[index]`."""
+        gradient = self.trainable[index].grad
+        if not self._synchronize_next_backward or gradient is None:
+            return
+        name = self.trainable_names[index]
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of '{name}' is sparse; data parallelism here averages dense gradients: "
+                "build the embedding with sparse=False"
+            )
+        if self._ready[index]:
+            raise RuntimeError(
+                f"the gradient of '{name}' became ready twice: call finish_gradient_synchronization() after "
+                "each synchronised backward, use no_sync() to accumulate, and checkpoint activations with "
+                "use_reentrant=False where a parameter is used in several checkpointed blocks"
+            )
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"the gradient of '{name}' has a graph of its own (create_graph=True), which averaging would cut "
+                "off: compute a gradient penalty from torch.autograd.grad(..., create_graph=True), and call "
+                "backward() once, on the loss plus the penalty"
+            )
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        self._pending = self._arrived = True
+        self._ready[index] = True
+        self._gradient_ready(index)
+
+    def _backward_ended(self) -> None:
+        """Called by autograd at the end of a backward that raised nothing."""
+        self._in_backward = False
+
+    def _recover(self) -> None:
+        """After a backward that raised, before anything new is accumulated: complete its collectives, so that all
+        ranks have issued the same sequence again, and drop its gradients, which are worthless."""
+        for parameter in self.trainable:
+            parameter.grad = None
+        self.finish_gradient_synchronization()
+        for parameter in self.trainable:  # those that came from other ranks
+            parameter.grad = None
+
+    def _check_trainable(self) -> None:
+        if not self.trainable:
+            raise ValueError(
+                f"{type(self).__name__}: the module has no parameter that requires a gradient; nothing to average"
+            )
+        devices = {parameter.device for parameter in self.trainable}
+        if len(devices) > 1:
+            raise ValueError(
+                f"{type(self).__name__}: trainable parameters lie on {sorted(map(str, devices))}; "
+                "move the module to one device first"
+            )
+        for name, parameter in zip(self.trainable_names, self.trainable, strict=True):
+            if not parameter.is_floating_point():
+                raise ValueError(
+                    f"'{name}' is {parameter.dtype}; only floating-point parameters are averaged"
+                )
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+            if any(isinstance(hook, _GradientHook) and hook.owner() is not None for hook in hooks.values()):
+                raise ValueError(
+                    f"'{name}' belongs to a module that is wrapped already: call close() on that wrapper first"
+                )
+
+    def _check_still_frozen(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"'{name}' was frozen when the module was wrapped and requires a gradient now, which would "
+                    "not be averaged: close() this wrapper and wrap the module again"
+                )
+
+
+def check_ranks_agree(module: nn.Module, group: ProcessGroup) -> None:
+    """Before anything is sent: every rank must hold the same parameters and buffers.
+
+    Raises:
+        ValueError: the same one on every rank; it names the first tensor that differs in name, shape, type,
+            strides or `requires_grad`.
+    """
+    mine = [
+        (name, tuple(t.shape), str(t.dtype), t.stride(), t.requires_grad)
+        for name, t in [*module.named_parameters(), *module.named_buffers()]
+    ]
+    theirs = collectives.gather_objects(mine, group)
+    for rank, other in enumerate(theirs):
+        if other == theirs[0]:
+            continue
+        length = min(len(other), len(theirs[0]))
+        first = next((i for i in range(length) if other[i] != theirs[0][i]), length)
+        raise ValueError(
+            f"ranks hold different models: entry {first} is {_describe(theirs[0], first)} on rank 0 and "
+            f"{_describe(other, first)} on rank {rank}; build the same model on every rank"
+        )
+
+
+def refuse_uninitialized(module: nn.Module) -> None:
+    """Lazy modules (`nn.LazyLinear`, …) know their shapes after their first forward only.
+
+    Raises:
+        ValueError: a parameter or buffer without a shape; names it.
+    """
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"'{name}' is uninitialized, a lazy module's: run one forward with an example batch before wrapping"
+            )
+
+
+def refuse_shared_storage(module: nn.Module) -> None:
+    """Two different parameters on the same memory would be averaged, stepped and moved as two.
+
+    Views of one flat tensor that do not overlap are two parameters and allowed.
+
+    Raises:
+        ValueError: a trainable parameter overlaps another parameter; names both.
+    """
+    on_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in module.named_parameters():  # a tied parameter is listed once
+        if parameter.numel() > 0:
+            on_storage.setdefault(parameter.untyped_storage()._cdata, []).append((name, parameter))
+    for together in on_storage.values():
+        reaching: list[tuple[str, nn.Parameter]] = []  # those before that reach beyond the current one's start
+        for name, parameter in sorted(together, key=lambda entry: _byte_range(entry[1])):
+            start, _ = _byte_range(parameter)
+            reaching = [entry for entry in reaching if _byte_range(entry[1])[1] > start]
+            for other_name, other in reaching:
+                if (parameter.requires_grad or other.requires_grad) and _overlap(parameter, other):
+                    raise ValueError(
+                        f"'{other_name}' and '{name}' are two parameters on the same memory: to tie them, assign "
+                        "one Parameter object to both names; to keep them apart, clone one"
+                    )
+            reaching.append((name, parameter))
+
+
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    """First and one-past-last byte that a tensor (not empty) touches within its storage."""
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.element_size(), (last + 1) * tensor.element_size()
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors on one storage, whose byte ranges overlap, have a byte in common."""
+    low = min(_byte_range(a)[0], _byte_range(b)[0])
+    high = max(_byte_range(a)[1], _byte_range(b)[1])
+    if all(stop - start == t.numel() * t.element_size() for t in (a, b) for start, stop in [_byte_range(t)]):
+        return True  # neither has holes
+    touched = torch.zeros(high - low, dtype=torch.bool, device="cpu")
+
+    def bytes_of(tensor: Tensor) -> Tensor:
+        size = tensor.element_size()
+        shape = [n if stride else 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        strides = [stride * size for stride in tensor.stride()]
+        return touched.as_strided((*shape, size), (*strides, 1), tensor.storage_offset() * size - low)
+
+    bytes_of(a).fill_(True)
+    return bool(bytes_of(b).any())
+
+
+def _kind_of(tensor: Tensor) -> str:
+    strides = f", strides {tensor.stride()}" if tensor.dim() >= 4 else ""  # where memory formats differ
+    return f"{tensor.dtype} on {tensor.device}{strides}"
+
+
+def _describe(entries: list[tuple], index: int) -> str:
+    if index >= len(entries):
+        return f"missing ({len(entries)} tensors)"
+    name, shape, dtype, stride, requires_grad = entries[index]
+    return f"'{name}' {shape} {dtype} strides {stride} {'trainable' if requires_grad else 'not trainable'}"
+
+
+class _GradientHook:
+    """A parameter's hook; holds its wrapper weakly, so that dropping the wrapper ends its communication."""
+
+    def __init__(self, owner: DataParallel, index: int):
+        self.owner = weakref.ref(owner)
+        self.index = index
+
+    def __call__(self, _: nn.Parameter) -> None:
+        owner = self.owner()
+        if owner is not None:
+            owner._on_gradient(self.index)
+
+
+def refuse_assigned_parameters(wrapper: DataParallel) -> Any:
+    """A hook for after load_state_dict: with assign=True it swaps parameters, and their hooks would be lost."""
+    reference = weakref.ref(wrapper)
+
+    def check(module: nn.Module, _: Any) -> None:
+        owner = reference()
+        if owner is None:
+            return
+        now = {id(parameter) for parameter in module.parameters()}
+        for name, parameter in zip(owner.trainable_names, owner.trainable, strict=True):
+            if id(parameter) not in now:
+                raise RuntimeError(
+                    f"load_state_dict replaced '{name}' (assign=True), so its gradient would no longer be "
+                    "averaged: load before wrapping, or without assign"
+                )
+
+    return check

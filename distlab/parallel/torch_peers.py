@@ -1,0 +1,181 @@
+"""torch's DDP, ZeroRedundancyOptimizer and FSDP2 behind the interface of our strategies: one loop drives all."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from distlab.comm import collectives
+from distlab.parallel.base import ParallelModel
+from distlab.parallel.buckets import check_bucket_size
+from distlab.parallel.fsdp.flat_param import list_entries, plan_units
+from distlab.parallel.shard import Shard, plain_name, whole
+
+UNBOUNDED_MB = 2.0**20  # torch has no "unbounded"; no model's gradients reach a tebibyte
+
+
+class TorchDDP(ParallelModel):
+    """The production peer of our DDPs.
+
+    Args:
+        module: the model to wrap.
+        process_group: default: the default group.
+        options: torch's own, e.g. `bucket_cap_mb=100.0, gradient_as_bucket_view=True, static_graph=True`. With
+            none, torch's defaults: buckets of 25 MiB after a first one of 1 MiB.
+    """
+
+    def __init__(self, module: nn.Module, *, process_group: ProcessGroup | None = None, **options: Any):
+        super().__init__()
+        self.module = module
+        self.device = next(module.parameters()).device
+        self.process_group = collectives.resolve_group(process_group)
+        self.ddp = DistributedDataParallel(module, process_group=self.process_group, **options)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.ddp(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager:
+        """Backward passes inside accumulate locally, as in torch."""
+        return self.ddp.no_sync()
+
+    def close(self, *, restore: bool = True) -> None:
+        """Detach torch's hooks, so that the module can be wrapped again."""
+        self.ddp._remove_autograd_hooks()
+        del self.ddp
+        gc.collect()  # a reference cycle would keep its buckets' memory
+
+
+def tuned_torch_ddp(
+    module: nn.Module, bucket_size_mb: float | None = 25.0, *, process_group: ProcessGroup | None = None
+) -> TorchDDP:
+    """torch DDP as its documentation advises where the graph never changes.
+
+    Gradients are views of the buckets (no copy back) and the graph is declared static (no search for unused
+    parameters, and buckets rebuilt in observed order). Giving `bucket_cap_mb`, even torch's own 25, makes the
+    first bucket as large as the others.
+
+    Args:
+        bucket_size_mb: torch's `bucket_cap_mb`, MiB; None for one unbounded bucket.
+
+    Raises:
+        ValueError: a bucket size that is not positive.
+    """
+    check_bucket_size(bucket_size_mb)
+    cap = UNBOUNDED_MB if bucket_size_mb is None else bucket_size_mb
+    options = {"bucket_cap_mb": cap, "gradient_as_bucket_view": True, "static_graph": True}
+    return TorchDDP(module, process_group=process_group, **options)
+
+
+def torch_zero(model: TorchDDP, optimizer_cls: type[Optimizer], **options: Any) -> Optimizer:
+    """torch's ZeroRedundancyOptimizer; its `state` is that of the parameters that this rank steps."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns of deprecations
+
+    group = model.process_group
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_cls, process_group=group, **options)
+    optimizer.state = optimizer.optim.state
+    return optimizer
+
+
+class TorchFSDP2(ParallelModel):
+    """The production peer of `FSDP`: `fully_shard` on the same units, gradients reduced in the masters' type.
+
+    The one difference in what is sharded: FSDP2 also shards norms and biases, with their unit or with the root,
+    where `FSDP` replicates them. `parameters()` are DTensors sharded by rows.
+
+    Args:
+        module: the model, on its device; it is changed in place, and `close()` cannot undo that.
+        compute_dtype: as `FSDP`'s.
+        process_group: default: the default group.
+
+    Raises:
+        ValueError: the module has no parameters.
+    """
+
+    casts_parameters = True
+    _shards_gradients = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        process_group: ProcessGroup | None = None,
+    ):
+        # DTensor's import takes a second.
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        super().__init__()
+        self.module = module
+        self.compute_dtype = compute_dtype
+        self.process_group = collectives.resolve_group(process_group)
+        collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
+        units = [plan.module for plan in plan_units(module, list_entries(module, compute_dtype))]
+        self.device = next(module.parameters()).device
+        mesh = DeviceMesh.from_group(self.process_group, self.device.type)
+        # Stating the reduce type makes FSDP2 cast bf16 gradients to fp32 before it sends them, as FSDP does.
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
+        )
+        for unit in units:
+            if unit is not module:
+                fully_shard(unit, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        self._synchronizes = True  # False inside no_sync()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep full gradients; the next one outside sends the sum."""
+        before, self._synchronizes = self._synchronizes, False
+        self.module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+            self.module.set_requires_gradient_sync(before)
+
+    def shards(self) -> list[Shard]:
+        """The DTensors that the optimizer steps.
+
+        Raises:
+            ValueError: one that is not cut along its first dimension.
+        """
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward without backward leaves the root gathered
+        return [_shard_of(name, parameter) for name, parameter in self.module.named_parameters()]
+
+    @torch.no_grad()
+    def full_parameters(self) -> dict[str, Tensor]:
+        """See `FSDP.full_parameters`; a collective."""
+        from torch.distributed.tensor import DTensor
+
+        return {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in self.module.named_parameters(remove_duplicate=False)
+        }
+
+
+def _shard_of(name: str, parameter: Tensor) -> Shard:
+    """Of a parameter that is whole, or a DTensor cut along its first dimension."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(parameter, DTensor):
+        return whole(name, parameter)
+    _, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    if any(offset[1:]) or not all(p.is_replicate() or p.is_shard(0) for p in parameter.placements):
+        raise ValueError(f"placements {parameter.placements}: only cuts along the first dimension are stored")
+    start = offset[0] * torch.Size(parameter.shape[1:]).numel() if offset else 0
+    replicated = all(p.is_replicate() for p in parameter.placements)
+    return Shard(plain_name(name), parameter.shape, start, parameter, replicated)
