@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distlab.bench.workbench import Variant, Workbench, variants
+from distlab.bench.subject import Variant, Workbench, variants
 from distlab.comm import RankContext, collectives
 from distlab.measure.clock import PhaseTimer, slowest_rank
 from distlab.measure.memory import allocated_bytes, peak_memory, tensor_bytes

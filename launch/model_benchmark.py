@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from distlab.bench.trial import COMPILE, DTYPES, MODES
+from distlab.bench.subject import MODES
 from distlab.comm import RankContext
 from distlab.measure.nvtx import emitter, nsys_command
-from distlab.model.config import ATTENTION_CHOICES, OPS_CHOICES, PRESETS
+from distlab.model.config import ATTENTION_CHOICES, DTYPES, OPS_CHOICES, PRESETS
+from distlab.model.config import COMPILE_CHOICES as COMPILE
 from distlab.parallel import STRATEGIES
 from distlab.report import say, write
 from distlab.report.options import whole

@@ -46,7 +46,7 @@ def _forget() -> dict[str, ModuleType]:
 
 def samples(context: RankContext, options: argparse.Namespace, strategy: str) -> list[float]:
     """Step times in ms of one attachment, by whichever tree is imported now."""
-    from distlab.bench.workbench import Workbench, variants
+    from distlab.bench.subject import Workbench, variants
     from distlab.model.config import DTYPES, preset
 
     bench = Workbench(

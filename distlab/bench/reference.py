@@ -1,23 +1,26 @@
-"""Training in one process, the reference: whether a strategy leaves the same parameters.
+"""What is measured held against a reference: a strategy against one process, a model against the plainest one.
 
-In fp32, with plain SGD (AdamW would turn a rounding error into a step of ±lr). The ranks' micro-batches run one after
-the other, and their gradients are summed in rank order.
+A strategy is to leave the parameters that training in one process leaves: in fp32, with plain SGD (AdamW would turn a
+rounding error into a step of ±lr). The ranks' micro-batches run one after the other, and their gradients are summed in
+rank order.
 """
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from distlab.bench.workbench import Variant
+from distlab.bench.subject import TrialConfig, Variant, compiled, synthetic_batches
 from distlab.comm import RankContext, collectives
-from distlab.model.config import preset
+from distlab.model.config import DTYPES, preset
 from distlab.model.transformer import TransformerLM
 from distlab.train.data import SyntheticTokens
-from distlab.train.step import LossFunction, TrainStep, next_token_loss
+from distlab.train.scaler import LossScaler
+from distlab.train.step import LossFunction, TrainStep, loss_function, next_token_loss
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def parameter_difference(
     steps: int,
     seed: int = 0,
     task: Task | None = None,
-    suspect: Task | None = None,
+    candidate: Task | None = None,
 ) -> float:
     """Largest |Δparameter| over ranks and parameters after k steps, against training in one process.
 
@@ -60,27 +63,27 @@ def parameter_difference(
 
     Args:
         task: what one process trains; default: the tiny preset on synthetic tokens.
-        suspect: what the ranks train, if that is to be held against `task` too (another attention, other data).
+        candidate: what the ranks train, if that is to be held against `task` too (another attention, other data).
 
     Returns:
         The difference, the same on every rank; inf where a parameter is not a number.
     """
     task = task or _tiny()
-    suspect = suspect or task
-    model = suspect.build(seed + context.rank, context.device)
+    candidate = candidate or task
+    model = candidate.build(seed + context.rank, context.device)
     reference = task.build(seed, context.device)
-    wrapper, optimizer = variant.build(model, context.group, torch.optim.SGD, {"lr": 0.1})
-    train = TrainStep(wrapper, optimizer, suspect.loss_fn)
+    strategy_model, optimizer = variant.build(model, context.group, torch.optim.SGD, {"lr": 0.1})
+    train = TrainStep(strategy_model, optimizer, candidate.loss_fn)
     reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for number in range(steps):
-        train(suspect.batches(context.rank, number, context.device))
+        train(candidate.batches(context.rank, number, context.device))
         _mean_gradients(task, reference, number, context)
         reference_optimizer.step()
     expected = dict(reference.named_parameters())
-    mine = wrapper.full_parameters()
+    mine = strategy_model.full_parameters()
     # torch's maximum keeps a NaN, which Python's would lose in a comparison.
     difference = torch.stack([(mine[name] - expected[name]).abs().max() for name in expected]).max().item()
-    wrapper.close()
+    strategy_model.close(restore=False)
     differences = collectives.gather_objects(difference, context.group)
     return max(math.inf if math.isnan(value) else value for value in differences)
 
@@ -99,3 +102,34 @@ def _mean_gradients(task: Task, model: nn.Module, step: int, context: RankContex
                 totals[parameter] = parameter.grad if total is None else total + parameter.grad
     for parameter, total in totals.items():
         parameter.grad = total / context.world_size
+
+
+def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[str, float]:
+    """How far loss and gradients are from the plainest model: fp32, naive attention, torch's operations, eager.
+
+    Same weights, same batch, in one process, before any strategy. The reference recomputes its blocks, so that naive
+    attention needs the memory of one.
+
+    Returns:
+        `loss_rel_error` and `grad_rel_error`, ‖g − g_ref‖ / ‖g_ref‖ over all parameters.
+    """
+    shape, device = config.model(), context.device
+    batch = synthetic_batches(context, shape, config.batch, config.seed)[0]
+    plain = replace(shape, attention="naive", ops="torch")
+    reference = TransformerLM(plain, device=device, seed=config.seed, checkpoint_blocks="block")
+    candidate = TransformerLM(shape, device=device, seed=config.seed, checkpoint_blocks=config.checkpointing)
+    expected = next_token_loss(reference, batch)
+    expected.backward()
+    scale = LossScaler().scale if config.dtype == "fp16" else 1.0
+    dtype = DTYPES[config.dtype]
+    with nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype):
+        found = loss_function(config.ops)(compiled(candidate, config.compile), batch)
+    (found * scale).backward()
+    difference = norm = 0.0
+    for mine, theirs in zip(candidate.parameters(), reference.parameters(), strict=True):
+        difference += float(torch.linalg.vector_norm(mine.grad.double() / scale - theirs.grad.double())) ** 2
+        norm += float(torch.linalg.vector_norm(theirs.grad.double())) ** 2
+    return {
+        "loss_rel_error": abs(found.item() - expected.item()) / abs(expected.item()),
+        "grad_rel_error": (difference / norm) ** 0.5 if norm else float("nan"),
+    }

@@ -15,6 +15,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class DataParallel(ParallelModel):
         self._in_backward = False  # stays True after a backward that raised
         self._ready = [False] * len(self.trainable)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(_GradientHook(self, index))
+            parameter.register_post_accumulate_grad_hook(partial(_call, weakref.ref(self), index))
             for index, parameter in enumerate(self.trainable)
         ]
         self._handles.append(module.register_load_state_dict_post_hook(refuse_assigned_parameters(self)))
@@ -226,8 +227,7 @@ class DataParallel(ParallelModel):
                 raise ValueError(
                     f"'{name}' is {parameter.dtype}; only floating-point parameters are averaged"
                 )
-            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-            if any(isinstance(hook, _GradientHook) and hook.owner() is not None for hook in hooks.values()):
+            if step_guard.is_guarded(parameter):
                 raise ValueError(
                     f"'{name}' belongs to a module that is wrapped already: call close() on that wrapper first"
                 )
@@ -340,17 +340,11 @@ def _describe(entries: list[tuple], index: int) -> str:
     return f"'{name}' {shape} {dtype} strides {stride} {'trainable' if requires_grad else 'not trainable'}"
 
 
-class _GradientHook:
+def _call(owner: weakref.ref, index: int, _: nn.Parameter) -> None:
     """A parameter's hook; holds its wrapper weakly, so that dropping the wrapper ends its communication."""
-
-    def __init__(self, owner: DataParallel, index: int):
-        self.owner = weakref.ref(owner)
-        self.index = index
-
-    def __call__(self, _: nn.Parameter) -> None:
-        owner = self.owner()
-        if owner is not None:
-            owner._on_gradient(self.index)
+    wrapper = owner()
+    if wrapper is not None:
+        wrapper._on_gradient(index)
 
 
 def refuse_assigned_parameters(wrapper: DataParallel) -> Any:

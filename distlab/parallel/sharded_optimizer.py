@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
-from distlab.parallel.base import LocalOptimizer, options_of, to_cpu
+from distlab.parallel.base import LocalOptimizer, to_cpu
 from distlab.parallel.shard import Shard
 
 
@@ -80,20 +80,12 @@ class ShardedOptimizer(LocalOptimizer):
         A collective: call it on every rank; every rank gets the whole state, on the CPU.
         """
         self._copy_options_inwards()
-        mine = {
-            index: to_cpu(self.state[parameter])
-            for index, parameter in enumerate(_parameters(self))
-            if parameter in self.state
-        }
+        packed = super().state_dict()
+        mine = {number: to_cpu(state) for number, state in packed["state"].items()}
         state: dict[int, Any] = {}
         for shard in collectives.gather_objects(mine, self._group):
             state |= shard
-        groups, start = [], 0
-        for group in self.param_groups:
-            count = len(group["params"])
-            groups.append(options_of(group) | {"params": list(range(start, start + count))})
-            start += count
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        return packed | {"state": dict(sorted(state.items()))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state saved by the unsharded optimizer, or by a sharded one at any world size.
@@ -109,7 +101,7 @@ class ShardedOptimizer(LocalOptimizer):
         index_of = {}  # the saved optimizer's numbering, which need not begin at 0 → ours
         for group in saved:
             index_of |= {number: len(index_of) + i for i, number in enumerate(group["params"])}
-        parameters = _parameters(self)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         state = {parameters[index_of[number]]: value for number, value in state_dict["state"].items()}
         self.load_shards(saved, state)
 
@@ -131,7 +123,3 @@ class ShardedOptimizer(LocalOptimizer):
         """The group with this rank's parameters; some ranks' groups may be empty."""
         rank = self._group.rank()
         return group | {"params": [p for p in group["params"] if self._owner[p] == rank]}
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

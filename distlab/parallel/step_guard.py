@@ -45,6 +45,12 @@ def release(parameters: Iterable[Tensor]) -> None:
     _changes += 1
 
 
+def is_guarded(parameter: Tensor) -> bool:
+    """Whether a wrapper that is still there guards it."""
+    reference = _wrapper_of.get(parameter)
+    return reference is not None and reference() is not None
+
+
 @torch._disable_dynamo  # a compiled step runs the checks each time, instead of what they found when it was traced
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for reference in _wrappers(optimizer):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from distlab.bench.workbench import Variant, variants
+from distlab.bench.subject import Variant, variants
 from distlab.measure.statistics import MIN_SAMPLES
 from distlab.model.config import DTYPES, ModelConfig, preset
 

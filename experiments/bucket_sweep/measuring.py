@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from distlab.bench.workbench import Workbench
+from distlab.bench.subject import Workbench
 from distlab.comm import RankContext, collectives
 from distlab.measure.statistics import percentiles
 from distlab.report.noise import noise_of

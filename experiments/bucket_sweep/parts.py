@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distlab.bench.workbench import Timing
+from distlab.bench.subject import Timing
 from distlab.comm import RankContext
 from distlab.measure.bandwidth import Disturbance, disturb, time_collective
 from distlab.measure.clock import PhaseTimer, slowest_rank

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from distlab.bench.workbench import Variant, Workbench
+from distlab.bench.subject import Variant, Workbench
 from distlab.measure.trace.account import (
     StepAccount,
     account,

@@ -6,7 +6,7 @@ import torch
 
 from distlab.bench.bucket_size import best_bucket_size
 from distlab.bench.reference import parameter_difference
-from distlab.bench.workbench import Timing, Workbench, variants
+from distlab.bench.subject import Timing, Workbench, variants
 from distlab.comm import RankContext
 from distlab.experiment import Run
 from distlab.hardware import peak_flops

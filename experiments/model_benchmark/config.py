@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass, fields
 
-from distlab.bench.trial import MODES, TrialConfig
+from distlab.bench.subject import MODES, TrialConfig
 from distlab.measure.statistics import MIN_SAMPLES
 
 NAME = "model_benchmark"
@@ -15,7 +15,7 @@ class BenchmarkConfig:
     """Every combination of these; see `TrialConfig` for the options.
 
     Args:
-        modes: of `distlab.bench.trial.MODES`; run in that order.
+        modes: of `distlab.bench.subject.MODES`; run in that order.
         warmups: numbers of first calls to leave out. All rows of one combination come from one series, so that they
             show what those calls cost. A process is cold only once: compare warm-ups in the first combination.
         repeats: timed calls.

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.bench.trial import MODES, Trial, TrialConfig, errors_against_reference, opened
+from distlab.bench.reference import errors_against_reference
+from distlab.bench.subject import MODES, Subject, TrialConfig, opened
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
 from distlab.measure.clock import PhaseTimer, slowest_rank
@@ -156,7 +157,7 @@ def verdict(checked: dict[str, Any], trial: TrialConfig) -> str:
 
 
 def time_mode(
-    trial: Trial,
+    trial: Subject,
     mode: str,
     config: BenchmarkConfig,
     nvtx: bool = False,
@@ -206,7 +207,7 @@ def time_mode(
 
 
 def _metrics(
-    trial: Trial, mode: str, phases: dict[str, list[float]], warmup: int, repeats: int
+    trial: Subject, mode: str, phases: dict[str, list[float]], warmup: int, repeats: int
 ) -> dict[str, Any]:
     kept = {name: times[warmup : warmup + repeats] for name, times in phases.items()}
     step = kept["step"]
@@ -240,7 +241,7 @@ def step_flops(config: TrialConfig, mode: str, causal: bool = False) -> int:
     return forward.total * PASSES[mode]
 
 
-def _peak_flops(trial: Trial) -> float | None:
+def _peak_flops(trial: Subject) -> float | None:
     device = trial.context.device
     if device.type != "cuda":
         return None

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from distlab.bench.trial import described
+from distlab.bench.subject import described
 from distlab.measure.trace.capture import PHASES
 from distlab.report.charts import Panel, lines, overlaid, stacked_bars
 from distlab.report.noise import NOISE

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from distlab.bench.trial import TrialConfig, described, opened
+from distlab.bench.subject import TrialConfig, described, opened
 from distlab.comm import RankContext
 from distlab.measure import memory_timeline
 from distlab.measure.memory import peak_memory

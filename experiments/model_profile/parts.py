@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from distlab.bench.trial import TrialConfig
+from distlab.bench.subject import TrialConfig
 from distlab.comm import RankContext
 from distlab.measure.validity import attempt
 from distlab.report.record import Record, commit, environment

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from distlab.bench.trial import TrialConfig, compiled, opened
+from distlab.bench.subject import TrialConfig, compiled, opened
 from distlab.comm import RankContext
 from distlab.measure.memory import gradient_bytes, saved_for_backward
 from distlab.measure.validity import attempt

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from distlab.bench.trial import described
+from distlab.bench.subject import described
 from distlab.report.record import Record
 from distlab.report.table import Column
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from distlab.bench.trial import TrialConfig, opened
+from distlab.bench.subject import TrialConfig, opened
 from distlab.comm import RankContext, collectives
 from distlab.measure.clock import PhaseTimer
 from distlab.measure.flops import FlopsByCategory

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from distlab.bench.reference import Task, parameter_difference
-from distlab.bench.workbench import Variant
+from distlab.bench.subject import Variant
 from distlab.comm import RankContext, collectives
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.model.ops import naive_attention
@@ -89,7 +89,7 @@ def examine(context: RankContext, name: str, broken: bool, check_steps: int, ste
     mistake = MISTAKES[name]
     variant = Variant(name, mistake.strategy(broken), BUCKET_MB)
     difference = parameter_difference(
-        context, variant, steps=check_steps, task=mistake.task, suspect=mistake.trained(broken)
+        context, variant, steps=check_steps, task=mistake.task, candidate=mistake.trained(broken)
     )
     calls, size = volume_difference(context, mistake, broken)
     attention = mistake.attention if broken and mistake.attention else healthy_attention

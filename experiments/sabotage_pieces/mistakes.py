@@ -134,7 +134,7 @@ class Mistake:
         healthy: name of the strategy that is right.
         wrap, optimizer: what takes the place of the strategy's own; None leaves it.
         task: what is trained.
-        suspect: what is trained by mistake; None: `task`.
+        candidate: what is trained by mistake; None: `task`.
         learner: optimizer of the loss curve, and its rate.
     """
 
@@ -145,7 +145,7 @@ class Mistake:
     wrap: Callable[..., ParallelModel] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
     task: Task = dataclasses.field(default_factory=language_model)
-    suspect: Task | None = None
+    candidate: Task | None = None
     attention: Attention | None = None
     learner: tuple[type[torch.optim.Optimizer], float] = (torch.optim.SGD, 1.0)
 
@@ -160,7 +160,7 @@ class Mistake:
 
     def trained(self, broken: bool) -> Task:
         """The task, with the mistake or without."""
-        return self.suspect if broken and self.suspect is not None else self.task
+        return self.candidate if broken and self.candidate is not None else self.task
 
 
 def _keeps_its_shard(wrapper: nn.Module, cls: type[torch.optim.Optimizer], **options: Any) -> KeepsItsShard:
@@ -184,18 +184,18 @@ MISTAKES: dict[str, Mistake] = {
         Mistake("tied weight twice", VOLUME, "the tied matrix learns N times too fast", "naive", SumsTiedTwice,
                 task=language_model(tied=True), learner=(torch.optim.SGD, 1.2)),
         Mistake("same data everywhere", EQUALITY, "a little noise: N ranks do the work of one", "flat",
-                suspect=dataclasses.replace(_LM, batches=lambda rank, step, device: tokens(0, step, device))),
+                candidate=dataclasses.replace(_LM, batches=lambda rank, step, device: tokens(0, step, device))),
         Mistake("hook order", EQUALITY, "hardly any in the loss; layers get each other's gradients", "overlap",
                 HookOrder, task=Task(_two_experts, tokens)),
         Mistake("shard not exchanged", VOLUME, "each rank trains half a model", "sharded-optimizer",
                 optimizer=_keeps_its_shard),
         Mistake("softmax without maximum", ATTENTION, "NaN, once scores pass 88", "flat",
                 task=language_model(attention=healthy_attention, logits=3e3),
-                suspect=language_model(attention=without_maximum, logits=3e3), attention=without_maximum,
+                candidate=language_model(attention=without_maximum, logits=3e3), attention=without_maximum,
                 learner=_ADAMW),
         Mistake("mask off by one", ATTENTION, "too good: below the floor that the data allow", "flat",
                 task=language_model(attention=healthy_attention),
-                suspect=language_model(attention=sees_one_ahead), attention=sees_one_ahead, learner=_ADAMW),
+                candidate=language_model(attention=sees_one_ahead), attention=sees_one_ahead, learner=_ADAMW),
         Mistake("stale accumulation", EQUALITY, "slower: later micro-batches are lost", "flat",
                 StaleSums, task=language_model(micro_batches=4)),
         Mistake("read elsewhere", EQUALITY, "hardly any in the loss; some layers are a step behind", "zero1",

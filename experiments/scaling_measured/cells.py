@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from distlab.bench.workbench import Variant, Workbench
+from distlab.bench.subject import Variant, Workbench
 from distlab.comm import RankContext, collectives
 from distlab.measure.bandwidth import time_collective
 from distlab.measure.statistics import percentiles

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from distlab.bench import trial as trial_module
-from distlab.bench.trial import TrialConfig
+from distlab.bench import subject as bench_subject
+from distlab.bench.subject import TrialConfig
 from distlab.model import TransformerLM
 from distlab.report.view import write
 from distlab.testing import run_ranks
@@ -107,7 +107,7 @@ def test_a_benchmark_that_times_zeros_is_caught(one_rank, monkeypatch):
             parameter.data.zero_()
         return model
 
-    monkeypatch.setattr(trial_module, "TransformerLM", zeroed)
+    monkeypatch.setattr(bench_subject, "TransformerLM", zeroed)
     (row,) = model_benchmark.run(
         BenchmarkConfig(**SMALL, modes=("forward_backward",), warmups=(1,)), one_rank
     )

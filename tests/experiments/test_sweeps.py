@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distlab.bench.bucket_size import best_bucket_size
-from distlab.bench.workbench import Workbench, variants
+from distlab.bench.subject import Workbench, variants
 from distlab.comm import RankContext
 from distlab.measure import bandwidth
 from distlab.report import view

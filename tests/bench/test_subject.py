@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distlab.bench import trial as module
-from distlab.bench.trial import MODES, TrialConfig, described, errors_against_reference, opened
+from distlab.bench import reference as module
+from distlab.bench.reference import errors_against_reference
+from distlab.bench.subject import MODES, TrialConfig, described, opened
 from distlab.model.config import preset
 from distlab.model.ops import get_ops
 

@@ -1,0 +1,520 @@
+"""One step of model, strategy and data, to be timed: by itself in parts, or beside other strategies in rounds.
+
+A 3.4 B model with its optimizer does not fit a GPU once per strategy, and timing one strategy after the other lets the
+machine's clocks drift between them. So in each round every variant is attached in turn. Attaching makes the model
+anew, from the same seed and directly on the device (a second or less): strategies that shard parameters or
+optimizer state keep none of what another left, and the peak of memory is each one's own. The same bench also
+answers what a timing must not stand without: what was sent, and what the profiler saw. Whether the result is right is
+`reference`'s to say.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.comm import RankContext, collectives
+from distlab.measure.clock import PhaseTimer, slowest_rank
+from distlab.measure.collectives import CollectiveRecorder
+from distlab.measure.memory import peak_memory
+from distlab.measure.trace.capture import OptimizerRange, annotate_forward, profile_steps
+from distlab.measure.validity import is_out_of_memory
+from distlab.model.config import (
+    COMPILE_CHOICES,
+    DTYPES,
+    Checkpointing,
+    ModelConfig,
+    checkpoint_groups,
+    preset,
+)
+from distlab.model.transformer import TransformerLM
+from distlab.parallel import ParallelModel, Strategy, get_strategy
+from distlab.parallel.shard import local_part
+from distlab.train.data import SyntheticTokens
+from distlab.train.scaler import LossScaler
+from distlab.train.step import TrainStep, compiled, loss_function
+
+T = TypeVar("T")
+Batch = tuple[Tensor, Tensor]
+MODES = ("inference", "forward", "forward_backward", "step")
+BATCHES = 4  # different ones, used one after the other
+PHASES = ("forward_backward", "optimizer", "step")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A strategy with its bucket size, as one row of a table.
+
+    Args:
+        name: of the row; the strategy's, with the bucket size appended where several are compared.
+        strategy: how the model is wrapped.
+        bucket_size_mb: MiB; ignored by strategies without buckets.
+    """
+
+    name: str
+    strategy: Strategy
+    bucket_size_mb: float | None = 25.0
+
+    def build(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        optimizer_cls: type[torch.optim.Optimizer],
+        optimizer_options: Mapping[str, Any] | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> tuple[ParallelModel, torch.optim.Optimizer]:
+        """The strategy's model and optimizer, with this row's bucket size."""
+        return self.strategy.build(
+            module, group, optimizer_cls, optimizer_options,
+            compute_dtype=compute_dtype, bucket_size_mb=self.bucket_size_mb,
+        )  # fmt: skip
+
+
+def variants(strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None]) -> list[Variant]:
+    """Every strategy by name, those with buckets once per bucket size (`bucketed-100` where several are given).
+
+    Raises:
+        ValueError: an unknown strategy.
+    """
+    rows = []
+    for strategy in map(get_strategy, strategies):
+        sizes = bucket_sizes_mb if strategy.has_buckets else bucket_sizes_mb[:1]
+        for size in sizes:
+            label = "unbounded" if size is None else f"{size:g}"
+            name = f"{strategy.name}-{label}" if len(sizes) > 1 else strategy.name
+            rows.append(Variant(name, strategy, size))
+    return rows
+
+
+@dataclass(frozen=True)
+class TrialConfig:
+    """What is run.
+
+    Args:
+        size: model preset.
+        batch: sequences per rank.
+        context: tokens per sequence; None for the preset's.
+        dtype: `fp32`, or `bf16` or `fp16` computation over fp32 parameters; fp16 with a scaled loss.
+        compile: `off`, the whole `model` as one graph, or the `blocks` one by one.
+        attention: `naive`, `sdpa` or `flash`.
+        ops: `torch` or `triton`.
+        checkpointing: `none`, `block` or `every-K`.
+        strategy: a name of the registry.
+        bucket_size_mb: MiB, for strategies with buckets.
+        seed: of parameters and data.
+
+    Raises:
+        ValueError: a value that is not allowed; the message says what is.
+    """
+
+    size: str = "tiny"
+    batch: int = 4
+    context: int | None = None
+    dtype: str = "fp32"
+    compile: str = "off"
+    attention: str = "sdpa"
+    ops: str = "torch"
+    checkpointing: str = "none"
+    strategy: str = "local"
+    bucket_size_mb: float = 25.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("dtype", tuple(DTYPES)), ("compile", COMPILE_CHOICES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}")
+        for name in ("batch", "bucket_size_mb"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be positive")
+        checkpoint_groups(self.checkpointing)
+        get_strategy(self.strategy)
+        self.model()
+
+    def model(self) -> ModelConfig:
+        """The model's shape and operations."""
+        return preset(self.size, context_length=self.context, attention=self.attention, ops=self.ops)
+
+    def recorded(self, context: RankContext) -> dict[str, Any]:
+        """What a record's configuration holds of it, on these ranks."""
+        model = self.model()
+        known = {"context": model.context_length, "num_parameters": model.num_parameters}
+        return asdict(self) | known | {"world_size": context.world_size, "backend": context.backend}
+
+
+class Subject:
+    """A model under a strategy with its optimizer and data: what benchmarks time, profile and take apart.
+
+    It runs a training step, or each part of one from a forward without gradients on. It holds no clock: whoever times
+    it hands in `mark`.
+
+    Args:
+        context: this rank.
+        shape: the model.
+        variant: its strategy.
+        batches: of this rank, used one after the other; see `synthetic_batches`.
+        compute_dtype: of the computation over fp32 parameters; None for fp32.
+        scaled: whether the loss is scaled, for fp16.
+        seed: of the parameters.
+        compile: `off`, the whole `model` as one graph, or the `blocks` one by one.
+        checkpointing: see `TransformerLM`'s `checkpoint_blocks`.
+        mark: told `forward_backward` (synchronisation included) and `optimizer` as each ends in a step.
+        config: what it was opened by, if it was `opened`.
+
+    Attributes:
+        module: the model, neither compiled nor wrapped.
+        model: under its strategy.
+        optimizer: AdamW; its state comes with the first full step.
+        last_loss: 0-dim, detached.
+
+    Raises:
+        ValueError: operations that cannot run here (`distlab.model.get_ops`).
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        shape: ModelConfig,
+        variant: Variant,
+        batches: Sequence[Batch],
+        *,
+        compute_dtype: torch.dtype | None = None,
+        scaled: bool = False,
+        seed: int = 0,
+        compile: str = "off",
+        checkpointing: Checkpointing = False,
+        mark: Callable[[str], None] | None = None,
+        config: TrialConfig | None = None,
+    ) -> None:
+        self.context, self.shape, self.config = context, shape, config
+        self.module = TransformerLM(
+            shape, device=context.device, seed=seed, checkpoint_blocks=checkpointing
+        )
+        # A small rate: hundreds of steps on the same few batches must not let the loss run away.
+        self.model, self.optimizer = variant.build(
+            compiled(self.module, compile), context.group, torch.optim.AdamW, {"lr": 1e-5, "fused": True},
+            compute_dtype=compute_dtype,
+        )  # fmt: skip
+        self._loss = loss_function(shape.ops)
+        self._scaler = LossScaler() if scaled else None
+        self._train = TrainStep(
+            self.model, self.optimizer, self._loss, scaler=self._scaler, context=context, mark=mark
+        )
+        self._batches, self._calls = batches, 0
+        self.last_loss: Tensor | None = None
+
+    def __call__(self, mode: str = "step", mark: Callable[[str], None] | None = None) -> None:
+        """Run one of `MODES` on the next batch; `mark` is told `forward`, `backward`, `optimizer` as each ends."""
+        batch = self._batches[self._calls % len(self._batches)]
+        self._calls += 1
+        try:
+            if mode != "step":
+                self._part(mode, batch, mark or _ignore)
+            elif mark is None:
+                self.last_loss = self._train([batch])
+            else:
+                self.last_loss = self._finely_marked(mark)([batch])
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):  # complete what was begun, so that all ranks have sent the same
+                self.model.finish_gradient_synchronization()
+            raise
+
+    def _part(self, mode: str, batch: Batch, mark: Callable[[str], None]) -> None:
+        """Any mode but the full step."""
+        with torch.no_grad() if mode == "inference" else nullcontext():
+            self.model.zero_grad(set_to_none=True)
+            loss = self.forward(batch)
+        mark("forward")
+        if mode == "forward_backward":
+            (loss if self._scaler is None else loss * self._scaler.scale).backward()
+            self.model.finish_gradient_synchronization()
+            mark("backward")
+        self.last_loss = loss.detach()
+
+    def forward(self, batch: Batch | None = None) -> Tensor:
+        """The loss of a batch, by default the first."""
+        with self.model.autocast():
+            return self._loss(self.model, self._batches[0] if batch is None else batch)
+
+    def _finely_marked(self, mark: Callable[[str], None]) -> TrainStep:
+        """The step, whose phase of forward and backward is told apart where the loss is known."""
+
+        def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+            loss = self._loss(model, batch)
+            mark("forward")
+            return loss
+
+        return TrainStep(
+            self.model, self.optimizer, loss_fn, scaler=self._scaler, context=self.context,
+            mark=lambda phase: mark("backward" if phase == "forward_backward" else phase),
+        )  # fmt: skip
+
+    def gradients(self) -> Iterator[Tensor]:
+        """What this rank holds of them."""
+        held = (shard.tensor.grad for shard in self.model.shards())
+        yield from (local_part(gradient) for gradient in held if gradient is not None)
+
+    def settle(self) -> None:
+        """Wait for what the last step left in flight, on every rank (parameters on their way, say)."""
+        self.model.synchronize()
+        dist.barrier(self.context.group)
+
+    def close(self) -> None:
+        """Unhook and free everything here: hooks and wrappers form reference cycles, and the collector must not
+        come for them in the middle of somebody else's measurement."""
+        self.model.close(restore=False)
+        del self.model, self.module, self.optimizer, self._train, self._batches
+        gc.collect()
+
+
+def _ignore(phase: str) -> None:
+    pass
+
+
+def synthetic_batches(context: RankContext, shape: ModelConfig, batch: int, seed: int) -> list[Batch]:
+    """A few batches of this rank, on its device."""
+    data = SyntheticTokens(
+        shape.vocab_size, batch, shape.context_length, seed=seed, rank=context.rank, device=context.device
+    )
+    return [data.batch(step) for step in range(BATCHES)]
+
+
+@contextmanager
+def opened(context: RankContext, config: TrialConfig) -> Iterator[Subject]:
+    """A subject as configured, which is closed at the end."""
+    shape = config.model()
+    subject = Subject(
+        context,
+        shape,
+        Variant(config.strategy, get_strategy(config.strategy), config.bucket_size_mb),
+        synthetic_batches(context, shape, config.batch, config.seed),
+        compute_dtype=DTYPES[config.dtype],
+        scaled=config.dtype == "fp16",
+        seed=config.seed,
+        compile=config.compile,
+        checkpointing=config.checkpointing,
+        config=config,
+    )
+    try:
+        yield subject
+    finally:
+        subject.close()
+        if context.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@dataclass
+class Timing:
+    """Samples in ms, each that of the slowest rank, in the order in which they were taken.
+
+    `phases` maps `forward_backward` (synchronisation included), `optimizer` and `step` to equally long lists.
+    """
+
+    phases: dict[str, list[float]]
+    peak_alloc_bytes: int | None = None
+    out_of_memory: bool = False
+
+    @staticmethod
+    def empty() -> Timing:
+        """No samples yet, in every phase."""
+        return Timing({phase: [] for phase in PHASES})
+
+
+class Workbench:
+    """One kind of model, AdamW, synthetic data, and the variants that are attached in turn.
+
+    Args:
+        context: this rank.
+        config: the model.
+        batch_size: sequences per rank.
+        compute_dtype: type of the computation over fp32 parameters; None for fp32.
+        seed: of parameters and data.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        config: ModelConfig,
+        *,
+        batch_size: int,
+        compute_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ):
+        self.context = context
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self.seed = seed
+        self._batches = synthetic_batches(context, config, batch_size, seed)
+
+    @contextmanager
+    def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> Iterator[Subject]:
+        """Build, wrap and optimize the model; yields what trains one step when called; frees it all at the end."""
+        subject = Subject(
+            self.context, self.config, variant, self._batches,
+            compute_dtype=self.compute_dtype, seed=self.seed, mark=mark,
+        )  # fmt: skip
+        try:
+            yield subject
+        finally:
+            subject.close()
+
+    def time_rounds(
+        self,
+        rows: Sequence[Variant],
+        *,
+        rounds: int,
+        warmup: int,
+        steps: int,
+        progress: Callable[[str], None] = lambda text: None,
+        inspect: Callable[[Variant, Subject], None] | None = None,
+    ) -> dict[str, Timing]:
+        """Time `rounds` × `steps` steps of every variant, interleaved; sample i of all variants form a pair.
+
+        A variant that does not fit in memory on some rank is marked so on all, and left out from then on.
+        `inspect(variant, attached)` is called after each block of timed steps, on every rank.
+        """
+        timings = {variant.name: Timing.empty() for variant in rows}
+        for round_number in range(rounds):
+            shift = round_number % len(rows)  # nobody always runs first after a pause
+            for variant in [*rows[shift:], *rows[:shift]]:
+                if not timings[variant.name].out_of_memory:
+                    progress(f"round {round_number + 1}/{rounds}: {variant.name}")
+                    self._time_block(variant, warmup, steps, timings[variant.name], inspect)
+        return timings
+
+    def time_in_turn(
+        self,
+        rows: Sequence[Variant],
+        *,
+        warmup: int,
+        steps: int,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> dict[str, Timing]:
+        """Keep all variants attached at once and let them step in turn, one step each: the finest interleaving.
+
+        Drift then hits two variants within one step's time of each other. Needs the memory of all of them
+        together, so it suits small models; `peak_alloc_bytes` is not any one's and stays None.
+        """
+        timings = {variant.name: Timing.empty() for variant in rows}
+        with ExitStack() as stack:
+            timers = {variant.name: PhaseTimer(self.context.device) for variant in rows}
+            attached = {
+                variant.name: stack.enter_context(self.attached(variant, mark=timers[variant.name].mark))
+                for variant in rows
+            }
+            for number in range(warmup + steps):
+                progress(f"step {number + 1}/{warmup + steps} of each variant in turn")
+                if number == warmup:
+                    for timer in timers.values():
+                        timer.clear()
+                for name, step in attached.items():
+                    dist.barrier(self.context.group)
+                    timers[name].start()
+                    step()
+            for name, timer in timers.items():
+                self._add_samples(timings[name], timer.steps())
+        return timings
+
+    def _time_block(
+        self,
+        variant: Variant,
+        warmup: int,
+        steps: int,
+        timing: Timing,
+        inspect: Callable[[Variant, Subject], None] | None = None,
+    ) -> None:
+        timer = PhaseTimer(self.context.device)
+        with ExitStack() as stack:
+            with peak_memory(self.context.device) as memory:
+                step = self._if_it_fits(lambda: stack.enter_context(self.attached(variant, mark=timer.mark)))
+                timer.start()
+                if step is None or self._if_it_fits(lambda: step() or True) is None:
+                    timing.out_of_memory = True
+                    return
+                for number in range(1, warmup + steps):
+                    if number == warmup:
+                        dist.barrier(self.context.group)
+                        timer.clear()
+                    timer.start()
+                    step()
+                samples = timer.steps()
+                outside = step.model.bytes_outside_allocator  # symmetric memory, say
+            if inspect is not None:  # its memory is not the step's
+                inspect(variant, step)
+        if memory.peak_alloc_bytes is not None:
+            timing.peak_alloc_bytes = _largest(memory.peak_alloc_bytes + outside, timing.peak_alloc_bytes)
+        self._add_samples(timing, samples)
+
+    def _add_samples(self, timing: Timing, samples: list[dict[str, float]]) -> None:
+        for phase in PHASES:
+            mine = [sample[phase] for sample in samples]
+            timing.phases[phase].extend(slowest_rank(mine, self.context.group, self.context.device))
+
+    def _if_it_fits(self, action: Callable[[], T]) -> T | None:
+        """The action's result, or None on every rank if some rank ran out of memory in it."""
+        result, fits = None, True
+        try:
+            result = action()
+            if self.context.device.type == "cuda":
+                torch.cuda.synchronize(self.context.device)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            fits = False
+        return result if collectives.all_ranks_agree(fits, self.context.device, self.context.group) else None
+
+    def record_collectives(self, variant: Variant) -> CollectiveRecorder:
+        """What one step sends, once the strategy has settled (torch DDP agrees on new buckets in its third)."""
+        with self.attached(variant) as step:
+            for _ in range(3):
+                step()
+            with CollectiveRecorder() as recorder:
+                step()
+        return recorder
+
+    def profile(self, variant: Variant, path: Path, steps: int) -> None:
+        """Write the profiler's trace of a few steps of this rank to `path`."""
+        optimizer = OptimizerRange()
+        with self.attached(variant, mark=optimizer.mark) as step:
+            step()
+            annotate_forward(step.model)
+            profile_steps(
+                step,
+                steps=steps,
+                warmup=2 if self.context.device.type == "cuda" else 1,
+                queued=True,
+                path=path,
+                rank=self.context.rank,
+                world_size=self.context.world_size,
+                device=self.context.device,
+                finish=step.settle,
+            )
+
+
+def _largest(*values: int | None) -> int | None:
+    known = [value for value in values if value is not None]
+    return max(known) if known else None
+
+
+def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:
+    """One line that says what several trials have in common, of their configurations as records hold them."""
+    shared = {k: v for k, v in configs[0].items() if all(config.get(k) == v for config in configs)}
+    parts = [str(shared.get("size", "several sizes"))]
+    if "num_parameters" in shared:
+        parts[0] += f" ({shared['num_parameters'] / 1e6:,.1f} M parameters)"
+    parts += [f"{name} {shared[name]}" for name in ("batch", "context") if name in shared]
+    parts += [str(shared[name]) for name in ("dtype", "strategy") if name in shared]
+    parts += [
+        f"{name} {shared[name]}"
+        for name in ("attention", "ops", "compile", "checkpointing")
+        if name in shared
+    ]
+    where = f"{shared.get('world_size', 1)} × {environment['device_name']}, torch {environment['torch']}"
+    return f"{', '.join(parts)}; {where}"

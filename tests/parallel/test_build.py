@@ -1,0 +1,178 @@
+"""`Strategy.build` and what every strategy offers: models on meta, the norm of the whole gradient, shards."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from distlab.comm import RankContext
+from distlab.model.config import preset
+from distlab.model.transformer import TransformerLM
+from distlab.parallel import (
+    STRATEGIES,
+    BucketedDDP,
+    LocalOptimizer,
+    ZeroOptimizer,
+    get_strategy,
+    stepped,
+    strategies_on,
+)
+from distlab.parallel.shard import FlatLayout, Shard, whole
+from distlab.testing import run_ranks
+from tests.parallel.cases import CASES, Reference, build
+
+CONFIG = preset("tiny", num_layers=2, d_model=16, d_ff=24, num_heads=2, vocab_size=23, tie_embeddings=True)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3, bias=False))
+
+
+def from_meta(context: RankContext) -> None:
+    for name in strategies_on("cpu"):
+        expected = TransformerLM(CONFIG, seed=3)
+        module = TransformerLM(CONFIG, device="meta")
+        assert all(parameter.is_meta for parameter in module.parameters())
+        model, _ = get_strategy(name).build(
+            module, context.group, torch.optim.SGD, init=lambda m: m.reset_parameters(3), device="cpu"
+        )
+        made = model.full_parameters()
+        assert made.keys() == dict(expected.named_parameters(remove_duplicate=False)).keys(), name
+        for label, parameter in expected.named_parameters(remove_duplicate=False):
+            assert torch.equal(made[label], parameter), (name, label)
+        torch.manual_seed(5)
+        expected = layers()
+        with torch.device("meta"):
+            module = layers()
+        torch.manual_seed(5)
+        model, _ = get_strategy(name).build(module, context.group, torch.optim.SGD, device="cpu")
+        made = model.full_parameters()
+        for label, parameter in expected.named_parameters():
+            assert torch.equal(made[label], parameter), (name, label)
+        for label, buffer in expected.named_buffers():
+            assert torch.equal(module.get_buffer(label), buffer), (name, label)
+
+
+def test_a_model_on_meta_gets_the_values_of_one_built_on_the_device():
+    """Bit for bit under every strategy, tied weights included; by `init`, or by the modules' own reset_parameters."""
+    run_ranks(from_meta, 2)
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 2))
+
+
+def test_a_model_without_values_is_refused_unless_it_is_said_how_to_make_them(one_rank):
+    strategy = get_strategy("bucketed")
+    with torch.device("meta"):
+        empty, unknown = layers(), nn.Sequential(NoReset())
+    with pytest.raises(ValueError, match="give device="):
+        strategy.build(empty, one_rank.group, torch.optim.SGD)
+    with pytest.raises(ValueError, match=r"NoReset owns parameters .* no reset_parameters"):
+        strategy.build(unknown, one_rank.group, torch.optim.SGD, device="cpu")
+    with pytest.raises(ValueError, match="has its values"):
+        strategy.build(layers(), one_rank.group, torch.optim.SGD, device="cpu")
+
+
+def test_a_strategy_keeps_its_own_bucket_size_unless_one_is_given(one_rank):
+    sizes = []
+
+    def wrap(module: nn.Module, bucket_size_mb: float | None = 100.0, **options) -> BucketedDDP:
+        sizes.append(bucket_size_mb)
+        return BucketedDDP(module, bucket_size_mb, **options)
+
+    strategy = replace(STRATEGIES["bucketed-dma"], wrap=wrap)
+    for options in ({}, {"bucket_size_mb": 25.0}, {"bucket_size_mb": None}):
+        strategy.build(layers(), one_rank.group, torch.optim.SGD, **options)[0].close()
+    assert sizes == [100.0, 25.0, None]
+
+
+def norms(context: RankContext, case: str) -> None:
+    """The whole gradient's norm, and a clipped step, beside one process; ranks see different data."""
+    for name in strategies_on("cpu"):
+        if not STRATEGIES[name].synchronizes:
+            continue
+        reference = Reference(case, context.world_size, context.device)
+        model, optimizer = get_strategy(name).build(
+            build(case, 0, context.device), context.group, torch.optim.SGD, {"lr": 0.1}
+        )
+        CASES[case].loss(model, context.rank, 0, context.device).backward()
+        model.finish_gradient_synchronization()
+        reference.backward(0)
+        reference.average()
+        expected = torch.nn.utils.clip_grad_norm_(reference.replicas[0].parameters(), 0.05)
+        torch.testing.assert_close(model.grad_norm(), expected, rtol=1e-5, atol=0, msg=name)
+        torch.testing.assert_close(model.clip_grad_norm_(0.05), expected, rtol=1e-5, atol=0, msg=name)
+        optimizer.step()
+        reference.step()
+        made = model.full_parameters()
+        for label, parameter in reference.replicas[0].named_parameters():
+            torch.testing.assert_close(made[label], parameter, rtol=1e-5, atol=1e-7, msg=f"{name}: {label}")
+        elements = sum(shard.tensor.numel() for shard in stepped(model, optimizer))
+        assert isinstance(optimizer, LocalOptimizer) <= (elements < sum(p.numel() for p in made.values()))
+
+
+@pytest.mark.parametrize("case", ["plain", "frozen"])
+def test_every_strategy_clips_by_the_norm_of_the_whole_gradient(case):
+    run_ranks(norms, 2, case)
+
+
+def buckets_made(context: RankContext) -> None:
+    """A target in the bucket is offered once the memory is there."""
+    model = build("plain", 0, context.device)
+    wrapper = BucketedDDP(model, process_group=context.group)
+    assert not any("gradient_target" in p.__dict__ for p in model.parameters())
+    wrapper(torch.ones(1, 6)).sum().backward()
+    assert all("gradient_target" in p.__dict__ for p in model.parameters())
+    wrapper.finish_gradient_synchronization()
+    wrapper.close()
+
+
+def test_buckets_take_memory_at_the_first_forward():
+    run_ranks(buckets_made, 1)
+
+
+def states_of_strided_parameters(context: RankContext) -> None:
+    reference = Reference("odd-strides", context.world_size, context.device)
+    wrapper = BucketedDDP(
+        build("odd-strides", 0, context.device), bucket_size_mb=1e-4, process_group=context.group
+    )
+    optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1, momentum=0.9)
+    CASES["odd-strides"].loss(wrapper, context.rank, 0, context.device).backward()
+    wrapper.finish_gradient_synchronization()
+    reference.backward(0)
+    reference.average()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for name, parameter in reference.replicas[0].named_parameters():  # the first step's momentum is the gradient
+        momentum = saved["state"][name]["momentum_buffer"]
+        torch.testing.assert_close(momentum, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
+    optimizer.load_state_dict(saved)
+    for name, state in optimizer.state_dict()["state"].items():
+        assert torch.equal(state["momentum_buffer"], saved["state"][name]["momentum_buffer"])
+
+
+def test_states_of_transposed_parameters_are_saved_as_an_unsharded_optimizer_has_them():
+    run_ranks(states_of_strided_parameters, 2)
+
+
+def test_ranks_write_portions_of_what_they_all_hold_and_all_of_what_they_alone_hold():
+    tensor = torch.arange(7.0)
+    portions = [whole("blocks.0._orig_mod.weight", tensor).portion(rank, 3) for rank in range(3)]
+    assert [portion.name for portion in portions] == ["blocks.0.weight"] * 3
+    assert [portion.start for portion in portions] == [0, 2, 4]
+    assert torch.equal(torch.cat([portion.values for portion in portions]), tensor)
+    mine = Shard("weight", torch.Size([7]), 3, tensor[3:])
+    assert mine.portion(1, 3) is mine and mine.like("state", tensor[3:] + 1).values.tolist() == [4, 5, 6, 7]
+    with pytest.raises(ValueError, match="row-major"):
+        _ = whole("transposed", torch.ones(2, 3).t()).values
+
+
+def test_slices_of_a_layout_divide_every_parameter():
+    layout = FlatLayout([5, 0, 4], 3, align=[1, 2, 4], extra=2)
+    assert (layout.offsets, layout.payload, layout.slice_numel, layout.numel) == ([0, 6, 8], 12, 5, 15)
+    assert [layout.piece(2, rank) for rank in range(3)] == [(0, 0), (0, 2), (2, 4)]
+    assert [layout.place(2, rank) for rank in range(3)] == [(0, 0), (3, 5), (0, 2)]
