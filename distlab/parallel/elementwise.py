@@ -34,7 +34,8 @@ VECTOR, MATRIX = (150,), (130, 136)  # past 128, below which some optimizers tre
 TOLERANCE, ROUNDING = 1e-3, 1e-6
 
 Make = Callable[[nn.Parameter], Optimizer]
-Cut = Callable[[Tensor], Sequence[Tensor]]
+# Where tensors are cut: between rows, between columns, or (None) within a row of the flattened elements.
+RUNS, ROWS, COLUMNS = None, 0, 1
 
 
 class CannotTry(Exception):
@@ -52,7 +53,7 @@ def is_elementwise(optimizer_cls: type[Optimizer], options: dict[str, Any], devi
         return parts_equal_whole(
             lambda parameter: optimizer_cls([parameter], **options),
             device,
-            [(VECTOR, _runs), (MATRIX, _runs)],
+            [(VECTOR, RUNS), (MATRIX, RUNS)],
         )
     except CannotTry:
         return False
@@ -107,13 +108,13 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def parts_equal_whole(
-    make: Make, device: torch.device, trials: Iterable[tuple[tuple[int, ...], Cut]]
+    make: Make, device: torch.device, trials: Iterable[tuple[tuple[int, ...], int | None]]
 ) -> bool:
     """Whether parts, each stepped by an optimizer of its own, end where the whole tensor does.
 
     Args:
         make: an optimizer of one given parameter, with no state yet.
-        trials: shapes of tensors, and how to cut each into parts.
+        trials: shapes of tensors, and where to cut each into parts.
 
     Raises:
         CannotTry: `make` fails, or the whole tensor cannot be stepped or does not move.
@@ -127,18 +128,19 @@ def parts_equal_whole(
     ):
         warnings.simplefilter("ignore")
         for shape, cut in trials:
-            start = _start(shape, device)
-            gradients = [_gradient(shape, step, device) for step in range(STEPS)]
+            start = _waves(shape, 0.0, device)
+            start.view(-1)[::3] = 0  # where rounding is small even beside the smallest update
+            gradients = [_waves(shape, 1.0 + step, device) for step in range(STEPS)]
             try:
                 whole = _stepped(make, start, gradients)
             except Exception as error:
                 raise CannotTry(f"{type(error).__name__}: {error}") from error
             if not whole.isfinite().all() or torch.equal(whole, start):
                 raise CannotTry("its steps leave a parameter unchanged, or not finite")
-            for number, expected in enumerate(cut(whole)):
-                begin = cut(start)[number]
+            parts = [_cut(tensor, cut) for tensor in (whole, start, *gradients)]
+            for expected, begin, *theirs in zip(*parts, strict=True):
                 try:
-                    part = _stepped(make, begin, [cut(gradient)[number] for gradient in gradients])
+                    part = _stepped(make, begin, theirs)
                 except Exception:
                     return False  # it takes whole tensors only
                 if not _alike(part, expected, begin):
@@ -176,19 +178,8 @@ def _alike(part: Tensor, expected: Tensor, start: Tensor) -> bool:
     return True
 
 
-def _start(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Values of both signs, every third one zero, larger towards the ends of all dimensions."""
-    values = _waves(shape, 0.0, device)
-    values.view(-1)[::3] = 0
-    return values
-
-
-def _gradient(shape: tuple[int, ...], step: int, device: torch.device) -> Tensor:
-    return _waves(shape, 1.0 + step, device)
-
-
 def _waves(shape: tuple[int, ...], phase: float, device: torch.device) -> Tensor:
-    """No two rows or columns alike, in size neither: `(*shape)` in fp32."""
+    """Of both signs, larger towards the ends of all dimensions, no two rows or columns alike: `(*shape)` in fp32."""
     numbers = torch.arange(math.prod(shape), dtype=torch.float64, device=device)
     values = torch.sin(0.37 * numbers**1.5 + phase).view(shape)
     for dim, size in enumerate(shape):
@@ -197,18 +188,11 @@ def _waves(shape: tuple[int, ...], phase: float, device: torch.device) -> Tensor
     return values.float()
 
 
-def _runs(tensor: Tensor) -> Sequence[Tensor]:
-    """Flattened elements, cut within a row."""
-    cut = tensor.numel() * 2 // 5 + 1
-    return tensor.view(-1)[:cut], tensor.view(-1)[cut:]
-
-
-def _rows(tensor: Tensor) -> Sequence[Tensor]:
-    return tensor[:50], tensor[50:]
-
-
-def _columns(tensor: Tensor) -> Sequence[Tensor]:
-    return tensor[:, :60], tensor[:, 60:]
+def _cut(tensor: Tensor, dim: int | None) -> Sequence[Tensor]:
+    """In two, see `RUNS`."""
+    if dim is None:
+        return tensor.view(-1).tensor_split((tensor.numel() * 2 // 5 + 1,))
+    return tensor.tensor_split((50 + 10 * dim,), dim)
 
 
 # -- an optimizer like a given one ---------------------------------------------------------------------------
@@ -216,7 +200,7 @@ def _columns(tensor: Tensor) -> Sequence[Tensor]:
 
 def _try_out_like(optimizer: Optimizer, options: dict[str, Any], device: torch.device) -> bool:
     """Matrices by rows and by columns, on copies of the optimizer; where it cannot be copied, on new ones."""
-    trials = [(MATRIX, _rows), (MATRIX, _columns)]
+    trials = [(MATRIX, ROWS), (MATRIX, COLUMNS)]
     for like in (_copied, _constructed):
         try:
             return parts_equal_whole(lambda parameter: like(optimizer, options, parameter), device, trials)  # noqa: B023

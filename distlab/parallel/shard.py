@@ -45,15 +45,15 @@ class FlatLayout:
         self.slice_numel = round_up(-(-(self.payload + extra) // world_size), cut)
         self.numel = self.slice_numel * world_size
 
-    def piece(self, index: int, rank: int) -> tuple[int, int]:
+    def shard_range(self, index: int, rank: int) -> tuple[int, int]:
         """First and one-past-last element, within parameter `index`, of what lies in the slice of `rank`."""
         start = rank * self.slice_numel - self.offsets[index]
         first = min(max(start, 0), self.numels[index])
         return first, min(max(start + self.slice_numel, first), self.numels[index])
 
     def place(self, index: int, rank: int) -> tuple[int, int]:
-        """The same elements, counted within `rank`'s slice; an empty piece is empty there too."""
-        first, last = self.piece(index, rank)
+        """The same elements, counted within `rank`'s slice; an empty shard is empty there too."""
+        first, last = self.shard_range(index, rank)
         if first == last:
             return 0, 0
         shift = self.offsets[index] - rank * self.slice_numel

@@ -55,7 +55,7 @@ class ShardedBuckets:
         self._buckets = buckets
         self._gathering: dict[int, Work] = {}
         self._bucket_of: dict[nn.Parameter, int] = {}
-        self._means: dict[nn.Parameter, Tensor] = {}
+        self._owned: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []  # with a shard that is not empty, its mean
         self.starts: dict[nn.Parameter, int] = {}
         values: dict[nn.Parameter, nn.Parameter] = {}
         self._flat = [self._move(number, bucket, values) for number, bucket in enumerate(buckets)]
@@ -86,11 +86,12 @@ class ShardedBuckets:
         for position, view in enumerate(plan.views(flat, bucket.parameters)):
             parameter = bucket.parameters[position]
             parameter.data = view.copy_(parameter)
-            start, stop = plan.piece(position, self._rank)
+            start, stop = plan.shard_range(position, self._rank)
             here = slice(plan.offsets[position] + start, plan.offsets[position] + stop)
             shape = parameter.shape if parameter.ndim == 0 and start < stop else (-1,)
             values[parameter] = nn.Parameter(flat[here].view(shape))
-            self._means[parameter] = bucket.buffer[here].view(shape)
+            if start < stop:
+                self._owned.append((parameter, values[parameter], bucket.buffer[here].view(shape)))
             self._bucket_of[parameter], self.starts[parameter] = number, start
         return flat
 
@@ -118,8 +119,8 @@ class ShardedBuckets:
 
     def point_gradients(self) -> None:
         """Let each shard's `.grad` be its part of the mean, or None where no rank used the parameter."""
-        for parameter, shard in self.shards.items():
-            shard.tensor.grad = None if parameter.grad is None else self._means[parameter]
+        for parameter, tensor, mean in self._owned:
+            tensor.grad = None if parameter.grad is None else mean
 
     @torch.no_grad()
     def start_gathering(self) -> None:

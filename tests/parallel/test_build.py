@@ -174,5 +174,5 @@ def test_ranks_write_portions_of_what_they_all_hold_and_all_of_what_they_alone_h
 def test_slices_of_a_layout_divide_every_parameter():
     layout = FlatLayout([5, 0, 4], 3, align=[1, 2, 4], extra=2)
     assert (layout.offsets, layout.payload, layout.slice_numel, layout.numel) == ([0, 6, 8], 12, 5, 15)
-    assert [layout.piece(2, rank) for rank in range(3)] == [(0, 0), (0, 2), (2, 4)]
+    assert [layout.shard_range(2, rank) for rank in range(3)] == [(0, 0), (0, 2), (2, 4)]
     assert [layout.place(2, rank) for rank in range(3)] == [(0, 0), (3, 5), (0, 2)]

@@ -338,7 +338,7 @@ def adamw_losses(context: RankContext) -> None:
     expected_state = {n: one.optimizer.state[p] for n, p in one.model.named_parameters()}
     for param in fsdp._flat_params:
         for index, entry in enumerate(param.entries):
-            first, last = param.layout.piece(index, param.rank)
+            first, last = param.layout.shard_range(index, param.rank)
             expected_moment = entry.flatten(expected_state[entry.name]["exp_avg"])[first:last]
             moment = entry.flatten(optimizer.state[param.shards[index]]["exp_avg"])
             torch.testing.assert_close(moment, expected_moment, rtol=1e-3, atol=1e-5)

@@ -46,7 +46,7 @@ def check_shards(plan: RowLayout, index: int, owned: torch.Tensor) -> None:
     shape, flat, end = plan.sizes[index], torch.arange(plan.numel), 0
     assert plan.offsets[index] % ALIGNMENT == 0
     for rank in range(plan.world_size):
-        first, last = plan.piece(index, rank)
+        first, last = plan.shard_range(index, rank)
         assert 0 <= first <= last <= math.prod(shape)
         if first < last:
             assert first == end

@@ -124,6 +124,6 @@ def _refuse_older_optimizer(entries: list[Entry]) -> None:
         if attempt == 0:
             gc.collect()
     raise ValueError(
-        "FSDP: an optimizer already holds this module's parameters, which wrapping replaces by pieces: "
+        "FSDP: an optimizer already holds this module's parameters, which wrapping replaces by shards: "
         "wrap first, then build the optimizer over fsdp.parameters()"
     )

@@ -73,7 +73,7 @@ class RowLayout(FlatLayout):
 
         `(rows, …)`; `(1, rows, …)` of a parameter that is cut along its second dimension, and so on.
         """
-        first, last = self.piece(index, rank)
+        first, last = self.shard_range(index, rank)
         cut = cut_dimension(self.sizes[index], self.world_size)
         return (1,) * cut + ((last - first) // self.row_numels[index],) + self.sizes[index][cut + 1 :]
 
@@ -351,7 +351,7 @@ class FlatParam:
     @torch.no_grad()
     def load(self, index: int, full: Tensor) -> None:
         """Overwrite this rank's shard of parameter `index` by its rows of `full` (the parameter's shape)."""
-        first, last = self.layout.piece(index, self.rank)
+        first, last = self.layout.shard_range(index, self.rank)
         entry, sizes = self.entries[index], self.layout.shard_sizes(index, self.rank)
         self.shards[index].copy_(entry.unflatten(entry.flatten(full)[first:last], sizes))
 

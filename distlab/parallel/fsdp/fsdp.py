@@ -151,7 +151,7 @@ class FSDP(ParallelModel):
             self._runtime.synchronize = before
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until the `.grad` of every piece and every replicated parameter is the mean over ranks.
+        """Wait until the `.grad` of every shard and every replicated parameter is the mean over ranks.
 
         Call it on every rank after backward, before clipping and the optimizer's step. Without a synchronised
         forward since the last call it does nothing. In a unit that ran, a parameter without a gradient has a
@@ -254,7 +254,7 @@ class FSDP(ParallelModel):
 
     @torch.no_grad()
     def load_full_params(self, parameters: Mapping[str, Tensor]) -> None:
-        """The inverse of `gather_full_params()`: each rank takes its pieces out of the full tensors.
+        """The inverse of `gather_full_params()`: each rank takes its shards out of the full tensors.
 
         No communication. Of a tied parameter one name suffices.
 
@@ -278,7 +278,7 @@ class FSDP(ParallelModel):
             for index, (entry, shard) in enumerate(zip(param.entries, param.shards, strict=True)):
                 # Rows of a matrix that is not in row-major order are no contiguous part of its elements.
                 in_order = list(entry.memory_order) == sorted(entry.memory_order)
-                start = param.layout.piece(index, param.rank)[0] if in_order else None
+                start = param.layout.shard_range(index, param.rank)[0] if in_order else None
                 yield Shard(plain_name(entry.name), entry.parameter.shape, start, shard)
         for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
             yield whole(entry.name, master)
