@@ -39,7 +39,7 @@ from distlab.parallel.data_parallel import (
 )
 from distlab.parallel.elementwise import check_elementwise
 from distlab.parallel.fsdp import checks
-from distlab.parallel.fsdp.flat_param import Entry, Replicated, list_entries, plan_units
+from distlab.parallel.fsdp.flat_param import Entry, FlatParam, Replicated, list_entries, plan_units
 from distlab.parallel.fsdp.runtime import Runtime, Unit, in_backward, plan_casts
 from distlab.parallel.meta import initialize_in_turn, materialize_buffers
 from distlab.parallel.shard import Shard, plain_name, whole
@@ -274,27 +274,30 @@ class FSDP(ParallelModel):
         return self._held
 
     def _find_shards(self) -> Iterator[Shard]:
-        for param in self._flat_params:
-            for index, (entry, shard) in enumerate(zip(param.entries, param.shards, strict=True)):
-                # Rows of a matrix that is not in row-major order are no contiguous part of its elements.
-                in_order = list(entry.memory_order) == sorted(entry.memory_order)
-                start = param.layout.shard_range(index, param.rank)[0] if in_order else None
-                yield Shard(plain_name(entry.name), entry.parameter.shape, start, shard)
+        for entry, param, index in self._sharded():
+            # Rows of a matrix that is not in row-major order are no contiguous part of its elements.
+            in_order = list(entry.memory_order) == sorted(entry.memory_order)
+            start = param.layout.shard_range(index, param.rank)[0] if in_order else None
+            yield Shard(plain_name(entry.name), entry.parameter.shape, start, param.shards[index])
         for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
             yield whole(entry.name, master)
 
     def _stand_ins(self) -> Iterator[tuple[str, nn.Parameter, Callable[[Tensor], None]]]:
+        for entry, param, index in self._sharded():
+            full = torch.empty_like(entry.parameter, device=self.device)
+            stand_in = nn.Parameter(full, entry.parameter.requires_grad)
+            entry.register(stand_in)
+            yield entry.name, stand_in, partial(param.load, index)
+
+    def _sharded(self) -> Iterator[tuple[Entry, FlatParam, int]]:
+        """Every sharded parameter, and where it lies: (parameter, flat parameter, its number there)."""
         for param in self._flat_params:
             for index, entry in enumerate(param.entries):
-                full = torch.empty_like(entry.parameter, device=self.device)
-                stand_in = nn.Parameter(full, entry.parameter.requires_grad)
-                entry.register(stand_in)
-                yield entry.name, stand_in, partial(param.load, index)
+                yield entry, param, index
 
     def _loaders(self) -> Iterator[tuple[Entry, Callable[[Tensor], Any]]]:
-        for param in self._flat_params:
-            for index, entry in enumerate(param.entries):
-                yield entry, partial(param.load, index)
+        for entry, param, index in self._sharded():
+            yield entry, partial(param.load, index)
         for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
             yield entry, master.copy_
 
