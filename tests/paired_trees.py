@@ -10,6 +10,7 @@ runs, which is larger than the differences that matter here, hits both.
 
 import argparse
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -46,13 +47,17 @@ def _forget() -> dict[str, ModuleType]:
 
 def samples(context: RankContext, options: argparse.Namespace, strategy: str) -> list[float]:
     """Step times in ms of one attachment, by whichever tree is imported now."""
-    from distlab.bench.subject import Workbench, variants
-    from distlab.model.config import DTYPES, preset
+    from distlab.model.config import preset
 
-    bench = Workbench(
-        context, preset(options.size), batch_size=options.batch, compute_dtype=DTYPES[options.dtype]
+    try:
+        bench_module = importlib.import_module("distlab.bench.subject")
+    except ModuleNotFoundError:  # an older tree
+        bench_module = importlib.import_module("distlab.train.workbench")
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
+    bench = bench_module.Workbench(
+        context, preset(options.size), batch_size=options.batch, compute_dtype=dtype
     )
-    row = variants([strategy], [options.bucket_size_mb])
+    row = bench_module.variants([strategy], [options.bucket_size_mb])
     return bench.time_rounds(row, rounds=1, warmup=options.warmup, steps=options.steps)[row[0].name].phases[
         "step"
     ]
