@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 from distlab.comm import RankContext, rank_context
 from distlab.measure.statistics import paired_ratio, percentiles
 

@@ -107,7 +107,7 @@ def read(stored: Stored, shards: Sequence[Shard]) -> None:
 
 def refuse_other_model(stored: Stored, model: Sequence[Shard]) -> None:
     """Raises ValueError with every parameter that is missing, left over, or of another shape."""
-    mine = {shard.name.removeprefix("model/"): shard.shape for shard in model}
+    mine = {shard.name.removeprefix("model/"): tuple(shard.shape) for shard in model}
     found = shapes_and_dtypes(stored).items()
     theirs = {key.removeprefix("model/"): shape for key, (shape, _) in found if key.startswith("model/")}
     differences = [f"{name} is missing there" for name in mine if name not in theirs]
