@@ -93,7 +93,8 @@ def add_options(
         keywords: dict[str, Any] = {"help": meta["help"].replace("%", "%%") + shown.replace("%", "%%")}
         if meta["positional"]:
             names = [each.name]
-            keywords["nargs"] = "+" if several else None if each.default is MISSING else "?"
+            needed = each.default is MISSING
+            keywords["nargs"] = ("+" if needed else "*") if several else None if needed else "?"
         else:
             names = [meta["flag"] or f"--{each.name.replace('_', '-')}"]
             keywords["dest"] = each.name

@@ -1,39 +1,256 @@
 """What does recomputing activations save in memory and cost in time, and how large should a group of blocks be?
 
-    python experiments/activation_checkpointing.py                                   # this machine's device
-    python experiments/activation_checkpointing.py --size gpt2-xl --groups none block every-4 every-8-2
-    python experiments/activation_checkpointing.py --quick                           # seconds on a CPU
+    distlab run activation_checkpointing                   # this machine's device
+    distlab run activation_checkpointing --size gpt2-xl --groups none block every-4 every-8-2
+    distlab run activation_checkpointing --quick           # seconds on a CPU
 
 Forward and backward of one model, without an optimizer, for each way to group its blocks: none recomputed, each by
 itself, every k together, and groups inside groups. The peak is the allocator's where it keeps a count; beside it stand
-that of the same step on fake tensors, and the closed form. Times are taken in rounds, each way in turn.
+that of the same step on fake tensors, and the closed form. Times are taken in interleaved rounds.
 """
 
-import argparse
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from distlab.model import checkpoint_groups
-from distlab.report import (
-    Record,
-    View,
-    Work,
-    add_device_option,
-    add_output_options,
-    device_of,
-    progress,
-    run_command,
-)
-from distlab.report.noise import NOISE, TIE
-from distlab.report.options import whole
+from distlab.comm import RankContext
+from distlab.experiment import Experiment, Run, TimingOptions, View, option
+from distlab.measure.clock import PhaseTimer, cpu_threads
+from distlab.measure.memory import peak_memory
+from distlab.measure.rounds import interleave
+from distlab.measure.statistics import MIN_PAIRS, own_noise_floor, paired_ratio, percentiles
+from distlab.measure.validity import attempt
+from distlab.model import ModelConfig, TransformerLM, checkpoint_groups, cross_entropy, preset
+from distlab.model.config import DTYPES
+from distlab.options import SEED
+from distlab.report import Column, Record
+from distlab.report.noise import NOISE, TIE, interval_ties, noise_of, tied
 from distlab.report.style import OKABE_ITO, horizontal, picture
-from distlab.report.table import Column
-from experiments.activation_checkpointing_pieces.config import CPU, NAME, QUICK, CheckpointingConfig
-from experiments.activation_checkpointing_pieces.measuring import run
+from distlab.simulate.run import simulate_step
+from distlab.theory.flops import forward_flops
+from distlab.theory.memory.activations import PRECISIONS, activations
+from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory
+from distlab.theory.memory.recompute import (
+    best_group_size,
+    best_group_size_estimate,
+    blocks_run_again,
+    recomputed_flops,
+)
+from distlab.theory.model_shape import ModelShape
+from distlab.train.data import SyntheticTokens
+from distlab.train.requirements import PlannedStep, require
+
+BASE = "none"  # what the others are held against
+SINGLE = (BASE, "block", "every-2", "every-4", "every-8", "every-16")  # on a single level
+PRECISION = {"fp32": "fp32", "bf16": "bf16-autocast"}
+
+
+@dataclass(frozen=True)
+class CheckpointingConfig(TimingOptions):
+    """What to run; `bf16` is autocast over fp32 parameters."""
+
+    size: str = option("xl", "model preset")
+    layers: int | None = option(None, "blocks [the preset's]", least=1)
+    context: int | None = option(1024, "tokens per sequence", least=1)
+    vocab: int | None = option(None, "words [the preset's]", least=1)
+    batch: int = option(4, "sequences", least=1)
+    dtype: str = option("bf16", "of the computation", choices=tuple(PRECISION))
+    groups: tuple[str, ...] = option(
+        (*SINGLE, "every-32", "every-8-2", "every-8-1"), "none, block, every-K or every-K-J, several of them"
+    )
+    warmup: int = option(1, "untimed steps per round", least=1)
+    steps: int = option(5, "timed steps per round", least=1)
+    count: bool = option(False, "count peaks on fake tensors too, seconds to a quarter of a minute each")
+    threads: int | None = option(None, "of a CPU [torch's]", least=1)
+    seed: int = option(0, "of parameters and data", **SEED)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps * self.rounds < 3:
+            raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least 3 steps")
+        for choice in self.groups:
+            checkpoint_groups(choice)
+        self.model()
+
+    def model(self) -> ModelConfig:
+        sizes = {"num_layers": self.layers, "context_length": self.context, "vocab_size": self.vocab}
+        return preset(self.size, **sizes)
+
+    def choices(self) -> tuple[str, ...]:
+        """The ways to group, the base first."""
+        return tuple(dict.fromkeys([BASE, *self.groups]))
+
+
+def measure(config: CheckpointingConfig, context: RankContext, run: Run) -> None:
+    """One row per way to group the blocks; one that runs out of memory says so, and the others go on.
+
+    Raises:
+        MemoryError: on a CPU a way that does not fit, on a GPU all of them.
+    """
+    plain = PlannedStep(config.model(), config.batch, dtype=config.dtype, mode="forward_backward")
+    planned = [replace(plain, checkpointing=checkpoint_groups(choice)) for choice in config.choices()]
+    require(planned, context.device, some=context.device.type == "cuda")
+    bench = Bench(config, context.device)
+    with cpu_threads(config.threads):
+        interleave({name: partial(bench.time, name) for name in config.choices()}, config.rounds, progress=run.progress)
+    facts = bench.facts()
+    for choice in config.choices():
+        metrics = bench.metrics(choice) | bench.predicted(choice)
+        if config.count:
+            run.progress(f"counting {choice} on fake tensors")
+            metrics["counted_peak_bytes"] = counted_peak(config, choice)
+        run.add(choice, metrics, **facts)
+
+
+def one_step(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Gradients of one batch, from none; returns the loss."""
+    low = DTYPES[dtype]
+    model.zero_grad(set_to_none=True)
+    with torch.autocast(tokens.device.type, dtype=low or torch.bfloat16, enabled=low is not None):
+        loss = cross_entropy(model(tokens), targets)
+    loss.backward()
+    return loss
+
+
+class Bench:
+    """One model whose blocks are grouped anew for each measurement."""
+
+    def __init__(self, config: CheckpointingConfig, device: torch.device):
+        shape = config.model()
+        self.config, self.device, self.shape = config, device, shape
+        # Of libraries in the allocator, of which fake tensors have none.
+        self.workspace_bytes = CUBLAS_WORKSPACES if device.type == "cuda" else 0
+        self.model = TransformerLM(shape, device=device, seed=config.seed)
+        data = SyntheticTokens(shape.vocab_size, config.batch, shape.context_length, seed=config.seed, rank=0,
+                               device=device)  # fmt: skip
+        self.batch = data.batch(0)
+        self.times: dict[str, dict[str, list[float]]] = {}
+        self.found: dict[str, dict[str, Any]] = {}
+        self.norms: torch.Tensor | None = None  # of each gradient, without checkpointing
+
+    def time(self, choice: str) -> None:
+        """A round of one way: warm up, then time forward and backward of each step."""
+        if self.found.get(choice, {}).get("status", "ok") != "ok":
+            return
+        self.model.checkpoint_blocks = checkpoint_groups(choice) or False
+        found = attempt(lambda: self._round(choice))
+        self.model.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.found[choice] = self.found.get(choice, {}) | found
+
+    def _round(self, choice: str) -> dict[str, Any]:
+        timer = PhaseTimer(self.device)
+        handle = self.model.head.register_forward_hook(lambda *_: timer.mark("forward"))
+        try:
+            with peak_memory(self.device) as memory:
+                for number in range(self.config.warmup + self.config.steps):
+                    if number == self.config.warmup:
+                        timer.clear()
+                    timer.start()
+                    one_step(self.model, *self.batch, self.config.dtype)
+                    timer.mark("backward")
+                samples = timer.steps()
+        finally:
+            handle.remove()
+        mine = self.times.setdefault(choice, {"forward": [], "step": []})
+        for phase, times in mine.items():
+            times.extend(sample[phase] for sample in samples)
+        norms = torch.stack([p.grad.float().norm() for p in self.model.parameters()])
+        if choice == BASE and self.norms is None:
+            self.norms = norms
+        apart = None if self.norms is None else ((norms - self.norms).abs() / self.norms).max().item()
+        return {"peak_alloc_bytes": memory.peak_alloc_bytes, "max_rel_grad_norm_diff": apart}
+
+    def metrics(self, choice: str) -> dict[str, Any]:
+        """Times and memory of one way."""
+        found = dict(self.found[choice])
+        times = self.times.get(choice)
+        if found["status"] != "ok" or times is None:
+            return found
+        found |= {f"step_{p}_ms": ms for p, ms in percentiles(times["step"]).items()}
+        base = self.times.get(BASE)
+        if base is not None:
+            found["step_over_none"] = found["step_p50_ms"] / percentiles(base["step"])["p50"]
+            found["step_over_none_is_tie"] = choice != BASE and self._ties(times["step"], base["step"])
+        found["noise_floor_pct"] = own_noise_floor(times["step"])
+        found["noise_pct"] = noise_of(found)
+        return found
+
+    @staticmethod
+    def _ties(mine: list[float], base: list[float]) -> bool:
+        """Whether the paired steps' interval contains 1; with too few for one, whether noise covers the difference."""
+        if len(mine) == len(base) >= MIN_PAIRS:
+            return interval_ties(*paired_ratio(mine, base)[1:])
+        rows = ({f"step_{p}_ms": ms for p, ms in percentiles(times).items()} for times in (mine, base))
+        return tied(*rows)
+
+    def predicted(self, choice: str) -> dict[str, float | int | str]:
+        """The closed forms; the time from the measured step without checkpointing, if that one ran."""
+        groups, model, base = checkpoint_groups(choice), self.shape, self.times.get(BASE)
+        memory = self.closed_form(groups)
+        found: dict[str, float | int | str] = {
+            "predicted_peak_bytes": memory.peak.total,
+            "predicted_counted_peak_bytes": memory.peak.total - self.workspace_bytes,
+            "predicted_peak_phase": memory.peak_phase,
+            "blocks_run_again": blocks_run_again(model.num_layers, groups)[0],
+        }
+        if base is not None:
+            sizes = {"batch": self.config.batch, "context": model.context_length, "d_model": model.d_model}
+            sizes |= {"d_ff": model.d_ff, "num_layers": model.num_layers, "vocab_size": model.vocab_size}
+            again = recomputed_flops(groups, causal=True, **sizes) / forward_flops(causal=True, **sizes).total
+            forward, step = (percentiles(base[phase])["p50"] for phase in ("forward", "step"))
+            found["predicted_step_ms"] = step + again * forward
+        return found
+
+    def closed_form(self, groups: tuple[int, ...]) -> StepMemory:
+        """Memory of a step without an optimizer."""
+        return step_memory(
+            ModelShape.of(self.shape),
+            batch=self.config.batch,
+            context=self.shape.context_length,
+            precision=PRECISION[self.config.dtype],
+            attention=self.shape.attention,
+            checkpointing=groups,
+            optimizer="sgd",
+            workspace_bytes=self.workspace_bytes,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """The model's size, and what the closed form says of the best single-level group size."""
+        model, precision = self.shape, PRECISIONS[PRECISION[self.config.dtype]]
+        kept = activations(ModelShape.of(model), self.config.batch, model.context_length, precision, model.attention)
+        arguments = (model.num_layers, kept.block, kept.checkpoint)
+        peaks = {size: self.closed_form((size,)).peak.total for size in range(1, model.num_layers + 1)}
+        return {
+            "num_layers": model.num_layers,
+            "num_parameters": model.num_parameters,
+            "block_activation_bytes": kept.block,
+            "block_input_bytes": kept.checkpoint,
+            "best_group_size": best_group_size(*arguments),
+            "best_group_size_of_peak": min(peaks, key=peaks.__getitem__),
+            "best_group_size_estimate": best_group_size_estimate(*arguments),
+        }
+
+
+def counted_peak(config: CheckpointingConfig, choice: str) -> int:
+    """The peak of the same step on fake tensors, counted storage by storage."""
+    model = config.model()
+
+    def build() -> TransformerLM:
+        return TransformerLM(model, device="cpu", checkpoint_blocks=checkpoint_groups(choice) or False)
+
+    def make_step(wrapper: nn.Module, optimizer: torch.optim.Optimizer, mark: Callable[[str], None]):
+        tokens = torch.zeros(config.batch, model.context_length, dtype=torch.int64)
+        return lambda: one_step(wrapper, tokens, tokens, config.dtype)
+
+    options = {"optimizer_cls": torch.optim.SGD, "optimizer_options": {"lr": 0.0}}
+    return simulate_step("local", build, make_step, world_size=1, **options).peak.total
 
 
 def _tie(record: Record) -> str:
@@ -121,10 +338,12 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    name=NAME,
-    question=__doc__.splitlines()[0],
     columns=COLUMNS,
     headline=headline,
+    terminal=(
+        *("variant", "step_p50_ms", "noise_pct", "predicted_step_ms", "step_over_none"),
+        *("peak_alloc_bytes", "predicted_peak_bytes", "counted_peak_bytes", "status"),
+    ),
     pictures={"checkpointing.png": draw},
     findings=findings,
     reading="`block` keeps each block's input and recomputes the rest. `every-k` keeps the input of k blocks, and "
@@ -134,61 +353,14 @@ VIEW = View(
     "moment is the backward of the first group, unless it is that of the loss.",
     prediction="Memory in closed form (distlab.theory.memory). Time: the measured step without recomputation, and its "
     "forward times the share of FLOPs that run again, which torch's own count confirms exactly "
-    "(distlab.theory.memory): a recomputation ends before the last product of a group.",
+    "(distlab.theory.memory): a recomputation ends before the last matmul of a group.",
 )
 
-
-def parser() -> argparse.ArgumentParser:
-    """The options of the command."""
-    p = argparse.ArgumentParser(
-        NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("--quick", action="store_true", help="the tiny preset with eight blocks, on a CPU")
-    p.add_argument("--size", help="model preset")
-    p.add_argument("--layers", type=whole(), help="blocks [the preset's]")
-    p.add_argument("--context", type=whole(), help="tokens per sequence")
-    p.add_argument("--batch", type=whole(), help="sequences")
-    p.add_argument("--dtype", help="fp32, or bf16 autocast")
-    p.add_argument(
-        "--groups", nargs="+", metavar="GROUPS", help="none, block, every-K or every-K-J, several of them"
-    )
-    p.add_argument("--steps", type=whole(), help="timed steps per round")
-    p.add_argument("--rounds", type=whole(), help="interleaved rounds")
-    p.add_argument(
-        "--count", action="store_true", default=None, help="count peaks on fake tensors too [on a CPU]"
-    )
-    add_device_option(p)
-    add_output_options(p)
-    return p
-
-
-def config_from(args: argparse.Namespace) -> CheckpointingConfig:
-    """The options over the defaults of the device.
-
-    Raises:
-        ValueError: a value that is not allowed, or a GPU that is not there.
-    """
-    device = device_of(args)
-    base = QUICK if args.quick else CheckpointingConfig() if device == "cuda" else CPU
-    given = {field.name: getattr(args, field.name, None) for field in fields(CheckpointingConfig)}
-    given |= {"device": device, "groups": tuple(args.groups) if args.groups else None}
-    return CheckpointingConfig(
-        **asdict(base) | {name: value for name, value in given.items() if value is not None}
-    )
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run, print the table, write the report."""
-    args = parser().parse_args(argv)
-    if args.quick:  # on cores that are shared, two threads wait for each other far longer than they compute
-        torch.set_num_threads(1)
-
-    def prepare() -> Work:
-        config = config_from(args)
-        return lambda folder: run(config, default_commit=args.commit, progress=progress)
-
-    return run_command(VIEW, args, prepare)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+TINY = {"size": "tiny", "context": 128, "vocab": 256, "dtype": "fp32", "count": True}
+SHORT = {"rounds": 1, "steps": 3, "threads": 1}
+PRESETS = {
+    "cpu": TINY | {"layers": 16, "steps": 4, "groups": (*SINGLE, "every-4-2", "every-8-2")},
+    "quick": TINY | SHORT | {"layers": 8, "groups": (BASE, "block", "every-2", "every-4", "every-4-2")},
+    "smoke": TINY | SHORT | {"layers": 4, "context": 32, "vocab": 32, "groups": ("block",)},
+}
+EXPERIMENT = Experiment(CheckpointingConfig, measure, VIEW, presets=PRESETS)

@@ -1,15 +1,15 @@
 """The arithmetic of kernels on a named GPU, without one.
 
-    python -m experiments.calculator gpus
-    python -m experiments.calculator roofline --flops 4e9 --bytes 134e6 --gpu H100
-    python -m experiments.calculator kernel rms_norm 8192 4096 --dtype bf16
-    python -m experiments.calculator chain --operations 4 --elements 33554432
-    python -m experiments.calculator block --batch 8 --context 2048 --d-model 4096 --d-ff 11008 --heads 32
-    python -m experiments.calculator occupancy --threads 128 --registers 160
-    python -m experiments.calculator waves --blocks 160 --gpu B200
-    python -m experiments.calculator coalescing --stride 32 --itemsize 4
-    python -m experiments.calculator banks
-    python -m experiments.calculator divergence --lanes 1 --cycles 100 10
+    distlab run calculator gpus
+    distlab run calculator roofline --flops 4e9 --bytes 134e6 --gpu H100
+    distlab run calculator kernel rms_norm 8192 4096 --dtype bf16
+    distlab run calculator chain --operations 4 --elements 33554432
+    distlab run calculator block --batch 8 --context 2048 --d-model 4096 --d-ff 11008 --heads 32
+    distlab run calculator occupancy --threads 128 --registers 160
+    distlab run calculator waves --blocks 160 --gpu B200
+    distlab run calculator coalescing --stride 32 --itemsize 4
+    distlab run calculator banks
+    distlab run calculator divergence --lanes 1 --cycles 100 10
 
 Each prints its answer in words and, with --json, as one line of JSON instead.
 """
@@ -18,8 +18,8 @@ import argparse
 import dataclasses
 import importlib
 import json
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +27,7 @@ from tabulate import tabulate
 
 from distlab import hardware
 from distlab.model import config as model_config
-from distlab.report import run_to_end
-from distlab.report.options import real, whole
+from distlab.options import Options, add_options, config_from, option
 from distlab.theory import fusion, gpu, warp_access
 from distlab.theory.gpu import roofline
 from kernels.cost import Cost
@@ -62,7 +61,6 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear_cross_entropy": ("linear_cross_entropy", {}),
 }
 
-MOST = {"lanes": 32}
 ITEM_SIZES = (1, 2, 4, 8, 16)  # bytes that a lane can read at once
 # Kernels that do not take a shape of any number of dimensions: how many they take, and which.
 DIMENSIONS = {
@@ -71,8 +69,20 @@ DIMENSIONS = {
     "cross_entropy": ((2,), "two: rows, vocabulary"),
     "linear_cross_entropy": ((3,), "three: rows, width, vocabulary"),
 }
-NONE_AT_ALL = ("shared_bytes", "offset", "stride", "lanes")  # options of which 0 says something
 Answer = tuple[str, dict[str, Any]]  # in words, and in numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Question(Options):
+    """What every calculation takes; its own options are in CALCULATIONS."""
+
+    gpu: str = option("H100", "a specification", choices=tuple(GPUS))
+    dtype: str = option("bf16", "of the data", choices=tuple(DTYPES))
+    json: bool = option(False, "one line of JSON instead of words")
+
+    @property
+    def spec(self) -> hardware.GPUSpec:
+        return GPUS[self.gpu]
 
 
 def answer_roofline(cost: Cost, gpu: hardware.GPUSpec, dtype: str) -> Answer:
@@ -88,7 +98,7 @@ def answer_roofline(cost: Cost, gpu: hardware.GPUSpec, dtype: str) -> Answer:
     return words, numbers
 
 
-def run_gpus(args: argparse.Namespace) -> Answer:
+def run_gpus(args: Any) -> Answer:
     """The table of specifications."""
     rows = [{"GPU": spec.name, "SMs": spec.sms, "registers/SM": spec.registers_per_sm,
              "shared KiB/SM": spec.shared_memory_per_sm // 1024, "L1 KiB": spec.l1_bytes // 1024,
@@ -101,23 +111,23 @@ def run_gpus(args: argparse.Namespace) -> Answer:
     return tabulate(rows, headers="keys", missingval="n/a") + "\n\n" + sources, {"gpus": rows}
 
 
-def run_roofline(args: argparse.Namespace) -> Answer:
-    return answer_roofline(Cost(args.flops, args.bytes), args.gpu, args.dtype)
+def run_roofline(args: Any) -> Answer:
+    return answer_roofline(Cost(args.flops, args.bytes), args.spec, args.dtype)
 
 
-def run_kernel(args: argparse.Namespace) -> Answer:
+def run_kernel(args: Any) -> Answer:
     module, options = KERNELS[args.name]
     dimensions, words = DIMENSIONS.get(args.name, ((len(args.shape),), ""))
     if len(args.shape) not in dimensions:
         raise ValueError(f"{args.name} has no shape of {len(args.shape)} dimension(s); give {words}")
     cost = importlib.import_module(f"kernels.{module}").cost(tuple(args.shape), DTYPES[args.dtype], **options)
-    return answer_roofline(cost, args.gpu, args.dtype)
+    return answer_roofline(cost, args.spec, args.dtype)
 
 
-def run_chain(args: argparse.Namespace) -> Answer:
+def run_chain(args: Any) -> Answer:
     itemsize = DTYPES[args.dtype].itemsize
     graph = fusion.pointwise_chain(args.operations, args.elements, itemsize)
-    roof = roofline(args.gpu, args.dtype)
+    roof = roofline(args.spec, args.dtype)
     apart, fused = graph.unfused(), graph.fused()
     numbers = {"unfused_bytes": apart.bytes, "fused_bytes": fused.bytes, "unfused_s": roof.seconds(apart),
                "fused_s": roof.seconds(fused), "speed_up": graph.speed_up(roof)}
@@ -128,10 +138,10 @@ def run_chain(args: argparse.Namespace) -> Answer:
     return words, numbers
 
 
-def run_block(args: argparse.Namespace) -> Answer:
+def run_block(args: Any) -> Answer:
     graph = fusion.transformer_block(args.batch, args.context, args.d_model, args.d_ff, args.heads)
-    plan = fusion.advise(graph, args.gpu, args.dtype)
-    counts = fusion.kernel_counts(graph, args.gpu, args.dtype)
+    plan = fusion.advise(graph, args.spec, args.dtype)
+    counts = fusion.kernel_counts(graph, args.spec, args.dtype)
     saved = graph.unfused().bytes - sum(graph.fused(group).bytes for group in plan.groups)
     rows = [(d.operator, d.action, d.reason) for d in plan.decisions]
     words = tabulate(rows, headers=("operator", "answer", "reason"), maxcolwidths=[None, None, 80])
@@ -141,31 +151,29 @@ def run_block(args: argparse.Namespace) -> Answer:
                    "saved_bytes": saved}
 
 
-def run_occupancy(args: argparse.Namespace) -> Answer:
-    found = gpu.occupancy(args.gpu, args.threads, args.registers, args.shared_bytes)
+def run_occupancy(args: Any) -> Answer:
+    found = gpu.occupancy(args.spec, args.threads, args.registers, args.shared_bytes)
     words = (f"{args.threads} threads × {args.registers} registers, {args.shared_bytes} bytes shared on "
-             f"{args.gpu.name}: {found.blocks} blocks of an SM, {found.warps} of {args.gpu.max_warps_per_sm} warps, "
+             f"{args.spec.name}: {found.blocks} blocks of an SM, {found.warps} of {args.spec.max_warps_per_sm} warps, "
              f"{100 * found.fraction:.2f} %, limited by {found.limiter}")
     return words, dataclasses.asdict(found)
 
 
-def run_waves(args: argparse.Namespace) -> Answer:
-    found = gpu.wave_quantisation(args.blocks, args.gpu.sms, args.blocks_per_sm)
-    words = (f"{args.blocks} blocks on {args.gpu.sms} SMs × {args.blocks_per_sm}: {found.waves} waves, {found.last} "
+def run_waves(args: Any) -> Answer:
+    found = gpu.wave_quantisation(args.blocks, args.spec.sms, args.blocks_per_sm)
+    words = (f"{args.blocks} blocks on {args.spec.sms} SMs × {args.blocks_per_sm}: {found.waves} waves, {found.last} "
              f"blocks in the last; {100 * found.efficiency:.1f} % of the places are used")
     return words, dataclasses.asdict(found)
 
 
-def run_coalescing(args: argparse.Namespace) -> Answer:
-    if args.itemsize not in ITEM_SIZES:
-        raise ValueError(f"itemsize={args.itemsize}: a lane reads {', '.join(map(str, ITEM_SIZES))} bytes")
+def run_coalescing(args: Any) -> Answer:
     found = warp_access.strided_access(args.stride, args.itemsize, args.offset)
     words = (f"a warp reading {args.itemsize} bytes per lane, {args.stride} elements apart, from byte {args.offset}: "
              f"{found.sectors} sectors of 32 bytes in {found.lines} lines, {100 * found.efficiency:.1f} % of it wanted")
     return words, dataclasses.asdict(found)
 
 
-def run_banks(args: argparse.Namespace) -> Answer:
+def run_banks(args: Any) -> Answer:
     numbers = {"plain": warp_access.column_conflicts(args.columns),
                "padded": warp_access.column_conflicts(args.columns, padding=1),
                "swizzled": warp_access.column_conflicts(args.columns, swizzled=True)}
@@ -175,7 +183,9 @@ def run_banks(args: argparse.Namespace) -> Answer:
     return words, numbers
 
 
-def run_divergence(args: argparse.Namespace) -> Answer:
+def run_divergence(args: Any) -> Answer:
+    if len(args.cycles) != 2:
+        raise ValueError(f"cycles={args.cycles}: give those of the branch and those of the others")
     lanes = [1] * args.lanes + [0] * (32 - args.lanes)
     found = warp_access.warp_divergence(lanes, (args.cycles[1], args.cycles[0]))
     words = (f"{args.lanes} of 32 lanes take a branch of {args.cycles[0]:g} cycles, the others one of "
@@ -183,62 +193,55 @@ def run_divergence(args: argparse.Namespace) -> Answer:
     return words, dataclasses.asdict(found)
 
 
-def gpu_by_name(name: str) -> hardware.GPUSpec:
-    if name not in GPUS:
-        raise argparse.ArgumentTypeError(f"unknown GPU {name!r}; choose one of {', '.join(GPUS)}")
-    return GPUS[name]
+count = partial(option, help="", least=1)
+amount = partial(option, help="", above=0)
+# Name → function, type and option of each of its own options; one without a default must be given.
+CALCULATIONS: dict[str, tuple[Callable[[Any], Answer], dict[str, tuple[Any, Any]]]] = {
+    "gpus": (run_gpus, {}),
+    "roofline": (run_roofline, {"flops": (float, amount(None)), "bytes": (float, amount(None))}),
+    "kernel": (run_kernel, {
+        "name": (str, option(None, "", choices=tuple(KERNELS), positional=True)),
+        "shape": (tuple[int, ...], count((), positional=True, metavar="shape")),
+    }),
+    "chain": (run_chain, {"operations": (int, count(4)), "elements": (int, count(2**25))}),
+    "block": (run_block, {
+        "batch": (int, count(8)), "context": (int, count(2048)), "d_model": (int, count(4096)),
+        "d_ff": (int, count(11008)), "heads": (int, count(32)),
+    }),
+    "occupancy": (run_occupancy, {
+        "threads": (int, count(None)), "registers": (int, count(None)), "shared_bytes": (int, count(0, least=0)),
+    }),
+    "waves": (run_waves, {"blocks": (int, count(None)), "blocks_per_sm": (int, count(1))}),
+    "coalescing": (run_coalescing, {
+        "stride": (int, count(1, least=0)), "itemsize": (int, option(4, "", choices=ITEM_SIZES)),
+        "offset": (int, count(0, least=0)),
+    }),
+    "banks": (run_banks, {"columns": (int, count(32))}),
+    "divergence": (run_divergence, {
+        "lanes": (int, count(1, least=0, most=32)), "cycles": (tuple[float, ...], count((100.0, 10.0), least=0)),
+    }),
+}  # fmt: skip
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser("calculator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = p.add_subparsers(dest="command", required=True)
+def main(argv: Sequence[str]) -> int:
+    """Answer one question.
 
-    def command(name: str, run: Callable[[argparse.Namespace], Answer], **options: Any) -> None:
-        """A sub-command; an option's value is its default, or its type where it must be given.
-
-        Whole numbers count something: at least one, or none where `NONE_AT_ALL` says so.
-        """
-        c = commands.add_parser(name, help=(run.__doc__ or "").strip() or None)
-        c.set_defaults(run=run)
-        c.add_argument("--gpu", type=gpu_by_name, default="H100", help=f"{', '.join(GPUS)} [H100]")
-        c.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-        c.add_argument("--json", action="store_true", help="one line of JSON instead of words")
-        for option, value in options.items():
-            flag = f"--{option.replace('_', '-')}"
-            count = whole(0 if option in NONE_AT_ALL else 1, MOST.get(option))
-            if isinstance(value, type):
-                c.add_argument(flag, type=count if value is int else real(above=0), required=True)
-            elif isinstance(value, tuple):
-                c.add_argument(flag, type=real(least=0), nargs=len(value), default=value)
-            else:
-                c.add_argument(flag, type=count, default=value)
-        if name == "kernel":
-            c.add_argument("name", choices=tuple(KERNELS))
-            c.add_argument("shape", type=whole(), nargs="+")
-
-    command("gpus", run_gpus)
-    command("roofline", run_roofline, flops=float, bytes=float)
-    command("kernel", run_kernel)
-    command("chain", run_chain, operations=4, elements=2**25)
-    command("block", run_block, batch=8, context=2048, d_model=4096, d_ff=11008, heads=32)
-    command("occupancy", run_occupancy, threads=int, registers=int, shared_bytes=0)
-    command("waves", run_waves, blocks=int, blocks_per_sm=1)
-    command("coalescing", run_coalescing, stride=1, itemsize=4, offset=0)
-    command("banks", run_banks, columns=32)
-    command("divergence", run_divergence, lanes=1, cycles=(100.0, 10.0))
-    return p
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-
-    def answer() -> int:
-        words, numbers = args.run(args)
-        print(json.dumps({"experiment": "calculator", "command": args.command} | numbers) if args.json else words)
-        return 0
-
-    return run_to_end("calculator", answer)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Raises:
+        ValueError: an option is missing, or its value is impossible.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("distlab run calculator", description=__doc__, formatter_class=raw)
+    commands = parser.add_subparsers(dest="command", required=True)
+    questions = {}
+    for name, (_, own) in CALCULATIONS.items():
+        fields = [(field, *described) for field, described in own.items()]
+        questions[name] = dataclasses.make_dataclass(name, fields, bases=(Question,), frozen=True)
+        add_options(commands.add_parser(name), questions[name])
+    args = parser.parse_args(argv)
+    question = config_from(questions[args.command], args)
+    run, own = CALCULATIONS[args.command]
+    if missing := [name for name in own if getattr(question, name) in (None, ())]:
+        raise ValueError(f"{args.command}: give {', '.join(missing)}")
+    words, numbers = run(question)
+    print(json.dumps({"experiment": "calculator", "command": args.command} | numbers) if question.json else words)
+    return 0

@@ -1,51 +1,39 @@
 """What do the recorder and the named ranges cost a training step, when they are off and when they are on?
 
-    python experiments/instrument_cost.py            # this machine's device, some minutes
-    python experiments/instrument_cost.py --quick    # within a minute on a CPU
+    distlab run instrument_cost            # this machine's device, some minutes
+    distlab run instrument_cost --quick    # within a minute on a CPU
 
 A model that never had an instrument is held against its twin, which shows what the same thing differs by here, against
 models from which an instrument was taken off again, and against models that wear one. One small layer with few
-words: what hooks would cost is the host's time, and a step of large products hides it. The clock on a CPU is the
+words: what hooks would cost is the host's time, and a step of large matmuls hides it. The clock on a CPU is the
 processor time of this process, which other work on the machine disturbs least; on a GPU it is the stream's.
 """
 
-import argparse
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distlab.measure.clock import measure
+from distlab.comm import RankContext
+from distlab.experiment import Experiment, Options, Run, View, option
+from distlab.measure import clock
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.pace import Pace
 from distlab.measure.statistics import MIN_PAIRS, noise_floor, paired_ratio, percentiles
 from distlab.model import TransformerLM, cross_entropy, preset
-from distlab.report import (
-    Column,
-    Record,
-    View,
-    Work,
-    add_device_option,
-    add_output_options,
-    commit,
-    device_of,
-    environment,
-    progress,
-    run_command,
-)
+from distlab.options import SEED
+from distlab.report import Column, Record
 from distlab.report.noise import TIE
 from distlab.report.style import OKABE_ITO, picture
 
-NAME = "instrument_cost"
 NEVER, TWIN = "never attached", "never attached, a twin"
 INSTRUMENTS = ("ranges", "recorder")
 ENDS = ("", "low_", "high_")  # of an interval, in the names of metrics
@@ -53,62 +41,39 @@ VARIANTS = (NEVER, TWIN, *(f"{name} {state}" for state in ("off again", "on") fo
 
 
 @dataclass(frozen=True)
-class CostConfig:
+class CostConfig(Options):
     """What to time.
 
-    Args:
-        rounds: each begins with new models, made in a new order, since where a model lies in memory may cost more than
-            what is measured; the median of a round's steps is one sample.
-        steps: of every variant in a round, one of each in turn, in an order drawn anew each time.
-        warmup: steps of every variant before them.
-        vocab, context, batch: words, tokens per sequence, and sequences.
-
-    Raises:
-        ValueError: fewer rounds than an interval needs, or a negative warm-up.
+    Each round begins with new models, made in a new order, since where a model lies in memory may cost more than what
+    is measured; the median of a round's steps is one sample.
     """
 
-    rounds: int = 600
-    steps: int = 20
-    warmup: int = 2
-    vocab: int = 256
-    context: int = 16
-    batch: int = 2
-    device: str = "cuda"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.rounds < MIN_PAIRS or self.steps < 1 or self.warmup < 0:
-            raise ValueError(
-                f"rounds={self.rounds}, steps={self.steps}, warmup={self.warmup}: give at least {MIN_PAIRS} "
-                "rounds of at least one step, and no negative warm-up"
-            )
+    rounds: int = option(600, "with new models each", least=MIN_PAIRS)
+    steps: int = option(20, "of every variant in a round, interleaved in an order drawn anew", least=1)
+    warmup: int = option(2, "steps of every variant before them", least=0)
+    vocab: int = option(256, "words", least=1)
+    context: int = option(16, "tokens per sequence", least=1)
+    batch: int = option(2, "sequences", least=1)
+    seed: int = option(0, "of parameters and of the order", **SEED)
 
 
-CPU = CostConfig(device="cpu")
-QUICK = replace(CPU, rounds=40, steps=10)
-
-
-@contextmanager
-def attached(instrument: str, model: TransformerLM) -> Iterator[None]:
+def attached(instrument: str, model: TransformerLM) -> AbstractContextManager[Any]:
     """`model` with one of INSTRUMENTS; ranges go to NVTX where there is a GPU, to torch.profiler elsewhere."""
     if instrument == "recorder":
-        with CollectiveRecorder():
-            yield
-        return
+        return CollectiveRecorder()
     on_gpu = next(model.parameters()).is_cuda
-    with named_ranges(model, emitter("nvtx" if on_gpu else "profiler")):
-        yield
+    return named_ranges(model, emitter("nvtx" if on_gpu else "profiler"))
 
 
 class Subject:
     """One model and one step of it, as a variant has it."""
 
-    def __init__(self, variant: str, config: CostConfig):
+    def __init__(self, variant: str, config: CostConfig, device: str):
         shape = preset("tiny", num_layers=1, vocab_size=config.vocab, context_length=config.context)
-        self.model = TransformerLM(shape, device=config.device, seed=config.seed)
+        self.model = TransformerLM(shape, device=device, seed=config.seed)
         count = config.batch * config.context
-        self.tokens = (torch.arange(count, device=config.device) % config.vocab).reshape(config.batch, -1)
-        self.device = config.device
+        self.tokens = (torch.arange(count, device=device) % config.vocab).reshape(config.batch, -1)
+        self.device = device
         instrument, _, state = variant.partition(" ")
         with attached(instrument, self.model) if state == "off again" else nullcontext():
             self.step()  # of every variant, so that memory is laid out alike
@@ -125,7 +90,7 @@ class Subject:
         """Milliseconds of one step."""
         with self.around():
             if self.device == "cuda":
-                return measure(self.step, warmup=0, repeats=1, device=self.device)[0]
+                return clock.measure(self.step, warmup=0, repeats=1, device=self.device)[0]
             begin = time.process_time_ns()
             self.step()
             return (time.process_time_ns() - begin) / 1e6
@@ -134,19 +99,24 @@ class Subject:
         return [parameter.grad for parameter in self.model.parameters()]
 
 
-def run(
-    config: CostConfig,
-    *,
-    default_commit: str | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[Record]:
-    """One record per variant."""
+def measure(config: CostConfig, context: RankContext, run: Run) -> None:
+    """One row per variant."""
+    with clock.cpu_threads(1):  # so small a step gains nothing by more
+        times, apart = time_rounds(config, context.device.type, run.progress)
+    for variant in VARIANTS:
+        run.add(variant, _metrics(times, variant) | {"max_abs_grad_diff": apart[variant]})
+
+
+def time_rounds(
+    config: CostConfig, device: str, progress: Callable[[str], None]
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Of each variant: milliseconds by round, and the largest difference of a gradient from NEVER's."""
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     apart = dict.fromkeys(VARIANTS, 0.0)
     order = random.Random(config.seed)
     pace = Pace(config.rounds, "rounds", progress)
     for _ in range(config.rounds):
-        subjects = {variant: Subject(variant, config) for variant in order.sample(VARIANTS, len(VARIANTS))}
+        subjects = {name: Subject(name, config, device) for name in order.sample(VARIANTS, len(VARIANTS))}
         steps: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
         for _ in range(config.warmup + config.steps):
             for variant in order.sample(VARIANTS, len(VARIANTS)):
@@ -158,17 +128,7 @@ def run(
             pairs = zip(subject.gradients(), reference, strict=True)
             apart[variant] = max(apart[variant], *((a - b).abs().max().item() for a, b in pairs))
         pace()
-    facts = {"environment": environment(config.device), "commit": commit(default_commit)}
-    return [
-        Record(
-            NAME,
-            variant,
-            asdict(config),
-            _metrics(times, variant) | {"max_abs_grad_diff": apart[variant]},
-            **facts,
-        )
-        for variant in VARIANTS
-    ]
+    return times, apart
 
 
 def _metrics(times: dict[str, list[float]], variant: str) -> dict[str, float]:
@@ -184,8 +144,6 @@ def _metrics(times: dict[str, list[float]], variant: str) -> dict[str, float]:
         ratio = paired_ratio(over_never(variant), ones)
         found |= {f"cost_{end}pct": 100 * (value - 1) for end, value in zip(ENDS, ratio, strict=True)}
     return found
-
-
 
 
 def _tie(record: Record) -> str:
@@ -253,10 +211,12 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    name=NAME,
-    question=__doc__.splitlines()[0],
     columns=COLUMNS,
     headline=headline,
+    terminal=(
+        *("variant", "step_p50_ms", "cost_pct", "cost_low_pct", "cost_high_pct", "noise_floor_pct"),
+        "max_abs_grad_diff",
+    ),
     pictures={"cost.png": draw},
     findings=findings,
     reading="Cost is the ratio to the model that never had an instrument in the same round, less one: its median over "
@@ -266,39 +226,5 @@ VIEW = View(
     prediction="None is needed when off: the same functions run, which a test compares one by one.",
 )
 
-
-def parser() -> argparse.ArgumentParser:
-    """The options of the command."""
-    p = argparse.ArgumentParser(
-        NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("--quick", action="store_true", help="fewer rounds, on a CPU")
-    p.add_argument("--rounds", type=int, help=f"with new models each [{CPU.rounds}]")
-    p.add_argument("--steps", type=int, help=f"of every variant in a round [{CPU.steps}]")
-    add_device_option(p)
-    add_output_options(p)
-    return p
-
-
-def config_from(args: argparse.Namespace) -> CostConfig:
-    """The options over the defaults; raises ValueError for a GPU that is not there."""
-    device = "cpu" if args.quick and not args.device else device_of(args)
-    given = {"rounds": args.rounds, "steps": args.steps}
-    given = {name: value for name, value in given.items() if value is not None}
-    return replace(QUICK if args.quick else CPU, device=device, **given)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run, print the table, write the report."""
-    args = parser().parse_args(argv)
-    torch.set_num_threads(1)  # so small a step gains nothing by more, and waits for them
-
-    def prepare() -> Work:
-        config = config_from(args)
-        return lambda folder: run(config, default_commit=args.commit, progress=progress)
-
-    return run_command(VIEW, args, prepare)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+PRESETS = {"quick": {"rounds": 40, "steps": 10}, "smoke": {"rounds": 5, "steps": 1, "warmup": 0}}
+EXPERIMENT = Experiment(CostConfig, measure, VIEW, presets=PRESETS)

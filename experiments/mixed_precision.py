@@ -1,67 +1,217 @@
 """What does mixed precision compute in which type, and what breaks without fp32 and without a loss scale?
 
-    python experiments/mixed_precision.py            # this machine's device
-    python experiments/mixed_precision.py --quick    # smaller, seconds on a CPU
+    distlab run mixed_precision            # this machine's device
+    distlab run mixed_precision --quick    # smaller, seconds on a CPU
 
 Four parts. *accumulation*: 1,000 × 0.01 in every combination of accumulator and addend, predicted by rounding in
-integers. *types*: what each part of a small model computes in under autocast. *norm*: layer normalisation with its
-statistics in a low precision, on inputs that are large, or far from zero. *scaling*: gradients of a language model that
-fp16 rounds to zero, and the window of loss scales between that and overflow; bf16 has fp32's range and needs none.
+integers. *types*: the dtype that each part of a small model computes in under autocast. *norm*: layer normalisation
+with its statistics in a low precision, on inputs that are large, or far from zero. *scaling*: gradients of a language
+model that fp16 rounds to zero, and the window of loss scales between that and overflow; bf16 has fp32's range and needs
+none.
 """
 
-import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from distlab.report import (
-    Record,
-    View,
-    Work,
-    add_device_option,
-    add_output_options,
-    commit,
-    device_of,
-    environment,
-    progress,
-    run_command,
-)
-from distlab.report.options import whole
+from distlab.comm import RankContext
+from distlab.experiment import Experiment, Options, Run, View, option
+from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
+from distlab.options import SEED
+from distlab.report import Column, Record
 from distlab.report.style import OKABE_ITO, picture
-from distlab.report.table import Column
-from distlab.theory.rounding import FORMATS, safe_loss_scales, stalls_at
+from distlab.theory.rounding import FORMATS, overflow_share, repeated_sum, safe_loss_scales, stalls_at
+from distlab.train.data import SyntheticTokens
 from distlab.train.requirements import PlannedStep, require
-from experiments.mixed_precision_pieces.config import CPU, NAME, PARTS, QUICK, PrecisionConfig
-from experiments.mixed_precision_pieces.parts import ADDEND, Metrics, accumulation, norm, scaling, types
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+ADDEND, TIMES = 0.01, 1000
+# Of a layer normalisation's input: (deviation, mean).
+INPUTS = {"deviation 1": (1.0, 0.0), "deviation 64": (64.0, 0.0), "mean 100": (1.0, 100.0)}
+Rows = Iterator[tuple[str, str, dict[str, Any]]]  # variant, what it ran on, metrics
 
 
-def run(
-    config: PrecisionConfig,
-    *,
-    default_commit: str | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[Record]:
-    """One record per row of the table.
+@dataclass(frozen=True)
+class PrecisionConfig(Options):
+    """What to run."""
+
+    size: str = option("small", "model preset")
+    layers: int | None = option(4, "blocks", least=1)
+    context: int | None = option(512, "tokens per sequence", least=1)
+    batch: int = option(8, "sequences of a micro-batch", least=1)
+    micro_batches: int = option(8, "that make a step: the loss is divided by it, as accumulation does", least=1)
+    log2_scales: tuple[int, ...] = option((0, 4, 8, 12, 16, 20, 24, 28, 32, 36), "loss scales, as powers of two")
+    rows: int = option(8192, "of layer normalisation's input", least=1)
+    width: int = option(768, "of layer normalisation's input", least=1)
+    seed: int = option(0, "of parameters and data", **SEED)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.model()
+
+    def model(self) -> ModelConfig:
+        return preset(self.size, num_layers=self.layers, context_length=self.context)
+
+
+def measure(config: PrecisionConfig, context: RankContext, run: Run) -> None:
+    """The rows of every part.
 
     Raises:
         MemoryError: the model with this batch does not fit.
     """
-    require([PlannedStep(config.model(), config.batch, mode="forward_backward")], config.device)
-    facts = {"environment": environment(config.device), "commit": commit(default_commit)}
-    rows: dict[str, Callable[[PrecisionConfig], Iterator[tuple[str, str, Metrics]]]] = {
-        "accumulation": accumulation, "types": types, "norm": norm, "scaling": scaling,
-    }  # fmt: skip
-    records = []
-    for part in PARTS:
-        progress(part)
-        for variant, where, metrics in rows[part](config):
-            records.append(
-                Record(NAME, variant, asdict(config) | {"part": part, "on": where}, metrics, **facts)
-            )
-    return records
+    require([PlannedStep(config.model(), config.batch, mode="forward_backward")], context.device)
+    for part in (accumulation, types, norm, scaling):
+        run.progress(part.__name__)
+        for variant, where, metrics in part(config, context.device):
+            run.add(variant, metrics, part=part.__name__, on=where)
+
+
+def accumulation(config: PrecisionConfig, device: torch.device) -> Rows:
+    """1,000 × 0.01: the sum, by which format predicts it, and how far from ten it is."""
+    for accumulator in DTYPES:
+        for held_in in ("fp32", accumulator) if accumulator != "fp32" else DTYPES:
+            total = torch.zeros((), dtype=DTYPES[accumulator], device=device)
+            addend = torch.tensor(ADDEND, dtype=DTYPES[held_in], device=device)
+            for _ in range(TIMES):
+                total = (total + addend).to(DTYPES[accumulator])
+            value = total.item()
+            predicted = repeated_sum(ADDEND, TIMES, FORMATS[accumulator], FORMATS[held_in])
+            metrics = {
+                "sum": value,
+                "predicted_sum": predicted,
+                "relative_error": abs(value / (ADDEND * TIMES) - 1),
+            }
+            yield f"{accumulator} += {held_in}", f"{TIMES:,} × {ADDEND}", metrics
+
+
+class Toy(nn.Module):
+    """Two matmuls with an activation and a layer normalisation between them, `(N, 8) -> (N, 4)`."""
+
+    def __init__(self, **factory: Any) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(8, 16, bias=False, **factory)
+        self.relu = nn.ReLU()
+        self.layer_norm = nn.LayerNorm(16, **factory)
+        self.fc2 = nn.Linear(16, 4, bias=False, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.layer_norm(self.relu(self.fc1(x))))
+
+
+def types(config: PrecisionConfig, device: torch.device) -> Rows:
+    """The dtype of each part's output under autocast, in the order of execution; then of the loss and the gradients."""
+    tokens = torch.zeros(1, 16, dtype=torch.int64, device=device)
+    language_model = replace(config.model(), num_layers=1, context_length=16)
+    cases = {
+        "toy": (lambda: Toy(device=device), torch.ones(2, 8, device=device)),
+        "Transformer": (lambda: TransformerLM(language_model, device=device), tokens),
+    }
+    for case, (build, inputs) in cases.items():
+        found = {low: types_of(build(), inputs, DTYPES[low], device) for low in ("fp16", "bf16")}
+        for part in found["fp16"]:
+            yield part, case, {f"type_under_{low}": found[low][part] for low in found}
+
+
+def types_of(model: nn.Module, inputs: Tensor, low: torch.dtype, device: torch.device) -> dict[str, str]:
+    """Part → name of its dtype."""
+    found = {"parameters": _name(next(model.parameters()))}
+    for name, module in model.named_modules():
+        if name and not isinstance(module, nn.ModuleList | nn.Dropout):
+            label = name.removeprefix("blocks.0.") if name != "blocks.0" else "residual stream"
+            module.register_forward_hook(lambda _, __, out, label=label: found.__setitem__(label, _name(out)))
+    with torch.autocast(device.type, dtype=low):
+        logits = model(inputs)
+        target = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=device)
+        loss = cross_entropy(logits, target)
+    loss.backward()
+    return found | {"loss": _name(loss), "gradients": _name(next(model.parameters()).grad)}
+
+
+def _name(out: Tensor | tuple[Tensor, ...]) -> str:
+    tensor = out[0] if isinstance(out, tuple) else out
+    return next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
+
+
+def norm(config: PrecisionConfig, device: torch.device) -> Rows:
+    """Layer normalisation of inputs in a low precision, with statistics in it or in fp32, against float64."""
+    generator = torch.Generator().manual_seed(config.seed)
+    drawn = torch.randn(config.rows, config.width, generator=generator).to(device)
+    for where, (deviation, mean) in INPUTS.items():
+        for low in ("fp16", "bf16"):
+            x = (deviation * drawn + mean).to(DTYPES[low])
+            exact = layer_norm(x.double())
+            for statistics in ("fp32", low):
+                y = layer_norm(x.to(DTYPES[statistics])).to(DTYPES[low]).double()
+                lost = (y == 0).all(-1) | ~y.isfinite().all(
+                    -1
+                )  # an infinite variance makes the whole row zero
+                limit = FORMATS[statistics].largest ** 0.5  # a square beyond that is infinite
+                metrics = {
+                    "relative_error": ((y - exact).norm() / exact.norm()).item(),
+                    "lost_rows_pct": 100 * lost.double().mean().item(),
+                    "predicted_lost_rows_pct": 100 * overflow_share(deviation, config.width, limit),
+                }
+                yield f"{low}, statistics {statistics}", where, metrics
+
+
+def layer_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
+    """(x − mean)/√(variance + eps) over the last dimension, every operation in the dtype of `x`, any shape."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+
+
+def scaling(config: PrecisionConfig, device: torch.device) -> Rows:
+    """Gradients under autocast at each loss scale, against those of fp32."""
+    logits, exact = gradients(config, device, None, 1.0)
+    sizes = exact[exact != 0].abs().log2()
+    exponents = torch.arange(-48, 1)
+    counts = torch.histc(sizes, len(exponents) - 1, -48, 0).cpu()
+    share = (100 * counts / exact.numel()).tolist()
+    where = f"loss / {config.micro_batches} micro-batches"
+    yield "fp32", where, {"histogram_log2": exponents.tolist(), "histogram_pct": share, "underflow_pct": 0.0,
+                          "nonfinite_pct": 0.0, "relative_error": 0.0}  # fmt: skip
+    for low, log2_scale in [("bf16", 0), *(("fp16", k) for k in config.log2_scales)]:
+        scale, held = 2.0**log2_scale, FORMATS[low]
+        low_logits, found = gradients(config, device, DTYPES[low], scale)
+        finite = found.isfinite()
+        metrics = {
+            "log2_scale": log2_scale,
+            "underflow_pct": 100 * (low_logits == 0).double().mean().item(),
+            "predicted_underflow_pct": 100
+            * ((logits * scale).abs() <= held.smallest / 2).double().mean().item(),
+            "nonfinite_pct": 100 * (~finite).double().mean().item(),
+            "relative_error": ((found - exact).norm() / exact.norm()).item()
+            if finite.all()
+            else float("inf"),
+        }
+        yield low if log2_scale == 0 else f"{low} × 2^{log2_scale}", where, metrics
+
+
+def gradients(
+    config: PrecisionConfig, device: torch.device, low: torch.dtype | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(the logits' gradients at this scale, the matrices' gradients with the scale divided out), flat, in fp32.
+
+    Of one micro-batch; the embedding is left out, most of whose rows no token looked up.
+    """
+    shape = config.model()
+    model = TransformerLM(shape, device=device, seed=config.seed)
+    data = SyntheticTokens(shape.vocab_size, config.batch, shape.context_length, seed=config.seed, rank=0,
+                           device=device)  # fmt: skip
+    tokens, targets = data.batch(0)
+    with torch.autocast(device.type, dtype=low or torch.bfloat16, enabled=low is not None):
+        logits = model(tokens)
+        logits.retain_grad()
+        loss = cross_entropy(logits, targets) / config.micro_batches
+    (loss * scale).backward()
+    flat = [
+        p.grad.flatten() for name, p in model.named_parameters() if p.ndim > 1 and name != "embedding.weight"
+    ]
+    return logits.grad.float().flatten(), torch.cat(flat).float() / scale
 
 
 COLUMNS = [
@@ -92,9 +242,7 @@ def headline(records: Sequence[Record]) -> str:
 def findings(records: Sequence[Record]) -> list[str]:
     """What these rows say, in words."""
     rows = {(r.config["part"], r.variant, r.config["on"]): r.metrics for r in records}
-    config = PrecisionConfig(
-        **{name: records[0].config[name] for name in PrecisionConfig.__dataclass_fields__}
-    )
+    config = PrecisionConfig(**{each.name: records[0].config[each.name] for each in fields(PrecisionConfig)})
     model = config.model()
     low, high = safe_loss_scales(model.vocab_size, config.batch * model.context_length * config.micro_batches)
     found = [
@@ -149,16 +297,14 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    name=NAME,
-    question=__doc__.splitlines()[0],
     columns=COLUMNS,
     headline=headline,
     pictures={"gradients.png": draw},
     findings=findings,
     reading="accumulation: the error of `fp32 += fp16` is that of 0.01 itself in fp16, made once; a low-precision "
-    "accumulator rounds a thousand times, and at last each addend to nothing. That is why products accumulate in fp32."
+    "accumulator rounds a thousand times, and at last each addend to nothing. That is why matmuls accumulate in fp32."
     "\n\n"
-    "types: autocast casts where it pays (products) and leaves the rest to each operation; parameters, loss and "
+    "types: autocast casts where it pays (matmuls) and leaves the rest to each operation; parameters, loss and "
     "gradients stay fp32.\n\n"
     "norm: the square of a centred value beyond 256 exceeds fp16's largest number, 65,504; the variance is then "
     "infinite and the whole row becomes zero. bf16 does not overflow, but with 8 bits a mean far from zero is wrong. "
@@ -171,44 +317,11 @@ VIEW = View(
     parted_by="config.part",
 )
 
-
-def parser() -> argparse.ArgumentParser:
-    """The options of the command."""
-    p = argparse.ArgumentParser(
-        NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("--quick", action="store_true", help="a smaller model and fewer scales, on a CPU")
-    p.add_argument("--size", help="model preset")
-    p.add_argument("--batch", type=whole(), help="sequences of a micro-batch")
-    p.add_argument("--micro-batches", type=whole(), help="micro-batches that make a step")
-    add_device_option(p)
-    add_output_options(p)
-    return p
-
-
-def config_from(args: argparse.Namespace) -> PrecisionConfig:
-    """The options over the defaults of the device.
-
-    Raises:
-        ValueError: a value that is not allowed, or a GPU that is not there.
-    """
-    device = device_of(args)
-    base = QUICK if args.quick else PrecisionConfig() if device == "cuda" else CPU
-    options = {name: getattr(args, name) for name in ("size", "batch", "micro_batches")}
-    asked = {name: value for name, value in options.items() if value is not None}
-    return replace(base, device=device, **asked)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run, print the table, write the report."""
-    args = parser().parse_args(argv)
-
-    def prepare() -> Work:
-        config = config_from(args)
-        return lambda folder: run(config, default_commit=args.commit, progress=progress)
-
-    return run_command(VIEW, args, prepare)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+SMALL = {"size": "tiny", "layers": None, "context": 64, "batch": 2, "micro_batches": 32, "rows": 2048}
+FEW = {"layers": 1, "context": 16, "micro_batches": 256, "rows": 256, "log2_scales": (0, 12, 40)}
+PRESETS = {
+    "cpu": SMALL,
+    "quick": SMALL | {"layers": 2, "log2_scales": (0, 8, 16, 24, 32), "rows": 1024},
+    "smoke": SMALL | FEW,
+}
+EXPERIMENT = Experiment(PrecisionConfig, measure, VIEW, presets=PRESETS)

@@ -1,101 +1,52 @@
 """Where does each strategy stop scaling? From 1 to 4096 ranks: predicted everywhere, measured where records exist.
 
-    python -m experiments.scaling --model xl --batch 8 --device h200 --records records/ddp_bench/*.json
+    distlab run scaling --model xl --batch 8 --device h200 --records records/ddp_bench/*.json
 
 Weak scaling keeps the batch per rank, strong scaling the batch of all ranks. Lines are predictions (compute from
-simulated layers, communication in closed form); dots are records of ddp_bench for the same model, context, type and
+simulated layers, communication in closed form); dots are records of ddp_bench for the same model, context, dtype and
 device, with p20 to p80 as error bars. To add points, record them with ddp_bench and name the files here.
-
-    python -m experiments.scaling --measure
-
-measures instead: 1, 2, 4, … of this host's ranks in one launch (experiments/scaling_measured).
+`distlab run scaling_measured` measures 1, 2, 4, … of this host's ranks in one launch.
 """
 
-import argparse
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
+from distlab.comm import RankContext
+from distlab.experiment import Experiment, Run, View, option
 from distlab.hardware import by_alias, lookup
-from distlab.model import ModelConfig, preset
-from distlab.report import Record, View, Work, add_output_options, commit, environment, read_json, run_command
+from distlab.report import Column, Record, read_json
 from distlab.report.charts import Panel, Series, lines
-from distlab.report.options import whole
-from distlab.report.table import Column
-from distlab.simulate.estimate import Machine, estimate_step, machine_of
+from distlab.simulate.estimate import MachineOptions, estimate_step
 from distlab.theory.memory.peak import step_memory
 from distlab.theory.model_shape import ModelShape
 
-NAME = "scaling"
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp")
 KINDS = ("weak", "strong")
 
 
 @dataclass(frozen=True)
-class ScalingConfig:
-    """What to predict.
+class ScalingConfig(MachineOptions):
+    """What to predict."""
 
-    Args:
-        model: a preset.
-        batch: sequences per rank (weak scaling), and most of a micro-batch (strong scaling).
-        global_batch: sequences of all ranks together (strong scaling).
-        context: tokens per sequence; None for the preset's.
-        ranks: world sizes.
-        strategies: names.
-        device, link, between, devices_per_node, dtype: see `distlab.simulate.estimate.machine_of`.
-        records: files of ddp_bench whose points to draw.
-
-    Raises:
-        ValueError: a value that is not allowed; the message says what is.
-    """
-
-    model: str = "xl"
-    batch: int = 8
-    global_batch: int = 4096
-    context: int | None = None
-    ranks: tuple[int, ...] = tuple(2**k for k in range(13))
-    strategies: tuple[str, ...] = STRATEGIES
-    device: str = "h200"
-    link: str = "nvlink"
-    between: str = "ib-ndr"
-    devices_per_node: int = 8
-    dtype: str = "bf16"
-    records: tuple[str, ...] = ()
+    batch: int = option(8, "sequences per rank (weak), and most of a micro-batch (strong scaling)", least=1)
+    global_batch: int = option(4096, "sequences of all ranks together (strong scaling)", least=1)
+    ranks: tuple[int, ...] = option(tuple(2**k for k in range(13)), "world sizes", least=1)
+    strategies: tuple[str, ...] = option(STRATEGIES, "to compare", choices=STRATEGIES)
+    records: tuple[str, ...] = option((), "files of ddp_bench to draw as points")
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.strategies if name not in STRATEGIES]
-        if unknown or not self.strategies:
-            raise ValueError(f"strategies {unknown} are unknown; choose among {', '.join(STRATEGIES)}")
-        if not self.ranks or min(self.ranks) < 1 or self.batch < 1:
-            raise ValueError(f"ranks={self.ranks}, batch={self.batch}: give positive numbers")
+        super().__post_init__()
         if self.global_batch < min(self.ranks):
             raise ValueError(
                 f"global_batch={self.global_batch} is smaller than the data-parallel size {min(self.ranks)}; the "
                 f"nearest choice is {min(self.ranks)}"
             )
-        self.shape()
-        self.machine()
-
-    def shape(self) -> ModelConfig:
-        return preset(self.model, context_length=self.context)
-
-    def machine(self) -> Machine:
-        return machine_of(
-            by_alias(self.device),
-            link=self.link,
-            between=self.between,
-            devices_per_node=self.devices_per_node,
-            dtype=self.dtype,
-        )
 
 
-def run(config: ScalingConfig) -> list[Record]:
-    """A record per kind, strategy and number of ranks; with the measured figures where there are any."""
-    facts = {"environment": environment("cpu"), "commit": commit(None)}
+def measure(config: ScalingConfig, context: RankContext, run: Run) -> None:
+    """A row per kind, strategy and number of ranks; with the measured figures where there are any."""
     measured = measured_points(config)
-    records = []
     for kind in KINDS:
         for strategy in config.strategies:
             alone = None
@@ -112,8 +63,7 @@ def run(config: ScalingConfig) -> list[Record]:
                     error = metrics["predicted_step_ms"] / metrics["measured_step_p50_ms"] - 1
                     metrics["error_pct"] = 100 * error
                 own = {"kind": kind, "world_size": ranks, "micro_batch": split[0], "micro_batches": split[1]}
-                records.append(Record(NAME, strategy, asdict(config) | own, metrics, **facts))
-    return records
+                run.add(strategy, metrics, **own)
 
 
 def _split(config: ScalingConfig, kind: str, ranks: int) -> tuple[int, int] | None:
@@ -130,7 +80,7 @@ def _split(config: ScalingConfig, kind: str, ranks: int) -> tuple[int, int] | No
 def _predict(
     config: ScalingConfig, strategy: str, ranks: int, micro: int, micro_batches: int
 ) -> dict[str, float]:
-    model, gpu = config.shape(), by_alias(config.device)
+    model = config.shape()
     time = estimate_step(
         model,
         strategy,
@@ -156,7 +106,7 @@ def _predict(
         "predicted_comm_ms": 1e3 * time.communication,
         "predicted_tokens_per_s": tokens / time.step,
         "predicted_peak_bytes": memory.peak.total,
-        "fits": memory.peak.total <= 0.94 * gpu.hbm_bytes,
+        "fits": memory.peak.total <= 0.94 * config.gpu().hbm_bytes,
     }
 
 
@@ -185,7 +135,7 @@ def _matching(config: ScalingConfig) -> Iterable[Record]:
         for record in read_json(path):
             known = lookup(str(record.environment.get("device_name")))
             same = all(record.config.get(name) == value for name, value in asked.items())
-            if same and known == by_alias(config.device):
+            if same and known == config.gpu():
                 yield record
 
 
@@ -207,11 +157,11 @@ COLUMNS = [
 
 def headline(records: Sequence[Record]) -> str:
     """One line that says what was predicted, and for what."""
-    config = ScalingConfig(**{field.name: records[0].config[field.name] for field in fields(ScalingConfig)})
+    known = records[0].config
     return (
-        f"{config.model} on {by_alias(config.device).name} ({config.link}, {config.between}), {config.dtype}: weak "
-        f"scaling with {config.batch} sequences per rank, strong scaling with {config.global_batch} together; "
-        "lines predicted, dots measured"
+        f"{known['model']} on {by_alias(known['device']).name} ({known['link']}, {known['between']}), "
+        f"{known['dtype']}: weak scaling with {known['batch']} sequences per rank, strong scaling with "
+        f"{known['global_batch']} together; lines predicted, dots measured"
     )
 
 
@@ -257,65 +207,23 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    name=NAME,
-    question=__doc__.splitlines()[0],
     columns=COLUMNS,
     headline=headline,
+    terminal=(
+        *("kind", "variant", "world_size", "predicted_step_ms", "predicted_tokens_per_s"),
+        *("predicted_efficiency_pct", "measured_step_p50_ms", "error_pct"),
+    ),
     pictures={"scaling.png": draw},
     findings=findings,
     reading="Weak scaling keeps the batch of each rank, strong scaling that of all ranks together. A level line is "
     "perfect; where one turns down, communication that compute no longer covers has taken over. Dots are records of "
-    "ddp_bench for the same model, context, type and device, from p20 to p80.",
+    "ddp_bench for the same model, context, dtype and device, from p20 to p80.",
     prediction="Compute from simulated layers, communication in closed form (distlab.simulate.estimate).",
     noise="That of the measured points: see their own records.",
 )
 
-
-def _measure(arguments: Sequence[str]) -> int:
-    """Start the ranks of launch/scaling.py, which takes the other options, and say how torchrun would."""
-    script = Path(__file__).parents[1] / "launch" / "scaling.py"
-    form = "torchrun --standalone --nproc_per_node=RANKS launch/scaling.py"
-    print(f"the same by torchrun: {' '.join([form, *arguments])}", file=sys.stderr, flush=True)
-    if not script.exists():
-        print(f"{NAME}: error: {script} is not there: run this in a checkout", file=sys.stderr)
-        return 2
-    return subprocess.run([sys.executable, str(script), *arguments]).returncode
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if "--measure" in given:
-        return _measure([argument for argument in given if argument != "--measure"])
-    default = ScalingConfig()
-    parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=default.model, help="a preset")
-    parser.add_argument("--batch", type=whole(), default=default.batch, help="sequences per rank")
-    parser.add_argument("--global-batch", type=whole(), default=default.global_batch)
-    parser.add_argument("--context", type=whole())
-    parser.add_argument("--ranks", type=whole(), nargs="+", default=default.ranks)
-    parser.add_argument("--strategies", type=lambda text: tuple(text.split(",")), default=STRATEGIES)
-    parser.add_argument("--device", default=default.device)
-    parser.add_argument("--link", default=default.link)
-    parser.add_argument("--between", default=default.between)
-    parser.add_argument("--devices-per-node", type=whole(), default=default.devices_per_node)
-    parser.add_argument("--dtype", default=default.dtype, choices=("bf16", "fp32"))
-    parser.add_argument("--records", nargs="*", default=(), help="files of ddp_bench to draw as points")
-    parser.add_argument("--quick", action="store_true", help="two strategies on 1 to 64 ranks")
-    add_output_options(parser, measures=False)
-    parser.add_argument(
-        "--measure", action="store_true", help="measure on this host's ranks: launch/scaling.py"
-    )
-    args = parser.parse_args(arguments)
-    if args.quick:
-        args.strategies, args.ranks = ("bucketed", "fsdp"), (1, 2, 8, 64)
-    args.ranks, args.records = tuple(args.ranks), tuple(args.records)
-
-    def prepare() -> Work:
-        config = ScalingConfig(**{field.name: getattr(args, field.name) for field in fields(ScalingConfig)})
-        return lambda folder: run(config)
-
-    return run_command(VIEW, args, prepare)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+PRESETS = {
+    "quick": {"strategies": ("bucketed", "fsdp"), "ranks": (1, 2, 8, 64)},
+    "smoke": {"strategies": ("bucketed",), "ranks": (1, 8), "model": "tiny"},
+}
+EXPERIMENT = Experiment(ScalingConfig, measure, VIEW, presets=PRESETS, ranks="none")

@@ -1,19 +1,19 @@
 """How much communication does each step of a trace hide, where is it idle, and why is it longer than without?
 
-    python -m experiments.trace_overlap outputs/ddp_bench/20250101-120000         a folder of traces
-    python -m experiments.trace_overlap trace_bucketed_rank0.json.gz --local trace_local_rank0.json.gz
+    distlab run trace_overlap outputs/ddp_bench/20250101-120000         a folder of traces
+    distlab run trace_overlap trace_bucketed_rank0.json.gz --local trace_local_rank0.json.gz
 
 Reads what torch.profiler wrote (ddp_bench does, with --profile-steps), on GPUs and CPUs. Every step of every trace is
 a row. With a trace of the same step without communication (`local`, or --local) exposed time is explained by cause.
 """
 
-import argparse
 import re
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from distlab.comm import RankContext
+from distlab.experiment import Experiment, Options, Run, View, option
 from distlab.measure.trace.account import (
     StepAccount,
     account,
@@ -25,32 +25,42 @@ from distlab.measure.trace.account import (
     streams,
 )
 from distlab.measure.trace.capture import Event, load_trace_and_origin
-from distlab.report import Record, View, Work, add_output_options, commit, environment, run_command
+from distlab.report import Column, Record
 from distlab.report.charts import stream_lanes
-from distlab.report.table import Column
 
-NAME = "trace_overlap"
 _OURS = re.compile(r"trace_(?P<variant>.+)_rank(?P<rank>\d+)")
+RECORDED = Path(__file__).resolve().parents[1] / "tests" / "measure" / "traces"
 
 
-def files_of(paths: Sequence[str]) -> list[Path]:
-    """The traces: files as they are, and of folders the traces of their lowest rank.
+@dataclass(frozen=True)
+class TraceConfig(Options):
+    """Which traces."""
 
-    Raises:
-        ValueError: a folder without traces, or nothing there.
-    """
-    files: list[Path] = []
-    for path in map(Path, paths):
-        inside = sorted(path.glob("trace_*.json*")) if path.is_dir() else [path]
-        if not inside or not path.exists():
-            raise ValueError(f"{path}: no trace there; ddp_bench writes trace_<strategy>_rank<rank>.json.gz")
-        ranks = [int(match["rank"]) for file in inside if (match := _OURS.match(file.name))]
-        files += [
-            f
-            for f in inside
-            if len(inside) == 1 or ((m := _OURS.match(f.name)) and int(m["rank"]) == min(ranks))
-        ]
-    return files
+    traces: tuple[str, ...] = option((), "files of torch.profiler, or folders of ddp_bench", positional=True)
+    local: str | None = option(None, "trace of the same step without communication [the one named local among them]")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.traces:
+            raise ValueError("name a trace, or a folder of traces")
+        self.files()
+
+    def files(self) -> list[Path]:
+        """The traces: files as they are, and of folders the traces of their lowest rank.
+
+        Raises:
+            ValueError: a folder without traces, or nothing there.
+        """
+        files: list[Path] = []
+        for path in map(Path, self.traces):
+            inside = sorted(path.glob("trace_*.json*")) if path.is_dir() else [path]
+            if not inside or not path.exists():
+                raise ValueError(f"{path}: no trace there; ddp_bench writes trace_<strategy>_rank<rank>.json.gz")
+            if len(inside) > 1:
+                ranks = {file: int(match["rank"]) for file in inside if (match := _OURS.match(file.name))}
+                inside = [file for file, rank in ranks.items() if rank == min(ranks.values())]
+            files += inside
+        return files
 
 
 def variant_of(file: Path) -> str:
@@ -59,29 +69,25 @@ def variant_of(file: Path) -> str:
     return match["variant"] if match else file.name.split(".")[0]
 
 
-def run(files: Sequence[Path], local: Path | None = None) -> tuple[list[Record], dict[str, dict]]:
-    """A record per step of each trace, and the lanes of each trace's median step.
-
-    Args:
-        local: the trace of the step without communication; None: the one named `local` among the files, if any.
+def measure(config: TraceConfig, context: RankContext, run: Run) -> None:
+    """A row per step of each trace, and a picture of each trace's median step.
 
     Raises:
         OSError, ValueError: a file cannot be read, is truncated, is another tool's, or has no steps; names the file.
     """
-    local = local or next((file for file in files if variant_of(file) == "local"), None)
-    base = None if local is None else account(_load(local)[0])
-    facts = {"environment": environment("cpu"), "commit": commit()}
-    records, lanes = [], {}
+    files = config.files()
+    local = config.local or next((file for file in files if variant_of(file) == "local"), None)
+    base = None if local is None else account(_load(Path(local))[0])
+    lanes = {}
     for file in files:
         events, origin = _load(file)
         variant = variant_of(file)
         lanes[variant] = streams(events)
         middle = median_step(events)
+        whose = {"file": file.name, "rank": None, "world_size": None} | origin
         for number, window in enumerate(step_windows(events)):
-            metrics = _metrics(events, window, base)
-            config = {"file": file.name, "step": number, "is_median": window == middle} | origin
-            records.append(Record(NAME, variant, config, metrics, **facts))
-    return records, lanes
+            run.add(variant, _metrics(events, window, base), step=number, is_median=window == middle, **whose)
+    stream_lanes(run.path / "streams.png", lanes, title=headline(run.records))
 
 
 def _load(file: Path) -> tuple[list[Event], dict]:
@@ -147,10 +153,12 @@ def headline(records: Sequence[Record]) -> str:
 
 
 VIEW = View(
-    name=NAME,
-    question=__doc__.splitlines()[0],
     columns=columns,
     headline=headline,
+    terminal=(
+        *("variant", "rank", "step", "step_ms", "comm_ms", "uncovered_comm_ms", "overlap_pct", "idle_ms"),
+        "exposed_ms",
+    ),
     reading="A step is divided among compute, communication that no compute covers, copies beside neither, and idle "
     "time; intervals are united first, so that streams side by side do not count twice. Longer than local is what a "
     "step takes beyond the median step without communication, and the columns after it are its causes; they sum to it. "
@@ -160,27 +168,5 @@ VIEW = View(
     noise="Rows are single steps; those of one trace show how much steps differ.",
 )
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
-    parser.add_argument("traces", nargs="*", help="files of torch.profiler, or folders of ddp_bench")
-    parser.add_argument("--local", type=Path, help="the trace of the same step without communication")
-    add_output_options(parser, measures=False)
-    args = parser.parse_args(arguments)
-    if not (args.source or args.traces):
-        parser.error("name a trace, or a folder of traces")
-
-    def prepare() -> Work:
-        records, lanes = run(files_of(args.traces), args.local)  # before there is a folder: a file may be broken
-
-        def work(folder: Path) -> list[Record]:
-            stream_lanes(folder / "streams.png", lanes, title=headline(records))
-            return records
-
-        return work
-
-    return run_command(VIEW, args, prepare)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+PRESETS = {"smoke": {"traces": (str(RECORDED),)}}
+EXPERIMENT = Experiment(TraceConfig, measure, VIEW, presets=PRESETS, ranks="none")

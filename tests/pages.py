@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.commands import ROOT
 
 PROGRAMS = (
-    "python", "python3", ".venv/bin/python", "torchrun", "pytest", "make", "pip", "export", "sbatch", "bash",
+    "distlab", "python", "python3", ".venv/bin/python", "torchrun", "pytest", "make", "pip", "export", "sbatch", "bash",
     "compute-sanitizer",
 )  # fmt: skip
 SHELLS = ("", "sh", "bash", "shell", "console")

@@ -49,7 +49,7 @@ ALLOWED_IN_MODULE = {
     "distlab.model.ops": frozenset({"kernels"}),
     "distlab.comm.copy_engine": frozenset({"kernels"}),
     "distlab.simulate.training": frozenset({"distlab.model", "distlab.train"}),
-    "distlab.simulate.estimate": frozenset({"distlab.model", "distlab.hardware"}),
+    "distlab.simulate.estimate": frozenset({"distlab.model", "distlab.hardware", "distlab.options"}),
 }
 
 STREAM_MAKER = "distlab.comm.collectives"

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from distlab.parallel import STRATEGIES, strategies_on
+from launch.__main__ import experiments
 from tests.commands import ROOT, environment
 from tests.pages import PROGRAMS, Command, commands_of, fenced_lines, pages
 
@@ -36,17 +37,17 @@ QUICK: dict[str, str] = {
     r"^make test-gpu$": "ARGS=--collect-only",
     r"launch/ddp_bench\.py": BENCH,
     r"launch/memory_breakdown\.py": f"{TINY} --steps 3",
-    r"launch/(allreduce_sweep|bucket_sweep)\.py|scaling --measure": "--quick",
+    r"launch/(allreduce_sweep|bucket_sweep)\.py|run scaling_measured": "--quick",
     r"launch/model_benchmark\.py": f"{TINY} --steps 3",
     r"launch/train\.py": "--size tiny --steps 4 --log-every 1",
     r"launch/sample\.py": "--tokens 5",
     r"experiments/train_curves\.py": CURVES,
     r"experiments/sabotage\.py": "--steps 4",
-    r"experiments/(mixed_precision|activation_checkpointing|instrument_cost)\.py$": "--quick",
-    r"experiments\.predict_steps --calibrate": "--quick",
+    r"run (mixed_precision|activation_checkpointing|instrument_cost)$": "--quick",
+    r"run predict_steps.* --calibrate": "--cases medium:8 --ranks 2 --rows local flat",
     r"experiments\.kernel_roofline": "--smoke",
     r"experiments[./]attention_memory": "--smoke",
-    r"experiments\.simulate_scale": "--model small --ranks 4",
+    r"run simulate_scale": "--model small --ranks 4",
     r"-m tests\.kill_runs": "--moments 1 --series same",
     r"-m tests\.fuzz": "--seeds 3",
     r"-m tests\.mutations": "--list",
@@ -133,15 +134,7 @@ def test_every_line_of_a_shell_block_is_a_command_that_is_tried(page):
 
 def defaults() -> dict[str, Callable[[], object]]:
     """What each command makes of no options at all on this machine."""
-    from experiments import (
-        activation_checkpointing,
-        instrument_cost,
-        mixed_precision,
-        plan,
-        scaling,
-        simulate_scale,
-        train_curves,
-    )
+    from experiments import train_curves
     from launch import allreduce_sweep, bucket_sweep, ddp_bench, memory_breakdown, model_benchmark, train
     from launch import scaling as scaling_measured
 
@@ -151,11 +144,9 @@ def defaults() -> dict[str, Callable[[], object]]:
 
     modules = (
         *(allreduce_sweep, bucket_sweep, ddp_bench, memory_breakdown, model_benchmark, scaling_measured, train),
-        *(activation_checkpointing, instrument_cost, mixed_precision, train_curves),
+        train_curves,
     )
-    made = {module.__name__: configured(module) for module in modules}
-    made["experiments.plan"] = lambda: plan.PlanConfig("xl", 512, "h100:64")
-    return made | {"scaling": scaling.ScalingConfig, "simulate_scale": simulate_scale.ScaleConfig}
+    return {module.__name__: configured(module) for module in modules}
 
 
 DEFAULTS = defaults()
@@ -178,6 +169,8 @@ def test_what_a_command_names_exists(command):
     assert words[0] in PROGRAMS
     if words[0] == "make":
         assert words[1] in targets
+    if words[:2] == ["distlab", "run"]:
+        assert words[2] in experiments()
     for place, word in enumerate(words):
         if re.fullmatch(r"(tests|launch|experiments|distlab|kernels)/[\w/]*(\.py|\.sbatch)?", word):
             made_by_the_command = words[place - 1] in ("--table", "--out")

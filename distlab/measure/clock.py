@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,18 @@ def elapsed_ms(begin: Instant, end: Instant) -> float:
 
 
 
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """torch's threads on a CPU while the block runs; None leaves them.
 
+    Threads of small operations on cores that others use too wait for each other far longer than they compute.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def measure(

@@ -75,6 +75,7 @@ class Run:
         self.header = header
         self.path = path
         self.records = records if records is not None else []
+        self._resumed = list(self.records)  # of the run that was cut off
         self.is_main = is_main
         self.progress = progress
         self.parts: dict[str, Run] = {}
@@ -82,7 +83,7 @@ class Run:
     def add(self, variant: str, metrics: Mapping[str, Any], **config: Any) -> Record:
         """A row: what was compared, what was measured, and what of its configuration the options do not say.
 
-        A row of the same variant and configuration, from before the run was resumed, is replaced.
+        The same row of the run that was cut off is replaced.
         """
         shared = dict(self.header.config) | {"world_size": self.header.world_size}
         record = Record(
@@ -93,11 +94,11 @@ class Run:
             dict(self.header.environment),
             self.header.commit,
         )
-        before = self.done(variant, **record.config)
-        if before is None:
-            self.records.append(record)
-        else:
-            self.records[self.records.index(before)] = record
+        same = [old for old in self._resumed if (old.variant, old.config) == (variant, plain(record.config))]
+        for old in same:
+            self._resumed.remove(old)
+            self.records.remove(old)
+        self.records.append(record)
         self.save()
         return record
 

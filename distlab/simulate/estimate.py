@@ -9,9 +9,10 @@ from functools import lru_cache
 
 import torch
 
-from distlab.hardware import NETWORK_LINKS, GPUSpec
-from distlab.model import ModelConfig
+from distlab.hardware import NETWORK_LINKS, GPUSpec, by_alias
+from distlab.model import ModelConfig, preset
 from distlab.model.config import DTYPES
+from distlab.options import Options, option
 from distlab.parallel.buckets import plan_buckets
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
 from distlab.simulate.costs import DeviceModel
@@ -188,3 +189,33 @@ def machine_of(
         spec.peak[peak] * FLOPS_SHARE, bandwidth * MEMORY_SHARE, LAUNCH_S, bandwidth * UPDATE_SHARE
     )
     return Machine(device, network, CONTENTION)
+
+
+@dataclass(frozen=True)
+class MachineOptions(Options):
+    """A model in one dtype on one kind of device, as options. Raises ValueError for an unknown name of any of them."""
+
+    model: str = option("xl", "a preset")
+    context: int | None = option(None, "tokens per sequence [the preset's]", least=1)
+    device: str = option("h200", "kind of GPU, such as h100")
+    link: str = option("nvlink", "inside a node, nvlink or pcie")
+    between: str = option("ib-ndr", "link between nodes, per device")
+    devices_per_node: int = option(8, "GPUs that share a node", least=1)
+    dtype: str = option("bf16", "of the computation", choices=("bf16", "fp32"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.shape(), self.machine()
+
+    def shape(self) -> ModelConfig:
+        """The preset, with its context replaced."""
+        return preset(self.model, context_length=self.context)
+
+    def gpu(self) -> GPUSpec:
+        """The device's datasheet."""
+        return by_alias(self.device)
+
+    def machine(self) -> Machine:
+        """See `machine_of`."""
+        known = {"link": self.link, "between": self.between, "devices_per_node": self.devices_per_node}
+        return machine_of(self.gpu(), dtype=self.dtype, **known)

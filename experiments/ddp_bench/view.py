@@ -182,7 +182,7 @@ VIEW = View(
     "noise.\n\n"
     "In the timeline compute is above, communication below; what compute does not hide is orange.",
     prediction="Collectives and bytes per step in closed form (distlab.theory.volume). Step times are predicted "
-    "by experiments.predict_steps, before a measurement.",
+    "by `distlab run predict_steps`, before a measurement.",
 )
 
 

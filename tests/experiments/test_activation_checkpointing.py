@@ -1,25 +1,24 @@
 """The study on a small model: same gradients, peaks and recomputation as predicted, the best size named, OOM a row."""
 
-import json
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import torch
 
-from distlab.report import read_json
 from experiments import activation_checkpointing as study
-from experiments.activation_checkpointing_pieces import measuring
-from experiments.activation_checkpointing_pieces.config import NAME, QUICK, CheckpointingConfig
-from experiments.activation_checkpointing_pieces.measuring import Bench, run
-from experiments.activation_checkpointing_pieces.prediction import one_step, predicted
+from experiments.activation_checkpointing import EXPERIMENT, Bench, CheckpointingConfig, one_step
+from launch.__main__ import main
+from tests.experiments.frame import measured, refused
 
-SMALL = replace(QUICK, layers=4, context=32, vocab=32, groups=("block", "every-4-2"))
+SMALL = CheckpointingConfig(**EXPERIMENT.preset("smoke", on_gpu=False))
 
 
 @pytest.fixture(scope="module")
-def records():
-    return run(SMALL)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("outputs")
+
+
+@pytest.fixture(scope="module")
+def records(folder):
+    return measured(EXPERIMENT, folder, groups=("block", "every-4-2"))
 
 
 def test_every_way_is_measured_beside_its_prediction(records):
@@ -51,8 +50,8 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
         return original(model, *rest)
 
     original = one_step
-    monkeypatch.setattr(measuring, "one_step", step)
-    bench = Bench(replace(SMALL, steps=3))
+    monkeypatch.setattr(study, "one_step", step)
+    bench = Bench(SMALL, torch.device("cpu"))
     for choice in ("none", "block"):
         bench.time(choice)
     assert bench.metrics("none")["status"] == "OOM"
@@ -60,22 +59,20 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
     assert (
         found["status"] == "ok" and "step_over_none" not in found and found["max_rel_grad_norm_diff"] is None
     )
-    assert "predicted_step_ms" not in predicted(SMALL, "block", bench.times.get("none"))
+    assert "predicted_step_ms" not in bench.predicted("block")
 
 
-def test_command_writes_the_report(tmp_path, capsys, records, monkeypatch):
-    monkeypatch.setattr(study, "run", lambda config, **_: records)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # other tests run in this process
-    assert study.main(["--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
-    folder = Path(json.loads(capsys.readouterr().out.splitlines()[-1])["out"])
-    assert {"records.json", "checkpointing.png", "report.html"} <= {path.name for path in folder.iterdir()}
-    again = tmp_path / "again"
-    assert study.main(["--from", str(folder / "records.json"), "--out", str(again)]) == 0
-    (folder,) = (again / NAME).iterdir()
-    assert [r.variant for r in read_json(folder / "records.json")] == ["none", "block", "every-4-2"]
-    capsys.readouterr()
-    assert study.main(["--groups", "every-0", "--device", "cpu", "--out", str(tmp_path)]) == 2
-    assert "choose none, block, every-K" in capsys.readouterr().err
+def test_the_report_is_drawn_and_redrawn(folder, records, tmp_path, capsys):
+    run = folder / "activation_checkpointing" / "run"
+    assert {"checkpointing.png", "report.html"} <= {path.name for path in run.iterdir()}
+    assert main(["show", str(run / "records.json"), "--out", str(tmp_path)]) == 0
+    assert "every-4-2" in capsys.readouterr().out
+
+
+def test_what_is_no_way_to_group_is_refused(capsys):
+    said = refused(capsys, "activation_checkpointing", "--groups", "every-0")
+    assert "choose none, block, every-K" in said
+    assert "--layers: 0: give a whole number" in refused(capsys, "activation_checkpointing", "--layers", "0")
 
 
 @pytest.mark.parametrize(

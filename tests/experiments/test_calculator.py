@@ -5,10 +5,12 @@ import json
 import pytest
 
 from experiments import calculator
+from launch.__main__ import main
+from tests.experiments.frame import refused
 
 
 def ask(capsys, *argv):
-    assert calculator.main([*argv, "--json"]) == 0
+    assert main(["run", "calculator", *argv, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -45,19 +47,15 @@ def test_chain_and_block(capsys):
 
 @pytest.mark.parametrize("command", [["gpus"], ["block"], ["chain"], ["roofline", "--flops", "1e9", "--bytes", "1e9"]])
 def test_words(capsys, command):
-    assert calculator.main(command) == 0
+    assert main(["run", "calculator", *command]) == 0
     assert capsys.readouterr().out.strip()
 
 
-def test_errors_say_what_is_allowed(capsys):
-    assert calculator.main(["occupancy", "--threads", "5000", "--registers", "32"]) == 2
-    assert "1 to 1024" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        calculator.main(["gpus", "--gpu", "RTX"])
-    assert "A100" in capsys.readouterr().err
-
-
 REFUSED = {
+    "occupancy --threads 5000 --registers 32": "1 to 1024",
+    "occupancy --threads 128": "occupancy: give registers",
+    "gpus --gpu RTX": "'RTX' is unknown; allowed: A100-40GB, A100",
+    "divergence --cycles 5": "cycles=(5.0,): give those of the branch",
     "chain --elements -4": "--elements: -4: give a whole number of at least 1",
     "chain --operations 0": "--operations: 0: give a whole number of at least 1",
     "block --batch -1": "--batch: -1: give a whole number of at least 1",
@@ -69,7 +67,7 @@ REFUSED = {
     "occupancy --threads 128 --registers 16 --shared-bytes -1": "--shared-bytes: -1: give a whole number of at least 0",
     "waves --blocks -1": "--blocks: -1: give a whole number of at least 1",
     "coalescing --offset -5": "--offset: -5: give a whole number of at least 0",
-    "coalescing --itemsize 3": "itemsize=3: a lane reads 1, 2, 4, 8, 16 bytes",
+    "coalescing --itemsize 3": "--itemsize: 3 is unknown; allowed: 1, 2, 4, 8, 16",
     "banks --columns -3": "--columns: -3: give a whole number of at least 1",
     "divergence --lanes 40": "--lanes: 40: give a whole number of at least 0 and at most 32",
     "divergence --cycles -1 5": "--cycles: -1: give a finite number of at least 0",
@@ -77,12 +75,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_sizes_that_cannot_be_are_refused(capsys, command):
-    try:
-        code = calculator.main(command.split())
-    except SystemExit as refused:
-        code = refused.code
-    assert code == 2 and REFUSED[command] in capsys.readouterr().err
+def test_what_cannot_be_is_refused(capsys, command):
+    assert REFUSED[command] in refused(capsys, "calculator", *command.split())
 
 
 def test_what_may_be_nothing_may_be_zero(capsys):

@@ -1,24 +1,21 @@
 """The parts of the study on a small model: what is predicted is what comes out, and what must break breaks."""
 
-import json
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import torch
 
-from distlab.report import read_json
 from experiments import mixed_precision
-from experiments.mixed_precision import run
-from experiments.mixed_precision_pieces.config import QUICK, PrecisionConfig
-from experiments.mixed_precision_pieces.parts import layer_norm
-
-SMALL = replace(QUICK, layers=1, context=16, micro_batches=256, rows=256, log2_scales=(0, 12, 40))
+from experiments.mixed_precision import EXPERIMENT, PrecisionConfig, layer_norm
+from tests.experiments.frame import measured, refused
 
 
 @pytest.fixture(scope="module")
-def records():
-    return run(SMALL)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("outputs")
+
+
+@pytest.fixture(scope="module")
+def records(folder):
+    return measured(EXPERIMENT, folder)
 
 
 def rows(records, part):
@@ -77,19 +74,17 @@ def test_small_gradients_need_a_scale_in_fp16_and_none_in_bf16(records):
     assert "stalls at 4" in words and "scales from 2^12 to 2^12" in words
 
 
-def test_command_writes_a_table_per_part(tmp_path, capsys, records, monkeypatch):
-    monkeypatch.setattr(mixed_precision, "run", lambda config, **_: records)
-    assert mixed_precision.main(["--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
-    folder = Path(json.loads(capsys.readouterr().out.splitlines()[-1])["out"])
-    assert len(read_json(folder / "records.json")) == len(records)
-    table = (folder / "table.md").read_text()
-    assert table.count("**") == 8 and "gradients.png" in {path.name for path in folder.iterdir()}
+def test_a_table_per_part(folder, records):
+    run = folder / "mixed_precision" / "run"
+    table = (run / "table.md").read_text()
+    assert table.count("**") == 8 and (run / "gradients.png").exists()
     accumulation = table.split("**types**")[0]
     assert "sum" in accumulation and "rows lost" not in accumulation
+
+
+def test_what_is_refused(capsys):
+    assert "--batch: -1: give a whole number of at least 1" in refused(capsys, "mixed_precision", "--batch", "-1")
     if not torch.cuda.is_available():
-        assert mixed_precision.main(["--device", "cuda"]) == 2
-        assert "no GPU" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="batch=0"):
-        PrecisionConfig(batch=0)
-    with pytest.raises(ValueError, match="at least one loss scale"):
+        assert "no GPU" in refused(capsys, "mixed_precision", "--device", "cuda")
+    with pytest.raises(ValueError, match=r"log2_scales=\(\): give at least one"):
         PrecisionConfig(log2_scales=())

@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from distlab.report import OutputFolder, write
 from distlab.report.record import read_json
 from experiments import plan, predict_steps, scaling, simulate_scale
 from experiments.plan import PlanConfig
 from experiments.predict_steps import PredictConfig
-from experiments.predict_steps.__main__ import main as predict_main
 from experiments.scaling import ScalingConfig
 from experiments.simulate_scale import ScaleConfig
 from launch.__main__ import main
-from tests.experiments.frame import measured
+from tests.experiments.frame import measured, refused
 
 ROOT = Path(__file__).parents[2]
 RECORD = str(ROOT / "records" / "ddp_bench" / "h200x2_xl_batch8.json")
@@ -75,44 +73,51 @@ def test_plan_refuses(change, message):
         PlanConfig(**{"model": "tiny", "batch": 16, "devices": "h100:8"} | change)
 
 
-def test_errors_are_one_line(capsys):
-    assert main(["run", "plan", "--devices", "h99:8"]) == 2
-    assert simulate_scale.main(["--strategies", "torch-ddp"]) == 2
-    assert scaling.main(["--records", "missing.json", "--model", "tiny"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("error:") == 3
-    assert "Traceback" not in captured.err
+def test_errors_are_one_line(capsys, tmp_path):
+    out = ("--out", str(tmp_path))
+    assert "device 'h99' is unknown" in refused(capsys, "plan", "--devices", "h99:8")
+    assert "is torch's" in refused(capsys, "simulate_scale", "--strategies", "torch-ddp")
+    assert "missing.json" in refused(capsys, "scaling", "--records", "missing.json", "--model", "tiny", *out)
+    assert "--bucket-size-mb: nan: give a finite number" in refused(capsys, "simulate_scale", "--bucket-size-mb", "nan")
+    assert "--devices-per-node: 0: give a whole number" in refused(capsys, "scaling", "--devices-per-node", "0")
+    assert "between 'pigeons' is unknown for H100 SXM" in refused(capsys, "plan", "--between", "pigeons")
+    assert "--tokens: nan: give a finite number above 0" in refused(capsys, "plan", "--tokens", "nan")
+    predict = ("predict_steps", "--calibrate", "missing.json", *out)
+    assert "missing.json" in refused(capsys, *predict, "--cases", "xl:2")
+    bare = {"experiment": "ddp_bench", "variant": "x", "config": {}, "metrics": {}, "environment": {}, "commit": None}
+    (tmp_path / "bare.json").write_text(json.dumps({"format": "distlab-records-1", "records": [bare]}))
+    lacking = refused(capsys, "predict_steps", "--calibrate", str(tmp_path / "bare.json"), "--cases", "xl:8", *out)
+    assert "bare.json: a record lacks what is needed of it" in lacking
+    assert "--cases: 'xl:0': give PRESET:BATCH" in refused(capsys, *predict, "--cases", "xl:0")
+    assert "give --calibrate and --cases, or" in refused(capsys, *predict)
 
 
 def test_scaling(tmp_path):
-    config = ScalingConfig(
-        ranks=(1, 2, 4096), strategies=("naive", "bucketed"), records=(RECORD,), global_batch=4
-    )
-    records = scaling.run(config)
-    measured = [record for record in records if "error_pct" in record.metrics]
-    assert {(r.config["kind"], r.variant, r.config["world_size"]) for r in measured} == {
+    fields = {"model": "xl", "ranks": (1, 2, 4096), "strategies": ("naive", "bucketed")}
+    records = measured(scaling.EXPERIMENT, tmp_path, **fields, records=(RECORD,), global_batch=4)
+    known = [record for record in records if "error_pct" in record.metrics]
+    assert {(r.config["kind"], r.variant, r.config["world_size"]) for r in known} == {
         ("weak", "naive", 2),
         ("weak", "bucketed", 2),
     }
-    assert all(abs(record.metrics["error_pct"]) < 15 for record in measured)
+    assert all(abs(record.metrics["error_pct"]) < 15 for record in known)
     strong = [record.config["world_size"] for record in records if record.config["kind"] == "strong"]
     assert strong == [1, 2] * 2  # 4096 ranks have no sequence each
     alone = [record for record in records if record.config["world_size"] == 1]
     assert all(record.metrics["predicted_efficiency_pct"] == pytest.approx(100) for record in alone)
-    write(scaling.VIEW, records, OutputFolder(tmp_path, scaling.NAME, "run"))
     assert (tmp_path / "scaling" / "run" / "scaling.png").stat().st_size > 10_000
     # Records of another device are no points of this one.
     assert not scaling.measured_points(ScalingConfig(device="h100", records=(RECORD,)))
+    again = measured(scaling.EXPERIMENT, tmp_path, **fields, records=(RECORD,), global_batch=4)
+    assert len(again) == len(records)  # resumed: each row replaces itself
 
 
-def test_simulate_scale(tmp_path, capsys):
+def test_simulate_scale(tmp_path):
     """The small model stands for 10B, which takes six seconds per strategy."""
-    arguments = ["--model", "small", "--ranks", "1024", "--strategies", "zero1,fsdp", "--batch", "1"]
-    assert simulate_scale.main([*arguments, "--out", str(tmp_path)]) == 0
-    line = _last_line(capsys)
-    folder = Path(line["out"])
-    assert {path.name for path in folder.iterdir()} == {*REPORT, "timeline.png", "memory.png"}
-    zero1, fsdp = read_json(folder / "records.json")
+    fields = {"model": "small", "ranks": 1024, "strategies": ("zero1", "fsdp")}
+    zero1, fsdp = measured(simulate_scale.EXPERIMENT, tmp_path, **fields)
+    written = {path.name for path in (tmp_path / "simulate_scale" / "run").iterdir()}
+    assert written == {*REPORT, "run.json", "timeline.png", "memory.png"}
     assert fsdp.metrics["simulated_peak_bytes"] < zero1.metrics["simulated_peak_bytes"]
     assert fsdp.metrics["simulation_s"] < 30
     with pytest.raises(ValueError, match="torch's"):
@@ -129,7 +134,7 @@ def test_predictions_are_kept():
     assert cases == {
         (size, batch, n) for size, batch in (("xl", 2), ("xl", 8), ("medium", 8)) for n in (2, 4)
     }
-    with pytest.raises(ValueError, match=r"rows \['zero9'\]"):
+    with pytest.raises(ValueError, match="'zero9' is unknown"):
         PredictConfig(RECORD, (("xl", 2),), rows=("zero9",))
     measured = [record for case in COMPARED for record in read_json(ROOT / "records" / "ddp_bench" / f"{case}.json")]
     rows = predict_steps.compare(records, measured)
@@ -141,4 +146,9 @@ def test_predictions_are_kept():
         assert row.metrics["volume_as_predicted"], case
     with pytest.raises(ValueError, match="none of the measured rows"):
         predict_steps.compare(records, [])
-    assert predict_main(["--calibrate", "missing.json", "--cases", "xl:2"]) == 2
+
+
+def test_predictions_beside_what_was_measured(tmp_path):
+    predicted = measured(predict_steps.EXPERIMENT, tmp_path)
+    rows = read_json(tmp_path / "predict_steps" / "run" / "parts" / "prediction" / "records.json")
+    assert len(predicted) == 66 and {row.variant for row in rows} >= {"naive", "zero1-400", "fsdp"}

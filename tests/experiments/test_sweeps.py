@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import subprocess
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from distlab.report.record import OutputFolder, Record, read_json, write_json
 from distlab.simulate.calibrate import MeasuredLinks, measured_links
 from distlab.testing import run_ranks
 from distlab.theory.collective_time import CollectiveFit, Piece
-from experiments import allreduce_sweep, bucket_sweep, scaling, scaling_measured
+from experiments import allreduce_sweep, bucket_sweep, scaling_measured
 from experiments.allreduce_sweep import SweepConfig
 from experiments.bucket_sweep import BucketSweepConfig
 from experiments.bucket_sweep import parts as sweep_parts
@@ -307,16 +306,6 @@ def test_refusals(make, message):
 def test_commands_say_what_is_wrong(command, arguments, message, capsys):
     assert command.main(arguments) == 2
     assert message in capsys.readouterr().err
-
-
-def test_measure_starts_the_ranks_and_says_how_torchrun_would(monkeypatch, capsys):
-    started = []
-    done = subprocess.CompletedProcess([], 3)
-    monkeypatch.setattr(scaling.subprocess, "run", lambda command: started.append(command) or done)
-    assert scaling.main(["--measure", "--quick", "--nproc", "2"]) == 3
-    assert started[0][1].endswith("launch/scaling.py") and started[0][2:] == ["--quick", "--nproc", "2"]
-    printed = capsys.readouterr().err
-    assert "torchrun --standalone --nproc_per_node=RANKS launch/scaling.py --quick" in printed
 
 
 def test_records_of_two_machines_stay_apart(tmp_path):

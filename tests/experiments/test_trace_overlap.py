@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,13 +10,16 @@ import pytest
 
 from distlab.measure.trace.capture import load_trace_and_origin
 from experiments import trace_overlap
+from experiments.trace_overlap import EXPERIMENT, TraceConfig
+from launch.__main__ import main
+from tests.experiments.frame import measured, refused
 
 TRACES = Path(__file__).parents[1] / "measure" / "traces"
 BUCKETED = TRACES / "trace_bucketed_rank0.json.gz"
 
 
 def test_recorded_traces_step_by_step(tmp_path, capsys):
-    assert trace_overlap.main([str(TRACES), "--out", str(tmp_path)]) == 0
+    assert main(["run", "trace_overlap", str(TRACES), "--out", str(tmp_path)]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {"streams.png", "records.json", "report.html"} <= {
         path.name for path in Path(line["out"]).iterdir()
@@ -46,11 +50,11 @@ def test_recorded_traces_step_by_step(tmp_path, capsys):
 def test_the_lowest_rank_stands_for_a_folder(tmp_path):
     for rank in (3, 1, 2):
         shutil.copy(BUCKETED, tmp_path / f"trace_bucketed_rank{rank}.json.gz")
-    (file,) = trace_overlap.files_of([str(tmp_path)])
+    (file,) = TraceConfig((str(tmp_path),)).files()
     assert file.name == "trace_bucketed_rank1.json.gz"
-    records, lanes = trace_overlap.run([file])
+    records = measured(EXPERIMENT, tmp_path, traces=(str(file),))
     assert len(records) == 2 and "exposed_ms" not in records[0].metrics  # nothing to hold it against
-    assert set(lanes) == {"bucketed"}
+    assert {record.variant for record in records} == {"bucketed"}
     assert trace_overlap.variant_of(Path("other.json")) == "other"
 
 
@@ -74,14 +78,11 @@ def test_what_is_no_trace_of_steps_is_refused_by_name(data, message, tmp_path, c
         data(body)
         data = json.dumps(body).encode()
     path.write_bytes(data)
-    assert trace_overlap.main([str(path), "--out", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "mine.json" in error and len(error.splitlines()) == 1
-    with pytest.raises(ValueError, match=message):
-        trace_overlap.run([path])
+    error = refused(capsys, "trace_overlap", str(path), "--out", str(tmp_path))
+    assert "mine.json" in error and re.search(message, error)
 
 
 def test_a_folder_without_traces_is_said_so(tmp_path, capsys):
-    assert trace_overlap.main([str(tmp_path)]) == 2
-    assert trace_overlap.main([str(tmp_path / "missing.json")]) == 2
-    assert capsys.readouterr().err.count("no trace there; ddp_bench writes") == 2
+    for path in (tmp_path, tmp_path / "missing.json"):
+        assert "no trace there; ddp_bench writes" in refused(capsys, "trace_overlap", str(path))
+    assert "name a trace" in refused(capsys, "trace_overlap")

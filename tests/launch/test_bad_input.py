@@ -53,11 +53,9 @@ MISTAKES = {
         (["--seed", str(10**26)], "--seed: 100000000000000000000000000: give a whole number"),
         (["--strategy", "zero3"], "strategy 'zero3' cannot train; allowed: naive, flat"),
     ],
-    "experiments.activation_checkpointing": [(["--layers", "0"], "--layers: 0: give a whole number of at least 1")],
     "experiments.attention_memory": [(["--lengths", "0"], "--lengths: 0: give a whole number of at least 1")],
     "experiments.attention_record": [(["--ms", "0"], "--ms: 0: give a whole number of at least 1")],
     "experiments.attention_sweep": [(["--warm", "-1"], "--warm: -1: give a whole number of at least 0")],
-    "experiments.mixed_precision": [(["--batch", "-1"], "--batch: -1: give a whole number of at least 1")],
     "experiments.tune_flash_attention": [
         ([], "name families with --family dtype,head_dim[,precision], or give --all"),
         (["--family", "bfloat16"], "--family: 'bfloat16': give dtype,head_dim[,precision]"),
@@ -65,16 +63,6 @@ MISTAKES = {
     "experiments.kernel_roofline.__main__": [
         (["--smoke", "--tune"], "--tune tries launch parameters on a GPU: name operations with --only"),
         (["--smoke", "--repeat-ms", "0"], "--repeat-ms: 0: give a whole number of at least 1"),
-    ],
-    "run plan": [
-        (["--tokens", "nan"], "--tokens: nan: give a finite number above 0"),
-        (["--between", "pigeons"], "between 'pigeons' is unknown for H100 SXM; choose one of"),
-    ],
-    "experiments.scaling": [(["--devices-per-node", "0"], "--devices-per-node: 0: give a whole number of at least 1")],
-    "experiments.simulate_scale": [(["--bucket-size-mb", "nan"], "--bucket-size-mb: nan: give a finite number")],
-    "experiments.predict_steps.__main__": [
-        (["--calibrate", "bare.json", "--cases", "xl:8"], "bare.json: a record lacks what is needed of it"),
-        (["--calibrate", "bare.json", "--cases", "xl:0"], "--cases: 'xl:0': give PRESET:BATCH"),
     ],
     "experiments.train_curves": [
         (["--parts", "party"], "parts ('party',): choose among curves, kill, cost"),
