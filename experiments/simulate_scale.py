@@ -17,7 +17,7 @@ from distlab.experiment import Experiment, Run, View, option
 from distlab.hardware import by_alias
 from distlab.parallel import get_strategy
 from distlab.report import Column, Record
-from distlab.report.charts import stacked_bars
+from distlab.report.charts import stacked_bars, timeline
 from distlab.simulate import Contention, LinkModel, replay
 from distlab.simulate.estimate import MachineOptions
 from distlab.simulate.events import CATEGORIES
