@@ -281,7 +281,7 @@ def abilities(findings: list[Finding]) -> list[Ability]:
         ("strategies on all GPUs", lambda: stop or _too_few(gpus, 2) or ("" if nccl else reason["NCCL"]),
          "", "python launch/ddp_bench.py"),
         ("kernels, tested in plain torch or interpreted", lambda: stop, "", "pytest tests/kernels"),
-        ("kernels, timed", lambda: stop or _too_few(gpus, 1), "", "python experiments/attention_record.py"),
+        ("kernels, timed", lambda: stop or _too_few(gpus, 1), "", "distlab run attention_record"),
         ("mistakes, and the checks that catch them", lambda: stop, "", "python experiments/sabotage.py"),
         ("all tests", lambda: stop, "" if gpus > 1 else "tests that need GPUs skip", "make test"),
     ]  # fmt: skip

@@ -1,65 +1,38 @@
 """How much memory does attention hold before and during its backward, and when does it run out?
 
-    python experiments/attention_memory.py --stamp memory        # the same command resumes a cut-off run
+    distlab run attention_memory --name memory       # on a GPU; the same command resumes a cut-off run
+    distlab run attention_memory --quick             # two lengths, one head dim; on a CPU only times and predictions
 
-Batch 8, no heads, causal, every length × head dim × type: memory in use before the backward and at its peak, measured
+Batch 8, no heads, causal, every length × head dim × dtype: memory in use before the backward and at its peak, measured
 and predicted, over 100 forward and 100 backward passes. A size that does not fit says OOM with its prediction beside
 it, which is the account of what would have been needed.
 """
 
-import argparse
-import dataclasses
 import gc
 import itertools
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from distlab.comm import RankContext
+from distlab.experiment import Experiment, Run, View, option
 from distlab.measure.pace import Pace
 from distlab.measure.validity import attempt
-from distlab.report import (
-    Column,
-    Record,
-    View,
-    Work,
-    add_output_options,
-    commit,
-    environment,
-    progress,
-    read_json,
-    run_command,
-    write_json,
-)
-from distlab.report.charts import metric_over_length
-from distlab.report.options import whole
-from kernels.flash_attention.peers import VARIANTS, Attention, build
-
-EXPERIMENT = "attention_memory"
+from distlab.report import Column, Record
+from experiments._attention import VARIANTS, Attention, ShapeOptions, build, inputs, lines_over_length
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """One run: lengths × head_dims × dtypes × variants rows.
+@dataclass(frozen=True)
+class Config(ShapeOptions):
+    """One run: lengths × head_dims × dtypes × variants rows."""
 
-    Args:
-        passes: forward and backward passes of each row.
-        device: "cuda", or "cpu" for the smoke test, which only predicts.
-    """
-
-    lengths: tuple[int, ...] = tuple(2**n for n in range(8, 16))
-    head_dims: tuple[int, ...] = (16, 32, 64, 128)
-    dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    variants: tuple[str, ...] = ("naive", "sdpa", "ours")
-    batch: int = 8
-    passes: int = 100
-    device: str = "cuda"
-
-
-QUICK = Config(lengths=(4096, 16384), head_dims=(64,), passes=10)
-SMOKE = Config(lengths=(32,), head_dims=(16,), dtypes=("float32",), passes=2, device="cpu")
+    lengths: tuple[int, ...] = option(tuple(2**n for n in range(8, 16)), "tokens", least=1)
+    variants: tuple[str, ...] = option(("naive", "sdpa", "ours"), "what to measure", choices=VARIANTS)
+    batch: int = option(8, "sequences", least=1)
+    passes: int = option(100, "forward and backward passes of each row", least=1)
 
 
 def predicted_memory(variant: str, batch: int, length: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -100,29 +73,26 @@ def pass_once(fn: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
     return found
 
 
-def _held_by_libraries(device: str) -> int:
-    """Bytes in use after a small product and its gradient: cuBLAS keeps a workspace for each thread that calls it."""
-    if device != "cuda":
+def _held_by_libraries(on_gpu: bool) -> int:
+    """Bytes in use after a small matmul and its gradient: cuBLAS keeps a workspace for each thread that calls it."""
+    if not on_gpu:
         return 0
-    x, w = (torch.ones(16, 16, device=device, requires_grad=True) for _ in range(2))
+    x, w = (torch.ones(16, 16, device="cuda", requires_grad=True) for _ in range(2))
     (x @ w).sum().backward()
     del x, w
     return torch.cuda.memory_allocated()
 
 
-def memory(config: Config, length: int, head_dim: int, dtype: str, variant: str) -> dict[str, object]:
+def memory(config: Config, run: Run, device: str, length: int, head_dim: int, dtype: str,
+           variant: str) -> dict[str, object]:
     """Metrics of one row: medians of the times, the last pass's bytes without what was there before the row."""
     gc.collect()  # what an earlier row or error left must not go away in the middle of this one
-    if config.device == "cuda":
+    if device == "cuda":
         torch.cuda.empty_cache()
-    held = _held_by_libraries(config.device)
-    shape = (config.batch, length, head_dim)
-    torch.manual_seed(length + head_dim)
-    q, k, v, do = (torch.randn(shape, device=config.device).to(getattr(torch, dtype)) for _ in range(4))
-    for x in (q, k, v):
-        x.requires_grad_()
-    fn = build(variant, length, config.device)
-    pace = Pace(config.passes, f"{variant} {dtype} d={head_dim} length {length}", progress)
+    held = _held_by_libraries(device == "cuda")
+    q, k, v, do = inputs((config.batch, length, head_dim), dtype, device)
+    fn = build(variant, length, device)
+    pace = Pace(config.passes, f"{variant} {dtype} d={head_dim} length {length}", run.progress)
     passes = []
     for _ in range(config.passes):
         passes.append(pass_once(fn, q, k, v, do))
@@ -133,24 +103,17 @@ def memory(config: Config, length: int, head_dim: int, dtype: str, variant: str)
     return metrics
 
 
-def run(config: Config, path: Path | None = None, commit_id: str | None = None) -> list[Record]:
-    """Measure every row that `path` does not hold yet; `path` is rewritten after each row."""
-    records = read_json(path) if path is not None and path.exists() else []
-    done = {(r.variant, r.config["length"], r.config["head_dim"], r.config["dtype"]) for r in records}
-    where = environment(config.device)
+def measure(config: Config, context: RankContext, run: Run) -> None:
+    """A row per dtype, head dim, length and variant; why one was not measured in `status`."""
     for dtype, head_dim, length, variant in itertools.product(
-            config.dtypes, config.head_dims, config.lengths, config.variants):
-        if (variant, length, head_dim, dtype) in done:
-            continue
-        before, peak = predicted_memory(variant, config.batch, length, head_dim, getattr(torch, dtype))
-        predicted = {"predicted_before_bwd_bytes": before, "predicted_peak_bytes": peak}
-        row = {"batch": config.batch, "length": length, "head_dim": head_dim, "dtype": dtype, "causal": True,
-               "passes": config.passes}
-        metrics = attempt(lambda row=(length, head_dim, dtype, variant): memory(config, *row)) | predicted
-        records.append(Record(EXPERIMENT, variant, row, metrics, where, commit_id))
-        if path is not None:
-            write_json(records, path)
-    return records
+        config.dtypes, config.head_dims, config.lengths, config.variants
+    ):
+        row = {"length": length, "head_dim": head_dim, "dtype": dtype}
+        if not run.done(variant, **row):
+            bytes_ = predicted_memory(variant, config.batch, length, head_dim, getattr(torch, dtype))
+            metrics = attempt(partial(memory, config, run, context.device.type, **row, variant=variant))
+            metrics |= zip(("predicted_before_bwd_bytes", "predicted_peak_bytes"), bytes_, strict=True)
+            run.add(variant, metrics, **row, causal=True)
 
 
 COLUMNS = [
@@ -171,48 +134,17 @@ def headline(records: Sequence[Record]) -> str:
     return f"Batch {config['batch']}, no heads, causal, {config['passes']} passes, {where}"
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Peak bytes over length."""
-    if any(r.metrics.get("peak_alloc_bytes") is not None for r in records):
-        metric_over_length(records, path, "peak_alloc_bytes", "peak bytes")
-
-
 VIEW = View(
-    name=EXPERIMENT,
-    question=__doc__.splitlines()[0],
     columns=COLUMNS,
     headline=headline,
-    pictures={"memory.png": draw},
+    terminal=("dtype", "head_dim", "length", "variant", "before_bwd_alloc_bytes", "peak_alloc_bytes",
+              "predicted_peak_bytes", "status"),
+    pictures={"memory.png": lines_over_length("peak_alloc_bytes", "peak bytes")},
     reading="Naive attention keeps the weights of all pairs, so its memory grows with the square of the length; the "
     "others keep the log-sum-exp of each row. A row that says OOM did not fit; its prediction says what it wanted.",
     prediction="Tensors counted by hand, in closed form: inputs, outputs, what is saved, and temporaries.",
     noise="The bytes are the allocator's count, which does not vary. Times are medians over the passes.",
 )
-
-
-def main(argv: list[str] | None = None) -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(EXPERIMENT, description=__doc__, formatter_class=raw)
-    parser.add_argument("--quick", action="store_true", help="two lengths, one head dim; on a CPU as --smoke")
-    parser.add_argument("--smoke", action="store_true", help="a few seconds on a CPU")
-    parser.add_argument("--lengths", type=whole(), nargs="+")
-    parser.add_argument("--head-dims", type=whole(), nargs="+")
-    parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS)
-    add_output_options(parser, resumes=True)
-    args = parser.parse_args(argv)
-
-    def prepare() -> Work:
-        chosen = {name: tuple(getattr(args, name)) for name in ("lengths", "head_dims", "dtypes", "variants")
-                  if getattr(args, name)}
-        quick = QUICK if torch.cuda.is_available() else SMOKE
-        config = dataclasses.replace(SMOKE if args.smoke else quick if args.quick else Config(), **chosen)
-        if config.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("the memory study needs a GPU (--smoke runs a few seconds on a CPU)")
-        return lambda folder: run(config, folder / "records.json", commit(args.commit))
-
-    return run_command(VIEW, args, prepare)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+SMOKE = {"lengths": (32,), "head_dims": (16,), "dtypes": ("float32",), "passes": 2}
+PRESETS = {"quick": {"lengths": (4096, 16384), "head_dims": (64,), "passes": 10}, "quick-cpu": SMOKE, "smoke": SMOKE}
+EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1)

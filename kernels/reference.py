@@ -44,16 +44,6 @@ def gelu_slope(x: Tensor) -> Tensor:
     return 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * GELU_SCALE * (1 + 3 * GELU_CUBIC * x32 * x32)
 
 
-def gelu_by_exponentials(x: Tensor) -> Tensor:
-    """GeLU with tanh(u) written as (e^2u − 1)/(e^2u + 1): NaN as soon as e^2u is infinite, in fp32 from x ≈ 10.
-
-    Kept as a warning: ours writes the same function as x·sigmoid(2u), whose exponential may overflow without harm.
-    """
-    x32 = wide(x)
-    powered = torch.exp(2 * GELU_SCALE * (x32 + GELU_CUBIC * x32**3))
-    return (0.5 * x32 * (1 + (powered - 1) / (powered + 1))).to(x.dtype)
-
-
 def softmax(x: Tensor) -> Tensor:
     """exp(x − max) / Σ exp(x − max) over the last dimension; a row of −inf only becomes NaN, as in torch.
 

@@ -111,11 +111,14 @@ def _forbidden(module: str, target: str) -> str | None:
 
 
 def _of_one_experiment(module: str, target: str) -> bool:
-    """An experiment may be a package, or a file `x.py` whose pieces lie in `x_pieces/` and do not import it."""
+    """An experiment may be a package, or a file `x.py` whose pieces lie in `x_pieces/` and do not import it.
+
+    A module whose name begins with an underscore is none: several experiments share it, and it imports none.
+    """
     if target == "experiments":
         return True
     mine, other = (name.split(".")[1] if "." in name else "" for name in (module, target))
-    return other in (mine, f"{mine}_pieces")
+    return other in (mine, f"{mine}_pieces") or other.startswith("_")
 
 
 def _forbidden_in_distlab(module: str, target: str) -> str | None:
@@ -288,6 +291,7 @@ def test_the_checker_keeps_kernels_empty(source: str):
         ("experiments.one", "from distlab.train import step\nimport kernels.softmax"),
         ("experiments.one", "from experiments.one_pieces.checks import examine"),
         ("experiments.one_pieces.checks", "from .mistakes import MISTAKES"),
+        ("experiments.one", "from experiments._shared import inputs"),
         ("launch.bench", "from experiments import one\nfrom distlab.report import Record"),
         ("kernels.softmax", "import math, torch, triton.language as tl\nfrom .cost import Cost"),
         (STREAM_MAKER, "import torch\ns = torch.cuda.Stream()"),

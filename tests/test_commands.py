@@ -60,8 +60,8 @@ CANNOT: dict[str, str] = {
     r"--nnodes 2|machine0|^sbatch": "needs several machines",
     r"^compute-sanitizer": "needs a GPU and the CUDA toolkit",
     r"bucketed-dma": "needs a GPU",
-    r"experiments[./](tune_flash_attention|attention_record|attention_sweep)(?!.*--quick)": "needs a GPU",
-    r"experiments\.kernel_roofline.* --tune": "needs a GPU",
+    r"run (tune_flash_attention|attention_record|attention_sweep)(?!.*--quick)": "needs a GPU",
+    r"run kernel_roofline.* --tune": "needs a GPU",
 }
 TIMEOUT_S = 420
 
@@ -101,8 +101,13 @@ def why_not(text: str) -> str:
 
 
 def script_of(text: str) -> list[str] | None:
-    """How to ask a command's script of this repository for help: `[file]` or `[-m, module]`; None if it has none."""
+    """How to ask a command's script of this repository for help: `[file]`, `[-m, module]` or `[-m, launch, run, NAME]`.
+
+    None if it has none.
+    """
     words = shlex.split(text)
+    if words[:2] == ["distlab", "run"]:
+        return ["-m", "launch", *words[1:3]]
     for place, word in enumerate(words):
         if re.fullmatch(r"(launch|experiments|distlab)/[\w/]+\.py", word):
             return [word]
@@ -223,7 +228,7 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     variables = environment() | {"PYTHONPATH": str(folder), "PATH": path}
     return subprocess.run(
-        ["bash", "-c", command],
+        ["bash", "-c", f'distlab() {{ python -m launch "$@"; }}\n{command}'],
         cwd=folder, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
 

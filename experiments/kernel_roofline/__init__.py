@@ -1,13 +1,12 @@
 """How close is each fused kernel to what the hardware allows, and to what one could call instead?
 
-    python -m experiments.kernel_roofline --stamp full          # all rows, some two minutes; again: resumes
-    python -m experiments.kernel_roofline --quick               # the rows of most interest
-    python -m experiments.kernel_roofline --only rms_norm --tune    # try launch parameters of one kernel
-    python -m experiments.kernel_roofline --dump-ptx gelu       # the generated PTX; needs no GPU
-    python -m experiments.kernel_roofline --smoke               # seconds, on a CPU
+    distlab run kernel_roofline --name full                    # all rows, some two minutes; again: resumes
+    distlab run kernel_roofline --quick                        # the rows of most interest; on a CPU small sizes
+    distlab run kernel_roofline --only rms_norm --tune         # launch parameters of one row kernel
+    distlab run kernel_roofline --quick --dump-ptx gelu        # the generated PTX; --quick needs no GPU
 
 Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's own, compile: the
-naive form through torch.compile, template: of products, the best of Inductor's Triton templates with cuBLAS left out,
+naive form through torch.compile, template: of matmuls, the best of Inductor's Triton templates with cuBLAS left out,
 liger: Liger Kernel where it is installed). Median device time of a CUDA graph's replays with the L2 flushed in between;
 GB/s of the *least* traffic and its share of the copy bandwidth of this run; TFLOP/s and its share of cuBLAS in this
 run; launched kernels; registers and spills of ours; the largest error against float64, relative to the largest value
@@ -17,14 +16,15 @@ predicted one.
 Two rows lose on purpose: `spilling_add_rms_norm_silu`, a chain fused into too few threads' registers, and `add_gelu`,
 which torch.compile makes one kernel and ours are two.
 
-Rows bound by arithmetic run at a clock that the card's power sets: their variants are timed in turns, in rounds.
+Rows bound by arithmetic run at a clock that the GPU's power sets: their variants are interleaved, in rounds.
 
-The rows are in `cases`, how one is measured in `rows`, `timing` and `turns`, the prediction in `prediction`, what is
-shown in `view`, `comparison` and `pictures`.
+The rows are in `cases`, how one is measured in `measuring` and `timing`, the prediction in `prediction`, `--tune` and
+`--dump-ptx` in `tuning`, what is shown in `view`.
 """
 
-from .comparison import VIEW as COMPARISON_VIEW
-from .rows import EXPERIMENT, SMOKE, Config, run
-from .view import VIEW
+from distlab.experiment import Experiment
 
-__all__ = ["COMPARISON_VIEW", "EXPERIMENT", "SMOKE", "VIEW", "Config", "run"]
+from .measuring import PRESETS, Config, measure
+from .view import COMPARISON, VIEW
+
+EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1, parts=(COMPARISON,))

@@ -50,7 +50,7 @@ class Case:
         return None if self.name == "adamw" else self.variants.get("naive", self.variants.get("builtin"))
 
     def has(self, variant: str) -> bool:
-        """Whether there is such a row: torch.compile takes what is plain, its templates are for single products."""
+        """Whether there is such a row: torch.compile takes what is plain, its templates are for single matmuls."""
         made = {"compile": self.plain is not None, "template": self.name in ("matmul", "matmul_gelu")}
         return variant in self.variants or made.get(variant, False)
 
@@ -83,7 +83,7 @@ class Table:
 def cases(small: bool = False) -> list[Case]:
     """Every row of the table."""
     table = Table(small)
-    for part in (_element_wise, _rows, _fused_norms, _model_parts, _products, _losses):
+    for part in (_element_wise, _rows, _fused_norms, _model_parts, _matmuls, _losses):
         part(table)
     return table.rows
 
@@ -189,7 +189,7 @@ def _model_parts(table: Table) -> None:
               builtin=lambda g, u: F.silu(g) * u, liger=_liger("swiglu"))
 
 
-def _products(table: Table) -> None:
+def _matmuls(table: Table) -> None:
     from kernels import dropout, matmul, reference
 
     def operands(shape, dtype, device):

@@ -1,13 +1,37 @@
-"""What a reader gets: the table, who wins where, and how to read it."""
+"""What a reader gets: the table, ours beside every peer, who wins where, two pictures, and how to read them."""
 
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distlab.hardware import lookup
 from distlab.report import Column, Record, View
+from distlab.report.noise import TIE
+from distlab.report.style import GREYS, INK, OKABE_ITO, horizontal, picture
 
-from . import __doc__ as QUESTION
-from .pictures import plot_bars, plot_roofline
-from .rows import EXPERIMENT
-from .turns import over_ours
+from .cases import VARIANTS
+from .timing import over_ours
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 EQUAL_PCT = 1.0  # differences below this, or below the row's own noise, are none
+PEERS = VARIANTS[1:]
+COLOURS = {"builtin": "green", "compile": "vermillion", "template": "sky", "liger": "purple"}
+DIRECTIONS = {"fwd": ("o", "blue", "forward"), "bwd": ("s", "orange", "backward"),
+              "both": ("^", "green", "forward and backward")}
+NAMED_BELOW = 0.75  # of what the ceilings allow: such a point is named
+LONGEST = 2.5  # bars beyond are cut off and say how long they are
+
+
+def by_row(records: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]]:
+    """(operation and shape, direction) → variant → record."""
+    groups: dict[tuple[str, str], dict[str, Record]] = {}
+    for r in records:
+        groups.setdefault((r.config["label"], r.config["direction"]), {})[r.variant] = r
+    return groups
+
 
 COLUMNS = [
     Column("config.label", "operation", align="left"), Column("config.direction", ""), Column("variant", "variant"),
@@ -24,69 +48,206 @@ COLUMNS = [
 ]
 
 
-def headline(records: list[Record]) -> str:
+def headline(records: Sequence[Record]) -> str:
     """What was measured on, and how, for the line above a table."""
-    r = records[0]
-    in_turns = "in turns where rounds are given, else " * any(x.metrics.get("rounds") for x in records)
-    return (f"{r.environment.get('device_name', 'CPU')}, torch {r.environment.get('torch', '?')}; copy "
-            f"{_limit(records, 'copy_gb_per_s')} GB/s, cuBLAS {_limit(records, 'cublas_tflop_per_s')} TFLOP/s; "
-            f"variants timed {in_turns}one after the other")
+    env = records[0].environment
+    where = f"{env.get('device_name', 'CPU')}, torch {env.get('torch', '?')}"
+    if not any("copy_gb_per_s" in r.metrics for r in records):
+        return where
+    interleaved = "interleaved where rounds are given, else " * any(r.metrics.get("rounds") for r in records)
+    return (f"{where}; copy {_limit(records, 'copy_gb_per_s')} GB/s, cuBLAS "
+            f"{_limit(records, 'cublas_tflop_per_s')} TFLOP/s; variants {interleaved}timed one after the other")
 
 
-def _limit(records: list[Record], name: str) -> str:
+def _limit(records: Sequence[Record], name: str) -> str:
     """A ceiling as it was measured: a run that was resumed has one of every process, and rows are held against their
     own."""
     *others, last = dict.fromkeys(f"{x.metrics[name]:,.0f}" for x in records if name in x.metrics) or ["0"]
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def verdicts(records: list[Record]) -> list[str]:
+def _ratio_to_best(rows: Mapping[str, Record]) -> tuple[str, float] | None:
+    """The fastest peer that was timed, and its time over ours; None without one, or without ours."""
+    timed = {name: r.metrics for name, r in rows.items() if r.metrics.get("time_p50_ms")}
+    if "ours" not in timed:
+        return None
+    ratios = {name: over_ours(metrics, timed["ours"]) for name, metrics in timed.items() if name != "ours"}
+    return min(ratios.items(), key=lambda pair: pair[1], default=None)
+
+
+def verdicts(records: Sequence[Record]) -> list[str]:
     """How many rows nobody else wins, one line for each that a peer does, and how far predictions were off."""
-    groups: dict[tuple[str, str], dict[str, Record]] = {}
-    for r in records:
-        if r.metrics.get("status") == "ok":
-            groups.setdefault((r.config["label"], r.config["direction"]), {})[r.variant] = r
-    lost, alike, held = [], 0, 0
-    for (label, direction), rows in groups.items():
-        times = {variant: r.metrics["time_p50_ms"] for variant, r in rows.items()}
-        mine = times.pop("ours", None)
-        if mine is None or not times:
+    lost, alike, compared = [], 0, 0
+    for (label, direction), rows in by_row([r for r in records if r.metrics.get("status") == "ok"]).items():
+        if (best := _ratio_to_best(rows)) is None:
             continue
-        held += 1
-        ratios = {variant: over_ours(rows[variant].metrics, rows["ours"].metrics) for variant in times}
-        best = min(ratios, key=ratios.get)
-        behind = 100 * (1 / ratios[best] - 1)
-        limit = max(EQUAL_PCT, rows["ours"].metrics.get("noise_pct") or 0)
+        compared += 1
+        peer, ratio = best
+        mine, behind = rows["ours"].metrics, 100 * (1 / ratio - 1)
+        limit = max(EQUAL_PCT, mine.get("noise_pct") or 0)
         alike += abs(behind) <= limit
         if behind > limit:
-            lost.append(f"{label} {direction}: {best} is faster by {behind:.1f} %, {1000 * times[best]:.1f} µs against "
-                        f"{1000 * mine:.1f}")
-    lines = [f"in {held - len(lost)} of {held} rows no peer is faster; in {alike} the fastest peer and ours differ by "
-             f"no more than {EQUAL_PCT:g} % or the row's noise"]
+            theirs = rows[peer].metrics["time_p50_ms"]
+            lost.append(f"{label} {direction}: {peer} is faster by {behind:.1f} %, {1000 * theirs:.1f} µs against "
+                        f"{1000 * mine['time_p50_ms']:.1f}")
+    lines = []
+    if compared:
+        lines = [f"in {compared - len(lost)} of {compared} rows no peer is faster; in {alike} the fastest peer and "
+                 f"ours differ by no more than {EQUAL_PCT:g} % or the row's noise"]
     errors = [abs(r.metrics["prediction_error_pct"]) for r in records if "prediction_error_pct" in r.metrics]
     if errors:
         lines.append(f"predicted speed-ups: {sum(e <= 15 for e in errors)} of {len(errors)} within 15 % of measured")
     return lines + lost
 
 
+def beside_peers(records: Sequence[Record]) -> list[Record]:
+    """A record per operation and direction: our row with the times of the others as further metrics; the variant is
+    the operation."""
+    found = []
+    for rows in by_row(records).values():
+        if "ours" in rows:
+            ours, best = rows["ours"], _ratio_to_best(rows)
+            times = {f"{peer}_ms": rows[peer].metrics.get("time_p50_ms") if peer in rows else None for peer in PEERS}
+            metrics = {name: ours.metrics.get(name) for name in KEPT} | times
+            metrics["peer_over_ours"] = best[1] if best else None
+            found.append(
+                Record(COMPARISON.name, ours.config["operation"], ours.config, metrics, ours.environment, ours.commit)
+            )
+    return found
+
+
+KEPT = ("time_p50_ms", "noise_pct", "of_copy_pct", "of_cublas_pct", "peak_alloc_bytes", "error", "speed_up",
+        "predicted_speed_up", "rounds", "copy_gb_per_s", "cublas_tflop_per_s")
+
+
+def _tie(record: Record) -> str:
+    ratio, noise = record.metrics["peer_over_ours"], record.metrics.get("noise_pct") or 0.0
+    return TIE if abs(100 * (ratio - 1)) <= max(EQUAL_PCT, noise) else ""
+
+
+COMPARISON_COLUMNS = [
+    Column("config.label", "operation", align="left"), Column("config.direction", ""),
+    Column("metrics.time_p50_ms", "ours µs", ",.1f", scale=1000), Column("metrics.noise_pct", "± %", ".1f"),
+    *(Column(f"metrics.{peer}_ms", peer, ",.1f", scale=1000, missing="") for peer in PEERS),
+    Column("metrics.peer_over_ours", "best peer / ours", ".2f", note=_tie),
+    Column("metrics.rounds", "rounds", missing=""),
+    Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
+    Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
+    Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30), Column("metrics.error", "error", ".0e"),
+    Column("metrics.speed_up", "naive / ours", ".1f", missing=""),
+    Column("metrics.predicted_speed_up", "predicted", ".1f", missing=""),
+]
+
+
+def columns_of(records: Sequence[Record]) -> list[Column]:
+    """COMPARISON_COLUMNS without peers that none of these records knows, and rounds where none were interleaved."""
+    optional = {f"metrics.{peer}_ms" for peer in PEERS} | {"metrics.rounds"}
+    return [column for column in COMPARISON_COLUMNS
+            if column.key not in optional or any(column.value(r) is not None for r in records)]
+
+
+def plot_roofline(records: Sequence[Record], path: Path) -> None:
+    """Every kernel of ours as a point under the two measured ceilings; those that stay below are named."""
+    mine = [r for r in records if r.variant == "ours" and r.metrics.get("flops") and "tflop_per_s" in r.metrics]
+    if not mine:
+        return
+    title = "Our kernels under the ceilings of the run; named are those below three quarters of them"
+    with picture(path, title, 4.5) as figure:
+        axes = figure.add_subplot()
+        # Every process of a resumed run measures its own ceilings: those that held highest.
+        bandwidth, peak = (max(r.metrics[name] for r in mine) for name in ("copy_gb_per_s", "cublas_tflop_per_s"))
+        _ceiling(axes, bandwidth, peak, color=INK, linewidth=1.2,
+                 label=f"measured: copy {bandwidth:,.0f} GB/s, cuBLAS {peak:,.0f} TFLOP/s")
+        spec = lookup(mine[0].environment.get("device_name") or "")
+        if spec is not None:
+            _ceiling(axes, spec.hbm_bandwidth / 1e9, spec.peak["bf16"] / 1e12, color=GREYS["grey"], linewidth=0.8,
+                     linestyle="--", label=f"datasheet of the {spec.name}")
+        points = [(r.metrics["flops"] / r.metrics["min_bytes"], r.metrics["tflop_per_s"]) for r in mine]
+        for direction, (marker, colour, label) in DIRECTIONS.items():
+            chosen = [p for p, r in zip(points, mine, strict=True) if r.config["direction"] == direction]
+            if chosen:
+                axes.plot(*zip(*chosen, strict=True), marker, color=OKABE_ITO[colour], alpha=0.75, markersize=4,
+                          linestyle="none", label=label)
+        for (intensity, rate), r in zip(points, mine, strict=True):
+            if rate < NAMED_BELOW * min(peak, intensity * bandwidth / 1000):
+                left = intensity > 100  # of the point: there is no room on the other side
+                axes.annotate(f"{r.config['label']} {r.config['direction']}", (intensity, rate), fontsize=5.5,
+                              ha="right" if left else "left",
+                              xytext=(-5 if left else 5, -5), textcoords="offset points")
+        axes.set(xscale="log", yscale="log")
+        axes.set_xlabel("FLOPs per byte of least traffic")
+        axes.set_ylabel("TFLOP/s")
+        axes.legend(loc="upper left", frameon=True)
+
+
+def _ceiling(axes: "Axes", gb_per_s: float, tflop_per_s: float, **style: object) -> None:
+    """The roof: bandwidth times intensity, up to the arithmetic peak."""
+    knee = 1000 * tflop_per_s / gb_per_s
+    xs = sorted([0.05, knee, max(2 * knee, 20000.0)])
+    axes.plot(xs, [min(tflop_per_s, x * gb_per_s / 1000) for x in xs], **style)
+
+
+def plot_bars(records: Sequence[Record], path: Path) -> None:
+    """Time of every peer over ours, one group of bars per operation and direction, in two columns."""
+    timed = [r for r in records if r.metrics.get("time_p50_ms") and r.variant in ("ours", *COLOURS)]
+    rows = [(" ".join(row), found) for row, found in by_row(timed).items() if len(found) > 1 and "ours" in found]
+    if not rows:
+        return
+    half = math.ceil(len(rows) / 2)
+    title = "Time of every peer over ours, by operation and direction"
+    with picture(path, title, 0.24 * half + 1.0, small=True) as figure:
+        columns = figure.subplots(1, 2 if len(rows) > half else 1, squeeze=False)[0]
+        for axes, part in zip(columns, (rows[:half], rows[half:]), strict=False):
+            _bars(axes, part)
+        shown = {name: colour for name, colour in COLOURS.items() if any(name in times for _, times in rows)}
+        handles = [columns[0].barh([0], [0], color=OKABE_ITO[colour], label=name) for name, colour in shown.items()]
+        figure.legend(handles=handles, labels=list(shown), loc="outside lower center", ncols=len(shown))
+
+
+def _bars(axes: "Axes", rows: list[tuple[str, dict[str, Record]]]) -> None:
+    height = 0.8 / len(COLOURS)
+    for row, (_, times) in enumerate(rows):
+        present = [name for name in COLOURS if name in times]
+        for place, name in enumerate(present):
+            ratio = over_ours(times[name].metrics, times["ours"].metrics)
+            y = row + (place - (len(present) - 1) / 2) * height
+            axes.barh(y, min(ratio, LONGEST), height * 0.9, color=OKABE_ITO[COLOURS[name]])
+            if ratio > LONGEST:
+                axes.text(LONGEST * 0.99, y, f"{ratio:.1f}", ha="right", va="center", fontsize=4.5, color="white")
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=5)
+    axes.set(xlim=(0, LONGEST), ylim=(len(rows) - 0.4, -0.6))
+    axes.set_xlabel("time over ours: right of the line ours is faster", fontsize=6.5)
+    horizontal(axes)
+    axes.axvline(1, color=INK, linewidth=0.8)
+
+
 VIEW = View(
-    name=EXPERIMENT,
-    question=QUESTION.splitlines()[0],
     columns=COLUMNS,
     headline=headline,
+    terminal=("label", "direction", "variant", "time_p50_ms", "of_copy_pct", "status"),
     pictures={"roofline.png": plot_roofline, "bars.png": plot_bars},
     findings=verdicts,
     reading="Of operations that are bound by memory, GB/s is the least traffic over the time, and its share of the "
-    "copy's bandwidth in the same run says how far there is to go; products are held against cuBLAS. Errors are "
-    "against float64, relative to the largest value; a row beyond the tolerance of its type says WRONG. Peak is what "
+    "copy's bandwidth in the same run says how far there is to go; matmuls are held against cuBLAS. Errors are "
+    "against float64, relative to the largest value; a row beyond the tolerance of its dtype says WRONG. Peak is what "
     "the call holds at most: inputs, results and what lies between. In the roofline each number is one of our kernels, "
     "under the two ceilings measured in this run.",
     prediction="The speed-up over the naive form: what the naive form's operators move, counted at torch's dispatcher, "
     "at the rates that copies, broadcasts, reductions and widening casts reach in this run, over the bytes that the "
     "fused kernel moves at the copy's rate.",
     noise="Ours is timed before and after its peers; the time is the mean of the two and the noise their difference. "
-    "Rows bound by arithmetic, whose clock the card's power sets, are timed in turns where all variants fit in memory "
-    "at once: `rounds` says in how many, and a row without was timed one after the other. In turns, times are of all "
+    "Rows bound by arithmetic, whose clock the GPU's power sets, are interleaved where all variants fit in memory "
+    "at once: `rounds` says in how many, and a row without was timed one after the other. Then times are of all "
     "rounds, peers are compared with ours within each round, and the noise is how far from 1 the 95 % interval of ours "
     "over ours reaches.",
+)
+COMPARISON = View(
+    name="kernel_comparison",
+    question="Ours beside every peer, one row per operation and direction",
+    columns=columns_of,
+    headline=headline,
+    terminal=("label", "direction", "time_p50_ms", "noise_pct", "peer_over_ours", "of_copy_pct"),
+    reading="Times in µs. Above 1 in `best peer / ours` ours is the faster one; ± is how far two timings of ours, one "
+    "before and one after the peers, lie apart. Where `rounds` has a number all were interleaved in so many rounds: "
+    "the ratio is the median over rounds, and ± how far the 95 % interval of ours over ours reaches.",
 )

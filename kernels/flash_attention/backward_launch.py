@@ -165,3 +165,17 @@ def launch_joint(saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Ten
            QUERY_BLOCK_M=dq_tile.block_m, QUERY_BLOCK_N=dq_tile.block_n, QUERY_GROUP=dq_tile.head_group,
            QUERY_RAGGED=key_count % dq_tile.block_n != 0, QUERY_TMA=k_desc is not None,
            **_constants(saved, problem), **dkdv_tile.launch_options())
+
+
+def launch_backward(saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, problem: Problem, passes: str,
+                    dkdv_tile: Tile, dq_tile: Tile) -> None:
+    """Fill dq, dk and dv in one of `configs.PASSES`."""
+    if passes == "split":
+        launch_split(saved, dq, dk, dv, problem, dkdv_tile)
+    elif passes == "joint":
+        launch_joint(saved, dq, dk, dv, problem, dkdv_tile, dq_tile)
+    elif passes == "side by side":
+        launch_side_by_side(saved, dq, dk, dv, problem, dkdv_tile, dq_tile)
+    else:
+        launch_dkdv(saved, dk, dv, problem, dkdv_tile)
+        launch_dq(saved, dq, problem, dq_tile)

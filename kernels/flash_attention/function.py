@@ -6,8 +6,6 @@ The Functions are the outermost layer: casts under autocast and reshaping happen
 Shapes: q (B, T, D) or (B, H, T, D); k and v (B, Tk, D) or (B, Hk, Tk, D), H a multiple of Hk.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -111,51 +109,6 @@ class FlashAttention2PyTorch(Function):
         dq, dk, dv = (g.view(x.shape).to(dtype)
                       for g, x, dtype in zip(grads, (q, k, v), ctx.input_dtypes, strict=True))
         return dq, dk, dv, *[None] * 7
-
-
-@functools.cache
-def _compiled_whole_matrix_backward():
-    """torch.compile of the backward written with (T, T) matrices."""
-
-    def backward(q, k, v, o, lse, do, scale, causal):
-        s = (q @ k.mT).float() * scale
-        if causal:
-            s = s.masked_fill(torch.ones_like(s[0, 0], dtype=torch.bool).triu(1), float("-inf"))
-        p = torch.exp(s - lse[..., None])
-        delta = (do.float() * o.float()).sum(-1, keepdim=True)
-        dv = p.to(q.dtype).mT @ do
-        ds = (p * ((do @ v.mT).float() - delta) * scale).to(q.dtype)
-        return ds @ k, ds.mT @ q, dv
-
-    return torch.compile(backward)
-
-
-class FlashAttention2CompiledBackward(Function):
-    """A lesson and a row in benchmarks: the Triton forward with a `torch.compile`d backward.
-
-    `apply(q, k, v, is_causal=False)`, as many key as query heads, Tq = Tk. What is *saved* is as small as in
-    `FlashAttention2`, but the backward builds (T, T) matrices: the memory of its peak grows with T².
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, is_causal=False):
-        check_types(q, k, v)
-        check_inputs(q, k, v)
-        if q.shape != k.shape:
-            raise ValueError(f"k has shape {tuple(k.shape)}, q {tuple(q.shape)}; they must be equal here")
-        _setup(ctx, q, k, is_causal, None, None, "top-left", "emulated", None, "two-pass")
-        o, lse = ops.forward_op(*_four_d(q, k, v), *ctx.band, ctx.scale, ctx.precision, None, None)
-        ctx.save_for_backward(q, k, v, o.view(q.shape), lse.view(q.shape[:-1]))
-        return o.view(q.shape)
-
-    @staticmethod
-    @first_order
-    def backward(ctx, do):
-        q, k, v, o, lse = ctx.saved_tensors
-        lse = lse.view(_four_d(q)[0].shape[:-1])
-        grads = _compiled_whole_matrix_backward()(*_four_d(q, k, v, o), lse, *_four_d(do), ctx.scale,
-                                                  ctx.band[1] is not None)
-        return *(g.view(q.shape) for g in grads), None
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,

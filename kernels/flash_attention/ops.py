@@ -89,28 +89,17 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
         for out, grad in zip((dq, dk, dv), tiled.backward(q, k, v, o, lse, do, problem), strict=True):
             out.copy_(grad)
         return dq, dk, dv
-    from .backward_launch import (
-        launch_delta,
-        launch_dkdv,
-        launch_dq,
-        launch_joint,
-        launch_side_by_side,
-        launch_split,
-    )
+    from .backward_launch import launch_backward, launch_delta, launch_dkdv, launch_dq
 
     head_dim = q.shape[-1]
     q, k, v, o, do = _aligned(q, k, v, o, do)
     problem = configs.settled(q, problem, fused)
     outs = (dq, dk, dv) if head_dim == q.shape[-1] else tuple(torch.empty_like(x) for x in (q, k, v))
     saved = launch_delta(q, k, v, o, lse.contiguous(), do)
-    at_once = None if fused else configs.concurrent(q, k.shape[2], problem)
     if fused:
         _launch_fused(saved, *outs, problem)
-    elif at_once is not None and at_once.passes == "split":
-        launch_split(saved, *outs, problem, at_once.dkdv)
-    elif at_once is not None:
-        together = launch_joint if at_once.passes == "joint" else launch_side_by_side
-        together(saved, *outs, problem, at_once.dkdv, at_once.dq)
+    elif at_once := configs.concurrent(q, k.shape[2], problem):
+        launch_backward(saved, *outs, problem, at_once.passes, at_once.dkdv, at_once.dq)
     else:
         for kernel, run in (("dkdv", partial(launch_dkdv, saved, outs[1], outs[2], problem)),
                             ("dq", partial(launch_dq, saved, outs[0], problem))):

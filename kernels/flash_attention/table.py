@@ -1,4 +1,4 @@
-"""The frozen configurations, one row per key: written by `experiments/tune_flash_attention.py --table`.
+"""The frozen configurations, one row per key: written by `distlab run tune_flash_attention --table`.
 
 A row is (key, origin, forward, dkdv, dq, passes): the fields of `configs.Key`; the shape (batch × heads × length ×
 head dim) and the milliseconds that forward and backward (or the three kernels) took on it, or "by analogy" where a

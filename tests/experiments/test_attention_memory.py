@@ -1,13 +1,13 @@
 """The memory study of attention: predictions, resuming and its command, without a GPU."""
 
-import json
-
 import pytest
 import torch
 
-from distlab.report import read_json, write_json
+from distlab.report import write_json
+from distlab.report.run import Header, Run
 from experiments import attention_memory as study
-from kernels.flash_attention.peers import naive
+from experiments._attention import naive
+from tests.experiments.frame import measured, refused
 
 
 def test_predicted_memory_is_quadratic_for_naive_and_linear_for_ours():
@@ -26,34 +26,28 @@ def test_a_cut_off_study_resumes_and_failures_keep_their_prediction(tmp_path, mo
         return naive
 
     monkeypatch.setattr(study, "build", refuse)
-    path = tmp_path / "records.json"
-    first = study.run(study.SMOKE, path)
+    first = measured(study.EXPERIMENT, tmp_path)
     assert [(r.variant, r.metrics["status"]) for r in first] == [("naive", "ok"), ("sdpa", "OOM"), ("ours", "ok")]
     assert first[0].metrics["fwd_p50_ms"] > 0
     assert all(r.metrics["predicted_peak_bytes"] > r.metrics["predicted_before_bwd_bytes"] > 0 for r in first)
-    write_json(first[:1], path)
-    again = study.run(study.SMOKE, path)
-    assert again[:1] == read_json(path)[:1] == first[:1]
+    write_json(first[:1], tmp_path / "attention_memory" / "run" / "records.json")
+    again = measured(study.EXPERIMENT, tmp_path)
+    assert again[:1] == first[:1]
     assert len(again) == 3
 
 
-def test_command_prints_a_table_and_one_line_of_json(tmp_path, capsys):
-    assert study.main(["--smoke", "--variants", "naive", "--out", str(tmp_path), "--stamp", "run"]) == 0
-    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert last["experiment"] == "attention_memory"
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about the message without a GPU")
-def test_without_a_gpu_the_command_says_so(tmp_path, capsys):
-    assert study.main(["--out", str(tmp_path)]) == 2
-    assert "needs a GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+@pytest.mark.parametrize("name", ["attention_memory", "attention_record", "attention_sweep"])
+def test_without_a_gpu_the_command_says_so(tmp_path, capsys, name):
+    assert "needs 1 GPU" in refused(capsys, name, "--out", str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["naive", "ours"])
-def test_the_count_by_hand_is_the_allocators(variant):
-    config = study.Config(batch=2, passes=2)
-    found = study.memory(config, 8192, 64, "bfloat16", variant)
+def test_the_count_by_hand_is_the_allocators(variant, tmp_path):
+    run = Run(Header("attention_memory", {}, 1, {}, None), tmp_path)
+    found = study.memory(study.Config(batch=2, passes=2), run, "cuda", 8192, 64, "bfloat16", variant)
     counted = study.predicted_memory(variant, 2, 8192, 64, torch.bfloat16)
     measured = found["before_bwd_alloc_bytes"], found["peak_alloc_bytes"]
     assert measured == pytest.approx(counted, abs=2**20)

@@ -1,7 +1,5 @@
 """The attention experiments: their rows, resuming, predictions and the table they rewrite, without a GPU."""
 
-import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -9,19 +7,23 @@ import sys
 import pytest
 import torch
 
-from distlab.report import Record, read_json, write_json
+from distlab.report import Record
+from distlab.report.run import Header, Run
 from experiments import attention_sweep as sweep
+from experiments._attention import naive
+from experiments.tune_flash_attention import EXPERIMENT, Config, tuning
 from kernels.flash_attention import table
-from kernels.flash_attention.peers import naive
+from kernels.flash_attention.configs import Choice, Tile
+from tests.experiments.frame import measured, refused
 
 
 def record(variant, length, ms):
     config = {"length": length, "head_dim": 16, "dtype": "float32"}
-    return Record(sweep.EXPERIMENT, variant, config, {"fwd_bwd_device_p50_ms": ms, "status": "ok"}, {}, None)
+    return Record(sweep.EXPERIMENT.name, variant, config, {"fwd_bwd_device_p50_ms": ms, "status": "ok"}, {}, None)
 
 
-def test_smoke_rows_are_right_and_complete():
-    records = sweep.run(sweep.SMOKE)
+def test_smoke_rows_are_right_and_complete(tmp_path):
+    records = measured(sweep.EXPERIMENT, tmp_path)
     assert [r.variant for r in records] == ["naive", "sdpa", "ours"]
     for row in records:
         assert row.metrics["status"] == "ok"
@@ -30,16 +32,7 @@ def test_smoke_rows_are_right_and_complete():
         assert row.metrics["host_p50_ms"] > 0
 
 
-def test_a_cut_off_sweep_resumes(tmp_path):
-    path = tmp_path / "records.json"
-    first = sweep.run(sweep.SMOKE, path)
-    write_json(first[:2], path)  # as if the run had ended after two rows
-    again = sweep.run(sweep.SMOKE, path)
-    assert again[:2] == read_json(path)[:2] == first[:2]
-    assert [r.variant for r in again] == ["naive", "sdpa", "ours"]
-
-
-def test_a_variant_that_fails_is_a_row_and_not_the_end(monkeypatch):
+def test_a_variant_that_fails_is_a_row_and_not_the_end(monkeypatch, tmp_path):
     def refuse(variant, length, device):
         if variant == "sdpa":
             raise RuntimeError("no kernel for this type\nand more")
@@ -48,13 +41,13 @@ def test_a_variant_that_fails_is_a_row_and_not_the_end(monkeypatch):
         return naive
 
     monkeypatch.setattr(sweep, "build", refuse)
-    statuses = {r.variant: r.metrics["status"] for r in sweep.run(sweep.SMOKE)}
+    statuses = {r.variant: r.metrics["status"] for r in measured(sweep.EXPERIMENT, tmp_path)}
     assert statuses == {"naive": "OOM", "sdpa": "RuntimeError: no kernel for this type", "ours": "ok"}
 
 
-def test_wrong_results_show_in_the_error_columns(monkeypatch):
+def test_wrong_results_show_in_the_error_columns(monkeypatch, tmp_path):
     monkeypatch.setattr(sweep, "build", lambda *_: lambda q, k, v: naive(q, k, v) * 1.5)
-    assert all(r.metrics["max_abs_error"] > 0.1 for r in sweep.run(sweep.SMOKE))
+    assert all(r.metrics["max_abs_error"] > 0.1 for r in measured(sweep.EXPERIMENT, tmp_path))
 
 
 def test_crossovers_name_the_peer_that_wins():
@@ -74,17 +67,9 @@ def test_crossovers_name_the_peer_that_wins():
     assert "no device times" in sweep.crossovers([record("ours", 128, None)])[0]
 
 
-def test_command_prints_a_table_and_one_line_of_json(tmp_path, capsys):
-    assert sweep.main(["--smoke", "--out", str(tmp_path), "--stamp", "run"]) == 0
-    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert last["experiment"] == "attention_sweep"
-    assert {path.name for path in (tmp_path / "attention_sweep" / "run").iterdir()} == {
-        "records.json", "records.csv", "table.md", "table.tex", "report.html", "comparison.json"}
-
-
 def test_warming_up_survives_variants_that_fail():
-    sweep.warm(sweep.SMOKE, 1)
-    assert sweep.warm_one((sweep.SMOKE, 32, 16, "float32", "no such variant")) is None
+    sweep.warm(sweep.Config(**sweep.SMOKE, warm=1), "cpu")
+    assert sweep.warm_one((32, 16, "float32", "cpu", "no such variant")) is None
 
 
 def test_garbage_is_collected_only_where_a_row_has_left_memory_behind(monkeypatch):
@@ -99,35 +84,30 @@ def test_garbage_is_collected_only_where_a_row_has_left_memory_behind(monkeypatc
 
 def test_peak_memory_is_what_a_call_takes_and_not_what_was_there(monkeypatch):
     """Workspaces of libraries and the float64 results lie beside the call's own tensors."""
-    case = sweep.Case(32, 16, "float32", "cpu")
-    assert case.input_bytes() == 4 * 4 * 32 * 16
+    case = sweep.inputs((1, 1, 32, 16), "float32", "cpu")
+    expected = sweep.exact(*case)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 10_000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 10_700)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     times = iter(([1.0] * 3, [2.0] * 3))
     monkeypatch.setattr(sweep, "replay_ms", lambda run, repeats: next(times))
-    config = dataclasses.replace(sweep.SMOKE, device="cuda")
-    assert sweep.speed(case, naive, config)["peak_bytes"] == 700 + case.input_bytes()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about the message without a GPU")
-def test_without_a_gpu_the_command_says_so(tmp_path, capsys):
-    assert sweep.main(["--out", str(tmp_path)]) == 2
-    assert "needs a GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
-def test_only_fp32_has_a_row_in_ieee_arithmetic(monkeypatch):
     monkeypatch.setattr(sweep, "build", lambda *_: naive)
-    config = dataclasses.replace(sweep.SMOKE, variants=("ours-ieee",), dtypes=("float16", "float32"))
-    assert [(r.variant, r.config["dtype"]) for r in sweep.run(config)] == [("ours-ieee", "float32")]
+    assert sweep.speed(case, expected, "naive", 3, "cuda")["peak_bytes"] == 700 + 4 * 4 * 32 * 16
+
+
+def test_only_fp32_has_a_row_in_ieee_arithmetic(monkeypatch, tmp_path):
+    monkeypatch.setattr(sweep, "build", lambda *_: naive)
+    found = measured(sweep.EXPERIMENT, tmp_path, variants=("ours-ieee",), dtypes=("float16", "float32"))
+    assert [(r.variant, r.config["dtype"]) for r in found] == [("ours-ieee", "float32")]
 
 
 def test_the_table_file_is_what_the_tuner_writes():
     """Writing the rows gives the file itself, and the fastest tiles replace a row. Run apart, as the tuner compiles."""
     script = """
-from experiments.tune_flash_attention import *
+from experiments.tune_flash_attention.tuning import *
+from experiments.tune_flash_attention.tuning import candidates, chunked, configs, fields, merge, pairs, shape_of
 assert table_source(table.ROWS) == open(table.__file__, encoding="utf-8").read()
-case = Case(1, 1, 2048, 64, "bfloat16")
+case = Case(2048, 64, "bfloat16")
 tiles = [Tile(16, 16, warps) for warps in (2, 4, 8)]
 found = [{"kernel": k, "length": length, "how": tile, "ms": ms, "sustained_ms": ms}
          for k in configs.KERNELS for length in (1024, 2048) for tile, ms in zip(tiles, (3.0, 1.0, 2.0))]
@@ -152,6 +132,30 @@ assert {shape_of(t) for t in chunked(split, 2048)} == set(split) and chunked(til
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=120)
     assert len({row[0] for row in table.ROWS}) == len(table.ROWS)
+
+
+def test_tuning_refuses_what_it_does_not_know(capsys):
+    name, quick = "tune_flash_attention", "--quick"
+    assert "give dtype:head_dim[:precision]" in refused(capsys, name, quick, "--family", "bfloat16")
+    with pytest.raises(ValueError, match="name families with --family"):
+        Config()
+
+
+def test_the_winners_of_a_family_are_rows(tmp_path):
+    tiles = [Tile(16, 16, warps) for warps in (2, 4)]
+    found = [{"kernel": "forward", "length": 1024, "how": t, "ms": ms, "sustained_ms": ms, "registers": 9}
+             for t, ms in zip(tiles, (3.0, 1.0), strict=True)]
+    found += [{"kernel": "backward", "length": 1024, "how": Choice(*tiles, tiles[0], way), "ms": ms, "sustained_ms": ms}
+              for way, ms in (("in turn", 5.0), ("side by side", 4.0))]
+    found += [{"kernel": "dq", "length": 1024, "how": tiles[0], "ms": float("inf"), "why": "wrong"}]
+    run = Run(Header("tune_flash_attention", {}, 1, {"device_name": "H100", "torch": "", "triton": ""}, None), tmp_path)
+    tuning.add_winners(run, "bfloat16:64", tuning.case_of("bfloat16:64", 1024), found)
+    forward, backward = run.records
+    assert forward.config["tiles"] == "16x16 w4 s2" and forward.metrics["registers"] == 9
+    assert (backward.metrics["in_turn_ms"], backward.metrics["side_by_side_ms"]) == (5.0, 4.0)
+    assert backward.metrics["sustained_ms"] == 4.0
+    assert [r.metrics.get("status") for r in tuning.to_records("bfloat16:64", found, run)] == [None] * 4 + ["wrong"]
+    assert EXPERIMENT.view.table(run.records) and run.done("backward", family="bfloat16:64", length=1024)
 
 
 def test_lengths_at_which_the_two_differ_by_less_than_their_noise_are_ties():

@@ -1,36 +1,33 @@
 """The kernel benchmark without a GPU: its rows, their correctness column, resuming, predictions and pictures."""
 
 import dataclasses
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from distlab.experiment import lone_context
 from distlab.measure import clock
-from distlab.report import Record, read_json, write_json
-from experiments import kernel_roofline as bench
+from distlab.report import Record, write_json
+from distlab.report.run import Header, Run
+from experiments.kernel_roofline import EXPERIMENT, PRESETS, Config, tuning
 from experiments.kernel_roofline import cases as rows
-from experiments.kernel_roofline.__main__ import main
-from experiments.kernel_roofline.comparison import VIEW as COMPARISON_VIEW
-from experiments.kernel_roofline.comparison import beside_peers
+from experiments.kernel_roofline.measuring import build, exact, worst_error
 from experiments.kernel_roofline.prediction import KINDS, kind_of, naive_bytes, predicted
-from experiments.kernel_roofline.rows import build, exact, worst_error
-from experiments.kernel_roofline.turns import fits
-from experiments.kernel_roofline.view import headline, verdicts
+from experiments.kernel_roofline.timing import fits
+from experiments.kernel_roofline.view import COMPARISON, beside_peers, headline, verdicts
 from kernels.cost import Cost
+from tests.experiments.frame import measured, refused
 
-FEW = dataclasses.replace(bench.SMOKE, only=("add", "rms_norm"))
 
-
-def test_operations_are_right_in_the_smoke_run():
+def test_operations_are_right_in_the_smoke_run(tmp_path):
     # One of each kind; every kernel is compared with float64 in tests/kernels.
     names = ("add_rms_norm", "rope", "cross_entropy", "adamw", "matmul")
-    records = bench.run(dataclasses.replace(bench.SMOKE, only=names))
+    records = measured(EXPERIMENT, tmp_path, only=names)
     assert {r.config["operation"] for r in records} == set(names)
     for r in records:
-        in_turns = r.config["operation"] == "matmul"  # bound by arithmetic
-        assert r.metrics.get("rounds") == (bench.SMOKE.rounds if in_turns else None)
+        interleaved = r.config["operation"] == "matmul"  # bound by arithmetic
+        assert r.metrics.get("rounds") == (PRESETS["smoke"]["rounds"] if interleaved else None)
         assert r.metrics["status"] == "ok", (r.config["label"], r.variant, r.metrics)
         assert r.metrics["time_p50_ms"] > 0 and r.metrics["gb_per_s"] > 0
 
@@ -46,39 +43,41 @@ def test_the_error_of_linear_cross_entropy_in_chunks(chunks):
     assert worst_error(results, exact(case, inputs, "both", upstream)) < 1.5e-3
 
 
-def test_a_cut_off_run_resumes(tmp_path):
-    path = tmp_path / "records.json"
-    first = bench.run(FEW, path)
-    write_json(first[:3], path)
-    again = bench.run(FEW, path)
+def test_a_cut_off_run_resumes_and_is_drawn(tmp_path):
+    folder = tmp_path / "kernel_roofline" / "run"
+    first = measured(EXPERIMENT, tmp_path, only=("add", "rms_norm"))
+    written = {path.name for path in folder.iterdir()}
+    assert {"records.json", "records.csv", "table.md", "report.html", "roofline.png", "bars.png", "parts"} <= written
+    write_json(first[:3], folder / "records.json")
+    again = measured(EXPERIMENT, tmp_path, only=("add", "rms_norm"))
     times = [[r.metrics["time_p50_ms"] for r in records[:3]] for records in (first, again)]
     assert times[0] == times[1]  # measured once
     assert sorted((r.config["label"], r.config["direction"], r.variant) for r in again) == sorted(
         (r.config["label"], r.config["direction"], r.variant) for r in first)
-    assert read_json(path) == again
 
 
-def test_a_wrong_kernel_is_called_wrong(monkeypatch):
+def test_a_wrong_kernel_is_called_wrong(monkeypatch, tmp_path):
     def broken(small=False):
         case = next(c for c in REAL(True) if c.name == "rms_norm")
         return [dataclasses.replace(case, variants=case.variants | {"ours": lambda x, w: 2 * x * w})]
 
     REAL = rows.cases
     monkeypatch.setattr(rows, "cases", broken)
-    status = {(r.variant, r.config["direction"]): r.metrics["status"] for r in bench.run(FEW)}
+    found = measured(EXPERIMENT, tmp_path, only=("rms_norm",))
+    status = {(r.variant, r.config["direction"]): r.metrics["status"] for r in found}
     assert status["ours", "fwd"] == status["ours", "bwd"] == "WRONG"
     assert status["naive", "fwd"] == status["builtin", "bwd"] == "ok"
 
 
-def test_a_peer_that_is_missing_is_a_row(monkeypatch):
-    rows = bench.run(dataclasses.replace(FEW, only=("rms_norm",), variants=("ours", "liger")))
+def test_a_peer_that_is_missing_is_a_row(tmp_path):
+    rows = measured(EXPERIMENT, tmp_path, only=("rms_norm",), variants=("ours", "liger"))
     liger = [r.metrics["status"] for r in rows if r.variant == "liger"]
     assert liger and all(status == "ok" or status.startswith(("ModuleNotFoundError", "Runtime", "Assertion"))
                          for status in liger)
 
 
 @pytest.fixture
-def drifting(monkeypatch):
+def drifting(monkeypatch, tmp_path):
     """One operation whose variants all take the same, on a clock by which every call takes 2 % longer than the last."""
     now = [0.0, 0.001]
 
@@ -94,16 +93,16 @@ def drifting(monkeypatch):
     REAL = rows.cases
     monkeypatch.setattr(rows, "cases", only_this)
     rates = (*(f"{kind}_gb_per_s" for kind in KINDS), "empty_kernel_ms", "cublas_tflop_per_s")
-    monkeypatch.setattr("experiments.kernel_roofline.rows.ceilings", lambda *_: dict.fromkeys(rates, 1.0))
+    monkeypatch.setattr("experiments.kernel_roofline.measuring.ceilings", lambda *_: dict.fromkeys(rates, 1.0))
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def run():
-        return {r.variant: r.metrics for r in bench.run(dataclasses.replace(bench.SMOKE, only=("rms_norm",)))}
+        return {r.variant: r.metrics for r in measured(EXPERIMENT, tmp_path, only=("rms_norm",))}
 
     return run
 
 
-def test_in_turns_a_drift_favours_nobody(drifting):
+def test_interleaved_a_drift_favours_nobody(drifting):
     found = drifting()
     for peer in ("naive", "builtin"):
         assert found[peer]["rounds"] == 6 and found[peer]["over_ours"] == pytest.approx(1, abs=0.005)
@@ -111,7 +110,7 @@ def test_in_turns_a_drift_favours_nobody(drifting):
 
 
 def test_what_does_not_fit_is_timed_one_after_the_other(drifting, monkeypatch):
-    monkeypatch.setattr("experiments.kernel_roofline.rows.fits", lambda held: False)
+    monkeypatch.setattr("experiments.kernel_roofline.measuring.fits", lambda held: False)
     found = drifting()
     assert "rounds" not in found["ours"] and "over_ours" not in found["builtin"]
     assert found["builtin"]["time_p50_ms"] / found["naive"]["time_p50_ms"] > 1.05  # the drift, here
@@ -125,10 +124,13 @@ def test_what_graphs_hold_must_fit_with_room_to_spare(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_graphs_of_all_variants_live_side_by_side_on_a_gpu():
-    config = bench.Config(small=True, only=("matmul_gelu", "linear_gelu_dropout"), repeat_ms=4,
-                          variants=("ours", "naive", "builtin", "compile"))
-    records = bench.run(config)
+def test_graphs_of_all_variants_live_side_by_side_on_a_gpu(tmp_path):
+    config = Config(small=True, only=("matmul_gelu", "linear_gelu_dropout"), repeat_ms=4,
+                    variants=("ours", "naive", "builtin", "compile"))  # fmt: skip
+    context = lone_context("cuda")
+    run = EXPERIMENT.open(config, context, tmp_path)
+    EXPERIMENT.measure(config, context, run)
+    records = run.records
     assert len(records) == 4 + 3 + 3
     for r in records:
         assert r.metrics["status"] == "ok" and r.metrics["captured"] and r.metrics["rounds"] == 8, r
@@ -181,7 +183,7 @@ def test_templates_are_a_peer_of_single_products(monkeypatch):
 
 def test_the_comparison_leaves_out_peers_that_nobody_ran():
     beside = beside_peers([record("ours", 1.0), record("template", 2.0)])
-    titles = [column.title for column in COMPARISON_VIEW.columns(beside)]
+    titles = [column.title for column in COMPARISON.columns(beside)]
     assert "template" in titles and "liger" not in titles and "rounds" not in titles
     assert beside[0].metrics["peer_over_ours"] == 2.0
 
@@ -195,7 +197,7 @@ def test_costs_of_both_directions_add_up():
 
 def record(variant, ms, **metrics):
     config = {"label": "f 8", "operation": "f", "direction": "fwd"}
-    return Record(bench.EXPERIMENT, variant, config, {"status": "ok", "time_p50_ms": ms} | metrics, {}, None)
+    return Record(EXPERIMENT.name, variant, config, {"status": "ok", "time_p50_ms": ms} | metrics, {}, None)
 
 
 def test_verdicts_name_the_peer_that_wins():
@@ -204,11 +206,11 @@ def test_verdicts_name_the_peer_that_wins():
     assert lines[1:] == ["f 8 fwd: liger is faster by 100.0 %, 1000.0 µs against 2000.0"]
     assert verdicts([record("ours", 1.0), record("liger", 2.0)])[0].startswith("in 1 of 1 rows no peer is faster; in 0")
     assert len(verdicts([record("ours", 1.02, noise_pct=3.0), record("liger", 1.0)])) == 1  # within the noise
-    in_turns = [record("ours", 2.0, noise_pct=0.5, rounds=8), record("liger", 1.0, over_ours=1.02, rounds=8)]
-    assert verdicts(in_turns)[0].startswith("in 1 of 1 rows no peer is faster")  # in the same round ours is faster
-    assert beside_peers(in_turns)[0].metrics["peer_over_ours"] == 1.02
+    interleaved = [record("ours", 2.0, noise_pct=0.5, rounds=8), record("liger", 1.0, over_ours=1.02, rounds=8)]
+    assert verdicts(interleaved)[0].startswith("in 1 of 1 rows no peer is faster")  # in the same round ours is faster
+    assert beside_peers(interleaved)[0].metrics["peer_over_ours"] == 1.02
     errors = [record("ours", 1.0, prediction_error_pct=error) for error in (14.0, -16.0)]
-    assert verdicts(errors)[1].startswith("predicted speed-ups: 1 of 2")
+    assert verdicts(errors)[0].startswith("predicted speed-ups: 1 of 2")
 
 
 def test_a_resumed_run_names_the_ceilings_of_every_process():
@@ -217,20 +219,23 @@ def test_a_resumed_run_names_the_ceilings_of_every_process():
     assert "cuBLAS 672 TFLOP/s" in headline(parts[:2])
 
 
-def test_command_writes_tables_and_pictures(tmp_path, capsys):
-    command = ["--smoke", "--only", "add", "swiglu", "--out", str(tmp_path), "--stamp", "run"]
-    assert main(command) == 0
-    out = capsys.readouterr().out.strip().splitlines()
-    assert json.loads(out[-1])["experiment"] == "kernel_roofline"
-    written = {path.name for path in (tmp_path / "kernel_roofline" / "run").iterdir()}
-    assert {"records.json", "records.csv", "table.md", "report.html", "roofline.png", "bars.png"} <= written
-
-
 def test_wrong_use_is_explained(capsys):
-    assert main(["--smoke", "--only", "nothing"]) == 2
-    assert "choose among" in capsys.readouterr().err
-    assert main(["--dump-ptx", "nothing"]) == 2
-    assert "choose one of add, gelu" in capsys.readouterr().err
+    name = "kernel_roofline"
+    assert "choose among" in refused(capsys, name, "--quick", "--only", "nothing")
+    assert "allowed: add, gelu" in refused(capsys, name, "--quick", "--dump-ptx", "nothing")
     if not torch.cuda.is_available():
-        assert main([]) == 2
-        assert "--smoke" in capsys.readouterr().err
+        assert "--quick runs a small form" in refused(capsys, name)
+    with pytest.raises(ValueError, match="--tune: name operations of full size with --only, of rms_norm"):
+        Config(tune=True)
+    with pytest.raises(ValueError, match="--tune"):
+        Config(tune=True, only=("matmul",))  # its tiles are not chosen by row
+
+
+def test_tuning_keeps_the_best_launches(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "GRIDS", ((0, 1), (1, 2)))
+    case = next(c for c in rows.cases(True) if c.name == "rms_norm")
+    run = Run(Header("kernel_roofline", {}, 1, {}, None), tmp_path)
+    tuning.tune([case], "cpu", 1, run)
+    assert {r.config["direction"] for r in run.records} == {"fwd", "bwd"} and len(run.records) == 2 * tuning.SHOWN
+    assert all("warps" in r.variant and r.metrics["time_p50_ms"] > 0 for r in run.records)
+    assert verdicts(run.records) == [] and EXPERIMENT.view.table(run.records)

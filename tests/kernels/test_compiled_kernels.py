@@ -19,7 +19,7 @@ from unittest import mock
 from kernels._compile import compile_for, resources
 from kernels import adamw, cross_entropy, dropout, elementwise, layernorm, matmul, rmsnorm, rope, softmax, swiglu
 from kernels import weighted_sum, _long_rows, _scale, _triton
-from experiments.kernel_roofline.tuning import dump_ptx
+from experiments.kernel_roofline.tuning import compile_kernel
 
 F, H, I = torch.float32, torch.bfloat16, torch.int64
 
@@ -98,7 +98,7 @@ for capability in (80, 86, 89):
             matmul.launch_pointers(f, f, None, f, None, "tf32x3")
             matmul.launch_pointers(f, e(d, 256, dtype=F), None, e(d, 256, dtype=F), "rms_norm", "tf32x3")
     older += [(capability, k) for k in found]
-ptx = dump_ptx("gelu")
+ptx = compile_kernel("gelu").asm["ptx"]
 assert ".target sm_90" in ptx and "gelu_forward_kernel" in ptx, ptx[:300]
 assert all(k.metadata.target.arch == capability for capability, k in older)
 with mock.patch.multiple("torch.cuda", is_available=lambda: True, get_device_capability=lambda: (9, 0)):

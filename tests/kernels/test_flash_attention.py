@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from experiments._attention import CompiledBackward
 from kernels._triton import interpreted, runs_triton
 from kernels.flash_attention import (
     FlashAttention2,
-    FlashAttention2CompiledBackward,
     FlashAttention2PyTorch,
     configs,
     flash_attention,
@@ -444,7 +444,7 @@ def test_without_data(function, device):
 def test_compiled_backward_is_the_same_function(causal):
     q, k, v, do = inputs(1, 2, 2, 20, 20, 16)
     torch._dynamo.reset()
-    ours = with_gradients(lambda *x: FlashAttention2CompiledBackward.apply(*x, causal), q, k, v, do)
+    ours = with_gradients(lambda *x: CompiledBackward.apply(*x, causal), q, k, v, do)
     for x, y in zip(ours, in_float64(q, k, v, do, causal=causal), strict=True):
         torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5)
 
@@ -465,7 +465,7 @@ def test_activation_checkpointing(reentrant):
 
 
 @pytest.mark.parametrize(
-    "function", [FlashAttention2, FlashAttention2PyTorch, FlashAttention2CompiledBackward]
+    "function", [FlashAttention2, FlashAttention2PyTorch, CompiledBackward]
 )
 @pytest.mark.parametrize("cast", [False, True])
 def test_create_graph_raises_whoever_asks(function, cast):

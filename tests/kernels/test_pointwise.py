@@ -69,7 +69,6 @@ def test_gelu_is_finite_for_large_inputs(either):
     torch.testing.assert_close(y[:4], x[:4])
     assert y[4:].abs().max() == 0
     assert torch.equal(slope.cpu(), torch.tensor([1.0] * 4 + [0.0] * 4))
-    assert reference.gelu_by_exponentials(x.detach())[:4].isnan().all()
     assert gelu(torch.tensor([float("nan")], device=DEVICE)).isnan().all()
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.flash_attention.peers import build, exact, naive
+from experiments._attention import build, exact, naive
 
 
 def test_exact_agrees_with_autograd_in_float64():

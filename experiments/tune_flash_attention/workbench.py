@@ -1,56 +1,29 @@
-"""Inputs and launchers of one attention problem, for whoever measures or compiles the kernels one by one.
+"""One case on a GPU: its tensors, its kernels launched with any tile, compiled and timed."""
 
-Nothing here is needed to compute attention: `experiments/tune_flash_attention.py` times candidates with it, and
-`experiments/flash_attention_resources.py` asks the compiler what the shipped configurations use.
-"""
-
-import dataclasses
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from statistics import median
 
 import torch
 import triton
 
-from .._triton import compile_only
-from . import backward_launch as backward
-from . import forward, table
-from .configs import Choice, Key, Tile, key_of
-from .options import Problem
+from distlab.measure.clock import replay_ms
+from distlab.measure.rounds import interleave
+from kernels._compile import compile_for
+from kernels._triton import compile_only
+from kernels.flash_attention import backward_launch as backward
+from kernels.flash_attention import forward
+from kernels.flash_attention.configs import Choice, Tile
 
+from .candidates import Case, Row, shape_of
+
+GRAPH_MS = 0.5  # of launches in one timed graph replay, so that starting it weighs little
+FINALISTS = 4
+TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}  # of RMS against the first guess
 LIMIT_SHARED_BYTES = 227 * 1024  # of one program on an H100
 LIMIT_SPILLED_BYTES = {"float32": 1024, "float16": 256, "bfloat16": 256}  # per thread; fp32 tiles rarely fit whole
-
-
-@dataclass(frozen=True)
-class Case:
-    """One problem: q, k, v of (batch, heads, length, head_dim)."""
-
-    batch: int
-    heads: int
-    length: int
-    head_dim: int
-    dtype: str
-    causal: bool = True
-    precision: str = "ieee"
-
-    def problem(self) -> Problem:
-        """What the kernels are asked to compute."""
-        return Problem((None, 0 if self.causal else None), self.head_dim**-0.5, self.precision)
-
-    def tensor(self, device: str) -> torch.Tensor:
-        """A random tensor of the case's shape and type on `device`."""
-        shape = (self.batch, self.heads, self.length, self.head_dim)
-        return torch.randn(shape, device=device, dtype=getattr(torch, self.dtype))
-
-    def key(self, gpu: str) -> Key:
-        """Where the table of configurations looks this case up."""
-        return key_of(self.tensor("meta"), self.problem(), gpu)
-
-    def first_guess(self) -> Tile:
-        """A tile that fits every head dim and type."""
-        return Tile(32, 16, 4, 1) if self.dtype == "float32" else Tile(64, 32, 4, 2)
 
 
 class Bench:
@@ -84,15 +57,7 @@ class Bench:
             backward.launch_split(self.saved, dq, dk, dv, self.problem, how)
         else:
             saved = self._delta()
-            if how.passes == "split":
-                backward.launch_split(saved, dq, dk, dv, self.problem, how.dkdv)
-            elif how.passes == "joint":
-                backward.launch_joint(saved, dq, dk, dv, self.problem, how.dkdv, how.dq)
-            elif how.passes == "side by side":
-                backward.launch_side_by_side(saved, dq, dk, dv, self.problem, how.dkdv, how.dq)
-            else:
-                backward.launch_dkdv(saved, dk, dv, self.problem, how.dkdv)
-                backward.launch_dq(saved, dq, self.problem, how.dq)
+            backward.launch_backward(saved, dq, dk, dv, self.problem, how.passes, how.dkdv, how.dq)
 
     def outputs(self, kernel: str, how: Tile | Choice) -> tuple[torch.Tensor, ...]:
         """Copies of what a launch filled, poisoned before."""
@@ -105,11 +70,14 @@ class Bench:
 
 
 def compile_candidate(job: tuple[Case, str, Tile | Choice]) -> dict[str, int] | str:
-    """Compile without running; registers, spilled bytes and shared memory, or why it cannot be used."""
+    """Compile without running; registers, spilled bytes and shared memory, or why it cannot be used.
+
+    Without a GPU, for an H100.
+    """
     case, kernel, how = job
     try:
         bench = Bench(case, "meta")
-        with compile_only() as compiled:
+        with compile_only() if torch.cuda.is_available() else compile_for(90) as compiled:
             bench.launch(kernel, how)
         return resources([c for c in compiled if c.metadata.name not in ("combine_kernel", "sum_kernel")][-1])
     except Exception as error:
@@ -128,23 +96,49 @@ def resources(compiled: triton.compiler.CompiledKernel) -> dict[str, int]:
     return {"registers": int(found[1]), "spilled_bytes": int(found[2]), "shared_bytes": compiled.metadata.shared}
 
 
-def usable(use: dict[str, int] | str, case: Case) -> bool:
+def _usable(use: dict[str, int] | str, case: Case) -> bool:
     """Whether a compiled candidate fits an H100 and keeps its registers."""
     return not isinstance(use, str) and (
         use["shared_bytes"] <= LIMIT_SHARED_BYTES and use["spilled_bytes"] <= LIMIT_SPILLED_BYTES[case.dtype]
     )
 
 
-def fields(tile: Tile) -> tuple:
-    """A tile as table.py has it: without the chunk where there is none."""
-    return dataclasses.astuple(tile) if tile.chunk else dataclasses.astuple(tile)[:-1]
+def device_ms(run: Callable[[], None], repetitions: int) -> float:
+    """Median device time in ms of one launch, from replays of a CUDA graph of several."""
+    return median(replay_ms(run, repetitions, graph_ms=GRAPH_MS, calls=(5, 20), tidy=False))
 
 
-def table_source(rows: tuple) -> str:
-    """The text of table.py for these rows; its docstring is kept."""
-    lines = [f'"""{table.__doc__}"""', "", "ROWS = ("]
-    for key, origin, *tiles, passes in rows:
-        lines.append(f'    ({key!r}, "{origin}",'.replace("'", '"'))
-        line, end = "     " + ", ".join(repr(tile) for tile in tiles), f'"{passes}"),'
-        lines += [f"{line}, {end}"] if len(line) + len(end) < 119 else [f"{line},", f"     {end}"]
-    return "\n".join([*lines, ")", ""])
+def time_candidates(bench: Bench, case: Case, kernel: str, jobs: list, uses: dict, guess: Tile | Choice) -> list[Row]:
+    """One row per job: time, resources and error, or why there is none; fastest first."""
+    reference = jobs and bench.outputs("backward" if kernel == "split" else kernel, guess)
+    rows = []
+    for how in jobs:
+        use = uses[kernel, shape_of(how)]
+        row: Row = {"kernel": kernel, "length": case.length, "how": how, "ms": float("inf")}
+        rows.append(row)
+        if not _usable(use, case):
+            row["why"] = use if isinstance(use, str) else f"spills or does not fit: {use}"
+            continue
+        try:
+            outputs = bench.outputs(kernel, how)
+            error = max(((x - r).norm() / r.norm()).item() for x, r in zip(outputs, reference, strict=True))
+            if not error <= TOLERANCE[case.dtype]:
+                row["why"] = f"wrong: relative RMS error {error:.1e}"
+                continue
+            row |= use | {"rms_error": error, "ms": device_ms(lambda h=how: bench.launch(kernel, h), 3)}
+        except Exception as problem:
+            row["why"] = str(problem)[:120]
+            if "CUDA" in row["why"]:  # the context is lost, and with it every later candidate
+                raise RuntimeError(f"{case}, {kernel}: {how}") from problem
+            continue
+    return duel(bench, kernel, sorted(rows, key=lambda r: r["ms"]))
+
+
+def duel(bench: Bench, kernel: str, rows: list[Row]) -> list[Row]:
+    """Time the leaders again in interleaved rounds; adds `sustained_ms` and sorts by it."""
+    leaders = [row for row in rows[:FINALISTS] if row["ms"] < float("inf")]
+    calls = {row["how"]: lambda r=row: device_ms(lambda: bench.launch(kernel, r["how"]), 3) for row in leaders}
+    times = interleave(calls, 3)
+    for row in leaders:
+        row["sustained_ms"] = median(times[row["how"]])
+    return sorted(leaders, key=lambda r: r["sustained_ms"]) + rows[len(leaders):]

@@ -1,80 +1,89 @@
 """Measuring: correctness first, then time, memory and launches of every variant of a case."""
 
-import contextlib
 import dataclasses
 import gc
 import math
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distlab.report import Record, environment, read_json, write_json
+from distlab.comm import RankContext
+from distlab.experiment import Options, Run, option
+from distlab.measure.validity import attempt
 
 from . import cases as table
 from .cases import VARIANTS, Case, Function, first, leaves, runner, upstream_of, with_gradients
 from .prediction import predicted
-from .timing import Prepared, ceilings, device_ms, launched, prepare, spills
-from .turns import fits, in_turns, summary
+from .timing import Prepared, ceilings, device_ms, fits, interleaved, launched, prepare, spills, summary
+from .tuning import LAUNCHES, TUNED, dump_ptx, tune
+from .view import COMPARISON, beside_peers
 
-EXPERIMENT = "kernel_roofline"
-# Inductor's products by its own Triton templates, the best of those it tries; without this it takes cuBLAS's.
+# Inductor's matmuls by its own Triton templates, the best of those it tries; without this it takes cuBLAS's.
 TEMPLATES = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON",
-             "triton.enable_persistent_tma_matmul": True}
+             "triton.enable_persistent_tma_matmul": True}  # fmt: skip
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 4e-2}  # of the largest value: sums, then one rounding
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """One run.
+class Config(Options):
+    """One run: operations × directions × variants rows."""
 
-    Args:
-        device: "cuda", or "cpu" for the smoke test, where times are the host's.
-        small: sizes of the smoke test.
-        only: names of operations; empty for all.
-        variants: which to run.
-        repeat_ms: device time per number.
-        rounds: of the rows that are timed in turns; even, so that forward and back are as many.
+    only: tuple[str, ...] = option((), "these operations [all]")
+    variants: tuple[str, ...] = option(VARIANTS, "what to time", choices=VARIANTS)
+    repeat_ms: int = option(60, "ms of device time per number", least=1)
+    rounds: int = option(8, "of interleaved rows; even: as many forwards as in reverse", least=1)
+    small: bool = option(False, "small sizes, in fp32")
+    tune: bool = option(False, "time launch parameters of the operations of --only instead")
+    dump_ptx: str | None = option(None, "write the PTX of one kernel instead", choices=tuple(LAUNCHES))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = {case.name for case in table.cases(True)} if self.only else set()
+        if unknown := set(self.only) - names:
+            raise ValueError(f"--only {', '.join(sorted(unknown))}: choose among {', '.join(sorted(names))}")
+        if self.tune and (self.small or not self.only or set(self.only) - set(TUNED)):
+            raise ValueError(f"--tune: name operations of full size with --only, of {', '.join(TUNED)}")
+
+
+SMALL = {"small": True, "variants": ("ours", "naive", "builtin"), "repeat_ms": 1, "rounds": 6}
+PRESETS = {
+    "quick": {"only": ("rms_norm", "layer_norm", "softmax", "swiglu", "cross_entropy", "matmul")},
+    "quick-cpu": SMALL | {"only": ()},
+    "smoke": SMALL | {"only": ("add", "rms_norm", "matmul")},
+}
+
+
+def measure(config: Config, context: RankContext, run: Run) -> None:
+    """A row per operation, direction and variant, those of one operation and direction together; then ours beside all.
+
+    With `tune` a row per launch parameters, with `dump_ptx` one of what the compiler made, beside a file.
     """
-
-    device: str = "cuda"
-    small: bool = False
-    only: tuple[str, ...] = ()
-    variants: tuple[str, ...] = VARIANTS
-    repeat_ms: int = 60
-    rounds: int = 8
-
-
-QUICK = Config(only=("rms_norm", "layer_norm", "softmax", "swiglu", "cross_entropy", "matmul"))
-SMOKE = Config(device="cpu", small=True, variants=("ours", "naive", "builtin"), repeat_ms=1, rounds=6)
-
-
-def run(config: Config, path: Path | None = None, commit_id: str | None = None,
-        progress: Callable[[str], None] = lambda text: None) -> list[Record]:
-    """Measure every row that `path` does not hold yet; `path` is rewritten after each operation."""
-    records = read_json(path) if path is not None and path.exists() else []
-    done = {(r.config["label"], r.config["direction"], r.variant) for r in records}
-    where, limits = environment(config.device), ceilings(config.device, config.repeat_ms)
-    for case in table.cases(config.small):
-        if config.only and case.name not in config.only:
+    device = context.device.type
+    if config.dump_ptx:
+        dump_ptx(config.dump_ptx, run)
+        return
+    chosen = [case for case in table.cases(config.small) if not config.only or case.name in config.only]
+    if config.tune:
+        tune(chosen, device, config.repeat_ms, run)
+        return
+    limits = ceilings(device, config.repeat_ms)
+    for case, direction in [(each, way) for each in chosen for way in each.directions]:
+        known = {"label": case.label, "direction": direction}
+        missing = [v for v in config.variants if case.has(v) and not run.done(v, **known)]
+        if not missing:
             continue
-        for direction in case.directions:
-            wanted = [v for v in config.variants if case.has(v)]
-            missing = [v for v in wanted if (case.label, direction, v) not in done]
-            if not missing:
-                continue
-            progress(f"{case.label} {direction}: {', '.join(missing)}")
-            records += _rows_of(case, direction, missing, config, limits, where, commit_id)
-            _compare_with_prediction(records, case, direction, limits)
-            if config.device == "cuda":
-                gc.collect()
-                torch.cuda.empty_cache()
-            if path is not None:
-                write_json(records, path)
-    return records
+        run.progress(f"{case.label} {direction}: {', '.join(missing)}")
+        shown = known | {"operation": case.name, "shape": list(case.shape), "dtype": case.dtype}
+        for variant, metrics in _measure_variants(case, direction, missing, config, device).items():
+            run.add(variant, metrics | _rates(case, direction, metrics, limits), **shown)
+        _compare_with_prediction(run, case, direction, limits)
+        if device == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+    run.part(COMPARISON.name).records[:] = beside_peers(run.records)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +93,7 @@ class Row:
     case: Case
     direction: str
     config: Config
+    device: str
     inputs: list[Tensor]
     upstream: Tensor
 
@@ -95,48 +105,43 @@ class Row:
     @property
     def timing(self) -> dict[str, Any]:
         """How one variant alone is timed; an optimizer's steps are not captured."""
-        return {"device": self.config.device, "capture": self.case.name != "adamw"}
+        return {"device": self.device, "capture": self.case.name != "adamw"}
 
 
-def _rows_of(case: Case, direction: str, variants: list[str], config: Config, limits: dict[str, float],
-             where: dict[str, Any], commit_id: str | None) -> Iterator[Record]:
+def _measure_variants(
+    case: Case, direction: str, variants: list[str], config: Config, device: str
+) -> dict[str, dict[str, Any]]:
+    """Variant → metrics."""
     if not {"compile", "template"}.isdisjoint(variants):
         torch._dynamo.reset()  # not between the two: captured graphs launch what either compiled
-    inputs = case.inputs(case.shape, getattr(torch, case.dtype), config.device)
+    inputs = case.inputs(case.shape, getattr(torch, case.dtype), device)
     upstream = upstream_of(first(case.variants["ours"](*[t.detach() for t in inputs])), direction)
-    row = Row(case, direction, config, inputs, upstream)
+    row = Row(case, direction, config, device, inputs, upstream)
     try:
         expected = exact(case, inputs, direction, upstream)
     except torch.OutOfMemoryError:
         expected = None
     found: dict[str, dict[str, Any]] = {variant: {"status": "ok"} for variant in variants}
     functions: dict[str, Function] = {}
+
+    def checked(variant: str, expected: list[Tensor] | None) -> dict[str, Any]:
+        function = build(case, variant)
+        metrics = check(row, function, expected, ours=variant == "ours")
+        functions[variant] = function  # timed only if this has succeeded
+        return metrics
+
     for variant, metrics in found.items():
-        with _failures_into(metrics):
-            function = build(case, variant)
-            metrics |= check(row, function, expected, ours=variant == "ours")
-            functions[variant] = function
+        _add(metrics, partial(checked, variant, expected))
     del expected
     held = [metrics["peak_alloc_bytes"] for metrics in found.values() if "peak_alloc_bytes" in metrics]
-    time = _time_in_turns if case.compute and fits(held) else _time_one_by_one
+    time = _time_interleaved if case.compute and fits(held) else _time_one_by_one
     time(row, functions, found)
-    for variant, metrics in found.items():
-        shown = {"label": case.label, "operation": case.name, "shape": list(case.shape), "dtype": case.dtype,
-                 "direction": direction}
-        yield Record(EXPERIMENT, variant, shown, metrics | _rates(case, direction, metrics, limits), where, commit_id)
+    return found
 
 
-@contextlib.contextmanager
-def _failures_into(metrics: dict[str, Any]) -> Iterator[None]:
-    """A peer that is missing, refuses or needs too much memory: a row that says so, not the end of the run."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except torch.OutOfMemoryError:
-        metrics["status"] = "OOM"
-    except Exception as error:
-        metrics["status"] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:90]}"
+def _add(metrics: dict[str, Any], work: Callable[[], dict[str, Any]]) -> None:
+    """Add what `work` measures; a peer that is missing, refuses or needs too much memory has the reason in `status`."""
+    metrics |= {name: value for name, value in attempt(work).items() if (name, value) != ("status", "ok")}
 
 
 def exact(case: Case, inputs: list[Tensor], direction: str, upstream: Tensor) -> list[Tensor] | None:
@@ -156,7 +161,7 @@ def exact(case: Case, inputs: list[Tensor], direction: str, upstream: Tensor) ->
 
 def check(row: Row, function: Function, expected: list[Tensor] | None, ours: bool) -> dict[str, Any]:
     """Error, memory and launches of one variant, alone on the device."""
-    on_gpu, metrics = row.config.device == "cuda", {}
+    on_gpu, metrics = row.device == "cuda", {}
     fresh = with_gradients(row.inputs)
     before = torch.cuda.memory_allocated() if on_gpu else 0
     if on_gpu:
@@ -182,8 +187,7 @@ def _time_one_by_one(row: Row, functions: dict[str, Function], found: dict[str, 
         return device_ms(row.maker(functions[variant]), repeat_ms=row.config.repeat_ms, **row.timing)
 
     for variant in functions:
-        with _failures_into(found[variant]):
-            found[variant] |= ms(variant)
+        _add(found[variant], partial(ms, variant))
     mine = found.get("ours", {})
     if "time_p50_ms" not in mine:
         return
@@ -193,16 +197,20 @@ def _time_one_by_one(row: Row, functions: dict[str, Function], found: dict[str, 
         mine[name] = (mine[name] + second[name]) / 2
 
 
-def _time_in_turns(row: Row, functions: dict[str, Function], found: dict[str, dict[str, Any]]) -> None:
-    """Times of all variants, made ready before the first round, so that nothing is compiled between two turns."""
+def _time_interleaved(row: Row, functions: dict[str, Function], found: dict[str, dict[str, Any]]) -> None:
+    """Times of all variants, made ready before the first round, so that nothing is compiled between two timings."""
     ready: dict[str, Prepared] = {}
-    for variant, function in functions.items():
-        with _failures_into(found[variant]):
-            ready[variant] = prepare(row.maker(function), **row.timing)
+
+    def made_ready(variant: str) -> dict[str, Any]:
+        ready[variant] = prepare(row.maker(functions[variant]), **row.timing)
+        return {"captured": ready[variant].captured}
+
+    for variant in functions:
+        _add(found[variant], partial(made_ready, variant))
     calls = {variant: prepared.call for variant, prepared in ready.items()}
-    times = in_turns(calls, row.config.repeat_ms, row.config.rounds, row.config.device)
+    times = interleaved(calls, row.config.repeat_ms, row.config.rounds, row.device)
     for variant, metrics in summary(times).items():
-        found[variant] |= metrics | {"captured": ready[variant].captured}
+        found[variant] |= metrics
 
 
 def build(case: Case, variant: str) -> Function:
@@ -233,14 +241,13 @@ def _rates(case: Case, direction: str, metrics: dict[str, Any], limits: dict[str
     return rates
 
 
-def _compare_with_prediction(records: list[Record], case: Case, direction: str, limits: dict[str, float]) -> None:
+def _compare_with_prediction(run: Run, case: Case, direction: str, limits: dict[str, float]) -> None:
     """Speed-up over the naive form, measured and predicted, into our row."""
-    rows = {r.variant: r.metrics for r in records if (r.config["label"], r.config["direction"]) ==
-            (case.label, direction)}
-    mine, naive = rows.get("ours", {}), rows.get("naive", {})
-    if "time_p50_ms" not in mine or "time_p50_ms" not in naive:
-        return
-    mine["speed_up"] = naive["time_p50_ms"] / mine["time_p50_ms"]
-    mine |= predicted(case, direction, limits)
-    if "predicted_speed_up" in mine:
-        mine["prediction_error_pct"] = 100 * (mine["predicted_speed_up"] / mine["speed_up"] - 1)
+    rows = [run.done(variant, label=case.label, direction=direction) for variant in ("ours", "naive")]
+    mine, naive = (row.metrics if row else {} for row in rows)
+    if "time_p50_ms" in mine and "time_p50_ms" in naive:
+        mine["speed_up"] = naive["time_p50_ms"] / mine["time_p50_ms"]
+        mine |= predicted(case, direction, limits)
+        if "predicted_speed_up" in mine:
+            mine["prediction_error_pct"] = 100 * (mine["predicted_speed_up"] / mine["speed_up"] - 1)
+        run.save()

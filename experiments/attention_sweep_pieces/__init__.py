@@ -1,1 +1,0 @@
-"""What `experiments/attention_sweep.py` is made of: `comparison` of ours with its peers."""
