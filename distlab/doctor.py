@@ -1,7 +1,7 @@
 """What this machine has, what of the lab will run on it, what will not and why, and the first command to try.
 
-    python -m distlab.doctor            # a report for people
-    python -m distlab.doctor --json     # the same as one line of JSON
+    distlab doctor            # a report for people
+    distlab doctor --json     # the same as one line of JSON
 
 It starts two gloo ranks, because that is what most machines that fail fail at. Exit code 0 if the main job will
 run, 1 if it will not. Nothing here imports torch before it has looked whether there is one.
@@ -277,12 +277,12 @@ def abilities(findings: list[Finding]) -> list[Ability]:
     stop = lacks or old
     nccl = state.get("NCCL") == OK
     rows: list[tuple[str, Callable[[], str], str, str]] = [
-        ("strategies on two CPU ranks", lambda: stop, "", "python launch/ddp_bench.py --nproc 2 --backend gloo"),
+        ("strategies on two CPU ranks", lambda: stop, "", "distlab run ddp_bench --nproc 2 --backend gloo"),
         ("strategies on all GPUs", lambda: stop or _too_few(gpus, 2) or ("" if nccl else reason["NCCL"]),
-         "", "python launch/ddp_bench.py"),
+         "", "distlab run ddp_bench"),
         ("kernels, tested in plain torch or interpreted", lambda: stop, "", "pytest tests/kernels"),
         ("kernels, timed", lambda: stop or _too_few(gpus, 1), "", "distlab run attention_record"),
-        ("mistakes, and the checks that catch them", lambda: stop, "", "python experiments/sabotage.py"),
+        ("mistakes, and the checks that catch them", lambda: stop, "", "distlab run sabotage"),
         ("all tests", lambda: stop, "" if gpus > 1 else "tests that need GPUs skip", "make test"),
     ]  # fmt: skip
     return [Ability(what, not why(), why() or note, command) for what, why, note, command in rows]

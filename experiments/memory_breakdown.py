@@ -1,12 +1,15 @@
 """Where does a rank's memory go under each strategy, and is it what the formulas say?
 
+    distlab run memory_breakdown                                       all GPUs, or two CPU ranks
+    distlab run memory_breakdown --nproc 2 --size xl --batch 2 --context 512 --dtype bf16
+
 Every variant trains a few steps; parameters, gradients and optimizer state are counted from the tensors
 themselves, the moments of a step (after construction, before and after the optimizer, the peak) by the allocator.
 Beside each stands what `theory.memory` predicts from the widths of the model alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -14,30 +17,24 @@ from torch import Tensor
 
 from distlab.bench.subject import Variant, Workbench, variants
 from distlab.comm import RankContext, collectives
+from distlab.experiment import Experiment, Options, Run, View, option
 from distlab.measure.clock import PhaseTimer, slowest_rank
 from distlab.measure.memory import allocated_bytes, peak_memory, tensor_bytes
 from distlab.measure.statistics import MIN_SAMPLES, percentiles
-from distlab.model import config as model_config
-from distlab.model.config import ModelConfig, preset
+from distlab.model.config import DTYPES, ModelConfig, preset
+from distlab.model.config import PRESETS as MODELS
+from distlab.options import SEED
+from distlab.parallel import STRATEGIES as KNOWN
 from distlab.report.charts import stacked_bars
-from distlab.report.record import Record, commit, environment
+from distlab.report.record import Record
 from distlab.report.table import Column
-from distlab.report.view import View
-from distlab.theory.memory.peak import CUBLAS_WORKSPACES, Breakdown, StepMemory, step_memory
+from distlab.theory.memory.peak import CUBLAS_WORKSPACES, Breakdown, step_memory
 from distlab.theory.model_shape import ModelShape
 from distlab.train.requirements import PlannedStep, require
 
-NAME = "memory_breakdown"
-DTYPES = {name: model_config.DTYPES[name] for name in ("fp32", "bf16")}
 STRATEGIES = (
-    "local",
-    "bucketed",
-    "sharded-optimizer",
-    "zero1",
-    "fsdp",
-    "torch-ddp-tuned",
-    "torch-zero",
-    "fsdp2",
+    *("local", "bucketed", "sharded-optimizer", "zero1", "fsdp"),
+    *("torch-ddp-tuned", "torch-zero", "fsdp2"),
 )
 SETTLE_STEPS = 4  # in one of them torch DDP rebuilds its buckets and holds them twice: part of the peak
 MOMENTS = ("after_init", "before_step", "after_step")
@@ -45,83 +42,52 @@ STATES = ("parameters", "gradients", "optimizer_state")
 
 
 @dataclass(frozen=True)
-class MemoryConfig:
-    """What to run.
+class MemoryConfig(Options):
+    """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
 
-    Args:
-        size: model preset.
-        batch: sequences per rank.
-        context: tokens per sequence; None for the preset's.
-        dtype: `fp32`, or `bf16` computation over fp32 parameters.
-        strategies: names of the registry.
-        bucket_size_mb: MiB.
-        steps: timed steps, after four to settle. The peak is that of all.
-        seed: of parameters and data.
-
-    Raises:
-        ValueError: a value that is not allowed; the message says what is.
-    """
-
-    size: str = "tiny"
-    batch: int = 4
-    context: int | None = None
-    dtype: str = "fp32"
-    strategies: tuple[str, ...] = STRATEGIES
-    bucket_size_mb: float = 25.0
-    steps: int = 5
-    seed: int = 0
+    size: str = option("tiny", "model preset", choices=tuple(MODELS))
+    batch: int = option(4, "sequences per rank", least=1)
+    context: int | None = option(None, "tokens per sequence [the preset's]", least=1)
+    dtype: str = option("fp32", "fp32, or bf16 computation over fp32 parameters", choices=("fp32", "bf16"))
+    strategies: tuple[str, ...] = option(STRATEGIES, "what to measure", choices=tuple(KNOWN))
+    bucket_size_mb: float = option(25.0, "MiB", above=0)
+    steps: int = option(5, "timed steps, after four to settle; the peak is that of all", least=MIN_SAMPLES)
+    seed: int = option(0, "of parameters and data", **SEED)
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
-        for name in ("batch", "bucket_size_mb"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be positive")
-        if self.steps < MIN_SAMPLES:
-            raise ValueError(f"steps={self.steps}: measure at least {MIN_SAMPLES}")
-        if not self.strategies:
-            raise ValueError("give at least one strategy")
-        variants(self.strategies, [self.bucket_size_mb])
+        super().__post_init__()
         self.model()
 
     def model(self) -> ModelConfig:
         return preset(self.size, context_length=self.context)
 
 
-def run(
-    config: MemoryConfig,
-    context: RankContext,
-    *,
-    default_commit: str | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[Record]:
-    """Measure every variant; call it on every rank. Returns rank 0's records, which are the fullest rank's.
+def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
+    """A row per variant, the fullest rank's; call it on every rank.
 
     Raises:
         MemoryError: a strategy with this model and batch does not fit.
         ValueError: a strategy that needs a GPU, without one.
     """
     model = config.model()
-    dtype = DTYPES[config.dtype]
     planned = [
         PlannedStep(model, config.batch, name, config.dtype, config.bucket_size_mb) for name in config.strategies
     ]
     require(planned, context.device, context)
-    bench = Workbench(context, model, batch_size=config.batch, compute_dtype=dtype, seed=config.seed)
-    facts = {"environment": environment(context.device), "commit": commit(default_commit)}
-    shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
-    shared |= {"num_parameters": model.num_parameters, "context": model.context_length}
-    records = []
+    bench = Workbench(
+        context, model, batch_size=config.batch, compute_dtype=DTYPES[config.dtype], seed=config.seed
+    )
+    shared = {"backend": context.backend, "num_parameters": model.num_parameters, "context": model.context_length}
     for variant in variants(config.strategies, [config.bucket_size_mb]):
-        progress(f"measuring {variant.name}")
+        if run.done(variant.name):
+            continue
+        run.progress(f"measuring {variant.name}")
         measured = _fullest(_measure(bench, variant, config.steps), context)
         metrics = measured | _predicted(config, context, variant)
         for name in (*STATES, *MOMENTS, "peak_alloc"):
-            metrics[f"{name}_error_pct"] = _error(
-                metrics[f"predicted_{name}_bytes"], metrics[f"{name}_bytes"]
-            )
-        records.append(Record(NAME, variant.name, shared, metrics, **facts))
-    return records
+            predicted, found = metrics[f"predicted_{name}_bytes"], metrics[f"{name}_bytes"]
+            metrics[f"{name}_error_pct"] = 100 * (predicted / found - 1) if found else None
+        run.add(variant.name, metrics, **shared)
 
 
 def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | float | None]:
@@ -174,42 +140,30 @@ def _fullest(measured: dict[str, int | float | None], context: RankContext) -> d
     return {name: None if measured[name] is None else max(rank[name] for rank in ranks) for name in measured}
 
 
-def predict(config: MemoryConfig, variant: Variant, world_size: int, *, on_gpu: bool) -> StepMemory:
+def _predicted(config: MemoryConfig, context: RankContext, variant: Variant) -> dict[str, int | str]:
     """What `theory.memory` says of this variant."""
-    casts = variant.strategy.casts_parameters
-    precision = {"fp32": "fp32", "bf16": "bf16" if casts else "bf16-autocast"}[config.dtype]
-    model = config.model()
-    return step_memory(
+    model, casts = config.model(), variant.strategy.casts_parameters
+    expected = step_memory(
         ModelShape.of(model),
         batch=config.batch,
         context=model.context_length,
         strategy=variant.strategy.name,
-        world_size=world_size,
-        precision=precision,
+        world_size=context.world_size,
+        precision={"fp32": "fp32", "bf16": "bf16" if casts else "bf16-autocast"}[config.dtype],
         attention=model.attention,
         bucket_size_mb=config.bucket_size_mb,
-        workspace_bytes=CUBLAS_WORKSPACES if on_gpu else 0,
+        workspace_bytes=CUBLAS_WORKSPACES if context.device.type == "cuda" else 0,
     )
-
-
-def _predicted(config: MemoryConfig, context: RankContext, variant: Variant) -> dict[str, int | str]:
-    expected = predict(config, variant, context.world_size, on_gpu=context.device.type == "cuda")
     states = expected.before_step
-    found: dict[str, int | str] = {
+    peak = {f"predicted_peak_{each.name}_bytes": getattr(expected.peak, each.name) for each in fields(Breakdown)}
+    moments = {f"predicted_{moment}_bytes": getattr(expected, moment).total for moment in MOMENTS}
+    return moments | peak | {
         "predicted_parameters_bytes": expected.after_step.parameters,
         "predicted_gradients_bytes": states.gradients + states.buckets,
         "predicted_optimizer_state_bytes": expected.after_step.optimizer_state,
         "predicted_peak_alloc_bytes": expected.peak.total,
         "predicted_peak_phase": expected.peak_phase,
-    }
-    found |= {f"predicted_{moment}_bytes": getattr(expected, moment).total for moment in MOMENTS}
-    for field in fields(Breakdown):
-        found[f"predicted_peak_{field.name}_bytes"] = getattr(expected.peak, field.name)
-    return found
-
-
-def _error(predicted: int, measured: int | None) -> float | None:
-    return 100 * (predicted / measured - 1) if measured else None
+    }  # fmt: skip
 
 
 def _gib(metric: str, title: str) -> Column:
@@ -276,19 +230,17 @@ def draw(records: Sequence[Record], path: Path) -> None:
             total = sum(metrics[f"predicted_peak_{category}_bytes"] for category in categories)
             parts[name].append(total / 2**30)
         parts[REST].append(0.0)
-    config, env = records[0].config, records[0].environment
-    title = (
-        f"Peak memory per rank: {config['size']}, batch {config['batch']} × context {config['context']}, "
-        f"{config['dtype']}, {config['world_size']} × {env['device_name']}"
-    )
+    title = f"Peak memory per rank: {headline(records).partition('; err')[0]}"
     stacked_bars(path, labels, parts, title=title, unit="GiB")
 
 
 VIEW = View(
-    name=NAME,
-    question=__doc__.splitlines()[0],
     columns=COLUMNS,
     headline=headline,
+    terminal=(
+        *("variant", "parameters_bytes", "gradients_bytes", "optimizer_state_bytes", "peak_alloc_bytes"),
+        "predicted_peak_alloc_bytes",
+    ),
     pictures={"memory.png": draw},
     reading="Parameters, gradients and optimizer state are counted from the tensors themselves; what the allocator "
     "held after construction, before and after the optimizer and at its peak is the fullest rank's. The phase of the "
@@ -299,3 +251,10 @@ VIEW = View(
     prediction="The closed form of distlab.theory.memory, from the widths of the model alone.",
     noise="Bytes do not vary from run to run by more than the order in which blocks of the allocator are reused.",
 )
+PRESETS = {
+    "quick": {"strategies": ("local", "bucketed", "zero1", "fsdp"), "steps": 3},
+    "smoke": {
+        "size": "tiny", "batch": 1, "context": 16, "steps": 3, "bucket_size_mb": 1.0, "strategies": ("local", "zero1"),
+    },
+}  # fmt: skip
+EXPERIMENT = Experiment(MemoryConfig, measure, VIEW, presets=PRESETS, ranks="many")

@@ -19,6 +19,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -137,10 +138,16 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(experiment: Experiment, arguments: Sequence[str]) -> int:
+    from distlab.comm.context import RankEnvironment
     from distlab.experiment import lone_context
     from launch.ranks import run_on_ranks
 
     config, frame = experiment.chosen(experiment.parser().parse_args(arguments[1:]))
+    if experiment.ranks == "many" and frame.name is None:  # ranks that are started again resume the same run
+        if RankEnvironment.read().max_restarts:
+            raise ValueError("torchrun's --max-restarts needs a --name, under which restarted ranks resume")
+        if frame.max_restarts:
+            arguments = [*arguments, "--name", datetime.now(UTC).strftime("%Y%m%d-%H%M%S")]
     if experiment.ranks != "many":
         device = "cpu" if experiment.ranks == "none" else frame.device
         return experiment.run(config, lone_context(device), frame)

@@ -69,6 +69,7 @@ class RankEnvironment:
     world_size: int
     local_world_size: int
     restarts: int = 0  # how often torchrun has started this job's ranks anew
+    max_restarts: int = 0  # how often it would
     has_agent: bool = False  # whether torchrun's agent started this process, not somebody who set the variables
 
     @staticmethod
@@ -93,6 +94,7 @@ class RankEnvironment:
             world_size=world_size,
             local_world_size=local_world_size,
             restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
+            max_restarts=_number("TORCHELASTIC_MAX_RESTARTS", 0),
             has_agent="TORCHELASTIC_RUN_ID" in os.environ,
         )
 

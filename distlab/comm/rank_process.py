@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from distlab.comm import collectives
 from distlab.comm.context import RankContext, RankEnvironment, rank_context
 from distlab.ending import USAGE_ERROR, message_of, until_stopped
 
@@ -68,6 +69,20 @@ def say_once(context: RankContext, message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     if context.is_main:
         store.set("said", "yes")
+
+
+def on_main(context: RankContext, work: Callable[[], Any]) -> Any:
+    """What `work()` returns on rank 0, on every rank; call it on all. Its OSError or ValueError is raised on all."""
+    found = None
+    if context.is_main:
+        try:
+            found = work()
+        except (OSError, ValueError) as error:
+            found = error
+    found = collectives.gather_objects(found, context.group)[0]
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def progress_to_stderr(context: RankContext) -> Callable[[str], None]:

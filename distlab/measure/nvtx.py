@@ -321,7 +321,7 @@ def nsys_command(script: str, arguments: Sequence[str], ranks: int, output: str)
     the timed calls.
 
     Args:
-        script: the entry point, such as ``launch/model_benchmark.py``.
+        script: the entry point, such as ``launch/ddp_bench.py``, or ``-m`` before a module in `arguments`.
         arguments: its command line.
         ranks: processes of one host.
         output: where the files go, without suffix; ``_rank<r>`` is appended.

@@ -56,7 +56,7 @@ class MeasuredLinks:
         known = [size for name, size in self.fits if name == operation]
         if not known:
             raise ValueError(
-                f"no fit of {operation!r}: run launch/allreduce_sweep.py with --operations {operation}"
+                f"no fit of {operation!r}: distlab run allreduce_sweep --operations {operation}"
             )
         nearest = min(known, key=lambda size: abs(math.log2(size / ranks)))
         fit = self.fits[operation, nearest]
@@ -91,7 +91,7 @@ def measured_links(records: Iterable[Any], device_name: str, backend: str | None
     if not fits:
         raise ValueError(
             f"no collectives measured on {device_name!r} among the records (there are: "
-            f"{', '.join(sorted(map(str, devices))) or 'none'}): run launch/allreduce_sweep.py on this machine"
+            f"{', '.join(sorted(map(str, devices))) or 'none'}): distlab run allreduce_sweep on this machine"
         )
     return MeasuredLinks(fits)
 

@@ -1,14 +1,29 @@
-"""The fits of a sweep, from its measured times."""
+"""Which rows of a sweep are what, and the fits of its measured times."""
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distlab.measure.bandwidth import traffic
+from distlab.measure.bandwidth import OPERATIONS, traffic
 from distlab.report.record import Record
 from distlab.theory.collective_time import CollectiveFit, fit_collective, relative_errors
 
-from .rows import FIT, timings
+FIT, CONTENTION = "fit ", "contention "
+
+
+def timings(records: Sequence[Record]) -> list[Record]:
+    """The rows that are times of collectives."""
+    return [record for record in records if record.variant in OPERATIONS]
+
+
+def fits(records: Sequence[Record]) -> list[Record]:
+    """The rows that are fits."""
+    return [record for record in records if record.variant.startswith(FIT)]
+
+
+def contention(records: Sequence[Record]) -> list[Record]:
+    """The rows on contention."""
+    return [record for record in records if record.variant.startswith(CONTENTION)]
 
 
 def with_fits(records: Sequence[Record]) -> list[Record]:

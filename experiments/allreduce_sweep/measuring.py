@@ -1,47 +1,81 @@
 """Time every collective on every group."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import torch
 
 from distlab.comm import RankContext, collectives
-from distlab.comm.subgroups import first_ranks, rest
+from distlab.comm.subgroups import doubling_sizes, first_ranks, rest
+from distlab.experiment import Options, Run, option
 from distlab.hardware import lookup
-from distlab.measure.bandwidth import disturb, time_collective, traffic
+from distlab.measure.bandwidth import OPERATIONS, disturb, time_collective, traffic
 from distlab.measure.memory import free_bytes
 from distlab.measure.statistics import percentiles
-from distlab.report.record import Record, commit, environment
 
-from .config import NAME, SweepConfig
-from .fitting import with_fits
-from .rows import CONTENTION
+from .fitting import CONTENTION, with_fits
+
+KIB, MIB = 2**10, 2**20
+# 4 KiB … 2 GiB; 1.5 GiB since rings change their ways at 1 GiB, and a piece of a fit takes three sizes
+GPU_SIZES = tuple(sorted((*(4 * KIB * 2**k for k in range(20)), 1536 * MIB)))
+CPU_SIZES = tuple(4 * KIB * 2**k for k in range(13))  # … 16 MiB
 
 
-def run(
-    config: SweepConfig,
-    context: RankContext,
-    *,
-    default_commit: str | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[Record]:
-    """Time everything; call it on every rank. All ranks return the same records.
+@dataclass(frozen=True)
+class SweepConfig(Options):
+    """What to time. Raises ValueError for a value that is not allowed; the message says what is."""
+
+    operations: tuple[str, ...] = option(OPERATIONS, "what to time", choices=OPERATIONS)
+    sizes: tuple[int, ...] = option(GPU_SIZES, "payload bytes", least=1)
+    group_sizes: tuple[int, ...] = option((), "numbers of ranks, each the first so many [2, 4, … all]", least=2)
+    warmup: int = option(3, "untimed calls of each", least=0)
+    repeats: int = option(20, "timed calls, at most: fewer where the budget is short", least=3)
+    budget_s: float = option(1.0, "seconds per row", above=0, flag="--budget")
+    contention_mb: float = option(256.0, "MiB of the all-reduces beside computation, 0 for none", least=0)
+    matrix: int = option(0, "side of the matmul beside them, 0 for 8192 (bf16), on a CPU 384 (fp32)", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.sizes) < 2:
+            raise ValueError(f"sizes={self.sizes}: give two or more positive sizes")
+
+    @property
+    def contention_bytes(self) -> int:
+        return int(self.contention_mb * MIB)
+
+    def groups(self, world_size: int) -> tuple[int, ...]:
+        """The numbers of ranks to time, of those there are.
+
+        Raises:
+            ValueError: none, because one rank sends nothing, or more than there are.
+        """
+        if world_size < 2:
+            raise ValueError("one rank alone sends nothing: start two or more with --nproc")
+        groups = self.group_sizes or tuple(size for size in doubling_sizes(world_size) if size > 1)
+        if max(groups) > world_size:
+            raise ValueError(
+                f"group sizes {groups} on {world_size} ranks: collectives need 2 to {world_size} ranks; start more "
+                "with --nproc"
+            )
+        return groups
+
+
+def measure(config: SweepConfig, context: RankContext, run: Run) -> None:
+    """Time everything that has no row yet; call it on every rank.
 
     Raises:
         ValueError: group sizes that cannot be, see `SweepConfig.groups`.
         MemoryError: on a CPU, a payload that does not fit; on a GPU such a row says OOM.
     """
+    groups = config.groups(context.world_size)
     _require_memory(config, context)
-    facts = {"environment": environment(context.device), "commit": commit(default_commit)}
-    records: list[Record] = []
-    for ranks in config.groups(context.world_size):
+    for ranks in groups:
         with first_ranks(context, ranks) as group:
             if group is not None:
-                shared = asdict(config) | {"world_size": ranks, "backend": context.backend}
-                for variant, own, metrics in _rows(config, group, progress):
-                    records.append(Record(NAME, variant, shared | own, metrics, **facts))
+                _measure_group(config, group, run)
         rest(context, f"sweep-{ranks}", ranks)
-    return with_fits(collectives.gather_objects(records, context.group)[0])
+    run.records[:] = with_fits(run.records)  # rank 0 is in every group: its rows are all
+    run.save()
 
 
 def _require_memory(config: SweepConfig, context: RankContext) -> None:
@@ -56,27 +90,22 @@ def _require_memory(config: SweepConfig, context: RankContext) -> None:
         )
 
 
-def _rows(
-    config: SweepConfig, context: RankContext, progress: Callable[[str], None]
-) -> Iterator[tuple[str, dict, dict]]:
-    """(variant, own config, metrics) of every row of one group."""
+def _measure_group(config: SweepConfig, context: RankContext, run: Run) -> None:
+    """A row per collective and size on one group, and per computation beside an all-reduce."""
+    shared = {"world_size": context.world_size, "backend": context.backend}
     for operation in config.operations:
-        progress(f"{context.world_size} ranks: {operation}")
+        run.progress(f"{context.world_size} ranks: {operation}")
         for size in config.sizes:
-            yield operation, {"operation": operation, "num_bytes": size}, _row(config, context, operation, size)
+            own = shared | {"operation": operation, "num_bytes": size}
+            if not run.done(operation, **own):
+                run.add(operation, _row(config, context, operation, size), **own)
     if config.contention_bytes:
-        progress(f"{context.world_size} ranks: contention")
+        run.progress(f"{context.world_size} ranks: contention")
         for name, compute in _computations(config, context.device).items():
             found = disturb(context, compute, config.contention_bytes)
-            metrics = asdict(found) | {
-                "compute_rate": found.compute_rate,
-                "communication_rate": found.communication_rate,
-            }
-            yield (
-                CONTENTION + name,
-                {"operation": "all_reduce", "num_bytes": config.contention_bytes},
-                metrics,
-            )
+            rates = {"compute_rate": found.compute_rate, "communication_rate": found.communication_rate}
+            own = shared | {"operation": "all_reduce", "num_bytes": config.contention_bytes}
+            run.add(CONTENTION + name, asdict(found) | rates, **own)
 
 
 def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -> dict[str, object]:
@@ -99,14 +128,10 @@ def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -
         "max_abs_error": timing.max_abs_error,
         "repeats": len(timing.samples_ms),
     }
-    link = _link_bytes_per_s(context.device)
+    spec = lookup(torch.cuda.get_device_name(context.device)) if context.device.type == "cuda" else None
+    link = spec and spec.nvlink_bandwidth
     metrics["link_ms"] = None if link is None else 1e3 * timing.num_bytes * share / link
     return metrics
-
-
-def _link_bytes_per_s(device: torch.device) -> float | None:
-    spec = lookup(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return None if spec is None else spec.nvlink_bandwidth
 
 
 def _computations(config: SweepConfig, device: torch.device) -> dict[str, Callable[[], object]]:
@@ -114,7 +139,7 @@ def _computations(config: SweepConfig, device: torch.device) -> dict[str, Callab
     on_gpu = device.type == "cuda"
     side = config.matrix or (8192 if on_gpu else 384)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    a, b, product = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
+    a, b, out = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
     source = torch.randn(side * side, device=device)
     target = torch.empty_like(source)
-    return {"matmul": lambda: torch.mm(a, b, out=product), "copy": lambda: target.copy_(source)}
+    return {"matmul": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}

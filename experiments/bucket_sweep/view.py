@@ -1,17 +1,16 @@
-"""What a reader gets: table, findings, and step time against bucket size."""
+"""What a reader gets: table, the best bucket size, findings, and step time against bucket size."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distlab.report.charts import Panel, Series, lines
-from distlab.report.noise import NOISE, TIE
+from distlab.report.noise import NOISE, TIE, tied
 from distlab.report.record import Record
 from distlab.report.table import Column
 from distlab.report.view import View
 
-from . import __doc__ as QUESTION
-from .config import NAME, OPTIMUM, OURS, PARTS, PEER
+from .config import OPTIMUM, OURS, PARTS, PEER
 
 COLUMNS = [
     Column("variant", "strategy"),
@@ -36,6 +35,35 @@ def headline(records: Sequence[Record]) -> str:
         f"{config['batch']} × context {config['context']} per rank, {config['dtype']}, {config['world_size']} × "
         f"{env['device_name']} ({config['backend']}), torch {env['torch']}"
     )
+
+
+def optimum(records: Sequence[Record]) -> dict[str, Any]:
+    """The best bucket sizes, measured and predicted, and what following the prediction costs."""
+    done = [r for r in records if isinstance(r.metrics.get("step_p50_ms"), float)]
+    ours = [r for r in done if r.config.get("strategy") == OURS]
+    torchs = [r for r in done if r.config.get("strategy") == PEER]
+    if not ours:
+        return {}
+    best = min(ours, key=lambda r: r.metrics["step_p50_ms"])
+    choice = min(ours, key=lambda r: r.metrics["predicted_step_ms"])
+    found = {
+        "best_bucket_mb": _label(best),
+        "best_step_ms": best.metrics["step_p50_ms"],
+        "predicted_best_bucket_mb": _label(choice),
+        "step_at_predicted_best_ms": choice.metrics["step_p50_ms"],
+        "regret_pct": 100 * (choice.metrics["step_p50_ms"] / best.metrics["step_p50_ms"] - 1),
+        "largest_error_pct": max((r.metrics["error_pct"] for r in ours), key=abs),
+        "tied_with_best_mb": [_label(r) for r in ours if r is not best and tied(r.metrics, best.metrics)],
+    }
+    if torchs:
+        peer = min(torchs, key=lambda r: r.metrics["step_p50_ms"])
+        found |= {"torch_best_bucket_mb": _label(peer), "torch_best_step_ms": peer.metrics["step_p50_ms"]}
+    return found
+
+
+def _label(record: Record) -> str:
+    size = record.config["bucket_size_mb"]
+    return "unbounded" if size is None else f"{size:g}"
 
 
 def _tie_of_choice(metrics: Mapping[str, Any]) -> str:
@@ -101,10 +129,12 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    name=NAME,
-    question=QUESTION.splitlines()[0],
     columns=COLUMNS,
     headline=headline,
+    terminal=(
+        *("variant", "buckets", "step_p50_ms", "noise_pct", "predicted_step_ms", "error_pct"),
+        *("predicted_exposed_comm_ms", "peak_alloc_bytes"),
+    ),
     pictures={"bucket_sweep.png": draw},
     findings=findings,
     reading="A small bucket leaves early and costs a latency; a large one leaves late, and the last is exposed whole. "

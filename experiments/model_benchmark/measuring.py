@@ -1,7 +1,8 @@
-"""Time every configuration, mode and warm-up."""
+"""Time every configuration, mode and warm-up, and take each configuration's step apart."""
 
 import gc
 import itertools
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,21 +16,25 @@ import torch.distributed as dist
 from distlab.bench.reference import errors_against_reference
 from distlab.bench.subject import MODES, Subject, TrialConfig, opened
 from distlab.comm import RankContext, collectives
+from distlab.experiment import Run
 from distlab.hardware import peak_flops
 from distlab.measure.clock import PhaseTimer, slowest_rank
 from distlab.measure.memory import peak_memory
-from distlab.measure.nvtx import emitter, named_ranges
+from distlab.measure.nvtx import emitter, named_ranges, nsys_command
 from distlab.measure.pace import Pace
 from distlab.measure.statistics import own_noise_floor, percentiles
 from distlab.measure.trace.capture import PHASES
 from distlab.measure.validity import attempt, check_clock, check_speed, check_work
 from distlab.model.config import checkpoint_groups
 from distlab.report.noise import noise_of
-from distlab.report.record import Record, commit, environment
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.requirements import PlannedStep, require, shortage
 
-from .config import NAME, BenchmarkConfig
+from .config import BenchmarkConfig
+from .memory import memory
+from .saved import saved
+from .view import Rows, prefix
+from .work import profile
 
 OOM = "OOM"
 PASSES = {"inference": 1, "forward": 1, "forward_backward": 3, "step": 3}  # in units of a forward's FLOPs
@@ -40,44 +45,73 @@ TOLERANCE = {
 }  # relative error of all gradients; seen: 1e-6, 2e-2, 3e-3
 
 
-def run(
-    config: BenchmarkConfig,
-    context: RankContext,
-    *,
-    default_commit: str | None = None,
-    nvtx: bool = False,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[Record]:
-    """Time every combination; call it on every rank. A combination that fails is a row that says why.
+def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
+    """Time every combination, then take its step apart; call it on every rank. What fails is a row that says why.
 
-    Args:
-        nvtx: attach NVTX ranges, and call cudaProfilerStart before and cudaProfilerStop after, for Nsight Systems.
+    With `nvtx`, cudaProfilerStart is called before and cudaProfilerStop after the timed calls, for Nsight Systems.
 
     Raises:
-        ValueError: NVTX without a GPU, or a strategy that needs one.
+        ValueError: a strategy that needs a GPU, or a rank to be profiled that does not exist.
         MemoryError: no combination fits.
     """
+    config.check_ranks(context.world_size)
     modes = [mode for mode in MODES if mode in config.modes]
     require([planned(trial, mode) for trial in config.trials() for mode in modes], context.device, context, some=True)
-    facts = {"environment": environment(context.device), "commit": commit(default_commit)}
-    records = []
-    if nvtx:
-        emitter("nvtx")  # refuses where there is no GPU
+    if config.nvtx:
         torch.cuda.profiler.start()
     for trial in config.trials():
-        rows = timed(config, trial, context, nvtx, progress)  # first, while the process is cold
-        checked = agreed(partial(checked_on_main, context, trial), context)
+        names = {}
+        for mode, warmup in itertools.product(modes, config.warmups):
+            parts = [config.label(trial), mode, f"warm-up {warmup}" if len(config.warmups) > 1 else ""]
+            names[mode, warmup] = ", ".join(filter(None, parts))
+        if all(map(run.done, names.values())):
+            continue
+        rows = timed(config, trial, context, run.progress)  # first, while the process is cold
+        # By rank 0: the check needs no other rank, and those would only take its memory and cores.
+        check = partial(errors_against_reference, context, trial) if context.is_main else dict
+        checked = agreed(check, context)
         checked = collectives.gather_objects(checked, context.group)[0]
         for (mode, warmup), metrics in rows.items():
             metrics |= {name: checked.get(name) for name in ("loss_rel_error", "grad_rel_error")}
             if metrics["status"] == "ok":
                 metrics["status"] = verdict(checked, trial)
-            parts = [config.label(trial), mode, f"warm-up {warmup}" if len(config.warmups) > 1 else ""]
-            where = trial.recorded(context) | {"mode": mode, "warmup": warmup, "repeats": config.repeats}
-            records.append(Record(NAME, ", ".join(filter(None, parts)), where, metrics, **facts))
-    if nvtx:
+            run.add(names[mode, warmup], metrics, **trial.recorded(context), mode=mode, warmup=warmup)
+    if config.nvtx:
         torch.cuda.profiler.stop()
-    return records
+    for trial in config.trials():
+        take_apart(config, trial, context, run)
+    # A rank's own command line has no --nproc.
+    arguments = ["launch", *sys.argv[1:], "--nvtx"]
+    command = nsys_command("-m", arguments, context.world_size, str(run.path / "nsys"))
+    if command is not None and not config.nvtx:
+        run.progress(f"under Nsight Systems: {command}")
+
+
+def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext, run: Run) -> None:
+    """Rows of what is wanted of one combination's full step, in the parts of the run; call it on every rank.
+
+    Traces, pictures and the allocator's history are written to the run's folder. What fails is reported, and has no
+    rows.
+    """
+    label = config.label(trial)
+    name = label or trial.size
+    slug = name.replace(", ", "-").replace(" ", "-")
+    parts: dict[str, Callable[[], dict[str, Rows]]] = {}
+    if config.profile:
+        parts["profiling"] = partial(profile, context, trial, config, run.path, slug)
+    if config.memory:
+        parts["recording the memory of"] = partial(memory, context, trial, run.path, slug)
+    if config.saved:
+        parts["listing what is saved for backward by"] = partial(saved, context, trial)
+    for what, part in parts.items():
+        run.progress(f"{what} {name}")
+        found = attempt(part)
+        if (status := found.pop("status")) != "ok":
+            run.progress(f"{what} {name}: {status}")
+        for view, rows in found.items():
+            for row, (variant, metrics) in enumerate(rows):  # of one kernel there may be several
+                where = trial.recorded(context) | {"label": label, "row": row}
+                run.part(view).add(f"{prefix(label)}{variant}", metrics, **where)
 
 
 def planned(trial: TrialConfig, mode: str) -> PlannedStep:
@@ -98,7 +132,6 @@ def timed(
     config: BenchmarkConfig,
     trial: TrialConfig,
     context: RankContext,
-    nvtx: bool,
     progress: Callable[[str], None],
 ) -> dict[tuple[str, int], dict[str, Any]]:
     """Metrics by mode and warm-up of one combination; what fails has its status alone."""
@@ -114,7 +147,7 @@ def timed(
                 progress(label)
                 pace = Pace(max(config.warmups) + config.repeats, label, progress)
                 found[mode] = agreed(
-                    lambda mode=mode, pace=pace: {"rows": time_mode(ready, mode, config, nvtx, pace)}, context
+                    lambda mode=mode, pace=pace: {"rows": time_mode(ready, mode, config, pace)}, context
                 )
         return {}
 
@@ -128,11 +161,6 @@ def timed(
         measured = of_mode.get("rows", of_mode["status"])
         rows[mode, warmup] = {"status": measured} if isinstance(measured, str) else measured[warmup]
     return rows
-
-
-def checked_on_main(context: RankContext, trial: TrialConfig) -> dict[str, Any]:
-    """Rank 0's errors; the check needs no other rank, and those would only take its memory and cores."""
-    return errors_against_reference(context, trial) if context.is_main else {}
 
 
 def agreed(measure: Callable[[], dict[str, Any]], context: RankContext) -> dict[str, Any]:
@@ -160,7 +188,6 @@ def time_mode(
     trial: Subject,
     mode: str,
     config: BenchmarkConfig,
-    nvtx: bool = False,
     pace: Callable[[], None] = lambda: None,
 ) -> dict[int, dict[str, Any]] | str:
     """Metrics of one mode, by number of warm-up calls; the status of the first call if it failed on some rank.
@@ -185,7 +212,7 @@ def time_mode(
 
     with ExitStack() as stack:
         memory = stack.enter_context(peak_memory(context.device))
-        if nvtx:
+        if config.nvtx:
             stack.enter_context(torch.cuda.nvtx.range(mode))
             stack.enter_context(named_ranges(trial.model, emitter("nvtx"), trial.optimizer))
         dist.barrier(context.group)

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from distlab.comm.subgroups import doubling_sizes
+from distlab.experiment import TimingOptions, option
 from distlab.hardware import by_alias
 from distlab.measure.statistics import MIN_SAMPLES
-from distlab.model import config as model_config
 from distlab.model.config import ModelConfig, preset
-from distlab.parallel import get_strategy
+from distlab.options import SEED
+from distlab.parallel import STRATEGIES as KNOWN
 
-NAME = "scaling_measured"
-DTYPES = {name: model_config.DTYPES[name] for name in ("fp32", "bf16")}
 # Predictions know our strategies; torch's peers are held against those that send the same.
 PEER_OF = {"torch-ddp": "bucketed", "torch-zero": "sharded-optimizer", "fsdp2": "fsdp"}
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp", *PEER_OF)
@@ -20,26 +19,20 @@ STRATEGIES = ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp", *PEER_OF)
 
 @dataclass(frozen=True)
 class Regime:
-    """`weak`: `batch` sequences per rank; `strong`: `batch` sequences together. Raises ValueError for others."""
+    """`weak`: `batch` sequences per rank; `strong`: `batch` sequences together."""
 
     kind: str
     model: str
     batch: int
 
-    def __post_init__(self) -> None:
-        if self.kind not in ("weak", "strong") or self.batch < 1:
-            raise ValueError(
-                f"regime {self.kind}:{self.model}:{self.batch}: say weak or strong, and a batch from 1"
-            )
-
     @classmethod
     def parse(cls, text: str) -> "Regime":
-        """From `weak:xl:8`."""
-        kind, _, rest = text.partition(":")
-        model, _, batch = rest.partition(":")
-        if not batch.isdigit():
+        """From `weak:xl:8`. Raises ValueError for another form."""
+        kind, model, batch, *more = [*text.split(":"), "", ""]
+        if kind not in ("weak", "strong") or not batch.isdigit() or int(batch) < 1 or any(more):
             raise ValueError(
-                f"regime {text!r}: write KIND:MODEL:BATCH, such as weak:xl:8 or strong:medium:16"
+                f"regime {text!r}: write KIND:MODEL:BATCH, such as weak:xl:8 or strong:medium:16; say weak or strong, "
+                "and a batch from 1"
             )
         return cls(kind, model, int(batch))
 
@@ -54,64 +47,38 @@ class Regime:
 
 
 @dataclass(frozen=True)
-class MeasureConfig:
-    """What to measure.
+class MeasureConfig(TimingOptions):
+    """What to measure. Raises ValueError for a value that is not allowed; the message says what is."""
 
-    Args:
-        regimes: in order of importance; what the time does not suffice for is left for `--resume`.
-        strategies: names; `local` is always timed too.
-        ranks: numbers of ranks; () for 1, 2, 4, … and all. On one rank `local` alone runs.
-        context: tokens per sequence; None for the preset's.
-        dtype: fp32 or bf16 over fp32 parameters.
-        bucket_size_mb: MiB, of the strategies with buckets.
-        warmup, steps, rounds: untimed and timed steps per round, and interleaved rounds.
-        sweep_bytes: payloads of the collectives' sweep; () leaves it out.
-        minutes: no cell is begun that would end later.
-        device: short name of the device to predict for; None: this one, and no predictions if it is unknown.
-        seed: of parameters and data.
-
-    Raises:
-        ValueError: a value that is not allowed; the message says what is.
-    """
-
-    regimes: tuple[Regime, ...] = (
-        Regime("weak", "xl", 8),
-        Regime("weak", "xl", 2),
-        Regime("strong", "medium", 16),
+    regimes: tuple[str, ...] = option(
+        ("weak:xl:8", "weak:xl:2", "strong:medium:16"),
+        "in order of importance; what the time does not suffice for is left for another run under the same --name",
+        metavar="KIND:MODEL:BATCH",
     )
-    strategies: tuple[str, ...] = STRATEGIES
-    ranks: tuple[int, ...] = ()
-    context: int | None = None
-    dtype: str = "bf16"
-    bucket_size_mb: float | None = 100.0
-    warmup: int = 2
-    steps: int = 8
-    rounds: int = 1
-    sweep_bytes: tuple[int, ...] = tuple(65536 * 4**k for k in range(8))
-    minutes: float = 8.0
-    device: str | None = None
-    seed: int = 0
+    strategies: tuple[str, ...] = option(STRATEGIES, "to time beside local", choices=tuple(KNOWN))
+    ranks: tuple[int, ...] = option((), "numbers of ranks [1, 2, 4, … all]; on one rank local alone runs", least=1)
+    context: int | None = option(None, "tokens per sequence [the preset's]", least=1)
+    dtype: str = option("bf16", "fp32, or bf16 computation over fp32 parameters", choices=("fp32", "bf16"))
+    bucket_size_mb: float = option(100.0, "MiB, of the strategies with buckets", above=0)
+    steps: int = option(8, "timed steps per round", least=1)
+    rounds: int = option(1, "interleaved rounds", least=1)
+    sweep_bytes: tuple[int, ...] = option(
+        tuple(65536 * 4**k for k in range(8)), "payloads of the collectives' sweep", least=1
+    )
+    minutes: float = option(8.0, "no cell is begun that would end later", above=0)
+    predict_for: str | None = option(
+        None, "predict for this device, such as h200 [the one here, if it is known]", flag="--device"
+    )
+    seed: int = option(0, "of parameters and data", **SEED)
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
-        if not self.regimes or not self.strategies:
-            raise ValueError("give at least one regime and one strategy")
-        if (
-            min(self.warmup, self.rounds) < 1
-            or self.steps * self.rounds < MIN_SAMPLES
-            or not self.minutes > 0
-        ):
-            raise ValueError(
-                f"warmup={self.warmup}, steps={self.steps}, rounds={self.rounds}, minutes={self.minutes}: at least "
-                f"one each, {MIN_SAMPLES} timed steps, and some time"
-            )
-        for strategy in self.strategies:
-            get_strategy(strategy)
-        for regime in self.regimes:
+        super().__post_init__()
+        if self.steps * self.rounds < MIN_SAMPLES:
+            raise ValueError(f"steps={self.steps}, rounds={self.rounds}: time at least {MIN_SAMPLES} steps")
+        for regime in map(Regime.parse, self.regimes):
             self.model(regime)
-        if self.device is not None:
-            by_alias(self.device)
+        if self.predict_for is not None:
+            by_alias(self.predict_for)
 
     def model(self, regime: Regime) -> ModelConfig:
         return preset(regime.model, context_length=self.context)
@@ -119,13 +86,13 @@ class MeasureConfig:
     def groups(self, world_size: int) -> tuple[int, ...]:
         """Numbers of ranks to measure on. Raises ValueError for one that there is not."""
         groups = self.ranks or doubling_sizes(world_size)
-        if min(groups) < 1 or max(groups) > world_size:
+        if max(groups) > world_size:
             raise ValueError(f"ranks {groups}: between 1 and the {world_size} that were started (--nproc)")
         return tuple(sorted(groups))
 
     def cells(self, world_size: int) -> Iterator[tuple[Regime, int]]:
         """(regime, ranks), in the order in which they are measured."""
-        for regime in self.regimes:
+        for regime in map(Regime.parse, self.regimes):
             for ranks in self.groups(world_size):
                 if regime.per_rank(ranks):
                     yield regime, ranks

@@ -1,108 +1,85 @@
-"""Cell after cell on sub-groups of the ranks: what the folder holds is kept, what there is no time for is left."""
+"""Cell after cell (one regime on one number of ranks) on sub-groups of the ranks; what has its rows is kept."""
 
 import time
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from distlab.comm import RankContext, collectives
-from distlab.comm.subgroups import first_ranks, rest
-from distlab.report.record import OutputFolder, Record, commit, environment, read_json, write_json
+import torch
 
-from . import cells
-from .config import NAME, MeasureConfig
+from distlab.bench.subject import Variant, Workbench
+from distlab.comm import RankContext, collectives
+from distlab.comm.rank_process import on_main
+from distlab.comm.subgroups import first_ranks, rest
+from distlab.experiment import Run
+from distlab.measure.bandwidth import time_collective
+from distlab.measure.statistics import percentiles
+from distlab.model.config import DTYPES
+from distlab.parallel import get_strategy
+from distlab.report.noise import noise_of
+from distlab.report.record import read_json, write_json
+from distlab.theory.collective_time import fit_collective, relative_errors
+from distlab.train.requirements import PlannedStep, require
+
+from .config import MeasureConfig, Regime, key
 from .prediction import in_own_process, predictions
 
 PREDICTIONS = "predictions.json"
+SHARDED_GRADIENTS = ("zero1", "fsdp", "fsdp2")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def run(
-    config: MeasureConfig,
-    context: RankContext,
-    folder: OutputFolder,
-    *,
-    default_commit: str | None = None,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[Record]:
-    """Predict, then measure what the folder does not hold yet; call it on every rank. All get the same records.
-
-    Raises:
-        ValueError: the folder holds records of another machine.
-    """
+def measure(config: MeasureConfig, context: RankContext, run: Run) -> None:
+    """Predict, then measure what has no rows yet; call it on every rank."""
     begin = time.monotonic()
-    facts = {"environment": environment(context.device), "commit": commit(default_commit)}
     groups = config.groups(context.world_size)
-    records = _resume(config, context, folder, facts["environment"])
+    on_main(context, partial(_predict, config, context, run))
     lasted: dict[str, float] = {}
+    cells = [(None, ranks) for ranks in groups if ranks > 1] + list(config.cells(context.world_size))
     with ExitStack() as stack:
         members = {ranks: stack.enter_context(first_ranks(context, ranks)) for ranks in groups}
-        sweeps = [(None, ranks) for ranks in groups]
-        for number, (regime, ranks) in enumerate([*sweeps, *config.cells(context.world_size)]):
-            known = {(r.config["regime"], r.config["world_size"]) for r in records}
+        for number, (regime, ranks) in enumerate(cells):
             name = "collectives" if regime is None else str(regime)
-            if (name, ranks) in known or (regime is None and (ranks == 1 or not config.sweep_bytes)):
+            # Rows of a cell are written one by one: with the last all are there. Rank 0 has those of every cell.
+            last = f"fit {COLLECTIVES[-1]}" if regime is None else _names(config, ranks)[-1]
+            done = run.done(last, regime=name, world_size=ranks) is not None
+            enough = 60 * config.minutes - (time.monotonic() - begin) > lasted.get(name, 0.0)
+            done, enough = collectives.gather_objects((done, enough), context.group)[0]
+            if done:
                 continue
-            left = 60 * config.minutes - (time.monotonic() - begin)
-            enough = collectives.gather_objects(left > lasted.get(name, 0.0), context.group)[0]
             if not enough:
-                progress(f"{name} on {ranks} ranks: no time left; go on with --resume {folder.path}")
+                run.progress(f"{name} on {ranks} ranks: no time left; go on with --name {run.path.name}")
                 continue
-            progress(f"{name} on {ranks} ranks")
-            started, mine = time.monotonic(), []
-            if members[ranks] is not None:
-                if regime is None:
-                    rows = cells.sweep(config, members[ranks])
-                else:
-                    rows = cells.measure(config, regime, members[ranks], progress)
-                for variant, own, metrics in rows:
-                    mine.append(Record(NAME, variant, asdict(config) | own, metrics, **facts))
+            run.progress(f"{name} on {ranks} ranks")
+            started = time.monotonic()
+            group = members[ranks]
+            if group is not None:
+                sweep(config, group, run) if regime is None else time_cell(config, regime, group, run)
             rest(context, f"scaling-{number}", ranks)
             lasted[name] = time.monotonic() - started
-            records += collectives.gather_objects(mine, context.group)[0]
             if context.is_main:
-                write_json(_complete(records, folder), folder.path / "records.json")
-    complete = _complete(records, folder) if context.is_main else None
-    return collectives.gather_objects(complete, context.group)[0]
+                _complete(run)
 
 
-def _resume(
-    config: MeasureConfig, context: RankContext, folder: OutputFolder, here: dict[str, Any]
-) -> list[Record]:
-    """What the folder holds, and its predictions, written now if they are not there."""
-    found: list[Record] | Exception = []
-    if context.is_main:
-        try:
-            path = folder.path / "records.json"
-            found = read_json(path) if path.exists() else []
-            others = {r.environment["device_name"] for r in found} - {here["device_name"]}
-            if others:
-                raise ValueError(
-                    f"{path} holds records of {', '.join(others)}, this is {here['device_name']}"
-                )
-            if not (folder.path / PREDICTIONS).exists():
-                arguments = config, context.world_size, str(here["device_name"])
-                write_json(in_own_process(predictions, *arguments), folder.path / PREDICTIONS)
-        except (ValueError, OSError) as error:
-            found = error
-    found = collectives.gather_objects(found, context.group)[0]
-    if isinstance(found, Exception):
-        raise found
-    return found
+def _predict(config: MeasureConfig, context: RankContext, run: Run) -> None:
+    """Write the predictions, unless the run that was cut off has."""
+    if not (run.path / PREDICTIONS).exists():
+        arguments = config, context.world_size, str(run.header.environment["device_name"])
+        write_json(in_own_process(predictions, *arguments), run.path / PREDICTIONS)
 
 
-def _complete(records: Sequence[Record], folder: OutputFolder) -> list[Record]:
-    """The records with efficiency, and with what had been predicted."""
+def _complete(run: Run) -> None:
+    """Add to the rows their efficiency, and what had been predicted."""
     expected = {
         (r.config["regime"], r.config["world_size"], r.variant): r.metrics
-        for r in read_json(folder.path / PREDICTIONS)
+        for r in read_json(run.path / PREDICTIONS)
     }
     alone = {
         r.config["regime"]: r.metrics["step_p50_ms"]
-        for r in records
+        for r in run.records
         if r.variant == "local" and r.config["world_size"] == 1 and r.metrics["step_p50_ms"] != "OOM"
     }
-    for record in records:
+    for record in run.records:
         regime, ranks = record.config["regime"], record.config["world_size"]
         step = record.metrics.get("step_p50_ms")
         record.metrics.update(expected.get((regime, ranks, record.variant), {}))
@@ -111,4 +88,90 @@ def _complete(records: Sequence[Record], folder: OutputFolder) -> list[Record]:
             record.metrics["efficiency_pct"] = 100 * alone[regime] / step / share
         if isinstance(step, float) and "predicted_step_ms" in record.metrics:
             record.metrics["error_pct"] = 100 * (record.metrics["predicted_step_ms"] / step - 1)
-    return list(records)
+    run.save()
+
+
+def _names(config: MeasureConfig, ranks: int) -> tuple[str, ...]:
+    """The strategies of a cell."""
+    return ("local", *(name for name in config.strategies if name != "local" and ranks > 1))
+
+
+def sweep(config: MeasureConfig, context: RankContext, run: Run) -> None:
+    """Bus bandwidths and the fit of each collective on one group, as `simulate.calibrate.measured_links` reads them."""
+    for operation in COLLECTIVES:
+        timed = [
+            time_collective(context, operation, size, repeats=8, budget_s=0.3) for size in config.sweep_bytes
+        ]
+        sizes = [timing.num_bytes for timing in timed]
+        seconds = [percentiles(timing.samples_ms)["p50"] / 1e3 for timing in timed]
+        fit = fit_collective(sizes, seconds)
+        errors = [100 * error for error in relative_errors(fit, sizes, seconds)]
+        own = {"regime": "collectives", "kind": "collectives", "operation": operation, "sizes": sizes}
+        own |= {"world_size": context.world_size, "backend": context.backend}
+        metrics = {
+            "pieces": fit.to_list(),
+            "seconds": seconds,
+            "fit_error_max_pct": max(map(abs, errors)),
+            "algbw_gb_per_s": max(size / time for size, time in zip(sizes, seconds, strict=True)) / 1e9,
+            "max_abs_error": max(timing.max_abs_error for timing in timed),
+        }
+        run.add(f"fit {operation}", metrics, **own)
+
+
+def time_cell(config: MeasureConfig, regime: Regime, context: RankContext, run: Run) -> None:
+    """All strategies of one regime on one group."""
+    model, batch = config.model(regime), regime.per_rank(context.world_size)
+    names = _names(config, context.world_size)
+    planned = [PlannedStep(model, batch, name, config.dtype, config.bucket_size_mb) for name in names]
+    require(planned, context.device, context, some=context.device.type == "cuda")
+    bench = Workbench(context, model, batch_size=batch, compute_dtype=DTYPES[config.dtype], seed=config.seed)
+    rows = [Variant(name, get_strategy(name), config.bucket_size_mb) for name in names]
+    identical: dict[str, dict[str, bool | None]] = {}
+
+    def compare(variant: Variant, attached: Any) -> None:
+        if variant.strategy.synchronizes and variant.name not in identical:
+            identical[variant.name] = compare_ranks(context, variant, attached)
+
+    timings = bench.time_rounds(
+        rows,
+        rounds=config.rounds,
+        warmup=config.warmup,
+        steps=config.steps,
+        inspect=compare,
+        progress=run.progress,
+    )
+    for row in rows:
+        timing, metrics = timings[row.name], {"step_p50_ms": "OOM"}
+        if not timing.out_of_memory:
+            metrics = {f"step_{p}_ms": value for p, value in percentiles(timing.phases["step"]).items()}
+            metrics["noise_pct"] = noise_of(metrics)
+            tokens = context.world_size * batch * model.context_length
+            metrics["tokens_per_s"] = 1e3 * tokens / metrics["step_p50_ms"]
+            metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes
+        own = key(regime, context.world_size) | {"batch": batch, "backend": context.backend}
+        own |= {"context": model.context_length, "num_parameters": model.num_parameters}
+        run.add(row.name, metrics | identical.get(row.name, {}), **own)
+
+
+def compare_ranks(context: RankContext, variant: Variant, attached: Any) -> dict[str, bool | None]:
+    """Whether parameters and gradients are bit for bit the same on all ranks. Every rank calls it.
+
+    Gradients are None for strategies that leave each rank only its shard of them.
+    """
+    parameters = attached.model.full_parameters().values()
+    same = _same_bits(context, parameters)
+    gradients = None
+    if variant.strategy.name not in SHARDED_GRADIENTS:
+        gradients = _same_bits(context, [p.grad for p in parameters if p.grad is not None])
+    return {"parameters_identical": same, "gradients_identical": gradients}
+
+
+@torch.no_grad()
+def _same_bits(context: RankContext, tensors: Any) -> bool:
+    differs = torch.zeros((), dtype=torch.bool, device=context.device)
+    for tensor in tensors:
+        own = tensor.detach().contiguous()
+        first = own.clone()
+        collectives.broadcast(first, context.group).wait()
+        differs |= (first.view(torch.uint8) != own.view(torch.uint8)).any()
+    return collectives.all_ranks_agree(not differs.item(), context.device, context.group)

@@ -11,7 +11,7 @@ from distlab.hardware import by_alias, lookup
 from distlab.report.record import Record, commit, environment
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
 
-from .config import NAME, PEER_OF, MeasureConfig, Regime, key
+from .config import PEER_OF, MeasureConfig, Regime, key
 
 
 def predictions(config: MeasureConfig, world_size: int, device_name: str) -> list[Record]:
@@ -20,7 +20,7 @@ def predictions(config: MeasureConfig, world_size: int, device_name: str) -> lis
 
     Simulates, so it needs a process without a process group.
     """
-    spec = by_alias(config.device) if config.device else lookup(device_name)
+    spec = by_alias(config.predict_for) if config.predict_for else lookup(device_name)
     if spec is None:
         return []
     machine = machine_of(spec, dtype=config.dtype)
@@ -34,7 +34,7 @@ def predictions(config: MeasureConfig, world_size: int, device_name: str) -> lis
             if regime.kind == "strong":
                 metrics["predicted_efficiency_pct"] /= ranks
             records.append(
-                Record(NAME, strategy, key(regime, ranks) | {"device": spec.name}, metrics, **facts)
+                Record("scaling_measured", strategy, key(regime, ranks) | {"device": spec.name}, metrics, **facts)
             )
     return records
 

@@ -10,8 +10,7 @@ from distlab.report.record import Record
 from distlab.report.table import Column
 from distlab.report.view import View
 
-from . import __doc__ as QUESTION
-from .config import NAME, STRATEGIES
+from .config import STRATEGIES
 
 # What each of torch's is shown beside.
 OURS = {"torch-ddp": "bucketed", "torch-zero": "zero1", "fsdp2": "fsdp"}
@@ -136,10 +135,11 @@ def _series(strategy: str, rows: Sequence[Record], metric: str) -> list[Series]:
 
 
 VIEW = View(
-    name=NAME,
-    question=QUESTION.splitlines()[0],
     columns=COLUMNS,
     headline=headline,
+    terminal=(
+        *("regime", "world_size", "variant", "step_p50_ms", "error_pct", "efficiency_pct", "peak_alloc_bytes"),
+    ),
     pictures={f"regime{number}.png": partial(draw_regime, number) for number in range(1, 6)},
     findings=findings,
     reading="Efficiency is the step on one rank without communication over the step here; for strong scaling, where "

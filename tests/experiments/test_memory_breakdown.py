@@ -3,18 +3,14 @@
 import pytest
 
 from distlab.report.table import render
-from distlab.testing import run_ranks
 from experiments import memory_breakdown
-from experiments.memory_breakdown import STATES, STRATEGIES, MemoryConfig
-
-
-def _records(context):
-    return memory_breakdown.run(MemoryConfig(batch=1, context=16, steps=3, bucket_size_mb=1.0), context)
+from experiments.memory_breakdown import STATES, STRATEGIES
+from tests.experiments.frame import measured, refused
 
 
 @pytest.fixture(scope="module")
-def records():
-    return run_ranks(_records, 2)[0]
+def records(tmp_path_factory):
+    return measured(memory_breakdown.EXPERIMENT, tmp_path_factory.mktemp("memory"), strategies=STRATEGIES)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -42,9 +38,13 @@ def test_table_and_picture(records, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    [({"dtype": "int8"}, "fp32, bf16"), ({"batch": 0}, "batch=0"), ({"strategies": ()}, "at least one")],
+    ("options", "message"),
+    [
+        (["--dtype", "int8"], "'int8' is unknown; allowed: fp32, bf16"),
+        (["--batch", "0"], "0: give a whole number of at least 1"),
+        (["--strategies", ","], "give at least one"),
+        (["--bucket-size-mb", "nan"], "nan: give a finite number above 0"),
+    ],
 )
-def test_bad_input_is_named(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        MemoryConfig(**wrong)
+def test_bad_input_is_named(capsys, options, message):
+    assert message in refused(capsys, "memory_breakdown", *options)

@@ -1,7 +1,5 @@
 """The benchmark of a model's parts and the taking apart of its step, on two gloo ranks; broken ones are caught."""
 
-import json
-import math
 import os
 import shutil
 from contextlib import contextmanager
@@ -11,34 +9,36 @@ import pytest
 import torch
 
 from distlab.bench import subject as bench_subject
-from distlab.bench.subject import TrialConfig
 from distlab.model import TransformerLM
-from distlab.report.view import write
+from distlab.report.record import read_json
 from distlab.testing import run_ranks
-from experiments import model_benchmark, model_profile
-from experiments.model_benchmark import BenchmarkConfig
-from experiments.model_profile import Inspection, residuals, work
-from launch import model_benchmark as launcher
-from tests.commands import python
+from experiments.model_benchmark import EXPERIMENT, BenchmarkConfig, saved, work
+from tests.experiments.frame import on_rank, refused
 
 SMALL = {"batch": (1,), "context": (16,), "repeats": 4}
-NAIVE = {"naive": TrialConfig(batch=1, context=16, attention="naive", strategy="bucketed")}
+NAIVE = {"attention": ("naive", "sdpa"), "strategy": ("bucketed",), "modes": ("forward",), "warmups": (0,)}
+SWEEP = {
+    "attention": ("sdpa", "naive", "flash"), "strategy": ("bucketed",), "warmups": (0, 2), "modes": ("forward", "step")
+}  # fmt: skip
+PARTS = {"profile": True, "profile_ranks": (1,), "profile_steps": (1, 2), "memory": True}
 
 
-def measured(context, folder):
+def two_runs(context, root):
     """What needs ranks: a sweep in which one of them fails, and a step with communication taken apart."""
-    sweep = BenchmarkConfig(
-        **SMALL,
-        attention=("sdpa", "naive", "flash"),
-        strategy=("bucketed",),
-        warmups=(0, 2),
-        modes=("forward", "step"),
-    )
     # Interpreted kernels are off, as a user without a GPU finds them, whatever the tests of kernels set.
     with memory_runs_out_once(context.rank == 1), patch.dict(os.environ, TRITON_INTERPRET="0"):
-        records = model_benchmark.run(sweep, context)
-    wanted = Inspection(profile=True, profile_ranks=(1,), profile_steps=(1, 2), memory=True)
-    return {"sweep": records, "parts": model_profile.run(NAIVE, wanted, context, folder)}
+        records = on_rank(context, "model_benchmark", f"{root}/sweep", "smoke", SMALL | SWEEP)
+    on_rank(context, "model_benchmark", f"{root}/parts", "smoke", SMALL | NAIVE | PARTS)
+    return records
+
+
+def measured_here(context, root, **fields):
+    """The rows of a run of one rank, and its folder."""
+    config = BenchmarkConfig(**SMALL | fields)
+    run = EXPERIMENT.open(config, context, root, "run")
+    EXPERIMENT.measure(config, context, run)
+    EXPERIMENT.finish(run, json_only=True)
+    return run
 
 
 @contextmanager
@@ -62,8 +62,9 @@ def memory_runs_out_once(here):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("profile")
-    return run_ranks(measured, 2, folder, deadline_s=240, group_timeout_s=120)[0] | {"folder": folder}
+    folder = tmp_path_factory.mktemp("benchmark")
+    records = run_ranks(two_runs, 2, str(folder), deadline_s=240, group_timeout_s=120)[0]
+    return {"sweep": records, "folder": folder}
 
 
 def test_rows_are_all_combinations_and_each_is_checked(results):
@@ -98,7 +99,7 @@ def test_what_fails_is_a_row_and_the_sweep_goes_on(results):
         assert "needs a CUDA device" in rows["flash, step, warm-up 0"]["status"]
 
 
-def test_a_benchmark_that_times_zeros_is_caught(one_rank, monkeypatch):
+def test_a_benchmark_that_times_zeros_is_caught(one_rank, monkeypatch, tmp_path):
     """A model that somebody forgot to initialise."""
 
     def zeroed(*args, **options):
@@ -108,35 +109,36 @@ def test_a_benchmark_that_times_zeros_is_caught(one_rank, monkeypatch):
         return model
 
     monkeypatch.setattr(bench_subject, "TransformerLM", zeroed)
-    (row,) = model_benchmark.run(
-        BenchmarkConfig(**SMALL, modes=("forward_backward",), warmups=(1,)), one_rank
-    )
+    (row,) = measured_here(one_rank, tmp_path, modes=("forward_backward",), warmups=(1,)).records
     assert "all gradients are zero" in row.metrics["status"] and "step_p50_ms" not in row.metrics
 
 
 def test_what_forms_of_a_block_save(one_rank, tmp_path):
-    found = model_profile.run(NAIVE, Inspection(saved=True), one_rank, tmp_path)["model_saved"]
-    saved = {record.variant.removeprefix("naive: "): record.metrics for record in found}
-    whole = {form: saved[f"{form}, all"]["saved_block_bytes"] for form in ("eager", "compiled", "ours")}
+    run = measured_here(one_rank, tmp_path, attention=("naive",), modes=("forward",), warmups=(1,), saved=True)
+    found = run.parts["model_saved"].records
+    saved_by = {record.variant: record.metrics for record in found}
+    whole = {form: saved_by[f"{form}, all"]["saved_block_bytes"] for form in ("eager", "compiled", "ours")}
     assert whole["compiled"] < whole["eager"] and whole["ours"] < whole["eager"]
     # The closed form is the GPU's; a CPU writes each norm out and keeps two more tensors of it. Then the mask.
     norms, mask = 2 * 2 * 16 * 128 * 4, 16 * 16
-    assert whole["eager"] == saved["eager, all"]["predicted_saved_block_bytes"] + norms + mask
-    assert saved["eager, 1"]["of_block_pct"] >= saved["eager, 5"]["of_block_pct"] > 0
-    page = write(residuals.VIEW, found, tmp_path)
-    assert "made by" in page.read_text() and len(residuals.saved_findings(found)) == 3
+    assert whole["eager"] == saved_by["eager, all"]["predicted_saved_block_bytes"] + norms + mask
+    assert saved_by["eager, 1"]["of_block_pct"] >= saved_by["eager, 5"]["of_block_pct"] > 0
+    page = run.path / "parts" / "model_saved" / "report.html"
+    assert "made by" in page.read_text() and len(saved.saved_findings(found)) == 3
 
 
-def test_the_tables_and_pictures_of_a_step_taken_apart(results, tmp_path):
-    parts, folder = results["parts"], results["folder"]
+def test_the_tables_and_pictures_of_a_step_taken_apart(results):
+    folder = results["folder"] / "parts" / "model_benchmark" / "run"
+    parts = {path.name: read_json(path / "records.json") for path in (folder / "parts").iterdir()}
     assert set(parts) == {"model_kernels", "model_work", "model_memory"}
-    assert [path.name for path in folder.glob("trace*")] == ["trace_naive_rank1.json.gz"]
+    traces = [path.name for path in sorted(folder.glob("trace*"))]
+    assert traces == ["trace_naive_rank1.json.gz", "trace_sdpa_rank1.json.gz"]
     assert (folder / "memory_naive.png").stat().st_size > 10_000
     for name, records in parts.items():
-        view = model_profile.VIEWS[name]
-        (tmp_path / name).mkdir()
-        page = write(view, records, tmp_path / name)
-        assert page.exists() and "naive: " in view.table(records)
+        assert "naive: " in EXPERIMENT.views()[name].table(records)
+        assert (folder / "parts" / name / "report.html").exists()
+    parts = {name: [r for r in rows if r.config["label"] == "naive"] for name, rows in parts.items()}
+    assert len(parts["model_memory"]) == 8 and len(parts["model_kernels"]) > 10
     kinds = {record.variant.removeprefix("naive: "): record.metrics for record in parts["model_work"]}
     assert kinds["communication"]["kernel_ms"] > 0 and kinds["communication"]["flops"] == 0
     assert sum(m["of_kernel_time_pct"] for m in kinds.values()) == pytest.approx(100)
@@ -149,27 +151,26 @@ def test_the_tables_and_pictures_of_a_step_taken_apart(results, tmp_path):
     assert held["at_peak_gradients_bytes"] > 0.9 * held["at_peak_parameters_bytes"] > 0
 
 
-def test_the_pictures_of_a_sweep(results, tmp_path):
-    page = write(model_benchmark.VIEW, results["sweep"], tmp_path)
-    names = {path.name for path in tmp_path.glob("*.png")}
-    assert names == {"steps.png", "warmup.png"} and "flash, step" in page.read_text()
+def test_the_pictures_of_a_sweep(results):
+    folder = results["folder"] / "sweep" / "model_benchmark" / "run"
+    assert {path.name for path in folder.glob("*.png")} == {"steps.png", "warmup.png"}
+    assert "flash, step" in (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"modes": ("backward",)}, "inference"), ({"repeats": 2}, "at least 3"), ({"warmups": (-1,)}, "none below 0"),
-     ({"size": ()}, "at least one value")],
+    [({"modes": ("backward",)}, "inference"), ({"repeats": 2}, "at least 3"), ({"warmups": (-1,)}, "at least 0"),
+     ({"size": ()}, "at least one"), ({"profile_steps": (3, 2)}, "first <= last"),
+     ({"profile_ranks": (-1,)}, "at least 0"), ({"checkpointing": ("every-0",)}, "every-0")],
 )  # fmt: skip
 def test_bad_input_is_named(wrong, message):
     with pytest.raises(ValueError, match=message):
         BenchmarkConfig(**wrong)
 
 
-def test_inspections_that_cannot_be():
-    with pytest.raises(ValueError, match="first <= last"):
-        Inspection(profile_steps=(3, 2))
-    with pytest.raises(ValueError, match="none below 0"):
-        Inspection(profile_ranks=(-1,))
+def test_a_rank_that_is_not_there_cannot_be_profiled():
+    with pytest.raises(ValueError, match="there are ranks 0 to 1"):
+        BenchmarkConfig(profile=True, profile_ranks=(2,)).check_ranks(2)
 
 
 def test_kernel_names_are_cut_to_what_says_something():
@@ -180,40 +181,25 @@ def test_kernel_names_are_cut_to_what_says_something():
 
 
 def test_options_become_combinations():
-    options = "--size tiny small --context 16 --dtype fp32 bf16 --compile --mode step --warmup 0 1"
-    args = launcher.parser().parse_args([*options.split(), "--checkpointing", "none", "every-2"])
-    config = launcher.config_of(args)
+    options = "--size tiny small --context 16 --dtype fp32 bf16 --compile model --mode step --warmup 0 1"
+    args = EXPERIMENT.parser().parse_args([*options.split(), "--checkpointing", "none", "every-2"])
+    config, _ = EXPERIMENT.chosen(args)
     assert len(config.trials()) == 8 and config.compile == ("model",) and config.warmups == (0, 1)
     assert config.label(config.trials()[1]) == "tiny, fp32, checkpointing every-2"
 
 
-def test_the_command_for_nsight_starts_as_many_ranks_as_there_are(tmp_path, monkeypatch, capsys):
+def test_the_command_for_nsight_is_said(one_rank, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: f"bin/{name}")
-    monkeypatch.setattr("sys.argv", ["launch/model_benchmark.py", "--size", "small"])  # of a rank: no --nproc
-    launcher.say_nsys(tmp_path, 4, launcher.parser().parse_args(["--size", "small"]))
-    said = capsys.readouterr().out
-    assert "--nproc-per-node=4" in said and said.endswith("launch/model_benchmark.py --size small --nvtx\n\n")
+    monkeypatch.setattr("sys.argv", ["launch", "run", "model_benchmark", "--size", "tiny"])  # of a rank: no --nproc
+    config = BenchmarkConfig(**SMALL, modes=("forward",), warmups=(1,))
+    run = EXPERIMENT.open(config, one_rank, tmp_path, "run")
+    said = []
+    run.progress = said.append
+    EXPERIMENT.measure(config, one_rank, run)
+    assert "--nproc-per-node=1" in said[-1]
+    assert said[-1].endswith("-m launch run model_benchmark --size tiny --nvtx")
 
 
 def test_nvtx_without_a_gpu_is_refused_before_ranks_start(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert launcher.main(["--nvtx"]) == 2
-    assert capsys.readouterr().err.count("CUDA device") == 1
-
-
-@pytest.mark.commands
-def test_the_quick_form_takes_everything_apart_within_a_minute(tmp_path):
-    command = [
-        "launch/model_benchmark.py",
-        "--quick",
-        "--profile",
-        "--memory-snapshot",
-        "--saved",
-        "--out",
-        tmp_path,
-    ]
-    result = python(*command, timeout=60)
-    assert result.returncode == 0, result.stderr
-    last = json.loads(result.stdout.strip().splitlines()[-1])
-    assert last["experiment"] == "model_benchmark" and len(last["records"]) == 4
-    assert all(math.isfinite(row["metrics"]["step_p50_ms"]) for row in last["records"])
+    assert "CUDA device" in refused(capsys, "model_benchmark", "--nvtx")

@@ -1,4 +1,4 @@
-"""Each mistake is caught by the check that is named for it, and its healthy twin passes all of them."""
+"""Each mistake is caught by the check that is named for it, and its healthy counterpart passes all of them."""
 
 import json
 
@@ -7,9 +7,11 @@ import pytest
 from distlab.report.record import read_json
 from distlab.testing import run_ranks
 from experiments import sabotage
-from experiments.sabotage import MISTAKES, SabotageConfig
-from experiments.sabotage_pieces.checks import ERROR
+from experiments.sabotage import MISTAKES
+from experiments.sabotage.checks import ERROR, caught_by, examine, examine_both
+from launch.__main__ import main
 from tests.commands import ROOT
+from tests.experiments.frame import measured, refused
 
 STEPS = 2  # curves are for people; the checks have their own steps
 
@@ -20,7 +22,7 @@ def examine_all(context):
     for name, mistake in MISTAKES.items():
         key = (mistake.healthy, id(mistake.task))
         if key not in healthy:
-            healthy[key] = sabotage.examine(context, name, False, 2, STEPS)
+            healthy[key] = examine(context, name, False, 2, STEPS)
         results[name] = healthy[key], examine_broken(context, name)
     return results
 
@@ -28,9 +30,9 @@ def examine_all(context):
 def examine_broken(context, name):
     """What is caught by an error raises on all ranks at one place, so that they can go on together."""
     if MISTAKES[name].check != ERROR:
-        return sabotage.examine(context, name, True, 2, STEPS)
+        return examine(context, name, True, 2, STEPS)
     with pytest.raises(RuntimeError) as caught:
-        sabotage.examine(context, name, True, 2, STEPS)
+        examine(context, name, True, 2, STEPS)
     return {"error": str(caught.value)}
 
 
@@ -51,45 +53,43 @@ def test_errors_say_what_to_do(examined):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_its_check_catches_it_and_only_it(examined, name):
     healthy, broken = examined[name]
-    assert sabotage.caught_by(healthy) == []
-    assert MISTAKES[name].check in sabotage.caught_by(broken)
+    assert caught_by(healthy) == []
+    assert MISTAKES[name].check in caught_by(broken)
 
 
-def test_a_mistake_that_passes_is_reported(monkeypatch, examined):
-    """The verdict is not for show: a twin that is as healthy as the other is no catch."""
+def test_a_mistake_that_passes_is_reported(monkeypatch, examined, tmp_path):
+    """The verdict is not for show: a run with the mistake that is as healthy as the other is no catch."""
     healthy, _ = examined["no broadcast"]
-    monkeypatch.setattr(sabotage, "run_ranks", lambda *args: [healthy])
-    records = sabotage.run(SabotageConfig(("no broadcast",), 2))
-    assert sabotage.problems(records) == ["no broadcast: not caught by one process"]
+    monkeypatch.setattr(sabotage, "run_ranks", lambda *args, **options: [[healthy, healthy]])
+    records = measured(sabotage.EXPERIMENT, tmp_path)
+    assert sabotage.wrong_rows(records) == ["no broadcast: not caught by one process"]
+    assert main(["run", "sabotage", "--preset", "smoke", "--out", str(tmp_path)]) == 1
 
 
-def test_ranks_that_fail_are_caught_too(monkeypatch, examined):
+def test_ranks_that_fail_are_caught_too(monkeypatch, examined, tmp_path):
     healthy, _ = examined["no broadcast"]
 
-    def run_ranks(fn, ranks, name, broken, *args):
-        if broken:
+    def run_ranks(fn, ranks, name, *args, **options):
+        if fn is examine_both:
             raise sabotage.RanksFailed({0: "Traceback\nRuntimeError: became ready twice"})
         return [healthy]
 
     monkeypatch.setattr(sabotage, "run_ranks", run_ranks)
-    (record,) = sabotage.run(SabotageConfig(("no broadcast",), 2))
+    (record,) = measured(sabotage.EXPERIMENT, tmp_path)
     assert record.metrics["caught_by"] == ERROR and "ready twice" in record.metrics["error"]
 
 
 def test_the_command(monkeypatch, examined, tmp_path, capsys):
     """Table, records, picture and JSON line, with the ranks' answers put in."""
-    monkeypatch.setattr(
-        sabotage, "run_ranks", lambda fn, ranks, name, broken, *args: [examined[name][broken]]
-    )
-    assert sabotage.main(["--quick", "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(sabotage, "run_ranks", lambda fn, ranks, name, *args, **options: [examined[name]])
+    assert main(["run", "sabotage", "--quick", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "15 of 15 mistakes caught" in out and len(json.loads(out.splitlines()[-1])["records"]) == 15
     (folder,) = (tmp_path / "sabotage").iterdir()
     assert len(read_json(folder / "records.json")) == 15 and (folder / "loss.png").stat().st_size > 10_000
-    assert sabotage.main(["--mistakes", "typo", "--out", str(tmp_path)]) == 2
-    assert "choose among" in capsys.readouterr().err
+    assert "allowed: no broadcast" in refused(capsys, "sabotage", "--mistakes", "typo")
 
 
 def test_the_committed_record_caught_all():
     records = read_json(ROOT / "records/sabotage/cpu.json")
-    assert [record.variant for record in records] == list(MISTAKES) and not sabotage.problems(records)
+    assert [record.variant for record in records] == list(MISTAKES) and not sabotage.wrong_rows(records)

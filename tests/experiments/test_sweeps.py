@@ -1,8 +1,7 @@
 """The sweeps in small: collectives, bucket sizes, scaling. What they write, what reads it, what they refuse."""
 
-import dataclasses
 import itertools
-import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,51 +9,41 @@ import torch
 from distlab.bench.bucket_size import best_bucket_size
 from distlab.bench.subject import Workbench, variants
 from distlab.comm import RankContext
+from distlab.experiment import lone_context
 from distlab.measure import bandwidth
 from distlab.report import view
-from distlab.report.record import OutputFolder, Record, read_json, write_json
-from distlab.simulate.calibrate import MeasuredLinks, measured_links
+from distlab.report.record import Record, read_json, write_json
+from distlab.report.run import Header
+from distlab.simulate.calibrate import measured_links
 from distlab.testing import run_ranks
 from distlab.theory.collective_time import CollectiveFit, Piece
 from experiments import allreduce_sweep, bucket_sweep, scaling_measured
 from experiments.allreduce_sweep import SweepConfig
-from experiments.bucket_sweep import BucketSweepConfig
-from experiments.bucket_sweep import parts as sweep_parts
-from experiments.bucket_sweep.choice import optimum
-from experiments.scaling_measured import MeasureConfig, Regime, cells, prediction
-from launch import allreduce_sweep as launch_sweep
-from launch import bucket_sweep as launch_buckets
-from launch import scaling as launch_scaling
+from experiments.bucket_sweep import BucketSweepConfig, optimum
+from experiments.bucket_sweep import prediction as bucket_prediction
+from experiments.scaling_measured import MeasureConfig, measuring, prediction
+from experiments.scaling_measured.config import Regime
+from tests.experiments.frame import on_rank, refused
 
-COLLECTIVES = SweepConfig(
-    operations=("all_reduce", "broadcast", "whole_all_reduce"),
-    sizes=(4096, 65536, 262144),
-    group_sizes=(2, 3),
-    warmup=1,
-    repeats=5,
-    contention_bytes=4096,
-    matrix=128,
-)
+COLLECTIVES = {
+    "operations": ("all_reduce", "broadcast", "whole_all_reduce"), "sizes": (4096, 65536, 262144),
+    "group_sizes": (2, 3), "warmup": 1, "repeats": 5, "contention_mb": 0.004, "matrix": 128,
+}  # fmt: skip
 
 
-def sweep_of_collectives(context):
-    return allreduce_sweep.run(COLLECTIVES, context)
-
-
-def sweep_with_a_broken_broadcast(context):
+def sweep_with_a_broken_broadcast(context, root):
     """It throws away what arrives."""
     original = bandwidth.collectives.broadcast
     bandwidth.collectives.broadcast = lambda tensor, group: original(tensor.clone(), group)
+    changes = {"group_sizes": (2,), "sizes": (64, 4096), "contention_mb": 0.0}
     try:
-        config = dataclasses.replace(COLLECTIVES, group_sizes=(2,), sizes=(64, 4096), contention_bytes=0)
-        return allreduce_sweep.run(config, context)
+        return on_rank(context, "allreduce_sweep", root, "smoke", COLLECTIVES | changes)
     finally:
         bandwidth.collectives.broadcast = original
 
 
 def test_collectives_are_timed_fitted_and_read_again(tmp_path):
-    records, *others = run_ranks(sweep_of_collectives, 3)
-    assert all([r.to_dict() for r in other] == [r.to_dict() for r in records] for other in others)
+    records = run_ranks(on_rank, 3, "allreduce_sweep", str(tmp_path), "smoke", COLLECTIVES)[0]
     assert len(allreduce_sweep.timings(records)) == 2 * 3 * 3
     assert {r.config["world_size"] for r in allreduce_sweep.fits(records)} == {2, 3}
     assert {r.variant for r in allreduce_sweep.contention(records)} == {
@@ -69,10 +58,10 @@ def test_collectives_are_timed_fitted_and_read_again(tmp_path):
         assert m["busbw_gb_per_s"] == pytest.approx(m["algbw_gb_per_s"] * share)
         assert m["fit_error_pct"] == pytest.approx(100 * (m["fit_ms"] / m["time_p50_ms"] - 1))
         assert m["link_ms"] is None  # no datasheet of this machine
-    view.write(allreduce_sweep.VIEW, records, tmp_path)
-    assert {"bandwidth.png", "fit.png", "report.html"} <= {path.name for path in tmp_path.iterdir()}
+    folder = tmp_path / "allreduce_sweep" / "run"
+    assert {"bandwidth.png", "fit.png", "report.html"} <= {path.name for path in folder.iterdir()}
     links = measured_links(
-        read_json(tmp_path / "records.json"), records[0].environment["device_name"], "gloo"
+        read_json(folder / "records.json"), records[0].environment["device_name"], "gloo"
     )
     (fit,) = (r for r in records if r.variant == "fit all_reduce" and r.config["world_size"] == 3)
     expected = fit.metrics["pieces"][0]["latency_s"] + 1000 / fit.metrics["pieces"][0]["bytes_per_s"]
@@ -87,28 +76,29 @@ def test_collectives_are_timed_fitted_and_read_again(tmp_path):
         measured_links(records, "another GPU")
 
 
-def test_a_broken_collective_is_printed_as_wrong():
-    records = run_ranks(sweep_with_a_broken_broadcast, 2)[0]
+def test_a_broken_collective_is_printed_as_wrong(tmp_path):
+    records = run_ranks(sweep_with_a_broken_broadcast, 2, str(tmp_path))[0]
     wrong = allreduce_sweep.findings(records)
     assert len([line for line in wrong if line.startswith("WRONG: broadcast")]) == 2
     assert not [line for line in wrong if line.startswith("WRONG: all_reduce")]
 
 
-BUCKETS = BucketSweepConfig(batch=1, context=16, bucket_sizes_mb=(1.0, None), warmup=1, steps=3, rounds=1)
+KNOWN_FIT = CollectiveFit((Piece(0.0, 1e-4, 1e9),))
 
 
-KNOWN_LINK = MeasuredLinks({("all_reduce", 2): CollectiveFit((Piece(0.0, 1e-4, 1e9),))})
-
-
-def sweep_of_buckets(context):
-    taken_here = sweep_parts._all_reduce_fit(context, 16384, None)
-    return bucket_sweep.run(BUCKETS, context, links=KNOWN_LINK), taken_here.seconds(8192)
+def sweep_of_buckets(context, root, known):
+    taken_here = bucket_prediction._all_reduce_fit(context, 16384, None)
+    fields = {"bucket_sizes_mb": (1.0, None), "fit": (known,)}
+    return on_rank(context, "bucket_sweep", root, "smoke", fields), taken_here.seconds(8192)
 
 
 def test_bucket_sizes_are_predicted_measured_and_chosen(tmp_path):
-    (records, seconds), (other, _) = run_ranks(sweep_of_buckets, 2)
+    here = bucket_sweep.EXPERIMENT.open(BucketSweepConfig(), lone_context("cpu"), tmp_path / "unused").header
+    fit = {"operation": "all_reduce", "world_size": 2, "backend": "gloo"}
+    known = Record("allreduce_sweep", "fit", fit, {"pieces": KNOWN_FIT.to_list()}, here.environment, None)
+    write_json([known], tmp_path / "fits.json")
+    (records, seconds), _ = run_ranks(sweep_of_buckets, 2, str(tmp_path), str(tmp_path / "fits.json"))
     assert 0 < seconds < 1
-    assert [r.to_dict() for r in other] == [r.to_dict() for r in records]
     by_name = {r.variant: r for r in records}
     names = ["bucketed-1", "bucketed-unbounded", "torch-ddp-tuned-1", "torch-ddp-tuned-unbounded"]
     assert list(by_name) == ["parts", "local", *names, "optimum"]
@@ -128,13 +118,12 @@ def test_bucket_sizes_are_predicted_measured_and_chosen(tmp_path):
     best = min(names[:2], key=lambda name: by_name[name].metrics["step_p50_ms"])
     found = by_name["optimum"].metrics
     assert found["best_bucket_mb"] == best.removeprefix("bucketed-") and found["regret_pct"] >= 0
-    view.write(bucket_sweep.VIEW, records, tmp_path)
-    assert (tmp_path / "bucket_sweep.png").stat().st_size > 10_000
+    assert (tmp_path / "bucket_sweep" / "run" / "bucket_sweep.png").stat().st_size > 10_000
 
-    here = {"device_name": records[0].environment["device_name"], "world_size": 2, "size": "tiny", "batch": 4}
+    here = {"device_name": records[0].environment["device_name"], "world_size": 2, "size": "tiny", "batch": 1}
     assert best_bucket_size(records, **here) == by_name[best].config["bucket_size_mb"]
     for change in ({"world_size": 4}, {"size": "xl"}, {"device_name": "another"}):
-        with pytest.raises(ValueError, match=r"no bucket sweep of .* run launch/bucket_sweep\.py"):
+        with pytest.raises(ValueError, match=r"no bucket sweep of .* run `distlab run bucket_sweep"):
             best_bucket_size(records, **here | change)
 
 
@@ -146,54 +135,50 @@ def test_gradients_that_are_written_in_place_are_not_packed():
             5,
         )  # as a layer that writes there does
 
-    assert sweep_parts._declined(parameters, backward) == [True, False]
+    assert bucket_prediction._declined(parameters, backward) == [True, False]
     assert not any("gradient_target" in parameter.__dict__ for parameter in parameters)
 
 
 SCALING = MeasureConfig(
-    regimes=(Regime("weak", "tiny", 1), Regime("strong", "tiny", 4)),
+    regimes=("weak:tiny:1", "strong:tiny:4"),
     strategies=("bucketed", "fsdp"),
     context=16,
     dtype="fp32",
     warmup=1,
     steps=3,
     sweep_bytes=(4096, 16384),
-    device="h200",
+    predict_for="h200",
 )
 
 
 def scaling_in_two_parts(context, root):
-    """A first run has no time for more than it must; the second goes on."""
-    folder = OutputFolder(root, scaling_measured.NAME, "run")
-    first = scaling_measured.run(dataclasses.replace(SCALING, regimes=SCALING.regimes[:1]), context, folder)
-    return first, scaling_measured.run(SCALING, context, folder)
+    """A first run gets no further than one regime; the second goes on."""
+    cut_off = scaling_measured.EXPERIMENT.open(SCALING, context, root, "run")
+    measuring.measure(replace(SCALING, regimes=SCALING.regimes[:1]), context, cut_off)
+    run = scaling_measured.EXPERIMENT.open(SCALING, context, root, "run")
+    first = [record.to_dict() for record in run.records]
+    measuring.measure(SCALING, context, run)
+    return first, run.records
 
 
 def test_scaling_goes_on_where_it_was_cut_off(tmp_path):
-    folder = OutputFolder(tmp_path, scaling_measured.NAME, "run").path
+    folder = tmp_path / "scaling_measured" / "run"
+    folder.mkdir(parents=True)
     begun = [
         Record(
-            scaling_measured.NAME,
-            name,
-            {"regime": str(regime), "world_size": ranks},
-            {"predicted_step_ms": 2.0 + n},
-            {},
-            None,
+            "scaling_measured", name, {"regime": regime, "world_size": ranks}, {"predicted_step_ms": 2.0 + n}, {}, None
         )
         for n, (regime, ranks, name) in enumerate(
             itertools.product(SCALING.regimes, (1, 2), ("local", "bucketed", "fsdp"))
         )
     ]
     write_json(begun, folder / "predictions.json")  # what an earlier run wrote is kept
-    (first, records), (_, others) = run_ranks(scaling_in_two_parts, 2, str(tmp_path))
-    assert [r.to_dict() for r in records] == [r.to_dict() for r in others]
-    assert [r.to_dict() for r in records[: len(first)]] == [
-        r.to_dict() for r in first
-    ]  # nothing is timed twice
+    first, records = run_ranks(scaling_in_two_parts, 2, str(tmp_path))[0]
+    assert len(first) == 7 and [r.to_dict() for r in records[:7]] == first  # nothing is timed twice
     timed = {(r.config["regime"], r.config["world_size"], r.variant) for r in records}
     regimes = ("weak:tiny:1", "strong:tiny:4")
     assert timed == (
-        {("collectives", 2, f"fit {name}") for name in cells.COLLECTIVES}
+        {("collectives", 2, f"fit {name}") for name in measuring.COLLECTIVES}
         | {(regime, 1, "local") for regime in regimes}
         | {(regime, 2, name) for regime in regimes for name in ("local", "bucketed", "fsdp")}
     )
@@ -218,7 +203,7 @@ def test_scaling_goes_on_where_it_was_cut_off(tmp_path):
     }
     alone, pair = strong[1, "local"]["step_p50_ms"], strong[2, "bucketed"]
     assert pair["efficiency_pct"] == pytest.approx(100 * alone / pair["step_p50_ms"] / 2)
-    view.write(scaling_measured.VIEW, records, folder)
+    view.write(scaling_measured.EXPERIMENT.view, records, folder)
     written = {path.name for path in folder.iterdir()}
     assert {"regime1.png", "regime2.png", "report.html"} <= written and "regime3.png" not in written
 
@@ -227,8 +212,8 @@ def test_predictions_are_made_in_a_process_of_their_own():
     assert prediction.in_own_process(sorted, [3, 1, 2]) == [1, 2, 3]
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         prediction.in_own_process(divmod, 1, 0)
-    weak = dataclasses.replace(SCALING, regimes=SCALING.regimes[:1], strategies=("bucketed", "torch-ddp"))
-    assert prediction.predictions(dataclasses.replace(weak, device=None), 2, "some CPU") == []
+    weak = replace(SCALING, regimes=SCALING.regimes[:1], strategies=("bucketed", "torch-ddp"))
+    assert prediction.predictions(replace(weak, predict_for=None), 2, "some CPU") == []
     found = prediction.predictions(weak, 2, "some CPU")  # the device that the config names
     alone, local, bucketed, peer = (r.metrics for r in found)
     assert alone == local and bucketed == peer and bucketed["predicted_step_ms"] > local["predicted_step_ms"]
@@ -240,10 +225,10 @@ def test_predictions_are_made_in_a_process_of_their_own():
 def different_ranks(context):
     """Ranks that never synchronised: local's."""
     (row,) = variants(["local"], [None])
-    bench = Workbench(context, SCALING.model(SCALING.regimes[0]), batch_size=1)
+    bench = Workbench(context, SCALING.model(Regime.parse(SCALING.regimes[0])), batch_size=1)
     with bench.attached(row) as attached:
         attached()
-        return cells.compare_ranks(context, row, attached)
+        return measuring.compare_ranks(context, row, attached)
 
 
 def test_ranks_that_differ_are_seen():
@@ -253,37 +238,23 @@ def test_ranks_that_differ_are_seen():
     assert len(scaling_measured.wrong_rows([record])) == 2
 
 
-def elsewhere(context, root):
-    folder = OutputFolder(root, scaling_measured.NAME, "run")
-    with pytest.raises(ValueError, match="holds records of a GPU, this is"):
-        scaling_measured.run(SCALING, context, folder)
-
-
-def test_records_of_another_machine_are_not_continued(tmp_path):
-    folder = OutputFolder(tmp_path, scaling_measured.NAME, "run")
-    record = Record(
-        scaling_measured.NAME, "local", {"regime": "x", "world_size": 1}, {}, {"device_name": "a GPU"}, None
-    )
-    write_json([record], folder.path / "records.json")
-    run_ranks(elsewhere, 2, str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SweepConfig(operations=("all_to_all",)), "'all_to_all' is unknown; choose among all_reduce"),
+        (lambda: SweepConfig(operations=("all_to_all",)), "'all_to_all' is unknown; allowed: all_reduce"),
         (lambda: SweepConfig(sizes=(4096,)), "give two or more positive sizes"),
         (lambda: SweepConfig(repeats=2), "repeats=2"),
         (lambda: SweepConfig().groups(1), "one rank alone sends nothing: start two or more with --nproc"),
         (lambda: SweepConfig(group_sizes=(2, 4)).groups(3), r"group sizes \(2, 4\) on 3 rank"),
         (lambda: BucketSweepConfig(dtype="int8"), "'int8' is unknown; allowed: fp32, bf16, fp16"),
         (lambda: BucketSweepConfig(bucket_sizes_mb=(25.0,)), "give two or more to compare"),
-        (lambda: BucketSweepConfig(bucket_sizes_mb=(25.0, -1.0)), "bucket size -1.0"),
+        (lambda: BucketSweepConfig(bucket_sizes_mb=(25.0, -1.0)), "-1.0.*: give a finite number above 0, or none"),
         (lambda: BucketSweepConfig(steps=0), "steps=0"),
-        (lambda: Regime.parse("weak:xl"), "write KIND:MODEL:BATCH, such as weak:xl:8"),
-        (lambda: Regime.parse("medium:xl:8"), "say weak or strong"),
+        (lambda: BucketSweepConfig(steps=1, rounds=1), "steps=1, rounds=1: time at least"),
+        (lambda: MeasureConfig(regimes=("weak:xl",)), "write KIND:MODEL:BATCH, such as weak:xl:8"),
+        (lambda: MeasureConfig(regimes=("medium:xl:8",)), "say weak or strong"),
         (lambda: MeasureConfig(strategies=("magic",)), "'magic' is unknown"),
-        (lambda: MeasureConfig(device="h99"), "'h99' is unknown"),
+        (lambda: MeasureConfig(predict_for="h99"), "'h99' is unknown"),
         (lambda: MeasureConfig(minutes=0), "minutes=0"),
         (lambda: MeasureConfig(ranks=(1, 4)).groups(2), r"ranks \(1, 4\): between 1 and the 2"),
     ],
@@ -294,18 +265,19 @@ def test_refusals(make, message):
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "message"),
+    ("arguments", "message"),
     [
-        (launch_sweep, ["--nproc=2", "--backend=nccl"], "needs an NVIDIA GPU"),
-        (launch_sweep, ["--operations=sum"], "'sum' is unknown"),
-        (launch_buckets, ["--bucket-size-mb", "0", "1"], "bucket size 0.0"),
-        (launch_scaling, ["--regimes", "weak"], "write KIND:MODEL:BATCH"),
-        (launch_scaling, ["--from", "missing.json"], "missing.json"),
+        (["allreduce_sweep", "--nproc=2", "--backend=nccl"], "needs an NVIDIA GPU"),
+        (["allreduce_sweep", "--operations=sum"], "'sum' is unknown"),
+        (["allreduce_sweep", "--budget", "nan"], "nan: give a finite number above 0"),
+        (["allreduce_sweep", "--sizes", "0", "8"], "0: give a whole number of at least 1"),
+        (["bucket_sweep", "--bucket-size-mb", "0", "1"], "0: give a finite number above 0, or none"),
+        (["scaling_measured", "--regimes", "weak"], "write KIND:MODEL:BATCH"),
+        (["scaling_measured", "--minutes", "nan"], "nan: give a finite number above 0"),
     ],
 )
-def test_commands_say_what_is_wrong(command, arguments, message, capsys):
-    assert command.main(arguments) == 2
-    assert message in capsys.readouterr().err
+def test_commands_say_what_is_wrong(arguments, message, capsys):
+    assert message in refused(capsys, *arguments)
 
 
 def test_records_of_two_machines_stay_apart(tmp_path):
@@ -320,13 +292,10 @@ def test_records_of_two_machines_stay_apart(tmp_path):
         )
 
     records = [record(device, size, 1.0) for device in ("GPU A", "GPU B") for size in (4096, 8192)]
-    page = view.write(allreduce_sweep.VIEW, records, tmp_path)
+    page = view.write(allreduce_sweep.EXPERIMENT.view, records, tmp_path)
     assert {"bandwidth.png", "bandwidth-2.png"} <= {path.name for path in tmp_path.iterdir()}
     assert "GPU A" in page.read_text() and "GPU B" in page.read_text()
-    assert (
-        json.loads((tmp_path / "records.json").read_text())["records"][3]["environment"]["device_name"]
-        == "GPU B"
-    )
+    assert read_json(tmp_path / "records.json")[3].environment["device_name"] == "GPU B"
 
 
 def test_a_best_bucket_size_names_those_that_tie_with_it():
@@ -338,24 +307,24 @@ def test_a_best_bucket_size_names_those_that_tie_with_it():
 
     found = optimum([swept(1.0, 100.0, 1.0), swept(10.0, 101.0, 3.0), swept(25.0, 120.0, 1.0)])
     assert (found["best_bucket_mb"], found["tied_with_best_mb"]) == ("1", ["10"])
-    (line,) = bucket_sweep.VIEW.findings([Record("bucket_sweep", "optimum", {}, found, {}, None)])
+    (line,) = bucket_sweep.EXPERIMENT.view.findings([Record("bucket_sweep", "optimum", {}, found, {}, None)])
     assert line.startswith("Best measured: 1 MiB (tie with 10), 100.0 ms")
 
 
-def too_large(context: RankContext) -> str:
+def too_large(context: RankContext, root: str) -> str:
     try:
-        allreduce_sweep.run(SweepConfig(sizes=(4096, 10**15), contention_bytes=0), context)
+        on_rank(context, "allreduce_sweep", root, "smoke", {"sizes": (4096, 10**15), "contention_mb": 0.0})
     except MemoryError as error:
         return str(error)
     return "timed"
 
 
-def test_payloads_that_do_not_fit_are_refused_before_anything_is_timed():
-    assert all("give smaller --sizes" in answer for answer in run_ranks(too_large, 2))
+def test_payloads_that_do_not_fit_are_refused_before_anything_is_timed(tmp_path):
+    assert all("give smaller --sizes" in answer for answer in run_ranks(too_large, 2, str(tmp_path)))
 
 
-def test_only_a_run_that_was_cut_off_can_be_resumed(tmp_path):
-    for folder in (tmp_path, "/", tmp_path / "missing"):
-        arguments = launch_scaling.parser().parse_args([f"--resume={folder}"])
-        with pytest.raises(ValueError, match="no folder of a run that was cut off"):
-            launch_scaling.measure(None, None, arguments)
+def test_a_run_that_was_cut_off_may_be_given_more_time():
+    same_run = scaling_measured.EXPERIMENT.same_run
+    run = Header("scaling_measured", {"minutes": 8.0, "steps": 8}, 2, {"device_name": "a GPU"}, None)
+    assert same_run(run, replace(run, config={"minutes": 20.0, "steps": 8})) == []
+    assert same_run(run, replace(run, config={"minutes": 8.0, "steps": 9})) == ["option steps was 8 and is 9"]

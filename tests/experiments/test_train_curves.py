@@ -1,14 +1,16 @@
-"""All strategies' loss curves, a killed run and the cost of checkpoints, as torchrun runs them."""
+"""All strategies' loss curves, a killed run and the cost of checkpoints, as the command runs them."""
 
 import json
 
 import pytest
 
 from distlab.report import Record, read_json
-from experiments.train_curves import check_restarts, headline, verdicts
-from experiments.train_curves_pieces.config import COST, KILLED, REFERENCE, ROUNDING
-from experiments.train_curves_pieces.verdicts import cost_is_noise
-from tests.commands import torchrun
+from experiments.train_curves import headline, verdicts
+from experiments.train_curves.config import COST, KILLED, REFERENCE, ROUNDING, CurvesConfig
+from experiments.train_curves.runs import check_restarts
+from experiments.train_curves.verdicts import cost_is_noise
+from tests.commands import python
+from tests.experiments.frame import refused
 
 ARGUMENTS = [
     *("--backend=gloo", "--steps=14", "--kill-at=9", "--checkpoint-every=3", "--batch=4", "--context=16"),
@@ -19,18 +21,11 @@ ARGUMENTS = [
 def test_one_command_trains_kills_resumes_and_compares(tmp_path):
     text = tmp_path / "song.txt"
     text.write_text("na na na na, hey hey hey, good bye. " * 40)
-    out = f"--out={tmp_path / 'curves'}"
-    done = torchrun(
-        "--nproc-per-node=2",
-        "--max-restarts=1",
-        "experiments/train_curves.py",
-        *ARGUMENTS,
-        f"--text={text}",
-        out,
-    )
+    command = ["-m", "launch", "run", "train_curves", "--nproc=2", "--max-restarts=1"]
+    done = python(*command, *ARGUMENTS, f"--text={text}", f"--out={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "rank 1 kills itself" in done.stderr and "zero1: has its record" in done.stderr
-    folder = tmp_path / "curves" / "records"
+    (folder,) = (tmp_path / "train_curves").iterdir()  # one for both attempts
     records = {record.variant: record for record in read_json(folder / "records.json")}
     assert set(records) == {REFERENCE, "zero1", "fsdp", ROUNDING, KILLED, COST}
     killed = records[KILLED].metrics
@@ -62,11 +57,32 @@ def test_what_is_wrong_is_said():
 
 
 def test_nobody_is_killed_whom_nobody_starts_again():
-    for variables in ({}, {"TORCHELASTIC_MAX_RESTARTS": "0"}):
-        with pytest.raises(ValueError, match="--max-restarts 1"):
-            check_restarts(("curves", "kill"), variables)
-        check_restarts(("curves", "cost"), variables)
-    check_restarts(("kill",), {"TORCHELASTIC_MAX_RESTARTS": "1"})
+    with pytest.raises(ValueError, match="--max-restarts 1"):
+        check_restarts(("curves", "kill"), 0)
+    check_restarts(("curves", "cost"), 0)
+    check_restarts(("kill",), 1)
+
+
+def test_restarts_by_torchrun_need_a_name(monkeypatch, capsys):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "TORCHELASTIC_MAX_RESTARTS": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    assert "needs a --name" in refused(capsys, "train_curves")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--parts", "party"], "'party' is unknown; allowed: curves, kill, cost"),
+        (["--checkpoint-every", "40"], "checkpoint_every=40, kill_at=35: what is killed must have written"),
+        (["--parts", "cost", "--cost-batch", "0"], "batch=0: must be at least 1"),
+    ],
+)
+def test_refusals(capsys, options, message):
+    assert message in refused(capsys, "train_curves", "--backend=gloo", *options)
+
+
+def test_a_default_run_takes_what_the_device_runs():
+    assert "bucketed-dma" not in CurvesConfig().strategies and "zero1" in CurvesConfig().strategies
 
 
 def test_a_cost_inside_the_noise_of_its_blocks_is_a_tie_and_no_mistake():

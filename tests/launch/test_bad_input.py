@@ -9,7 +9,6 @@ import json
 import pytest
 
 from distlab.comm.rank_process import is_lost_peer
-from experiments.train_curves_pieces.config import CurvesConfig
 from launch import ranks
 from launch.__main__ import main
 from launch.ranks import _how_it_ended
@@ -113,10 +112,6 @@ def test_a_rank_outside_its_world_is_told_so_at_once(alone, capsys, monkeypatch,
     argv = ["run"] if module == "sample" else []
     assert call(module, argv) == 2
     assert "error: RANK=2 must be below WORLD_SIZE=2: ranks count from 0 to 1" in capsys.readouterr().err
-
-
-def test_a_default_run_of_the_curves_takes_what_the_device_runs():
-    assert "bucketed-dma" not in CurvesConfig().strategies and "zero1" in CurvesConfig().strategies
 
 
 @pytest.mark.parametrize(

@@ -163,11 +163,11 @@ def test_emitters():
 
 def test_the_nsys_command_where_nsys_is(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert nsys_command("launch/model_benchmark.py", [], 2, "out/x") is None
+    assert nsys_command("launch/ddp_bench.py", [], 2, "out/x") is None
     monkeypatch.setattr(shutil, "which", lambda name: f"bin/{name}")
-    command = nsys_command("launch/model_benchmark.py", ["--size", "small"], 2, "out/x")
+    command = nsys_command("launch/ddp_bench.py", ["--size", "small"], 2, "out/x")
     assert "--nproc-per-node=2" in command and "out/x_rank%q{RANK}" in command
     assert (
-        command.endswith("launch/model_benchmark.py --size small")
+        command.endswith("launch/ddp_bench.py --size small")
         and "--capture-range=cudaProfilerApi" in command
     )

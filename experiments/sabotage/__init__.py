@@ -1,87 +1,68 @@
 """What does a mistake look like, and which check would have caught it?
 
-    python experiments/sabotage.py            # two CPU ranks, about a minute
-    python experiments/sabotage.py --quick    # shorter curves
+    distlab run sabotage            # two CPU ranks, about a minute
+    distlab run sabotage --quick    # shorter curves
 
 Fifteen classic mistakes, injected one at a time by a subclass or a patch into an otherwise healthy training run. Each
 is put to the checks that this lab's commands make (equality with one process, closed form of what is sent, attention
 against float64), beside the healthy run, which must pass them all; or the strategy itself raises an error. The picture
 shows the symptom: both loss curves.
 
-The mistakes are in `sabotage_pieces/injected.py` and `mistakes.py` beside this file, the checks in `checks.py`.
+The mistakes are in `injected` and `mistakes`, the checks in `checks`.
 """
 
-import argparse
-import dataclasses
 import math
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distlab.report import Record, View, Work, add_output_options, commit, environment, progress, run_command
+from distlab.comm import RankContext
+from distlab.experiment import Experiment, Options, Run, View, option
+from distlab.report import Record
 from distlab.report.charts import Panel, Series, lines
 from distlab.report.table import Column
 from distlab.testing import RanksFailed, run_ranks
 from distlab.train.data import SyntheticTokens
-from experiments.sabotage_pieces.checks import ATTENTION_TOLERANCE, caught_by, examine
-from experiments.sabotage_pieces.mistakes import MISTAKES, MODEL
 
-NAME = "sabotage"
+from .checks import ATTENTION_TOLERANCE, caught_by, examine, examine_both
+from .mistakes import MISTAKES, MODEL
+
 RANKS = 2
 
 
 @dataclass(frozen=True)
-class SabotageConfig:
-    """What to run.
+class SabotageConfig(Options):
+    """What to run."""
 
-    Args:
-        mistakes: names from `MISTAKES`.
-        steps: of each loss curve.
-        check_steps: of the comparison with one process.
-
-    Raises:
-        ValueError: an unknown mistake, or too few steps.
-    """
-
-    mistakes: tuple[str, ...] = tuple(MISTAKES)
-    steps: int = 150
-    check_steps: int = 3
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.mistakes if name not in MISTAKES]
-        if unknown or not self.mistakes:
-            raise ValueError(f"mistakes {unknown or 'none'}: choose among {', '.join(map(repr, MISTAKES))}")
-        if self.steps < 2 or self.check_steps < 2:
-            raise ValueError(f"steps={self.steps}, check_steps={self.check_steps}: at least 2 of each")
+    mistakes: tuple[str, ...] = option(tuple(MISTAKES), "which to make", choices=tuple(MISTAKES))
+    steps: int = option(150, "of each loss curve", least=2)
+    check_steps: int = option(3, "of the comparison with one process", least=2)
 
 
-def run(config: SabotageConfig, progress: Callable[[str], None] = lambda text: None,
-        default_commit: str | None = None) -> list[Record]:  # fmt: skip
-    """One record per mistake. Starts its own two ranks: a mistake may hang or crash those it runs on."""
-    facts = {"environment": environment("cpu"), "commit": commit(default_commit)}
-    shared = dataclasses.asdict(config) | {"world_size": RANKS, "model": dataclasses.asdict(MODEL)}
-    del shared["mistakes"]
-    records = []
+def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
+    """A row per mistake. Each starts ranks of its own, since a mistake may hang or crash those it runs on."""
     for name in config.mistakes:
-        progress(name)
+        if run.done(name):
+            continue
+        run.progress(name)
         mistake = MISTAKES[name]
-        healthy = run_ranks(examine, RANKS, name, False, config.check_steps, config.steps)[0]
+        steps = (config.check_steps, config.steps)
         try:
-            broken = run_ranks(examine, RANKS, name, True, config.check_steps, config.steps)[0]
+            healthy, broken = run_ranks(examine_both, RANKS, name, *steps, deadline_s=120.0)[0]
         except RanksFailed as failure:
+            healthy = run_ranks(examine, RANKS, name, False, *steps)[0]
             broken = {"error": str(failure).strip().splitlines()[-1]}
+        caught = caught_by(broken)
         metrics = broken | {
-            "caught": mistake.check in caught_by(broken),
-            "caught_by": ", ".join(caught_by(broken)) or "nothing",
+            "caught": mistake.check in caught,
+            "caught_by": ", ".join(caught) or "nothing",
             "healthy_passes": not caught_by(healthy),
             "healthy_loss": healthy["loss"],
             "healthy_final_loss": _end(healthy["loss"]),
             "final_loss": _end(broken["loss"]) if "loss" in broken else None,
         }
         own = {"strategy": mistake.healthy, "check": mistake.check, "symptom": mistake.symptom}
-        records.append(Record(NAME, name, shared | own, metrics, **facts))
-    return records
+        run.add(name, metrics, world_size=RANKS, model=asdict(MODEL), **own)
 
 
 def _end(losses: Sequence[float]) -> float:
@@ -90,11 +71,11 @@ def _end(losses: Sequence[float]) -> float:
     return sum(last) / len(last)
 
 
-def problems(records: Sequence[Record]) -> list[str]:
+def wrong_rows(records: Sequence[Record]) -> list[str]:
     """What is not as it should be: a mistake that passes, or a healthy run that does not."""
     found = [f"{r.variant}: not caught by {r.config['check']}" for r in records if not r.metrics["caught"]]
     return found + [
-        f"{r.variant}: its healthy twin is refused" for r in records if not r.metrics["healthy_passes"]
+        f"{r.variant}: its healthy counterpart is refused" for r in records if not r.metrics["healthy_passes"]
     ]
 
 
@@ -140,43 +121,19 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    name=NAME,
-    question=__doc__.splitlines()[0],
     columns=COLUMNS,
     headline=headline,
+    terminal=("variant", "strategy", "caught_by", "max_abs_param_diff", "healthy_final_loss", "final_loss"),
     pictures={"loss.png": draw},
-    findings=lambda records: [f"WRONG: {problem}" for problem in problems(records)],
-    reading="Every mistake is injected alone, into a run that is otherwise healthy and whose twin must pass all "
-    "checks. A loss curve that looks right proves nothing: several of these train on, only worse, or only at another "
-    "scale.",
+    findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],
+    reading="Every mistake is injected alone, into a run that is otherwise healthy and whose healthy counterpart must "
+    "pass all checks. A loss curve that looks right proves nothing: several of these train on, only worse, or only at "
+    "another scale.",
     noise="At two ranks the strategies equal one process bit for bit, so any difference of a parameter is a mistake; "
     f"attention may differ from float64 by {ATTENTION_TOLERANCE:g}.",
 )
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options of the command."""
-    p = argparse.ArgumentParser(
-        NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("--mistakes", default="all", help=f"comma-separated: {', '.join(MISTAKES)} [all]")
-    p.add_argument("--steps", type=int, help="of each loss curve [150]")
-    p.add_argument("--quick", action="store_true", help="30 steps")
-    add_output_options(p)
-    return p
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run, print the table, write records and picture; 1 if a mistake passed."""
-    args = parser().parse_args(argv)
-    names = tuple(MISTAKES) if args.mistakes == "all" else tuple(args.mistakes.split(","))
-
-    def prepare() -> Work:
-        config = SabotageConfig(names, args.steps or (30 if args.quick else 150))
-        return lambda folder: run(config, progress, args.commit)
-
-    return run_command(VIEW, args, prepare, passed=lambda records: not problems(records))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+PRESETS = {
+    "quick": {"steps": 30},
+    "smoke": {"mistakes": ("no broadcast",), "steps": 2, "check_steps": 2},
+}
+EXPERIMENT = Experiment(SabotageConfig, measure, VIEW, presets=PRESETS, ranks="none", wrong=wrong_rows)

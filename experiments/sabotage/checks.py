@@ -104,15 +104,18 @@ def examine(context: RankContext, name: str, broken: bool, check_steps: int, ste
     }
 
 
+def examine_both(context: RankContext, name: str, check_steps: int, steps: int) -> list[dict[str, Any]]:
+    """`examine` without the mistake, then with it."""
+    return [examine(context, name, broken, check_steps, steps) for broken in (False, True)]
+
+
 def caught_by(metrics: dict[str, Any]) -> list[str]:
     """The checks that say no."""
     if "error" in metrics:
         return [ERROR]
-    found = []
-    if metrics["max_abs_param_diff"] > PARAMETER_TOLERANCE:
-        found.append(EQUALITY)
-    if metrics["collectives_beyond_prediction"] or metrics["comm_bytes_beyond_prediction"]:
-        found.append(VOLUME)
-    if metrics["attention_error"] > ATTENTION_TOLERANCE:
-        found.append(ATTENTION)
-    return found
+    failed = {
+        EQUALITY: metrics["max_abs_param_diff"] > PARAMETER_TOLERANCE,
+        VOLUME: metrics["collectives_beyond_prediction"] or metrics["comm_bytes_beyond_prediction"],
+        ATTENTION: metrics["attention_error"] > ATTENTION_TOLERANCE,
+    }
+    return [check for check, fails in failed.items() if fails]

@@ -15,7 +15,7 @@ from distlab.report.view import View
 from distlab.theory.memory.activations import PRECISIONS, block_activations
 from distlab.theory.model_shape import ModelShape
 
-from .rows import Rows, headline, mib_column
+from .view import Rows, headline, mib_column
 
 NAME = "model_saved"
 FORMS = {  # how the blocks are run, and with which operations

@@ -1,8 +1,8 @@
 """How far the curves lie apart, how far rounding alone puts them, and what is not as it should be."""
 
-import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from distlab.report import Record
 
@@ -19,12 +19,11 @@ def cost_is_noise(record: Record) -> bool:
 
 def verdicts(records: Sequence[Record]) -> list[str]:
     """What is not as it should be; empty if all is well."""
-    records = with_distances(records)
     by_name = {record.variant: record.metrics for record in records}
     problems = []
-    limit = tolerance(records)
+    limit, reference = tolerance(records), by_name.get(REFERENCE, {})
     for name, metrics in by_name.items():
-        apart = metrics.get("mean_abs_loss_diff")
+        apart = None if name == REFERENCE else distance(metrics, reference)
         if limit and apart is not None and not apart <= limit:
             problems.append(f"{name}: {apart:.4f} nats from {REFERENCE}'s curve, noise is {limit:.4f}")
         if "loss" in metrics and not metrics["loss"][-1] < metrics["loss"][0] and metrics["first_step"] == 0:
@@ -42,32 +41,18 @@ def verdicts(records: Sequence[Record]) -> list[str]:
     return problems
 
 
-def distance(record: Record, reference: Record) -> float | None:
+def distance(mine: Mapping[str, Any], reference: Mapping[str, Any]) -> float | None:
     """Mean |Δloss| over the steps that both ran: a few steps' mean would say more of their luck."""
-    mine, theirs = record.metrics.get("loss"), reference.metrics.get("loss")
-    if not mine or not theirs or record is reference:
+    if not mine.get("loss") or not reference.get("loss"):
         return None
-    late = theirs[record.metrics["first_step"] :]
-    return statistics.fmean(abs(a - b) for a, b in zip(mine, late, strict=True))
-
-
-def with_distances(records: Sequence[Record]) -> list[Record]:
-    """The records with `mean_abs_loss_diff`, the distance to the reference's curve."""
-    reference = next((record for record in records if record.variant == REFERENCE), None)
-    return [
-        dataclasses.replace(
-            record, metrics=record.metrics | {"mean_abs_loss_diff": distance(record, reference)}
-        )
-        if reference and "loss" in record.metrics
-        else record
-        for record in records
-    ]
+    late = reference["loss"][mine["first_step"] :]
+    return statistics.fmean(abs(a - b) for a, b in zip(mine["loss"], late, strict=True))
 
 
 def tolerance(records: Sequence[Record]) -> float | None:
     """How far curves may lie apart: twice what rounding alone does (the same mathematics in two micro-batches), and
     at least 0.01 nats."""
-    by_name = {record.variant: record for record in records}
+    by_name = {record.variant: record.metrics for record in records}
     if REFERENCE not in by_name or ROUNDING not in by_name:
         return None
     return max(0.01, 2 * distance(by_name[ROUNDING], by_name[REFERENCE]))

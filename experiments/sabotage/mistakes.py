@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,14 +111,9 @@ class ReadsTheHead(nn.Module):
         return nn.functional.linear(x, self.head.weight, self.head.bias)
 
 
-def _reads_the_head(seed: int, device: torch.device) -> nn.Module:
+def _seeded(module: type[nn.Module], seed: int, device: torch.device) -> nn.Module:
     torch.manual_seed(seed)
-    return ReadsTheHead().to(device)
-
-
-def _two_experts(seed: int, device: torch.device) -> nn.Module:
-    torch.manual_seed(seed)
-    return TwoExperts().to(device)
+    return module().to(device)
 
 
 # -- the list --------------------------------------------------------------------------------------------------
@@ -125,7 +121,7 @@ def _two_experts(seed: int, device: torch.device) -> nn.Module:
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake beside its healthy twin.
+    """One mistake beside the healthy run.
 
     Attributes:
         name: as in tables.
@@ -186,7 +182,7 @@ MISTAKES: dict[str, Mistake] = {
         Mistake("same data everywhere", EQUALITY, "a little noise: N ranks do the work of one", "flat",
                 candidate=dataclasses.replace(_LM, batches=lambda rank, step, device: tokens(0, step, device))),
         Mistake("hook order", EQUALITY, "hardly any in the loss; layers get each other's gradients", "overlap",
-                HookOrder, task=Task(_two_experts, tokens)),
+                HookOrder, task=Task(partial(_seeded, TwoExperts), tokens)),
         Mistake("shard not exchanged", VOLUME, "each rank trains half a model", "sharded-optimizer",
                 optimizer=_keeps_its_shard),
         Mistake("softmax without maximum", ATTENTION, "NaN, once scores pass 88", "flat",
@@ -199,7 +195,7 @@ MISTAKES: dict[str, Mistake] = {
         Mistake("stale accumulation", EQUALITY, "slower: later micro-batches are lost", "flat",
                 StaleSums, task=language_model(micro_batches=4)),
         Mistake("read elsewhere", EQUALITY, "hardly any in the loss; some layers are a step behind", "zero1",
-                optimizer=WaitsInOwnersForward, task=Task(_reads_the_head, tokens)),
+                optimizer=WaitsInOwnersForward, task=Task(partial(_seeded, ReadsTheHead), tokens)),
         Mistake("finish forgotten", ERROR, "the step raises; else vectors would drift apart", "fsdp", ForgetsToFinish),
         Mistake("torch's clipping", ERROR, "the step raises; else each rank would clip by a norm of its own", "zero1",
                 ClipsItsOwnPart),

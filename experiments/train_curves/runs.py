@@ -1,6 +1,5 @@
 """The runs: a loss curve per strategy, one more that is killed and resumed, and steps with and without checkpoints."""
 
-import dataclasses
 import gc
 import hashlib
 import os
@@ -8,7 +7,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,99 +15,111 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankContext, collectives
+from distlab.comm import RankContext, RankEnvironment, collectives
+from distlab.comm.rank_process import on_main
+from distlab.experiment import Run
 from distlab.measure.memory import peak_memory
 from distlab.measure.rounds import interleave
 from distlab.model.config import ModelConfig
-from distlab.report import Record, commit, environment, read_json, write_json
 from distlab.train.config import TrainConfig
-from distlab.train.data import GlobalOrder, TokenWindows
+from distlab.train.data import GlobalOrder, TokenWindows, open_tokens
 from distlab.train.loop import Trainer
 from distlab.train.metrics import StepMetrics
 from distlab.train.requirements import PlannedStep, require
 
-from .config import COST, KILLED, LAST, NAME, REFERENCE, ROUNDING, CurvesConfig
+from .config import COST, KILLED, LAST, REFERENCE, ROUNDING, CurvesConfig
+from .verdicts import distance
+
+FOLDERS = ("distlab", "kernels", "experiments", "launch", "tests", "docs")
+ROOT = Path(__file__).resolve().parents[2]
 
 
-class Bench:
-    """Runs the parts, one record each.
+def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
+    """All parts, a row per run; call it on every rank.
+
+    Raises:
+        OSError, ValueError: on every rank, for a text that cannot be used, or is another than that of earlier rows, and
+            for a rank that would kill itself and that nobody would start again.
+        MemoryError: a strategy with this model and batch does not fit.
+    """
+    place = RankEnvironment.read()
+    check_restarts(config.parts, place.max_restarts)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds in any order; the flash kernel's does not
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    read = partial(text_of_repository, ROOT) if config.text_file is None else partial(open_tokens, config.text_file)
+    tokens = on_main(context, lambda: np.array(read()))  # one rank reads: somebody may be editing these files
+    Curves(config, context, run, tokens, place.restarts).run_parts()
+
+
+def check_restarts(parts: Sequence[str], max_restarts: int) -> None:
+    """Raise ValueError if a rank will kill itself and nobody will start it again."""
+    if "kill" in parts and max_restarts < 1:
+        raise ValueError(
+            "the part 'kill' ends a rank, which must be started again: give --max-restarts 1, or leave it out with "
+            "--parts curves,cost"
+        )
+
+
+def text_of_repository(root: Path) -> np.ndarray:
+    """The bytes of this repository's Python files and pages, in the order of their names."""
+    files = sorted(
+        path for folder in FOLDERS for path in (root / folder).rglob("*") if path.suffix in (".py", ".md")
+    )
+    return np.frombuffer(b"".join(path.read_bytes() for path in files), dtype=np.uint8)
+
+
+class Curves:
+    """Runs the parts, one row each.
 
     Args:
         config: what to run.
         context: this rank.
-        folder: of records; all ranks see it.
+        run: of rows and checkpoints; all ranks see its folder.
         tokens: bytes.
-        attempt: 0, or how often torchrun has restarted the ranks.
+        attempt: 0, or how often the ranks have been started again.
     """
 
-    def __init__(
-        self,
-        config: CurvesConfig,
-        context: RankContext,
-        folder: Path,
-        tokens: np.ndarray,
-        *,
-        attempt: int = 0,
-        default_commit: str | None = None,
-        progress: Callable[[str], None] = lambda text: None,
-    ):
-        self.config, self.context, self.folder, self.attempt = config, context, folder, attempt
-        self.progress = progress
+    def __init__(self, config: CurvesConfig, context: RankContext, run: Run, tokens: np.ndarray, attempt: int):
+        self.config, self.context, self.run, self.attempt = config, context, run, attempt
         model = config.training(REFERENCE).model()
         self.data = TokenWindows(tokens, 256, model.context_length)
         place = {"rank": context.rank, "world_size": context.world_size}
         GlobalOrder(self.data.count, batch=config.batch, micro_batches=2, **place)  # refuses before hours of training
         GlobalOrder(self.data.count, batch=config.cost_batch, **place)
         if config.parts != ("cost",):
-            names = dict.fromkeys([REFERENCE, *config.strategies])
-            self._require(model, names, config.batch)
+            self._require(model, dict.fromkeys([REFERENCE, *config.strategies]), config.batch)
         if "cost" in config.parts:
             self._require(model, [REFERENCE], config.cost_batch)
         self.text = {"bytes": len(tokens), "sha256": hashlib.sha256(tokens.tobytes()).hexdigest()}
-        facts = dataclasses.asdict(config) | {"world_size": context.world_size, "backend": context.backend}
-        self.shared = facts | {"text": self.text, "num_parameters": model.num_parameters}
-        self.facts = {"environment": environment(context.device), "commit": commit(default_commit)}
+        self.shared = {"backend": context.backend, "text": self.text, "num_parameters": model.num_parameters}
+        if any(record.config["text"] != self.text for record in run.records):
+            raise ValueError(f"the text has changed since the rows in {run.path} were made: give another --name")
 
     def _require(self, model: ModelConfig, strategies: Iterable[str], batch: int) -> None:
         ranks, dtype = self.context.world_size, self.config.dtype
         planned = [PlannedStep(model, batch // ranks, name, dtype, batch_option=ranks) for name in strategies]
         require(planned, self.context.device, self.context)
 
-    # -- records -------------------------------------------------------------------------------------------
-
-    def path_of(self, variant: str) -> Path:
-        return self.folder / f"{variant.replace(', ', '-').replace(' ', '-')}.json"
-
-    def done(self, variant: str) -> Record | None:
-        """The record of a part that was run before, with the same configuration."""
-        path = self.path_of(variant)
-        found = read_json(path)[0] if path.exists() else None
-        same = (
-            found is not None
-            and found.config == Record(NAME, "", self.shared, {}, {}, None).to_dict()["config"]
-        )
-        return found if same else None
-
-    def once(self, variant: str, run: Callable[[], dict[str, object]]) -> None:
-        # Rank 0 decides for all: another host's view of the folder may lag.
-        done = self.context.is_main and self.done(variant) is not None
-        if collectives.gather_objects(done, self.context.group)[0]:
-            self.progress(f"{variant}: has its record")
+    def once(self, variant: str, part: Callable[[], dict[str, object]]) -> None:
+        """The row of a part, unless it is there already."""
+        if self.run.done(variant):
+            self.run.progress(f"{variant}: has its record")
             return
-        self.progress(variant)
-        metrics = run()
-        if self.context.is_main:
-            write_json([Record(NAME, variant, self.shared, metrics, **self.facts)], self.path_of(variant))
+        self.run.progress(variant)
+        metrics = part()
+        reference = self.run.done(REFERENCE)
+        if reference and "loss" in metrics:
+            metrics["mean_abs_loss_diff"] = distance(metrics, reference.metrics)
+        self.run.add(variant, metrics, **self.shared)
         dist.barrier(self.context.group)
-
-    def records(self) -> list[Record]:
-        names = [*self.config.strategies, ROUNDING, KILLED, COST]
-        return [record for record in map(self.done, dict.fromkeys([REFERENCE, *names])) if record is not None]
 
     # -- parts ---------------------------------------------------------------------------------------------
 
-    def run(self) -> list[Record]:
-        """Everything that has no record yet; call it on every rank."""
+    def run_parts(self) -> None:
+        """Everything that has no row yet; call it on every rank."""
         parts = self.config.parts
         if "curves" in parts:
             for strategy in dict.fromkeys([REFERENCE, *self.config.strategies]):
@@ -119,7 +130,6 @@ class Bench:
             self.once(KILLED, self.killed_curve)
         if "cost" in parts:
             self.once(COST, self.cost)
-        return self.records()
 
     def curve(
         self,
@@ -163,7 +173,7 @@ class Bench:
     ) -> Trainer:
         return Trainer(
             config, self.context, train=self.data, data_identity=self.text, folder=folder, report=report,
-            progress=self.progress,
+            progress=self.run.progress,
         )  # fmt: skip
 
     def killed_curve(self) -> dict[str, object]:
@@ -176,23 +186,23 @@ class Bench:
                 print(f"rank {self.context.rank} kills itself", file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        metrics = self.curve(config, self.folder / "killed" / "checkpoints", die)
-        reference = self.done(REFERENCE)
+        metrics = self.curve(config, self.run.path / "killed" / "checkpoints", die)
+        reference = self.run.done(REFERENCE)
         if reference is not None:
-            twin = reference.metrics["loss"][metrics["first_step"] :]
-            differences = [abs(a - b) for a, b in zip(metrics["loss"], twin, strict=True)]
+            unharmed = reference.metrics["loss"][metrics["first_step"] :]
+            differences = [abs(a - b) for a, b in zip(metrics["loss"], unharmed, strict=True)]
             metrics["max_abs_loss_diff"] = max(differences)
             metrics["equal_steps_pct"] = 100 * sum(d == 0 for d in differences) / len(differences)
         return metrics
 
     def cost(self) -> dict[str, object]:
-        """Blocks of steps with a checkpoint and without, in turn, on one trainer.
+        """Blocks of steps with a checkpoint and without, interleaved, on one trainer.
 
         A block with a checkpoint begins with `save()` and ends when that checkpoint is complete: what a checkpoint
         that is still being written would make the next one wait is counted.
         """
         config = self.config.training(REFERENCE, batch=self.config.cost_batch, keep=1)
-        trainer = self.trainer(config, self.folder / "cost" / "checkpoints", lambda report: None)
+        trainer = self.trainer(config, self.run.path / "cost" / "checkpoints", lambda report: None)
         waits: dict[str, list[float]] = {"save": [], "wait": []}
         with peak_memory(self.context.device) as before:
             self._block(trainer, 5, None)

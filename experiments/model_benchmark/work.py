@@ -19,8 +19,8 @@ from distlab.report.record import Record
 from distlab.report.table import Column
 from distlab.report.view import View
 
-from .inspection import Inspection
-from .rows import Rows, headline, ms_column, of_each, prefix
+from .config import BenchmarkConfig
+from .view import Rows, headline, ms_column, of_each, prefix
 
 KERNELS, WORK = "model_kernels", "model_work"
 
@@ -35,7 +35,7 @@ def count_flops(context: RankContext, trial: TrialConfig) -> dict[str, int]:
 
 
 def profile(
-    context: RankContext, config: TrialConfig, wanted: Inspection, folder: Path, slug: str
+    context: RankContext, config: TrialConfig, wanted: BenchmarkConfig, folder: Path, slug: str
 ) -> dict[str, Rows]:
     """Write the traces of the chosen ranks; rows of kernels and of kinds of work, from the first of them."""
     first, last = wanted.profile_steps
@@ -165,6 +165,6 @@ WORK_VIEW = View(
     pictures={"work.png": draw_work},
     findings=work_findings,
     reading="Kinds are told by the names of kernels and of the operators that launched them. FLOPs are counted in an "
-    "eager step at torch's dispatcher, products and attention by formula, everything else per element. On a CPU torch "
+    "eager step at torch's dispatcher, matmuls and attention by formula, everything else per element. On a CPU torch "
     "writes normalisation out in simple operations, and its backward counts as element-wise.",
 )  # fmt: skip

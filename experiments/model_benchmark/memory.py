@@ -16,7 +16,7 @@ from distlab.report.record import Record, environment
 from distlab.report.table import Column
 from distlab.report.view import View
 
-from .rows import Rows, headline, mib_column, ms_column, of_each, prefix
+from .view import Rows, headline, mib_column, ms_column, of_each, prefix
 
 NAME = "model_memory"
 
