@@ -8,6 +8,7 @@ run, 1 if it will not. Nothing here imports torch before it has looked whether t
 """
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -62,6 +63,11 @@ class Ability:
     command: str
 
 
+def checked(name: str, fine: bool, found: str, advice: str, otherwise: str = LIMITED) -> Finding:
+    """A finding that is ok, or else has this state and this advice."""
+    return Finding(name, OK, found) if fine else Finding(name, otherwise, found, advice)
+
+
 def version_tuple(text: str) -> tuple[int, int]:
     """Major and minor of a version such as `2.13.0+cpu`; (0, 0) for a text that is none."""
     parts = text.split("+")[0].split(".")[:2]
@@ -83,35 +89,23 @@ def package(name: str, least: tuple[int, int], advice: str) -> Finding:
         version = str(getattr(sys.modules.get(name), "__version__", "0.0"))
     except Exception as error:  # an import may fail in any way: a missing library, a broken wheel
         return Finding(name, MISSING, f"cannot be imported ({type(error).__name__}: {error})", advice)
-    if version_tuple(version) < least:
-        needed = ".".join(map(str, least))
-        return Finding(name, LIMITED, version, f"older than {needed}: {INSTALL}")
-    return Finding(name, OK, version)
+    needed = ".".join(map(str, least))
+    return checked(name, version_tuple(version) >= least, version, f"older than {needed}: {INSTALL}")
 
 
 def find_python() -> Finding:
     """The interpreter, which must be 3.11 or newer."""
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    if sys.version_info[:2] < PYTHON_LEAST:
-        return Finding("Python", MISSING, found, "needs 3.11 or newer")
-    return Finding("Python", OK, found)
+    return checked("Python", sys.version_info[:2] >= PYTHON_LEAST, found, "needs 3.11 or newer", MISSING)
 
 
 def find_cpu() -> Finding:
     """Cores this process may use, and memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = _memory_bytes()
-    found = f"{cores} cores" + (f", {memory / 2**30:.0f} GiB memory" if memory else "")
-    if cores < 2:
-        return Finding("CPU", LIMITED, found, "two ranks share a core: timings say little")
-    return Finding("CPU", OK, found)
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
+    found = f"{cores} cores"
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        found += f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB memory"
+    return checked("CPU", cores >= 2, found, "two ranks share a core: timings say little")
 
 
 def find_shared_memory() -> Finding:
@@ -121,11 +115,7 @@ def find_shared_memory() -> Finding:
         return Finding("shared memory", LIMITED, "no /dev/shm", "NCCL between GPUs of one host needs it")
     free = shutil.disk_usage(folder).free
     found = f"{free / 2**20:,.0f} MiB free in /dev/shm"
-    if free < 2**28:
-        return Finding(
-            "shared memory", LIMITED, found, "NCCL may fail: start the container with --shm-size=1g"
-        )
-    return Finding("shared memory", OK, found)
+    return checked("shared memory", free >= 2**28, found, "NCCL may fail: start the container with --shm-size=1g")
 
 
 def find_gpus() -> list[Finding]:
@@ -145,14 +135,13 @@ def find_gpus() -> list[Finding]:
         properties = torch.cuda.get_device_properties(index)
         name = torch.cuda.get_device_name(index)
         found = f"{name}, {properties.total_memory / 2**30:.0f} GiB, compute {properties.major}.{properties.minor}"
-        known = lookup(name) is not None
-        advice = "" if known else "its peaks are not in distlab/hardware.py: MFU and roofline say n/a"
-        findings.append(Finding(f"GPU {index}", OK if known else LIMITED, found, advice))
+        advice = "its peaks are not in distlab/hardware.py: MFU and roofline say n/a"
+        findings.append(checked(f"GPU {index}", lookup(name) is not None, found, advice))
     if count > 1:
         peers = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
         links = _links() or ("direct access between GPUs" if peers else "no direct access between GPUs")
-        advice = "" if peers else "collectives go through host memory: expect a tenth of NVLink's bandwidth"
-        findings.append(Finding("links", OK if peers else LIMITED, links, advice))
+        advice = "collectives go through host memory: expect a tenth of NVLink's bandwidth"
+        findings.append(checked("links", peers, links, advice))
     return findings
 
 
@@ -185,17 +174,13 @@ def find_backends() -> list[Finding]:
     if not dist.is_available():
         advice = "this torch has no distributed package: install one from its own index"
         return [Finding("gloo", MISSING, "no torch.distributed", advice)]
-    gloo = Finding("gloo", OK if dist.is_gloo_available() else MISSING, "in this torch" if dist.is_gloo_available()
-                   else "not in this torch", "" if dist.is_gloo_available() else "CPU ranks cannot talk")  # fmt: skip
-    if not dist.is_nccl_available():
-        return [
-            gloo,
-            Finding("NCCL", LIMITED, "not in this torch", "GPUs cannot talk to each other; CPU ranks can"),
-        ]
-    version = torch.cuda.nccl.version()
+    has_gloo, has_nccl = dist.is_gloo_available(), dist.is_nccl_available()
+    version = torch.cuda.nccl.version() if has_nccl else "not in this torch"
+    found = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+    gloo = "in this torch" if has_gloo else "not in this torch"
     return [
-        gloo,
-        Finding("NCCL", OK, ".".join(map(str, version)) if isinstance(version, tuple) else str(version)),
+        checked("gloo", has_gloo, gloo, "CPU ranks cannot talk", MISSING),
+        checked("NCCL", has_nccl, found, "GPUs cannot talk to each other; CPU ranks can"),
     ]
 
 
@@ -221,11 +206,9 @@ def find_ranks() -> Finding:
         return Finding("two ranks", MISSING, f"failed: {first}", advice)
     finally:
         testing.shut_down()
-    if sums != [3.0, 3.0]:
-        return Finding(
-            "two ranks", MISSING, f"1 + 2 gave {sums}", "gloo is broken here: do not trust results"
-        )
-    return Finding("two ranks", OK, "started, and agree that 1 + 2 = 3")
+    right = sums == [3.0, 3.0]
+    found = "started, and agree that 1 + 2 = 3" if right else f"1 + 2 gave {sums}"
+    return checked("two ranks", right, found, "gloo is broken here: do not trust results", MISSING)
 
 
 def find_triton() -> list[Finding]:
@@ -253,12 +236,11 @@ def find_triton() -> list[Finding]:
 
 def examine(start_ranks: bool = True) -> list[Finding]:
     """Look at everything; takes some ten seconds, most of it starting two ranks (`start_ranks`)."""
-    findings = [find_python(), find_cpu(), find_shared_memory()]
-    torch = package("torch", TORCH_LEAST, f"nothing runs without it: {INSTALL}")
-    findings.append(torch)
-    for name, advice in (("matplotlib", "no pictures"), ("tabulate", "no tables")):
-        findings.append(package(name, (0, 0), f"{advice}: {INSTALL}"))
-    if torch.state == MISSING:
+    needed = (("torch", TORCH_LEAST, "nothing runs without it"),
+              ("matplotlib", (0, 0), "no pictures"), ("tabulate", (0, 0), "no tables"))  # fmt: skip
+    packages = [package(name, least, f"{advice}: {INSTALL}") for name, least, advice in needed]
+    findings = [find_python(), find_cpu(), find_shared_memory(), *packages]
+    if packages[0].state == MISSING:
         return findings
     findings += [*find_triton(), *find_gpus(), *find_backends()]
     if start_ranks and all(f.state == OK for f in findings if f.name == "gloo"):
@@ -298,9 +280,7 @@ def _too_few(gpus: int, needed: int) -> str:
 
 def first_command(able: list[Ability]) -> str:
     """The command to try first: the main job on the best hardware here, or how to install."""
-    if not able[0].runs:
-        return INSTALL
-    return able[1].command if able[1].runs else able[0].command
+    return next((a.command for a in (able[1], able[0]) if a.runs), INSTALL)
 
 
 def report(findings: list[Finding], able: list[Ability]) -> str:

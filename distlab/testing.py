@@ -94,7 +94,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
         settings = (os.path.join(folder, "store"), world_size, backend, group_timeout_s)
         for rank, process in enumerate(ranks):
-            process.send(pickle.dumps((rank, settings, job)))
+            process.pipe.send_bytes(pickle.dumps((rank, settings, job)))
         results, failures = _collect(ranks, time.monotonic() + deadline_s, deadline_s)
     if failures:
         shut_down()
@@ -114,9 +114,6 @@ class _Rank:
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
-
-    def send(self, message: bytes) -> None:
-        self.pipe.send_bytes(message)
 
     def dump_stack(self) -> str:
         """What the process is doing now, as Python stacks of its threads."""

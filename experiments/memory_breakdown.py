@@ -151,7 +151,6 @@ def _predicted(config: MemoryConfig, context: RankContext, variant: Variant) -> 
         world_size=context.world_size,
         precision={"fp32": "fp32", "bf16": "bf16" if casts else "bf16-autocast"}[config.dtype],
         attention=model.attention,
-        bucket_size_mb=config.bucket_size_mb,
         workspace_bytes=CUBLAS_WORKSPACES if context.device.type == "cuda" else 0,
     )
     states = expected.before_step

@@ -180,9 +180,7 @@ def sum_tensor(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 def sum_over_ranks(value: float, device: torch.device, group: ProcessGroup) -> float:
     """The sum of a number over the ranks, in float64. Blocks."""
-    total = torch.tensor([value], dtype=torch.float64, device=device)
-    _all_reduce(total, dist.ReduceOp.SUM, group)
-    return float(total.item())
+    return float(sum_tensor(torch.tensor([value], dtype=torch.float64, device=device), group).item())
 
 
 def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup) -> None:

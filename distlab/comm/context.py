@@ -186,7 +186,7 @@ def rank_context(
     backend, device = choose_device(backend, place.local_rank, place.local_world_size)
     timeout = timedelta(seconds=timeout_s)
     if store is None:
-        store = _torchrun_store(timeout) if place.launched else dist.HashStore()
+        store = _torchrun_store(place, timeout) if place.launched else dist.HashStore()
 
     options = None
     if device.type == "cuda":
@@ -216,24 +216,28 @@ def rank_context(
             place.rank, place.local_rank, place.world_size, device, backend, dist.group.WORLD, timeout_s
         )
     finally:
-        _leave()
+        # So that the process can exit with the code it means to: a gloo work object that is destroyed during the
+        # interpreter's shutdown aborts the process (exit code −6), hence the collection of garbage before it.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
 
 
-def _torchrun_store(timeout: timedelta) -> dist.Store:
+def _torchrun_store(place: RankEnvironment, timeout: timedelta) -> dist.Store:
     """The store of torchrun's rendezvous, with the keys of each restart kept apart.
 
     torchrun's agent keeps one TCPStore across restarts, and workers of a second attempt would read the dead
     workers' addresses from it (pytorch issue 135712). A prefix per attempt cures that on one host; restart
     counts are not the same on all hosts, so with several the store is left as it is.
     """
-    store = _rendezvous(timeout)
+    store = _rendezvous(place, timeout)
     if _number("GROUP_WORLD_SIZE", 1) == 1:
-        store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        store = dist.PrefixStore(f"attempt{place.restarts}", store)
     store.set_timeout(timeout)
     return store
 
 
-def _rendezvous(timeout: timedelta) -> dist.Store:
+def _rendezvous(place: RankEnvironment, timeout: timedelta) -> dist.Store:
     """The TCPStore at MASTER_ADDR:MASTER_PORT; what goes wrong on the way to it is said by its cause.
 
     Raises:
@@ -242,7 +246,6 @@ def _rendezvous(timeout: timedelta) -> dist.Store:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent serves it already
         return next(rendezvous("env://", timeout=timeout))[0]
-    place = RankEnvironment.read()
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ValueError(
@@ -307,14 +310,3 @@ def _wait_for_server(host: str, port: int, limit_s: float, where: str, rank: int
                     "rank 0 there, and look for its message if it has ended"
                 ) from None
         time.sleep(0.1)
-
-
-def _leave() -> None:
-    """Destroy the process group so that the process can exit with the code it means to.
-
-    A gloo work object that is destroyed during interpreter shutdown aborts the process (exit code −6), hence
-    the collection of garbage while the interpreter is still whole.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()

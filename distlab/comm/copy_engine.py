@@ -1,6 +1,6 @@
 """All-reduce by copy engines: transfers between GPUs that take no multiprocessor from the computation.
 
-NCCL's kernels occupy thread blocks for as long as they send, and the products beside them slow down. A GPU can also
+NCCL's kernels occupy thread blocks for as long as they send, and the matmuls beside them slow down. A GPU can also
 read and write its neighbours' memory over NVLink with its copy engines. Every tensor is cut into N equal chunks, of
 which rank r owns chunk r:
 

@@ -1,9 +1,9 @@
 """Ranks end when the process that started them does.
 
 An agent that is killed with SIGKILL (by a person, or for memory) cannot end its ranks. They would train on, out of
-reach, and meet the next run of the same name. Here the kernel ends them: on Linux it sends a process the signal that
-the process has asked for as soon as its parent dies, whatever the process is doing. Elsewhere a thread looks once a
-second.
+reach, and collide with the next run of the same name. Here the kernel ends them: on Linux it sends a process the signal
+that the process has asked for as soon as its parent dies, whatever the process is doing. Elsewhere a thread looks once
+a second.
 """
 
 import ctypes

@@ -43,7 +43,13 @@ def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout
                     return USAGE_ERROR
         except Exception as error:
             if is_lost_peer(error):
-                print(lost_peer(name, place.rank, timeout_s, error), file=sys.stderr, flush=True)
+                first_line = str(error).strip().splitlines()[0]
+                print(
+                    f"{name}: rank {place.rank} lost another rank: it died, or did not join a collective within "
+                    f"{timeout_s:g} s (--timeout). Look for that rank's own message. ({first_line})",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 return 1
             if (message := message_of(error)) is None:
                 raise
@@ -116,12 +122,3 @@ def is_lost_peer(error: Exception) -> bool:
     )
     known = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
     return known or isinstance(error, dist.DistError)
-
-
-def lost_peer(name: str, rank: int, timeout_s: float, error: Exception) -> str:
-    """The line of a rank that has lost another."""
-    first_line = str(error).strip().splitlines()[0]
-    return (
-        f"{name}: rank {rank} lost another rank: it died, or did not join a collective within {timeout_s:g} s "
-        f"(--timeout). Look for that rank's own message. ({first_line})"
-    )

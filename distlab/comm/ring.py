@@ -1,15 +1,15 @@
 """Collectives made of sends and receives: what a library does, small enough to read. All block as `Work.wait()` does.
 
 Ranks stand in a ring; in every round each sends to the next and receives from the one before, so all links are busy
-in one direction. The tensor is cut into N pieces:
+in one direction. The tensor is cut into N chunks:
 
-    reduce-scatter   N−1 rounds   pass a partial sum of a piece on, add the own contribution to what arrives
-    all-gather       N−1 rounds   pass finished pieces on
+    reduce-scatter   N−1 rounds   pass a partial sum of a chunk on, add the own contribution to what arrives
+    all-gather       N−1 rounds   pass finished chunks on
     all-reduce       2(N−1)       the one after the other: (N−1)/N of the tensor per link and half
     whole tensors    N−1 rounds   forward everybody's whole tensor, add each: N/2 times the volume, half of the rounds
 
 Costs are in `distlab.theory.collective_time`. The library's collectives (`collectives`) split rings into several
-channels, pipeline pieces inside each round, and use trees where latency counts.
+channels, pipeline chunks inside each round, and use trees where latency counts.
 """
 
 import torch
@@ -22,23 +22,21 @@ from torch.distributed import P2POp, ProcessGroup
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
     """Concatenate every rank's `input` `(n,)` in rank order into `output` `(N·n,)`."""
     rank, ranks = group.rank(), group.size()
-    pieces = _equal_pieces(output, input, ranks)
-    pieces[rank].copy_(input)
+    chunks = _equal_chunks(output, input, ranks)
+    chunks[rank].copy_(input)
     for done in range(ranks - 1):
-        _pass_on(pieces[(rank - done) % ranks], pieces[(rank - done - 1) % ranks], group)
+        _pass_on(chunks[(rank - done) % ranks], chunks[(rank - done - 1) % ranks], group)
 
 
 @torch.no_grad()
 def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
-    """Give rank r the r-th of N equal pieces of the *sum* of `input`: `(N·n,)` → `output` `(n,)`."""
+    """Give rank r the r-th of N equal chunks of the *sum* of `input`: `(N·n,)` → `output` `(n,)`."""
     rank, ranks = group.rank(), group.size()
-    pieces = _equal_pieces(input, output, ranks)
-    partial, arriving = pieces[(rank - 1) % ranks].clone(), torch.empty_like(output)
-    for done in range(
-        ranks - 1
-    ):  # after the last round the partial sum is that of the own piece, and complete
+    chunks = _equal_chunks(input, output, ranks)
+    partial, arriving = chunks[(rank - 1) % ranks].clone(), torch.empty_like(output)
+    for done in range(ranks - 1):  # after the last round the partial sum is that of the own chunk, and complete
         _pass_on(partial, arriving, group)
-        arriving += pieces[(rank - done - 2) % ranks]
+        arriving += chunks[(rank - done - 2) % ranks]
         partial, arriving = arriving, partial
     output.copy_(partial)
 
@@ -47,14 +45,14 @@ def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
     """Replace `tensor` (contiguous, any number of elements) by its *sum* over the ranks."""
     rank, ranks = group.rank(), group.size()
-    pieces = tensor.view(-1).tensor_split(ranks)
-    arriving = torch.empty_like(pieces[0])  # the longest
+    chunks = tensor.view(-1).tensor_split(ranks)
+    arriving = torch.empty_like(chunks[0])  # the longest
     for done in range(ranks - 1):
-        mine, theirs = pieces[(rank - done) % ranks], pieces[(rank - done - 1) % ranks]
+        mine, theirs = chunks[(rank - done) % ranks], chunks[(rank - done - 1) % ranks]
         _pass_on(mine, arriving[: theirs.numel()], group)
         theirs += arriving[: theirs.numel()]
-    for done in range(ranks - 1):  # rank r has completed piece r+1
-        _pass_on(pieces[(rank + 1 - done) % ranks], pieces[(rank - done) % ranks], group)
+    for done in range(ranks - 1):  # rank r has completed chunk r+1
+        _pass_on(chunks[(rank + 1 - done) % ranks], chunks[(rank - done) % ranks], group)
 
 
 @torch.no_grad()
@@ -73,15 +71,15 @@ def _pass_on(outgoing: Tensor, incoming: Tensor, group: ProcessGroup) -> None:
     transfers = [
         P2POp(kind, tensor, group=group, group_peer=peer % ranks)
         for kind, tensor, peer in ((dist.isend, outgoing, rank + 1), (dist.irecv, incoming, rank - 1))
-        if tensor.numel()  # sender and receiver of a piece agree on its size
+        if tensor.numel()  # sender and receiver of a chunk agree on its size
     ]
     for work in dist.batch_isend_irecv(transfers) if transfers else []:
         work.wait()
 
 
-def _equal_pieces(whole: Tensor, piece: Tensor, ranks: int) -> tuple[Tensor, ...]:
-    if whole.numel() != ranks * piece.numel() or not whole.is_contiguous():
+def _equal_chunks(whole: Tensor, chunk: Tensor, ranks: int) -> tuple[Tensor, ...]:
+    if whole.numel() != ranks * chunk.numel() or not whole.is_contiguous():
         raise ValueError(
-            f"{ranks} pieces of {piece.numel()} elements do not make a contiguous tensor of {whole.numel()}: pad it"
+            f"{ranks} chunks of {chunk.numel()} elements do not make a contiguous tensor of {whole.numel()}: pad it"
         )
-    return whole.view(-1).split(piece.numel()) if piece.numel() else (piece,) * ranks
+    return whole.view(-1).split(chunk.numel()) if chunk.numel() else (chunk,) * ranks

@@ -66,7 +66,12 @@ def _explained(error: RuntimeError, group: ProcessGroup, what: str) -> RuntimeEr
     absent = [rank for rank in others if rank not in said]
     mine = _message(group, what)
     if absent:
-        found = f"{_ranks(absent)} did not come: {_causes(absent)}"
+        it, has, sits, own = ("it", "has", "is", "its") if len(absent) == 1 else ("they", "have", "are", "their")
+        found = (
+            f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} did not come: {it} {has} fewer "
+            f"batches than the others, {sits} stuck in code between two steps, or {has} ended (if by an error, {own} "
+            "own message says why)"
+        )
     others_doing = {rank: json.loads(doing)[1] for rank, doing in said.items() if doing != mine}
     elsewhere = [f"rank {rank} waits elsewhere ({doing})" for rank, doing in others_doing.items()]
     if not absent and elsewhere:
@@ -74,18 +79,6 @@ def _explained(error: RuntimeError, group: ProcessGroup, what: str) -> RuntimeEr
     elif not absent:
         found = "all ranks came, so a connection failed, or their messages differ in size"
     return RuntimeError(f"rank {dist.get_rank()} was {what}, and {found}. torch says: {error}")
-
-
-def _causes(ranks: list[int]) -> str:
-    it, has, sits, own = ("it", "has", "is", "its") if len(ranks) == 1 else ("they", "have", "are", "their")
-    return (
-        f"{it} {has} fewer batches than the others, {sits} stuck in code between two steps, or {has} ended (if by an "
-        f"error, {own} own message says why)"
-    )
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # -- the job's store -----------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def rest(context: RankContext, name: str, busy_ranks: int, *, limit_s: float = 1
     """Wait until the first `busy_ranks` ranks have come here too, without a kernel that spins on a GPU meanwhile.
 
     Args:
-        name: a word for this meeting, not used before in this job.
+        name: of this rendezvous, not used before in this job.
 
     Raises:
         RuntimeError: they did not come within `limit_s`.

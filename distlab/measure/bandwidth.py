@@ -21,13 +21,26 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from distlab.comm import RankContext, collectives, ring
 from distlab.measure.clock import PhaseTimer, measure, slowest_rank
 
-LIBRARY = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-BY_HAND = ("ring_all_reduce", "ring_all_gather", "ring_reduce_scatter", "whole_all_reduce")
-OPERATIONS = LIBRARY + BY_HAND
+# Each on the whole tensor, this rank's part of it, and a group.
+_CALLS: dict[str, Callable[[Tensor, Tensor, ProcessGroup], object]] = {
+    "all_reduce": lambda whole, _, group: collectives.all_reduce_mean(whole, group, prescaled=True).wait(),
+    "all_gather": lambda whole, part, group: collectives.all_gather(whole, part, group).wait(),
+    "reduce_scatter": lambda whole, part, group: collectives.reduce_scatter_mean(
+        part, whole, group, prescaled=True
+    ).wait(),
+    "broadcast": lambda whole, _, group: collectives.broadcast(whole, group).wait(),
+    "ring_all_reduce": lambda whole, _, group: ring.all_reduce(whole, group),
+    "ring_all_gather": lambda whole, part, group: ring.all_gather(whole, part, group),
+    "ring_reduce_scatter": lambda whole, part, group: ring.reduce_scatter(part, whole, group),
+    "whole_all_reduce": lambda whole, _, group: ring.all_reduce_whole(whole, group),
+}
+OPERATIONS = tuple(_CALLS)
+LIBRARY, BY_HAND = OPERATIONS[:4], OPERATIONS[4:]
 TINY = 1e-30  # sums grow with every repetition: from here they stay finite
 LEAST_REPEATS = 5
 
@@ -90,83 +103,51 @@ def time_collective(
     if num_bytes < 1:
         raise ValueError(f"num_bytes={num_bytes}: give at least one")
     traffic(operation, context.world_size)
-    case = _case(context, operation, -(-num_bytes // (4 * context.world_size)) * context.world_size)
-    error = max(collectives.gather_objects(case.error(), context.group))
-    case.refill()
-    (first,) = _slowest(measure(case.call, warmup=warmup, repeats=1, device=context.device), context)
+    chunk = -(-num_bytes // (4 * context.world_size))
+    call, source, result, pattern, expected = _case(context, operation, chunk)
+    source.copy_(pattern())
+    call()
+    error = max(collectives.gather_objects((result - expected()).abs_().max().item(), context.group))
+    source.copy_(pattern()).mul_(TINY)
+    (first,) = _slowest(measure(call, warmup=warmup, repeats=1, device=context.device), context)
     count = min(repeats, max(LEAST_REPEATS, int(budget_s * 1e3 / max(first, 1e-6))))
-    samples = _slowest(measure(case.call, warmup=0, repeats=count, device=context.device), context)
-    return CollectiveTiming(operation, case.num_bytes, context.world_size, samples, error)
+    samples = _slowest(measure(call, warmup=0, repeats=count, device=context.device), context)
+    return CollectiveTiming(operation, 4 * chunk * context.world_size, context.world_size, samples, error)
 
 
 def _slowest(samples: list[float], context: RankContext) -> list[float]:
     return slowest_rank(samples, context.group, context.device)
 
 
-@dataclass
-class _Case:
-    """Tensors with values that betray a piece in the wrong place, and the collective on them."""
+def _case(
+    context: RankContext, operation: str, chunk: int
+) -> tuple[Callable[[], object], Tensor, Tensor, Callable[[], Tensor], Callable[[], Tensor]]:
+    """A collective on tensors of `chunk` elements per rank, with values that betray a chunk in the wrong place.
 
-    call: Callable[[], None]
-    source: Tensor  # what this rank contributes
-    result: Tensor
-    expected: Callable[[], Tensor]
-    pattern: Callable[[], Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        return 4 * max(self.source.numel(), self.result.numel())
-
-    def error(self) -> float:
-        self.source.copy_(self.pattern())
-        self.call()
-        return (self.result - self.expected()).abs_().max().item()
-
-    def refill(self) -> None:
-        self.source.copy_(self.pattern()).mul_(TINY)
-
-
-def _case(context: RankContext, operation: str, numel: int) -> _Case:
+    Returns:
+        the call; what this rank contributes, and the result; what makes the values of each.
+    """
     group, rank, ranks, device = context.group, context.rank, context.world_size, context.device
     kind = operation.removeprefix("ring_").removeprefix("whole_")
+    everything, own = slice(None), slice(rank * chunk, (rank + 1) * chunk)
+    whole = torch.empty(ranks * chunk, device=device)
+    part = torch.empty(chunk if kind in ("all_gather", "reduce_scatter") else 0, device=device)
+    source, sent = (part, own) if kind == "all_gather" else (whole, everything)
+    result, received = (part, own) if kind == "reduce_scatter" else (whole, everything)
 
-    def values(of_rank: float, share: slice = slice(None)) -> Tensor:
-        return (torch.arange(numel, device=device, dtype=torch.float32)[share] % 251).add_(of_rank)
+    def values(share: slice) -> Tensor:
+        return torch.arange(ranks * chunk, device=device, dtype=torch.float32)[share] % 251
 
-    piece = numel // ranks
-    own = slice(rank * piece, (rank + 1) * piece)
-    whole = torch.empty(numel, device=device)
-    averages = operation in LIBRARY and collectives.averages_in_reduction(device, group)
-    factor = 1 / ranks if averages else 1.0
+    def expected() -> Tensor:
+        found = values(received)
+        if kind == "broadcast":
+            return found
+        if kind == "all_gather":
+            return found.add_(torch.arange(ranks, device=device).repeat_interleave(chunk))
+        averages = operation in LIBRARY and collectives.averages_in_reduction(device, group)
+        return found.mul_(ranks).add_(ranks * (ranks - 1) / 2).mul_(1 / ranks if averages else 1.0)
 
-    def total(share: slice) -> Tensor:
-        return values(0, share).mul_(ranks).add_(ranks * (ranks - 1) / 2).mul_(factor)
-
-    if kind == "all_reduce":
-        calls = {
-            "all_reduce": lambda: collectives.all_reduce_mean(whole, group, prescaled=True).wait(),
-            "ring_all_reduce": lambda: ring.all_reduce(whole, group),
-            "whole_all_reduce": lambda: ring.all_reduce_whole(whole, group),
-        }
-        return _Case(calls[operation], whole, whole, lambda: total(slice(None)), lambda: values(rank))
-    if kind == "broadcast":
-        call = lambda: collectives.broadcast(whole, group).wait()  # noqa: E731
-        return _Case(call, whole, whole, lambda: values(0), lambda: values(rank))
-    part = torch.empty(piece, device=device)
-    if kind == "all_gather":
-        calls = {
-            "all_gather": lambda: collectives.all_gather(whole, part, group).wait(),
-            "ring_all_gather": lambda: ring.all_gather(whole, part, group),
-        }
-        everyone = torch.arange(ranks, device=device).repeat_interleave(piece)
-        return _Case(
-            calls[operation], part, whole, lambda: values(0).add_(everyone), lambda: values(rank, own)
-        )
-    calls = {
-        "reduce_scatter": lambda: collectives.reduce_scatter_mean(part, whole, group, prescaled=True).wait(),
-        "ring_reduce_scatter": lambda: ring.reduce_scatter(part, whole, group),
-    }
-    return _Case(calls[operation], whole, part, lambda: total(own), lambda: values(rank))
+    return lambda: _CALLS[operation](whole, part, group), source, result, lambda: values(sent).add_(rank), expected
 
 
 @dataclass(frozen=True)
@@ -208,13 +189,46 @@ def disturb(
     value = 1.0 if collectives.averages_in_reduction(context.device, context.group) else 0.0
     # gloo runs two messages at a time, which must not be one tensor.
     tensors = [torch.full((max(1, num_bytes // 4),), value, device=context.device) for _ in range(2)]
-    bench = _Bench(context, compute, tensors)
-    once_ms, message_ms = median(bench.alone(1)[1:]), median(bench.queue(1, beside=0)[0] for _ in range(4))
+
+    def alone(calls: int) -> list[float]:
+        """ms of `calls` computations, three times."""
+        timer = PhaseTimer(context.device)
+        for _ in range(3):
+            timer.start()
+            for _ in range(calls):
+                compute()
+            timer.mark("compute")
+        return _slowest([step["compute"] for step in timer.steps()], context)
+
+    def queue(messages: int, *, beside: int) -> tuple[float, float]:
+        """ms from the first of `messages` to the end of all, and of `beside` computations meanwhile."""
+        collectives.all_ranks_agree(True, context.device, context.group)  # start together
+        timer = PhaseTimer(context.device)
+        timer.synchronize()
+        timer.start()
+        works = [
+            collectives.all_reduce_mean(tensors[number % 2], context.group, prescaled=True)
+            for number in range(messages)
+        ]
+        timer.mark("queued")
+        for _ in range(beside):
+            compute()
+        timer.mark("compute")
+        for work in works:
+            work.wait()
+        timer.mark("rest")
+        (step,) = timer.steps()
+        total, compute_ms = _slowest([step["step"], step["compute"]], context)
+        return total, compute_ms
+
+    for _ in range(2):
+        compute()
+    once_ms, message_ms = median(alone(1)[1:]), median(queue(1, beside=0)[0] for _ in range(4))
     calls = max(1, round(least_ms / once_ms))
     messages = max(2, round(3 * calls * once_ms / message_ms))
-    alone_ms = median(bench.alone(calls))
-    queue_ms = median(bench.queue(messages, beside=0)[0] for _ in range(rounds))
-    runs = [bench.queue(messages, beside=calls) for _ in range(rounds)]
+    alone_ms = median(alone(calls))
+    queue_ms = median(queue(messages, beside=0)[0] for _ in range(rounds))
+    runs = [queue(messages, beside=calls) for _ in range(rounds)]
     beside_ms = median(compute_ms for _, compute_ms in runs)
     rate = median(rate_beside(queue_ms, total_ms, compute_ms) for total_ms, compute_ms in runs)
     return Disturbance(alone_ms / calls, beside_ms / calls, queue_ms / messages, queue_ms / messages / rate)
@@ -223,45 +237,3 @@ def disturb(
 def rate_beside(alone_ms: float, total_ms: float, beside_ms: float) -> float:
     """q, between 0.05 and 1: a queue of `alone_ms` took `total_ms`, of which `beside_ms` beside computation."""
     return min(1.0, max(0.05, (alone_ms - (total_ms - beside_ms)) / beside_ms))
-
-
-class _Bench:
-    def __init__(self, context: RankContext, compute: Callable[[], object], tensors: list[torch.Tensor]):
-        self.context, self.compute, self.tensors = context, compute, tensors
-        for _ in range(2):
-            compute()
-
-    def alone(self, calls: int, rounds: int = 3) -> list[float]:
-        """ms of `calls` computations, once per round."""
-        timer = PhaseTimer(self.context.device)
-        for _ in range(rounds):
-            timer.start()
-            for _ in range(calls):
-                self.compute()
-            timer.mark("compute")
-        return self._slowest([step["compute"] for step in timer.steps()])
-
-    def queue(self, messages: int, *, beside: int) -> tuple[float, float]:
-        """ms from the first of `messages` to the end of all, and of `beside` computations meanwhile."""
-        context = self.context
-        collectives.all_ranks_agree(True, context.device, context.group)  # start together
-        timer = PhaseTimer(context.device)
-        timer.synchronize()
-        timer.start()
-        works = [
-            collectives.all_reduce_mean(self.tensors[number % 2], context.group, prescaled=True)
-            for number in range(messages)
-        ]
-        timer.mark("queued")
-        for _ in range(beside):
-            self.compute()
-        timer.mark("compute")
-        for work in works:
-            work.wait()
-        timer.mark("rest")
-        (step,) = timer.steps()
-        total, compute = self._slowest([step["step"], step["compute"]])
-        return total, compute
-
-    def _slowest(self, samples: list[float]) -> list[float]:
-        return slowest_rank(samples, self.context.group, self.context.device)

@@ -95,7 +95,7 @@ class PhaseTimer:
 
     def start(self) -> None:
         """Begin a step."""
-        self._marks.append([("", self._now())])
+        self._marks.append([("", instant(self.device))])
 
     def mark(self, phase: str) -> None:
         """End ``phase``, which began at the previous mark. A phase marked twice in a step is summed.
@@ -106,7 +106,7 @@ class PhaseTimer:
             raise ValueError(f"mark({phase!r}) before start(): call start() at the beginning of each step")
         if not phase or phase == "step":
             raise ValueError(f"a phase cannot be named {phase!r}: 'step' is the sum of all phases")
-        self._marks[-1].append((phase, self._now()))
+        self._marks[-1].append((phase, instant(self.device)))
 
     def steps(self) -> list[dict[str, float]]:
         """Phase → ms for each step so far, and ``"step"``: from its start to its last mark.
@@ -114,7 +114,13 @@ class PhaseTimer:
         Synchronises the device once. The timings stay; `clear` forgets them.
         """
         self.synchronize()
-        return [self._resolve(marks) for marks in self._marks]
+        steps = []
+        for marks in self._marks:
+            phases: dict[str, float] = {}
+            for (_, begin), (phase, end) in itertools.pairwise(marks):
+                phases[phase] = phases.get(phase, 0.0) + elapsed_ms(begin, end)
+            steps.append(phases | {"step": elapsed_ms(marks[0][1], marks[-1][1])})
+        return steps
 
     def clear(self) -> None:
         """Forget all steps, such as those of the warm-up."""
@@ -124,16 +130,6 @@ class PhaseTimer:
         """Wait for the device; nothing to wait for on the CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _now(self) -> Instant:
-        return instant(self.device)
-
-    @staticmethod
-    def _resolve(marks: list[tuple[str, Instant]]) -> dict[str, float]:
-        phases: dict[str, float] = {}
-        for (_, begin), (phase, end) in itertools.pairwise(marks):
-            phases[phase] = phases.get(phase, 0.0) + elapsed_ms(begin, end)
-        return phases | {"step": elapsed_ms(marks[0][1], marks[-1][1])}
 
 
 def slowest_rank(
@@ -155,14 +151,6 @@ def slowest_rank(
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     return torch.stack(everyone).amax(dim=0).tolist()  # amax keeps NaN
-
-
-
-
-
-
-
-
 
 
 def capture(

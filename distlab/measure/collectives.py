@@ -9,51 +9,44 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-# Dispatcher name → (the field's name, index of the argument that is the payload). The payload of an
-# all-gather is its full output and that of a reduce-scatter its full input: the side on which all ranks' data
-# lies. Both sides are among the arguments, and only one is counted. For the same reason gather, scatter and
+# Dispatcher name, without the endings of its variants → (the field's name, index of the argument that is the payload).
+# The payload of an all-gather is its full output and that of a reduce-scatter its full input: the side on which all
+# ranks' data lies. Both sides are among the arguments, and only one is counted. For the same reason gather, scatter and
 # all-to-all count what this rank contributes, receives and contributes.
-_C10D = {
-    "allreduce_": ("all_reduce", 0),
-    "allreduce_coalesced_": ("all_reduce", 0),
-    "allgather_": ("all_gather", 0),
-    "_allgather_base_": ("all_gather", 0),
-    "allgather_coalesced_": ("all_gather", 0),
-    "allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "broadcast_": ("broadcast", 0),
-    "reduce_": ("reduce", 0),
-    "gather_": ("gather", 1),
-    "scatter_": ("scatter", 0),
-    "alltoall_": ("all_to_all", 1),
-    "alltoall_base_": ("all_to_all", 1),
-    "send": ("send", 0),
-    "recv_": ("recv", 0),
-    "recv_any_source_": ("recv", 0),
+_PAYLOADS = {
+    "c10d::allreduce": ("all_reduce", 0),
+    "c10d::allgather": ("all_gather", 0),
+    "c10d::_allgather_base": ("all_gather", 0),
+    "c10d::allgather_into_tensor": ("all_gather", 0),
+    "c10d::reduce_scatter": ("reduce_scatter", 1),
+    "c10d::_reduce_scatter_base": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_tensor": ("reduce_scatter", 1),
+    "c10d::broadcast": ("broadcast", 0),
+    "c10d::reduce": ("reduce", 0),
+    "c10d::gather": ("gather", 1),
+    "c10d::scatter": ("scatter", 0),
+    "c10d::alltoall": ("all_to_all", 1),
+    "c10d::alltoall_base": ("all_to_all", 1),
+    "c10d::send": ("send", 0),
+    "c10d::recv": ("recv", 0),
+    "c10d::recv_any_source": ("recv", 0),
+    # The functional collectives (torch.compile, DTensor) do not pass through c10d's operators again. Their result
+    # is returned, so the payload of an all-gather (None) is what comes back.
+    "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", None),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional::broadcast": ("broadcast", 0),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
+    # Ours, by copy engines: the payload is any one replica.
+    "distlab::all_reduce_mean_by_copy": ("all_reduce", 0),
 }
-
-# The functional collectives (torch.compile, DTensor) do not pass through c10d's operators again. Their result
-# is returned, so the payload of an all-gather (None) is what comes back.
-_FUNCTIONAL = {
-    "all_reduce": ("all_reduce", 0),
-    "all_gather_into_tensor": ("all_gather", None),
-    "reduce_scatter_tensor": ("reduce_scatter", 0),
-    "broadcast": ("broadcast", 0),
-    "all_to_all_single": ("all_to_all", 0),
-}
-
-
-# Ours, by copy engines: the payload is any one replica.
-_BY_COPY = {"all_reduce_mean_by_copy": ("all_reduce", 0)}
 
 
 @dataclass(frozen=True)
@@ -112,39 +105,23 @@ class CollectiveRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional", "distlab"):
-            self._record(func, args, result)
+            self._record(func._schema.name, args, result)
         return result
 
-    def _record(self, func: torch._ops.OpOverload, args: tuple, result: Any) -> None:
-        name = func._schema.name.partition("::")[2]
-        if func.namespace == "c10d":
-            op, side = _C10D.get(name, (None, None))
-        elif func.namespace == "distlab":
-            if name not in _BY_COPY:
-                return
-            op, side = _BY_COPY[name]
-            args = (args[0][0],)
-        else:
-            op, side = _FUNCTIONAL.get(_plain_functional_name(name), (None, None))
-        payload = [] if op is None else list(_tensors(result if side is None else args[side]))
+    def _record(self, name: str, args: tuple, result: Any) -> None:
+        op, side = _PAYLOADS.get(name.rstrip("_").removesuffix("_coalesced").removesuffix("_out"), (None, None))
+        payload = [] if op is None else tensors_in(result if side is None else args[side])
+        if name.startswith("distlab::"):
+            payload = payload[:1]
         with self._lock:
             if not payload:
-                self.others.append(name.strip("_"))
+                self.others.append(name.partition("::")[2].strip("_"))
                 return
             numel = sum(tensor.numel() for tensor in payload)
             size = sum(tensor.numel() * tensor.element_size() for tensor in payload)
             self.calls.append(CollectiveCall(op, size, payload[0].dtype, numel, len(self.calls)))
 
 
-def _plain_functional_name(name: str) -> str:
-    """``all_reduce_coalesced_`` and ``all_gather_into_tensor_out`` are variants of one operation."""
-    return name.rstrip("_").removesuffix("_coalesced").removesuffix("_out")
-
-
-def _tensors(argument: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an argument that is a tensor, a list, or a list of lists."""
-    if isinstance(argument, torch.Tensor):
-        yield argument
-    else:
-        for item in argument:
-            yield from _tensors(item)
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a value that is a tensor, or lists, tuples and dictionaries of them, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -1,6 +1,6 @@
 """Floating-point operations by kind of work, counted at torch's dispatcher while a step runs.
 
-Matrix products and fused attentions are counted by torch's own formulas (`torch.utils.flop_counter`, in which this
+Matmuls and fused attentions are counted by torch's own formulas (`torch.utils.flop_counter`, in which this
 lab's kernels are registered too): a multiply-add is two. Everything else is counted per element, an arithmetic or
 transcendental operation being one: coarse, but it shows what matters, that these are per cents of the arithmetic and
 tens of per cents of the time.
@@ -9,7 +9,6 @@ tens of per cents of the time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from distlab.measure.collectives import tensors_in
 from distlab.measure.trace.kernels import category
 
 # Operations per element of the largest tensor that takes part. What is not listed is 1 if it computes element by
@@ -85,13 +85,5 @@ def _operations(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
             return 0
         per_element = 1
     if name.startswith(("_fused_adam", "_foreach_")):  # lists of tensors; the first is the parameters
-        return per_element * sum(tensor.numel() for tensor in _tensors(args[0]))
-    return per_element * max((tensor.numel() for tensor in _tensors((args, result))), default=0)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+        return per_element * sum(tensor.numel() for tensor in tensors_in(args[0]))
+    return per_element * max((tensor.numel() for tensor in tensors_in((args, result))), default=0)

@@ -40,7 +40,9 @@ class GradientReadyTimes:
     def recording(self) -> Iterator[None]:
         """Hooks are attached inside the block only."""
         handles = [
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._note(index))
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, index=index: self._passes[-1].update({index: instant(self.device)})
+            )
             for index, parameter in enumerate(self.parameters)
         ]
         try:
@@ -71,6 +73,3 @@ class GradientReadyTimes:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return median(elapsed_ms(one["start"], one.get(what, one["stop"])) for one in self._passes)
-
-    def _note(self, index: int) -> None:
-        self._passes[-1][index] = instant(self.device)

@@ -69,20 +69,15 @@ def free_bytes(device: torch.device | str, root: Path = Path("/")) -> int | None
     if torch.device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    found = [_available(root / "proc/meminfo"), _allowed(root)]
-    return min((size for size in found if size is not None), default=None)
-
-
-def _available(meminfo: Path) -> int | None:
+    found = []
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in meminfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    return None
+        lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
+        found = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return min([*found, *_allowed(root)], default=None)
 
 
-def _allowed(root: Path) -> int | None:
-    """What the control group leaves; its page cache can be taken back and does not count."""
+def _allowed(root: Path) -> Iterator[int]:
+    """What control groups leave; their page cache can be taken back and does not count."""
     for folder, limit, used, cache in (
         ("sys/fs/cgroup", "memory.max", "memory.current", "file"),
         ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
@@ -91,18 +86,20 @@ def _allowed(root: Path) -> int | None:
             most, now = (int((root / folder / name).read_text()) for name in (limit, used))
             lines = (root / folder / "memory.stat").read_text().splitlines()
             cached = next((int(line.split()[1]) for line in lines if line.split()[0] == cache), 0)
-            return max(0, most - now + cached)
-    return None
+            yield max(0, most - now + cached)
+            return
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind these tensors on this rank, each storage once: views of one buffer count as the
     whole buffer. Of a DTensor the local part counts."""
-    storages = {}
-    for tensor in tensors:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    return sum(storage_bytes(tensors).values())
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address → bytes of the storages behind these tensors; of a DTensor the local part's."""
+    storages = (getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
 OUTSIDE = "outside the blocks"

@@ -20,26 +20,26 @@ state. `memory_timeline` makes an account of it, in which every byte has one of 
 
 from __future__ import annotations
 
-import bisect
-import gzip
-import json
 import os
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
-from distlab.measure.trace.capture import PHASES, STEP, Phases, activities_on
+from distlab.measure.memory import storage_bytes
+from distlab.measure.trace.capture import PHASES, STEP, Phases, activities_on, read_trace_file
 from distlab.measure.trace.kernels import OUTSIDE, readable
 
 CATEGORIES = ("before", "parameters", "optimizer state", "gradients", "activations", "temporary")
 MAX_ENTRIES = 100_000  # events of the allocator's history: some tens of MB
 _RANGE_PREFIX = "distlab:"
+_MEMORY = "[memory]"
 
 
 class Allocation(NamedTuple):
@@ -77,20 +77,13 @@ class MemoryTimeline:
 
     def curves(self) -> tuple[list[float], dict[str, list[int]]]:
         """Times of all changes in ms, and per category the bytes held from each on (a staircase)."""
-        changes: dict[float, dict[str, int]] = {0.0: {}}
+        changes: dict[float, Counter[str]] = defaultdict(Counter, {0.0: Counter()})
         for block in self.allocations:
-            for moment, sign in ((block.start_ms, 1), (block.end_ms, -1)):
-                if moment < self.step_ms or sign > 0:
-                    at = changes.setdefault(moment, {})
-                    at[block.category] = at.get(block.category, 0) + sign * block.bytes
+            changes[block.start_ms][block.category] += block.bytes
+            if block.end_ms < self.step_ms:
+                changes[block.end_ms][block.category] -= block.bytes
         times = sorted(changes)
-        held, curves = dict.fromkeys(CATEGORIES, 0), {name: [] for name in CATEGORIES}
-        for moment in times:
-            for name, change in changes[moment].items():
-                held[name] += change
-            for name in CATEGORIES:
-                curves[name].append(held[name])
-        return times, curves
+        return times, {name: list(accumulate(changes[at][name] for at in times)) for name in CATEGORIES}
 
     def peak(self) -> tuple[float, dict[str, int]]:
         """The moment (ms) at which most is held, and how much of each category then."""
@@ -163,10 +156,9 @@ def memory_timeline(path: str | os.PathLike, held: Holdings, device: torch.devic
     Raises:
         ValueError: the file holds no memory events of this kind of device, or no ``distlab:step``.
     """
-    data = Path(path).read_bytes()
-    events = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)["traceEvents"]
+    events = read_trace_file(path)["traceEvents"]
     wanted = 1 if torch.device(device).type == "cuda" else 0  # c10::DeviceType
-    changes = [e for e in events if e.get("name") == "[memory]" and e["args"].get("Device Type") == wanted]
+    changes = [e for e in events if e.get("name") == _MEMORY and e["args"].get("Device Type") == wanted]
     spans = [e for e in events if e.get("ph") == "X" and e.get("cat") in ("cpu_op", "user_annotation")]
     steps = [e for e in spans if e["name"] == STEP]
     if not changes or not steps:
@@ -185,7 +177,7 @@ def memory_timeline(path: str | os.PathLike, held: Holdings, device: torch.devic
     allocated = {event["args"]["Addr"] for event in changes if event["args"]["Bytes"] > 0}
     buckets = {address: block for address, block in held.after_backward.items() if address not in allocated}
     held = Holdings(buckets | held.start, held.after_backward, held.end)
-    origin_of = _Origins(spans)
+    origins = _origins(spans, changes)
     blocks = []
     for event, address, size, start, end in _lifetimes(changes, held, begin, length):
         if event is None:
@@ -193,8 +185,15 @@ def memory_timeline(path: str | os.PathLike, held: Holdings, device: torch.devic
             blocks.append(Allocation(size, 0.0, end, category, "before", "held before the step"))
             continue
         phase = next((name for name, (low, high) in moments.items() if low <= start <= high), OUTSIDE)
-        category = _category(address, start, end, moments, phase, held, length)
-        blocks.append(Allocation(size, start, end, category, phase, origin_of(event)))
+        # An address counts for the block that holds it at the moment.
+        backward_end = moments.get("backward", (0.0, -1.0))[1]
+        if address in held.after_backward and start <= backward_end <= end:
+            category = "gradients"
+        elif address in held.end and end >= length:
+            category = "optimizer state"
+        else:
+            category = "activations" if phase == "forward" and end > moments["forward"][1] else "temporary"
+        blocks.append(Allocation(size, start, end, category, phase, origins[id(event)]))
     blocks.sort(key=lambda block: block.start_ms)
     return MemoryTimeline(tuple(blocks), length, moments)
 
@@ -211,19 +210,14 @@ def _lifetimes(
     for event in changes:
         size, address = event["args"]["Bytes"], event["args"]["Addr"]
         moment = min(max((event["ts"] - begin) / 1e3, 0.0), length)
-        if size > 0:
-            if (
-                address in open_blocks
-            ):  # its end was not seen: the CPU's allocator reports no free of older blocks
-                first, bytes_, start = open_blocks.pop(address)
-                yield first, address, bytes_, start, moment
-            open_blocks[address] = (event, size, moment)
-        elif address in open_blocks:
+        if address in open_blocks:  # freed, or unseen: the CPU's allocator reports no free of older blocks
             first, bytes_, start = open_blocks.pop(address)
             yield first, address, bytes_, start, moment
-        else:
+        elif size <= 0:
             unknown_freed -= size
             yield None, address, -size, 0.0, moment
+        if size > 0:
+            open_blocks[address] = (event, size, moment)
     # What CUDA's allocator held before the first event, beyond what is known by address. The CPU's counts from zero.
     first = changes[0]["args"]
     if first["Device Type"] == 1:
@@ -234,68 +228,28 @@ def _lifetimes(
         yield event, address, size, start, length
 
 
-def _category(
-    address: int,
-    start: float,
-    end: float,
-    moments: Mapping[str, tuple[float, float]],
-    phase: str,
-    held: Holdings,
-    length: float,
-) -> str:
-    """What a block that the step allocated is for; an address counts for the block that holds it at the moment."""
-    ends = {name: moments[name][1] for name in moments}
-    if address in held.after_backward and "backward" in ends and start <= ends["backward"] <= end:
-        return "gradients"
-    if address in held.end and end >= length:
-        return "optimizer state"
-    if phase == "forward" and end > ends["forward"]:
-        return "activations"
-    return "temporary"
-
-
-class _Origins:
-    """Finds the operator and the named range around a moment on a thread."""
-
-    def __init__(self, spans: Iterable[dict[str, Any]]) -> None:
-        threads: dict[Any, list[dict[str, Any]]] = {}
-        for span in spans:
-            threads.setdefault(span["tid"], []).append(span)
-        self._threads = {}
-        for thread, mine in threads.items():
-            mine.sort(key=lambda span: (span["ts"], -span["dur"]))
-            parents: list[int] = []
-            stack: list[int] = []
-            for index, span in enumerate(mine):
-                while stack and mine[stack[-1]]["ts"] + mine[stack[-1]]["dur"] < span["ts"]:
-                    stack.pop()
-                parents.append(stack[-1] if stack else -1)
-                stack.append(index)
-            self._threads[thread] = (mine, parents, [span["ts"] for span in mine])
-
-    def __call__(self, event: dict[str, Any]) -> str:
-        mine, parents, starts = self._threads.get(event["tid"], ([], [], []))
-        index = bisect.bisect_right(starts, event["ts"]) - 1
-        operator, part = "", ""
-        while index >= 0:
-            span = mine[index]
-            if span["ts"] + span["dur"] >= event["ts"]:
-                if span["cat"] == "user_annotation" and not span["name"].startswith(_RANGE_PREFIX):
-                    part = part or span["name"]
-                elif span["cat"] == "cpu_op" and "::empty" not in span["name"]:
-                    operator = operator or readable(span["name"])
-            index = parents[index]
-        return ": ".join(text for text in (part, operator) if text) or "unknown"
+def _origins(spans: Iterable[dict[str, Any]], allocations: Iterable[dict[str, Any]]) -> dict[int, str]:
+    """id of an allocation's event → the innermost named range and operator around it on its thread."""
+    origins = {}
+    inside: dict[Any, list[dict[str, Any]]] = defaultdict(list)  # per thread, the spans that are open
+    for event in sorted([*spans, *allocations], key=lambda e: (e["ts"], e["name"] == _MEMORY, -e.get("dur", 0))):
+        stack = inside[event["tid"]]
+        while stack and stack[-1]["ts"] + stack[-1]["dur"] < event["ts"]:
+            stack.pop()
+        if event["name"] != _MEMORY:
+            stack.append(event)
+            continue
+        around = [span for span in reversed(stack) if span["ts"] + span["dur"] >= event["ts"]]
+        names = [[s["name"] for s in around if s["cat"] == kind] for kind in ("user_annotation", "cpu_op")]
+        parts = [name for name in names[0] if not name.startswith(_RANGE_PREFIX)]
+        operators = [readable(name) for name in names[1] if "::empty" not in name]
+        origins[id(event)] = ": ".join([*parts[:1], *operators[:1]]) or "unknown"
+    return origins
 
 
 def _addresses(tensors: Iterable[Tensor], kind: str) -> dict[int, tuple[int, str]]:
     """Address of each tensor's storage → (bytes, category)."""
-    found = {}
-    for tensor in tensors:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        if storage.nbytes():
-            found[storage.data_ptr()] = (storage.nbytes(), kind)
-    return found
+    return {address: (size, kind) for address, size in storage_bytes(tensors).items()}
 
 
 def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -305,7 +259,7 @@ def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Tensors of the optimizer's state, of the inner one where torch's ZeroRedundancyOptimizer hides it."""
+    """Tensors of the optimizer's state, of the local optimizer where torch's ZeroRedundancyOptimizer hides it."""
     for values in getattr(optimizer, "optim", optimizer).state.values():
         yield from (value for value in values.values() if isinstance(value, Tensor))
 

@@ -11,7 +11,7 @@ What becomes a range while the block runs:
 ``blocks.3.attention/rope``, ``blocks.3.attention/attention``
     every operation of a module's ``ops`` (a dataclass of functions), by its field;
 ``blocks.3.attention/attention/scores``, ``…/softmax``, ``…/values``
-    the three parts of an attention that is written with matrix products and a softmax (a fused one has no parts);
+    the three parts of an attention that is written with matmuls and a softmax (a fused one has no parts);
 ``blocks.3.attention/attention/softmax backward``
     every node of autograd, named after the forward range in which it was made, which its sequence number tells;
 ``message 3: all_reduce_mean 26.2 MB``
@@ -31,7 +31,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +40,11 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import record_function
 
 from distlab.comm import collectives
+from distlab.measure.collectives import tensors_in
 
 # Functions of the seam, and which argument is the payload (the side on which all ranks' data lies).
 MESSAGES = {"all_reduce_mean": 0, "reduce_scatter_mean": 1, "all_gather": 0, "broadcast": 0}
-_PRODUCTS = ("matmul", "__matmul__", "bmm")
+_MATMULS = ("matmul", "__matmul__", "bmm")
 
 
 class Emitter(NamedTuple):
@@ -76,6 +77,15 @@ def emitter(name: str) -> Emitter:
         stacks.open.pop().__exit__(None, None, None)
 
     return Emitter(push, pop)
+
+
+@contextmanager
+def _range(emit: Emitter | _Ranges, name: str) -> Iterator[None]:
+    emit.push(name)
+    try:
+        yield
+    finally:
+        emit.pop()
 
 
 def _silent(function: Callable) -> Callable[..., None]:
@@ -112,8 +122,8 @@ def named_ranges(
                 )
             for handle in ranges.around(module, name or "model", is_root=module is model):
                 undo.callback(handle.remove)
-            undo.enter_context(_ranges_around_ops(module, name, ranges))
-        undo.enter_context(_ranges_around_messages(model, ranges))
+            _put_ranges_around_ops(module, name, ranges, undo)
+        _put_ranges_around_messages(model, ranges, undo)
         if optimizer is not None:
             undo.callback(optimizer.register_step_pre_hook(lambda *_: emit.push("optimizer")).remove)
             undo.callback(optimizer.register_step_post_hook(lambda *_: emit.pop()).remove)
@@ -164,14 +174,6 @@ class _Ranges:
     def _mark(self) -> None:
         self._marks.append((torch.autograd._get_sequence_nr(), self._open[-1] if self._open else ""))
 
-    @contextmanager
-    def range(self, name: str) -> Iterator[None]:
-        self.push(name)
-        try:
-            yield
-        finally:
-            self.pop()
-
     def around(self, module: nn.Module, name: str, is_root: bool) -> list[Any]:
         """Hooks that make each call of `module` a range; the root's also start a step and name its backward."""
 
@@ -184,7 +186,7 @@ class _Ranges:
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
             self.pop()
             if is_root and torch.is_grad_enabled():
-                self._name_backward(_tensors(output))
+                self._name_backward(tensors_in(output))
 
         # The first to begin and the last to end, so that the module's other hooks lie inside.
         return [
@@ -209,37 +211,27 @@ class _Ranges:
                 node.register_hook(lambda *_: self.emit.pop())
 
 
-@contextmanager
-def _ranges_around_ops(module: nn.Module, name: str, ranges: _Ranges) -> Iterator[None]:
+def _put_ranges_around_ops(module: nn.Module, name: str, ranges: _Ranges, undo: ExitStack) -> None:
     """Replace a module's `ops`, if it has a dataclass of functions there, by one whose functions are ranges."""
     ops = getattr(module, "ops", None)
     if not dataclasses.is_dataclass(ops):
-        yield
         return
 
     def wrapped(field: str, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
             path = f"{name}/{field}"
-            with ranges.range(path):
-                if field != "attention":
-                    return function(*args, **kwargs)
-                with _AttentionParts(path, ranges):
-                    return function(*args, **kwargs)
+            with _range(ranges, path), _AttentionParts(path, ranges) if field == "attention" else nullcontext():
+                return function(*args, **kwargs)
 
         return call
 
-    functions = {
-        f.name: getattr(ops, f.name) for f in dataclasses.fields(ops) if callable(getattr(ops, f.name))
-    }
+    functions = {field: function for field, function in vars(ops).items() if callable(function)}
+    undo.callback(setattr, module, "ops", ops)
     module.ops = dataclasses.replace(ops, **{field: wrapped(field, fn) for field, fn in functions.items()})
-    try:
-        yield
-    finally:
-        module.ops = ops
 
 
 class _AttentionParts(TorchFunctionMode):
-    """Inside: from the first matrix product on ``scores``, the ``softmax``, from the next product on ``values``."""
+    """Inside: from the first matmul on ``scores``, the ``softmax``, from the next matmul on ``values``."""
 
     def __init__(self, path: str, ranges: _Ranges) -> None:
         super().__init__()
@@ -255,7 +247,7 @@ class _AttentionParts(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        if name in _PRODUCTS and self._part in ("", "softmax"):
+        if name in _MATMULS and self._part in ("", "softmax"):
             self._enter_part("values" if self._part else "scores")
         elif name == "softmax" and self._part == "scores":
             self._enter_part("softmax")
@@ -266,52 +258,28 @@ class _AttentionParts(TorchFunctionMode):
         super().__exit__(*exception)
 
 
-@contextmanager
-def _ranges_around_messages(model: nn.Module, ranges: _Ranges) -> Iterator[None]:
+def _put_ranges_around_messages(model: nn.Module, ranges: _Ranges, undo: ExitStack) -> None:
     """Every collective issued through the lab's one seam, and the wrapper's wait for them, as ranges."""
 
     def wrapped(name: str, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
             payload = args[MESSAGES[name]]
             size = payload.numel() * payload.element_size()
-            ranges.emit.push(f"message {ranges.messages}: {name} {size / 1e6:.1f} MB")
-            ranges.messages += 1
-            try:
+            number, ranges.messages = ranges.messages, ranges.messages + 1
+            with _range(ranges.emit, f"message {number}: {name} {size / 1e6:.1f} MB"):
                 return function(*args, **kwargs)
-            finally:
-                ranges.emit.pop()
 
         return call
 
-    plain = {name: getattr(collectives, name) for name in MESSAGES}
+    for name in MESSAGES:
+        function = getattr(collectives, name)
+        undo.callback(setattr, collectives, name, function)
+        setattr(collectives, name, wrapped(name, function))
     finish = getattr(model, "finish_gradient_synchronization", None)
-
-    def finish_in_a_range() -> None:
-        ranges.emit.push("finish_gradient_synchronization")
-        try:
-            finish()
-        finally:
-            ranges.emit.pop()
-
-    try:
-        for name, function in plain.items():
-            setattr(collectives, name, wrapped(name, function))
-        if finish is not None:
-            model.__dict__["finish_gradient_synchronization"] = finish_in_a_range
-        yield
-    finally:
-        for name, function in plain.items():
-            setattr(collectives, name, function)
-        model.__dict__.pop("finish_gradient_synchronization", None)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a result: a tensor, or lists, tuples and dictionaries of them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+    if finish is not None:
+        undo.callback(model.__dict__.pop, "finish_gradient_synchronization", None)
+        named = _range(ranges.emit, "finish_gradient_synchronization")  # as a decorator: a range at each call
+        model.__dict__["finish_gradient_synchronization"] = named(finish)
 
 
 def nsys_command(script: str, arguments: Sequence[str], ranks: int, output: str) -> str | None:

@@ -37,21 +37,19 @@ class Pace:
         self.total, self.what, self.say = total, what, say
         self.every_s, self.clock = every_s, clock
         self.done = 0
-        self._said = clock()
-        self._first: float | None = None
+        self._first = self._said = clock()
 
     def __call__(self) -> None:
         """One more repetition is done."""
         self.done += 1
         now = self.clock()
-        if self._first is None:
+        if self.done == 1:
             self._first = now
         if self.done == self.total or now - self._said < self.every_s:
             return
         self._said = now
-        left = ""
-        if self.done > 1:
-            left = f", {duration((now - self._first) / (self.done - 1) * (self.total - self.done))} left"
+        rest_s = (now - self._first) / max(1, self.done - 1) * (self.total - self.done)
+        left = f", {duration(rest_s)} left" if self.done > 1 else ""
         self.say(f"{self.what}: {self.done} of {self.total}{left}")
 
 

@@ -137,17 +137,21 @@ def calibrate(
     optimizer_s = measured["local"]["optimizer_p50_ms"] / 1e3 - len(update) * launch_s
     device = DeviceModel(1e15, sum(item.bytes for item in update) / optimizer_s, launch_s)
     seconds = measured["local"]["forward_backward_p50_ms"] / 1e3
-    device = _fit_flops(device, local, seconds) if second is None else _fit_both(device, (local, seconds), second)
+    first = (_operators(local, update=False), seconds)
+    if second is None:
+        device = _fit_flops(device, *first)
+    else:
+        device = _fit_both(device, first, (_operators(second[0], update=False), second[1]))
     link = _fit_link(steps, {name: measured[name]["comm_ms"] / 1e3 for name in ("naive", "flat")}, hop_s)
     overlap, seen = steps["overlap"], measured["overlap"]
     alone_ms = 1e3 * sum(link.seconds(call, overlap.world_size) for call in overlap.calls)
     slowed = min(1.0, alone_ms / seen["comm_ms"])
     exposed_ms = seen["step_p50_ms"] - measured["local"]["step_p50_ms"]
 
-    def too_fast(rate: float) -> bool:
-        return replay(overlap, device, link, Contention(rate, slowed)).exposed_ms < exposed_ms
+    def slow_enough(rate: float) -> bool:
+        return replay(overlap, device, link, Contention(rate, slowed)).exposed_ms >= exposed_ms
 
-    rate = _bisect(lambda rate: not too_fast(rate), 0.05, 1.0)
+    rate = _bisect(slow_enough, 0.05, 1.0)
     return Calibration(device, link, Contention(rate, slowed))
 
 
@@ -156,35 +160,30 @@ def _operators(step: SimulatedStep, *, update: bool) -> list[Compute]:
     return [item for item in step.operators if (item.phase == "optimizer") is update]
 
 
-def _fit_flops(device: DeviceModel, local: SimulatedStep, seconds: float) -> DeviceModel:
-    operators = _operators(local, update=False)
-
+def _fit_flops(device: DeviceModel, operators: list[Compute], seconds: float) -> DeviceModel:
     def takes_longer(flops_per_s: float) -> bool:
-        fitted = replace(device, flops_per_s=flops_per_s)
-        return sum(fitted.seconds(item) for item in operators) > seconds
+        return sum(map(replace(device, flops_per_s=flops_per_s).seconds, operators)) > seconds
 
     return replace(device, flops_per_s=_bisect(takes_longer, 1e9, 1e17))
 
 
 def _fit_both(
-    device: DeviceModel, first: tuple[SimulatedStep, float], second: tuple[SimulatedStep, float]
+    device: DeviceModel, first: tuple[list[Compute], float], second: tuple[list[Compute], float]
 ) -> DeviceModel:
     """FLOP and bytes per second that explain both; the optimizer keeps the rate of `device`."""
-    operators, seconds = _operators(second[0], update=False), second[1]
 
     def fitted(bytes_per_s: float) -> DeviceModel:
         both = replace(device, bytes_per_s=bytes_per_s, update_bytes_per_s=device.bytes_per_s)
         return _fit_flops(both, *first)
 
     def takes_longer(bytes_per_s: float) -> bool:
-        found = fitted(bytes_per_s)
-        return sum(found.seconds(item) for item in operators) > seconds
+        return sum(map(fitted(bytes_per_s).seconds, second[0])) > second[1]
 
     low, high = device.bytes_per_s / 4, device.bytes_per_s * 4
     if not takes_longer(low) or takes_longer(high):
         raise ValueError(
             f"no memory bandwidth between {low:.3g} and {high:.3g} B/s explains both forward and backward of `local`, "
-            f"{first[1]:.4f} s and {seconds:.4f} s: take a second model whose operators do less arithmetic per byte"
+            f"{first[1]:.4f} s and {second[1]:.4f} s: take a second model whose operators do less arithmetic per byte"
         )
     return fitted(_bisect(takes_longer, low, high))
 

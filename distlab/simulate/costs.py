@@ -12,7 +12,7 @@ class DeviceModel:
     """An operator takes the longer of its arithmetic and its memory traffic, and a launch.
 
     Args:
-        flops_per_s: what matrix products reach (peak × efficiency).
+        flops_per_s: what matmuls reach (peak × efficiency).
         bytes_per_s: what memory-bound operators reach.
         launch_s: added to every operator: the gap before its kernel, the kernel's ramp and its tail.
         update_bytes_per_s: of the optimizer, one long pass over contiguous tensors; None: as `bytes_per_s`.

@@ -20,7 +20,7 @@ from distlab.simulate.events import Compute
 from distlab.simulate.training import simulate_training
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, step_time
-from distlab.theory.volume import sharded_buffers
+from distlab.theory.volume import padded_parameters, sharded_buffers
 
 FP32 = 4
 # Shares of the datasheet's peaks that one calibrated machine reaches: two H200s training the 3.4 B and the 0.4 B preset
@@ -72,8 +72,10 @@ def compute_time(
     phases = []
     for layers in (1, 2):
         smaller = replace(config, num_layers=layers)
-        operators = _operators(smaller, batch, dtype, checkpointing, casts_parameters)
-        phases.append(_phases(operators, device))
+        spent = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        for operator in _operators(smaller, batch, dtype, checkpointing, casts_parameters):
+            spent[operator.phase] += device.seconds(operator)
+        phases.append(spent)
     one, two = phases
     seconds = {phase: one[phase] + (config.num_layers - 1) * (two[phase] - one[phase]) for phase in one}
     copied = config.num_parameters
@@ -82,13 +84,6 @@ def compute_time(
         head = 0 if config.tie_embeddings else shape.embedding_parameters
         copied -= config.num_layers * sum(shape.matrices_per_block) + head
     return ComputeTime(**seconds, pack=2 * FP32 * copied / device.bytes_per_s)  # read and written
-
-
-def _phases(operators: tuple[Compute, ...], device: DeviceModel) -> dict[str, float]:
-    found = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-    for operator in operators:
-        found[operator.phase] += device.seconds(operator)
-    return found
 
 
 def estimate_step(
@@ -146,11 +141,8 @@ def messages(config: ModelConfig, dtype: str, bucket_size_mb: float | None, shar
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
     total, units = sum(numels), config.num_layers + 2
     if shards > 1:
-        block = sharded_buffers(shape.matrix_shapes_per_block, shards)
-        embedding = sharded_buffers([(config.vocab_size, config.d_model)], shards)
-        padding = config.num_layers * (sum(block) - sum(shape.matrices_per_block))
-        total += padding + (1 if config.tie_embeddings else 2) * (sum(embedding) - shape.embedding_parameters)
-        units = config.num_layers * len(block) + 2
+        total = padded_parameters(shape, shards)
+        units = config.num_layers * len(sharded_buffers(shape.matrix_shapes_per_block, shards)) + 2
     gathered = total * (FP32 if compute is None else compute.itemsize)
     return Messages(FP32 * total, gathered, len(numels) + 1, len(buckets), units)
 

@@ -10,11 +10,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.distributed import Work
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from distlab.comm import collectives
-from distlab.measure.collectives import CollectiveCall, CollectiveRecorder
+from distlab.measure.collectives import CollectiveCall, CollectiveRecorder, tensors_in
+from distlab.measure.nvtx import MESSAGES
 
 CATEGORIES = ("parameters", "buckets", "gathered", "activations", "backward", "optimizer")
 _BORN = {
@@ -23,12 +23,11 @@ _BORN = {
     "backward": "backward",
     "optimizer": "optimizer",
 }
-SEAM = ("all_reduce_mean", "reduce_scatter_mean", "all_gather", "broadcast")
 
 
 @dataclass(frozen=True)
 class Compute:
-    """One operator: its FLOPs (matrix products and attention only), the bytes it reads and writes, its phase."""
+    """One operator: its FLOPs (matmuls and attention only), the bytes it reads and writes, its phase."""
 
     name: str
     flops: int
@@ -104,7 +103,7 @@ class EventLog(CollectiveRecorder):
 
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
-            for name in SEAM:
+            for name in MESSAGES:
                 wrapped = self._at_seam(getattr(collectives, name))
                 stack.enter_context(mock.patch.object(collectives, name, wrapped))
             stack.enter_context(self)
@@ -115,7 +114,7 @@ class EventLog(CollectiveRecorder):
         for parameter in parameters:
             key = id(parameter.untyped_storage())
             if key in self._sizes:
-                self._move(key, "parameters")
+                self._keep(key, "parameters", self._sizes[key][1])
 
     @property
     def current_phase(self) -> str:
@@ -133,7 +132,7 @@ class EventLog(CollectiveRecorder):
                 self.items.append(Wait(self.calls[-1].sequence))
         else:
             self._add_operator(func, args, kwargs or {}, result)
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._see(tensor)
         if self._changed:
             self._changed = False
@@ -165,15 +164,18 @@ class EventLog(CollectiveRecorder):
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if (
-            tensor.is_meta or id(storage) in self._sizes
-        ):  # what says it is on meta has no memory on the GPU either
-            return
-        category = _BORN[self.current_phase]
-        self._sizes[id(storage)] = (category, storage.nbytes())
-        self._alive[category] += storage.nbytes()
+        # What says it is on meta has no memory on the GPU either.
+        if not tensor.is_meta and id(storage) not in self._sizes:
+            self._keep(id(storage), _BORN[self.current_phase], storage.nbytes())
+            weakref.finalize(storage, self._free, id(storage))
+
+    def _keep(self, key: int, category: str, size: int) -> None:
+        """From now on a storage, new or not, has `size` bytes that count as `category`."""
+        before, held = self._sizes.get(key, (category, 0))
+        self._alive[before] -= held
+        self._alive[category] += size
+        self._sizes[key] = (category, size)
         self._changed = True
-        weakref.finalize(storage, self._free, id(storage))
 
     def _free(self, key: int) -> None:
         category, size = self._sizes.pop(key)
@@ -182,18 +184,8 @@ class EventLog(CollectiveRecorder):
 
     def _resize(self, storage: torch.UntypedStorage, size: int) -> None:
         if id(storage) in self._sizes:
-            category, before = self._sizes[id(storage)]
-            self._alive[category] += size - before
-            self._sizes[id(storage)] = (category, size)
-            self._changed = True
-            if category == "buckets":
-                self._move(id(storage), "gathered")
-
-    def _move(self, key: int, category: str) -> None:
-        before, size = self._sizes[key]
-        self._alive[before] -= size
-        self._alive[category] += size
-        self._sizes[key] = (category, size)
+            category = self._sizes[id(storage)][0]
+            self._keep(id(storage), "gathered" if category == "buckets" else category, size)
 
 
 class _TracedWork:
@@ -230,11 +222,11 @@ _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "n
 def _flops(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
     packet = func.overloadpacket
     if "scaled_dot_product" in packet.__name__:
-        # Causal: half of the scores. Backward makes the scores again and four products where forward makes two.
+        # Causal: half of the scores. Backward makes the scores again and four matmuls where forward makes two.
         is_backward = packet.__name__.endswith("backward")
         query, key = (args[1], args[2]) if is_backward else (args[0], args[1])
-        product = 2 * query.numel() * key.shape[-2]
-        return product * (5 if is_backward else 2) // 2
+        matmul = 2 * query.numel() * key.shape[-2]
+        return matmul * (5 if is_backward else 2) // 2
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
@@ -242,18 +234,14 @@ def _flops(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
 def _bytes_moved(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
     """Every input read once, every output written once; arguments that are changed in place are both."""
     name = func.overloadpacket.__name__
-    moved = sum(_size(tensor) for tensor in _tensors((args[name in _OVERWRITES :], kwargs)))
+    moved = sum(_size(tensor) for tensor in tensors_in((args[name in _OVERWRITES :], kwargs)))
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            moved += sum(_size(tensor) for tensor in _tensors(value))
-    read = {id(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
-    return moved + sum(_size(t) for t in _tensors(result) if id(t.untyped_storage()) not in read)
+            moved += sum(_size(tensor) for tensor in tensors_in(value))
+    read = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+    return moved + sum(_size(t) for t in tensors_in(result) if id(t.untyped_storage()) not in read)
 
 
 def _size(tensor: Tensor) -> int:
     """Bytes of distinct elements: an expanded tensor is as large as what lies behind it."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

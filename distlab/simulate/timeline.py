@@ -92,7 +92,7 @@ class _Streams:
                 self.queue.append([item.call.sequence, self.link.seconds(item.call, self.ranks)])
             else:
                 while any(number == item.sequence for number, _ in self.queue):
-                    self._communicate(self.queue[0][1], alone=True)
+                    self._communicate(self.queue[0][1])
             self.phases[self.phase] = self.phases.get(self.phase, 0.0) + self.now - begin
         self.compute, self.comm = union(self.compute), union(self.comm)
 
@@ -103,17 +103,16 @@ class _Streams:
             share = min(work / self.contention.compute, self.queue[0][1] / self.contention.communication)
             work -= share * self.contention.compute
             work = 0.0 if work < 1e-15 else work
-            self._communicate(share * self.contention.communication, alone=False, lasts=share)
+            self._communicate(share, self.contention.communication)
         self.now += work
         if self.now > begin:
             self.compute.append((begin, self.now))
 
-    def _communicate(self, work: float, *, alone: bool, lasts: float | None = None) -> None:
-        """Advance the first collective by `work` seconds of its own time."""
-        lasts = work if alone or lasts is None else lasts
+    def _communicate(self, lasts: float, rate: float = 1.0) -> None:
+        """Run the first collective for `lasts` seconds, in which it does what takes `lasts · rate` alone."""
         if lasts > 0:
             self.comm.append((self.now, self.now + lasts))
         self.now += lasts
-        self.queue[0][1] -= work
+        self.queue[0][1] -= lasts * rate
         if self.queue[0][1] <= 1e-15:
             self.queue.popleft()

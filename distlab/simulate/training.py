@@ -11,6 +11,7 @@ from distlab.model import ModelConfig, TransformerLM, ops
 from distlab.model.config import DTYPES, Checkpointing
 from distlab.parallel import ParallelModel
 from distlab.simulate.run import Mark, SimulatedStep, simulate_step
+from distlab.theory.checks import at_least_one
 from distlab.train.step import TrainStep, next_token_loss
 
 
@@ -42,9 +43,7 @@ def simulate_training(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
-    for name, value in (("batch", batch), ("micro_batches", micro_batches)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1")
+    at_least_one(batch=batch, micro_batches=micro_batches)
     compute_dtype = DTYPES[dtype]
 
     def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:

@@ -13,7 +13,7 @@ On a CPU torch takes RMSNorm apart; on a GPU it is one kernel that keeps less. H
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -47,35 +47,27 @@ def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Ite
     # Importing the module registers the "fake" backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    excepthook = sys.excepthook  # torch puts its own around it, once per group, and never takes it off
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(_answers(like_nccl))
-            stack.enter_context(FakeTensorMode())
-            # Patched, and no torch function mode: that would be off inside backward, where blocks are recomputed.
-            stack.enter_context(mock.patch.object(F, "rms_norm", _rms_norm))
-            yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = excepthook
-
-
-@contextmanager
-def _answers(like_nccl: bool) -> Iterator[None]:
-    """What the strategies ask of their peers and their backend."""
     parts_equal_whole = elementwise.parts_equal_whole
 
     def tried_out(*arguments: Any) -> bool:
         with unset_fake_temporarily():
             return parts_equal_whole(*arguments)
 
-    with (
-        mock.patch.object(collectives, "gather_objects", lambda value, group: [value] * group.size()),
-        mock.patch.object(collectives, "averages_in_reduction", lambda device, group: like_nccl),
-        mock.patch.object(elementwise, "parts_equal_whole", tried_out),
-    ):
-        yield
+    excepthook = sys.excepthook  # torch puts its own around it, once per group, and never takes it off
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with (
+            mock.patch.object(collectives, "gather_objects", lambda value, group: [value] * group.size()),
+            mock.patch.object(collectives, "averages_in_reduction", lambda device, group: like_nccl),
+            mock.patch.object(elementwise, "parts_equal_whole", tried_out),
+            FakeTensorMode(),
+            # Patched, and no torch function mode: that would be off inside backward, where blocks are recomputed.
+            mock.patch.object(F, "rms_norm", _rms_norm),
+        ):
+            yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = excepthook
 
 
 def _rms_norm(

@@ -58,7 +58,7 @@ def further_hops(ranks: int, *, all_reduce: bool) -> int:
 
 
 def ring_all_gather(num_bytes: float, ranks: int, link: Link) -> float:
-    """N−1 rounds, in each of which every rank passes a piece of S/N on. A reduce-scatter costs the same."""
+    """N−1 rounds, in each of which every rank passes a chunk of S/N on. A reduce-scatter costs the same."""
     _check(num_bytes, ranks)
     return (ranks - 1) * link.message(num_bytes / ranks)
 
@@ -69,8 +69,8 @@ ring_reduce_scatter = ring_all_gather
 def ring_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
     """A reduce-scatter and an all-gather, in seconds: 2(N−1)·α + 2(N−1)/N · S/W, and 0 for a single rank.
 
-    The S bytes are cut into N pieces. In N−1 rounds every rank passes one piece to its neighbour, who adds its own; in
-    N−1 more the finished pieces go round. All links are busy at once, and each carries less than 2·S however many
+    The S bytes are cut into N chunks. In N−1 rounds every rank passes one chunk to its neighbour, who adds its own; in
+    N−1 more the finished chunks go round. All links are busy at once, and each carries less than 2·S however many
     ranks there are: the ring is bandwidth-optimal, its latency is not.
 
     Raises:

@@ -1,7 +1,7 @@
 """Floating-point operations of a training step of the Transformer, by part, and MFU.
 
-A multiply-add counts two. Only matrix products count: norms, softmax, SwiGLU's element-wise part and RoPE are
-below one per cent, and the embedding is a look-up. The backward of a product Y = X W is two products of the
+A multiply-add counts two. Only matmuls count: norms, softmax, SwiGLU's element-wise part and RoPE are
+below one per cent, and the embedding is a look-up. The backward of a matmul Y = X W is two matmuls of the
 same size, dX = dY Wᵀ and dW = Xᵀ dY, hence twice the forward.
 
 Convention: that of PaLM (Chowdhery et al. 2022, appendix B), the one most MFU figures use: attention counts
@@ -13,6 +13,8 @@ Shapes: `B` batch, `T` context, `L` layers, `d` d_model, `f` d_ff, `V` vocabular
 """
 
 from dataclasses import dataclass
+
+from distlab.theory.checks import at_least_one
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,10 @@ class TransformerFlops:
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        return self.attention_projections + self.attention_scores + self.feed_forward + self.head
+        return sum(vars(self).values())
 
     def by_part(self) -> dict[str, int]:
-        """Part → FLOPs, with the embedding, which is a look-up and no product, as 0."""
+        """Part → FLOPs, with the embedding, which is a look-up and no matmul, as 0."""
         return {
             "embedding": 0,
             "attention": self.attention_projections + self.attention_scores,
@@ -47,12 +49,7 @@ class TransformerFlops:
 
     def times(self, factor: int) -> "TransformerFlops":
         """Every part multiplied by `factor`."""
-        return TransformerFlops(
-            self.attention_projections * factor,
-            self.attention_scores * factor,
-            self.feed_forward * factor,
-            self.head * factor,
-        )
+        return TransformerFlops(*(part * factor for part in vars(self).values()))
 
 
 def forward_flops(
@@ -72,17 +69,9 @@ def forward_flops(
     Raises:
         ValueError: a size below one.
     """
-    sizes = {
-        "batch": batch,
-        "context": context,
-        "d_model": d_model,
-        "d_ff": d_ff,
-        "num_layers": num_layers,
-        "vocab_size": vocab_size,
-    }
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1")
+    at_least_one(
+        batch=batch, context=context, d_model=d_model, d_ff=d_ff, num_layers=num_layers, vocab_size=vocab_size
+    )
     tokens = batch * context
     return TransformerFlops(
         attention_projections=num_layers * 2 * tokens * 4 * d_model**2,
@@ -101,7 +90,7 @@ def step_flops(**sizes: int) -> int:
 
 
 def hardware_flops(*, checkpointing: bool, **sizes: int) -> int:
-    """FLOPs that a step's products really take: forward, backward and what is recomputed.
+    """FLOPs that a step's matmuls really take: forward, backward and what is recomputed.
 
     `causal=True` among the sizes counts half of the scores, the work of a kernel that skips what is masked.
     """
@@ -126,7 +115,7 @@ def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
     Args:
         flops: on one device.
         seconds: they took.
-        peak: dense FLOP/s of that device in the dtype of the products (`distlab.hardware.peak_flops`); None
+        peak: dense FLOP/s of that device in the dtype of the matmuls (`distlab.hardware.peak_flops`); None
             where the device is unknown.
 
     Returns:

@@ -2,12 +2,12 @@
 
 For each operator and the group before it, in this order:
 
-1. *Memory-bound?* A product gains nothing from a neighbour that saves it bytes it does not wait for; an element-wise
+1. *Memory-bound?* A matmul gains nothing from a neighbour that saves it bytes it does not wait for; an element-wise
    operation behind one may join it as its epilogue, though, because it is the neighbour that is saved.
 2. *Does it fit?* What the fused kernel keeps on the chip must stay within 0.6 of an SM's shared memory and registers,
    or too few warps are left to hide latency, and values spill.
 3. *Same parallel pattern?* Programs that own elements and programs that own rows go together (rows decide); two
-   products, or a product and a whole row, do not.
+   matmuls, or a matmul and a whole row, do not.
 4. *Is it worth it?* The group's bytes one by one must be at least 1.5 times the bytes of the fused kernel.
 5. *Is an intermediate used elsewhere?* Then it is written all the same, which counts in 4.
 
@@ -20,14 +20,16 @@ Unfused, every operator reads its inputs and writes its outputs. Fused, a value 
 registers: what remains are the tensors that come from outside, once each, and those that leave.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distlab.hardware import GPUSpec
+from distlab.theory.checks import at_least_one
 from distlab.theory.gpu import Roofline, roofline
 from kernels.cost import Cost
 
-POINTWISE, ROWS, PRODUCT, OPAQUE = "pointwise", "rows", "product", "opaque"
+POINTWISE, ROWS, MATMUL, OPAQUE = "pointwise", "rows", "matmul", "opaque"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Operator:
         reads, writes: names of tensors.
         flops: it does.
         pattern: how its programs divide the work: POINTWISE (each element alone), ROWS (whole rows, such as a norm),
-            PRODUCT (tiles of a matrix product), OPAQUE (a library's kernel, attention say, that takes no neighbour).
+            MATMUL (tiles of a matmul), OPAQUE (a library's kernel, attention say, that takes no neighbour).
         row_bytes: of one row that has to stay on the chip, in fp32; for ROWS.
         eager_kernels: launches of its plain eager form.
     """
@@ -79,14 +81,10 @@ class Graph:
                 if tensor not in self.sizes:
                     raise ValueError(f"operator {op.name!r} uses tensor {tensor!r}, which has no size")
 
-    def users(self, tensor: str) -> list[str]:
-        """Operators that read a tensor."""
-        return [op.name for op in self.operators if tensor in op.reads]
-
     def leaves(self, tensor: str, group: Iterable[Operator]) -> bool:
         """Whether a tensor that `group` writes is needed outside of it."""
         inside = {op.name for op in group}
-        users = self.users(tensor)
+        users = [op.name for op in self.operators if tensor in op.reads]
         return tensor in self.results or not users or any(user not in inside for user in users)
 
     def alone(self, op: Operator) -> Cost:
@@ -166,10 +164,9 @@ def advise(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> Plan:
     for op in graph.operators:
         decision = _decide(graph, groups[-1], op, roof, spec) if groups else Decision(op.name, "start", "the first")
         decisions.append(decision)
-        if decision.action == "fuse":
-            groups[-1].append(op)
-        else:
-            groups.append([op])
+        if decision.action != "fuse":
+            groups.append([])
+        groups[-1].append(op)
     return Plan(tuple(decisions), tuple(tuple(group) for group in groups))
 
 
@@ -181,12 +178,12 @@ def _decide(graph: Graph, group: list[Operator], op: Operator, roof: Roofline, s
     patterns = {member.pattern for member in group}
     if op.pattern == OPAQUE or OPAQUE in patterns:
         return Decision(op.name, "split", "a library's kernel takes no neighbours")
-    epilogue = PRODUCT in patterns and op.pattern == POINTWISE
+    epilogue = MATMUL in patterns and op.pattern == POINTWISE
     if not epilogue and roof.bound(graph.alone(op)) == "compute":
         intensity = f"{graph.alone(op).intensity:.0f} FLOPs per byte, the ridge is at {roof.ridge:.0f}"
         return Decision(op.name, "split", f"compute-bound: {intensity}; bytes are not what it waits for")
-    if op.pattern == PRODUCT or (PRODUCT in patterns and not epilogue):
-        return Decision(op.name, "split", "another parallel pattern: a product's tiles do not hold whole rows")
+    if op.pattern == MATMUL or (MATMUL in patterns and not epilogue):
+        return Decision(op.name, "split", "another parallel pattern: a matmul's tiles do not hold whole rows")
     together = [*group, op]
     need = sum(member.row_bytes for member in together if member.pattern == ROWS)
     if need > chip_bytes(spec):
@@ -207,10 +204,7 @@ def transformer_block(batch: int, context: int, d_model: int, d_ff: int, num_hea
     Raises:
         ValueError: a size below one, or heads that do not divide d_model.
     """
-    sizes = {"batch": batch, "context": context, "d_model": d_model, "d_ff": d_ff, "num_heads": num_heads}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1")
+    at_least_one(batch=batch, context=context, d_model=d_model, d_ff=d_ff, num_heads=num_heads)
     if d_model % num_heads:
         raise ValueError(f"num_heads={num_heads} does not divide d_model={d_model}")
     tokens, d, f = batch * context, d_model, d_ff
@@ -221,22 +215,22 @@ def transformer_block(batch: int, context: int, d_model: int, d_ff: int, num_hea
                 "w3": d * f * itemsize, "w2": d * f * itemsize, "g1": d * itemsize, "g2": d * itemsize}
     row = 4 * d
 
-    def product(name: str, x: str, w: str, y: str, depth: int, cols: int) -> Operator:
-        return Operator(name, (x, w), (y,), 2 * tokens * depth * cols, PRODUCT)
+    def matmul(name: str, x: str, w: str, y: str, depth: int, cols: int) -> Operator:
+        return Operator(name, (x, w), (y,), 2 * tokens * depth * cols, MATMUL)
 
     return Graph((
         Operator("norm1", ("x", "g1"), ("n1",), 4 * tokens * d, ROWS, row),
-        product("qkv_product", "n1", "w_qkv", "qkv", d, 3 * d),
+        matmul("qkv_matmul", "n1", "w_qkv", "qkv", d, 3 * d),
         Operator("rope", ("qkv",), ("qk",), 6 * tokens * d, POINTWISE, eager_kernels=5),
         Operator("attention", ("qk", "qkv"), ("a",), 2 * tokens * context * d, OPAQUE),
-        product("out_product", "a", "w_o", "o", d, d),
+        matmul("out_matmul", "a", "w_o", "o", d, d),
         Operator("add1", ("x", "o"), ("x2",), tokens * d),
         Operator("norm2", ("x2", "g2"), ("n2",), 4 * tokens * d, ROWS, row),
-        product("gate_product", "n2", "w1", "gate", d, f),
-        product("up_product", "n2", "w3", "up", d, f),
+        matmul("gate_matmul", "n2", "w1", "gate", d, f),
+        matmul("up_matmul", "n2", "w3", "up", d, f),
         Operator("silu", ("gate",), ("act",), 5 * tokens * f),
         Operator("multiply", ("act", "up"), ("h",), tokens * f),
-        product("down_product", "h", "w2", "m", f, d),
+        matmul("down_matmul", "h", "w2", "m", f, d),
         Operator("add2", ("x2", "m"), ("y",), tokens * d),
     ), tensors, frozenset({"y"}))
 
@@ -245,12 +239,8 @@ def kernel_counts(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> dict[str,
     """Launches of a graph: eager; compiled, where everything that is no library call is merged along the order as
     Inductor does; with `--ops triton`, where RoPE, residual + norm, and SwiGLU are one kernel each; and by the advice.
     """
-    compiled = 0
-    mergeable = False
-    for op in graph.operators:
-        plain = op.pattern in (POINTWISE, ROWS)
-        compiled += not (plain and mergeable)
-        mergeable = plain
+    plain = [op.pattern in (POINTWISE, ROWS) for op in graph.operators]
+    compiled = len(plain) - sum(before and this for before, this in itertools.pairwise(plain))
     names = [op.name for op in graph.operators]
     ours = len(names) - sum(a in names and b in names for a, b in (("add1", "norm2"), ("silu", "multiply")))
     return {

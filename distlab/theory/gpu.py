@@ -17,6 +17,8 @@ per warp in units of 256, warps in groups of 4, shared memory in units of 128 by
 from dataclasses import dataclass
 
 from distlab.hardware import GPUSpec
+from distlab.theory.checks import at_least_one
+from distlab.theory.warp_access import WARP
 from kernels.cost import Cost
 
 
@@ -38,7 +40,7 @@ class Roofline:
 
     @property
     def ridge(self) -> float:
-        """FLOPs per byte at which both ceilings meet."""
+        """FLOPs per byte at which both ceilings cross."""
         return self.peak / self.bandwidth
 
     def seconds(self, cost: Cost) -> float:
@@ -49,8 +51,10 @@ class Roofline:
         """ "memory" or "compute"."""
         return "memory" if cost.flops / self.peak < cost.bytes / self.bandwidth else "compute"
 
-def roofline(spec: GPUSpec, dtype: str = "bf16", *, bandwidth: float | None = None,
-             peak: float | None = None) -> Roofline:
+
+def roofline(
+    spec: GPUSpec, dtype: str = "bf16", *, bandwidth: float | None = None, peak: float | None = None
+) -> Roofline:
     """The roofline of a GPU by its datasheet, or with measured ceilings in place of it.
 
     Raises:
@@ -63,7 +67,6 @@ def roofline(spec: GPUSpec, dtype: str = "bf16", *, bandwidth: float | None = No
     return Roofline(peak, spec.hbm_bandwidth if bandwidth is None else bandwidth)
 
 
-WARP = 32
 REGISTER_UNIT = 256
 WARP_GROUP = 4
 SHARED_UNIT = 128
@@ -144,9 +147,7 @@ def wave_quantisation(blocks: int, sms: int, blocks_per_sm: int = 1) -> Waves:
     Raises:
         ValueError: a number below one.
     """
-    for name, value in (("blocks", blocks), ("sms", sms), ("blocks_per_sm", blocks_per_sm)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1")
+    at_least_one(blocks=blocks, sms=sms, blocks_per_sm=blocks_per_sm)
     places = sms * blocks_per_sm
     waves = -(-blocks // places)
     return Waves(waves, blocks - (waves - 1) * places, blocks / (waves * places))

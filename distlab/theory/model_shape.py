@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from distlab.theory.checks import at_least_one
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -33,9 +35,7 @@ class ModelShape:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        at_least_one(**{name: size for name, size in vars(self).items() if name != "tie_embeddings"})
         if self.d_model % self.num_heads:
             near = min(divisors(self.d_model), key=lambda heads: abs(heads - self.num_heads))
             raise ValueError(

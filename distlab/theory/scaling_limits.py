@@ -99,7 +99,11 @@ def block_time(
     Raises:
         ValueError: fewer than one device on an axis, or d_ff that `tensor` does not divide (with the nearest).
     """
-    _check_axes(block, data, tensor)
+    if data < 1 or tensor < 1:
+        raise ValueError(f"data={data}, tensor={tensor}: at least one device on each axis")
+    if block.d_ff % tensor:
+        near = min(divisors(block.d_ff), key=lambda size: abs(size - tensor))
+        raise ValueError(f"tensor={tensor} does not divide d_ff={block.d_ff}; the nearest that does is {near}")
     m, d, f, b = block.matrices, block.d_model, block.d_ff, block.element_bytes
     compute = (4 if backward else 2) * m * tokens * d * f / (data * tensor * block.flops_per_s)
     one_pass = b * m * d * f / (tensor * block.bytes_per_s)
@@ -189,13 +193,3 @@ def tricks(
         "FSDP × TP": least_tokens_per_device_mixed(block),
         "FSDP × TP on shared links": least_tokens_per_device_mixed(block, shared_links=True),
     }
-
-
-def _check_axes(block: Block, data: int, tensor: int) -> None:
-    if data < 1 or tensor < 1:
-        raise ValueError(f"data={data}, tensor={tensor}: at least one device on each axis")
-    if block.d_ff % tensor:
-        near = min(divisors(block.d_ff), key=lambda size: abs(size - tensor))
-        raise ValueError(
-            f"tensor={tensor} does not divide d_ff={block.d_ff}; the nearest that does is {near}"
-        )

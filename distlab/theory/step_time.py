@@ -179,16 +179,19 @@ def step_time(
     size, n, m = messages.gradient_bytes, ranks, micro_batches
     base = compute.forward + compute.backward + (compute.pack if strategy in PACKS else 0.0)
     last = compute.backward / m  # what the synchronised backward can cover
-    if strategy == "local":
-        return StepTime(base + compute.optimizer, base, compute.optimizer, 0.0, 0.0)
-    if strategy in ("naive", "flat"):
-        comm = network.seconds(size, n, messages.parameters if strategy == "naive" else 1)
-        return StepTime(base + comm + compute.optimizer, base, compute.optimizer, comm, comm)
-    if strategy in ("overlap", "bucketed", "sharded-optimizer"):
+    optimizer = compute.optimizer
+
+    def beside(work: float, comm: float, tail: float = 0.0) -> float:
+        """What communication adds to `work`, of which all but its last `tail` may run at the same time."""
+        return together(work, comm - tail, p, q) + tail - work
+
+    if strategy in ("local", "naive", "flat"):
+        count = {"local": 0, "naive": messages.parameters, "flat": 1}[strategy]
+        comm = exposed = network.seconds(size, n, count) if count else 0.0
+    elif strategy in ("overlap", "bucketed", "sharded-optimizer"):
         count = messages.parameters if strategy == "overlap" else messages.buckets
         comm, tail = network.seconds(size, n, count), network.seconds(size / count, n)
-        exposed = together(last, comm - tail, p, q) + tail - last
-        optimizer = compute.optimizer
+        exposed = beside(last, comm, tail)
         if strategy == "sharded-optimizer":
             sending = network.seconds(size, n, messages.buckets, ONE_PASS)
             optimizer, exposed, comm = optimizer / n, exposed + sending, comm + sending
@@ -197,8 +200,7 @@ def step_time(
             network.seconds(size / k, n, c, ONE_PASS)
             for k, c in ((1, messages.buckets), (messages.buckets, 1))
         )
-        gathered = together(compute.forward / m, half - tail, p, q) + tail - compute.forward / m
-        exposed = gathered + together(last, half - tail, p, q) + tail - last
+        exposed = beside(compute.forward / m, half, tail) + beside(last, half, tail)
         optimizer, comm = compute.optimizer / n, 2 * half
     elif strategy in ("fsdp", "hsdp"):
         # HSDP shards inside a node, and all-reduces the shards' gradients between the nodes.
@@ -210,11 +212,9 @@ def step_time(
                 network.between_bytes_per_s, network.between_bytes_per_s, 1, network.latency_s, network.hop_s
             )
             scatter += across.seconds(size / inner, n // inner, messages.units)
-        first = gather / messages.units
-        forward = together(compute.forward / m, gather - first, p, q) + first - compute.forward / m
-        plain = together(last, gather, p, q) - last  # of a micro-batch whose gradients stay
-        backward = together(last, gather + scatter, p, q) - last
-        exposed = m * forward + (m - 1) * plain + backward
+        forward = beside(compute.forward / m, gather, gather / messages.units)
+        plain = beside(last, gather)  # of a micro-batch whose gradients stay
+        exposed = m * forward + (m - 1) * plain + beside(last, gather + scatter)
         optimizer, comm = compute.optimizer / inner, (2 * m) * gather + scatter
     else:
         raise ValueError(
@@ -252,7 +252,7 @@ def best_buckets(
 ) -> float:
     """The n (a real number, at least 1) with the least overhead.
 
-    The first form falls with n, the second is smallest at √(T/o), and they meet at n = (T − S/w)/o. So the best is
+    The first form falls with n, the second is smallest at √(T/o), and they cross at n = (T − S/w)/o. So the best is
     the larger of the two: more buckets help until backward no longer covers their calls.
 
     Returns:

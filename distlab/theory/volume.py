@@ -16,6 +16,9 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from distlab.theory.checks import at_least_one
+from distlab.theory.model_shape import ModelShape
+
 FLAG_BYTES = 4  # a flag outside the buckets is one fp32 number
 
 
@@ -71,6 +74,7 @@ def bucketed(
     itemsizes: Sequence[int],
     bucket_size_mb: float | None = 25.0,
     *,
+    world_size: int = 1,
     dtypes: Sequence[Hashable] | None = None,
 ) -> CommunicationVolume:
     """One all-reduce per bucket; buckets are filled in reverse registration order, each dtype its own.
@@ -82,33 +86,15 @@ def bucketed(
 
     Args:
         bucket_size_mb: limit in MiB; None for one unbounded bucket per dtype.
+        world_size: each bucket with its flags is padded to a multiple of it: copy engines need equal chunks,
+            other collectives do not.
 
     Raises:
-        ValueError: as `naive`, or a bucket size that is not positive.
-    """
-    buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
-    return CommunicationVolume(
-        len(buckets), sum((numel + 1) * size for numel, size in zip(numels, itemsizes, strict=True))
-    )
-
-
-def bucketed_dma(
-    numels: Sequence[int],
-    itemsizes: Sequence[int],
-    bucket_size_mb: float | None = 25.0,
-    *,
-    world_size: int,
-    dtypes: Sequence[Hashable] | None = None,
-) -> CommunicationVolume:
-    """As `bucketed`, each bucket with its flags padded to a multiple of the world size.
-
-    Raises:
-        ValueError: as `bucketed`, or fewer than one rank.
+        ValueError: as `naive`, a bucket size that is not positive, or fewer than one rank.
     """
     # With one element more per parameter each bucket holds its flags, which must not count towards the limit.
     buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes, flags=1)
-    padded = padded_bytes(buckets, world_size)
-    return CommunicationVolume(len(buckets), padded)
+    return CommunicationVolume(len(buckets), padded_bytes(buckets, world_size))
 
 
 def torch_ddp(
@@ -189,7 +175,7 @@ def sharded_optimizer(
     Raises:
         ValueError: as `bucketed`, or fewer than one rank.
     """
-    check_ranks(world_size)
+    at_least_one(world_size=world_size)
     gradients = bucketed(numels, itemsizes, bucket_size_mb, dtypes=dtypes)
     labels = labels_of(numels, itemsizes, dtypes)
     loads, filled, calls = [0] * world_size, {}, 0
@@ -297,7 +283,7 @@ def step_volume(
         "flat": lambda: flat(**sizes),
         "overlap": lambda: overlap(**sizes),
         "bucketed": lambda: bucketed(bucket_size_mb=bucket_size_mb, **sizes),
-        "bucketed-dma": lambda: bucketed_dma(bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes),
+        "bucketed-dma": lambda: bucketed(bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes),
         "zero1": lambda: zero1(bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes),
         "sharded-optimizer": lambda: sharded_optimizer(
             bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes
@@ -336,12 +322,6 @@ def labels_of(
     return dtypes
 
 
-def check_ranks(world_size: int) -> None:
-    """Raises ValueError for fewer than one rank."""
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size}: must be at least 1")
-
-
 def payload(numels: Sequence[int], itemsizes: Sequence[int]) -> int:
     """Bytes of all gradients."""
     return sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
@@ -350,9 +330,9 @@ def payload(numels: Sequence[int], itemsizes: Sequence[int]) -> int:
 def padded_bytes(buffers: Sequence[tuple[int, int]], world_size: int) -> int:
     """Bytes of buffers of (elements, bytes per element), each padded to a multiple of the world size.
 
-    Raises ValueError as `check_ranks`.
+    Raises ValueError for fewer than one rank.
     """
-    check_ranks(world_size)
+    at_least_one(world_size=world_size)
     return sum(-(-numel // world_size) * world_size * size for numel, size in buffers)
 
 
@@ -367,9 +347,9 @@ def sharded_buffers(shapes: Sequence[Sequence[int]], world_size: int) -> list[in
     Args:
         shapes: of the unit's matrices in registration order, each from the outermost stride to the innermost.
 
-    Raises ValueError as `check_ranks`.
+    Raises ValueError for fewer than one rank.
     """
-    check_ranks(world_size)
+    at_least_one(world_size=world_size)
     matrices = [(_row(shape, world_size), math.prod(shape)) for shape in shapes]
     by_row: dict[int, list[tuple[int, int]]] = {}
     for matrix in matrices:
@@ -378,6 +358,15 @@ def sharded_buffers(shapes: Sequence[Sequence[int]], world_size: int) -> list[in
     apart = [_sharded_buffer(alike, world_size) for alike in by_row.values()]
     worth = max(FSDP_WORTH_A_BUFFER, sum(numel for _, numel in matrices) / 64)
     return apart if together - sum(apart) > worth else [together]
+
+
+def padded_parameters(shape: ModelShape, world_size: int) -> int:
+    """Elements of all of a model's parameters with the padding of FSDP's buffers; norms have none."""
+    block, embedding = shape.matrix_shapes_per_block, [(shape.vocab_size, shape.d_model)]
+    padding = sum(sharded_buffers(block, world_size)) - sum(shape.matrices_per_block)
+    of_embedding = sum(sharded_buffers(embedding, world_size)) - shape.embedding_parameters
+    copies = 1 if shape.tie_embeddings else 2
+    return shape.num_parameters + shape.num_layers * padding + copies * of_embedding
 
 
 def _row(shape: Sequence[int], world_size: int) -> int:

@@ -66,7 +66,6 @@ class PlannedStep:
             precision=precision,
             attention=self.model.attention,
             checkpointing=self.checkpointing,
-            bucket_size_mb=self.bucket_size_mb,
             accumulates=self.accumulates,
             workspace_bytes=CUBLAS_WORKSPACES if on_gpu else 0,
         )

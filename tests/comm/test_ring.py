@@ -59,7 +59,7 @@ def test_every_ring_gives_what_the_collective_means():
 
 def refusals(context):
     with pytest.raises(
-        ValueError, match="2 pieces of 2 elements do not make a contiguous tensor of 5: pad it"
+        ValueError, match="2 chunks of 2 elements do not make a contiguous tensor of 5: pad it"
     ):
         ring.all_gather(torch.empty(5), torch.empty(2), context.group)
     with pytest.raises(ValueError, match="between 1 and the 2 of this job"), first_ranks(context, 3):

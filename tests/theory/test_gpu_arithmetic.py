@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from distlab.hardware import A100_SXM_80GB, B200, H100_SXM, H200_SXM
 from distlab.theory.fusion import (
+    MATMUL,
     OPAQUE,
-    PRODUCT,
     ROWS,
     Graph,
     Operator,
@@ -193,11 +193,11 @@ def test_the_advisor_gives_its_reasons():
         .decisions[1]
         .reason.startswith("reads nothing")
     )
-    product = Operator("f", ("x",), ("y",), 1e12, PRODUCT)
+    product = Operator("f", ("x",), ("y",), 1e12, MATMUL)
     assert "epilogue" in advise(two(product, g), H100_SXM).decisions[1].reason
     assert (
         "compute-bound"
-        in advise(two(f, Operator("g", ("y",), ("z",), 1e12, PRODUCT)), H100_SXM).decisions[1].reason
+        in advise(two(f, Operator("g", ("y",), ("z",), 1e12, MATMUL)), H100_SXM).decisions[1].reason
     )
     assert (
         "pattern"
@@ -224,7 +224,7 @@ def test_kernels_of_a_transformer_block():
     plan = advise(graph, H100_SXM)
     actions = {d.operator: d.action for d in plan.decisions}
     assert actions["multiply"] == "fuse" and actions["add2"] == "fuse"  # epilogues and element-wise pairs
-    assert actions["gate_product"] == actions["attention"] == "split"
+    assert actions["gate_matmul"] == actions["attention"] == "split"
     assert plan.kernels == counts["advised"] == sum(d.action != "fuse" for d in plan.decisions)
     with pytest.raises(ValueError, match="does not divide"):
         transformer_block(1, 1, 10, 10, 3)

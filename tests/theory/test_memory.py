@@ -44,7 +44,6 @@ def test_recorded_peaks(name):
             context=row.config["context"],
             strategy=row.variant,
             world_size=row.config["world_size"],
-            bucket_size_mb=row.config["bucket_size_mb"],
             precision="bf16" if row.variant == "fsdp" else "bf16-autocast",
         )
         assert predicted.peak.total == pytest.approx(row.metrics["peak_alloc_bytes"], rel=0.02), row.variant

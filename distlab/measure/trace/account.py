@@ -15,6 +15,7 @@ what stays unexplained is an error of the measurement.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -62,23 +63,19 @@ def _steps(events: Sequence[Event]) -> list[tuple[Interval, Interval]]:
     queued = bool(named) and named[-1].name == NEXT
     if not ranges or (queued and len(ranges) == 1):
         raise ValueError(f"the trace has no range {STEP!r}: write it with profile_steps, or pass a window")
-    kernels = _main_lane([e for e in events if e.kind == "compute" and e.launched_ms is not None])
+    kernels = [e for e in events if e.kind == "compute" and e.launched_ms is not None]
     if not queued or not kernels:
         ranges = ranges[: len(ranges) - queued]
         return [(span, span) for span in ranges]
+    busy: Counter[str] = Counter()
+    for kernel in kernels:
+        busy[kernel.lane] += kernel.end_ms - kernel.start_ms
+    main = max(busy, key=busy.get)  # the stream that computes longest
     begins = [
-        min((k.start_ms for k in kernels if start <= k.launched_ms <= end), default=start)
+        min((k.start_ms for k in kernels if k.lane == main and start <= k.launched_ms <= end), default=start)
         for start, end in ranges
     ]
     return list(zip(ranges, itertools.pairwise(begins), strict=False))
-
-
-def _main_lane(kernels: Sequence[Event]) -> list[Event]:
-    """The kernels of the stream that computes longest."""
-    busy: dict[str, float] = {}
-    for kernel in kernels:
-        busy[kernel.lane] = busy.get(kernel.lane, 0.0) + kernel.end_ms - kernel.start_ms
-    return [kernel for kernel in kernels if kernel.lane == max(busy, key=busy.get)]
 
 
 def median_step(events: Sequence[Event]) -> Interval:
@@ -118,9 +115,7 @@ def lanes(events: Sequence[Event], window: Interval | None = None) -> dict[str, 
     window = median_step(events) if window is None else window
     compute, comm, copies = (_inside(events, kind, window) for kind in ("compute", "communication", "copy"))
     found = {"compute": compute, "copies": copies, "communication": comm, "exposed": subtract(comm, compute)}
-    return {
-        lane: [(start - window[0], end - window[0]) for start, end in spans] for lane, spans in found.items()
-    }
+    return {lane: _from_start(spans, window) for lane, spans in found.items()}
 
 
 def exposed_all_gathers(
@@ -172,8 +167,7 @@ def idle_gaps(events: Sequence[Event], window: Interval | None = None) -> list[I
     """When nothing ran, longest first; 0 ms is the window's start, which by default is the median step's."""
     window = median_step(events) if window is None else window
     busy = [span for kind in ("compute", "communication", "copy") for span in _inside(events, kind, window)]
-    gaps = [(start - window[0], end - window[0]) for start, end in subtract([window], busy)]
-    return sorted(gaps, key=lambda gap: gap[0] - gap[1])
+    return sorted(_from_start(subtract([window], busy), window), key=lambda gap: gap[0] - gap[1])
 
 
 def streams(events: Sequence[Event], window: Interval | None = None) -> dict[str, dict[str, list[Interval]]]:
@@ -187,13 +181,13 @@ def streams(events: Sequence[Event], window: Interval | None = None) -> dict[str
         mine = [event for event in events if event.lane == lane]
         spans = {kind: _inside(mine, kind, window) for kind in ("compute", "communication", "copy")}
         if any(spans.values()):
-            found[lane] = {
-                kind: [(start - window[0], end - window[0]) for start, end in intervals]
-                for kind, intervals in spans.items()
-                if intervals
-            }
+            found[lane] = {kind: _from_start(mine, window) for kind, mine in spans.items() if mine}
     busy = {lane: total(s for spans in kinds.values() for s in spans) for lane, kinds in found.items()}
     return dict(sorted(found.items(), key=lambda item: -busy[item[0]]))
+
+
+def _from_start(spans: Iterable[Interval], window: Interval) -> list[Interval]:
+    return [(start - window[0], end - window[0]) for start, end in spans]
 
 
 def _inside(events: Iterable[Event], kind: str, window: Interval) -> list[Interval]:
@@ -245,18 +239,14 @@ def account(events: Sequence[Event], window: Interval | None = None) -> StepAcco
     """
     window = median_step(events) if window is None else window
     updates = [(e.start_ms, e.end_ms) for e in events if e.name == OPTIMIZER]
-
-    def inside(chosen: Sequence[Event]) -> list[Interval]:
-        return intersect(((e.start_ms, e.end_ms) for e in chosen), [window])
-
-    compute = [e for e in events if e.kind == "compute"]
-    # On a GPU what counts is when the host launched it; on a CPU, when it ran.
-    in_optimizer = [_belongs(event, updates) for event in compute]
-    optimizer = inside([e for e, belongs in zip(compute, in_optimizer, strict=True) if belongs])
-    others = [e for e, belongs in zip(compute, in_optimizer, strict=True) if not belongs]
-    rest = subtract(inside(others), optimizer)
-    comm = inside([e for e in events if e.kind == "communication"])
-    copies = inside([e for e in events if e.kind == "copy"])
+    updating, others = [], []
+    for event in (e for e in events if e.kind == "compute"):
+        # On a GPU what counts is when the host launched it; on a CPU, when it ran.
+        moment = event.start_ms if event.launched_ms is None else event.launched_ms
+        (updating if any(start <= moment < end for start, end in updates) else others).append(event)
+    optimizer = _inside(updating, "compute", window)
+    rest = subtract(_inside(others, "compute", window), optimizer)
+    comm, copies = (_inside(events, kind, window) for kind in ("communication", "copy"))
     uncovered = subtract(comm, union([*optimizer, *rest]))
     alone = subtract(copies, union([*optimizer, *rest, *comm]))
     kernels: dict[str, tuple[int, float]] = {}
@@ -267,11 +257,6 @@ def account(events: Sequence[Event], window: Interval | None = None) -> StepAcco
     parts = [total(part) for part in (rest, optimizer, uncovered, alone)]
     step = window[1] - window[0]
     return StepAccount(step, *parts, step - sum(parts), kernels)
-
-
-def _belongs(event: Event, ranges: Sequence[Interval]) -> bool:
-    moment = event.start_ms if event.launched_ms is None else event.launched_ms
-    return any(start <= moment < end for start, end in ranges)
 
 
 def explain(step: StepAccount, local: StepAccount) -> Exposure:

@@ -31,8 +31,9 @@ import os
 import re
 import tempfile
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,32 +171,21 @@ class Phases:
 
     def __init__(self, order: Sequence[str] = PHASES) -> None:
         self._order = list(order)
-        self._open: record_function | None = None
+        self._open = ExitStack()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """A step: its first phase begins now, its last ends with a mark or with the step."""
-        self._begin(self._order[0])
-        try:
+        with self._open:
+            self._open.enter_context(record_function(f"distlab:{self._order[0]}"))
             yield
-        finally:
-            self._end()
 
     def mark(self, phase: str) -> None:
         """`phase` ends here and the next in order begins."""
-        self._end()
+        self._open.close()
         following = self._order.index(phase) + 1
         if following < len(self._order):
-            self._begin(self._order[following])
-
-    def _begin(self, phase: str) -> None:
-        self._open = record_function(f"distlab:{phase}")
-        self._open.__enter__()
-
-    def _end(self) -> None:
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
+            self._open.enter_context(record_function(f"distlab:{self._order[following]}"))
 
 
 class OptimizerRange(Phases):
@@ -212,14 +202,10 @@ def _with_rank(trace: dict[str, Any], rank: int, world_size: int, backend: str |
     info = trace.setdefault("distributedInfo", {})
     for key, value in (("backend", backend), ("rank", rank), ("world_size", world_size)):
         info.setdefault(key, value)
-
-    def unique(pid: int | str) -> int | str:
-        # Ranks on two hosts, or in two containers, may have the same process id. Linux ids end at 2**22.
-        return pid + rank * 10_000_000 if isinstance(pid, int) else f"{pid} (rank {rank})"
-
     for event in trace["traceEvents"]:
-        if "pid" in event:
-            event["pid"] = unique(event["pid"])
+        if (pid := event.get("pid")) is not None:
+            # Ranks on two hosts, or in two containers, may have the same process id. Linux ids end at 2**22.
+            event["pid"] = pid + rank * 10_000_000 if isinstance(pid, int) else f"{pid} (rank {rank})"
         if event.get("ph") == "M" and event.get("name") == "process_name":
             event["args"]["name"] = f"rank {rank}: {event['args'].get('name', '')}"
         if event.get("ph") == "M" and event.get("name") == "process_labels":
@@ -241,6 +227,12 @@ def _write_atomically(trace: dict[str, Any], path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def read_trace_file(path: str | os.PathLike) -> Any:
+    """What a ``.json`` or ``.json.gz`` holds; raises OSError, and what gzip and json do where it is truncated."""
+    data = Path(path).read_bytes()
+    return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+
+
 def load_trace(path: str | os.PathLike) -> list[Event]:
     """The events of a torch.profiler trace (``.json`` or ``.json.gz``), by start time.
 
@@ -259,10 +251,8 @@ def load_trace_and_origin(path: str | os.PathLike) -> tuple[list[Event], dict[st
 
     Raises OSError and ValueError as `load_trace` does.
     """
-    path = Path(path)
-    data = path.read_bytes()
     try:
-        trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        trace = read_trace_file(path)
     except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is truncated or is not a trace ({error}): profile again") from None
     raw = trace.get("traceEvents") if isinstance(trace, dict) and "schemaVersion" in trace else None
@@ -310,10 +300,12 @@ def _classified(spans: list[_Span]) -> Iterable[Event]:
     launches = {s.correlation: s.start for s in spans if s.category in ("cuda_runtime", "cuda_driver")}
     operators = {s.external: s.name for s in spans if s.category == "cpu_op"}
     gloo_threads = {span.thread for span in spans if span.name.startswith("gloo:")}
-    c10d = _by_thread(span for span in spans if span.name.startswith("c10d::"))
+    c10d: dict[int | str, list[_Span]] = defaultdict(list)  # of each thread, by start
+    for span in sorted((s for s in spans if s.name.startswith("c10d::")), key=lambda span: span.start):
+        c10d[span.thread].append(span)
     for span in spans:
         on_gpu = span.category in _ON_GPU
-        kind = _gpu_kind(span) if on_gpu else _host_kind(span)
+        kind = _kind(span)
         if kind == "compute" and not on_gpu:
             computes = not gpu_trace and span.thread not in gloo_threads and not _within(span, c10d)
             kind = kind if computes else None
@@ -330,26 +322,15 @@ def _classified(spans: list[_Span]) -> Iterable[Event]:
             )
 
 
-def _gpu_kind(span: _Span) -> str:
-    if _GPU_COMMUNICATION.search(span.name):
+def _kind(span: _Span) -> str | None:
+    on_gpu = span.category in _ON_GPU
+    if _GPU_COMMUNICATION.search(span.name) if on_gpu else span.name.startswith("gloo:"):
         return "communication"
-    return "compute" if span.category == "kernel" else "copy"
-
-
-def _host_kind(span: _Span) -> str | None:
-    if span.name.startswith("gloo:"):
-        return "communication"
+    if on_gpu:
+        return "compute" if span.category == "kernel" else "copy"
     if span.category == "user_annotation" and span.name.startswith("distlab:"):
         return "range"
     return "compute" if _CPU_COMPUTE.match(span.name) else None
-
-
-def _by_thread(spans: Iterable[_Span]) -> dict[int | str, list[_Span]]:
-    """The spans of each thread, by start."""
-    threads: dict[int | str, list[_Span]] = {}
-    for span in sorted(spans, key=lambda span: span.start):
-        threads.setdefault(span.thread, []).append(span)
-    return threads
 
 
 def _within(span: _Span, threads: dict[int | str, list[_Span]]) -> bool:

@@ -6,6 +6,8 @@ ascending order, without empty ones and with touching ones joined; they accept a
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable
 
 Interval = tuple[float, float]
@@ -45,13 +47,5 @@ def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
 
 def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
     """All points of ``a`` that lie outside ``b``."""
-    left = union(a)
-    if not left:
-        return []
-    gaps: list[Interval] = []
-    cursor = left[0][0]
-    for start, end in union(b):
-        gaps.append((cursor, start))
-        cursor = max(cursor, end)
-    gaps.append((cursor, left[-1][1]))
-    return intersect(left, gaps)
+    edges = [-math.inf, *itertools.chain(*union(b)), math.inf]
+    return intersect(a, zip(edges[::2], edges[1::2], strict=True))

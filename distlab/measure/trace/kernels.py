@@ -16,7 +16,7 @@ import functools
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distlab.measure.trace.account import step_windows
@@ -69,19 +69,17 @@ class Profile:
 
     def phase_ms(self) -> dict[str, float]:
         """Phase → ms of kernels, phases without any left out."""
-        return _summed(self.kernels, lambda kernel: kernel.phase)
+        found = dict.fromkeys(kernel.phase for kernel in self.kernels)
+        return {phase: sum(kernel.ms for kernel in self.kernels if kernel.phase == phase) for phase in found}
 
     def category_ms(self) -> dict[str, float]:
         """Category → ms of kernels, in the order of `CATEGORIES`, those without any left out."""
-        found = _summed(self.kernels, lambda kernel: kernel.category)
-        return {name: found[name] for name in CATEGORIES if name in found}
-
-
-def _summed(kernels: Sequence[Kernel], key: Callable[[Kernel], str]) -> dict[str, float]:
-    sums: dict[str, float] = defaultdict(float)
-    for kernel in kernels:
-        sums[key(kernel)] += kernel.ms
-    return dict(sums)
+        found = {kernel.category for kernel in self.kernels}
+        return {
+            name: sum(kernel.ms for kernel in self.kernels if kernel.category == name)
+            for name in CATEGORIES
+            if name in found
+        }
 
 
 def summarise(events: Sequence[Event]) -> Profile:
@@ -100,7 +98,10 @@ def summarise(events: Sequence[Event]) -> Profile:
         if event.kind == "range" or not inside:
             continue
         kind = "communication" if event.kind == "communication" else category(event.name, event.operator)
-        times[event.name, kind, _phase_of(event, phases)].append(event.end_ms - event.start_ms)
+        # The phase in which the host started it: a GPU may run it when the host is in the next already.
+        moment = event.start_ms if event.launched_ms is None else event.launched_ms
+        names = (p.name.removeprefix("distlab:") for p in phases if p.start_ms <= moment <= p.end_ms)
+        times[event.name, kind, next(names, OUTSIDE)].append(event.end_ms - event.start_ms)
         busy.append((event.start_ms, event.end_ms))
     steps = len(windows)
     kernels = [Kernel(*key, len(spent) / steps, sum(spent) / steps) for key, spent in times.items()]
@@ -111,15 +112,6 @@ def summarise(events: Sequence[Event]) -> Profile:
         busy_ms=total(intersect(busy, windows)) / steps,
         kernels=tuple(sorted(kernels, key=lambda kernel: -kernel.ms)),
     )
-
-
-def _phase_of(event: Event, phases: Sequence[Event]) -> str:
-    """The phase in which the host started it: a GPU may run it when the host is in the next already."""
-    moment = event.start_ms if event.launched_ms is None else event.launched_ms
-    for phase in phases:
-        if phase.start_ms <= moment <= phase.end_ms:
-            return phase.name.removeprefix("distlab:")
-    return OUTSIDE
 
 
 # In this order; the first pattern that is found decides. `mm` must not be found inside a longer word.

@@ -7,7 +7,7 @@ computation and `r` bytes per element of the residual stream. Of one block autog
     statistics of both norms                            2·4·n
     the norms' outputs, inputs of qkv and of w1, w3     2·c·n·d
     attention: queries and keys after rotation          2·c·n·d
-      fused kernels: the qkv product, kept whole by v   3·c·n·d
+      fused kernels: qkv's output, kept whole by v     3·c·n·d
                      output and log-sum-exp             c·n·d + 4·n·H
       naive:         a copy of v, the merged heads      2·c·n·d
                      softmax in fp32, and cast to c     (4 + [c≠4]·c)·n·H·T
@@ -19,6 +19,7 @@ Recomputation in Large Transformer Models", eq. 2) count a GPT-2 block with drop
 
 from dataclasses import dataclass
 
+from distlab.theory.checks import at_least_one
 from distlab.theory.model_shape import ModelShape
 
 FP32 = 4
@@ -30,9 +31,9 @@ class Precision:
     """In which types a step computes and keeps things, as bytes per element.
 
     Args:
-        compute: of matrix products.
+        compute: of matmuls.
         residual: of the residual stream.
-        copies_weights: whether matrices are cast for the products and the copies kept for backward (autocast).
+        copies_weights: whether matrices are cast for matmuls and the copies kept for backward (autocast).
     """
 
     compute: int = FP32
@@ -42,7 +43,7 @@ class Precision:
 
 PRECISIONS = {
     "fp32": Precision(),
-    # fp32 parameters; autocast casts each matrix once per forward, and the products keep the copies.
+    # fp32 parameters; autocast casts each matrix once per forward, and the matmuls keep the copies.
     "bf16-autocast": Precision(compute=2, residual=4, copies_weights=True),
     # Parameters that arrive in bf16 (FSDP with a compute dtype): all of the forward runs in it.
     "bf16": Precision(compute=2, residual=2),
@@ -88,7 +89,9 @@ def block_activations(
     Raises:
         ValueError: an unknown attention, or a batch or context below one.
     """
-    _check(batch, context, attention)
+    at_least_one(batch=batch, context=context)
+    if attention not in ATTENTION:
+        raise ValueError(f"attention={attention!r}: choose one of {', '.join(ATTENTION)}")
     n, d, f, heads = batch * context, shape.d_model, shape.d_ff, shape.num_heads
     c, r = precision.compute, precision.residual
     if attention == "naive":
@@ -121,11 +124,3 @@ def activations(
         block_temporary=max(swiglu, rotation, scores),
         residual_gradient=r * n * d,
     )
-
-
-def _check(batch: int, context: int, attention: str) -> None:
-    for name, value in (("batch", batch), ("context", context)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1")
-    if attention not in ATTENTION:
-        raise ValueError(f"attention={attention!r}: choose one of {', '.join(ATTENTION)}")

@@ -24,9 +24,17 @@ peak; what a strategy does is read off its file in `distlab/parallel`.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from distlab.theory.checks import at_least_one
 from distlab.theory.memory import states as held
-from distlab.theory.memory.activations import FP32, Precision
-from distlab.theory.memory.states import CUBLAS_WORKSPACES, SHARDED, Breakdown
+from distlab.theory.memory.activations import FP32, PRECISIONS, Precision, activations
+from distlab.theory.memory.states import (
+    CUBLAS_WORKSPACES,
+    OPTIMIZERS,
+    SHARDED,
+    STRATEGIES,
+    TORCH_DDP,
+    Breakdown,
+)
 from distlab.theory.model_shape import ModelShape
 
 
@@ -62,7 +70,6 @@ def step_memory(
     precision: str | Precision = "bf16-autocast",
     attention: str = "sdpa",
     checkpointing: bool | tuple[int, ...] = False,
-    bucket_size_mb: float | None = 25.0,
     optimizer: str = "adamw-fused",
     accumulates: bool = False,
     workspace_bytes: int = CUBLAS_WORKSPACES,
@@ -76,7 +83,6 @@ def step_memory(
         attention: `naive`, `flash` or `sdpa`.
         checkpointing: whether every block is recomputed in backward; or the blocks per group that is recomputed
             together, outermost level first: `(4,)`, or `(8, 2)` for groups of two within groups of eight.
-        bucket_size_mb: matters only for how much is in flight where buckets are sent.
         optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`.
         accumulates: several micro-batches without synchronisation; FSDP then keeps full gradients in fp32.
         workspace_bytes: what libraries take from the same allocator; 0 on a CPU.
@@ -84,18 +90,20 @@ def step_memory(
     Raises:
         ValueError: an unknown name, or a size below one; the message lists what is allowed.
     """
-    setting = held.make_setting(
-        shape,
-        strategy,
-        world_size,
-        precision,
-        optimizer,
-        checkpointing,
-        bucket_size_mb,
-        batch,
-        context,
-        attention,
-    )
+    for what, value, allowed in (
+        ("strategy", strategy, STRATEGIES),
+        ("optimizer", optimizer, OPTIMIZERS),
+        ("precision", precision, PRECISIONS),
+    ):
+        if isinstance(value, str) and value not in allowed:
+            raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
+    at_least_one(world_size=world_size)
+    groups = checkpointing if isinstance(checkpointing, tuple) else (1,) if checkpointing else ()
+    if any(size < 1 for size in groups):
+        raise ValueError(f"checkpointing={checkpointing}: groups of at least one block")
+    precision = PRECISIONS[precision] if isinstance(precision, str) else precision
+    kept = activations(shape, batch, context, precision, attention)
+    setting = held.Setting(shape, kept, precision, strategy, world_size, groups, *OPTIMIZERS[optimizer])
     resident = held.resident(setting)
     states = replace(resident, optimizer_state=held.optimizer_state(setting))
     if accumulates and strategy in SHARDED:
@@ -169,7 +177,9 @@ def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Break
         ),
     )
     head = held.gathered(setting, setting.embedding_buffer)
-    buckets = states.buckets + held.rebuilt_buckets(setting)
+    # torch DDP rebuilds its buckets in the order in which gradients came. In that step (the second, with a static graph
+    # the third) the first set lives until backward begins: seen in recorded peaks, torch 2.11.
+    buckets = states.buckets + (FP32 * shape.num_parameters if setting.strategy in TORCH_DDP else 0)
     temporary = kept.loss + kept.forward_loss_temporary
     yield "loss", replace(forward, buckets=buckets, temporary=temporary)
     copies = 0 if setting.groups else held.weight_copies(setting)  # with checkpoints no graph keeps the copies
@@ -200,7 +210,7 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
     """The fullest moment of one block's backward: in its feed-forward part, everything of the block still kept, or,
     on a sharding strategy, at its end, when a unit's gradients are packed for sending."""
     shape, kept = setting.shape, setting.kept
-    unit, buffer = held.block_matrices(shape), setting.block_buffer
+    unit, buffer = sum(shape.matrices_per_block), setting.block_buffer
     done = (shape.num_layers - 1 - block) * shape.block_parameters + shape.embedding_parameters
     below, recomputed = _kept_below(setting, block)
     casts = setting.precision.compute * unit if setting.precision.copies_weights else 0

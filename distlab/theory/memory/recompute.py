@@ -11,6 +11,7 @@ groups replace b by the same expression of the inner groups, at the price of run
 
 import math
 
+from distlab.theory.checks import at_least_one
 from distlab.theory.flops import forward_flops
 
 
@@ -25,7 +26,7 @@ def kept_bytes(num_layers: int, groups: tuple[int, ...], block: int, checkpoint:
     Raises:
         ValueError: a group of less than one block.
     """
-    _check(num_layers, groups)
+    at_least_one(num_layers=num_layers, groups=min(groups, default=1))
     if not groups:
         return num_layers * block
     size = min(groups[0], num_layers)
@@ -45,16 +46,16 @@ def best_group_size_estimate(num_layers: int, block: int, checkpoint: int) -> fl
 
 
 def blocks_run_again(num_layers: int, groups: tuple[int, ...]) -> tuple[int, int]:
-    """(blocks that run forward again, how many of these runs stop before their last product).
+    """(blocks that run forward again, how many of these runs stop before their last matmul).
 
     torch ends a recomputation as soon as everything that was saved is there again. So the innermost group stops before
-    the last product of its last block, whose result nobody saved; and a group with groups inside does not run the last
+    the last matmul of its last block, whose result nobody saved; and a group with groups inside does not run the last
     of these at all, since their inputs are all that it saved.
 
     Raises:
         ValueError: a group of less than one block.
     """
-    _check(num_layers, groups)
+    at_least_one(num_layers=num_layers, groups=min(groups, default=1))
     if not groups:
         return 0, 0
     again = stopped = 0
@@ -78,8 +79,3 @@ def recomputed_flops(groups: tuple[int, ...], *, num_layers: int, **sizes: int) 
     again, stopped = blocks_run_again(num_layers, groups)
     one = forward_flops(num_layers=1, **sizes)
     return again * (one.total - one.head) - stopped * one.feed_forward // 3
-
-
-def _check(num_layers: int, groups: tuple[int, ...]) -> None:
-    if num_layers < 1 or any(size < 1 for size in groups):
-        raise ValueError(f"num_layers={num_layers}, groups={groups}: must be at least 1")

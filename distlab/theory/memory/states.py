@@ -8,14 +8,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from distlab.theory.memory.activations import FP32, PRECISIONS, Activations, Precision, activations
+from distlab.theory.memory.activations import FP32, Activations, Precision
 from distlab.theory.model_shape import ModelShape
-from distlab.theory.volume import sharded_buffers
+from distlab.theory.volume import padded_parameters, sharded_buffers
 
-MIB = 2**20
 # cuBLAS reserves 32 MiB per stream and thread on Hopper, from the same allocator: forward's thread and autograd's.
 # Source: getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
-CUBLAS_WORKSPACES = 2 * 32 * MIB
+CUBLAS_WORKSPACES = 2 * 32 * 2**20
 
 REPLICATED = ("local", "naive", "overlap")
 BUCKETED = ("bucketed", "bucketed-dma", "sharded-optimizer", "zero1")
@@ -78,7 +77,6 @@ class Setting:
     strategy: str
     world_size: int
     groups: tuple[int, ...]
-    bucket_bytes: float
     state_numbers: int
     step_numbers: int
 
@@ -92,14 +90,6 @@ class Setting:
         """The same of the embedding, or of the head."""
         return self._padded([(self.shape.vocab_size, self.shape.d_model)])
 
-    @property
-    def all_buffers(self) -> int:
-        """Elements of all matrices with FSDP's padding, and of the norms, which have none."""
-        shape = self.shape
-        padding = shape.num_layers * (self.block_buffer - block_matrices(shape))
-        copies = 1 if shape.tie_embeddings else 2
-        return shape.num_parameters + padding + copies * (self.embedding_buffer - shape.embedding_parameters)
-
     def sharded(self, numel: int) -> int:
         """Bytes of what this rank keeps, in fp32, of `numel` of the model's elements.
 
@@ -109,50 +99,13 @@ class Setting:
             return FP32 * -(-numel // (self.world_size if self.strategy in SHARDED else 1))
         whole = self.shape.num_parameters
         norms = (2 * self.shape.num_layers + 1) * self.shape.d_model
-        kept = norms + (self.all_buffers - norms) // self.world_size
+        kept = norms + (padded_parameters(self.shape, self.world_size) - norms) // self.world_size
         return FP32 * -(-numel * kept // whole)
 
     def _padded(self, shapes: Sequence[Sequence[int]]) -> int:
         if self.strategy == "fsdp":
             return sum(sharded_buffers(shapes, self.world_size))
         return sum(map(math.prod, shapes))
-
-
-def make_setting(
-    shape: ModelShape,
-    strategy: str,
-    world_size: int,
-    precision: str | Precision,
-    optimizer: str,
-    checkpointing: bool | tuple[int, ...],
-    bucket_size_mb: float | None,
-    batch: int,
-    context: int,
-    attention: str,
-) -> Setting:
-    """The setting of `memory.step_memory`'s arguments.
-
-    Raises:
-        ValueError: an unknown name, or a size below one; the message lists what is allowed.
-    """
-    for what, value, allowed in (
-        ("strategy", strategy, STRATEGIES),
-        ("optimizer", optimizer, OPTIMIZERS),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size}: must be at least 1")
-    if isinstance(precision, str):
-        if precision not in PRECISIONS:
-            raise ValueError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
-        precision = PRECISIONS[precision]
-    kept = activations(shape, batch, context, precision, attention)
-    limit = float("inf") if bucket_size_mb is None else bucket_size_mb * MIB
-    groups = checkpointing if isinstance(checkpointing, tuple) else (1,) if checkpointing else ()
-    if any(size < 1 for size in groups):
-        raise ValueError(f"checkpointing={checkpointing}: groups of at least one block")
-    return Setting(shape, kept, precision, strategy, world_size, groups, limit, *OPTIMIZERS[optimizer])
 
 
 def resident(setting: Setting) -> Breakdown:
@@ -207,7 +160,7 @@ def weight_copies(setting: Setting) -> int:
     """Autocast's copies of all matrices but the embedding, which is looked up and not multiplied."""
     if not setting.precision.copies_weights:
         return 0
-    matrices = setting.shape.num_layers * block_matrices(setting.shape) + setting.shape.embedding_parameters
+    matrices = setting.shape.num_layers * sum(setting.shape.matrices_per_block) + setting.shape.embedding_parameters
     return setting.precision.compute * matrices
 
 
@@ -220,13 +173,11 @@ def gathered(setting: Setting, numel: int) -> int:
 
 def full_gradients(setting: Setting, numel: int, buffer: int) -> int:
     """FSDP: a unit's full gradients (`numel`), and the flat fp32 `buffer` of the unit before, which is being sent."""
-    if setting.strategy not in SHARDED:
-        return 0
-    return (FP32 if setting.precision.copies_weights else setting.precision.compute) * numel + FP32 * buffer
+    return gathered(setting, numel) + (FP32 * buffer if setting.strategy in SHARDED else 0)
 
 
 def weight_gradient(setting: Setting, numel: int) -> int:
-    """One matrix's gradient as the product leaves it, before it is accumulated, packed or cast."""
+    """One matrix's gradient as the matmul leaves it, before it is accumulated, packed or cast."""
     if in_place(setting):
         return 0
     if setting.strategy in SHARDED and not setting.precision.copies_weights:
@@ -234,21 +185,8 @@ def weight_gradient(setting: Setting, numel: int) -> int:
     return FP32 * numel
 
 
-def rebuilt_buckets(setting: Setting) -> int:
-    """torch DDP rebuilds its buckets in the order in which gradients came. In that step (the second, with a static
-    graph the third) the first set lives until backward begins: seen in recorded peaks, torch 2.11."""
-    return FP32 * setting.shape.num_parameters if setting.strategy in TORCH_DDP else 0
-
-
 def step_temporary(setting: Setting) -> int:
     """What the optimizer needs besides its state, and the messages in which owners send parameters."""
     stepped = optimizer_state(setting) // max(1, setting.state_numbers)
-    if setting.state_numbers == 0:
-        stepped = setting.sharded(setting.shape.num_parameters)
     sent = FP32 * setting.shape.num_parameters if setting.strategy == "sharded-optimizer" else 0
     return max(setting.step_numbers * stepped, sent)
-
-
-def block_matrices(shape: ModelShape) -> int:
-    """Elements of one block's matrices."""
-    return sum(shape.matrices_per_block)
