@@ -1,7 +1,8 @@
 # make bench   install and run the main job: every data-parallel strategy beside torch's
 # make test    install, lint, run all tests (gloo ranks and interpreted Triton; GPU tests skip without a GPU)
 # make tables  redraw the tables of README.md and docs/ from records/
-.PHONY: tables install bench test test-gpu test-commands lint clean
+# make size    statements and lines of each package
+.PHONY: tables size install bench test test-gpu test-commands lint clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +32,10 @@ test-gpu: install
 	$(BIN)/python -m pytest -m "gpu or multigpu" $(ARGS)
 
 tables: install
-	$(BIN)/python -m launch tables
+	$(BIN)/distlab tables
+
+size:
+	$(PYTHON) tests/size.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info outputs .pytest_cache .ruff_cache

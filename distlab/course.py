@@ -4,7 +4,7 @@ A suite asks its `tests/adapters.py` for functions by name; with
 
     from distlab.course import *
 
-as its only line, the suite of any year tests this package (docs/course.md says how to do that, and what it is good
+as its only line, the suite of any year tests this package (docs/learn/course.md says how, and what it is good
 for: read your course's policy first). The functions name what the suites name; everything behind them is public
 under its own name in `distlab.parallel` and `kernels`.
 

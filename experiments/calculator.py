@@ -223,22 +223,30 @@ CALCULATIONS: dict[str, tuple[Callable[[Any], Answer], dict[str, tuple[Any, Any]
 }  # fmt: skip
 
 
+QUESTIONS = {
+    name: dataclasses.make_dataclass(name, [(each, *own[each]) for each in own], bases=(Question,), frozen=True)
+    for name, (_, own) in CALCULATIONS.items()
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """A sub-command for each calculation."""
+    raw = argparse.RawDescriptionHelpFormatter
+    found = argparse.ArgumentParser("distlab run calculator", description=__doc__, formatter_class=raw)
+    commands = found.add_subparsers(dest="command", required=True)
+    for name, question in QUESTIONS.items():
+        add_options(commands.add_parser(name), question)
+    return found
+
+
 def main(argv: Sequence[str]) -> int:
     """Answer one question.
 
     Raises:
         ValueError: an option is missing, or its value is impossible.
     """
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("distlab run calculator", description=__doc__, formatter_class=raw)
-    commands = parser.add_subparsers(dest="command", required=True)
-    questions = {}
-    for name, (_, own) in CALCULATIONS.items():
-        fields = [(field, *described) for field, described in own.items()]
-        questions[name] = dataclasses.make_dataclass(name, fields, bases=(Question,), frozen=True)
-        add_options(commands.add_parser(name), questions[name])
-    args = parser.parse_args(argv)
-    question = config_from(questions[args.command], args)
+    args = parser().parse_args(argv)
+    question = config_from(QUESTIONS[args.command], args)
     run, own = CALCULATIONS[args.command]
     if missing := [name for name in own if getattr(question, name) in (None, ())]:
         raise ValueError(f"{args.command}: give {', '.join(missing)}")

@@ -136,7 +136,7 @@ VIEW = View(
     reading="One rank ran the strategies' own code on fake tensors: collectives, bytes and memory are counted, not "
     "estimated. Times are those of a machine at the shares of its peaks that a calibrated one reaches. In the timeline "
     "compute is above and communication below; what compute does not hide is orange.",
-    prediction="Every time here is predicted. How good such predictions were: docs/theory/simulation.md.",
+    prediction="Every time here is predicted. How good such predictions were: docs/learn/theory/simulation.md.",
     noise="Nothing was measured but the seconds that the simulation took.",
 )
 

@@ -268,7 +268,8 @@ class Subject:
 
     def close(self) -> None:
         """Unhook and free everything here: hooks and wrappers form reference cycles, and the collector must not
-        come for them in the middle of somebody else's measurement."""
+        come for them in the middle of somebody else's measurement.
+        """
         self.model.close(restore=False)
         del self.model, self.module, self.optimizer, self._train, self._batches
         gc.collect()

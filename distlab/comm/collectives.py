@@ -68,7 +68,8 @@ def mean_scale(device: torch.device, group: ProcessGroup) -> float:
 
 def shards_in_place(device: torch.device, group: ProcessGroup) -> bool:
     """Whether a reduce-scatter may write to its rank's slice of the input, and an all-gather read from its slice
-    of the output. NCCL documents it; gloo gives wrong results without an error."""
+    of the output. NCCL documents it; gloo gives wrong results without an error.
+    """
     return averages_in_reduction(device, group)
 
 

@@ -92,7 +92,8 @@ def _allowed(root: Path) -> Iterator[int]:
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind these tensors on this rank, each storage once: views of one buffer count as the
-    whole buffer. Of a DTensor the local part counts."""
+    whole buffer. Of a DTensor the local part counts.
+    """
     return sum(storage_bytes(tensors).values())
 
 

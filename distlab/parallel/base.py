@@ -140,7 +140,8 @@ class ParallelModel(nn.Module, ABC):
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook. With `restore` the module is as before, with whole parameters; without, it is of no use
-        any more, and nothing is sent."""
+        any more, and nothing is sent.
+        """
 
 
 class LocalOptimizer(Optimizer, ABC):

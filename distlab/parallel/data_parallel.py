@@ -204,7 +204,8 @@ class DataParallel(ParallelModel):
 
     def _recover(self) -> None:
         """After a backward that raised, before anything new is accumulated: complete its collectives, so that all
-        ranks have issued the same sequence again, and drop its gradients, which are worthless."""
+        ranks have issued the same sequence again, and drop its gradients, which are worthless.
+        """
         for parameter in self.trainable:
             parameter.grad = None
         self.finish_gradient_synchronization()

@@ -1,0 +1,1 @@
+"""Formulas: what a step takes of memory, time and links, from numbers alone."""

@@ -53,7 +53,8 @@ class Link:
 
 def further_hops(ranks: int, *, all_reduce: bool) -> int:
     """Links that a message passes one after the other, beyond the first: those of the ring, or up and down a tree,
-    2·log₂N, which libraries take for an all-reduce of many ranks."""
+    2·log₂N, which libraries take for an all-reduce of many ranks.
+    """
     return min(ranks - 2, math.ceil(2 * math.log2(ranks))) if all_reduce else ranks - 2
 
 
@@ -81,7 +82,8 @@ def ring_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
 
 def whole_tensor_ring(num_bytes: float, ranks: int, link: Link) -> float:
     """Every rank forwards whole tensors N−1 times and adds what it receives: half of a ring's rounds, and per link
-    (N−1)·S bytes, which is N/2 times as much. It wins for messages whose latency outweighs their volume."""
+    (N−1)·S bytes, which is N/2 times as much. It wins for messages whose latency outweighs their volume.
+    """
     _check(num_bytes, ranks)
     return (ranks - 1) * link.message(num_bytes)
 

@@ -48,7 +48,7 @@ class Roofline:
         return max(cost.flops / self.peak, cost.bytes / self.bandwidth)
 
     def bound(self, cost: Cost) -> str:
-        """ "memory" or "compute"."""
+        """Which of the two limits: "memory" or "compute"."""
         return "memory" if cost.flops / self.peak < cost.bytes / self.bandwidth else "compute"
 
 

@@ -68,7 +68,8 @@ class Network:
 
     def ring_bytes_per_s(self, ranks: int) -> float:
         """Bytes per second through the slowest place of the rings. Several rings run side by side, each leaving a node
-        through another device's link, so a node's links add up and meet those inside."""
+        through another device's link, so a node's links add up and meet those inside.
+        """
         if ranks <= self.devices_per_node:
             return self.inside_bytes_per_s
         return min(self.inside_bytes_per_s, self.between_bytes_per_s * self.devices_per_node)

@@ -1,0 +1,1 @@
+"""The trainer: data, step, loop, metrics, and what stops it."""

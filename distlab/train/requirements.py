@@ -20,7 +20,7 @@ from distlab.theory.model_shape import ModelShape
 from distlab.train.config import TrainConfig
 
 GIB = 2**30
-CERTAIN = 0.9  # of a predicted peak; predictions of eager steps were within 2 % of it (docs/theory/simulation.md)
+CERTAIN = 0.9  # of a predicted peak; predictions of eager steps were within 2 % of it (docs/learn/theory/simulation.md)
 CERTAIN_COMPILED = 0.5  # a compiler keeps less for backward than the closed form counts
 LOSS_PHASES = ("loss", "backward of loss", "backward of head")
 

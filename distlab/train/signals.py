@@ -29,7 +29,8 @@ class StopSignals:
     @contextmanager
     def caught(self) -> Iterator["StopSignals"]:
         """Catch them inside; the handlers before come back afterwards. In threads other than the main one,
-        which get no signals, nothing happens."""
+        which get no signals, nothing happens.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

@@ -94,7 +94,8 @@ def _backward_alone_and_disturbed(
     config: BucketSweepConfig, context: RankContext
 ) -> tuple[list[float], list[bool], float, Disturbance]:
     """Ready times of the gradients in ms, whose gradients must be packed, the length of backward in ms, and what a
-    running all-reduce does to it."""
+    running all-reduce does to it.
+    """
     shape, dtype = config.model(), DTYPES[config.dtype]
     model = TransformerLM(shape, device=context.device, seed=config.seed)
     tokens = SyntheticTokens(

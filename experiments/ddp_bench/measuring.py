@@ -149,7 +149,8 @@ def _timing_metrics(
 
 def _peer_ratio(timing: Timing, timings: dict[str, Timing]) -> dict[str, float]:
     """This variant's step, and its exposed communication, over those of torch DDP's fastest row, paired step by
-    step, with their 95 % intervals."""
+    step, with their 95 % intervals.
+    """
     peers = [t for name, t in timings.items() if name.startswith("torch-ddp") and not t.out_of_memory]
     if not peers:
         return {}

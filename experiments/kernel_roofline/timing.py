@@ -64,7 +64,8 @@ def prepare(make: Callable[[], Callable[[], Any]], device: str, capture: bool = 
 def device_ms(make: Callable[[], Callable[[], Any]], device: str, repeat_ms: int,
               capture: bool = True) -> dict[str, Any]:
     """p20, p50, p80 of one run. On CUDA a graph is replayed with the L2 flushed in between; where none can be captured
-    the calls themselves are timed, and `captured` says so."""
+    the calls themselves are timed, and `captured` says so.
+    """
     ready = prepare(make, device, capture)
     if device != "cuda":
         return quantiles(clock.measure(ready.call, warmup=1, repeats=3, device="cpu"))

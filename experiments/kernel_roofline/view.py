@@ -61,7 +61,8 @@ def headline(records: Sequence[Record]) -> str:
 
 def _limit(records: Sequence[Record], name: str) -> str:
     """A ceiling as it was measured: a run that was resumed has one of every process, and rows are held against their
-    own."""
+    own.
+    """
     *others, last = dict.fromkeys(f"{x.metrics[name]:,.0f}" for x in records if name in x.metrics) or ["0"]
     return f"{', '.join(others)} and {last}" if others else last
 
@@ -102,7 +103,8 @@ def verdicts(records: Sequence[Record]) -> list[str]:
 
 def beside_peers(records: Sequence[Record]) -> list[Record]:
     """A record per operation and direction: our row with the times of the others as further metrics; the variant is
-    the operation."""
+    the operation.
+    """
     found = []
     for rows in by_row(records).values():
         if "ours" in rows:

@@ -51,7 +51,8 @@ def distance(mine: Mapping[str, Any], reference: Mapping[str, Any]) -> float | N
 
 def tolerance(records: Sequence[Record]) -> float | None:
     """How far curves may lie apart: twice what rounding alone does (the same mathematics in two micro-batches), and
-    at least 0.01 nats."""
+    at least 0.01 nats.
+    """
     by_name = {record.variant: record.metrics for record in records}
     if REFERENCE not in by_name or ROUNDING not in by_name:
         return None

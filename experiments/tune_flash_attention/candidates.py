@@ -105,7 +105,8 @@ def shape_of(how: Tile | Choice) -> Tile | Choice:
 
 def pairs(found: dict[str, list[Row]]) -> list[Choice]:
     """Backwards worth timing as a whole: the best tiles one after the other, good ones at once on two
-    streams and in one launch."""
+    streams and in one launch.
+    """
     for kernel in configs.KERNELS:
         if not any(row["ms"] < float("inf") for row in found[kernel]):
             raise ValueError(f"no tile of {kernel} can be used: {[row.get('why') for row in found[kernel]]}")

@@ -81,7 +81,7 @@ LLAMA = ((3 * 4096, 4096), (4096, 4096), (11008, 4096), (11008, 4096), (4096, 11
 
 @pytest.mark.parametrize("name", ["small", "medium", "large", "xl", "10B", "gpt2-xl", "d_ff 11008"])
 def test_padding_of_a_real_block(name):
-    """One buffer and at most 0.3 % of padding up to 64 ranks; at 512 and 1,024 the numbers of docs/fsdp.md."""
+    """One buffer and at most 0.3 % of padding up to 64 ranks; at 512 and 1,024 the numbers of docs/learn/fsdp.md."""
     shapes = LLAMA if name == "d_ff 11008" else ModelShape.of(preset(name)).matrix_shapes_per_block
     elements = sum(map(math.prod, shapes))
 

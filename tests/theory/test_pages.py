@@ -1,11 +1,11 @@
-"""The worked examples of docs/theory, run as they stand."""
+"""The worked examples of docs/learn/theory, run as they stand."""
 
 import doctest
 from pathlib import Path
 
 import pytest
 
-PAGES = Path(__file__).parents[2] / "docs" / "theory"
+PAGES = Path(__file__).parents[2] / "docs" / "learn" / "theory"
 WITH_EXAMPLES = ("memory", "communication", "buckets", "compute", "limits", "parallelisms")
 
 

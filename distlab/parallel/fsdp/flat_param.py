@@ -165,7 +165,8 @@ class Entry:
 
     def place_of(self, sizes: Sizes, offset: int) -> Place:
         """Where a tensor with the parameter's dimensions, of these sizes in memory order, lies in a flat buffer that it
-        begins at element `offset` of."""
+        begins at element `offset` of.
+        """
         strides = [math.prod(max(1, size) for size in sizes[d + 1 :]) for d in range(len(sizes))]
         order = self._inverse_order
         return tuple(sizes[d] for d in order), tuple(strides[d] for d in order), offset
@@ -345,7 +346,8 @@ class FlatParam:
 
     def _slices(self, flat: Tensor) -> list[Tensor]:
         """`(layout.slice_numel,)` → one view per parameter: its shard, `(rows, …)` with the parameter's dimensions,
-        perhaps empty."""
+        perhaps empty.
+        """
         return [flat.as_strided(*place) for place in self._places_in_slice]
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ A unit is fetched while the one before it computes, freed after its forward, fet
 and its gradients leave while the next one computes. `runtime.py` says when, `flat_param.py` holds the memory.
 
 Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps; Rajbhandari et al. 2020 (ZeRO) call
-it stage 3. `docs/fsdp.md` states memory, precision and limits.
+it stage 3. `docs/learn/fsdp.md` states memory, precision and limits.
 """
 
 import sys
@@ -143,7 +143,8 @@ class FSDP(ParallelModel):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside keep full gradients here (as large as the masters); the next one outside
-        sends the sum."""
+        sends the sum.
+        """
         before, self._runtime.synchronize = self._runtime.synchronize, False
         try:
             yield
@@ -345,7 +346,8 @@ class FSDP(ParallelModel):
 
     def _recover(self) -> None:
         """After a backward that raised: forget it and its gradients. All ranks must have failed at one place;
-        otherwise those that wait fail within the group's timeout."""
+        otherwise those that wait fail within the group's timeout.
+        """
         self._runtime.recover()
         self.zero_grad()
 

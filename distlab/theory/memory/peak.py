@@ -208,7 +208,8 @@ def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Break
 
 def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown:
     """The fullest moment of one block's backward: in its feed-forward part, everything of the block still kept, or,
-    on a sharding strategy, at its end, when a unit's gradients are packed for sending."""
+    on a sharding strategy, at its end, when a unit's gradients are packed for sending.
+    """
     shape, kept = setting.shape, setting.kept
     unit, buffer = sum(shape.matrices_per_block), setting.block_buffer
     done = (shape.num_layers - 1 - block) * shape.block_parameters + shape.embedding_parameters

@@ -1,0 +1,115 @@
+"""The pages: tables as their records say, code as the package has it, links that lead there, commands that exist."""
+
+import argparse
+import re
+import shlex
+from functools import partial
+
+import pytest
+
+from distlab.report.docs_tables import definition, embed_code, embed_tables, table_of
+from launch.__main__ import COMMANDS, load, view_of
+from tests.commands import ROOT
+from tests.pages import Command, commands_of, fenced_lines, pages
+
+PAGES = pages()
+FILLED_IN = {r"local,<name>,": "local,naive,", r" …$": ""}  # what a page leaves to the reader
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_and_code_are_drawn_from_records_and_source(page):
+    text = page.read_text(encoding="utf-8")
+    tables = partial(table_of, view_of=view_of, root=ROOT)
+    assert embed_code(embed_tables(text, tables), ROOT) == text, "run make tables"
+
+
+def test_code_that_is_not_there_is_an_error():
+    found = definition(ROOT / "distlab/parallel/naive.py", "NaiveDDP._synchronize")
+    assert found.startswith("@torch.no_grad()")
+    with pytest.raises(ValueError, match="defines no"):
+        embed_code("<!-- code distlab/parallel/naive.py NaiveDDP.gone -->\n<!-- end code -->", ROOT)
+    with pytest.raises(ValueError, match="end code"):
+        embed_code("<!-- code distlab/parallel/naive.py NaiveDDP -->\n", ROOT)
+
+
+def test_a_marker_without_its_end_is_an_error():
+    with pytest.raises(ValueError, match="end table"):
+        embed_tables("<!-- table a.json -->\n", lambda source: "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_of_this_repository(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for path, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", text):
+        if "://" in path:
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {path}"
+        if anchor and target.suffix == ".md":
+            assert anchor[1:] in headings(target), f"{page.name} links to {path}{anchor}"
+
+
+def headings(page) -> set[str]:
+    lines = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_exist_with_their_options(page):
+    listed = commands_of(page)
+    known = {filled_in(command.text) for command in listed}
+    for line in fenced_lines(page):
+        assert filled_in(line) in known, f"{page.name}: {line} begins with no known program"
+    for command in listed:
+        check(Command(command.page, filled_in(command.text)))
+
+
+def filled_in(text: str) -> str:
+    for left_open, filled in FILLED_IN.items():
+        text = re.sub(left_open, filled, text)
+    return text
+
+
+def check(command: Command) -> None:
+    """Fail if a command names what is not there, or an option that it does not take."""
+    words = [word for word in shlex.split(command.text) if not re.match(r"[A-Z_]+=", word)]
+    where = f"{command.page}: {command.text}"
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), where
+    for place, word in enumerate(words):
+        if re.fullmatch(r"(tests|launch|experiments|distlab|kernels|records)/[\w/-]*\.\w+", word):
+            assert (ROOT / word).exists() or words[place - 1] in ("--table", "--out"), f"{where}: {word}"
+        if word == "-m" and words[place + 1].split(".")[0] in ("tests", "launch", "distlab"):
+            module = ROOT / words[place + 1].replace(".", "/")
+            assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), where
+    ours = arguments_of(words)
+    if ours:
+        assert ours[0] in COMMANDS, where
+        parser = parser_of(ours)
+        if parser is not None:
+            try:
+                parser.parse_args(ours[2:] if ours[0] == "run" else ours[1:])
+            except SystemExit as end:
+                assert end.code == 0, where
+
+
+def arguments_of(words: list[str]) -> list[str]:
+    """The arguments of `distlab` in a command, however it is started; [] if it is another command."""
+    for place, word in enumerate(words):
+        if word == "distlab" or (word == "launch" and words[place - 1] == "-m"):
+            return words[place + 1 :]
+        if word == "launch/ddp_bench.py":
+            return ["run", "ddp_bench", *words[place + 1 :]]
+        if word in ("launch/train.py", "launch/sample.py"):
+            return [word[len("launch/") : -len(".py")], *words[place + 1 :]]
+    return []
+
+
+def parser_of(arguments: list[str]) -> argparse.ArgumentParser | None:
+    if arguments[0] == "run":
+        module = load(arguments[1])
+        experiment = getattr(module, "EXPERIMENT", None)
+        return module.parser() if experiment is None else experiment.parser()
+    if arguments[0] in ("train", "sample"):
+        return __import__(f"launch.{arguments[0]}", fromlist=["parser"]).parser()
+    return None
