@@ -130,7 +130,7 @@ def run(arguments: Sequence[str]) -> int:
 
     def prepare() -> int:
         module = load(name)
-        if isinstance(getattr(module, "EXPERIMENT", ""), str):  # a calculator, which answers in words
+        if not hasattr(module, "EXPERIMENT"):  # a calculator, which answers in words
             return module.main(list(arguments[1:]))
         return _run(module.EXPERIMENT, arguments)
 
@@ -203,17 +203,10 @@ def view_of(name: str) -> View:
     """
     for known in sorted(experiments(), key=lambda each: each != name):  # most often the module of that name
         module = load(known)
-        views = _views_of(module) if isinstance(getattr(module, "EXPERIMENT", ""), str) else module.EXPERIMENT.views()
+        views = module.EXPERIMENT.views() if hasattr(module, "EXPERIMENT") else {}
         if name in views:
             return views[name]
     raise ValueError(f"no experiment makes records of {name!r}")
-
-
-def _views_of(module: ModuleType) -> dict[str, View]:
-    """Of a module that exports no EXPERIMENT yet."""
-    found = [getattr(module, each, None) for each in ("VIEW", "COMPARISON_VIEW")]
-    found += getattr(module, "VIEWS", {}).values()
-    return {view.name: view for view in found if view is not None}
 
 
 def tables(arguments: Sequence[str]) -> int:

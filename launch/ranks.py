@@ -1,6 +1,5 @@
 """Starting the ranks of a command, and saying which of them failed and how."""
 
-import argparse
 import logging
 import os
 import signal
@@ -13,24 +12,11 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from distlab.comm import RankContext, RankEnvironment, collectives
-from distlab.comm.context import LONGEST_TIMEOUT_S, choose_device
-from distlab.comm.rank_process import is_lost_peer, leave_process, progress_to_stderr, run_rank
-from distlab.ending import USAGE_ERROR, hand_signals_over, message_of
+from distlab.comm import RankContext, RankEnvironment
+from distlab.comm.context import choose_device
+from distlab.comm.rank_process import run_rank
+from distlab.ending import USAGE_ERROR, hand_signals_over
 from distlab.measure.memory import free_bytes
-from distlab.report import OutputFolder, View, add_output_options, redraw
-from distlab.report.options import real, whole
-
-__all__ = [
-    "add_rank_options",
-    "is_lost_peer",
-    "launch",
-    "leave_process",
-    "progress_to_stderr",
-    "run_rank",
-    "shared_folder",
-    "start_ranks",
-]
 
 RANK_BYTES = 300 * 2**20  # resident in a process that has imported torch and done nothing else
 
@@ -41,13 +27,11 @@ def default_ranks(backend: str | None) -> int:
     return gpus or 2
 
 
-def start_ranks(
-    arguments: Sequence[str], ranks: int, backend: str | None, max_restarts: int = 0, script: str | None = None
-) -> int:
+def start_ranks(arguments: Sequence[str], ranks: int, backend: str | None, max_restarts: int = 0) -> int:
     """Run `ranks` processes under torchrun's agent, in this process, and wait for them.
 
     Args:
-        arguments: of each; without a script, those of the command `distlab`.
+        arguments: of the command `distlab`, for each.
         max_restarts: how often all ranks are started again after one failed.
 
     Returns:
@@ -55,13 +39,8 @@ def start_ranks(
         of the signal that this process was sent.
 
     Raises:
-        ValueError: fewer than one rank or than no restarts, more NCCL ranks than GPUs, or more ranks than this
-            machine's memory holds.
+        ValueError: more NCCL ranks than GPUs, or more ranks than this machine's memory holds.
     """
-    if ranks < 1:
-        raise ValueError(f"--nproc {ranks}: at least one rank")
-    if max_restarts < 0:
-        raise ValueError(f"--max-restarts {max_restarts}: at least 0")
     choose_device(backend, 0, ranks)
     free = free_bytes("cpu")
     if free is not None and ranks > max(2, free // RANK_BYTES):
@@ -76,8 +55,7 @@ def start_ranks(
             logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     hand_signals_over()
     try:
-        program = ["--module", "launch"] if script is None else [script]
-        torchrun.run(torchrun.parse_args([*options, *program, *_without_own(arguments)]))
+        torchrun.run(torchrun.parse_args([*options, "--module", "launch", *_without_own(arguments)]))
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except KeyboardInterrupt:  # before the agent listens to signals
@@ -129,63 +107,3 @@ def _without_own(arguments: Sequence[str]) -> list[str]:
             kept.append(argument)
         skip = own and "=" not in argument
     return kept
-
-
-def add_rank_options(parser: argparse.ArgumentParser) -> None:
-    """The options that every entry point has: where and how the ranks run, and where the results go."""
-    parser.add_argument("--nproc", type=whole(), help="start this many ranks [GPUs, or 2 on a CPU]")
-    parser.add_argument("--backend", choices=("nccl", "gloo"), help="[nccl where there are GPUs]")
-    seconds = real(above=0, most=LONGEST_TIMEOUT_S)
-    parser.add_argument(
-        "--timeout", type=seconds, default=60.0, help="seconds a collective may take [%(default)s]"
-    )
-    add_output_options(parser)
-
-
-def launch(
-    prepare: Callable[[], Callable[[RankContext], int]],
-    args: argparse.Namespace,
-    *,
-    script: str,
-    arguments: Sequence[str],
-    name: str,
-    view: View | None = None,
-) -> int:
-    """What `main()` does: check, start the ranks unless this is one already, run the work on this rank.
-
-    Args:
-        prepare: checks the options and returns the work; its ValueError is the user's to mend, and said once.
-        args: parsed, with the options of `add_rank_options`, and `max_restarts` where there is such an option.
-        script, arguments: the entry point's file and the command line, for starting the ranks.
-        name: for messages.
-        view: of the experiment, for `--from`, which measures nothing.
-    """
-    speaks = True
-    try:
-        place = RankEnvironment.read()
-        speaks = place.rank == 0
-        if getattr(args, "source", None) and view is not None:
-            return redraw(view, args.source, args.out) if speaks else 0
-        work = prepare()
-        if not place.launched:
-            ranks = default_ranks(args.backend) if args.nproc is None else args.nproc
-            return start_ranks(arguments, ranks, args.backend, getattr(args, "max_restarts", 0), script)
-    except (ValueError, OSError) as error:
-        if speaks:
-            print(f"{name}: error: {message_of(error)}", file=sys.stderr)
-        return USAGE_ERROR
-    return run_rank(work, backend=args.backend, timeout_s=args.timeout, name=name)
-
-
-def shared_folder(context: RankContext, root: str, name: str) -> OutputFolder:
-    """Rank 0 makes the folder of this run, the others join it; if it cannot be written, every rank raises."""
-    made: OutputFolder | OSError | None = None
-    if context.is_main:
-        try:
-            made = OutputFolder(root, name)
-        except OSError as error:
-            made = error
-    made = collectives.gather_objects(made, context.group)[0]
-    if isinstance(made, OSError):
-        raise made
-    return made

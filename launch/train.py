@@ -16,6 +16,7 @@ from typing import Any
 
 from distlab.checkpoint.lock import hold
 from distlab.comm import RankContext, RankEnvironment, collectives
+from distlab.comm.rank_process import progress_to_stderr
 from distlab.experiment import FrameOptions, RankOptions
 from distlab.options import add_options, config_from, option
 from distlab.report import (
@@ -34,7 +35,7 @@ from distlab.train import run
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.loop import Outcome
 from launch.__main__ import console
-from launch.ranks import progress_to_stderr, run_on_ranks
+from launch.ranks import run_on_ranks
 
 NAME = "train"
 QUICK = {"size": "tiny", "steps": 10}

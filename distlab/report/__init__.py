@@ -2,17 +2,6 @@
 measured.
 """
 
-from distlab.report.command import (
-    Work,
-    add_device_option,
-    add_from_option,
-    add_output_options,
-    device_of,
-    progress,
-    redraw,
-    run_command,
-    run_to_end,
-)
 from distlab.report.output import OutputFolder
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, reading, write_csv, write_json
@@ -24,22 +13,13 @@ __all__ = [
     "OutputFolder",
     "Record",
     "View",
-    "Work",
-    "add_device_option",
-    "add_from_option",
-    "add_output_options",
     "commit",
-    "device_of",
     "environment",
     "json_line",
-    "progress",
     "read_json",
     "reading",
-    "redraw",
     "render",
     "render_for_terminal",
-    "run_command",
-    "run_to_end",
     "say",
     "write",
     "write_csv",

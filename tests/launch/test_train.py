@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distlab.comm.rank_process import is_lost_peer
 from distlab.report import Record, write_json
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.metrics import read_journal
 from distlab.train.sample import newest_usable
 from launch import train
 from launch.__main__ import main
-from launch.ranks import is_lost_peer
 from tests.comm.test_parent import ends_within
 from tests.commands import ROOT, environment, python
 
