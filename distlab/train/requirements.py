@@ -16,6 +16,7 @@ from distlab.measure.memory import free_bytes
 from distlab.model.config import ModelConfig, checkpoint_groups
 from distlab.parallel import STRATEGIES
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES, step_memory
+from distlab.theory.memory.states import STRATEGIES as FORMULAS
 from distlab.theory.model_shape import ModelShape
 from distlab.train.config import TrainConfig
 
@@ -61,7 +62,7 @@ class PlannedStep:
             ModelShape.of(self.model),
             batch=self.batch,
             context=self.model.context_length,
-            strategy=self.strategy,
+            strategy=self.strategy if self.strategy in FORMULAS else "naive",  # a new one takes at least as much
             world_size=world_size,
             precision=precision,
             attention=self.model.attention,
