@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distlab.experiment import Options, option
 from distlab.report import Record
 from distlab.report.charts import metric_over_length
+from kernels._autograd import first_order
 from kernels.flash_attention import FlashAttention2, cost
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v of one shape → o of that shape
@@ -91,12 +91,9 @@ class CompiledBackward(FlashAttention2):
     """
 
     @staticmethod
+    @first_order
     def backward(ctx, do):
-        return CompiledBackward._gradients(ctx, do, *ctx.saved_tensors)
-
-    @staticmethod
-    @once_differentiable  # of all it is given: o needs a gradient where do, say that of a sum, does not
-    def _gradients(ctx, do, *saved):
+        saved = ctx.saved_tensors
         shape = saved[0].shape
         *tensors, do = (x.unsqueeze(1) if len(shape) == 3 else x for x in (*saved, do.to(saved[3].dtype)))
         grads = _compiled_whole_matrix_backward()(*tensors, do, ctx.scale, ctx.band[1] is not None)

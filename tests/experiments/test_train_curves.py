@@ -74,7 +74,7 @@ def test_restarts_by_torchrun_need_a_name(monkeypatch, capsys):
     [
         (["--parts", "party"], "'party' is unknown; allowed: curves, kill, cost"),
         (["--checkpoint-every", "40"], "checkpoint_every=40, kill_at=35: what is killed must have written"),
-        (["--parts", "cost", "--cost-batch", "0"], "batch=0: must be at least 1"),
+        (["--parts", "cost", "--cost-batch", "0"], "batch=0: give a whole number of at least 1"),
     ],
 )
 def test_refusals(capsys, options, message):

@@ -464,9 +464,7 @@ def test_activation_checkpointing(reentrant):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize(
-    "function", [FlashAttention2, FlashAttention2PyTorch, CompiledBackward]
-)
+@pytest.mark.parametrize("function", [FlashAttention2, FlashAttention2PyTorch, CompiledBackward])
 @pytest.mark.parametrize("cast", [False, True])
 def test_create_graph_raises_whoever_asks(function, cast):
     """Also where the output's gradient needs none, and where what was saved is a cast copy of the inputs.
