@@ -102,6 +102,34 @@ def how_to_continue(text: str) -> None:
         run.continues = text
 
 
+@contextlib.contextmanager
+def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
+    """While the block runs, SIGINT and SIGTERM end the process after one line.
+
+    For the import of torch, where there is nothing to save, and where an exception out of a handler is swallowed or ends
+    in another error.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if speaks:
+            os.write(2, f"{name}: stopped by {_sender(number)} while starting; nothing was saved\n".encode())
+        os._exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {n: signal.signal(n, end) for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _sender(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
 def hand_signals_over() -> None:
     """From here on somebody else answers signals: torchrun's agent, which gives its ranks time to save."""
     run = _current.get()
@@ -125,11 +153,10 @@ class _Run:
         if self.said or not self.speaks:
             return
         self.said = True
-        by = "Ctrl-C" if self.asked == signal.SIGINT else signal.Signals(self.asked).name
         saved = what_is_saved(self.folder)
         more = f"; {self.continues}" if self.continues and not saved.startswith("nothing") else ""
         after = f"after {time.monotonic() - self.begin:.0f} s"
-        print(f"{self.name}: stopped by {by} {after}; {saved}{more}", file=sys.stderr, flush=True)
+        print(f"{self.name}: stopped by {_sender(self.asked)} {after}; {saved}{more}", file=sys.stderr, flush=True)
 
 
 _current: ContextVar[_Run | None] = ContextVar("run that may be stopped", default=None)

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from distlab.ending import USAGE_ERROR, message_of, until_stopped
+from distlab.ending import USAGE_ERROR, ended_at_once, message_of, until_stopped
 
 if TYPE_CHECKING:
     from distlab.experiment import Experiment
@@ -93,10 +93,7 @@ def list_experiments(arguments: Sequence[str]) -> int:
 
 
 def _to_end(name: str, work: Callable[[], int]) -> int:
-    """`work()`'s exit code; 2 after the one line of an error that a person can mend; 128 + n if signal n stops it.
-
-    What `work` imports is imported inside, so that Ctrl-C during torch's import is answered like any other.
-    """
+    """`work()`'s exit code; 2 after the one line of an error that a person can mend; 128 + n if signal n stops it."""
 
     def mended() -> int:
         try:
@@ -108,7 +105,10 @@ def _to_end(name: str, work: Callable[[], int]) -> int:
                 print(f"{name}: error: {message}", file=sys.stderr)
             return USAGE_ERROR
 
-    return until_stopped(name, mended, speaks="TORCHELASTIC_RUN_ID" not in os.environ)  # a rank does so by itself
+    speaks = "TORCHELASTIC_RUN_ID" not in os.environ  # a rank does so by itself
+    with ended_at_once(name, speaks=speaks):
+        import torch.distributed  # noqa: F401
+    return until_stopped(name, mended, speaks=speaks)
 
 
 def _speaks() -> bool:

@@ -139,6 +139,33 @@ def test_a_main_thread_that_does_not_see_the_signal_is_ended_within_two_seconds(
     assert errors.startswith("bench: stopped by") and "Traceback" not in errors
 
 
+IMPORTING = """
+import time
+from distlab.ending import ended_at_once
+
+with ended_at_once("bench"):
+    print("ready", flush=True)
+    try:
+        time.sleep(30)
+    except BaseException:  # as an import does that tries something else instead
+        time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_imports_ends_the_process_with_one_line(number):
+    process = subprocess.Popen(
+        [sys.executable, "-c", IMPORTING], cwd=ROOT, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    by = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert process.returncode == 128 + number
+    assert errors == f"bench: stopped by {by} while starting; nothing was saved\n"
+
+
 def test_ranks_answer_a_signal_within_two_seconds_and_one_of_them_speaks(tmp_path):
     """Sent to the command alone, as a scheduler does; its ranks hear of it from torchrun's agent."""
     command = [sys.executable, "launch/ddp_bench.py", "--nproc=2", "--backend=gloo", f"--out={tmp_path}"]
