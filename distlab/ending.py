@@ -106,8 +106,8 @@ def how_to_continue(text: str) -> None:
 def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
     """While the block runs, SIGINT and SIGTERM end the process after one line.
 
-    For the import of torch: there is nothing to save, and an exception out of a handler would be swallowed there, or end
-    in another error.
+    For the import of torch: there is nothing to save, and an exception out of a handler would be swallowed there, or
+    end in another error.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
