@@ -1143,7 +1143,11 @@ REFUSALS = (
     Refusal(("fsdp",), "forward reads .* while its unit .* is not gathered", lambda case: _reads_outside_units(case)),
     Refusal(("fsdp",), "requires_grad of .* changed after wrapping", lambda case: case.regime.freezes >= 0),
     Refusal(STRATEGIES[:-1], "became ready twice", _used_in_several_checkpoints),
-    Refusal(STRATEGIES[:-1], "became ready twice", lambda case: case.regime.backwards > 1),
+    Refusal(
+        STRATEGIES[:-1],
+        "became ready twice",
+        lambda case: case.regime.backwards > 1 or (case.regime.forgets >= 0 and case.regime.finishes > 1),
+    ),
     Refusal(
         ("zero1",),
         "was not zeroed since the last finish_gradient_synchronization",
