@@ -95,7 +95,7 @@ def get_ddp(module: nn.Module) -> OverlapDDP:
     return OverlapDDP(module)
 
 
-def ddp_on_after_backward(ddp_model: OverlapDDP, optimizer: Optimizer | None = None) -> None:
+def ddp_on_after_backward(ddp_model: OverlapDDP | BucketedDDP, optimizer: Optimizer | None = None) -> None:
     """Call after backward, before the step: every `.grad` is then the mean over ranks."""
     ddp_model.finish_gradient_synchronization()
 
@@ -113,9 +113,7 @@ def ddp_bucketed_on_train_batch_start(ddp_model: BucketedDDP, optimizer: Optimiz
     """Call before forward. Buckets reset themselves when a step is finished: nothing is left to do."""
 
 
-def ddp_bucketed_on_after_backward(ddp_model: BucketedDDP, optimizer: Optimizer | None = None) -> None:
-    """Call after backward, before the step: every `.grad` is then the mean over ranks."""
-    ddp_model.finish_gradient_synchronization()
+ddp_bucketed_on_after_backward = ddp_on_after_backward
 
 
 # -- sharding --------------------------------------------------------------------------------------------------
@@ -124,13 +122,13 @@ def ddp_bucketed_on_after_backward(ddp_model: BucketedDDP, optimizer: Optimizer 
 def get_fsdp(module: nn.Module, compute_dtype: torch.dtype | None = None) -> FSDP:
     """Shard a module; it computes in `compute_dtype`, its shards and their gradients stay fp32.
 
-    Build the optimizer from the wrapper's `parameters()`, which are this rank's pieces.
+    Build the optimizer from the wrapper's `parameters()`, which are this rank's shards.
     """
     return FSDP(module, compute_dtype)
 
 
 def fsdp_on_after_backward(fsdp_model: FSDP, optimizer: Optimizer | None = None) -> None:
-    """Call after backward, before the step: the pieces' `.grad` are then the mean over ranks."""
+    """Call after backward, before the step: the shards' `.grad` are then the mean over ranks."""
     fsdp_model.finish_gradient_synchronization()
 
 

@@ -17,7 +17,6 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -139,25 +138,18 @@ def find_gpus() -> list[Finding]:
         findings.append(checked(f"GPU {index}", lookup(name) is not None, found, advice))
     if count > 1:
         peers = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
-        links = _links() or ("direct access between GPUs" if peers else "no direct access between GPUs")
+        links = "direct access between GPUs" if peers else "no direct access between GPUs"
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            asked = ["nvidia-smi", "topo", "-m"]
+            topology = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout
+            links = parse_topology(topology) or links
         advice = "collectives go through host memory: expect a tenth of NVLink's bandwidth"
         findings.append(checked("links", peers, links, advice))
     return findings
 
 
-def _links() -> str | None:
-    """What nvidia-smi's topology matrix calls the connection of GPU 0 and GPU 1 (NV18, PIX, SYS, …)."""
-    try:
-        result = subprocess.run(
-            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return parse_topology(result.stdout)
-
-
 def parse_topology(matrix: str) -> str | None:
-    """The connection of GPU 0 and GPU 1 in `nvidia-smi topo -m`'s text, or None."""
+    """What `nvidia-smi topo -m`'s text calls the connection of GPU 0 and GPU 1 (NV18, PIX, SYS, …), or None."""
     for line in matrix.splitlines():
         cells = line.split()
         if len(cells) > 2 and cells[0] == "GPU0" and cells[1] == "X":
@@ -177,9 +169,8 @@ def find_backends() -> list[Finding]:
     has_gloo, has_nccl = dist.is_gloo_available(), dist.is_nccl_available()
     version = torch.cuda.nccl.version() if has_nccl else "not in this torch"
     found = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
-    gloo = "in this torch" if has_gloo else "not in this torch"
     return [
-        checked("gloo", has_gloo, gloo, "CPU ranks cannot talk", MISSING),
+        checked("gloo", has_gloo, f"{'' if has_gloo else 'not '}in this torch", "CPU ranks cannot talk", MISSING),
         checked("NCCL", has_nccl, found, "GPUs cannot talk to each other; CPU ranks can"),
     ]
 
@@ -221,17 +212,12 @@ def find_triton() -> list[Finding]:
 
     from kernels._triton import interpreted
 
+    how = (LIMITED, "plain torch on the CPU", "TRITON_INTERPRET=1 runs the Triton code, slowly")
     if interpreted():
-        how = Finding(
-            "kernels", LIMITED, "interpreted (TRITON_INTERPRET=1)", "correct in fp32 and fp16, not fast"
-        )
+        how = (LIMITED, "interpreted (TRITON_INTERPRET=1)", "correct in fp32 and fp16, not fast")
     elif torch.cuda.device_count():
-        how = Finding("kernels", OK, "compiled for the GPU")
-    else:
-        how = Finding(
-            "kernels", LIMITED, "plain torch on the CPU", "TRITON_INTERPRET=1 runs the Triton code, slowly"
-        )
-    return [triton, how]
+        how = (OK, "compiled for the GPU", "")
+    return [triton, Finding("kernels", *how)]
 
 
 def examine(start_ranks: bool = True) -> list[Finding]:
@@ -254,28 +240,20 @@ def abilities(findings: list[Finding]) -> list[Ability]:
     reason = {finding.name: f"{finding.name}: {finding.found}" for finding in findings}
     gpus = sum(name.startswith("GPU ") for name in state)
     needed = ("Python", "torch", "matplotlib", "tabulate", "gloo", "two ranks")
-    lacks = next((reason[name] for name in needed if state.get(name) == MISSING), "")
-    old = "" if state.get("torch") != LIMITED else f"torch is too old: {INSTALL}"
-    stop = lacks or old
-    nccl = state.get("NCCL") == OK
-    rows: list[tuple[str, Callable[[], str], str, str]] = [
-        ("strategies on two CPU ranks", lambda: stop, "", "distlab run ddp_bench --nproc 2 --backend gloo"),
-        ("strategies on all GPUs", lambda: stop or _too_few(gpus, 2) or ("" if nccl else reason["NCCL"]),
-         "", "distlab run ddp_bench"),
-        ("kernels, tested in plain torch or interpreted", lambda: stop, "", "pytest tests/kernels"),
-        ("kernels, timed", lambda: stop or _too_few(gpus, 1), "", "distlab run attention_record"),
-        ("mistakes, and the checks that catch them", lambda: stop, "", "distlab run sabotage"),
-        ("all tests", lambda: stop, "" if gpus > 1 else "tests that need GPUs skip", "make test"),
-    ]  # fmt: skip
-    return [Ability(what, not why(), why() or note, command) for what, why, note, command in rows]
-
-
-def _too_few(gpus: int, needed: int) -> str:
-    if gpus >= needed:
-        return ""
-    return (
-        f"needs {needed} NVIDIA GPU{'s' * (needed > 1)}, {'found ' + str(gpus) if gpus else 'there is none'}"
-    )
+    old = f"torch is too old: {INSTALL}" if state.get("torch") == LIMITED else ""
+    stop = next((reason[name] for name in needed if state.get(name) == MISSING), old)
+    there = f"found {gpus}" if gpus else "there is none"
+    one, two = ("" if gpus >= n else f"needs {n} NVIDIA GPU{'s' * (n > 1)}, {there}" for n in (1, 2))
+    silent = "" if state.get("NCCL") == OK else reason.get("NCCL", "no NCCL")
+    rows = [  # what, why not, note, command
+        ("strategies on two CPU ranks", stop, "", "distlab run ddp_bench --nproc 2 --backend gloo"),
+        ("strategies on all GPUs", stop or two or silent, "", "distlab run ddp_bench"),
+        ("kernels, tested in plain torch or interpreted", stop, "", "pytest tests/kernels"),
+        ("kernels, timed", stop or one, "", "distlab run attention_record"),
+        ("mistakes, and the checks that catch them", stop, "", "distlab run sabotage"),
+        ("all tests", stop, "" if gpus > 1 else "tests that need GPUs skip", "make test"),
+    ]
+    return [Ability(what, not why, why or note, command) for what, why, note, command in rows]
 
 
 def first_command(able: list[Ability]) -> str:
@@ -287,15 +265,13 @@ def report(findings: list[Finding], able: list[Ability]) -> str:
     """The report for people."""
     width = max(len(f.name) for f in findings)
     lines = ["This machine"]
-    for f in findings:
-        lines.append(
-            f"  {SIGNS[f.state]} {f.name:<{width}}  {f.found}" + (f"; {f.advice}" if f.advice else "")
-        )
+    lines += [
+        f"  {SIGNS[f.state]} {f.name:<{width}}  {f.found}" + (f"; {f.advice}" if f.advice else "") for f in findings
+    ]
     lines += ["", "What runs here"]
     for a in able:
         lines.append(f"  {'yes' if a.runs else 'no ':<3}  {a.what}" + (f" ({a.why})" if a.why else ""))
-        if a.runs:
-            lines.append(f"         {a.command}")
+        lines += [f"         {a.command}"] if a.runs else []
     return "\n".join([*lines, "", f"Try first:  {first_command(able)}"])
 
 
@@ -309,18 +285,16 @@ def main(argv: list[str] | None = None) -> int:
         "--no-ranks", action="store_true", help="do not start two ranks to see whether they can"
     )
     args = parser.parse_args(argv)
-    return until_stopped("distlab.doctor", lambda: _examine_and_report(args))
 
-
-def _examine_and_report(args: argparse.Namespace) -> int:
-    findings = examine(start_ranks=not args.no_ranks)
-    able = abilities(findings)
-    if args.json:
+    def examine_and_report() -> int:
+        findings = examine(start_ranks=not args.no_ranks)
+        able = abilities(findings)
         body = {"findings": [asdict(f) for f in findings], "abilities": [asdict(a) for a in able]}
-        print(json.dumps(body | {"first_command": first_command(able)}))
-    else:
-        print(report(findings, able))
-    return 0 if able[0].runs else 1
+        line = json.dumps(body | {"first_command": first_command(able)})
+        print(line if args.json else report(findings, able))
+        return 0 if able[0].runs else 1
+
+    return until_stopped("distlab.doctor", examine_and_report)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
     """
     model = config.model()
     planned = [
-        PlannedStep(model, config.batch, name, config.dtype, config.bucket_size_mb) for name in config.strategies
+        PlannedStep(model, config.batch, name, config.dtype) for name in config.strategies
     ]
     require(planned, context.device, context)
     bench = Workbench(

@@ -56,7 +56,7 @@ def test_a_signal_is_answered_with_what_was_saved(tmp_path, capsys, number, by):
 
     def saves() -> int:
         joined = OutputFolder(tmp_path, "bench", "now")
-        joined.write_text("records.json", "[]")
+        (joined.path / "records.json").write_text("[]")
         with atomic_path(joined.path / "half.json") as temporary:
             temporary.write_text("half")
             os.kill(os.getpid(), number)

@@ -1,6 +1,6 @@
 """What is measured held against a reference: a strategy against one process, a model against the plainest one.
 
-A strategy is to leave the parameters that training in one process leaves: in fp32, with plain SGD (AdamW would turn a
+A strategy must leave the same parameters as training in one process: in fp32, with plain SGD (AdamW would turn a
 rounding error into a step of ±lr). The ranks' micro-batches run one after the other, and their gradients are summed in
 rank order.
 """

@@ -1,19 +1,19 @@
 """One step of model, strategy and data, to be timed: by itself in parts, or beside other strategies in rounds.
 
 A 3.4 B model with its optimizer does not fit a GPU once per strategy, and timing one strategy after the other lets the
-machine's clocks drift between them. So in each round every variant is attached in turn. Attaching makes the model
-anew, from the same seed and directly on the device (a second or less): strategies that shard parameters or
-optimizer state keep none of what another left, and the peak of memory is each one's own. The same bench also
-answers what a timing must not stand without: what was sent, and what the profiler saw. Whether the result is right is
-`reference`'s to say.
+machine's clocks drift between them. So rounds are interleaved: in each, every variant is attached once. Attaching
+makes the model anew, from the same seed and directly on the device (a second or less): strategies that shard
+parameters or optimizer state keep none of what another left, and the peak of memory is each one's own. The same bench
+also answers what a timing must not stand without: what was sent, and what the profiler saw. Whether the result is
+right is `reference`'s to say.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ from distlab.model.config import (
     preset,
 )
 from distlab.model.transformer import TransformerLM
+from distlab.options import Options, option
 from distlab.parallel import ParallelModel, Strategy, get_strategy
 from distlab.parallel.shard import local_part
 from distlab.train.data import SyntheticTokens
@@ -95,7 +96,7 @@ def variants(strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None])
 
 
 @dataclass(frozen=True)
-class TrialConfig:
+class TrialConfig(Options):
     """What is run.
 
     Args:
@@ -116,24 +117,19 @@ class TrialConfig:
     """
 
     size: str = "tiny"
-    batch: int = 4
+    batch: int = option(4, "", least=1)
     context: int | None = None
-    dtype: str = "fp32"
-    compile: str = "off"
+    dtype: str = option("fp32", "", choices=tuple(DTYPES))
+    compile: str = option("off", "", choices=COMPILE_CHOICES)
     attention: str = "sdpa"
     ops: str = "torch"
     checkpointing: str = "none"
     strategy: str = "local"
-    bucket_size_mb: float = 25.0
+    bucket_size_mb: float = option(25.0, "", above=0)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", tuple(DTYPES)), ("compile", COMPILE_CHOICES)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}")
-        for name in ("batch", "bucket_size_mb"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be positive")
+        super().__post_init__()
         checkpoint_groups(self.checkpointing)
         get_strategy(self.strategy)
         self.model()
@@ -215,12 +211,11 @@ class Subject:
         batch = self._batches[self._calls % len(self._batches)]
         self._calls += 1
         try:
-            if mode != "step":
-                self._part(mode, batch, mark or _ignore)
-            elif mark is None:
-                self.last_loss = self._train([batch])
+            if mode == "step":
+                train = self._train if mark is None else self._finely_marked(mark)
+                self.last_loss = train([batch])
             else:
-                self.last_loss = self._finely_marked(mark)([batch])
+                self._part(mode, batch, mark or (lambda phase: None))
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):  # complete what was begun, so that all ranks have sent the same
                 self.model.finish_gradient_synchronization()
@@ -267,16 +262,12 @@ class Subject:
         dist.barrier(self.context.group)
 
     def close(self) -> None:
-        """Unhook and free everything here: hooks and wrappers form reference cycles, and the collector must not
-        come for them in the middle of somebody else's measurement.
+        """Unhook and free everything here: hooks and wrappers form reference cycles, and the garbage collector must
+        not run in the middle of the next measurement.
         """
         self.model.close(restore=False)
         del self.model, self.module, self.optimizer, self._train, self._batches
         gc.collect()
-
-
-def _ignore(phase: str) -> None:
-    pass
 
 
 def synthetic_batches(context: RankContext, shape: ModelConfig, batch: int, seed: int) -> list[Batch]:
@@ -318,18 +309,13 @@ class Timing:
     `phases` maps `forward_backward` (synchronisation included), `optimizer` and `step` to equally long lists.
     """
 
-    phases: dict[str, list[float]]
+    phases: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
     peak_alloc_bytes: int | None = None
     out_of_memory: bool = False
 
-    @staticmethod
-    def empty() -> Timing:
-        """No samples yet, in every phase."""
-        return Timing({phase: [] for phase in PHASES})
-
 
 class Workbench:
-    """One kind of model, AdamW, synthetic data, and the variants that are attached in turn.
+    """One kind of model, AdamW, synthetic data, and the variants that are attached one after the other.
 
     Args:
         context: this rank.
@@ -348,23 +334,16 @@ class Workbench:
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
     ):
-        self.context = context
-        self.config = config
-        self.compute_dtype = compute_dtype
-        self.seed = seed
+        self.context, self.config = context, config
+        self.compute_dtype, self.seed = compute_dtype, seed
         self._batches = synthetic_batches(context, config, batch_size, seed)
 
-    @contextmanager
-    def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> Iterator[Subject]:
+    def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> AbstractContextManager[Subject]:
         """Build, wrap and optimize the model; yields what trains one step when called; frees it all at the end."""
-        subject = Subject(
+        return closing(Subject(
             self.context, self.config, variant, self._batches,
             compute_dtype=self.compute_dtype, seed=self.seed, mark=mark,
-        )  # fmt: skip
-        try:
-            yield subject
-        finally:
-            subject.close()
+        ))  # fmt: skip
 
     def time_rounds(
         self,
@@ -381,7 +360,7 @@ class Workbench:
         A variant that does not fit in memory on some rank is marked so on all, and left out from then on.
         `inspect(variant, attached)` is called after each block of timed steps, on every rank.
         """
-        timings = {variant.name: Timing.empty() for variant in rows}
+        timings = {variant.name: Timing() for variant in rows}
         for round_number in range(rounds):
             shift = round_number % len(rows)  # nobody always runs first after a pause
             for variant in [*rows[shift:], *rows[:shift]]:
@@ -403,7 +382,7 @@ class Workbench:
         Drift then hits two variants within one step's time of each other. Needs the memory of all of them
         together, so it suits small models; `peak_alloc_bytes` is not any one's and stays None.
         """
-        timings = {variant.name: Timing.empty() for variant in rows}
+        timings = {variant.name: Timing() for variant in rows}
         with ExitStack() as stack:
             timers = {variant.name: PhaseTimer(self.context.device) for variant in rows}
             attached = {
@@ -450,7 +429,7 @@ class Workbench:
             if inspect is not None:  # its memory is not the step's
                 inspect(variant, step)
         if memory.peak_alloc_bytes is not None:
-            timing.peak_alloc_bytes = _largest(memory.peak_alloc_bytes + outside, timing.peak_alloc_bytes)
+            timing.peak_alloc_bytes = max(memory.peak_alloc_bytes + outside, timing.peak_alloc_bytes or 0)
         self._add_samples(timing, samples)
 
     def _add_samples(self, timing: Timing, samples: list[dict[str, float]]) -> None:
@@ -499,23 +478,13 @@ class Workbench:
             )
 
 
-def _largest(*values: int | None) -> int | None:
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
-
-
 def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:
     """One line that says what several trials have in common, of their configurations as records hold them."""
     shared = {k: v for k, v in configs[0].items() if all(config.get(k) == v for config in configs)}
-    parts = [str(shared.get("size", "several sizes"))]
-    if "num_parameters" in shared:
-        parts[0] += f" ({shared['num_parameters'] / 1e6:,.1f} M parameters)"
-    parts += [f"{name} {shared[name]}" for name in ("batch", "context") if name in shared]
-    parts += [str(shared[name]) for name in ("dtype", "strategy") if name in shared]
-    parts += [
-        f"{name} {shared[name]}"
-        for name in ("attention", "ops", "compile", "checkpointing")
-        if name in shared
-    ]
+    count = f" ({shared['num_parameters'] / 1e6:,.1f} M parameters)" if "num_parameters" in shared else ""
+    named = ("batch", "context", "dtype", "strategy", "attention", "ops", "compile", "checkpointing")
+    plain = ("dtype", "strategy")  # values that say what they are
+    texts = [str(shared[name]) if name in plain else f"{name} {shared[name]}" for name in named if name in shared]
+    parts = [f"{shared.get('size', 'several sizes')}{count}", *texts]
     where = f"{shared.get('world_size', 1)} × {environment['device_name']}, torch {environment['torch']}"
     return f"{', '.join(parts)}; {where}"

@@ -12,6 +12,7 @@ What the files say is checked against each other and against the model before an
 """
 
 import contextlib
+import shutil
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -52,9 +53,6 @@ class Checkpointer:
         threads: that write and hash on each rank.
         lock: of the run's folder, on the rank that has it; asked before each write.
         progress: called with a line now and then.
-
-    Raises:
-        ValueError: `keep` or `threads` below one.
     """
 
     def __init__(
@@ -68,15 +66,8 @@ class Checkpointer:
         lock: RunLock | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ):
-        if keep < 1 or threads < 1:
-            raise ValueError(f"keep={keep}, threads={threads}: at least one each")
-        self.folder = CheckpointFolder(folder)
-        self.context = context
-        self.keep = keep
-        self.asynchronous = asynchronous
-        self.threads = threads
-        self.lock = lock
-        self.progress = progress
+        self.folder, self.context, self.lock, self.progress = CheckpointFolder(folder), context, lock, progress
+        self.keep, self.asynchronous, self.threads = keep, asynchronous, threads
         self.last_saved: int | None = None  # the newest step known to be complete
         self._known_good: set[int] = set()  # steps written or checked here
         # No collective of training may come between the writer thread's own.
@@ -105,7 +96,7 @@ class Checkpointer:
             CheckpointError: the checkpoint before this one failed, on whatever rank; or this one, if not asynchronous.
         """
         self.wait()
-        sync_buffers(model)
+        model.sync_buffers()  # of which each rank writes a part
         rank, world_size = self.context.rank, self.context.world_size
         held = (*train_state.model_state(model), *train_state.optimizer_state(model, optimizer))
         shards = [shard.portion(rank, world_size) for shard in held]
@@ -179,11 +170,16 @@ class Checkpointer:
             self._failure = error
 
     def _write(self, step: int, shards: list[Shard], content: dict[str, Any]) -> None:
-        folder, rank = self.folder.temporary_path_of(step), self.context.rank
+        folder = self.folder.temporary_path_of(step)
+
+        def write_mine() -> tuple[dict[str, dict[str, Any]], tensors.Index]:
+            if not folder.is_dir():
+                raise FileNotFoundError(f"{folder} is not visible here: use a file system that all machines share")
+            return tensors.write(folder, self.context.rank, shards, self.threads)
+
         try:
             self._on_main(lambda: self._own_folder().begin(step))
-            self._alike(lambda: _must_see(folder))
-            mine = self._alike(lambda: tensors.write(folder, rank, shards, self.threads))
+            mine = self._alike(write_mine)
             written = collectives.gather_objects(mine, self._group)
             content["files"] = {name: entry for files, _ in written for name, entry in files.items()}
             content["tensors"] = tensors.merged([index for _, index in written])
@@ -191,13 +187,9 @@ class Checkpointer:
         except (OSError, ValueError) as error:
             if self.context.is_main:
                 with contextlib.suppress(LockLost):  # then a folder of this name is another run's
-                    self._own_folder().abandon(step)
-            last = (
-                "there is none before it" if self.last_saved is None else f"step {self.last_saved} is intact"
-            )
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written ({error}); {last}"
-            ) from None
+                    shutil.rmtree(self._own_folder().temporary_path_of(step), ignore_errors=True)
+            last = "there is none before it" if self.last_saved is None else f"step {self.last_saved} is intact"
+            raise CheckpointError(f"the checkpoint of step {step} could not be written ({error}); {last}") from None
         self.last_saved = step
         self._known_good.add(step)
         self._on_main(lambda: self._own_folder().prune(self.keep, self._known_good))
@@ -222,9 +214,8 @@ class Checkpointer:
         removed = self._on_main(lambda: self._own_folder().clean())
         if removed:
             self.progress(f"removed what an interrupted write left: {', '.join(removed)}")
-        steps = self._on_main(self.folder.steps)
         rejected: dict[int, str] = {}
-        for step in steps:
+        for step in self._on_main(self.folder.steps):
             try:
                 stored = self.check(step)
             except Damaged as error:
@@ -239,7 +230,7 @@ class Checkpointer:
             return stored
         if rejected:
             raise CheckpointError(
-                f"none of the {len(steps)} checkpoints in {self.folder.path} can be used: "
+                f"none of the {len(rejected)} checkpoints in {self.folder.path} can be used: "
                 f"{'; '.join(rejected.values())}. Pass --fresh to begin anew"
             )
         return None
@@ -271,7 +262,7 @@ class Checkpointer:
                 nothing is overwritten.
         """
         model.synchronize()
-        sync_buffers(model)
+        model.sync_buffers()
         held, name = train_state.model_state(model), optimizer_name(optimizer)
 
         def checked() -> list[dict[str, Any]]:
@@ -314,11 +305,8 @@ class Checkpointer:
             first_line = next(iter(str(error).splitlines()), "")
             problem = f"rank {self.context.rank}: {type(error).__name__}: {first_line}"
         problems = [p for p in collectives.gather_objects(problem, self._group) if p is not None]
-        for found in problems:
-            if isinstance(found, Exception):
-                raise found
         if problems:
-            raise CheckpointError("; ".join(problems))
+            raise next((p for p in problems if isinstance(p, Exception)), None) or CheckpointError("; ".join(problems))
         return result
 
     def _on_main(self, action: Callable[[], Any]) -> Any:
@@ -337,14 +325,3 @@ def host_memory(count: int, *, pinned: bool) -> Tensor:
     return memory
 
 
-def sync_buffers(model: ParallelModel) -> None:
-    """Make buffers alike on all ranks, of which each writes a part."""
-    if any(True for _ in model.module.buffers()):
-        model.sync_buffers()
-
-
-def _must_see(path: Path) -> None:
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"{path} is not visible here: put it on a file system that all machines share"
-        )

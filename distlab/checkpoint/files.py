@@ -29,7 +29,7 @@ from typing import Any
 
 FORMAT = 3
 MARKER = "checkpoint.json"
-_NAME = re.compile(r"step_(\d{8,})", re.ASCII)
+_NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})", re.ASCII)
 _FILE = re.compile(r"rank_\d+_\d+\.bin", re.ASCII)  # no way out of the folder
 _KEY = re.compile(r"model/.+|optimizer/[^/]+/.+|rng/\d+/[^/]+", re.ASCII)
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -79,8 +79,7 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """Steps that have a checkpoint of a final name, newest first; nothing is opened."""
         names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
-        steps = {name: int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
-        return sorted((step for name, step in steps.items() if name == _name_of(step)), reverse=True)
+        return sorted((int(match[1]) for name in names if (match := _NAME.fullmatch(name))), reverse=True)
 
     def path_of(self, step: int) -> Path:
         """The folder of a complete checkpoint of that step."""
@@ -125,10 +124,6 @@ class CheckpointFolder:
         sync_folder(self.path)
         shutil.rmtree(aside, ignore_errors=True)
         return final
-
-    def abandon(self, step: int) -> None:
-        """Delete what was written of a checkpoint that was not completed."""
-        shutil.rmtree(self.temporary_path_of(step), ignore_errors=True)
 
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint so that it is neither read nor counted again; returns where it is."""
@@ -269,10 +264,9 @@ def _require(condition: Any, problem: str) -> None:
 
 
 def _is_part(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 4:
-        return False
-    start, count, name, offset = value
-    return _is_count(start) and _is_count(count) and count > 0 and isinstance(name, str) and _is_count(offset)
+    """Of first element, elements, file and offset."""
+    fits = isinstance(value, list) and len(value) == 4 and isinstance(value[2], str)
+    return fits and all(map(_is_count, (*value[:2], value[3]))) and value[1] > 0
 
 
 def _is_count(value: Any) -> bool:

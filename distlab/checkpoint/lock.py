@@ -73,8 +73,7 @@ class Holder:
     def parse(content: bytes) -> "Holder | None":
         """The holder that a lock file names; None if the file says nothing of the kind (yet)."""
         try:
-            fields = json.loads(content)
-            holder = Holder(**fields)
+            holder = Holder(**json.loads(content))
             return holder if isinstance(holder.pid, int) and holder.pid > 0 else None
         except (ValueError, TypeError, RecursionError):
             return None

@@ -110,13 +110,12 @@ def refuse_other_model(stored: Stored, model: Sequence[Shard]) -> None:
     mine = {shard.name.removeprefix("model/"): tuple(shard.shape) for shard in model}
     found = shapes_and_dtypes(stored).items()
     theirs = {key.removeprefix("model/"): shape for key, (shape, _) in found if key.startswith("model/")}
-    differences = [f"{name} is missing there" for name in mine if name not in theirs]
-    differences += [f"{name} exists only there" for name in theirs if name not in mine]
-    differences += [
-        f"{name} has shape {theirs[name]} there and {mine[name]} here"
-        for name in mine
-        if name in theirs and theirs[name] != mine[name]
-    ]
+    differences = [
+        f"{name} is missing there" if name not in theirs
+        else f"{name} exists only there" if name not in mine
+        else f"{name} has shape {theirs[name]} there and {mine[name]} here"
+        for name in mine | theirs if mine.get(name) != theirs.get(name)
+    ]  # fmt: skip
     if differences:
         more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise ValueError(f"{stored.path} is a checkpoint of another model: {'; '.join(differences[:5])}{more}")

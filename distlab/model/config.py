@@ -6,6 +6,7 @@ commands print `ModelConfig.num_parameters` instead of the name.
 """
 
 import itertools
+import re
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -36,17 +37,15 @@ def checkpoint_groups(choice: Checkpointing) -> tuple[int, ...]:
         return ()
     if choice in (True, "block"):
         return (1,)
-    given = choice
     if isinstance(choice, str):
-        head, *sizes = choice.split("-")
-        choice = (
-            tuple(int(size) if size.isdigit() else 0 for size in sizes) if head == "every" and sizes else (0,)
-        )
-    sizes = (choice,) if isinstance(choice, int) else tuple(choice)
+        levels = re.fullmatch(r"every((?:-[0-9]+)+)", choice)
+        sizes = tuple(map(int, levels[1].split("-")[1:])) if levels else (0,)
+    else:
+        sizes = (choice,) if isinstance(choice, int) else tuple(choice)
     shrinks = all(inner < outer for outer, inner in itertools.pairwise(sizes))
     if any(not isinstance(size, int) or size < 1 for size in sizes) or not shrinks:
         raise ValueError(
-            f"checkpointing {given!r}: choose none, block, every-K with K blocks per group, or every-K-J for groups "
+            f"checkpointing {choice!r}: choose none, block, every-K with K blocks per group, or every-K-J for groups "
             "of J inside groups of K, each level smaller than the one around it"
         )
     return sizes
@@ -60,7 +59,7 @@ class ModelConfig:
         d_model: width of the residual stream.
         d_ff: inner width of SwiGLU (each of its three matrices is d_model × d_ff).
         num_layers: blocks.
-        num_heads: attention heads; must divide d_model into heads of even width (RoPE turns pairs).
+        num_heads: attention heads; must divide d_model into heads of even width (RoPE rotates pairs).
         vocab_size: rows of the token embedding and of the head.
         context_length: the longest sequence `forward` accepts.
         rope_theta: base of the rotary frequencies (Su et al. 2021, RoFormer; 10,000 there).
@@ -100,7 +99,7 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(
                 f"d_model={self.d_model} / num_heads={self.num_heads}: heads of odd width {self.head_dim}, "
-                "but RoPE turns pairs of elements; choose num_heads so that the width is even"
+                "but RoPE rotates pairs of elements; choose num_heads so that the width is even"
             )
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
@@ -108,10 +107,9 @@ class ModelConfig:
                 raise ValueError(f"{name}={value!r}: must be positive; leave it out for the default")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout!r}: must lie in [0, 1); give 0 for none")
-        if self.attention not in ATTENTION_CHOICES:
-            raise ValueError(f"attention={self.attention!r}: choose one of {', '.join(ATTENTION_CHOICES)}")
-        if self.ops not in OPS_CHOICES:
-            raise ValueError(f"ops={self.ops!r}: choose one of {', '.join(OPS_CHOICES)}")
+        for name, allowed in (("attention", ATTENTION_CHOICES), ("ops", OPS_CHOICES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}")
 
     @property
     def head_dim(self) -> int:

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distlab.model.config import ATTENTION_CHOICES, OPS_CHOICES
+from distlab.model.config import OPS_CHOICES
 
 
 @dataclass(frozen=True)
 class Ops:
-    """The operations of the Transformer besides its matrix products.
+    """The operations of the Transformer besides its matmuls.
 
     Attributes:
         attention: `(q_BHTD, k_BHTD, v_BHTD) -> out_BHTD`, causal, scale 1/√D.
@@ -45,10 +45,10 @@ class Ops:
 def naive_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
     """Causal attention as the formula has it: softmax(q kᵀ/√D + mask) v, with the T×T scores in memory.
 
-    The softmax runs in fp32 (fp64 for fp64 inputs), the two products in the inputs' dtype or autocast's.
+    The softmax runs in fp32 (fp64 for fp64 inputs), the two matmuls in the inputs' dtype or autocast's.
 
     Returns:
-        `(B, H, T, D)` in the products' dtype.
+        `(B, H, T, D)` in the matmuls' dtype.
     """
     T, D = q_BHTD.shape[-2:]
     scores_BHTT = q_BHTD @ k_BHTD.transpose(-2, -1) / math.sqrt(D)
@@ -67,7 +67,7 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang & Sennrich 2019), statistics in fp32.
 
     Returns:
-        The shape of x, in autocast's dtype where autocast is on (matrix products follow: casting here once
+        The shape of x, in autocast's dtype where autocast is on (matmuls follow: casting here once
         spares each of them its own cast), else in x's dtype.
 
     On a GPU an fp32 weight beside x in bf16 or fp16 (FSDP's compute dtype) is rounded to x's dtype, because torch's
@@ -137,8 +137,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight_d: Tensor, eps: float) -> t
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x Wᵀ, `(..., in) -> (..., out)`, in autocast's dtype where autocast is on.
 
-    On a GPU under autocast the weight's gradient is written by its product in the weight's own type, fp32: torch's
-    form rounds it to autocast's type and casts it in a pass of its own. And it is written where it is wanted: see
+    On a GPU under autocast the matmul that makes the weight's gradient returns it in the weight's own dtype, fp32:
+    torch's form rounds it to autocast's dtype and casts it in a separate pass. It is written in place: see
     `gradient_target`.
     """
     kind = x.device.type
@@ -150,15 +150,15 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether the GPU's products are to be had, which write another type than they read; simulations say yes."""
+    """Whether a matmul of x can return another dtype than its inputs', as on a GPU; simulations say yes."""
     return x.is_cuda
 
 
 def gradient_target(weight: Tensor) -> Tensor | None:
-    """The memory that somebody wants this parameter's next gradient in, such as its place in a bucket, or None.
+    """The preallocated buffer for this parameter's next gradient, such as its place in a bucket, or None.
 
-    Whoever wants it sets `weight.gradient_target`; who has asked for it here must write the whole gradient to it. It
-    is given away once, so that a weight used twice in one graph does not overwrite its first gradient, and only if
+    Its owner sets `weight.gradient_target`; the caller of this must write the whole gradient to it. It is returned
+    once, so that a weight used twice in one graph does not overwrite its first gradient, and only if
     there is no gradient to add to.
     """
     return None if weight.grad is not None else weight.__dict__.pop("gradient_target", None)
@@ -213,7 +213,7 @@ def rope_tables(context: int, head_dim: int, theta: float, device: torch.device)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021): each pair (x_i, x_{i+D/2}) is turned by its position's
+    """Rotary position embedding (Su et al. 2021): each pair (x_i, x_{i+D/2}) is rotated by its position's
     angle.
 
     The pairs are the two halves of a head (GPT-NeoX and Llama's form), not neighbours: for a model that is
@@ -282,20 +282,10 @@ def _triton_linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: T
 
 def _triton_ops(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Ops:
     """This lab's kernels; where Triton cannot run, on a CPU say, they compute in plain torch."""
-    from kernels.rmsnorm import add_rms_norm as fused_add_rms_norm
-    from kernels.rmsnorm import rms_norm as fused_rms_norm
-    from kernels.rope import rope as fused_rope
-    from kernels.swiglu import swiglu as fused_swiglu
+    from kernels import rmsnorm, rope, swiglu
 
-    return Ops(
-        attention,
-        fused_rms_norm,
-        fused_add_rms_norm,
-        fused_swiglu,
-        fused_rope,
-        _triton_cross_entropy,
-        _triton_linear_cross_entropy,
-    )
+    losses = _triton_cross_entropy, _triton_linear_cross_entropy
+    return Ops(attention, rmsnorm.rms_norm, rmsnorm.add_rms_norm, swiglu.swiglu, rope.rope, *losses)
 
 
 def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
@@ -310,14 +300,11 @@ def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
     Raises:
         ValueError: no such implementation, or one that cannot run here; the message says what to choose.
     """
-    if attention not in ATTENTION_CHOICES:
-        raise ValueError(f"attention={attention!r}: choose one of {', '.join(ATTENTION_CHOICES)}")
-    if ops not in OPS_CHOICES:
-        raise ValueError(f"ops={ops!r}: choose one of {', '.join(OPS_CHOICES)}")
-    if attention == "flash":
-        function = _flash_attention()
-    else:
-        function = naive_attention if attention == "naive" else sdpa_attention
+    plain = {"naive": naive_attention, "sdpa": sdpa_attention}
+    for name, value, allowed in (("attention", attention, (*plain, "flash")), ("ops", ops, OPS_CHOICES)):
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
+    function = plain.get(attention) or _flash_attention()
     if ops == "triton":
         return _triton_ops(function)
     return Ops(function, rms_norm, add_rms_norm, swiglu, rope, cross_entropy, linear_cross_entropy)

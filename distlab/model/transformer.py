@@ -47,7 +47,7 @@ class Linear(nn.Linear):
 class Head(Linear):
     """Logits `(..., d) -> (..., V)`; with targets `(...)` their mean cross-entropy, by `ops`.
 
-    The loss is computed here because whoever shards the weight has it whole only while this forward runs.
+    The loss is computed here because a sharded weight is whole only while this forward runs.
     """
 
     def __init__(self, inputs: int, outputs: int, ops: Ops, **factory) -> None:
@@ -100,7 +100,7 @@ class Attention(nn.Module):
     def forward(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, T, d = x_BTd.shape
         qkv_3BHTD = self.qkv(x_BTd).view(B, T, 3, self.num_heads, d // self.num_heads).permute(2, 0, 3, 1, 4)
-        # Queries and keys are turned together: half the launches. Splitting once keeps backward at one
+        # Queries and keys are rotated together: half the launches. Splitting once keeps backward at one
         # concatenation.
         qk_2BHTD, v_1BHTD = qkv_3BHTD.split([2, 1])
         q_BHTD, k_BHTD = self.ops.rope(qk_2BHTD, cos, sin).unbind(0)

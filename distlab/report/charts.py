@@ -26,7 +26,6 @@ from distlab.report.table import by_machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 ABREAST = 4  # small panels in a row
 _BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # text that crosses grid lines
@@ -121,7 +120,7 @@ def lines(path: str | os.PathLike, panels: Sequence[Panel], *, title: str) -> No
             if place % abreast == 0 or panel.y_label != panels[place - 1].y_label:
                 axes.set_ylabel(panel.y_label)
         if len(handles) > 1:
-            _legend_below(figure, handles)
+            figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 4))
 
 
 def _draw(axes: Axes, series: Series, place: int) -> Any:
@@ -162,10 +161,6 @@ def _dress(axes: Axes, panel: Panel) -> None:
     axes.set_title(panel.title)
 
 
-def _legend_below(figure: Figure, handles: Mapping[str, Any], columns: int = 4) -> None:
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), columns))
-
-
 def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> list[Series]:
     """Lines of a panel, name → (x, y), that may cover each other: later ones are thinner, so that all stay visible;
     where colours repeat, lines are dashed.
@@ -187,29 +182,28 @@ def metric_over_length(records: Sequence[Record], path: str | os.PathLike, metri
         label: the metric's name and unit, for the vertical axes.
     """
     machines = by_machine(records)
-    found: dict[tuple[str, int], dict[str, list[tuple[float, float]]]] = {}
-    names: dict[str, bool] = {}  # whether it is ours
-    for machine, group in machines.items():
-        for record in group:
-            shape = (record.config["dtype"], record.config["head_dim"])
-            name = record.variant if len(machines) == 1 else f"{record.variant} [{machine}]"
-            if record.metrics.get(metric) is not None:
-                point = (record.config["length"], record.metrics[metric])
-                found.setdefault(shape, {}).setdefault(name, []).append(point)
-                names.setdefault(name, record.variant == "ours")
-    ours_first = sorted(names, key=names.__getitem__, reverse=True)
+    found = [
+        (
+            (record.config["dtype"], record.config["head_dim"]),
+            (record.variant != "ours", record.variant if len(machines) == 1 else f"{record.variant} [{machine}]"),
+            (record.config["length"], record.metrics[metric]),
+        )
+        for machine, group in machines.items() for record in group if record.metrics.get(metric) is not None
+    ]  # fmt: skip
+    names = sorted(dict.fromkeys(name for _, name, _ in found), key=lambda name: name[0])  # ours first
     panels = [
         Panel(
-            f"dtype {dtype}, head_dim {head_dim}", "length", label, log_y=True,
+            f"dtype {shape[0]}, head_dim {shape[1]}", "length", label, log_y=True,
             series=[
                 Series(
-                    name, *zip(*sorted(by_name[name]), strict=True), marked=True, width=2.2 if names[name] else 1,
+                    name[1], *zip(*sorted(points), strict=True), marked=True, width=1 if name[0] else 2.2,
                     line="-" if number < len(LINES) else "--",
                 )
-                for number, name in enumerate(ours_first) if name in by_name
+                for number, name in enumerate(names)
+                if (points := [point for *where, point in found if where == [shape, name]])
             ],
         )
-        for (dtype, head_dim), by_name in sorted(found.items())
+        for shape in sorted({shape for shape, _, _ in found})
     ]  # fmt: skip
     where = f" ({next(iter(machines))})" if len(machines) == 1 else ""
     lines(path, panels, title=f"{label}, over length{where}")
@@ -317,17 +311,16 @@ def timeline(
     lanes = {lane for strategy in rows.values() for lane in strategy}
     if not rows or lanes - set(LANES):
         raise ValueError(f"a timeline needs rows with lanes among {', '.join(LANES)}; got {sorted(lanes)}")
-    with picture(path, title, 1.3 + 0.78 * len(rows)) as figure:
-        axes = figure.add_subplot()
-        for top, content in zip(range(0, 3 * len(rows), 3), rows.values(), strict=True):
-            for lane, (row, legend) in LANES.items():
-                _spans(axes, top + row, content.get(lane, ()), COLOURS[lane], legend)
-            if not content.get("communication"):
-                axes.annotate("no communication", (0, top + 1), (4, 0), textcoords="offset points", va="center",
-                              fontsize=7, color="#666666", style="italic", bbox=_BEHIND)  # fmt: skip
-        _time_axes(axes, {3 * index + 0.5: name for index, name in enumerate(rows)}, range(2, 3 * len(rows) - 1, 3))
-        axes.set_ylim(3 * len(rows) - 1.06, -1.06)
-        _legend_above(axes)
+    numbered = [(3 * number, content) for number, content in enumerate(rows.values())]
+    _lanes(
+        path, title, 1.3 + 0.78 * len(rows),
+        [(top + row, content.get(lane, ()), COLOURS[lane], legend)
+         for top, content in numbered for lane, (row, legend) in LANES.items()],
+        names={3 * number + 0.5: name for number, name in enumerate(rows)},
+        borders=range(2, 3 * len(rows) - 1, 3),
+        ends=(3 * len(rows) - 1.06, -1.06),
+        silent=[top + 1 for top, content in numbered if not content.get("communication")],
+    )  # fmt: skip
 
 
 def stream_lanes(
@@ -353,14 +346,50 @@ def stream_lanes(
     unknown = {kind for _, _, kinds in rows for kind in kinds} - set(KINDS)
     if not rows or unknown:
         raise ValueError(f"stream_lanes needs lanes of kinds {', '.join(KINDS)}; got {sorted(unknown) or 'none'}")
-    with picture(path, title, 1.3 + 0.32 * len(rows)) as figure:
+    _lanes(
+        path, title, 1.3 + 0.32 * len(rows),
+        [(row, kinds.get(kind, ()), COLOURS[quantity], quantity)
+         for kind, quantity in KINDS.items() for row, (_, _, kinds) in enumerate(rows)],
+        names={row: f"{name}: {lane}" for row, (name, lane, _) in enumerate(rows)},
+        borders=[row - 0.5 for row in range(1, len(rows)) if rows[row][0] != rows[row - 1][0]],
+        ends=(len(rows) - 0.5, -0.5),
+    )  # fmt: skip
+
+
+def _lanes(
+    path: str | os.PathLike,
+    title: str,
+    height_in: float,
+    lanes: Sequence[tuple[float, Iterable[Any], str, str]],
+    *,
+    names: Mapping[float, str],
+    borders: Iterable[float],
+    ends: tuple[float, float],
+    silent: Sequence[float] = (),
+) -> None:
+    """Intervals of time on horizontal lanes.
+
+    Args:
+        lanes: row, intervals, colour and legend of each.
+        names: row → name.
+        borders: rows at which a line is drawn.
+        ends: lowest and uppermost row of the picture.
+        silent: rows that say that nothing was sent.
+    """
+    with picture(path, title, height_in) as figure:
         axes = figure.add_subplot()
-        for kind, quantity in KINDS.items():
-            for row, (_, _, kinds) in enumerate(rows):
-                _spans(axes, row, kinds.get(kind, ()), COLOURS[quantity], quantity)
-        ends = [row - 0.5 for row in range(1, len(rows)) if rows[row][0] != rows[row - 1][0]]
-        _time_axes(axes, {row: f"{name}: {lane}" for row, (name, lane, _) in enumerate(rows)}, ends)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
+        for lane in lanes:
+            _spans(axes, *lane)
+        for row in silent:
+            axes.annotate("no communication", (0, row), (4, 0), textcoords="offset points", va="center",
+                          fontsize=7, color="#666666", style="italic", bbox=_BEHIND)  # fmt: skip
+        for border in borders:
+            axes.axhline(border, color=FAINT, linewidth=0.6)
+        axes.set_yticks(list(names), list(names.values()))
+        axes.margins(x=0.01)
+        axes.set(xlabel="time since the start of the step (ms)", ylim=ends)
+        axes.set_xlim(left=0)
+        horizontal(axes)
         _legend_above(axes)
 
 
@@ -384,16 +413,6 @@ def _ends(interval: Any) -> tuple[float, float]:
     if stop < start:
         raise ValueError(f"the interval ({start}, {stop}) ends before it begins")
     return float(start), float(stop)
-
-
-def _time_axes(axes: Axes, names: Mapping[float, str], borders: Iterable[float]) -> None:
-    for border in borders:
-        axes.axhline(border, color=FAINT, linewidth=0.6)
-    axes.set_yticks(list(names), list(names.values()))
-    axes.margins(x=0.01)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("time since the start of the step (ms)")
-    horizontal(axes)
 
 
 def stacked_areas(

@@ -60,14 +60,10 @@ def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
         if {record.variant for record in records} != set(wanted):
             raise ValueError(f"{source}: not all of {rows} are variants there")
     view = view_of(records[0].experiment)
-    commits = dict.fromkeys(_short(record.commit) for record in records)
+    # Twelve digits, and what follows them: `-dirty`.
+    commits = dict.fromkeys(re.sub(r"^(\w{12})\w*", r"\1", record.commit or "unknown") for record in records)
     note = f"{view.headline_of(records)} (commit{'s' * (len(commits) > 1)} {', '.join(commits)}, `{source}`)"
     return f"{note}\n\n{view.table(records, 'markdown', only.split(',') if only else ())}"
-
-
-def _short(commit: str | None) -> str:
-    name, _, state = (commit or "unknown").partition("-")
-    return name[:12] + (f"-{state}" if state else "")
 
 
 def embed_tables(page: str, table_of: Callable[[str], str]) -> str:

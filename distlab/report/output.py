@@ -8,6 +8,7 @@ final name, whatever killed the writer.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -37,6 +38,12 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
         _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: str | os.PathLike, text: str) -> None:
+    """Write a text file in UTF-8, whole or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(text.encode("utf-8"))
 
 
 def _sync_folder(folder: Path) -> None:
@@ -89,45 +96,13 @@ class OutputFolder:
             ) from error
         results_go_to(self.path)
 
-    def __repr__(self) -> str:
-        return f"OutputFolder({str(self.path)!r})"
-
-    @contextlib.contextmanager
-    def path_for(self, name: str) -> Iterator[Path]:
-        """Yield a temporary path for a library that saves to a path; it becomes file ``name`` on a clean
-        exit.
-
-        ``name`` may contain sub-folders (``"traces/rank0.json.gz"``), which are made. After an exception
-        nothing is left. Raises ValueError if ``name`` points outside the folder.
-        """
-        relative = Path(name)
-        if relative.is_absolute() or ".." in relative.parts or not relative.name:
-            raise ValueError(f"file name {name!r} must be relative and stay inside the output folder")
-        target = self.path / relative
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(target) as temporary:
-            yield temporary
-
-    def write_bytes(self, name: str, data: bytes) -> Path:
-        """Write file ``name`` whole or not at all; returns its path."""
-        with self.path_for(name) as temporary:
-            temporary.write_bytes(data)
-        return self.path / name
-
-    def write_text(self, name: str, text: str) -> Path:
-        """Write file ``name`` in UTF-8, whole or not at all; returns its path."""
-        return self.write_bytes(name, text.encode("utf-8"))
-
 
 def _fresh_folder(parent: Path) -> Path:
     """Make and return a folder named after this second that no other run has."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    attempt = 1
-    while True:
+    for attempt in itertools.count(1):
         folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
-        try:
+        with contextlib.suppress(FileExistsError):
             folder.mkdir()  # mkdir itself decides between two runs that race for one name
-        except FileExistsError:
-            attempt += 1
-        else:
             return folder
+    raise AssertionError("unreachable")

@@ -11,41 +11,29 @@ import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distlab.report.noise import noise_of
 from distlab.report.predictions import accuracy, compared
 from distlab.report.record import Record
 from distlab.report.table import Column, by_machine, is_number, render
 
+if TYPE_CHECKING:
+    from distlab.report.view import View
+
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 MOST_FIGURES = 500  # rows of the table that has every prediction; beyond that the summary stands alone
 
 
 def page(
-    records: Sequence[Record],
-    *,
-    name: str,
-    question: str,
-    headline: str,
-    tables: Sequence[tuple[str, Sequence[Record], Sequence[Column]]],
-    pictures: Sequence[tuple[str, Path]] = (),
-    findings: Sequence[str] = (),
-    reading: str = "",
-    prediction: str = "",
-    noise: str = "",
+    view: View, records: Sequence[Record], pictures: Sequence[tuple[str, Path]] = (), findings: Sequence[str] = ()
 ) -> str:
     """The whole page.
 
     Args:
-        name: of the experiment.
-        question: what it asks, one sentence.
-        headline: what the tables were measured on, one line.
-        tables: title (empty for an only one), records and columns of each.
+        view: how the records are shown.
         pictures: caption and file (`.png`) of each.
         findings: sentences that follow from these records.
-        reading: how to read the table and the pictures.
-        prediction, noise: words for these sections, before what the records themselves say.
     """
     from jinja2 import Environment, StrictUndefined
 
@@ -54,10 +42,9 @@ def page(
     )
     figures = compared(records)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        name=name, question=question, headline=headline, findings=findings, reading=reading, prediction=prediction,
-        noise=noise, noises=_noises(records),
+        view=view, headline=view.headline_of(records), findings=findings, noises=_noises(records),
         setups=[_setup(machine, group) for machine, group in by_machine(records).items()],
-        tables=[_records_table(*each) for each in tables],
+        tables=[_records_table(*each) for each in view.tables(records)],
         pictures=[(caption, base64.b64encode(path.read_bytes()).decode()) for caption, path in pictures],
         accuracy=_table(
             ["quantity", "figures", "median |error| %", "worst error %", "worst at"],
@@ -96,13 +83,10 @@ def _format(value: float) -> str:
 
 
 def _records_table(title: str, records: Sequence[Record], columns: Sequence[Column]) -> dict[str, Any]:
-    rows = []
-    for record in records:
-        values = [column.value(record) for column in columns]
-        rows.append([
-            (column.text(record), value if is_number(value) else None)
-            for column, value in zip(columns, values, strict=True)
-        ])  # fmt: skip
+    rows = [
+        [(c.text(record), value if is_number(value := c.value(record)) else None) for c in columns]
+        for record in records
+    ]
     left = [place for place, column in enumerate(columns) if column.stands_left]
     forms = {style: render(records, columns, style) for style in ("markdown", "latex")}
     return {"title": title, **forms, **_table([column.title for column in columns], rows, left)}
@@ -110,10 +94,8 @@ def _records_table(title: str, records: Sequence[Record], columns: Sequence[Colu
 
 def _setup(machine: str, records: Sequence[Record]) -> dict[str, Any]:
     """One machine: hardware, versions, commit, command, and what all its records have in common."""
-    first = records[0]
-    known = first.environment
-    count = first.config.get("world_size") or known.get("device_count") or 1
-    backend = first.config.get("backend")
+    config, known = records[0].config, records[0].environment
+    count, backend = config.get("world_size") or known.get("device_count") or 1, config.get("backend")
     versions = {"torch": "torch", "Triton": "triton", "CUDA": "cuda", "NCCL": "nccl", "Python": "python"}
     facts = {
         "device": f"{count} × {machine}" + (f" ({backend})" if backend else ""),
@@ -125,7 +107,7 @@ def _setup(machine: str, records: Sequence[Record]) -> dict[str, Any]:
     commands = filter(None, dict.fromkeys(record.environment.get("command") for record in records))
     options = {
         key: json.dumps(value, default=str, ensure_ascii=False)
-        for key, value in first.config.items()
+        for key, value in config.items()
         if all(key in record.config and record.config[key] == value for record in records)
     }
     return {"facts": facts, "command": "\n".join(commands) or "the command was not recorded", "options": options}

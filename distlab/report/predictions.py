@@ -39,7 +39,7 @@ def compared(records: Sequence[Record]) -> list[Compared]:
             quantity = name.removeprefix(PREFIX)
             measured = _measured(record.metrics, quantity)
             if name.startswith(PREFIX) and is_number(predicted) and measured is not None:
-                error = 100 * (predicted / measured - 1) if measured else (0.0 if predicted == measured else None)
+                error = 100 * (predicted / measured - 1) if measured else None if predicted else 0.0
                 found.append(Compared(record.variant, quantity, predicted, measured, error))
     return found
 

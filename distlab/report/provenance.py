@@ -4,6 +4,7 @@ published.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import platform
@@ -27,6 +28,7 @@ def environment(device: torch.device | str) -> dict[str, str | int | None]:
     device = torch.device(device)
     on_cuda = device.type == "cuda"
     nccl = torch.cuda.nccl.version() if on_cuda else None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -36,7 +38,7 @@ def environment(device: torch.device | str) -> dict[str, str | int | None]:
         "device_name": torch.cuda.get_device_name(device) if on_cuda else _cpu_model(),
         "device_count": torch.cuda.device_count() if on_cuda else 1,
         "cpu_model": _cpu_model(),
-        "cpu_cores": _usable_cores(),
+        "cpu_cores": cores,  # that this process may run on, which a container or taskset makes fewer
         "cpu_threads_per_rank": torch.get_num_threads(),
         "platform": f"{platform.system()} {platform.machine()}",
         "command": command(),
@@ -49,7 +51,7 @@ def command() -> str:
     Paths inside the checkout become relative to it, and of other absolute paths only the last part is kept.
     """
     root = Path(__file__).resolve().parents[2]
-    words = list(getattr(sys, "orig_argv", ["python", *sys.argv]))[1:]
+    words = sys.orig_argv[1:]
     words = words[1:] if words[:1] == ["-u"] else words
     if words[:1] == ["-c"]:  # a worker of some pool, which nobody started by hand
         return "python -c …"
@@ -79,11 +81,9 @@ def commit(default: str | None = None) -> str | None:
     here = Path(__file__).resolve().parent
     # An installed copy may lie inside somebody else's repository: only a tracked file tells that this one is
     # ours.
-    if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return default
-    head = _git(here, "rev-parse", "HEAD")
-    top = _git(here, "rev-parse", "--show-toplevel")
-    if head is None or top is None:
+    tracked = _git(here, "ls-files", "--error-unmatch", Path(__file__).name)
+    head, top = _git(here, "rev-parse", "HEAD"), _git(here, "rev-parse", "--show-toplevel")
+    if tracked is None or head is None or top is None:
         return default
     status = _git(Path(top), "status", "--porcelain", "--untracked-files=all") or ""
     changes = [line for line in status.splitlines() if not line.startswith("??") or line.endswith(".py")]
@@ -109,16 +109,8 @@ def _version_of(module: str) -> str | None:
 
 
 def _cpu_model() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or None
-    names = [line.split(":", 1)[1].strip() for line in lines if line.lower().startswith("model name")]
-    return names[0] if names else platform.processor() or None
-
-
-def _usable_cores() -> int | None:
-    """Cores that this process may run on, which a container or taskset makes fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.lower().startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or None

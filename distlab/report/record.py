@@ -15,33 +15,21 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distlab.report.output import OutputFolder, atomic_path
-from distlab.report.provenance import commit, environment
-
-__all__ = [
-    "OutputFolder",
-    "Record",
-    "commit",
-    "environment",
-    "json_line",
-    "read_json",
-    "write_csv",
-    "write_json",
-]
+from distlab.report.output import write_whole
 
 FORMAT = "distlab-run-2"
 OLD_FORMAT = "distlab-records-1"  # environment and commit repeated in every row
 SHARED = ("experiment", "environment", "commit")  # of a file's rows usually the same, so written once
 
 # JSON has no NaN and no infinity; strings keep the file valid for every reader and come back as floats here.
-_SPECIAL_TO_FLOAT = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True)
@@ -92,14 +80,13 @@ def write_json(records: Iterable[Record], path: str | os.PathLike) -> None:
     headers: list[dict[str, Any]] = []
     rows = []
     for record in records:
-        row = _encode(record.to_dict())
+        row = _leaves(record.to_dict(), _encoded)
         header = {name: row.pop(name) for name in SHARED}
         if header not in headers:
             headers.append(header)
         rows.append({"header": headers.index(header)} | row)
     body = {"format": FORMAT, "headers": headers, "records": rows}
-    with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(body, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: str | os.PathLike) -> list[Record]:
@@ -121,11 +108,9 @@ def read_json(path: str | os.PathLike) -> list[Record]:
         if body["format"] == FORMAT:
             rows = [{**body["headers"][row["header"]], **row} for row in rows]
             rows = [{name: value for name, value in row.items() if name != "header"} for row in rows]
-        return [Record.from_dict(_decode(row)) for row in rows]
-    except (KeyError, IndexError, TypeError) as error:
+        return [Record.from_dict(_leaves(row, lambda leaf: _SPECIAL.get(leaf, leaf))) for row in rows]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds a record that cannot be read: {type(error).__name__}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} holds a record that cannot be read: {error}") from None
 
 
 @contextlib.contextmanager
@@ -153,19 +138,17 @@ def write_csv(records: Sequence[Record], path: str | os.PathLike) -> None:
     """
     rows = []
     for record in records:
-        plain = record.to_dict()
-        row = {name: plain[name] for name in ("experiment", "variant", "commit")}
-        rows.append(row | _flatten("config", plain["config"]) | _flatten("metrics", plain["metrics"]))
-    names = (name for row in rows for name in row)
-    columns = list(dict.fromkeys(["experiment", "variant", "commit", *names]))
+        fields = record.to_dict()
+        names = ("experiment", "variant", "commit", "config", "metrics")
+        rows.append(dict(entry for name in names for entry in _flattened(name, fields[name])))
+    columns = list(dict.fromkeys(["experiment", "variant", "commit", *(name for row in rows for name in row)]))
     # A stable sort by block: a config entry that only the second record has still stands before all metrics.
     columns.sort(key=lambda name: {"config": 1, "metrics": 2}.get(name.split(".")[0], 0))
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, restval="")
     writer.writeheader()
     writer.writerows({name: "" if value is None else value for name, value in row.items()} for row in rows)
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(text.getvalue().encode("utf-8"))
+    write_whole(path, text.getvalue())
 
 
 def json_line(experiment: str, records: Iterable[Record], out: str | os.PathLike | None) -> str:
@@ -183,7 +166,7 @@ def json_line(experiment: str, records: Iterable[Record], out: str | os.PathLike
         for record in records
     ]
     body = {"experiment": experiment, "records": rows, "out": None if out is None else str(out)}
-    return json.dumps(_map_floats(body, lambda x: x if math.isfinite(x) else None), separators=(",", ":"))
+    return json.dumps(_leaves(body, lambda leaf: None if _is_special(leaf) else leaf), separators=(",", ":"))
 
 
 def plain(value: Any, where: str = "value") -> Any:
@@ -207,37 +190,25 @@ def plain(value: Any, where: str = "value") -> Any:
     raise TypeError(f"{where} is a {type(value).__name__}, which a record cannot hold: store numbers or text")
 
 
-def _map_floats(value: Any, change) -> Any:
-    if isinstance(value, float):
-        return change(value)
+def _leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Dictionaries and lists as they are, with every other value changed."""
     if isinstance(value, dict):
-        return {key: _map_floats(item, change) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_map_floats(item, change) for item in value]
-    return value
+        return {key: _leaves(item, change) for key, item in value.items()}
+    return [_leaves(item, change) for item in value] if isinstance(value, list) else change(value)
 
 
-def _encode(value: Any) -> Any:
-    names = {math.inf: "Infinity", -math.inf: "-Infinity"}
-    return _map_floats(value, lambda x: x if math.isfinite(x) else names.get(x, "NaN"))
+def _is_special(leaf: Any) -> bool:
+    return isinstance(leaf, float) and not math.isfinite(leaf)
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, str):
-        return _SPECIAL_TO_FLOAT.get(value, value)
+def _encoded(leaf: Any) -> Any:
+    return json.dumps(leaf) if _is_special(leaf) else leaf  # Python's writer calls them as `_SPECIAL` does
+
+
+def _flattened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every entry."""
     if isinstance(value, dict):
-        return {key: _decode(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    return value
-
-
-def _flatten(prefix: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        name = f"{prefix}.{key}"
-        if isinstance(value, Mapping):
-            flat |= _flatten(name, value)
-        else:
-            flat[name] = json.dumps(_encode(value)) if isinstance(value, list) else value
-    return flat
+        for key, item in value.items():
+            yield from _flattened(f"{name}.{key}", item)
+    else:
+        yield name, json.dumps(_leaves(value, _encoded)) if isinstance(value, list) else value

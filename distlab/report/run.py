@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distlab.ending import how_to_continue
-from distlab.report.output import OutputFolder
+from distlab.report.output import OutputFolder, write_whole
 from distlab.report.record import Record, plain, read_json, write_json
 
 HEADER = "run.json"
@@ -94,8 +94,7 @@ class Run:
             dict(self.header.environment),
             self.header.commit,
         )
-        same = [old for old in self._resumed if (old.variant, old.config) == (variant, plain(record.config))]
-        for old in same:
+        for old in [o for o in self._resumed if (o.variant, o.config) == (variant, plain(record.config))]:
             self._resumed.remove(old)
             self.records.remove(old)
         self.records.append(record)
@@ -121,7 +120,7 @@ class Run:
             path = self.path / "parts" / name
             if self.is_main:
                 path.mkdir(parents=True, exist_ok=True)
-            header = Header(name, *list(vars(self.header).values())[1:])
+            header = replace(self.header, experiment=name)
             self.parts[name] = Run(header, path, is_main=self.is_main, progress=self.progress)
         return self.parts[name]
 
@@ -144,6 +143,6 @@ def open_run(header: Header, out: str | Path, name: str | None, differences: Cal
             )
         if (folder.path / "records.json").is_file():
             records = read_json(folder.path / "records.json")
-    folder.write_text(HEADER, json.dumps(plain(asdict(header)), indent=1) + "\n")
+    write_whole(saved, json.dumps(plain(asdict(header)), indent=1) + "\n")
     how_to_continue(f"the same command with --name {folder.path.name} continues")
     return Run(header, folder.path, records=records)

@@ -14,7 +14,6 @@ from tabulate import tabulate
 
 from distlab.report.record import Record
 
-STYLES = {"text": "simple", "markdown": "pipe", "latex": "latex_raw"}
 LONGEST_CELL = 40  # in a terminal
 
 
@@ -74,11 +73,9 @@ class Column:
             return self.missing
         if isinstance(value, str | bool):
             return str(value)
-        number = self.format(value) if callable(self.format) else format(self._scaled(value), self.format)
-        return number + self.note(record)
-
-    def _scaled(self, value: Any) -> Any:
-        return value if self.scale == 1 else value * self.scale
+        if callable(self.format):
+            return self.format(value) + self.note(record)
+        return format(value if self.scale == 1 else value * self.scale, self.format) + self.note(record)
 
 
 def render(records: Sequence[Record], columns: Sequence[Column], style: str = "text") -> str:
@@ -93,45 +90,39 @@ def render(records: Sequence[Record], columns: Sequence[Column], style: str = "t
     """
     if style not in STYLES:
         raise ValueError(f"unknown table style {style!r}: use one of {', '.join(map(repr, STYLES))}")
-    escape = {"text": str, "markdown": _escape_markdown, "latex": escape_latex}[style]
+    tablefmt, escape = STYLES[style]
     rows = [[escape(_cell(column, record)) for column in columns] for record in records]
-    return _tabulate(rows, columns, [escape(column.title) for column in columns], STYLES[style])
+    return _tabulate(rows, columns, [escape(column.title) for column in columns], tablefmt)
 
 
-def render_for_terminal(
-    records: Sequence[Record], columns: Sequence[Column], width: int = 100, *, page: object = "the page", more: int = 0
-) -> str:
+def render_for_terminal(records: Sequence[Record], columns: Sequence[Column], width: int = 100) -> str:
     """A text table at most `width` characters wide.
 
     Where it does not fit, headings are broken into lines; then columns are left out, from the right, where the least
     important ones stand, and a line below says how many. Cells longer than 40 characters are cut.
 
-    Args:
-        page: where all columns are, for that line.
-        more: columns that the caller has left out already.
-
     Raises:
         ValueError: no columns, or a format that does not fit the value (names the column).
     """
-    rows = [[_shortened(_cell(column, record)) for column in columns] for record in records]
+    cells = [[_cell(column, record) for column in columns] for record in records]
+    rows = [[c if len(c) <= LONGEST_CELL else c[: LONGEST_CELL - 1] + "…" for c in row] for row in cells]
     titles = [column.title for column in columns]
-    text = _tabulate(rows, columns, titles, STYLES["text"])
-    if _width(text) > width:
+    if _width(_tabulate(rows, columns, titles)) > width:
         words = [max(title.split() or [""], key=len)[:LONGEST_CELL] for title in titles]
         lengths = [max(1, *map(len, cells)) for cells in zip(words, *rows, strict=True)]
         broken = [textwrap.wrap(title, length) for title, length in zip(titles, lengths, strict=True)]
         height = max(map(len, broken))
         titles = ["\n".join([""] * (height - len(lines)) + lines) for lines in broken]
     for shown in range(len(columns), 0, -1):
-        text = _tabulate([row[:shown] for row in rows], columns[:shown], titles[:shown], STYLES["text"])
+        text = _tabulate([row[:shown] for row in rows], columns[:shown], titles[:shown])
         if _width(text) <= width:
             break
-    hidden = len(columns) - shown + more
-    return text + (f"\n{hidden} more column{'s' * (hidden > 1)} in {page}" if hidden else "")
+    hidden = len(columns) - shown
+    return text + (f"\n{hidden} more column{'s' * (hidden > 1)} in the page" if hidden else "")
 
 
 def _tabulate(
-    rows: Sequence[Sequence[str]], columns: Sequence[Column], titles: Sequence[str], tablefmt: str
+    rows: Sequence[Sequence[str]], columns: Sequence[Column], titles: Sequence[str], tablefmt: str = "simple"
 ) -> str:
     if not columns:
         raise ValueError("a table needs at least one column")
@@ -142,10 +133,6 @@ def _tabulate(
         disable_numparse=True,  # cells are formatted already; tabulate must not turn "1.50" into 1.5
         colalign=["left" if column.stands_left else "right" for column in columns] if rows else None,
     )
-
-
-def _shortened(cell: str) -> str:
-    return cell if len(cell) <= LONGEST_CELL else cell[: LONGEST_CELL - 1] + "…"
 
 
 def _width(text: str) -> int:
@@ -159,21 +146,21 @@ def _cell(column: Column, record: Record) -> str:
         raise ValueError(f"column {column.key!r} of variant {record.variant!r}: {error}") from error
 
 
-def _escape_markdown(text: str) -> str:
-    for character in "\\|*<`":
-        text = text.replace(character, "\\" + character)
-    return " ".join(text.split())  # a line break would end the row
+def escape_markdown(text: str) -> str:
+    """``text`` with Markdown's special characters escaped, in one line: a line break would end the row."""
+    return " ".join(text.split()).translate(_MARKDOWN)
 
 
+_MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\|*<`"})
 # fmt: off
-_LATEX = {
+_LATEX = str.maketrans({
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#",
     "_": r"\_", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", "|": r"\textbar{}", "−": "$-$", "×": r"$\times$", "±": r"$\pm$", "≤": r"$\leq$",
     "≥": r"$\geq$", "≈": r"$\approx$", "∞": r"$\infty$", "→": r"$\rightarrow$", "·": r"$\cdot$",
     "Δ": r"$\Delta$", "µ": r"$\mu$", "μ": r"$\mu$", "²": r"$^2$", "³": r"$^3$", "–": "--", "—": "---",
     "…": r"\ldots{}",
-}
+})
 # fmt: on
 
 
@@ -182,7 +169,11 @@ def escape_latex(text: str) -> str:
 
     One pass over the characters, so that a replacement is never escaped again.
     """
-    return "".join(_LATEX.get(character, character) for character in " ".join(text.split()))
+    return " ".join(text.split()).translate(_LATEX)
+
+
+# name → (tabulate's, what makes a text fit for it)
+STYLES = {"text": ("simple", str), "markdown": ("pipe", escape_markdown), "latex": ("latex_raw", escape_latex)}
 
 
 def is_number(value: Any) -> bool:

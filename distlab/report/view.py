@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distlab.report import page as html
-from distlab.report.output import OutputFolder, atomic_path
+from distlab.report.output import OutputFolder, write_whole
 from distlab.report.record import Record, json_line, write_csv, write_json
 from distlab.report.table import Column, by_machine, render, render_for_terminal
 
@@ -64,11 +64,10 @@ class View:
         if only:
             tables = [(part, group, _only(columns, only)) for part, group, columns in tables]
         title = {"text": "{}:\n", "markdown": "**{}**\n\n", "latex": "% {}\n"}.get(style, "")
-        texts = [
+        return "\n\n".join(
             (title.format(part) if len(tables) > 1 else "") + render(group, columns, style)
             for part, group, columns in tables
-        ]
-        return "\n\n".join(texts)
+        )
 
     def tables(self, records: Sequence[Record]) -> list[tuple[str, list[Record], list[Column]]]:
         """(title, records, columns) of each table; of several machines, with a column that tells them apart."""
@@ -91,9 +90,8 @@ class View:
         texts = []
         tables = self.tables(records)
         for part, group, columns in tables:
-            if self.terminal:
-                columns = _only(columns, [name for name in self.terminal if any(_named(c) == name for c in columns)])
-            columns = [c for c in columns if any(c.value(record) is not None for record in group)]
+            wanted = [c for c in columns if not self.terminal or _named(c) in ("variant", *self.terminal)]
+            columns = [c for c in wanted if any(c.value(record) is not None for record in group)]
             texts.append((f"{part}:\n" if len(tables) > 1 else "") + render_for_terminal(group, columns, WIDTH))
         return "\n\n".join(texts)
 
@@ -126,29 +124,15 @@ def write(view: View, records: Sequence[Record], folder: OutputFolder | Path) ->
     path = Path(getattr(folder, "path", folder))
     write_json(records, path / "records.json")
     write_csv(records, path / "records.csv")
-    headline = view.headline_of(records)
     findings = [line for group in by_machine(records).values() for line in view.findings(group)]
     below = "".join(f"\n{line}\n" for line in findings)
     files = {
-        "table.md": f"{headline}\n\n{view.table(records, 'markdown')}\n{below}",
+        "table.md": f"{view.headline_of(records)}\n\n{view.table(records, 'markdown')}\n{below}",
         "table.tex": view.table(records, "latex") + "\n",
+        "report.html": html.page(view, records, _draw(view, records, path), findings),
     }
-    pictures = _draw(view, records, path)
-    files["report.html"] = html.page(
-        records,
-        name=view.name,
-        question=view.question,
-        headline=headline,
-        tables=view.tables(records),
-        pictures=pictures,
-        findings=findings,
-        reading=view.reading,
-        prediction=view.prediction,
-        noise=view.noise,
-    )
     for name, text in files.items():
-        with atomic_path(path / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_whole(path / name, text)
     return path / "report.html"
 
 

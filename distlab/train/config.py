@@ -113,8 +113,8 @@ def refuse_other_run(saved: Any, mine: dict[str, Any], where: str) -> None:
 
 def _texts(identity: dict[str, Any]) -> dict[str, str]:
     """Dotted name → value as it is shown; JSON keeps floats exact, and a truth value is no number."""
-    found = {}
-    for name, value in identity.items():
-        inner = value.items() if isinstance(value, dict) else ()
-        found |= {f"{name}.{key}": repr(entry) for key, entry in inner} or {name: repr(value)}
-    return found
+    return {
+        f"{name}.{key}" if key else name: repr(entry)
+        for name, value in identity.items()
+        for key, entry in ((isinstance(value, dict) and value) or {"": value}).items()
+    }

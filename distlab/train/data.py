@@ -13,8 +13,9 @@ few numbers, so that every rank reads other data and a restarted run sees what i
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,18 +43,8 @@ def random_walks(key: tuple[int, ...], vocab_size: int, batch: int, length: int,
     return np.concatenate((start_B1, start_B1 + moves_BT.cumsum(axis=1)), axis=1) % vocab_size
 
 
-class Sequences(Protocol):
-    """Data by number. `count` is None where numbers never end."""
-
-    count: int | None
-    vocab_size: int
-
-    def rows(self, numbers: Sequence[int]) -> np.ndarray:
-        """`(len(numbers), T + 1)` int64; the last T of a row are the targets of the first T."""
-
-
 class SyntheticSequences:
-    """`random_walks`, one sequence per number."""
+    """`random_walks`, one sequence per number; numbers never end."""
 
     count = None
 
@@ -61,7 +52,7 @@ class SyntheticSequences:
         self.vocab_size, self.context_length, self.seed = vocab_size, context_length, seed
 
     def rows(self, numbers: Sequence[int]) -> np.ndarray:
-        """`(len(numbers), T + 1)` int64, see `Sequences.rows`."""
+        """`(len(numbers), T + 1)` int64; the last T of a row are the targets of the first T."""
         sizes = (self.vocab_size, 1, self.context_length)
         return np.concatenate([random_walks((self.seed, number, 0), *sizes) for number in numbers])
 
@@ -129,19 +120,22 @@ class TokenWindows:
         vocab_size: of the model.
         context_length: tokens per window.
         ragged: also give the last, shorter window, its missing targets `IGNORED` (for validation).
+        source: what the tokens are, for the message.
 
     Raises:
         ValueError: too few tokens for one window.
     """
 
-    def __init__(self, tokens: np.ndarray, vocab_size: int, context_length: int, *, ragged: bool = False):
+    def __init__(
+        self, tokens: np.ndarray, vocab_size: int, context_length: int, *, ragged: bool = False, source: str = "data"
+    ):
         self.tokens, self.vocab_size, self.context_length = tokens, vocab_size, context_length
         targets = max(len(tokens) - 1, 0)
         self.count: int = -(-targets // context_length) if ragged else targets // context_length
         if self.count == 0:
             raise ValueError(
-                f"{len(tokens)} tokens are too few for one window of context_length + 1 = {context_length + 1}: "
-                "give more data or a smaller --context"
+                f"{source}: {len(tokens)} tokens are too few for one window of context_length + 1 = "
+                f"{context_length + 1}: give more data or a smaller --context"
             )
 
     def rows(self, numbers: Sequence[int]) -> np.ndarray:
@@ -152,6 +146,9 @@ class TokenWindows:
             found = self.tokens[number * length : (number + 1) * length + 1]
             row[: len(found)] = found
         return rows
+
+
+Sequences = SyntheticSequences | TokenWindows
 
 
 class GlobalOrder:
@@ -190,24 +187,21 @@ class GlobalOrder:
             )
         self.count, self.batch, self.seed = count, batch, seed
         self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
-        self._permutation: tuple[int, np.ndarray] | None = None
 
     def numbers(self, step: int) -> list[list[int]]:
         """The sequences of this rank's micro-batches in a step."""
         share = self.batch // self.world_size
         first = step * self.batch + self.rank * share
-        mine = [self._at(position) for position in range(first, first + share)]
+        mine = list(range(first, first + share))
+        if (count := self.count) is not None:
+            mine = [int(_permutation(count, self.seed, at // count)[at % count]) for at in mine]
         size = share // self.micro_batches
         return [mine[start : start + size] for start in range(0, share, size)]
 
-    def _at(self, position: int) -> int:
-        if self.count is None:
-            return position
-        epoch, place = divmod(position, self.count)
-        if self._permutation is None or self._permutation[0] != epoch:
-            order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
-            self._permutation = (epoch, order)
-        return int(self._permutation[1][place])
+
+@lru_cache(maxsize=2)  # a batch may end one epoch and begin the next
+def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
@@ -296,8 +290,7 @@ def to_batch(rows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     whole = torch.from_numpy(rows)
     if device.type == "cuda":
         whole = whole.pin_memory().to(device, non_blocking=True)
-    tokens, targets = whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
-    return tokens.clamp(min=0), targets
+    return whole[:, :-1].contiguous().clamp(min=0), whole[:, 1:].contiguous()
 
 
 def load(
@@ -332,18 +325,11 @@ def load(
         held_out = open_tokens(data.val_data, data.token_dtype)
         digest = _digest(data.val_data, held_out, model.vocab_size, context)
         identity |= {"validation": f"{len(held_out)} tokens of a file", "validation_sha256": digest}
-    identity |= {"trained_on": cut}
-    sources = {
-        f"{data.data} ({len(tokens)} tokens, {cut} of them to train on)": (tokens[:cut], False),
-        f"{data.val_data or data.data} (for validation)": (held_out, True),
-    }
-    windows = []
-    for source, (part, ragged) in sources.items():
-        try:
-            windows.append(TokenWindows(part, model.vocab_size, model.context_length, ragged=ragged))
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
-    return windows[0], windows[1], identity
+    sizes = (model.vocab_size, model.context_length)
+    source = f"{data.data} ({len(tokens)} tokens, {cut} of them to train on)"
+    train = TokenWindows(tokens[:cut], *sizes, source=source)
+    source = f"{data.val_data or data.data} (for validation)"
+    return train, TokenWindows(held_out, *sizes, ragged=True, source=source), identity | {"trained_on": cut}
 
 
 def _digest(path: str, tokens: np.ndarray, vocab_size: int, context: RankContext) -> str:

@@ -31,8 +31,7 @@ def validation_loss(
     rounds = math.ceil(math.ceil(total / context.world_size) / batch)
     empty = data.rows([0])
     empty[:] = IGNORED
-    loss_sum = torch.zeros((), dtype=torch.float64, device=context.device)
-    count = torch.zeros((), dtype=torch.float64, device=context.device)
+    totals = torch.zeros(2, dtype=torch.float64, device=context.device)  # of losses, of tokens
     was_training = wrapper.training
     wrapper.eval()
     for number in range(rounds):
@@ -43,8 +42,7 @@ def validation_loss(
         losses = F.cross_entropy(
             logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
-        loss_sum += losses.double()
-        count += (targets != IGNORED).sum()
+        totals += torch.stack((losses.double(), (targets != IGNORED).sum().double()))
     wrapper.train(was_training)
-    totals = collectives.sum_tensor(torch.stack((loss_sum, count)), context.group).tolist()
-    return totals[0] / totals[1]
+    loss_sum, count = collectives.sum_tensor(totals, context.group).tolist()
+    return loss_sum / count

@@ -145,8 +145,9 @@ class Trainer:
             return False
         extra = stored.content["extra"]
         refuse_other_run(extra.get("identity"), self.identity, str(stored.path))
-        if problem := _problem_of_extra(extra, scaled=self.scaler is not None):
-            raise Damaged(f"{stored.path / MARKER} is not a marker of this program: {problem}")
+        steps_are, scaler_is = type(extra.get("steps")) is int, dict if self.scaler is not None else type(None)
+        if not (steps_are and extra["steps"] > 0 and "scaler" in extra and isinstance(extra["scaler"], scaler_is)):
+            raise Damaged(f"{stored.path / MARKER} is not a marker of this program: 'steps' or 'scaler' is none")
         if self.scaler is not None:
             self.scaler.load_state_dict(extra["scaler"])
         self.checkpoints.load(stored, self.wrapper, self.optimizer)
@@ -207,11 +208,8 @@ class Trainer:
         rate = self.schedule(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        batches = [
-            to_batch(self.train.rows(numbers), self.context.device)
-            for numbers in self.order.numbers(self.step)
-        ]
-        loss = self.train_step(batches)
+        mine = self.order.numbers(self.step)
+        loss = self.train_step([to_batch(self.train.rows(numbers), self.context.device) for numbers in mine])
         self.step += 1
         skipped = self.train_step.last_step_skipped  # its norm is infinite, and that was dealt with
         norm = None if skipped else self.train_step.grad_norm
@@ -247,29 +245,16 @@ class Trainer:
         if self.checkpoints is None:
             return "There is no checkpoint"
         self.checkpoints.wait()
-        step = self.checkpoints.last_saved
-        kept = (
-            "No checkpoint was written before" if step is None else f"The checkpoint of step {step} is good"
-        )
-        return (
-            f"{kept} ({self.checkpoints.folder.path}). A smaller --lr, a longer --warmup or --clip may help"
-        )
+        step, where = self.checkpoints.last_saved, self.checkpoints.folder.path
+        kept = "No checkpoint was written before" if step is None else f"The checkpoint of step {step} is good"
+        return f"{kept} ({where}). A smaller --lr, a longer --warmup or --clip may help"
 
     def close(self) -> None:
         """Detach the strategy's hooks, so that the model's memory can go, and give back the groups."""
         self.metrics.close()
         if self.checkpoints is not None:
             self.checkpoints.close()
-        self.wrapper.close()
-
-
-def _problem_of_extra(extra: dict[str, Any], *, scaled: bool) -> str | None:
-    """What is wrong with what `Trainer.save` stores beside the tensors, or None."""
-    if type(extra.get("steps")) is not int or extra["steps"] < 1:
-        return "'steps' is missing or no number of steps"
-    if not isinstance(extra.get("scaler", ""), dict if scaled else type(None)):
-        return "'scaler' is missing, or not that of this run's dtype"
-    return None
+        self.wrapper.close(restore=False)
 
 
 def _due(step: int, every: int) -> bool:

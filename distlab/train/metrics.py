@@ -12,7 +12,6 @@ import contextlib
 import json
 import math
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm import RankContext, collectives
+from distlab.measure.clock import Instant, elapsed_ms, instant
 from distlab.train.signals import StopSignals
 
 
@@ -52,23 +52,6 @@ class StepMetrics:
     checkpoint_ms: float
 
 
-class Moment:
-    """Now, on a device's own clock: when everything queued before is done."""
-
-    def __init__(self, device: torch.device):
-        self._host = time.perf_counter()
-        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record()
-
-    def ms_since(self, earlier: "Moment") -> float:
-        """Milliseconds from an earlier moment to this one; waits until it has come."""
-        if self._event is None:
-            return 1e3 * (self._host - earlier._host)
-        self._event.synchronize()
-        return earlier._event.elapsed_time(self._event)
-
-
 class GatheredMetrics:
     """Exchanges losses and stop requests.
 
@@ -86,12 +69,12 @@ class GatheredMetrics:
         self._signals, self._report, self._device = signals, report, context.device
         timeout = timedelta(seconds=context.timeout_s)
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
-        self._waiting: tuple[StepMetrics, Tensor, Moment] | None = None
+        self._waiting: tuple[StepMetrics, Tensor, Instant] | None = None
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """The next step's time counts from here, not from the end of the step before (call it when settled)."""
-        self._ended = Moment(self._device)
+        self._ended = instant(self._device)
 
     def note(
         self, step: int, loss: Tensor, grad_norm: Tensor | None, *, lr: float, checkpoint_ms: float = 0.0
@@ -106,24 +89,26 @@ class GatheredMetrics:
         if self._device.type == "cuda":
             host = torch.empty(2, dtype=torch.float64, pin_memory=True)
             values = host.copy_(values, non_blocking=True)
-        moment = Moment(self._device)
+        now = instant(self._device)
         self.settle()
         known = StepMetrics(step, 0.0, lr, None if grad_norm is None else 0.0, 0.0, checkpoint_ms)
-        self._waiting = known, values, moment
+        self._waiting = known, values, now
 
     def settle(self) -> None:
         """Exchange and report what the last step came to, now; nothing happens if that was done."""
         if self._waiting is None:
             return
-        (known, values, moment), self._waiting = self._waiting, None
-        step_ms, self._ended = moment.ms_since(self._ended), moment
+        (known, values, ended), self._waiting = self._waiting, None
+        if self._device.type == "cuda":
+            ended.synchronize()
+        step_ms, self._ended = elapsed_ms(self._ended, ended), ended
         mine = torch.tensor([*values.tolist(), float(self._signals.received)], dtype=torch.float64)
         everybody = torch.empty(3 * self._group.size(), dtype=torch.float64)
         collectives.wait(collectives.all_gather(everybody, mine, self._group), self._group, "exchanging losses")
         losses, norms, signals = everybody.view(-1, 3).T.tolist()
         bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
-            ranks = f"rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
+            ranks = f"rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))}"
             raise NonFiniteLoss(f"step {known.step}: the loss is {losses[bad[0]]} on {ranks}")
         if not all(map(math.isfinite, norms)):
             raise NonFiniteLoss(

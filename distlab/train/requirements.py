@@ -35,7 +35,6 @@ class PlannedStep:
         batch: sequences at once on one rank.
         strategy: a name of the registry.
         dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters.
-        bucket_size_mb: MiB.
         checkpointing: blocks per group that is recomputed, outermost level first, see `checkpoint_groups`.
         accumulates: several micro-batches per step.
         compiled: the model or its blocks.
@@ -47,7 +46,6 @@ class PlannedStep:
     batch: int
     strategy: str = "local"
     dtype: str = "fp32"
-    bucket_size_mb: float | None = 25.0
     checkpointing: tuple[int, ...] = ()
     accumulates: bool = False
     compiled: bool = False
@@ -76,9 +74,8 @@ class PlannedStep:
         if self.mode == "inference":
             held = memory.after_init.parameters + max(moment.temporary for moment in moments.values())
         else:
-            held = max(moment.total for moment in moments.values())
-            if self.mode != "step":
-                held -= memory.after_step.optimizer_state
+            unused = 0 if self.mode == "step" else memory.after_step.optimizer_state
+            held = max(moment.total for moment in moments.values()) - unused
         return int(held * (CERTAIN_COMPILED if self.compiled else CERTAIN))
 
     def __str__(self) -> str:
@@ -95,7 +92,6 @@ def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
         -(-config.batch // parts),
         config.strategy,
         config.dtype,
-        config.bucket_size_mb,
         checkpointing=checkpoint_groups(config.checkpointing),
         accumulates=config.accumulate > 1,
         compiled=config.compile != "off",
@@ -164,17 +160,13 @@ def shortage(
 def _what_fits(plan: PlannedStep, fits: Callable[[PlannedStep], bool]) -> str:
     """Which option helps, and how far it must go."""
     model = plan.model
-    found = []
     batch = _largest(lambda size: fits(replace(plan, batch=size)), plan.batch)
-    if batch:
-        found.append(f"--batch {batch * plan.batch_option}")
     length = _largest(
         lambda size: fits(replace(plan, model=replace(model, context_length=size))), model.context_length
     )
-    if length:
-        found.append(f"--context {length if length < 128 else length // 64 * 64}")
-    if found:
-        return f"{' or '.join(found)} would fit"
+    options = {"--batch": batch * plan.batch_option, "--context": length if length < 128 else length // 64 * 64}
+    if batch or length:
+        return f"{' or '.join(f'{name} {size}' for name, size in options.items() if size)} would fit"
     if fits(replace(plan, batch=1, model=replace(model, context_length=1))):
         return "A smaller --batch and a smaller --context together would fit"
     return (

@@ -13,25 +13,12 @@ class WarmupCosine:
         steps: optimizer steps in all; from then on the rate stays at its floor.
         warmup: steps until the peak; 0 starts there.
         floor: the last rate as a fraction of the peak.
-
-    Raises:
-        ValueError: a value outside its range.
     """
 
     peak: float
     steps: int
     warmup: int = 0
     floor: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not self.peak > 0 or not 0 <= self.floor <= 1:
-            raise ValueError(
-                f"lr={self.peak}, floor={self.floor}: lr must be positive, the floor lie in [0, 1]"
-            )
-        if self.steps < 1 or not 0 <= self.warmup <= self.steps:
-            raise ValueError(
-                f"warmup={self.warmup}, steps={self.steps}: 0 ≤ warmup ≤ steps, and steps at least 1"
-            )
 
     def __call__(self, step: int) -> float:
         """The rate of step 0, 1, …; the first step of a warm-up of k has peak/k, its last the peak."""

@@ -26,18 +26,13 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(model(tokens_BT), targets_BT)
 
 
-def loss_of_model(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """`next_token_loss` computed by the head of a `TransformerLM`, which need not hold all logits for it."""
-    return model(*batch)
-
-
 def loss_function(ops: str) -> LossFunction:
     """The loss of a `TransformerLM` with these operations (`torch` or `triton`).
 
-    Torch's hold all logits anyway, and their loss is taken outside: in the head, FSDP would keep the head's weight
-    beside them.
+    Triton's compute it in the head, without holding all logits. Torch's hold them anyway, and their loss is taken
+    outside: in the head, FSDP would keep the head's weight beside them.
     """
-    return loss_of_model if ops == "triton" else next_token_loss
+    return (lambda model, batch: model(*batch)) if ops == "triton" else next_token_loss
 
 
 def adamw(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:
@@ -70,7 +65,7 @@ class TrainStep:
         model: under a strategy of `distlab.parallel`; forward and loss run under its `autocast()`.
         optimizer: over the wrapped model's parameters.
         loss_fn: `loss_fn(model, batch)` → scalar loss, a mean over the batch.
-        max_grad_norm: clip the averaged gradients, over all ranks' pieces, to this L2 norm; the norm before is
+        max_grad_norm: clip the averaged gradients, over all ranks' shards, to this L2 norm; the norm before is
             left in `grad_norm`.
         scaler: multiplies the loss, for fp16; a step in which any rank's gradient overflows is skipped on all
             (reads a flag on the host).
@@ -94,12 +89,8 @@ class TrainStep:
     ):
         if scaler is not None and context is None:
             raise ValueError("a scaler needs context=..., because all ranks must decide alike")
-        self.model = model
-        self.optimizer = optimizer
-        self.loss_fn = loss_fn
-        self.max_grad_norm = max_grad_norm
-        self.scaler = scaler
-        self.context = context
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.max_grad_norm, self.scaler, self.context = max_grad_norm, scaler, context
         self.mark = mark or (lambda phase: None)
         self.last_step_skipped = False
         self.grad_norm: Tensor | None = None  # 0-dim, on the device, of the last step

@@ -29,7 +29,7 @@ def measure(config: BucketSweepConfig, context: RankContext, run: Run) -> None:
         links = measured_links(known, run.header.environment["device_name"], context.backend)
     rows, model = config.rows(), config.model()
     planned = [
-        PlannedStep(model, config.batch, row.strategy.name, config.dtype, row.bucket_size_mb) for row in rows
+        PlannedStep(model, config.batch, row.strategy.name, config.dtype) for row in rows
     ]
     require(planned, context.device, context, some=context.device.type == "cuda")
     bench = Workbench(

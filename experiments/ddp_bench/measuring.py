@@ -42,7 +42,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     rows = variants(config.strategies, sizes)
     model_config = config.model()
     planned = [
-        PlannedStep(model_config, config.batch, row.strategy.name, config.dtype, row.bucket_size_mb) for row in rows
+        PlannedStep(model_config, config.batch, row.strategy.name, config.dtype) for row in rows
     ]
     require(planned, context.device, context, some=context.device.type == "cuda")
     differences = {}

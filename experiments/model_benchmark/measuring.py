@@ -121,7 +121,6 @@ def planned(trial: TrialConfig, mode: str) -> PlannedStep:
         trial.batch,
         trial.strategy,
         trial.dtype,
-        trial.bucket_size_mb,
         checkpointing=checkpoint_groups(trial.checkpointing),
         compiled=trial.compile != "off",
         mode=mode,

@@ -11,8 +11,8 @@ from distlab.comm import RankContext
 from distlab.measure import memory_timeline
 from distlab.measure.memory import peak_memory
 from distlab.measure.nvtx import emitter, named_ranges
+from distlab.report import Record, environment
 from distlab.report.charts import stacked_areas
-from distlab.report.record import Record, environment
 from distlab.report.table import Column
 from distlab.report.view import View
 

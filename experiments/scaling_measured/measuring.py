@@ -122,7 +122,7 @@ def time_cell(config: MeasureConfig, regime: Regime, context: RankContext, run: 
     """All strategies of one regime on one group."""
     model, batch = config.model(regime), regime.per_rank(context.world_size)
     names = _names(config, context.world_size)
-    planned = [PlannedStep(model, batch, name, config.dtype, config.bucket_size_mb) for name in names]
+    planned = [PlannedStep(model, batch, name, config.dtype) for name in names]
     require(planned, context.device, context, some=context.device.type == "cuda")
     bench = Workbench(context, model, batch_size=batch, compute_dtype=DTYPES[config.dtype], seed=config.seed)
     rows = [Variant(name, get_strategy(name), config.bucket_size_mb) for name in names]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distlab.hardware import by_alias, lookup
-from distlab.report.record import Record, commit, environment
+from distlab.report import Record, commit, environment
 from distlab.simulate.estimate import Machine, estimate_step, machine_of
 
 from .config import PEER_OF, MeasureConfig, Regime, key

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from distlab.report import OutputFolder
-from distlab.report.output import atomic_path
+from distlab.report.output import atomic_path, write_whole
 
 
 def test_each_run_gets_its_own_folder(tmp_path):
@@ -16,7 +16,7 @@ def test_each_run_gets_its_own_folder(tmp_path):
 
 
 def test_a_given_stamp_is_joined(tmp_path):
-    OutputFolder(tmp_path, "sweep", "first").write_text("a.txt", "µs")
+    write_whole(OutputFolder(tmp_path, "sweep", "first").path / "a.txt", "µs")
     assert (OutputFolder(tmp_path, "sweep", "first").path / "a.txt").read_text(encoding="utf-8") == "µs"
 
 
@@ -34,21 +34,15 @@ def test_names_that_leave_the_folder_are_refused(tmp_path, experiment, stamp):
         OutputFolder(tmp_path, experiment, stamp)
 
 
-@pytest.mark.parametrize("name", ["../a", "/tmp/a", "a/../../b", ""])
-def test_files_stay_inside(tmp_path, name):
-    with pytest.raises(ValueError, match="inside"):
-        OutputFolder(tmp_path, "e").write_text(name, "")
-
-
 def test_nothing_half_written_is_left(tmp_path):
-    folder = OutputFolder(tmp_path, "e")
-    target = folder.write_text("traces/a.json", "old")
-    with pytest.raises(RuntimeError), folder.path_for("traces/a.json") as temporary:
+    target = tmp_path / "a.json"
+    write_whole(target, "old")
+    with pytest.raises(RuntimeError), atomic_path(target) as temporary:
         temporary.write_text("ne")
         assert temporary.suffix == ".json" and target.read_text() == "old"
         raise RuntimeError("killed in the middle")
     assert target.read_text() == "old"
-    assert [entry.name for entry in target.parent.iterdir()] == ["a.json"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_a_library_that_writes_nothing_is_an_error(tmp_path):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distlab.train.config import TrainConfig
 from distlab.train.scaler import LossScaler
 from distlab.train.schedule import WarmupCosine
 
@@ -25,10 +26,10 @@ def test_known_values():
     assert schedule(7) == pytest.approx(0.1 + 0.9 * 0.5)  # half-way down
 
 
-@pytest.mark.parametrize("bad", [{"peak": 0.0}, {"steps": 0}, {"warmup": 6}, {"floor": 1.5}])
+@pytest.mark.parametrize("bad", [{"lr": 0.0}, {"steps": 0}, {"warmup": -1}, {"lr_floor": 1.5}])
 def test_refusals(bad):
-    with pytest.raises(ValueError, match=r"lr=|warmup="):
-        WarmupCosine(**({"peak": 1.0, "steps": 5} | bad))
+    with pytest.raises(ValueError, match=f"{next(iter(bad))}=.*: give"):
+        TrainConfig(**bad)
 
 
 def test_the_loss_scale_halves_on_overflow_and_doubles_after_good_steps():
