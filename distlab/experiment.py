@@ -26,16 +26,28 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from distlab.comm import RankContext, collectives
+from distlab.comm import RankContext
 from distlab.comm.context import LONGEST_TIMEOUT_S
-from distlab.comm.rank_process import progress_to_stderr
+from distlab.comm.rank_process import on_main, progress_to_stderr
 from distlab.options import Options, add_options, config_from, given, option
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, plain
 from distlab.report.run import Header, Run, open_run, same_run
-from distlab.report.view import View, say, write
+from distlab.report.table import Column
+from distlab.report.view import View, headline_from, say, write
 
-__all__ = ["Experiment", "Options", "Run", "TimingOptions", "View", "option"]
+__all__ = [
+    "Column",
+    "Experiment",
+    "Options",
+    "RankContext",
+    "Record",
+    "Run",
+    "TimingOptions",
+    "View",
+    "headline_from",
+    "option",
+]
 
 C = TypeVar("C", bound=Options)
 
@@ -160,8 +172,9 @@ class Experiment(Generic[C]):
             ValueError: a value that is not allowed, or a GPU that is not there.
         """
         frame = argparse.Namespace(preset=getattr(args, "preset", None) or "")
-        for options in (FrameOptions, DeviceOptions, RankOptions):
-            vars(frame).update(asdict(config_from(options, args)))
+        for options, ranks in ((FrameOptions, self.ranks), (DeviceOptions, "one"), (RankOptions, "many")):
+            # A calculation's own --device is a datasheet's name, not where to compute.
+            vars(frame).update(asdict(config_from(options, args) if ranks == self.ranks else options()))
         if frame.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: this machine has no GPU; leave it out, or give cpu")
         on_gpu = _on_gpu(frame)
@@ -192,19 +205,14 @@ class Experiment(Generic[C]):
         """The run's folder, made or resumed by rank 0, with the rows that are there, on every rank."""
         where = environment("cpu" if self.ranks == "none" else context.device)
         header = Header(self.name, plain(asdict(config)), context.world_size, where, commit(default))
-        opened: Run | tuple[Path, list[Record]] | Exception | None = None
-        if context.is_main:
-            try:
-                run = open_run(header, out, name, self.same_run)
-                opened = (run.path, run.records)
-            except (OSError, ValueError) as error:
-                opened = error
-        if context.world_size > 1:
-            opened = collectives.gather_objects(opened, context.group)[0]
-        if isinstance(opened, Exception):
-            raise opened
+
+        def opened() -> tuple[Path, list[Record]]:
+            run = open_run(header, out, name, self.same_run)
+            return run.path, run.records
+
+        path, records = on_main(context, opened)
         progress = progress_to_stderr(context)
-        return Run(header, opened[0], records=opened[1], is_main=context.is_main, progress=progress)
+        return Run(header, path, records=records, is_main=context.is_main, progress=progress)
 
     def finish(self, run: Run, *, json_only: bool = False) -> int:
         """Write tables, pictures and page of a run, print the short table; 1 if something is wrong."""

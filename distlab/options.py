@@ -66,6 +66,12 @@ class Options:
         ValueError: a value that is not allowed; the message names the field, says what is and what to give.
     """
 
+    @classmethod
+    def of(cls, known: Mapping[str, Any]) -> typing.Self:
+        """The options that a record's configuration holds, in which tuples have become lists."""
+        given = {each.name: known[each.name] for each in fields(cls) if each.name in known}
+        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+
     def __post_init__(self) -> None:
         for each, _, several in _described(type(self)):
             value = getattr(self, each.name)

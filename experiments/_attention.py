@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from distlab.experiment import Options, option
-from distlab.report import Record
-from distlab.report.charts import metric_over_length
+from distlab.experiment import Options, Record, option
+from distlab.report import metric_over_length
 from kernels._autograd import first_order
 from kernels.flash_attention import FlashAttention2, cost
 

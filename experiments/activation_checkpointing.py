@@ -18,19 +18,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from distlab.comm import RankContext
-from distlab.experiment import Experiment, Run, TimingOptions, View, option
-from distlab.measure.clock import PhaseTimer, cpu_threads
-from distlab.measure.memory import peak_memory
-from distlab.measure.rounds import interleave
-from distlab.measure.statistics import MIN_PAIRS, own_noise_floor, paired_ratio, percentiles
-from distlab.measure.validity import attempt
-from distlab.model import ModelConfig, TransformerLM, checkpoint_groups, cross_entropy, preset
-from distlab.model.config import DTYPES
-from distlab.options import SEED
-from distlab.report import Column, Record
-from distlab.report.noise import NOISE, TIE, interval_ties, noise_of, tied
-from distlab.report.style import OKABE_ITO, horizontal, picture
+from distlab.bench.subject import BenchOptions, synthetic_batches
+from distlab.experiment import (
+    Column,
+    Experiment,
+    RankContext,
+    Record,
+    Run,
+    TimingOptions,
+    View,
+    headline_from,
+    lone_context,
+    option,
+)
+from distlab.measure import (
+    MIN_PAIRS,
+    PhaseTimer,
+    attempt,
+    cpu_threads,
+    interleave,
+    own_noise_floor,
+    paired_ratio,
+    peak_memory,
+    percentiles,
+)
+from distlab.model import DTYPES, ModelConfig, TransformerLM, checkpoint_groups, cross_entropy, preset
+from distlab.report import NOISE, OKABE_ITO, TIE, horizontal, interval_ties, noise_of, picture, tied
 from distlab.simulate.run import simulate_step
 from distlab.theory.flops import forward_flops
 from distlab.theory.memory.activations import PRECISIONS, activations
@@ -42,7 +55,6 @@ from distlab.theory.memory.recompute import (
     recomputed_flops,
 )
 from distlab.theory.model_shape import ModelShape
-from distlab.train.data import SyntheticTokens
 from distlab.train.requirements import PlannedStep, require
 
 BASE = "none"  # what the others are held against
@@ -51,15 +63,12 @@ PRECISION = {"fp32": "fp32", "bf16": "bf16-autocast"}
 
 
 @dataclass(frozen=True)
-class CheckpointingConfig(TimingOptions):
+class CheckpointingConfig(BenchOptions, TimingOptions):
     """What to run; `bf16` is autocast over fp32 parameters."""
 
-    size: str = option("xl", "model preset")
     layers: int | None = option(None, "blocks [the preset's]", least=1)
-    context: int | None = option(1024, "tokens per sequence", least=1)
     vocab: int | None = option(None, "words [the preset's]", least=1)
-    batch: int = option(4, "sequences", least=1)
-    dtype: str = option("bf16", "of the computation", choices=tuple(PRECISION))
+    dtype: str = option("fp32", "of the computation", choices=tuple(PRECISION))
     groups: tuple[str, ...] = option(
         (*SINGLE, "every-32", "every-8-2", "every-8-1"), "none, block, every-K or every-K-J, several of them"
     )
@@ -67,7 +76,6 @@ class CheckpointingConfig(TimingOptions):
     steps: int = option(5, "timed steps per round", least=1)
     count: bool = option(False, "count peaks on fake tensors too, seconds to a quarter of a minute each")
     threads: int | None = option(None, "of a CPU [torch's]", least=1)
-    seed: int = option(0, "of parameters and data", **SEED)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,11 +83,10 @@ class CheckpointingConfig(TimingOptions):
             raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least 3 steps")
         for choice in self.groups:
             checkpoint_groups(choice)
-        self.model()
 
     def model(self) -> ModelConfig:
-        sizes = {"num_layers": self.layers, "context_length": self.context, "vocab_size": self.vocab}
-        return preset(self.size, **sizes)
+        """The preset with its context, blocks and words replaced."""
+        return preset(self.size, num_layers=self.layers, context_length=self.context, vocab_size=self.vocab)
 
     def choices(self) -> tuple[str, ...]:
         """The ways to group, the base first."""
@@ -126,9 +133,7 @@ class Bench:
         # Of libraries in the allocator, of which fake tensors have none.
         self.workspace_bytes = CUBLAS_WORKSPACES if device.type == "cuda" else 0
         self.model = TransformerLM(shape, device=device, seed=config.seed)
-        data = SyntheticTokens(shape.vocab_size, config.batch, shape.context_length, seed=config.seed, rank=0,
-                               device=device)  # fmt: skip
-        self.batch = data.batch(0)
+        self.batch = synthetic_batches(lone_context(device), shape, config.batch, config.seed)[0]
         self.times: dict[str, dict[str, list[float]]] = {}
         self.found: dict[str, dict[str, Any]] = {}
         self.norms: torch.Tensor | None = None  # of each gradient, without checkpointing
@@ -149,10 +154,7 @@ class Bench:
         handle = self.model.head.register_forward_hook(lambda *_: timer.mark("forward"))
         try:
             with peak_memory(self.device) as memory:
-                for number in range(self.config.warmup + self.config.steps):
-                    if number == self.config.warmup:
-                        timer.clear()
-                    timer.start()
+                for _ in timer.each(self.config.steps, self.config.warmup):
                     one_step(self.model, *self.batch, self.config.dtype)
                     timer.mark("backward")
                 samples = timer.steps()
@@ -201,8 +203,7 @@ class Bench:
             "blocks_run_again": blocks_run_again(model.num_layers, groups)[0],
         }
         if base is not None:
-            sizes = {"batch": self.config.batch, "context": model.context_length, "d_model": model.d_model}
-            sizes |= {"d_ff": model.d_ff, "num_layers": model.num_layers, "vocab_size": model.vocab_size}
+            sizes = model.sizes(self.config.batch)
             again = recomputed_flops(groups, causal=True, **sizes) / forward_flops(causal=True, **sizes).total
             forward, step = (percentiles(base[phase])["p50"] for phase in ("forward", "step"))
             found["predicted_step_ms"] = step + again * forward
@@ -253,10 +254,6 @@ def counted_peak(config: CheckpointingConfig, choice: str) -> int:
     return simulate_step("local", build, make_step, world_size=1, **options).peak.total
 
 
-def _tie(record: Record) -> str:
-    return TIE if record.metrics.get("step_over_none_is_tie") else ""
-
-
 COLUMNS = [
     Column("variant", "recomputed"),
     Column("metrics.step_p20_ms", "step p20 ms", ".1f"),
@@ -264,7 +261,10 @@ COLUMNS = [
     Column("metrics.step_p80_ms", "p80", ".1f"),
     NOISE,
     Column("metrics.predicted_step_ms", "predicted ms", ".1f"),
-    Column("metrics.step_over_none", "× none", ".2f", note=_tie),
+    Column(
+        "metrics.step_over_none", "× none", ".2f",
+        note=lambda r: TIE if r.metrics.get("step_over_none_is_tie") else "",
+    ),
     Column("metrics.blocks_run_again", "blocks run again", "d"),
     Column("metrics.peak_alloc_bytes", "peak GiB", ".3f", scale=2**-30),
     Column("metrics.predicted_peak_bytes", "predicted GiB", ".3f", scale=2**-30),
@@ -275,14 +275,10 @@ COLUMNS = [
 ]
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what the table below it was measured on."""
-    config, env = records[0].config, records[0].environment
-    return (
-        f"{config['size']} with {config['num_layers']} blocks ({config['num_parameters'] / 1e6:,.1f} M parameters), "
-        f"batch {config['batch']} × context {config['context']}, {config['dtype']}, forward and backward, "
-        f"{env['device_name']}, torch {env['torch']}"
-    )
+headline = headline_from(
+    "{size} with {num_layers} blocks ({num_parameters:M} parameters), batch {batch} × context {context}, {dtype}, "
+    "forward and backward, {device_name}, torch {torch}"
+)
 
 
 def findings(records: Sequence[Record]) -> list[str]:
@@ -359,6 +355,7 @@ VIEW = View(
 TINY = {"size": "tiny", "context": 128, "vocab": 256, "dtype": "fp32", "count": True}
 SHORT = {"rounds": 1, "steps": 3, "threads": 1}
 PRESETS = {
+    "gpu": {"size": "xl", "context": 1024, "dtype": "bf16"},
     "cpu": TINY | {"layers": 16, "steps": 4, "groups": (*SINGLE, "every-4-2", "every-8-2")},
     "quick": TINY | SHORT | {"layers": 8, "groups": (BASE, "block", "every-2", "every-4", "every-4-2")},
     "smoke": TINY | SHORT | {"layers": 4, "context": 32, "vocab": 32, "groups": ("block",)},

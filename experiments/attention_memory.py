@@ -11,17 +11,13 @@ it, which is the account of what would have been needed.
 import gc
 import itertools
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from distlab.comm import RankContext
-from distlab.experiment import Experiment, Run, View, option
-from distlab.measure.pace import Pace
-from distlab.measure.validity import attempt
-from distlab.report import Column, Record
+from distlab.experiment import Column, Experiment, RankContext, Run, View, headline_from, option
+from distlab.measure import Pace, attempt
 from experiments._attention import VARIANTS, Attention, ShapeOptions, build, inputs, lines_over_length
 
 
@@ -127,11 +123,7 @@ COLUMNS = [
 ]
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what the table below it was measured on."""
-    config, env = records[0].config, records[0].environment
-    where = f"{env['device_name']}, torch {env['torch']}"
-    return f"Batch {config['batch']}, no heads, causal, {config['passes']} passes, {where}"
+headline = headline_from("Batch {batch}, no heads, causal, {passes} passes, {device_name}, torch {torch}")
 
 
 VIEW = View(

@@ -10,17 +10,15 @@ alone is timed in the same way; errors are the largest of the output and of the 
 first head of the inputs that were timed. The public class record for ours' d = 64 row is 5.364 ms.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from distlab.comm import RankContext
-from distlab.experiment import Experiment, Options, Run, View, option
+from distlab.experiment import Column, Experiment, Options, RankContext, Run, View, headline_from, option
 from distlab.measure.clock import measure as measure_calls
 from distlab.measure.statistics import percentiles
-from distlab.report import Column, Record
 from experiments._attention import Attention, build, errors, exact, tflop_per_s
 from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch
 
@@ -110,13 +108,9 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what the table below it was measured on."""
-    config, env = records[0].config, records[0].environment
-    return (
-        f"1 × {config['heads']} × {config['length']:,} × d, {config['dtype']}, causal, forward + backward, "
-        f"{env['device_name']}, torch {env['torch']}, triton {env['triton']}"
-    )
+headline = headline_from(
+    "1 × {heads} × {length:,} × d, {dtype}, causal, forward + backward, {device_name}, torch {torch}, triton {triton}"
+)
 
 
 VIEW = View(

@@ -27,14 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.comm import RankContext
-from distlab.experiment import Experiment, Run, View, option
-from distlab.measure.clock import host_ms, replay_ms
-from distlab.measure.pace import Pace
-from distlab.measure.statistics import percentiles
-from distlab.measure.validity import attempt
-from distlab.report import Column, Record
-from distlab.report.noise import TIE, tied
+from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
+from distlab.measure import Pace, attempt, host_ms, percentiles, replay_ms
+from distlab.report import TIE, tied
 from experiments._attention import (
     VARIANTS,
     Attention,
@@ -184,11 +179,9 @@ def crossovers(records: list[Record]) -> list[str]:
     return lines
 
 
-def headline(records: list[Record]) -> str:
-    """One line that says what the comparison below it was measured on."""
-    env = records[0].environment
-    return (f"Batch 1, one head, causal, forward + backward, device time, {env['device_name']}, torch {env['torch']}, "
-            f"triton {env['triton']}")
+headline = headline_from(
+    "Batch 1, one head, causal, forward + backward, device time, {device_name}, torch {torch}, triton {triton}"
+)
 
 
 COMPARISON = View(

@@ -186,8 +186,7 @@ def run_banks(args: Any) -> Answer:
 def run_divergence(args: Any) -> Answer:
     if len(args.cycles) != 2:
         raise ValueError(f"cycles={args.cycles}: give those of the branch and those of the others")
-    lanes = [1] * args.lanes + [0] * (32 - args.lanes)
-    found = warp_access.warp_divergence(lanes, (args.cycles[1], args.cycles[0]))
+    found = warp_access.warp_divergence([1] * args.lanes + [0] * (32 - args.lanes), (args.cycles[1], args.cycles[0]))
     words = (f"{args.lanes} of 32 lanes take a branch of {args.cycles[0]:g} cycles, the others one of "
              f"{args.cycles[1]:g}: the warp takes {found.cycles:g}, {100 * found.efficiency:.1f} % of it useful")
     return words, dataclasses.asdict(found)

@@ -21,18 +21,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.comm import RankContext
-from distlab.experiment import Experiment, Options, Run, View, option
-from distlab.measure import clock
-from distlab.measure.collectives import CollectiveRecorder
-from distlab.measure.nvtx import emitter, named_ranges
-from distlab.measure.pace import Pace
-from distlab.measure.statistics import MIN_PAIRS, noise_floor, paired_ratio, percentiles
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.measure import (
+    MIN_PAIRS,
+    CollectiveRecorder,
+    Pace,
+    clock,
+    emitter,
+    named_ranges,
+    noise_floor,
+    paired_ratio,
+    percentiles,
+)
 from distlab.model import TransformerLM, cross_entropy, preset
 from distlab.options import SEED
-from distlab.report import Column, Record
-from distlab.report.noise import TIE
-from distlab.report.style import OKABE_ITO, picture
+from distlab.report import OKABE_ITO, TIE, picture
 
 NEVER, TWIN = "never attached", "never attached, a twin"
 INSTRUMENTS = ("ranges", "recorder")
@@ -164,14 +177,11 @@ COLUMNS = [
 ]
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what the table below it was measured on."""
-    config, env = records[0].config, records[0].environment
-    return (
-        f"Cost of instruments: one layer of tiny, {config['vocab']} words, batch {config['batch']} × context "
-        f"{config['context']}, forward and backward, {config['rounds'] * config['steps']:,} steps of each, "
-        f"{env['device_name']}, torch {env['torch']}"
-    )
+headline = headline_from(
+    "Cost of instruments: one layer of tiny, {vocab} words, batch {batch} × context {context}, forward and backward, "
+    "{timed:,} steps of each, {device_name}, torch {torch}",
+    timed=lambda records: records[0].config["rounds"] * records[0].config["steps"],
+)
 
 
 def findings(records: Sequence[Record]) -> list[str]:

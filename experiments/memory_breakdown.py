@@ -8,29 +8,38 @@ themselves, the moments of a step (after construction, before and after the opti
 Beside each stands what `theory.memory` predicts from the widths of the model alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from distlab.bench.subject import Variant, Workbench, variants
-from distlab.comm import RankContext, collectives
-from distlab.experiment import Experiment, Options, Run, View, option
-from distlab.measure.clock import PhaseTimer, slowest_rank
-from distlab.measure.memory import allocated_bytes, peak_memory, tensor_bytes
-from distlab.measure.statistics import MIN_SAMPLES, percentiles
-from distlab.model.config import DTYPES, ModelConfig, preset
-from distlab.model.config import PRESETS as MODELS
-from distlab.options import SEED
+from distlab.bench.subject import BenchOptions, Variant, Workbench, variants
+from distlab.comm import collectives
+from distlab.experiment import (
+    Column,
+    Experiment,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.measure import (
+    MIN_SAMPLES,
+    PhaseTimer,
+    allocated_bytes,
+    peak_memory,
+    percentiles,
+    slowest_rank,
+    tensor_bytes,
+)
 from distlab.parallel import STRATEGIES as KNOWN
-from distlab.report.charts import stacked_bars
-from distlab.report.record import Record
-from distlab.report.table import Column
-from distlab.theory.memory.peak import CUBLAS_WORKSPACES, Breakdown, step_memory
-from distlab.theory.model_shape import ModelShape
-from distlab.train.requirements import PlannedStep, require
+from distlab.report import stacked_bars
+from distlab.theory.memory.peak import Breakdown
+from distlab.train.requirements import PlannedStep
 
 STRATEGIES = (
     *("local", "bucketed", "sharded-optimizer", "zero1", "fsdp"),
@@ -42,24 +51,13 @@ STATES = ("parameters", "gradients", "optimizer_state")
 
 
 @dataclass(frozen=True)
-class MemoryConfig(Options):
+class MemoryConfig(BenchOptions):
     """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
 
-    size: str = option("tiny", "model preset", choices=tuple(MODELS))
-    batch: int = option(4, "sequences per rank", least=1)
-    context: int | None = option(None, "tokens per sequence [the preset's]", least=1)
     dtype: str = option("fp32", "fp32, or bf16 computation over fp32 parameters", choices=("fp32", "bf16"))
     strategies: tuple[str, ...] = option(STRATEGIES, "what to measure", choices=tuple(KNOWN))
     bucket_size_mb: float = option(25.0, "MiB", above=0)
     steps: int = option(5, "timed steps, after four to settle; the peak is that of all", least=MIN_SAMPLES)
-    seed: int = option(0, "of parameters and data", **SEED)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.model()
-
-    def model(self) -> ModelConfig:
-        return preset(self.size, context_length=self.context)
 
 
 def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
@@ -69,25 +67,17 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
         MemoryError: a strategy with this model and batch does not fit.
         ValueError: a strategy that needs a GPU, without one.
     """
-    model = config.model()
-    planned = [
-        PlannedStep(model, config.batch, name, config.dtype) for name in config.strategies
-    ]
-    require(planned, context.device, context)
-    bench = Workbench(
-        context, model, batch_size=config.batch, compute_dtype=DTYPES[config.dtype], seed=config.seed
-    )
-    shared = {"backend": context.backend, "num_parameters": model.num_parameters, "context": model.context_length}
-    for variant in variants(config.strategies, [config.bucket_size_mb]):
+    rows = variants(config.strategies, [config.bucket_size_mb])
+    bench = config.workbench(context, rows)
+    for variant in rows:
         if run.done(variant.name):
             continue
         run.progress(f"measuring {variant.name}")
-        measured = _fullest(_measure(bench, variant, config.steps), context)
-        metrics = measured | _predicted(config, context, variant)
+        metrics = _fullest(_measure(bench, variant, config.steps), context) | _predicted(config, context, variant)
         for name in (*STATES, *MOMENTS, "peak_alloc"):
             predicted, found = metrics[f"predicted_{name}_bytes"], metrics[f"{name}_bytes"]
             metrics[f"{name}_error_pct"] = 100 * (predicted / found - 1) if found else None
-        run.add(variant.name, metrics, **shared)
+        run.add(variant.name, metrics, **bench.facts)
 
 
 def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | float | None]:
@@ -107,31 +97,20 @@ def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | 
     with bench.attached(variant, mark) as attached:
         found["after_init_bytes"] = allocated_bytes(device)
         with peak_memory(device) as peak:
-            for number in range(SETTLE_STEPS + steps):
-                if number == SETTLE_STEPS:
-                    timer.clear()
-                timer.start()
+            for _ in timer.each(steps, SETTLE_STEPS):
                 attached()
             samples = [sample["step"] for sample in timer.steps()]
         attached.settle()
         found["parameters_bytes"] = tensor_bytes(_parameters(attached.model, attached.optimizer))
-        found["optimizer_state_bytes"] = tensor_bytes(_optimizer_state(attached.optimizer))
+        states = [value for values in attached.optimizer.state.values() for value in values.values()]
+        found["optimizer_state_bytes"] = tensor_bytes(v for v in states if isinstance(v, Tensor) and v.ndim > 0)
     found["peak_alloc_bytes"] = peak.peak_alloc_bytes
     found["peak_requested_bytes"] = peak.peak_requested_bytes
-    slowest = slowest_rank(samples, bench.context.group, device)
-    return found | {"step_p50_ms": percentiles(slowest)["p50"]}
+    return found | {"step_p50_ms": percentiles(slowest_rank(samples, bench.context.group, device))["p50"]}
 
 
-def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    yield from model.parameters()
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Per-element state on this rank."""
-    for values in optimizer.state.values():
-        yield from (v for v in values.values() if isinstance(v, Tensor) and v.ndim > 0)
+def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
 
 
 def _fullest(measured: dict[str, int | float | None], context: RankContext) -> dict[str, int | float | None]:
@@ -142,17 +121,8 @@ def _fullest(measured: dict[str, int | float | None], context: RankContext) -> d
 
 def _predicted(config: MemoryConfig, context: RankContext, variant: Variant) -> dict[str, int | str]:
     """What `theory.memory` says of this variant."""
-    model, casts = config.model(), variant.strategy.casts_parameters
-    expected = step_memory(
-        ModelShape.of(model),
-        batch=config.batch,
-        context=model.context_length,
-        strategy=variant.strategy.name,
-        world_size=context.world_size,
-        precision={"fp32": "fp32", "bf16": "bf16" if casts else "bf16-autocast"}[config.dtype],
-        attention=model.attention,
-        workspace_bytes=CUBLAS_WORKSPACES if context.device.type == "cuda" else 0,
-    )
+    planned = PlannedStep(config.model(), config.batch, variant.strategy.name, config.dtype)
+    expected = planned.memory(context.world_size, on_gpu=context.device.type == "cuda")
     states = expected.before_step
     peak = {f"predicted_peak_{each.name}_bytes": getattr(expected.peak, each.name) for each in fields(Breakdown)}
     moments = {f"predicted_{moment}_bytes": getattr(expected, moment).total for moment in MOMENTS}
@@ -169,37 +139,28 @@ def _gib(metric: str, title: str) -> Column:
     return Column(f"metrics.{metric}", title, ".2f", scale=2**-30)
 
 
-def _percent(metric: str) -> Column:
-    return Column(f"metrics.{metric}_error_pct", "err %", "+.1f")
-
-
 COLUMNS = [
     Column("variant", "strategy"),
     *(
         column
         for name, title in zip(STATES, ("parameters GiB", "gradients", "optimizer state"), strict=True)
-        for column in (_gib(f"{name}_bytes", title), _percent(name))
+        for column in (_gib(f"{name}_bytes", title), Column(f"metrics.{name}_error_pct", "err %", "+.1f"))
     ),
     _gib("after_init_bytes", "after init GiB"),
     _gib("before_step_bytes", "before step"),
     _gib("after_step_bytes", "after step"),
     _gib("peak_alloc_bytes", "peak GiB"),
     _gib("predicted_peak_alloc_bytes", "predicted"),
-    _percent("peak_alloc"),
+    Column("metrics.peak_alloc_error_pct", "err %", "+.1f"),
     Column("metrics.predicted_peak_phase", "peak in"),
     Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
 ]
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what the table below it was measured on."""
-    config, env = records[0].config, records[0].environment
-    return (
-        f"{config['size']} ({config['num_parameters'] / 1e6:,.1f} M parameters), batch {config['batch']} × context "
-        f"{config['context']} per rank, {config['dtype']}, buckets of {config['bucket_size_mb']:g} MiB, "
-        f"{config['world_size']} × {env['device_name']} ({config['backend']}), torch {env['torch']}; err: predicted "
-        "over measured"
-    )
+headline = headline_from(
+    "{size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, {dtype}, buckets of "
+    "{bucket_size_mb:g} MiB, {world_size} × {device_name} ({backend}), torch {torch}; err: predicted over measured"
+)
 
 
 PARTS = {  # of the predicted peak; the allocator does not tell the last two apart
@@ -208,29 +169,21 @@ PARTS = {  # of the predicted peak; the allocator does not tell the last two apa
     "gradients": ("gradients", "buckets"),
     "activations, copies": ("activations", "gathered", "weight_copies", "temporary"),
 }
-REST = "the last two"
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """Per variant the measured peak above the predicted one, stacked by category, in GiB."""
-    labels: list[str] = []
-    parts: dict[str, list[float | str | None]] = {name: [] for name in (*PARTS, REST)}
+    bars: dict[str, list[float]] = {}
     for record in records:
-        metrics = record.metrics
-        known = [metrics["parameters_bytes"], metrics["optimizer_state_bytes"]]
-        peak = metrics["peak_alloc_bytes"]
+        metrics, peak = record.metrics, record.metrics["peak_alloc_bytes"]
         if peak is not None:
-            rest = peak - sum(known)
-            labels.append(f"{record.variant}, measured")
-            for part, value in zip(parts.values(), [*known, 0, 0, rest], strict=True):
-                part.append(value / 2**30)
-        labels.append(f"{record.variant}, predicted")
-        for name, categories in PARTS.items():
-            total = sum(metrics[f"predicted_peak_{category}_bytes"] for category in categories)
-            parts[name].append(total / 2**30)
-        parts[REST].append(0.0)
+            known = [metrics["parameters_bytes"], metrics["optimizer_state_bytes"]]
+            bars[f"{record.variant}, measured"] = [*known, 0, 0, peak - sum(known)]
+        said = [sum(metrics[f"predicted_peak_{name}_bytes"] for name in names) for names in PARTS.values()]
+        bars[f"{record.variant}, predicted"] = [*said, 0]
+    values = [[value / 2**30 for value in part] for part in zip(*bars.values(), strict=True)]
     title = f"Peak memory per rank: {headline(records).partition('; err')[0]}"
-    stacked_bars(path, labels, parts, title=title, unit="GiB")
+    stacked_bars(path, list(bars), dict(zip((*PARTS, "the last two"), values, strict=True)), title=title, unit="GiB")
 
 
 VIEW = View(

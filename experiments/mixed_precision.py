@@ -10,20 +10,29 @@ model that fp16 rounds to zero, and the window of loss scales between that and o
 none.
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distlab.comm import RankContext
-from distlab.experiment import Experiment, Options, Run, View, option
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
 from distlab.options import SEED
-from distlab.report import Column, Record
-from distlab.report.style import OKABE_ITO, picture
+from distlab.report import Panel, Series, lines
 from distlab.theory.rounding import FORMATS, overflow_share, repeated_sum, safe_loss_scales, stalls_at
 from distlab.train.data import SyntheticTokens
 from distlab.train.requirements import PlannedStep, require
@@ -125,8 +134,7 @@ def types_of(model: nn.Module, inputs: Tensor, low: torch.dtype, device: torch.d
             module.register_forward_hook(lambda _, __, out, label=label: found.__setitem__(label, _name(out)))
     with torch.autocast(device.type, dtype=low):
         logits = model(inputs)
-        target = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=device)
-        loss = cross_entropy(logits, target)
+        loss = cross_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=device))
     loss.backward()
     return found | {"loss": _name(loss), "gradients": _name(next(model.parameters()).grad)}
 
@@ -169,8 +177,7 @@ def scaling(config: PrecisionConfig, device: torch.device) -> Rows:
     logits, exact = gradients(config, device, None, 1.0)
     sizes = exact[exact != 0].abs().log2()
     exponents = torch.arange(-48, 1)
-    counts = torch.histc(sizes, len(exponents) - 1, -48, 0).cpu()
-    share = (100 * counts / exact.numel()).tolist()
+    share = (100 * torch.histc(sizes, len(exponents) - 1, -48, 0).cpu() / exact.numel()).tolist()
     where = f"loss / {config.micro_batches} micro-batches"
     yield "fp32", where, {"histogram_log2": exponents.tolist(), "histogram_pct": share, "underflow_pct": 0.0,
                           "nonfinite_pct": 0.0, "relative_error": 0.0}  # fmt: skip
@@ -230,19 +237,16 @@ COLUMNS = [
 ]
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what the table below it was measured on."""
-    config, env = records[0].config, records[0].environment
-    return (
-        f"{config['size']} with {config['layers'] or 'its'} blocks, {config['batch']} × {config['context']} tokens in "
-        f"each of {config['micro_batches']} micro-batches, {env['device_name']}, torch {env['torch']}"
-    )
+headline = headline_from(
+    "{size} with {blocks} blocks, {batch} × {context} tokens in each of {micro_batches} micro-batches, {device_name}, "
+    "torch {torch}",
+    blocks=lambda records: records[0].config["layers"] or "its",
+)
 
 
 def findings(records: Sequence[Record]) -> list[str]:
     """What these rows say, in words."""
-    rows = {(r.config["part"], r.variant, r.config["on"]): r.metrics for r in records}
-    config = PrecisionConfig(**{each.name: records[0].config[each.name] for each in fields(PrecisionConfig)})
+    config = PrecisionConfig.of(records[0].config)
     model = config.model()
     low, high = safe_loss_scales(model.vocab_size, config.batch * model.context_length * config.micro_batches)
     found = [
@@ -251,7 +255,7 @@ def findings(records: Sequence[Record]) -> list[str]:
         f"Loss scales that keep the logits' gradients in fp16, by closed form: {low:.3g} to {high:.3g}. bf16 "
         f"reaches down to {FORMATS['bf16'].smallest:.1e} and needs none.",
     ]
-    kept = rows.get(("types", "layer_norm", "toy"))
+    kept = next((r.metrics for r in records if (r.variant, r.config["on"]) == ("layer_norm", "toy")), None)
     if kept:
         found.append(f"torch's layer normalisation gives {kept['type_under_fp16']} under fp16 here, and "
                      f"{kept['type_under_bf16']} under bf16.")  # fmt: skip
@@ -270,30 +274,22 @@ def draw(records: Sequence[Record], path: Path) -> None:
     if exact is None:
         return
     fp16, low = FORMATS["fp16"], [r.metrics for r in rows if r.variant.startswith("fp16")]
-    title = f"Gradients in fp16, and the loss scales they need: {headline(records)}"
-    with picture(path, title, 3.6) as figure:
-        left, right = figure.subplots(1, 2)
-        left.bar(exact["histogram_log2"][:-1], exact["histogram_pct"], 0.9, align="edge", color=OKABE_ITO["sky"])
-        for name, edge in (("zero in fp16", fp16.smallest / 2), ("full precision", fp16.smallest_normal)):
-            power = torch.tensor(edge).log2().item()
-            left.axvline(power, color=OKABE_ITO["vermillion"], linewidth=1.2, linestyle="--")
-            left.annotate(name, (power, 0.97), (3, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
-                          rotation=90, va="top", fontsize=7.5)  # fmt: skip
-        left.set_xlabel("log2 of a weight gradient's size, fp32")
-        left.set_ylabel("share of the gradients (%)")
-        x = [m["log2_scale"] for m in low]
-        right.plot(
-            x, [m["underflow_pct"] for m in low], "o-", color=OKABE_ITO["blue"], label="logits' gradients zero"
-        )
-        right.plot(
-            x, [m["predicted_underflow_pct"] for m in low], "x", color=OKABE_ITO["black"], label="predicted"
-        )
-        right.plot(
-            x, [m["nonfinite_pct"] for m in low], "s-", color=OKABE_ITO["vermillion"], label="weights' not finite"
-        )
-        right.set_xlabel("log2 of the loss scale, fp16")
-        right.set_ylabel("share of the gradients (%)")
-        right.legend()
+    edges = [(math.log2(fp16.smallest / 2), "← zero"), (math.log2(fp16.smallest_normal), "← rounded more")]
+    middles = [left + 0.5 for left in exact["histogram_log2"][:-1]]
+    sizes = Series("weight gradients in fp32", middles, exact["histogram_pct"], line="-")
+    shares = {"logits' gradients zero": "underflow_pct", "predicted": "predicted_underflow_pct",
+              "weights' gradients not finite": "nonfinite_pct"}  # fmt: skip
+    scaled = [
+        Series(name, [m["log2_scale"] for m in low], [m[metric] for m in low], line="" if name == "predicted" else "-",
+               marked=True, hollow=name == "predicted")
+        for name, metric in shares.items()
+    ]  # fmt: skip
+    share = "share of the gradients (%)"
+    panels = [
+        Panel("sizes", "log2 of a weight gradient's size", share, [sizes], log_x=None, events=edges),
+        Panel("loss scales", "log2 of the loss scale, fp16", share, scaled, log_x=None),
+    ]
+    lines(path, panels, title=f"Gradients in fp16, and the loss scales they need: {headline(records)}")
 
 
 VIEW = View(
@@ -309,7 +305,7 @@ VIEW = View(
     "norm: the square of a centred value beyond 256 exceeds fp16's largest number, 65,504; the variance is then "
     "infinite and the whole row becomes zero. bf16 does not overflow, but with 8 bits a mean far from zero is wrong. "
     "With fp32 statistics both are as good as their inputs.\n\n"
-    "scaling: without a scale fp16 rounds small gradients to zero (the bars left of the dashed line, and the logits' "
+    "scaling: without a scale fp16 rounds small gradients to zero (left of the first dotted line, and the logits' "
     "gradients in the table); multiplying the loss moves all of them up, until the largest overflow.",
     prediction="Sums: every addition rounded in integer arithmetic. Underflow: fp32's own gradients below half of the "
     "smallest fp16 number. Rows lost: a normal distribution beyond the root of fp16's largest number.",
@@ -318,10 +314,9 @@ VIEW = View(
 )
 
 SMALL = {"size": "tiny", "layers": None, "context": 64, "batch": 2, "micro_batches": 32, "rows": 2048}
-FEW = {"layers": 1, "context": 16, "micro_batches": 256, "rows": 256, "log2_scales": (0, 12, 40)}
 PRESETS = {
     "cpu": SMALL,
     "quick": SMALL | {"layers": 2, "log2_scales": (0, 8, 16, 24, 32), "rows": 1024},
-    "smoke": SMALL | FEW,
+    "smoke": SMALL | {"layers": 1, "context": 16, "micro_batches": 256, "rows": 256, "log2_scales": (0, 12, 40)},
 }
 EXPERIMENT = Experiment(PrecisionConfig, measure, VIEW, presets=PRESETS)

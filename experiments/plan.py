@@ -8,50 +8,47 @@ predictions, at the shares of the datasheets' peaks that a calibrated machine re
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from distlab.comm import RankContext
-from distlab.experiment import Experiment, Options, Run, View, option
+from distlab.experiment import (
+    Column,
+    Experiment,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
 from distlab.hardware import GPUSpec, by_alias
-from distlab.model import ModelConfig, preset
-from distlab.report import Record
-from distlab.report.charts import stacked_bars
-from distlab.report.table import Column
-from distlab.simulate.estimate import Machine, estimate_step, machine_of
+from distlab.report import stacked_bars
+from distlab.simulate.estimate import Machine, MachineOptions, estimate_step
 from distlab.theory.flops import hardware_flops, mfu, step_flops
-from distlab.theory.memory.peak import devices_to_fit, step_memory
-from distlab.theory.model_shape import ModelShape, divisors
+from distlab.theory.memory.peak import devices_to_fit
+from distlab.theory.model_shape import divisors
+from distlab.train.requirements import PlannedStep
 
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
 USABLE = (
     0.94  # of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
 )
-DAY_S = 86_400
 DRAWN = 14  # bars in the picture; the table has all choices
 PER_STRATEGY = 2  # of each strategy with and without checkpointing, the largest micro-batches that fit
 
 
 @dataclass(frozen=True)
-class PlanConfig(Options):
+class PlanConfig(MachineOptions):
     """The question. Raises ValueError for a batch that the devices cannot divide, with the nearest that they can."""
 
-    model: str = option("xl", "a preset")
     batch: int = option(512, "sequences per step, over all devices", least=1)
-    devices: str = option("h100:64", "name and number, such as h100:64")
-    context: int | None = option(None, "tokens per sequence [the preset's]", least=1)
-    link: str = option("nvlink", "inside a node", choices=("nvlink", "pcie"))
-    between: str = option("ib-ndr", "link between nodes, per device")
-    devices_per_node: int = option(8, "GPUs that share a node", least=1)
-    dtype: str = option("bf16", "of the computation", choices=("bf16", "fp32"))
+    device: str = option("h100:64", "name and number, such as h100:64", flag="--devices")
     tokens: float = option(1e11, "to train on", above=0)
     strategies: tuple[str, ...] = option(STRATEGIES, "to consider", choices=STRATEGIES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.shape()
         _, count = self.fleet()
-        self.machine()
         if self.batch < count:
             raise ValueError(
                 f"a batch of {self.batch} sequences leaves some of {count} devices without one; the nearest choices: "
@@ -63,25 +60,16 @@ class PlanConfig(Options):
                 f"{count} devices do not divide a batch of {self.batch}; the nearest is --batch {near}"
             )
 
-    def shape(self) -> ModelConfig:
-        return preset(self.model, context_length=self.context)
-
     def fleet(self) -> tuple[GPUSpec, int]:
         """The device and how many."""
-        name, _, count = self.devices.partition(":")
+        name, _, count = self.device.partition(":")
         if (count and not count.isdigit()) or count == "0":
-            raise ValueError(f"devices {self.devices!r}: give a name and a number, such as h100:64")
+            raise ValueError(f"devices {self.device!r}: give a name and a number, such as h100:64")
         return by_alias(name), int(count or 1)
 
-    def machine(self) -> Machine:
-        """The device and its links, at the shares of their peaks that a calibrated machine reaches."""
-        return machine_of(
-            self.fleet()[0],
-            link=self.link,
-            between=self.between,
-            devices_per_node=self.devices_per_node,
-            dtype=self.dtype,
-        )
+    def gpu(self) -> GPUSpec:
+        """The device's datasheet."""
+        return self.fleet()[0]
 
 
 def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
@@ -92,8 +80,7 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
         for checkpointing in (False, True):
             for micro, metrics in _choices(config, strategy, checkpointing, machine):
                 name = f"{strategy} × {micro}" + (" recomputed" if checkpointing else "")
-                choice = {"strategy": strategy, "micro_batch": micro, "checkpointing": checkpointing}
-                run.add(name, metrics, **own, **choice)
+                run.add(name, metrics, **own, strategy=strategy, micro_batch=micro, checkpointing=checkpointing)
     run.records.sort(
         key=lambda r: (
             not r.metrics["fits"],
@@ -127,18 +114,10 @@ def _choices(
 
 def _memory(config: PlanConfig, strategy: str, micro: int, checkpointing: bool) -> dict[str, object]:
     gpu, ranks = config.fleet()
-    model = config.shape()
-    precision = {"fp32": "fp32", "bf16": "bf16" if strategy == "fsdp" else "bf16-autocast"}[config.dtype]
-    memory = step_memory(
-        ModelShape.of(model),
-        batch=micro,
-        context=model.context_length,
-        strategy=strategy,
-        world_size=ranks,
-        precision=precision,
-        checkpointing=checkpointing,
-        accumulates=config.batch // ranks > micro,
-    )
+    model, accumulates = config.shape(), config.batch // ranks > micro
+    blocks = (1,) if checkpointing else ()
+    planned = PlannedStep(model, micro, strategy, config.dtype, checkpointing=blocks, accumulates=accumulates)
+    memory = planned.memory(ranks)
     return {
         "predicted_peak_bytes": memory.peak.total,
         "predicted_peak_phase": memory.peak_phase,
@@ -162,12 +141,11 @@ def _time(
         checkpointing=checkpointing,
         micro_batches=steps,
     )
-    sizes = {"batch": config.batch // ranks, "context": model.context_length, "vocab_size": model.vocab_size}
-    sizes |= {"d_model": model.d_model, "d_ff": model.d_ff, "num_layers": model.num_layers}
-    products = hardware_flops(checkpointing=checkpointing, causal=True, **sizes) / machine.device.flops_per_s
+    sizes = model.sizes(config.batch // ranks)
+    matmuls = hardware_flops(checkpointing=checkpointing, causal=True, **sizes) / machine.device.flops_per_s
     parts = {
-        "compute": min(products, time.compute),
-        "memory bandwidth": max(0.0, time.compute - products),
+        "compute": min(matmuls, time.compute),
+        "memory bandwidth": max(0.0, time.compute - matmuls),
         "communication": time.exposed,
         "optimizer": time.optimizer,
     }
@@ -180,7 +158,7 @@ def _time(
         **{f"{name.replace(' ', '_')}_ms": 1e3 * seconds for name, seconds in parts.items()},
         "predicted_tokens_per_s": tokens_per_s,
         "predicted_mfu_pct": 100 * share,
-        "predicted_days": config.tokens / tokens_per_s / DAY_S,
+        "predicted_days": config.tokens / tokens_per_s / 86_400,
         "limited_by": max(parts, key=parts.__getitem__),
     }
 
@@ -199,30 +177,22 @@ COLUMNS = [
 ]
 
 
-def config_of(records: Sequence[Record]) -> PlanConfig:
-    """The question that these records answer."""
-    known = records[0].config
-    return PlanConfig(**{
-        field.name: tuple(known[field.name]) if field.name == "strategies" else known[field.name]
-        for field in fields(PlanConfig)
-    })  # fmt: skip
+def _gpus(records: Sequence[Record]) -> str:
+    gpu, ranks = PlanConfig.of(records[0].config).fleet()
+    return f"{ranks} × {gpu.name}"
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what was asked."""
-    config = config_of(records)
-    gpu, ranks = config.fleet()
-    model = config.shape()
-    return (
-        f"{config.model} ({model.num_parameters / 1e9:.2f} B parameters), {config.batch} sequences × "
-        f"{model.context_length} tokens per step on {ranks} × {gpu.name} ({config.link}, {config.between} between "
-        f"nodes of {config.devices_per_node}), {config.dtype}; predicted"
-    )
+headline = headline_from(
+    "{model} ({num_parameters:B} parameters), {batch} sequences × {tokens_each} tokens per step on {gpus} ({link}, "
+    "{between} between nodes of {devices_per_node}), {dtype}; predicted",
+    gpus=_gpus,
+    tokens_each=lambda records: PlanConfig.of(records[0].config).shape().context_length,
+)
 
 
 def answer(records: Sequence[Record]) -> str:
     """The answer in words; `recomputed` means activation checkpointing of every block."""
-    config = config_of(records)
+    config = PlanConfig.of(records[0].config)
     gpu, _ = config.fleet()
     fitting = [record for record in records if record.metrics["fits"]]
     if not fitting:
@@ -249,17 +219,13 @@ def answer(records: Sequence[Record]) -> str:
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """A bar per choice: where its step's time would go."""
-    parts = ("compute", "memory bandwidth", "communication", "optimizer")
+    parts = {"compute": "compute", "memory bandwidth": "memory_bandwidth", "exposed communication": "communication"}
     shown = records[:DRAWN]
     bars = {
-        part: [
-            r.metrics[f"{part.replace(' ', '_')}_ms"] if r.metrics["fits"] else "does not fit" for r in shown
-        ]
-        for part in parts
+        name: [r.metrics[f"{part}_ms"] if r.metrics["fits"] else "does not fit" for r in shown]
+        for name, part in (parts | {"optimizer": "optimizer"}).items()
     }
-    bars = {"exposed communication" if name == "communication" else name: bar for name, bar in bars.items()}
-    labels = [record.variant for record in shown]
-    stacked_bars(path, labels, bars, title=headline(records), unit="ms per step")
+    stacked_bars(path, [r.variant for r in shown], bars, title=headline(records), unit="ms per step")
 
 
 VIEW = View(

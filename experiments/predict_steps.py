@@ -17,16 +17,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from distlab.comm import RankContext
-from distlab.experiment import Experiment, Options, Run, View, option
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
 from distlab.model import ModelConfig, preset
 from distlab.model.config import PRESETS as MODELS
-from distlab.report import Column, Record, read_json, reading
+from distlab.report import read_json, reading
 from distlab.simulate import SimulatedStep, replay
-from distlab.simulate.calibrate import NEEDED, Calibration, MeasuredLinks, calibrate, measured_links
+from distlab.simulate.calibrate import NEEDED, Calibration, calibrate, measured_links
 from distlab.simulate.training import simulate_training
-from distlab.theory.memory.peak import step_memory
-from distlab.theory.model_shape import ModelShape
+from distlab.train.requirements import PlannedStep
 
 ROOT = Path(__file__).resolve().parents[1]
 # Name of the row in ddp_bench → (strategy, bucket size in MiB).
@@ -91,7 +99,9 @@ def _predict_all(config: PredictConfig, run: Run) -> None:
     with reading(files):
         calibration, settings = fit(config.calibrate, config.collectives, config.memory)
     calibrated_on = " and ".join(file.removeprefix(f"{ROOT}/") for file in files)
-    own = {"calibrated_on": calibrated_on, "dtype": settings["dtype"]} | _constants(calibration)
+    own = {"calibrated_on": calibrated_on, "dtype": settings["dtype"]} | asdict(calibration)
+    if config.collectives:  # measured fits are in the records that they came from
+        own["link"] = "measured collectives"
     for size, batch in config.cases:
         model = preset(size, context_length=settings["context"])
         own |= {"size": size, "batch": batch, "context": model.context_length}
@@ -134,13 +144,6 @@ def _simulated(settings: dict, strategy: str) -> SimulatedStep:
     return simulate_training(model, strategy, batch=settings["batch"], world_size=ranks, dtype=dtype)
 
 
-def _constants(calibration: Calibration) -> dict:
-    """The calibration for a record; measured fits are in the records that they came from."""
-    link = calibration.link
-    named = {"device": asdict(calibration.device), "contention": asdict(calibration.contention)}
-    return named | {"link": "measured collectives" if isinstance(link, MeasuredLinks) else asdict(link)}
-
-
 def predict(
     model: ModelConfig, row: str, batch: int, ranks: int, dtype: str, calibration: Calibration
 ) -> dict[str, float | int | str | None]:
@@ -150,15 +153,7 @@ def predict(
         model, strategy, batch=batch, world_size=ranks, dtype=dtype, bucket_size_mb=bucket_size_mb or 25.0
     )
     line = replay(step, calibration.device, calibration.link, calibration.contention)
-    precision = {"fp32": "fp32", "bf16": "bf16" if strategy == "fsdp" else "bf16-autocast"}[dtype]
-    memory = step_memory(
-        ModelShape.of(model),
-        batch=batch,
-        context=model.context_length,
-        strategy=strategy,
-        world_size=ranks,
-        precision=precision,
-    )
+    memory = PlannedStep(model, batch, strategy, dtype).memory(ranks)
     return {
         "predicted_step_ms": line.step_ms,
         "predicted_forward_backward_ms": line.step_ms - line.phases["optimizer"],
@@ -190,12 +185,10 @@ COLUMNS = [
 ]
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line for the table of `run`."""
-    config = records[0].config
-    sizes = ", ".join(dict.fromkeys(record.config["size"] for record in records))
-    shape = f"{sizes}, context {config['context']}, {config['dtype']}"
-    return f"Predicted: {shape}; constants from {config['calibrated_on']}"
+headline = headline_from(
+    "Predicted: {sizes}, context {context}, {dtype}; constants from {calibrated_on}",
+    sizes=lambda records: ", ".join(dict.fromkeys(record.config["size"] for record in records)),
+)
 
 
 COMPARISON = "prediction"
@@ -253,30 +246,14 @@ def compare(predictions: Sequence[Record], measured: Sequence[Record]) -> list[R
     return records
 
 
-def comparison_headline(records: Sequence[Record]) -> str:
-    """One line for the table of `compare`."""
-    worst = max(abs(record.metrics["step_error_pct"]) for record in records)
-    sizes = ", ".join(dict.fromkeys(record.config["size"] for record in records))
-    return (
-        f"Predicted beside measured: {sizes} on {records[0].environment['device_name']}; largest error of a step "
-        f"{worst:.1f} %; constants from {records[0].config['calibrated_on']}"
-    )
+comparison_headline = headline_from(
+    "Predicted beside measured: {sizes} on {device_name}; largest error of a step {worst:.1f} %; constants from "
+    "{calibrated_on}",
+    sizes=lambda records: ", ".join(dict.fromkeys(record.config["size"] for record in records)),
+    worst=lambda records: max(abs(record.metrics["step_error_pct"]) for record in records),
+)
 
 
-COMPARISON_COLUMNS = [
-    Column("config.size", "model", align="left"),
-    Column("config.batch", "batch"),
-    Column("config.world_size", "ranks"),
-    Column("variant", "strategy"),
-    Column("metrics.predicted_step_ms", "predicted step ms", ".1f"),
-    Column("metrics.measured_step_p50_ms", "measured p50", ".1f"),
-    Column("metrics.step_error_pct", "error %", "+.1f"),
-    Column("metrics.predicted_exposed_comm_ms", "predicted exposed ms", ".1f"),
-    Column("metrics.measured_exposed_comm_ms", "measured", ".1f"),
-    Column("metrics.predicted_peak_alloc_bytes", "predicted peak GiB", ".1f", scale=2**-30),
-    Column("metrics.measured_peak_alloc_bytes", "measured", ".1f", scale=2**-30),
-    Column("metrics.volume_as_predicted", "calls and bytes as predicted", align="left"),
-]
 HOW = (
     "Each strategy's own code runs on fake tensors; five constants of the machine, fitted to one record of ddp_bench, "
     "put times to what it did. Peaks are the closed form of distlab.theory.memory."
@@ -295,7 +272,20 @@ VIEW = View(
 COMPARISON_VIEW = View(
     name=COMPARISON,
     question="How good were the predictions?",
-    columns=COMPARISON_COLUMNS,
+    columns=[
+        Column("config.size", "model", align="left"),
+        Column("config.batch", "batch"),
+        Column("config.world_size", "ranks"),
+        Column("variant", "strategy"),
+        Column("metrics.predicted_step_ms", "predicted step ms", ".1f"),
+        Column("metrics.measured_step_p50_ms", "measured p50", ".1f"),
+        Column("metrics.step_error_pct", "error %", "+.1f"),
+        Column("metrics.predicted_exposed_comm_ms", "predicted exposed ms", ".1f"),
+        Column("metrics.measured_exposed_comm_ms", "measured", ".1f"),
+        Column("metrics.predicted_peak_alloc_bytes", "predicted peak GiB", ".1f", scale=2**-30),
+        Column("metrics.measured_peak_alloc_bytes", "measured", ".1f", scale=2**-30),
+        Column("metrics.volume_as_predicted", "calls and bytes as predicted", align="left"),
+    ],
     headline=comparison_headline,
     terminal=(
         *("size", "batch", "world_size", "variant"),

@@ -8,18 +8,15 @@ device, with p20 to p80 as error bars. To add points, record them with ddp_bench
 `distlab run scaling_measured` measures 1, 2, 4, … of this host's ranks in one launch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distlab.comm import RankContext
-from distlab.experiment import Experiment, Run, View, option
+from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
 from distlab.hardware import by_alias, lookup
-from distlab.report import Column, Record, read_json
-from distlab.report.charts import Panel, Series, lines
+from distlab.report import Panel, Series, grouped, is_number, lines, read_json
 from distlab.simulate.estimate import MachineOptions, estimate_step
-from distlab.theory.memory.peak import step_memory
-from distlab.theory.model_shape import ModelShape
+from distlab.train.requirements import PlannedStep
 
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp")
 KINDS = ("weak", "strong")
@@ -60,10 +57,8 @@ def measure(config: ScalingConfig, context: RankContext, run: Run) -> None:
                 if split[1] == 1:
                     metrics |= measured.get((strategy, ranks, split[0]), {})
                 if metrics.get("measured_step_p50_ms"):
-                    error = metrics["predicted_step_ms"] / metrics["measured_step_p50_ms"] - 1
-                    metrics["error_pct"] = 100 * error
-                own = {"kind": kind, "world_size": ranks, "micro_batch": split[0], "micro_batches": split[1]}
-                run.add(strategy, metrics, **own)
+                    metrics["error_pct"] = 100 * (metrics["predicted_step_ms"] / metrics["measured_step_p50_ms"] - 1)
+                run.add(strategy, metrics, kind=kind, world_size=ranks, micro_batch=split[0], micro_batches=split[1])
 
 
 def _split(config: ScalingConfig, kind: str, ranks: int) -> tuple[int, int] | None:
@@ -90,15 +85,7 @@ def _predict(
         dtype=config.dtype,
         micro_batches=micro_batches,
     )
-    memory = step_memory(
-        ModelShape.of(model),
-        batch=micro,
-        context=model.context_length,
-        strategy=strategy,
-        world_size=ranks,
-        precision={"fp32": "fp32", "bf16": "bf16" if strategy == "fsdp" else "bf16-autocast"}[config.dtype],
-        accumulates=micro_batches > 1,
-    )
+    memory = PlannedStep(model, micro, strategy, config.dtype, accumulates=micro_batches > 1).memory(ranks)
     tokens = ranks * micro * micro_batches * model.context_length
     return {
         "predicted_step_ms": 1e3 * time.step,
@@ -115,28 +102,16 @@ def measured_points(config: ScalingConfig) -> dict[tuple[str, int, int], dict[st
 
     Of several bucket sizes the fastest counts.
     """
-    found: dict[tuple[str, int, int], dict[str, float]] = {}
-    for record in _matching(config):
-        step = record.metrics.get("step_p50_ms")
-        strategy = record.variant.split("-")[0]
-        if strategy not in config.strategies or not isinstance(step, int | float):
-            continue
-        key = (strategy, record.config["world_size"], record.config["batch"])
-        if key not in found or step < found[key]["measured_step_p50_ms"]:
-            found[key] = {
-                f"measured_step_{p}_ms": record.metrics[f"step_{p}_ms"] for p in ("p20", "p50", "p80")
-            }
-    return found
-
-
-def _matching(config: ScalingConfig) -> Iterable[Record]:
     asked = {"size": config.model, "context": config.shape().context_length, "dtype": config.dtype}
-    for path in config.records:
-        for record in read_json(path):
-            known = lookup(str(record.environment.get("device_name")))
-            same = all(record.config.get(name) == value for name, value in asked.items())
-            if same and known == config.gpu():
-                yield record
+    found: dict[tuple[str, int, int], dict[str, float]] = {}
+    for record in (record for path in config.records for record in read_json(path)):
+        steps = {f"measured_step_{p}_ms": record.metrics.get(f"step_{p}_ms") for p in ("p20", "p50", "p80")}
+        strategy, device = record.variant.split("-")[0], lookup(str(record.environment.get("device_name")))
+        same = asked.items() <= {name: record.config.get(name) for name in asked}.items() and device == config.gpu()
+        if same and strategy in config.strategies and is_number(steps["measured_step_p50_ms"]):
+            known = found.setdefault((strategy, record.config["world_size"], record.config["batch"]), steps)
+            known |= min(known, steps, key=lambda each: each["measured_step_p50_ms"])
+    return found
 
 
 COLUMNS = [
@@ -155,14 +130,11 @@ COLUMNS = [
 ]
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what was predicted, and for what."""
-    known = records[0].config
-    return (
-        f"{known['model']} on {by_alias(known['device']).name} ({known['link']}, {known['between']}), "
-        f"{known['dtype']}: weak scaling with {known['batch']} sequences per rank, strong scaling with "
-        f"{known['global_batch']} together; lines predicted, dots measured"
-    )
+headline = headline_from(
+    "{model} on {gpu} ({link}, {between}), {dtype}: weak scaling with {batch} sequences per rank, strong scaling with "
+    "{global_batch} together; lines predicted, dots measured",
+    gpu=lambda records: by_alias(records[0].config["device"]).name,
+)
 
 
 def findings(records: Sequence[Record]) -> list[str]:
@@ -181,10 +153,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
     ranks = sorted({record.config["world_size"] for record in records})
     ticks = [(n, f"{n:,}") for n in ranks[:: 1 + len(ranks) // 8]]
     panels: dict[str, list[Series]] = {}
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        groups.setdefault((record.config["kind"], record.variant), []).append(record)
-    for (kind, variant), rows in groups.items():
+    for (kind, variant), rows in grouped(records, lambda r: (r.config["kind"], r.variant)).items():
         series = panels.setdefault(kind, [])
         style = ("-", "--", "-.", ":")[len({s.key for s in series}) % 4]  # lines on each other can be told apart
         x, y = zip(*((r.config["world_size"], r.metrics["predicted_tokens_per_s"]) for r in rows), strict=True)

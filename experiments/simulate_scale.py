@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distlab.comm import RankContext
-from distlab.experiment import Experiment, Run, View, option
+from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
 from distlab.hardware import by_alias
 from distlab.parallel import get_strategy
-from distlab.report import Column, Record
-from distlab.report.charts import stacked_bars, timeline
+from distlab.report import stacked_bars, timeline
 from distlab.simulate import Contention, LinkModel, replay
 from distlab.simulate.estimate import MachineOptions
 from distlab.simulate.events import CATEGORIES
@@ -51,8 +49,6 @@ def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
     model, machine, gpu = config.shape(), config.machine(), config.gpu()
     network = machine.network
     link = LinkModel(network.ring_bytes_per_s(config.ranks), network.latency_s, network.hop_s)
-    sizes = {"batch": config.batch, "context": model.context_length, "vocab_size": model.vocab_size}
-    sizes |= {"d_model": model.d_model, "d_ff": model.d_ff, "num_layers": model.num_layers}
     peak = gpu.peak["tf32" if config.dtype == "fp32" else config.dtype]
     lanes = {}
     for strategy in config.strategies:
@@ -75,7 +71,7 @@ def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
             "predicted_comm_ms": line.comm_ms,
             "predicted_overlap_pct": line.overlap_pct,
             "predicted_tokens_per_s": config.batch * model.context_length * config.ranks / line.step_ms * 1e3,
-            "predicted_mfu_pct": 100 * mfu(step_flops(**sizes), line.step_ms / 1e3, peak),
+            "predicted_mfu_pct": 100 * mfu(step_flops(**model.sizes(config.batch)), line.step_ms / 1e3, peak),
             "collectives_per_step": len(step.calls),
             "comm_bytes_per_step": step.comm_bytes,
             "simulated_peak_bytes": step.peak.total,
@@ -106,14 +102,11 @@ COLUMNS = [
 ]
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what was simulated."""
-    known = records[0].config
-    return (
-        f"{known['model']} ({known['num_parameters'] / 1e9:.1f} B parameters), {known['batch']} × {known['context']} "
-        f"tokens per rank on {known['ranks']:,} × {by_alias(known['device']).name} ({known['link']}, "
-        f"{known['between']}), {known['dtype']}; one rank simulated"
-    )
+headline = headline_from(
+    "{model} ({num_parameters:B} parameters), {batch} × {context} tokens per rank on {ranks:,} × {gpu} ({link}, "
+    "{between}), {dtype}; one rank simulated",
+    gpu=lambda records: by_alias(records[0].config["device"]).name,
+)
 
 
 def draw_memory(records: Sequence[Record], path: Path) -> None:

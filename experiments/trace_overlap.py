@@ -12,21 +12,29 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distlab.comm import RankContext
-from distlab.experiment import Experiment, Options, Run, View, option
-from distlab.measure.trace.account import (
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.measure import (
+    Event,
     StepAccount,
     account,
     analyse,
     explain,
     idle_gaps,
+    load_trace_and_origin,
     median_step,
     step_windows,
     streams,
 )
-from distlab.measure.trace.capture import Event, load_trace_and_origin
-from distlab.report import Column, Record
-from distlab.report.charts import stream_lanes
+from distlab.report import stream_lanes
 
 _OURS = re.compile(r"trace_(?P<variant>.+)_rank(?P<rank>\d+)")
 RECORDED = Path(__file__).resolve().parents[1] / "tests" / "measure" / "traces"
@@ -106,8 +114,7 @@ def _metrics(
     metrics = asdict(seen) | {"longest_idle_ms": gaps[0][1] - gaps[0][0] if gaps else 0.0}
     metrics["comm_share_pct"] = 100 * seen.comm_ms / seen.step_ms
     if base is not None:
-        mine = account(events, window)
-        found = explain(mine, base)
+        found = explain(account(events, window), base)
         metrics |= {f"exposed_{name}": value for name, value in asdict(found).items()}
         metrics["exposed_ms"] = found.explained_ms
         metrics["slowdown_pct"] = 100 * found.slowdown_ms / base.compute_ms if base.compute_ms else None
@@ -127,33 +134,25 @@ COLUMNS = [
     Column("metrics.copy_ms", "copies ms", ".1f"),
     Column("metrics.idle_ms", "idle ms", ".1f"),
     Column("metrics.longest_idle_ms", "longest gap", ".2f"),
-]
-EXPLANATION = [
-    Column("metrics.exposed_ms", "longer than local ms", "+.1f"),
-    Column("metrics.exposed_uncovered_comm_ms", "comm alone", "+.1f"),
-    Column("metrics.exposed_slowdown_ms", "slower compute", "+.1f"),
-    Column("metrics.slowdown_pct", "slower %", "+.1f"),
-    Column("metrics.exposed_copies_ms", "copies", "+.1f"),
-    Column("metrics.exposed_optimizer_ms", "optimizer", "+.1f"),
-    Column("metrics.exposed_idle_ms", "idle", "+.1f"),
+    Column("metrics.exposed_ms", "longer than local ms", "+.1f", optional=True),
+    Column("metrics.exposed_uncovered_comm_ms", "comm alone", "+.1f", optional=True),
+    Column("metrics.exposed_slowdown_ms", "slower compute", "+.1f", optional=True),
+    Column("metrics.slowdown_pct", "slower %", "+.1f", optional=True),
+    Column("metrics.exposed_copies_ms", "copies", "+.1f", optional=True),
+    Column("metrics.exposed_optimizer_ms", "optimizer", "+.1f", optional=True),
+    Column("metrics.exposed_idle_ms", "idle", "+.1f", optional=True),
 ]
 
 
-def columns(records: Sequence[Record]) -> list[Column]:
-    """COLUMNS, and the explanation where there is a step without communication to hold against."""
-    explained = any("exposed_ms" in record.metrics for record in records)
-    return [*COLUMNS, *(EXPLANATION if explained else ())]
-
-
-def headline(records: Sequence[Record]) -> str:
-    """One line that says whose traces these are."""
-    worlds = sorted({str(record.config.get("world_size") or "?") for record in records})
-    names = ", ".join(dict.fromkeys(record.variant for record in records))
-    return f"Steps of {names} under the profiler, {', '.join(worlds)} ranks"
+headline = headline_from(
+    "Steps of {names} under the profiler, {worlds} ranks",
+    names=lambda records: ", ".join(dict.fromkeys(record.variant for record in records)),
+    worlds=lambda records: ", ".join(sorted({str(r.config.get("world_size") or "?") for r in records})),
+)
 
 
 VIEW = View(
-    columns=columns,
+    columns=COLUMNS,
     headline=headline,
     terminal=(
         *("variant", "rank", "step", "step_ms", "comm_ms", "uncovered_comm_ms", "overlap_pct", "idle_ms"),

@@ -13,7 +13,7 @@ from tests.commands import ROOT
 from tests.pages import Command, commands_of, fenced_lines, pages
 
 PAGES = pages()
-FILLED_IN = {r"local,<name>,": "local,naive,", r" …$": ""}  # what a page leaves to the reader
+FILLED_IN = {r"local,<name>,": "local,naive,", r"run NAME": "run ddp_bench", r" …$": ""}  # what a page leaves to the reader
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

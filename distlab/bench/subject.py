@@ -25,21 +25,24 @@ from distlab.comm import RankContext, collectives
 from distlab.measure.clock import PhaseTimer, slowest_rank
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.measure.memory import peak_memory
+from distlab.measure.statistics import percentiles
 from distlab.measure.trace.capture import OptimizerRange, annotate_forward, profile_steps
 from distlab.measure.validity import is_out_of_memory
 from distlab.model.config import (
     COMPILE_CHOICES,
     DTYPES,
+    PRESETS,
     Checkpointing,
     ModelConfig,
     checkpoint_groups,
     preset,
 )
 from distlab.model.transformer import TransformerLM
-from distlab.options import Options, option
+from distlab.options import SEED, Options, option
 from distlab.parallel import ParallelModel, Strategy, get_strategy
 from distlab.parallel.shard import local_part
 from distlab.train.data import SyntheticTokens
+from distlab.train.requirements import PlannedStep, require
 from distlab.train.scaler import LossScaler
 from distlab.train.step import TrainStep, compiled, loss_function
 
@@ -313,6 +316,13 @@ class Timing:
     peak_alloc_bytes: int | None = None
     out_of_memory: bool = False
 
+    def metrics(self) -> dict[str, Any]:
+        """Percentiles of every phase and the peak of memory; of a variant that did not fit, a step of `OOM`."""
+        if self.out_of_memory:
+            return {"step_p50_ms": "OOM"}
+        times = {f"{phase}_{p}_ms": ms for phase, ms_ in self.phases.items() for p, ms in percentiles(ms_).items()}
+        return times | {"peak_alloc_bytes": self.peak_alloc_bytes}
+
 
 class Workbench:
     """One kind of model, AdamW, synthetic data, and the variants that are attached one after the other.
@@ -337,6 +347,12 @@ class Workbench:
         self.context, self.config = context, config
         self.compute_dtype, self.seed = compute_dtype, seed
         self._batches = synthetic_batches(context, config, batch_size, seed)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record's configuration holds of the model and the ranks, beside the options."""
+        sizes = {"num_parameters": self.config.num_parameters, "context": self.config.context_length}
+        return sizes | {"backend": self.context.backend}
 
     def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> AbstractContextManager[Subject]:
         """Build, wrap and optimize the model; yields what trains one step when called; frees it all at the end."""
@@ -476,6 +492,55 @@ class Workbench:
                 device=self.context.device,
                 finish=step.settle,
             )
+
+
+@dataclass(frozen=True)
+class BenchOptions(Options):
+    """The model and the data of a `Workbench`, as options. Raises ValueError for a value that is not allowed."""
+
+    size: str = option("tiny", "model preset", choices=tuple(PRESETS))
+    batch: int = option(4, "sequences per rank", least=1)
+    context: int | None = option(None, "tokens per sequence [the preset's]", least=1)
+    dtype: str = option("fp32", "fp32, or bf16 or fp16 computation over fp32 parameters", choices=tuple(DTYPES))
+    seed: int = option(0, "of parameters and data", **SEED)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.model()
+
+    def model(self) -> ModelConfig:
+        """The preset with its context replaced."""
+        return preset(self.size, context_length=self.context)
+
+    def workbench(self, context: RankContext, rows: Sequence[Variant], *, some: bool = False) -> Workbench:
+        """What times these rows; call it on every rank.
+
+        Args:
+            some: whether it is enough that one of them fits a GPU, see `requirements.require`.
+
+        Raises:
+            ValueError: a strategy that needs a GPU, without one.
+            MemoryError: the model with this batch does not fit.
+        """
+        return workbench(
+            context, self.model(), rows, batch=self.batch, dtype=self.dtype, seed=self.seed, some=some
+        )
+
+
+def workbench(
+    context: RankContext,
+    model: ModelConfig,
+    rows: Sequence[Variant],
+    *,
+    batch: int,
+    dtype: str = "fp32",
+    seed: int = 0,
+    some: bool = False,
+) -> Workbench:
+    """A `Workbench` for these rows, once it is known that they fit; see `BenchOptions.workbench`."""
+    planned = [PlannedStep(model, batch, row.strategy.name, dtype) for row in rows]
+    require(planned, context.device, context, some=some and context.device.type == "cuda")
+    return Workbench(context, model, batch_size=batch, compute_dtype=DTYPES[dtype], seed=seed)
 
 
 def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:

@@ -79,6 +79,8 @@ def say_once(context: RankContext, message: str) -> None:
 
 def on_main(context: RankContext, work: Callable[[], Any]) -> Any:
     """What `work()` returns on rank 0, on every rank; call it on all. Its OSError or ValueError is raised on all."""
+    if context.group is None:
+        return work()
     found = None
     if context.is_main:
         try:

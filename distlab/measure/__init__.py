@@ -1,1 +1,107 @@
 """Instruments that look at any strategy from outside: clocks, memory, collectives, the profiler's trace."""
+
+from distlab.measure.bandwidth import (
+    BY_HAND,
+    LIBRARY,
+    OPERATIONS,
+    Disturbance,
+    disturb,
+    time_collective,
+    traffic,
+)
+from distlab.measure.clock import PhaseTimer, cpu_threads, host_ms, replay_ms, slowest_rank
+from distlab.measure.collectives import CollectiveRecorder
+from distlab.measure.flops import FlopsByCategory
+from distlab.measure.gradient_times import GradientReadyTimes
+from distlab.measure.memory import (
+    allocated_bytes,
+    free_bytes,
+    gradient_bytes,
+    peak_memory,
+    saved_for_backward,
+    tensor_bytes,
+)
+from distlab.measure.nvtx import emitter, named_ranges, nsys_command
+from distlab.measure.pace import Pace
+from distlab.measure.rounds import interleave
+from distlab.measure.statistics import (
+    MIN_PAIRS,
+    MIN_SAMPLES,
+    Ratio,
+    exposure_ratio,
+    noise_floor,
+    own_noise_floor,
+    paired_ratio,
+    percentiles,
+)
+from distlab.measure.trace.account import (
+    StepAccount,
+    account,
+    analyse,
+    closes,
+    explain,
+    exposed_all_gathers,
+    idle_gaps,
+    lanes,
+    median_step,
+    step_windows,
+    streams,
+)
+from distlab.measure.trace.capture import Event, load_trace, load_trace_and_origin
+from distlab.measure.validity import attempt, check_clock, check_speed, check_work, is_out_of_memory
+
+__all__ = [
+    "BY_HAND",
+    "LIBRARY",
+    "MIN_PAIRS",
+    "MIN_SAMPLES",
+    "OPERATIONS",
+    "CollectiveRecorder",
+    "Disturbance",
+    "Event",
+    "FlopsByCategory",
+    "GradientReadyTimes",
+    "Pace",
+    "PhaseTimer",
+    "Ratio",
+    "StepAccount",
+    "account",
+    "allocated_bytes",
+    "analyse",
+    "attempt",
+    "check_clock",
+    "check_speed",
+    "check_work",
+    "closes",
+    "cpu_threads",
+    "disturb",
+    "emitter",
+    "explain",
+    "exposed_all_gathers",
+    "exposure_ratio",
+    "free_bytes",
+    "gradient_bytes",
+    "host_ms",
+    "idle_gaps",
+    "interleave",
+    "is_out_of_memory",
+    "lanes",
+    "load_trace",
+    "load_trace_and_origin",
+    "median_step",
+    "named_ranges",
+    "noise_floor",
+    "nsys_command",
+    "own_noise_floor",
+    "paired_ratio",
+    "peak_memory",
+    "percentiles",
+    "replay_ms",
+    "saved_for_backward",
+    "slowest_rank",
+    "step_windows",
+    "streams",
+    "tensor_bytes",
+    "time_collective",
+    "traffic",
+]

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm import RankContext, collectives, ring
 from distlab.measure.clock import PhaseTimer, measure, slowest_rank
+from distlab.measure.statistics import percentiles
 
 # Each on the whole tensor, this rank's part of it, and a group.
 _CALLS: dict[str, Callable[[Tensor, Tensor, ProcessGroup], object]] = {
@@ -79,6 +80,11 @@ class CollectiveTiming:
     ranks: int
     samples_ms: list[float]
     max_abs_error: float
+
+    @property
+    def p50_s(self) -> float:
+        """The median in seconds."""
+        return percentiles(self.samples_ms)["p50"] / 1e3
 
 
 def time_collective(

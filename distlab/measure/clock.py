@@ -93,6 +93,14 @@ class PhaseTimer:
         self.device = torch.device(device)
         self._marks: list[list[tuple[str, Instant]]] = []
 
+    def each(self, steps: int, warmup: int = 0) -> Iterator[int]:
+        """Start `warmup` steps, which are forgotten, and then `steps`; whoever takes them marks their phases."""
+        for number in range(warmup + steps):
+            if number == warmup:
+                self.clear()
+            self.start()
+            yield number
+
     def start(self) -> None:
         """Begin a step."""
         self._marks.append([("", instant(self.device))])

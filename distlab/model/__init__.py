@@ -1,10 +1,23 @@
 """The language model that is trained: its sizes, its operations, and the Transformer itself."""
 
-from distlab.model.config import PRESETS, ModelConfig, checkpoint_groups, preset
+from distlab.model.config import (
+    ATTENTION_CHOICES,
+    COMPILE_CHOICES,
+    DTYPES,
+    OPS_CHOICES,
+    PRESETS,
+    ModelConfig,
+    checkpoint_groups,
+    preset,
+)
 from distlab.model.ops import Ops, cross_entropy, get_ops
 from distlab.model.transformer import TransformerLM
 
 __all__ = [
+    "ATTENTION_CHOICES",
+    "COMPILE_CHOICES",
+    "DTYPES",
+    "OPS_CHOICES",
     "PRESETS",
     "ModelConfig",
     "Ops",

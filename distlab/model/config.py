@@ -116,6 +116,11 @@ class ModelConfig:
         """Width of one attention head, d_model / num_heads."""
         return self.d_model // self.num_heads
 
+    def sizes(self, batch: int) -> dict[str, int]:
+        """What the functions of `distlab.theory.flops` take, for a step of `batch` sequences."""
+        known = {name: getattr(self, name) for name in ("vocab_size", "d_model", "d_ff", "num_layers")}
+        return known | {"batch": batch, "context": self.context_length}
+
     @property
     def num_parameters(self) -> int:
         """Trainable parameters, a tied matrix counted once.

@@ -2,25 +2,62 @@
 measured.
 """
 
+from distlab.report.charts import (
+    Panel,
+    Series,
+    lines,
+    measured,
+    metric_over_length,
+    overlaid,
+    stacked_areas,
+    stacked_bars,
+    stream_lanes,
+    timeline,
+)
+from distlab.report.noise import NOISE, TIE, interval_ties, noise_by_row, noise_of, tied
 from distlab.report.output import OutputFolder
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, reading, write_csv, write_json
-from distlab.report.table import Column, render, render_for_terminal
+from distlab.report.style import GREYS, INK, OKABE_ITO, horizontal, picture
+from distlab.report.table import Column, grouped, is_number, render, render_for_terminal
 from distlab.report.view import View, say, write
 
 __all__ = [
+    "GREYS",
+    "INK",
+    "NOISE",
+    "OKABE_ITO",
+    "TIE",
     "Column",
     "OutputFolder",
+    "Panel",
     "Record",
+    "Series",
     "View",
     "commit",
     "environment",
+    "grouped",
+    "horizontal",
+    "interval_ties",
+    "is_number",
     "json_line",
+    "lines",
+    "measured",
+    "metric_over_length",
+    "noise_by_row",
+    "noise_of",
+    "overlaid",
+    "picture",
     "read_json",
     "reading",
     "render",
     "render_for_terminal",
     "say",
+    "stacked_areas",
+    "stacked_bars",
+    "stream_lanes",
+    "tied",
+    "timeline",
     "write",
     "write_csv",
     "write_json",

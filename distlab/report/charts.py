@@ -161,6 +161,25 @@ def _dress(axes: Axes, panel: Panel) -> None:
     axes.set_title(panel.title)
 
 
+def measured(
+    label: str,
+    x: Sequence[float],
+    rows: Sequence[Record],
+    quantity: str,
+    predicted_label: str = "",
+    predicted: str = "",
+    *,
+    hollow: bool = False,
+) -> list[Series]:
+    """Points at the medians of a quantity in ms, such as `step`, with p20 to p80 as error bars; and, if all rows have
+    the metric `predicted`, its line.
+    """
+    low, y, high = ([r.metrics[f"{quantity}_{p}_ms"] for r in rows] for p in ("p20", "p50", "p80"))
+    line = [r.metrics.get(predicted) for r in rows]
+    points = [Series(label, x, y, low, high, hollow=hollow)]
+    return points if None in line else [*points, Series(predicted_label, x, line, line="-", like=label)]
+
+
 def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> list[Series]:
     """Lines of a panel, name → (x, y), that may cover each other: later ones are thinner, so that all stay visible;
     where colours repeat, lines are dashed.

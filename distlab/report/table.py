@@ -8,12 +8,13 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tabulate import tabulate
 
 from distlab.report.record import Record
 
+K = TypeVar("K")
 LONGEST_CELL = 40  # in a terminal
 
 
@@ -30,6 +31,7 @@ class Column:
         missing: shown for None and for an entry that the record lacks.
         derived: record → value for a record that lacks it, such as one written before there was such a metric.
         note: record → text behind a number, such as `` tie``; empty for none.
+        optional: left out of a table in which no record has it.
         align: ``"left"`` or ``"right"``; None puts ``variant`` and ``experiment`` left and everything else
             right.
     """
@@ -42,6 +44,7 @@ class Column:
     align: str | None = None
     derived: Callable[[Record], Any] = lambda record: None
     note: Callable[[Record], str] = lambda record: ""
+    optional: bool = False
 
     def __post_init__(self) -> None:
         roots = ("experiment", "variant", "commit", "config", "metrics", "environment")
@@ -181,15 +184,20 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def grouped(records: Sequence[Record], key: Callable[[Record], K]) -> dict[K, list[Record]]:
+    """The records of each key, in order of first appearance."""
+    found: dict[K, list[Record]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return found
+
+
 def by_machine(records: Sequence[Record]) -> dict[str, list[Record]]:
     """The records of each machine, which no line and no bar mixes, in order of first appearance, by the device's name;
     with torch's version where one kind of device appears with several.
     """
-    found: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        known = record.environment
-        where = (str(known.get("device_name") or "unknown device"), str(known.get("torch") or "unknown"))
-        found.setdefault(where, []).append(record)
+    found = grouped(records, lambda r: (str(r.environment.get("device_name") or "unknown device"),
+                                        str(r.environment.get("torch") or "unknown")))  # fmt: skip
     devices = [device for device, _ in found]
     return {
         device if devices.count(device) == 1 else f"{device}, torch {version}": group

@@ -7,16 +7,18 @@ An experiment declares its `View` once; `write` makes of records and view the wh
 
 from __future__ import annotations
 
+import string
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from distlab.report import page as html
 from distlab.report.output import OutputFolder, write_whole
 from distlab.report.record import Record, json_line, write_csv, write_json
-from distlab.report.table import Column, by_machine, render, render_for_terminal
+from distlab.report.table import Column, by_machine, grouped, render, render_for_terminal
 
 WIDTH = 100  # characters of a terminal
 Draw = Callable[[Sequence[Record], Path], None]
@@ -27,7 +29,7 @@ class View:
     """What a reader gets of one experiment.
 
     Args:
-        columns: of its table; a list, or a function of the records.
+        columns: of its table.
         headline: records → one line that says what they were measured on.
         reading: how to read table and pictures; paragraphs are parted by an empty line.
         pictures: file name → function that draws it from records to a path. One that has nothing to draw writes no
@@ -42,7 +44,7 @@ class View:
         question: what it asks; an `Experiment` fills in the first line of its module's docstring.
     """
 
-    columns: Sequence[Column] | Callable[[Sequence[Record]], Sequence[Column]]
+    columns: Sequence[Column]
     headline: Callable[[Sequence[Record]], str]
     reading: str
     pictures: Mapping[str, Draw] = field(default_factory=dict)
@@ -71,18 +73,15 @@ class View:
 
     def tables(self, records: Sequence[Record]) -> list[tuple[str, list[Record], list[Column]]]:
         """(title, records, columns) of each table; of several machines, with a column that tells them apart."""
-        columns = list(self.columns(records) if callable(self.columns) else self.columns)
+        columns = [c for c in self.columns if not c.optional or any(c.value(r) is not None for r in records)]
         if len(by_machine(records)) > 1:
             columns.insert(0, Column("environment.device_name", "machine", align="left"))
         if self.parted_by is None:
             return [("", list(records), columns)]
         part = Column(self.parted_by, "part")
-        groups: dict[str, list[Record]] = {}
-        for record in records:
-            groups.setdefault(part.text(record), []).append(record)
         return [
             (name, group, [c for c in columns if any(c.value(record) is not None for record in group)])
-            for name, group in groups.items()
+            for name, group in grouped(records, part.text).items()
         ]
 
     def short_table(self, records: Sequence[Record]) -> str:
@@ -98,6 +97,24 @@ class View:
     def headline_of(self, records: Sequence[Record]) -> str:
         """The headline of each machine's records."""
         return "; ".join(self.headline(group) for group in by_machine(records).values())
+
+
+def headline_from(template: str, **more: Callable[[Sequence[Record]], Any]) -> Callable[[Sequence[Record]], str]:
+    """A view's headline: `template` with the environment and configuration of the first record in its braces, and what
+    `more` makes of the records; `{num_parameters:M}` and `:B` are in millions and billions.
+    """
+
+    def headline(records: Sequence[Record]) -> str:
+        known = {**records[0].environment, **records[0].config}
+        return _Words().vformat(template, (), known | {name: make(records) for name, make in more.items()})
+
+    return headline
+
+
+class _Words(string.Formatter):
+    def format_field(self, value: Any, spec: str) -> str:
+        unit = {"M": 1e6, "B": 1e9}.get(spec)
+        return format(value, spec) if unit is None else f"{value / unit:,.1f} {spec}"
 
 
 def _only(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:

@@ -13,8 +13,9 @@ only with gradients of the same dtype; where two dtypes have one size (fp16 and 
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from distlab.theory.checks import at_least_one
 from distlab.theory.model_shape import ModelShape
@@ -417,3 +418,17 @@ def positive_mib(name: str, mib: float) -> float:
     if not mib > 0:
         raise ValueError(f"{name}={mib}: give a positive number of MiB")
     return mib * MIB
+
+
+def model_volume(
+    strategy: str, named_parameters: Iterable[tuple[str, Any]], **options: Any
+) -> CommunicationVolume | None:
+    """`step_volume` of a Transformer's named parameters, whose matrices FSDP gathers block by block."""
+    names, parameters = zip(*named_parameters, strict=True)
+    parts = [name.split(".") for name in names]
+    units = [".".join(part[:2] if part[0] == "blocks" else part) for part in parts]
+    return step_volume(
+        strategy, [p.numel() for p in parameters], [p.element_size() for p in parameters],
+        units=[unit if p.ndim > 1 else None for unit, p in zip(units, parameters, strict=True)],
+        shapes=[p.shape for p in parameters], **options,
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from distlab.comm import RankContext, collectives
 from distlab.measure.memory import free_bytes
 from distlab.model.config import ModelConfig, checkpoint_groups
 from distlab.parallel import STRATEGIES
-from distlab.theory.memory.peak import CUBLAS_WORKSPACES, step_memory
+from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory
 from distlab.theory.memory.states import STRATEGIES as FORMULAS
 from distlab.theory.model_shape import ModelShape
 from distlab.train.config import TrainConfig
@@ -52,11 +52,11 @@ class PlannedStep:
     mode: str = "step"
     batch_option: int = 1
 
-    def least_bytes(self, world_size: int, *, on_gpu: bool) -> int:
-        """Bytes that a rank certainly needs."""
+    def memory(self, world_size: int, *, on_gpu: bool = True) -> StepMemory:
+        """The closed form of a rank's memory in a full step; libraries take theirs on a GPU."""
         casts = STRATEGIES[self.strategy].casts_parameters
         precision = "fp32" if self.dtype == "fp32" else "bf16" if casts else "bf16-autocast"
-        memory = step_memory(
+        return step_memory(
             ModelShape.of(self.model),
             batch=self.batch,
             context=self.model.context_length,
@@ -68,6 +68,10 @@ class PlannedStep:
             accumulates=self.accumulates,
             workspace_bytes=CUBLAS_WORKSPACES if on_gpu else 0,
         )
+
+    def least_bytes(self, world_size: int, *, on_gpu: bool) -> int:
+        """Bytes that a rank certainly needs."""
+        memory = self.memory(world_size, on_gpu=on_gpu)
         moments = dict(memory.moments)
         if self.model.ops == "triton":  # the loss is computed in the head, without whole logits
             moments = {phase: moment for phase, moment in moments.items() if phase not in LOSS_PHASES}

@@ -1,88 +1,85 @@
-"""The step that measured parts predict for a bucket size; the parts are measured without any bucket."""
+"""What to sweep, and the step that parts, measured without any bucket, predict for a bucket size."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from distlab.bench.subject import Timing
-from distlab.comm import RankContext
-from distlab.measure.bandwidth import Disturbance, disturb, time_collective
+from distlab.bench.subject import BenchOptions, Timing, Variant, synthetic_batches, variants
+from distlab.experiment import RankContext, TimingOptions, option
+from distlab.measure import (
+    MIN_SAMPLES,
+    Disturbance,
+    GradientReadyTimes,
+    disturb,
+    percentiles,
+    time_collective,
+)
 from distlab.measure.clock import measure, slowest_rank
-from distlab.measure.gradient_times import GradientReadyTimes
-from distlab.measure.statistics import percentiles
-from distlab.model.transformer import TransformerLM
+from distlab.model import DTYPES, TransformerLM
 from distlab.parallel.buckets import MIB, plan_buckets
 from distlab.simulate.calibrate import MeasuredLinks
 from distlab.theory.collective_time import CollectiveFit, fit_collective
 from distlab.theory.step_time import pipeline
-from distlab.train.data import SyntheticTokens
 from distlab.train.step import next_token_loss
 
-from .config import DTYPES, BucketSweepConfig
-
+OURS, PEER, PARTS, OPTIMUM = "bucketed", "torch-ddp-tuned", "parts", "optimum"
 LARGEST_MESSAGE = 2**30  # fits are extrapolated beyond
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a prediction is made of; times in ms.
+class BucketSweepConfig(BenchOptions, TimingOptions):
+    """What to sweep. Raises ValueError for a value that is not allowed; the message says what is."""
 
-    Args:
-        ready_ms: per trainable parameter, from the start of an undisturbed backward until its gradient is there.
-        packed: per parameter, whether its gradient is copied into the bucket: some layers write it there themselves.
-        backward_ms: of that backward.
-        compute_ms: forward and backward of the local step; optimizer_ms: its optimizer.
-        pack_ms_per_byte: to copy a gradient into its bucket.
-        disturbance: of backward and all-reduces.
-        fit: of all-reduces.
-    """
+    bucket_sizes_mb: tuple[float | None, ...] = option(
+        (1.0, 10.0, 25.0, 100.0, 400.0, 1000.0, None),
+        "MiB per bucket; none for unbounded",
+        above=0,
+        words={"none": None},
+        flag="--bucket-size-mb",
+    )
+    peer: bool = option(True, "sweep torch DDP too")
+    fit: tuple[str, ...] = option((), "records of allreduce_sweep on this kind of machine [timed here]", metavar="FILE")
 
-    ready_ms: list[float]
-    packed: list[bool]
-    backward_ms: float
-    compute_ms: float
-    optimizer_ms: float
-    pack_ms_per_byte: float
-    disturbance: Disturbance
-    fit: CollectiveFit
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.bucket_sizes_mb) < 2:
+            raise ValueError(f"bucket sizes {self.bucket_sizes_mb}: give two or more to compare")
+        if self.steps * self.rounds < MIN_SAMPLES:
+            raise ValueError(f"steps={self.steps}, rounds={self.rounds}: time at least {MIN_SAMPLES} steps")
 
-    def describe(self) -> dict[str, Any]:
-        """The metrics of a record of them."""
-        return {
-            "forward_backward_ms": self.compute_ms,
-            "backward_ms": self.backward_ms,
-            "optimizer_ms": self.optimizer_ms,
-            "first_gradient_ms": min(self.ready_ms),
-            "pack_gb_per_s": 1e-6 / self.pack_ms_per_byte,
-            "packed_parameters": sum(self.packed),
-            "compute_rate": self.disturbance.compute_rate,
-            "communication_rate": self.disturbance.communication_rate,
-            "pieces": self.fit.to_list(),
-            "ready_ms": self.ready_ms,
-        }
+    def rows(self) -> list[Variant]:
+        """local, ours and torch's with every bucket size."""
+        return variants(["local", OURS, *([PEER] if self.peer else [])], self.bucket_sizes_mb)
 
 
 def measure_parts(
     config: BucketSweepConfig, context: RankContext, local: Timing, links: MeasuredLinks | None
-) -> Parts:
-    """What predictions need, measured without any bucket. Every rank calls it."""
+) -> dict[str, Any]:
+    """What predictions need, measured without any bucket, as metrics of a record. Every rank calls it.
+
+    Returns:
+        Per trainable parameter `ready_ms`, from the start of an undisturbed backward until its gradient is there, and
+        `packed`, whether it is copied into the bucket (some layers write it there themselves); `backward_ms` of that
+        backward; `forward_backward_ms` and `optimizer_ms` of the local step; how fast packing is; at which rates
+        backward and an all-reduce run beside each other; and `pieces`, the fit of all-reduces.
+    """
     ready_ms, packed, backward_ms, disturbance = _backward_alone_and_disturbed(config, context)
     gc.collect()  # hooks and graph form cycles; the next tensors need their memory
-    num_bytes = 4 * config.model().num_parameters
-    p50 = {phase: percentiles(samples)["p50"] for phase, samples in local.phases.items()}
-    return Parts(
-        ready_ms=ready_ms,
-        packed=packed,
-        backward_ms=backward_ms,
-        compute_ms=p50["forward_backward"],
-        optimizer_ms=p50["optimizer"],
-        pack_ms_per_byte=_pack_ms(context, _message(config)) / _message(config),
-        disturbance=disturbance,
-        fit=_all_reduce_fit(context, num_bytes, links),
-    )
+    return {
+        **{f"{phase}_ms": percentiles(local.phases[phase])["p50"] for phase in ("forward_backward", "optimizer")},
+        "backward_ms": backward_ms,
+        "first_gradient_ms": min(ready_ms),
+        "pack_gb_per_s": 1e-6 * _message(config) / _pack_ms(context, _message(config)),
+        "packed_parameters": sum(packed),
+        "compute_rate": disturbance.compute_rate,
+        "communication_rate": disturbance.communication_rate,
+        "pieces": _all_reduce_fit(context, 4 * config.model().num_parameters, links).to_list(),
+        "ready_ms": ready_ms,
+        "packed": packed,
+    }
 
 
 def _message(config: BucketSweepConfig) -> int:
@@ -98,14 +95,7 @@ def _backward_alone_and_disturbed(
     """
     shape, dtype = config.model(), DTYPES[config.dtype]
     model = TransformerLM(shape, device=context.device, seed=config.seed)
-    tokens = SyntheticTokens(
-        shape.vocab_size,
-        config.batch,
-        shape.context_length,
-        seed=config.seed,
-        rank=context.rank,
-        device=context.device,
-    ).batch(0)
+    tokens = synthetic_batches(context, shape, config.batch, config.seed)[0]
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     ready = GradientReadyTimes(parameters, context.device)
 
@@ -154,8 +144,7 @@ def _all_reduce_fit(context: RankContext, num_bytes: int, links: MeasuredLinks |
         times = [links.time("all_reduce", size, context.world_size) for size in sizes]
     else:
         timed = [time_collective(context, "all_reduce", size, repeats=8, budget_s=0.3) for size in sizes]
-        sizes = [timing.num_bytes for timing in timed]
-        times = [percentiles(timing.samples_ms)["p50"] / 1e3 for timing in timed]
+        sizes, times = [timing.num_bytes for timing in timed], [timing.p50_s for timing in timed]
     return fit_collective(sizes, times)
 
 
@@ -167,31 +156,23 @@ def _pack_ms(context: RankContext, num_bytes: int) -> float:
     return percentiles(slowest_rank(samples, context.group, context.device))["p50"]
 
 
-def predict(config: BucketSweepConfig, parts: Parts, bucket_size_mb: float | None) -> dict[str, float]:
+def predict(config: BucketSweepConfig, parts: Mapping[str, Any], bucket_size_mb: float | None) -> dict[str, float]:
     """The step with buckets of one size: when each is complete, what it costs, and how it disturbs backward."""
     model = TransformerLM(config.model(), device="meta")
     numels = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
-    rates = parts.disturbance
     # Packing is work of the computing stream: what is there was also copied, if it was not written in place.
-    order = sorted(range(len(numels)), key=lambda index: parts.ready_ms[index])
-    packed, copied = {}, 0.0
-    for index in order:
-        copied += 4 * numels[index] * parts.pack_ms_per_byte * parts.packed[index]
-        packed[index] = parts.ready_ms[index] + copied
+    ready_ms, packed, copied = parts["ready_ms"], {}, 0.0
+    for index in sorted(range(len(numels)), key=ready_ms.__getitem__):
+        copied += 4e-6 * numels[index] / parts["pack_gb_per_s"] * parts["packed"][index]
+        packed[index] = ready_ms[index] + copied
     ready = [max(packed[index] for index in bucket.indices) / 1e3 for bucket in buckets]
-    messages = [parts.fit.seconds(bucket.num_bytes) for bucket in buckets]
-    alone_s = (parts.backward_ms + copied) / 1e3
-    together_s = pipeline(
-        ready,
-        messages,
-        alone_s,
-        compute_rate=rates.compute_rate,
-        communication_rate=rates.communication_rate,
-    )
-    exposed_ms = 1e3 * together_s - parts.backward_ms
+    messages = [CollectiveFit.from_list(parts["pieces"]).seconds(bucket.num_bytes) for bucket in buckets]
+    rates = {name: parts[name] for name in ("compute_rate", "communication_rate")}
+    together_s = pipeline(ready, messages, (parts["backward_ms"] + copied) / 1e3, **rates)
+    exposed_ms = 1e3 * together_s - parts["backward_ms"]
     return {
-        "predicted_step_ms": parts.compute_ms + parts.optimizer_ms + exposed_ms,
+        "predicted_step_ms": parts["forward_backward_ms"] + parts["optimizer_ms"] + exposed_ms,
         "predicted_exposed_comm_ms": exposed_ms,
         "predicted_comm_ms": 1e3 * sum(messages),
         "buckets": len(buckets),

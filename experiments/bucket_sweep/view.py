@@ -1,16 +1,13 @@
 """What a reader gets: table, the best bucket size, findings, and step time against bucket size."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distlab.report.charts import Panel, Series, lines
-from distlab.report.noise import NOISE, TIE, tied
-from distlab.report.record import Record
-from distlab.report.table import Column
-from distlab.report.view import View
+from distlab.experiment import Column, Record, View, headline_from
+from distlab.report import NOISE, TIE, Panel, Series, is_number, lines, measured, tied
 
-from .config import OPTIMUM, OURS, PARTS, PEER
+from .prediction import OPTIMUM, OURS, PARTS, PEER
 
 COLUMNS = [
     Column("variant", "strategy"),
@@ -27,21 +24,17 @@ COLUMNS = [
 ]
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what was swept."""
-    config, env = records[0].config, records[0].environment
-    return (
-        f"Bucket sizes: {config['size']} ({config['num_parameters'] / 1e6:,.1f} M parameters), batch "
-        f"{config['batch']} × context {config['context']} per rank, {config['dtype']}, {config['world_size']} × "
-        f"{env['device_name']} ({config['backend']}), torch {env['torch']}"
-    )
+headline = headline_from(
+    "Bucket sizes: {size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, {dtype}, "
+    "{world_size} × {device_name} ({backend}), torch {torch}"
+)
 
 
 def optimum(records: Sequence[Record]) -> dict[str, Any]:
     """The best bucket sizes, measured and predicted, and what following the prediction costs."""
     done = [r for r in records if isinstance(r.metrics.get("step_p50_ms"), float)]
     ours = [r for r in done if r.config.get("strategy") == OURS]
-    torchs = [r for r in done if r.config.get("strategy") == PEER]
+    torchs = (r for r in done if r.config.get("strategy") == PEER)
     if not ours:
         return {}
     best = min(ours, key=lambda r: r.metrics["step_p50_ms"])
@@ -55,8 +48,7 @@ def optimum(records: Sequence[Record]) -> dict[str, Any]:
         "largest_error_pct": max((r.metrics["error_pct"] for r in ours), key=abs),
         "tied_with_best_mb": [_label(r) for r in ours if r is not best and tied(r.metrics, best.metrics)],
     }
-    if torchs:
-        peer = min(torchs, key=lambda r: r.metrics["step_p50_ms"])
+    if peer := min(torchs, key=lambda r: r.metrics["step_p50_ms"], default=None):
         found |= {"torch_best_bucket_mb": _label(peer), "torch_best_step_ms": peer.metrics["step_p50_ms"]}
     return found
 
@@ -66,21 +58,18 @@ def _label(record: Record) -> str:
     return "unbounded" if size is None else f"{size:g}"
 
 
-def _tie_of_choice(metrics: Mapping[str, Any]) -> str:
-    return TIE if metrics["predicted_best_bucket_mb"] in metrics.get("tied_with_best_mb", ()) else ""
-
-
 def findings(records: Sequence[Record]) -> list[str]:
     """The optimum both ways, and the parts that the prediction is made of."""
     lines = []
     for record in records:
         m = record.metrics
         if record.variant == OPTIMUM and m:
+            tie = TIE if m["predicted_best_bucket_mb"] in m.get("tied_with_best_mb", ()) else ""
             ties = f" (tie with {', '.join(m['tied_with_best_mb'])})" if m.get("tied_with_best_mb") else ""
             lines.append(
                 f"Best measured: {m['best_bucket_mb']} MiB{ties}, {m['best_step_ms']:.1f} ms. Predicted best: "
                 f"{m['predicted_best_bucket_mb']} MiB, which takes {m['step_at_predicted_best_ms']:.1f} ms "
-                f"({m['regret_pct']:+.1f} %{_tie_of_choice(m)}). Largest error of a prediction: "
+                f"({m['regret_pct']:+.1f} %{tie}). Largest error of a prediction: "
                 f"{m['largest_error_pct']:+.1f} %."
             )
             if "torch_best_step_ms" in m:
@@ -107,23 +96,14 @@ def draw(records: Sequence[Record], path: Path) -> None:
     ticks = [(size, f"{size:g}") for size in finite] + [(beyond, "all")] * (None in sizes)
     series = []
     for strategy, label in ((OURS, "bucketed, measured"), (PEER, "torch DDP, measured")):
-        mine = [
-            r
-            for r in rows
-            if r.config["strategy"] == strategy and isinstance(r.metrics["step_p50_ms"], float)
-        ]
-        if not mine:
-            continue
+        mine = [r for r in rows if r.config["strategy"] == strategy and is_number(r.metrics["step_p50_ms"])]
         x = [beyond if r.config["bucket_size_mb"] is None else r.config["bucket_size_mb"] for r in mine]
-        low, y, high = ([r.metrics[f"step_{p}_ms"] for r in mine] for p in ("p20", "p50", "p80"))
-        series.append(Series(label, x, y, low, high, hollow=strategy == PEER))
-        if strategy == OURS:
-            predicted = [r.metrics["predicted_step_ms"] for r in mine]
-            series.append(Series("bucketed, predicted", x, predicted, line="-", like=label))
+        if mine:
+            peer = strategy == PEER
+            series += measured(label, x, mine, "step", "bucketed, predicted", "predicted_step_ms", hollow=peer)
     local = next((r.metrics.get("step_p50_ms") for r in records if r.variant == "local"), None)
     if isinstance(local, float):
-        ends = [min(finite or [1.0]), beyond]
-        series.append(Series("no communication", ends, [local, local], line="--"))
+        series.append(Series("no communication", [min(finite or [1.0]), beyond], [local, local], line="--"))
     panel = Panel("", "bucket size (MiB)", "step (ms)", series, log_x=10, x_ticks=ticks)
     lines(path, [panel], title=headline(records))
 

@@ -1,29 +1,74 @@
-"""Measure every variant of one run."""
+"""What to run, every variant of one run measured, and what a row tells beside its times."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from distlab.bench.bucket_size import best_bucket_size
 from distlab.bench.reference import parameter_difference
-from distlab.bench.subject import Timing, Workbench, variants
-from distlab.comm import RankContext
-from distlab.experiment import Run
+from distlab.bench.subject import BenchOptions, Timing, Variant, Workbench, variants
+from distlab.experiment import RankContext, Record, Run, TimingOptions, option
 from distlab.hardware import peak_flops
-from distlab.measure.statistics import exposure_ratio, own_noise_floor, paired_ratio, percentiles
-from distlab.measure.trace.account import StepAccount
-from distlab.measure.validity import is_out_of_memory
-from distlab.report.noise import noise_of
-from distlab.report.provenance import environment
-from distlab.report.record import read_json
+from distlab.measure import (
+    MIN_PAIRS,
+    Ratio,
+    StepAccount,
+    account,
+    analyse,
+    closes,
+    explain,
+    exposed_all_gathers,
+    exposure_ratio,
+    idle_gaps,
+    is_out_of_memory,
+    lanes,
+    load_trace,
+    own_noise_floor,
+    paired_ratio,
+    percentiles,
+)
+from distlab.model import DTYPES, OPS_CHOICES, ModelConfig, TransformerLM
+from distlab.parallel import STRATEGIES, strategies_on
+from distlab.report import environment, noise_of, read_json, timeline
 from distlab.theory.flops import mfu, step_flops
-from distlab.train.requirements import PlannedStep, require
+from distlab.theory.volume import model_volume
 
-from .account import explanation, overlap, sent
-from .config import DTYPES, OOM, DDPBenchConfig
-from .view import draw_timeline
+from .view import headline
 
 SWEEPS = Path(__file__).parents[2] / "records" / "bucket_sweep"
+
+
+@dataclass(frozen=True)
+class DDPBenchConfig(BenchOptions, TimingOptions):
+    """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
+
+    ops: str = option("torch", "of the model: torch, or triton for this lab's kernels", choices=OPS_CHOICES)
+    strategies: tuple[str, ...] = option(strategies_on("cpu"), "what to compare", choices=tuple(STRATEGIES))
+    bucket_sizes_mb: tuple[Any, ...] = option(
+        (4.0,),
+        "MiB per bucket, one or several (a row each); none for unbounded, auto for a bucket sweep's best",
+        above=0,
+        words={"none": None, "auto": "auto"},
+        kind=float,
+        flag="--bucket-size-mb",
+    )
+    bucket_sweep: tuple[str, ...] = option((), "records of bucket_sweep for auto [records/bucket_sweep/*.json]")
+    in_turn: bool = option(False, "attach all variants at once, one step each in turn; takes the memory of all")
+    check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
+    profile_steps: int = option(1, "steps per trace, of which the median is shown; 0 for none", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps * self.rounds < MIN_PAIRS:
+            raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
+        if "auto" in self.bucket_sizes_mb and len(self.bucket_sizes_mb) > 1:
+            raise ValueError("--bucket-size-mb auto stands alone, or give sizes in MiB")
+
+    def model(self) -> ModelConfig:
+        """The preset, with its operations."""
+        return replace(super().model(), ops=self.ops)
 
 
 def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
@@ -40,25 +85,14 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         sizes = (_swept_size(config, context),)
         run.progress(f"bucket size by the sweep: {sizes[0] or 'unbounded'}")
     rows = variants(config.strategies, sizes)
-    model_config = config.model()
-    planned = [
-        PlannedStep(model_config, config.batch, row.strategy.name, config.dtype) for row in rows
-    ]
-    require(planned, context.device, context, some=context.device.type == "cuda")
+    bench = config.workbench(context, rows, some=True)
     differences = {}
     for variant in rows if config.check_steps else []:
         if variant.strategy.synchronizes:
             run.progress(f"checking {variant.name} against one process")
             differences[variant.name] = parameter_difference(context, variant, steps=config.check_steps)
-    run.progress(f"building {config.size}: {model_config.num_parameters / 1e6:,.1f} M parameters")
+    run.progress(f"building {config.size}: {bench.config.num_parameters / 1e6:,.1f} M parameters")
     try:
-        bench = Workbench(
-            context,
-            model_config,
-            batch_size=config.batch,
-            compute_dtype=DTYPES[config.dtype],
-            seed=config.seed,
-        )
         if config.in_turn:
             steps = config.rounds * config.steps
             timings = bench.time_in_turn(rows, warmup=config.warmup, steps=steps, progress=run.progress)
@@ -73,23 +107,21 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     if all(timing.out_of_memory for timing in timings.values()):
         raise MemoryError(_does_not_fit(config, context))
 
-    shared = {"num_parameters": model_config.num_parameters, "context": model_config.context_length}
-    shared |= {"backend": context.backend}
     reference = timings.get("local")
     accounts: dict[str, StepAccount] = {}
     for variant in rows:
         timing = timings[variant.name]
-        if timing.out_of_memory:
-            metrics = {"step_p50_ms": OOM}
-        else:
+        metrics = timing.metrics()
+        if not timing.out_of_memory:
             run.progress(f"explaining {variant.name}")
-            metrics = _timing_metrics(config, context, timing, reference)
-            metrics |= _peer_ratio(timing, timings)
+            metrics |= _rates(config, context, metrics["step_p50_ms"]) | _against_local(timing, reference)
+            metrics |= {"noise_floor_pct": own_noise_floor(timing.phases["step"])} | _peer_ratio(timing, timings)
+            metrics["noise_pct"] = noise_of(metrics)
             metrics |= sent(bench, variant)
             metrics |= overlap(bench, variant, run.path, config.profile_steps, accounts)
             metrics["max_abs_param_diff"] = differences.get(variant.name)
-        own = {"bucket_size_mb": variant.bucket_size_mb if variant.strategy.has_buckets else None}
-        run.add(variant.name, metrics, **shared, **own)
+        size = variant.bucket_size_mb if variant.strategy.has_buckets else None
+        run.add(variant.name, metrics, **bench.facts, bucket_size_mb=size)
     for record in run.records:
         record.metrics.update(explanation(record, accounts))
     run.save()
@@ -117,34 +149,26 @@ def _does_not_fit(config: DDPBenchConfig, context: RankContext) -> str:
     )
 
 
-def _timing_metrics(
-    config: DDPBenchConfig, context: RankContext, timing: Timing, reference: Timing | None
-) -> dict[str, float | int | None]:
-    metrics: dict[str, float | int | None] = {}
-    for phase, samples in timing.phases.items():
-        metrics |= {f"{phase}_{p}_ms": value for p, value in percentiles(samples).items()}
-    step_ms = metrics["step_p50_ms"]
-    model = config.model()
-    shape = {"batch": config.batch, "context": model.context_length, "vocab_size": model.vocab_size}
-    shape |= {"d_model": model.d_model, "d_ff": model.d_ff, "num_layers": model.num_layers}
-    peak = None
+def _rates(config: DDPBenchConfig, context: RankContext, step_ms: float) -> dict[str, float | None]:
+    model, peak = config.model(), None
     if context.device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(context.device), DTYPES[config.dtype] or torch.float32)
-    share = mfu(step_flops(**shape), step_ms / 1e3, peak)
+    share = mfu(step_flops(**model.sizes(config.batch)), step_ms / 1e3, peak)
     tokens = config.batch * model.context_length * context.world_size
-    metrics["tokens_per_s"] = tokens / (step_ms / 1e3)
-    metrics["mfu_pct"] = None if share is None else 100 * share
-    metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes
-    has_reference = reference is not None and not reference.out_of_memory
-    local_ms = percentiles(reference.phases["step"])["p50"] if has_reference else None
-    metrics["exposed_comm_ms"] = None if local_ms is None else step_ms - local_ms
-    samples = timing.phases["step"]
-    if has_reference and timing is not reference:
-        ratio = paired_ratio(samples, reference.phases["step"])
-        metrics |= {"vs_local": ratio.ratio, "vs_local_low": ratio.low, "vs_local_high": ratio.high}
-    metrics["noise_floor_pct"] = own_noise_floor(samples)
-    metrics["noise_pct"] = noise_of(metrics)
-    return metrics
+    return {"tokens_per_s": tokens / (step_ms / 1e3), "mfu_pct": None if share is None else 100 * share}
+
+
+def _against_local(timing: Timing, local: Timing | None) -> dict[str, float | None]:
+    """What the step takes longer than without communication, and the paired ratio of the two."""
+    if local is None or local.out_of_memory:
+        return {"exposed_comm_ms": None}
+    mine, alone = timing.phases["step"], local.phases["step"]
+    exposed = {"exposed_comm_ms": percentiles(mine)["p50"] - percentiles(alone)["p50"]}
+    return exposed if timing is local else exposed | _interval("vs_local", paired_ratio(mine, alone))
+
+
+def _interval(name: str, found: Ratio) -> dict[str, float]:
+    return {name: found.ratio, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
 def _peer_ratio(timing: Timing, timings: dict[str, Timing]) -> dict[str, float]:
@@ -155,13 +179,89 @@ def _peer_ratio(timing: Timing, timings: dict[str, Timing]) -> dict[str, float]:
     if not peers:
         return {}
     best = min(peers, key=lambda peer: percentiles(peer.phases["step"])["p50"])
-    ratio = paired_ratio(timing.phases["step"], best.phases["step"])
-    metrics = {"vs_torch_ddp": ratio.ratio, "vs_torch_ddp_low": ratio.low, "vs_torch_ddp_high": ratio.high}
+    metrics = _interval("vs_torch_ddp", paired_ratio(timing.phases["step"], best.phases["step"]))
     local = timings.get("local")
     if local is None or local.out_of_memory or timing is local:
         return metrics
     exposed = exposure_ratio(timing.phases["step"], best.phases["step"], local.phases["step"])
-    if exposed is not None:
-        ends = {"exposed_vs_torch_ddp_low": exposed.low, "exposed_vs_torch_ddp_high": exposed.high}
-        metrics |= {"exposed_vs_torch_ddp": exposed.ratio} | ends
-    return metrics
+    return metrics if exposed is None else metrics | _interval("exposed_vs_torch_ddp", exposed)
+
+
+def sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
+    """Collectives and bytes of one step, counted, beside the closed form."""
+    recorder = bench.record_collectives(variant)
+    expected = model_volume(
+        variant.strategy.name,
+        TransformerLM(bench.config, device="meta").named_parameters(),
+        bucket_size_mb=variant.bucket_size_mb,
+        world_size=bench.context.world_size,
+        compute_itemsize=(bench.compute_dtype or torch.float32).itemsize,
+    )
+    seen, said = (recorder.count, recorder.total_bytes), expected and (expected.collectives, expected.bytes)
+    names = ("collectives_per_step", "comm_bytes_per_step")
+    closed = {f"predicted_{name}": value for name, value in zip(names, said or (None, None), strict=True)}
+    return dict(zip(names, seen, strict=True)) | closed | {"volume_as_predicted": said and seen == said}
+
+
+def overlap(
+    bench: Workbench,
+    variant: Variant,
+    folder: Path,
+    steps: int,
+    accounts: dict[str, StepAccount],
+) -> dict[str, float | None]:
+    """Communication time and the share of it that compute covers, from this rank's trace; its account is kept."""
+    if steps == 0:
+        return {"comm_ms": None, "comm_share_pct": None, "overlap_pct": None}
+    path = trace_path(folder, variant.name, bench.context.rank)
+    bench.profile(variant, path, steps)
+    events = load_trace(path)
+    seen, gathers, gaps = analyse(events), exposed_all_gathers(events), idle_gaps(events)
+    accounts[variant.name] = account(events)
+    return {
+        "exposed_all_gather_forward_ms": gathers[0],
+        "exposed_all_gather_backward_ms": gathers[1],
+        "comm_ms": seen.comm_ms,
+        "comm_share_pct": 100 * seen.comm_ms / seen.step_ms,
+        "overlap_pct": seen.overlap_pct,
+        "uncovered_comm_ms": seen.uncovered_comm_ms,
+        "profiled_step_ms": seen.step_ms,
+        "idle_ms": seen.idle_ms,
+        "longest_idle_ms": gaps[0][1] - gaps[0][0] if gaps else 0.0,
+    }
+
+
+def explanation(record: Record, accounts: dict[str, StepAccount]) -> dict[str, float | bool | None]:
+    """What the step takes longer than `local`'s, by cause, and what of the measured difference that leaves open."""
+    mine, local = accounts.get(record.variant), accounts.get("local")
+    exposed = record.metrics.get("exposed_comm_ms")
+    if mine is None or local is None or exposed is None:
+        return {}
+    found = explain(mine, local)
+    unexplained = exposed - found.explained_ms
+    return {
+        "exposed_uncovered_ms": found.uncovered_comm_ms,
+        "exposed_slowdown_ms": found.slowdown_ms,
+        "exposed_copies_ms": found.copies_ms,
+        "exposed_optimizer_ms": found.optimizer_ms,
+        "exposed_idle_ms": found.idle_ms,
+        "exposed_unexplained_ms": unexplained,
+        "exposed_closes": closes(unexplained, record.metrics["step_p50_ms"]),
+    }
+
+
+def trace_path(folder: Path, variant: str, rank: int) -> Path:
+    """Where a rank writes the trace of a variant."""
+    return folder / f"trace_{variant}_rank{rank}.json.gz"
+
+
+def draw_timeline(run: Run, context: RankContext) -> None:
+    """Compute above, communication below, of one step of every variant of this rank, from their traces."""
+    rows = {}
+    for record in run.records:
+        path = trace_path(run.path, record.variant, context.rank)
+        if path.exists():
+            rows[record.variant] = lanes(load_trace(path))
+    if rows:
+        title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
+        timeline(run.path / "timeline.png", rows, title=title)

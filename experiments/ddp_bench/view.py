@@ -1,19 +1,13 @@
 """What a reader gets: table, findings, bars and timeline."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from distlab.comm import RankContext
-from distlab.experiment import Run, View
-from distlab.measure.trace.account import lanes
-from distlab.measure.trace.capture import load_trace
-from distlab.report.charts import stacked_bars, timeline
-from distlab.report.noise import NOISE, TIE, interval_ties, noise_by_row, noise_of
-from distlab.report.record import Record
-from distlab.report.table import Column
+from distlab.experiment import Column, Record, View, headline_from
+from distlab.report import NOISE, TIE, interval_ties, noise_by_row, noise_of, stacked_bars
 
-from .account import trace_path
-from .config import OOM
+OOM = "OOM"
 
 
 def _tie(ratio: str) -> Callable[[Record], str]:
@@ -46,49 +40,26 @@ COLUMNS = [
     Column("metrics.vs_torch_ddp", "÷ torch", ".3f", note=_tie("vs_torch_ddp")),
     Column("metrics.vs_torch_ddp_high", "≤ (95 %)", ".3f"),
     Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
+    Column(
+        "metrics.exposed_vs_torch_ddp", "exposed ÷ torch's", ".2f", note=_tie("exposed_vs_torch_ddp"), optional=True
+    ),
+    Column("metrics.exposed_vs_torch_ddp_high", "≤ (95 %)", ".2f", optional=True),
+    Column("metrics.exposed_all_gather_forward_ms", "all-gather alone fwd ms", ".1f", optional=True),
+    Column("metrics.exposed_all_gather_backward_ms", "bwd ms", ".1f", optional=True),
+    Column("metrics.exposed_uncovered_ms", "exposed: alone ms", ".1f", optional=True),
+    Column("metrics.exposed_slowdown_ms", "slower compute", ".1f", optional=True),
+    Column("metrics.exposed_copies_ms", "copies", ".1f", optional=True),
+    Column("metrics.exposed_optimizer_ms", "optimizer", "+.1f", optional=True),
+    Column("metrics.exposed_idle_ms", "idle", "+.1f", optional=True),
+    Column("metrics.exposed_unexplained_ms", "unexplained", "+.1f", optional=True),
 ]
 
 
-GATHERS = [
-    Column("metrics.exposed_all_gather_forward_ms", "all-gather alone fwd ms", ".1f"),
-    Column("metrics.exposed_all_gather_backward_ms", "bwd ms", ".1f"),
-]
-
-
-RATIO = [
-    Column("metrics.exposed_vs_torch_ddp", "exposed ÷ torch's", ".2f", note=_tie("exposed_vs_torch_ddp")),
-    Column("metrics.exposed_vs_torch_ddp_high", "≤ (95 %)", ".2f"),
-]
-
-
-EXPLANATION = [
-    Column("metrics.exposed_uncovered_ms", "exposed: alone ms", ".1f"),
-    Column("metrics.exposed_slowdown_ms", "slower compute", ".1f"),
-    Column("metrics.exposed_copies_ms", "copies", ".1f"),
-    Column("metrics.exposed_optimizer_ms", "optimizer", "+.1f"),
-    Column("metrics.exposed_idle_ms", "idle", "+.1f"),
-    Column("metrics.exposed_unexplained_ms", "unexplained", "+.1f"),
-]
-
-
-def columns(records: Sequence[Record]) -> list[Column]:
-    """COLUMNS, and where records have them: the exposed time over torch's, all-gathers, and what exposed time is."""
-    gathers = any(record.metrics.get("exposed_all_gather_forward_ms") is not None for record in records)
-    against = any("exposed_vs_torch_ddp" in record.metrics for record in records)
-    explained = any("exposed_closes" in record.metrics for record in records)
-    groups = ((RATIO, against), (GATHERS, gathers), (EXPLANATION, explained))
-    return [*COLUMNS, *(column for group, wanted in groups if wanted for column in group)]
-
-
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what the table below it was measured on."""
-    config, env = records[0].config, records[0].environment
-    noise = noise_by_row(records)
-    return (
-        f"{config['size']} ({config['num_parameters'] / 1e6:,.1f} M parameters), batch {config['batch']} × "
-        f"context {config['context']} per rank, {config['dtype']}, {config['world_size']} × "
-        f"{env['device_name']} ({config['backend']}), torch {env['torch']}{f'; {noise}' if noise else ''}"
-    )
+headline = headline_from(
+    "{size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, {dtype}, "
+    "{world_size} × {device_name} ({backend}), torch {torch}{noise}",
+    noise=lambda records: f"; {noise}" if (noise := noise_by_row(records)) else "",
+)
 
 
 def unexplained_rows(records: Sequence[Record]) -> list[str]:
@@ -96,17 +67,14 @@ def unexplained_rows(records: Sequence[Record]) -> list[str]:
 
     The account is of steps under the profiler, so a row within its noise is let pass.
     """
-
-    def noise_ms(metrics: dict[str, float]) -> float:
-        return (noise_of(metrics) or 0.0) / 100 * metrics["step_p50_ms"]
-
     return [
         f"{record.variant}: {record.metrics['exposed_unexplained_ms']:+.1f} ms of "
         f"{record.metrics['exposed_comm_ms']:.1f} ms exposed communication are in no part of its trace's account"
         f"{_what_to_try(record)}"
         for record in records
         if record.metrics.get("exposed_closes") is False
-        and abs(record.metrics["exposed_unexplained_ms"]) > noise_ms(record.metrics)
+        and abs(record.metrics["exposed_unexplained_ms"])
+        > (noise_of(record.metrics) or 0.0) / 100 * record.metrics["step_p50_ms"]
     ]
 
 
@@ -136,43 +104,37 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
     return problems
 
 
-def findings(records: Sequence[Record]) -> list[str]:
-    """What is wrong with a result, and what is not explained."""
-    wrong = [f"WRONG: {problem}" for problem in wrong_rows(records)]
-    return wrong + [f"UNEXPLAINED: {row}" for row in unexplained_rows(records)]
-
-
 def draw_step_times(records: Sequence[Record], path: Path) -> None:
     """Stacked bars: compute, exposed communication, optimizer; whiskers from p20 to p80 of the step."""
-    local = next((r.metrics for r in records if r.variant == "local"), None)
-    compute_ms = local.get("forward_backward_p50_ms") if local else None
-    parts: dict[str, list[float | str | None]] = {"compute": [], "exposed communication": [], "optimizer": []}
-    whiskers: list[tuple[float, float] | None] = []
-    for record in records:
-        metrics = record.metrics
+    compute_ms = next((r.metrics.get("forward_backward_p50_ms") for r in records if r.variant == "local"), None)
+
+    def cells(metrics: Mapping[str, Any]) -> list[float | str | None]:
         if metrics["step_p50_ms"] == OOM or compute_ms is None:
-            cells = [OOM if metrics["step_p50_ms"] == OOM else None] * 3
-            whiskers.append(None)
-        else:
-            both, update = metrics["forward_backward_p50_ms"], metrics["optimizer_p50_ms"]
-            cells = [compute_ms, both - compute_ms, update]
-            whiskers.append((metrics["step_p20_ms"], metrics["step_p80_ms"]))
-        for part, cell in zip(parts.values(), cells, strict=True):
-            part.append(cell)
-    labels = [record.variant for record in records]
-    title = f"Where a step's time goes: {headline(records)}"
-    stacked_bars(path, labels, parts, title=title, unit="ms", whiskers=whiskers)
+            return [OOM if metrics["step_p50_ms"] == OOM else None] * 3
+        return [compute_ms, metrics["forward_backward_p50_ms"] - compute_ms, metrics["optimizer_p50_ms"]]
+
+    rows = [cells(record.metrics) for record in records]
+    ends = [[record.metrics.get(f"step_{p}_ms") for p in ("p20", "p80")] for record in records]
+    stacked_bars(
+        path, [record.variant for record in records],
+        dict(zip(("compute", "exposed communication", "optimizer"), zip(*rows, strict=True), strict=True)),
+        title=f"Where a step's time goes: {headline(records)}", unit="ms",
+        whiskers=[None if row[0] in (OOM, None) else end for row, end in zip(rows, ends, strict=True)],
+    )  # fmt: skip
 
 
 VIEW = View(
-    columns=columns,
+    columns=COLUMNS,
     headline=headline,
     terminal=(
         *("variant", "step_p50_ms", "noise_pct", "exposed_comm_ms", "overlap_pct", "vs_torch_ddp", "peak_alloc_bytes"),
         "max_abs_param_diff",
     ),
     pictures={"step_time.png": draw_step_times},
-    findings=findings,
+    findings=lambda records: [
+        *(f"WRONG: {problem}" for problem in wrong_rows(records)),
+        *(f"UNEXPLAINED: {row}" for row in unexplained_rows(records)),
+    ],
     reading="Exposed communication is what a step takes longer than the same step without communication (local). "
     "Communication time and overlap, the share of it that compute covers, come from the profiler's trace of rank 0; "
     "calls and bytes are counted at torch's dispatcher. The ratio to torch is over torch DDP's fastest row, paired "
@@ -184,15 +146,3 @@ VIEW = View(
     prediction="Collectives and bytes per step in closed form (distlab.theory.volume). Step times are predicted "
     "by `distlab run predict_steps`, before a measurement.",
 )
-
-
-def draw_timeline(run: Run, context: RankContext) -> None:
-    """Compute above, communication below, of one step of every variant of this rank, from their traces."""
-    rows = {}
-    for record in run.records:
-        path = trace_path(run.path, record.variant, context.rank)
-        if path.exists():
-            rows[record.variant] = lanes(load_trace(path))
-    if rows:
-        title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
-        timeline(run.path / "timeline.png", rows, title=title)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.comm import RankContext
-from distlab.experiment import Options, Run, option
+from distlab.experiment import Options, RankContext, Run, option
 from distlab.measure.validity import attempt
 
 from . import cases as table
@@ -168,8 +167,7 @@ def check(row: Row, function: Function, expected: list[Tensor] | None, ours: boo
         torch.cuda.reset_peak_memory_stats()
     results = runner(function, fresh, row.direction, row.upstream)()
     if on_gpu:  # inputs, results and what lies between, and nothing that lay there before
-        own = sum(t.nbytes for t in fresh)
-        metrics["peak_alloc_bytes"] = torch.cuda.max_memory_allocated() - before + own
+        metrics["peak_alloc_bytes"] = torch.cuda.max_memory_allocated() - before + sum(t.nbytes for t in fresh)
     metrics["error"] = worst_error(results, expected)
     del fresh, results
     if on_gpu:

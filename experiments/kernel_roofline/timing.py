@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distlab.measure import clock
-from distlab.measure.rounds import interleave
-from distlab.measure.statistics import noise_floor
+from distlab.measure import clock, interleave, noise_floor
 
 AGAIN = "ours again"
 Rounds = Mapping[str, list[list[float]]]  # variant → times in ms, round by round

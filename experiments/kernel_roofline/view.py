@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distlab.experiment import Column, Record, View
 from distlab.hardware import lookup
-from distlab.report import Column, Record, View
-from distlab.report.noise import TIE
-from distlab.report.style import GREYS, INK, OKABE_ITO, horizontal, picture
+from distlab.report import GREYS, INK, OKABE_ITO, TIE, grouped, horizontal, picture
 
 from .cases import VARIANTS
 from .timing import over_ours
@@ -27,10 +26,8 @@ LONGEST = 2.5  # bars beyond are cut off and say how long they are
 
 def by_row(records: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]]:
     """(operation and shape, direction) → variant → record."""
-    groups: dict[tuple[str, str], dict[str, Record]] = {}
-    for r in records:
-        groups.setdefault((r.config["label"], r.config["direction"]), {})[r.variant] = r
-    return groups
+    groups = grouped(records, lambda r: (r.config["label"], r.config["direction"]))
+    return {row: {r.variant: r for r in mine} for row, mine in groups.items()}
 
 
 COLUMNS = [
@@ -130,22 +127,15 @@ def _tie(record: Record) -> str:
 COMPARISON_COLUMNS = [
     Column("config.label", "operation", align="left"), Column("config.direction", ""),
     Column("metrics.time_p50_ms", "ours µs", ",.1f", scale=1000), Column("metrics.noise_pct", "± %", ".1f"),
-    *(Column(f"metrics.{peer}_ms", peer, ",.1f", scale=1000, missing="") for peer in PEERS),
+    *(Column(f"metrics.{peer}_ms", peer, ",.1f", scale=1000, missing="", optional=True) for peer in PEERS),
     Column("metrics.peer_over_ours", "best peer / ours", ".2f", note=_tie),
-    Column("metrics.rounds", "rounds", missing=""),
+    Column("metrics.rounds", "rounds", missing="", optional=True),
     Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
     Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
     Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30), Column("metrics.error", "error", ".0e"),
     Column("metrics.speed_up", "naive / ours", ".1f", missing=""),
     Column("metrics.predicted_speed_up", "predicted", ".1f", missing=""),
 ]
-
-
-def columns_of(records: Sequence[Record]) -> list[Column]:
-    """COMPARISON_COLUMNS without peers that none of these records knows, and rounds where none were interleaved."""
-    optional = {f"metrics.{peer}_ms" for peer in PEERS} | {"metrics.rounds"}
-    return [column for column in COMPARISON_COLUMNS
-            if column.key not in optional or any(column.value(r) is not None for r in records)]
 
 
 def plot_roofline(records: Sequence[Record], path: Path) -> None:
@@ -246,7 +236,7 @@ VIEW = View(
 COMPARISON = View(
     name="kernel_comparison",
     question="Ours beside every peer, one row per operation and direction",
-    columns=columns_of,
+    columns=COMPARISON_COLUMNS,
     headline=headline,
     terminal=("label", "direction", "time_p50_ms", "noise_pct", "peer_over_ours", "of_copy_pct"),
     reading="Times in µs. Above 1 in `best peer / ours` ours is the faster one; ± is how far two timings of ours, one "

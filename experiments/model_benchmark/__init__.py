@@ -23,8 +23,6 @@ from .config import BenchmarkConfig
 from .measuring import measure
 from .view import VIEW
 
-__all__ = ["EXPERIMENT", "BenchmarkConfig"]
-
 PRESETS = {
     "quick": {"warmups": (1,)},
     "smoke": {"batch": (1,), "context": (16,), "warmups": (1,), "repeats": 3, "modes": ("forward", "step")},

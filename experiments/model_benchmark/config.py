@@ -6,8 +6,7 @@ from typing import Any
 
 from distlab.bench.subject import MODES, TrialConfig
 from distlab.experiment import Options, option
-from distlab.measure.nvtx import emitter
-from distlab.measure.statistics import MIN_SAMPLES
+from distlab.measure import MIN_SAMPLES, emitter
 from distlab.model.config import ATTENTION_CHOICES, COMPILE_CHOICES, DTYPES, OPS_CHOICES, PRESETS
 from distlab.options import SEED
 from distlab.parallel import STRATEGIES
@@ -77,5 +76,4 @@ class BenchmarkConfig(Options):
         """What tells this trial from the others of the run: the options that have several values."""
         varied = [name for name in SWEPT if len(getattr(self, name)) > 1]
         plain = ("size", "dtype", "attention", "strategy")  # values that say what they are
-        texts = [str(getattr(trial, n)) if n in plain else f"{n} {getattr(trial, n)}" for n in varied]
-        return ", ".join(texts)
+        return ", ".join([str(getattr(trial, n)) if n in plain else f"{n} {getattr(trial, n)}" for n in varied])

@@ -15,18 +15,27 @@ import torch.distributed as dist
 
 from distlab.bench.reference import errors_against_reference
 from distlab.bench.subject import MODES, Subject, TrialConfig, opened
-from distlab.comm import RankContext, collectives
-from distlab.experiment import Run
+from distlab.comm import collectives
+from distlab.experiment import RankContext, Run
 from distlab.hardware import peak_flops
-from distlab.measure.clock import PhaseTimer, slowest_rank
-from distlab.measure.memory import peak_memory
-from distlab.measure.nvtx import emitter, named_ranges, nsys_command
-from distlab.measure.pace import Pace
-from distlab.measure.statistics import own_noise_floor, percentiles
+from distlab.measure import (
+    Pace,
+    PhaseTimer,
+    attempt,
+    check_clock,
+    check_speed,
+    check_work,
+    emitter,
+    named_ranges,
+    nsys_command,
+    own_noise_floor,
+    peak_memory,
+    percentiles,
+    slowest_rank,
+)
 from distlab.measure.trace.capture import PHASES
-from distlab.measure.validity import attempt, check_clock, check_speed, check_work
 from distlab.model.config import checkpoint_groups
-from distlab.report.noise import noise_of
+from distlab.report import noise_of
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.requirements import PlannedStep, require, shortage
 
@@ -68,8 +77,7 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
             continue
         rows = timed(config, trial, context, run.progress)  # first, while the process is cold
         # By rank 0: the check needs no other rank, and those would only take its memory and cores.
-        check = partial(errors_against_reference, context, trial) if context.is_main else dict
-        checked = agreed(check, context)
+        checked = agreed(partial(errors_against_reference, context, trial) if context.is_main else dict, context)
         checked = collectives.gather_objects(checked, context.group)[0]
         for (mode, warmup), metrics in rows.items():
             metrics |= {name: checked.get(name) for name in ("loss_rel_error", "grad_rel_error")}
@@ -81,8 +89,7 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
     for trial in config.trials():
         take_apart(config, trial, context, run)
     # A rank's own command line has no --nproc.
-    arguments = ["launch", *sys.argv[1:], "--nvtx"]
-    command = nsys_command("-m", arguments, context.world_size, str(run.path / "nsys"))
+    command = nsys_command("-m", ["launch", *sys.argv[1:], "--nvtx"], context.world_size, str(run.path / "nsys"))
     if command is not None and not config.nvtx:
         run.progress(f"under Nsight Systems: {command}")
 
@@ -165,8 +172,7 @@ def timed(
 def agreed(measure: Callable[[], dict[str, Any]], context: RankContext) -> dict[str, Any]:
     """`attempt`, with one status on all ranks: a combination fails everywhere if it fails anywhere."""
     found = attempt(measure)
-    statuses = collectives.gather_objects(found["status"], context.group)
-    failed = [status for status in statuses if status != "ok"]
+    failed = [status for status in collectives.gather_objects(found["status"], context.group) if status != "ok"]
     if failed:  # what lay on the way to the failure must not make the next combination fail
         gc.collect()
         if context.device.type == "cuda":
@@ -251,20 +257,14 @@ def _metrics(
     found["tflops_per_s"] = flops / p50 / 1e9
     share = mfu(flops, p50 / 1e3, peak)
     found["mfu_pct"] = None if share is None else 100 * share
-    tokens = trial.config.batch * trial.shape.context_length * trial.context.world_size
-    found["tokens_per_s"] = tokens / (p50 / 1e3)
+    found["tokens_per_s"] = (trial.config.batch * trial.shape.context_length * trial.context.world_size) / (p50 / 1e3)
     found["series_ms"] = phases["step"] if warmup == 0 else None
     return found
 
 
 def step_flops(config: TrialConfig, mode: str, causal: bool = False) -> int:
     """FLOPs of one call on one rank, without what checkpointing recomputes."""
-    shape = config.model()
-    forward = forward_flops(
-        batch=config.batch, context=shape.context_length, d_model=shape.d_model, d_ff=shape.d_ff,
-        num_layers=shape.num_layers, vocab_size=shape.vocab_size, causal=causal,
-    )  # fmt: skip
-    return forward.total * PASSES[mode]
+    return forward_flops(**config.model().sizes(config.batch), causal=causal).total * PASSES[mode]
 
 
 def _peak_flops(trial: Subject) -> float | None:

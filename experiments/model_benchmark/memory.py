@@ -7,14 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from distlab.bench.subject import TrialConfig, described, opened
-from distlab.comm import RankContext
-from distlab.measure import memory_timeline
-from distlab.measure.memory import peak_memory
-from distlab.measure.nvtx import emitter, named_ranges
-from distlab.report import Record, environment
-from distlab.report.charts import stacked_areas
-from distlab.report.table import Column
-from distlab.report.view import View
+from distlab.experiment import Column, RankContext, Record, View
+from distlab.measure import emitter, memory_timeline, named_ranges, peak_memory
+from distlab.report import environment, stacked_areas
 
 from .view import Rows, headline, mib_column, ms_column, of_each, prefix
 
@@ -89,11 +84,12 @@ def memory_findings(records: Sequence[Record]) -> list[str]:
         m = record.metrics
         held = {name: m[f"at_peak_{name.replace(' ', '_')}_bytes"] for name in memory_timeline.CATEGORIES}
         parts = [f"{name} {size / 2**20:,.1f}" for name, size in held.items()]
-        line = f"{prefix(label)}held at the peak, in MiB: {', '.join(parts)}; together "
-        line += f"{m['timeline_peak_bytes'] / 2**20:,.1f}"
-        if m["peak_alloc_bytes"]:
-            line += f", by the allocator's count {m['peak_alloc_bytes'] / 2**20:,.1f}"
-        lines.append(line + ".")
+        count = m["peak_alloc_bytes"]
+        allocator = f", by the allocator's count {count / 2**20:,.1f}" if count else ""
+        lines.append(
+            f"{prefix(label)}held at the peak, in MiB: {', '.join(parts)}; together "
+            f"{m['timeline_peak_bytes'] / 2**20:,.1f}{allocator}."
+        )
     return lines
 
 

@@ -6,12 +6,8 @@ from functools import partial
 from typing import Any
 
 from distlab.bench.subject import TrialConfig, compiled, opened
-from distlab.comm import RankContext
-from distlab.measure.memory import gradient_bytes, saved_for_backward
-from distlab.measure.validity import attempt
-from distlab.report.record import Record
-from distlab.report.table import Column
-from distlab.report.view import View
+from distlab.experiment import Column, RankContext, Record, View
+from distlab.measure import attempt, gradient_bytes, saved_for_backward
 from distlab.theory.memory.activations import PRECISIONS, block_activations
 from distlab.theory.model_shape import ModelShape
 
@@ -59,12 +55,10 @@ def saved(context: RankContext, trial: TrialConfig, most: int = 5) -> dict[str, 
 def _saved_in_block(context: RankContext, config: TrialConfig, how: str) -> dict[str, Any]:
     with opened(context, config) as trial:
         # On a CPU the saved tensors are chosen as by `inductor`, without waiting for its C++ compiler.
-        backend = "inductor" if context.device.type == "cuda" else "aot_eager_decomp_partition"
-        compiled(trial.module, how, backend)
+        compiled(trial.module, how, "inductor" if context.device.type == "cuda" else "aot_eager_decomp_partition")
         blocks = {f"blocks.{index}": block for index, block in enumerate(trial.module.blocks)}
         trial.forward().backward()  # what is compiled is compiled, and gradients are there
-        kept = saved_for_backward(trial.forward, trial.module, blocks)
-        return {"saved": kept, "gradients": gradient_bytes(blocks)}
+        return {"saved": saved_for_backward(trial.forward, trial.module, blocks), "gradients": gradient_bytes(blocks)}
 
 
 def predicted_saved(config: TrialConfig) -> int | None:
@@ -72,9 +66,8 @@ def predicted_saved(config: TrialConfig) -> int | None:
     if config.checkpointing != "none":
         return None
     model, precision = config.model(), "fp32" if config.dtype == "fp32" else "bf16-autocast"
-    shape = ModelShape.of(model)
     kept = block_activations(
-        shape, config.batch, model.context_length, PRECISIONS[precision], model.attention
+        ModelShape.of(model), config.batch, model.context_length, PRECISIONS[precision], model.attention
     )
     copies = 2 * (4 * model.d_model**2 + 3 * model.d_model * model.d_ff) if config.dtype != "fp32" else 0
     return kept + copies

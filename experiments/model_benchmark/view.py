@@ -5,12 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from distlab.bench.subject import described
+from distlab.experiment import Column, Record, View
 from distlab.measure.trace.capture import PHASES
-from distlab.report.charts import Panel, lines, overlaid, stacked_bars
-from distlab.report.noise import NOISE
-from distlab.report.record import Record
-from distlab.report.table import Column
-from distlab.report.view import View
+from distlab.report import NOISE, Panel, lines, overlaid, stacked_bars
 
 Rows = list[tuple[str, dict[str, Any]]]  # variant and metrics, of one part
 
@@ -57,17 +54,15 @@ COLUMNS = [
 
 def draw_steps(records: Sequence[Record], path: Path) -> None:
     """A bar per row: forward, backward and optimizer, with p20 and p80 of the whole."""
-    labels = [record.variant for record in records]
-    parts: dict[str, list[float | str | None]] = {phase: [] for phase in PHASES}
-    whiskers: list[tuple[float, float] | None] = []
-    for record in records:
-        metrics = record.metrics
-        timed = metrics.get("step_p50_ms") is not None
-        for phase, values in parts.items():
-            values.append((metrics[f"{phase}_p50_ms"] or 0.0) if timed else metrics["status"])
-        whiskers.append((metrics["step_p20_ms"], metrics["step_p80_ms"]) if timed else None)
-    stacked_bars(path, labels, parts, title=headline(records), unit="ms (median; whiskers p20 to p80)",
-                      whiskers=whiskers)  # fmt: skip
+    rows = [record.metrics for record in records]
+    timed = [metrics.get("step_p50_ms") is not None for metrics in rows]
+    parts = {
+        phase: [(m[f"{phase}_p50_ms"] or 0.0) if ok else m["status"] for m, ok in zip(rows, timed, strict=True)]
+        for phase in PHASES
+    }
+    ends = [(m["step_p20_ms"], m["step_p80_ms"]) if ok else None for m, ok in zip(rows, timed, strict=True)]
+    unit, labels = "ms (median; whiskers p20 to p80)", [record.variant for record in records]
+    stacked_bars(path, labels, parts, title=headline(records), unit=unit, whiskers=ends)
 
 
 def draw_warmup(records: Sequence[Record], path: Path) -> None:

@@ -8,16 +8,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from distlab.bench.subject import TrialConfig, opened
-from distlab.comm import RankContext, collectives
-from distlab.measure.clock import PhaseTimer
-from distlab.measure.flops import FlopsByCategory
-from distlab.measure.statistics import MIN_SAMPLES, percentiles
+from distlab.comm import collectives
+from distlab.experiment import Column, RankContext, Record, View
+from distlab.measure import MIN_SAMPLES, FlopsByCategory, PhaseTimer, percentiles
 from distlab.measure.trace.capture import PHASES, Phases, load_trace, profile_steps
 from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summarise
-from distlab.report.charts import stacked_bars
-from distlab.report.record import Record
-from distlab.report.table import Column
-from distlab.report.view import View
+from distlab.report import stacked_bars
 
 from .config import BenchmarkConfig
 from .view import Rows, headline, ms_column, of_each, prefix
@@ -51,8 +47,7 @@ def profile(
         for _ in range(first):
             trial("step")
         timer.synchronize()
-        for _ in range(MIN_SAMPLES + 2):  # the same steps without the profiler
-            timer.start()
+        for _ in timer.each(MIN_SAMPLES + 2):  # the same steps without the profiler
             trial("step", timer.mark)
         timer_ms = percentiles([sample["step"] for sample in timer.steps()])["p50"]
         steps = last - first + 1

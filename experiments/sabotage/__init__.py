@@ -8,25 +8,46 @@ is put to the checks that this lab's commands make (equality with one process, c
 against float64), beside the healthy run, which must pass them all; or the strategy itself raises an error. The picture
 shows the symptom: both loss curves.
 
-The mistakes are in `injected` and `mistakes`, the checks in `checks`.
+The mistakes are in `injected` and `mistakes`.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from distlab.comm import RankContext
-from distlab.experiment import Experiment, Options, Run, View, option
-from distlab.report import Record
-from distlab.report.charts import Panel, Series, lines
-from distlab.report.table import Column
+import torch
+
+from distlab.bench.reference import Task, parameter_difference
+from distlab.bench.subject import Variant
+from distlab.comm import collectives
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.measure.collectives import CollectiveRecorder
+from distlab.model.ops import naive_attention
+from distlab.parallel import Strategy
+from distlab.report import Panel, Series, lines
 from distlab.testing import RanksFailed, run_ranks
+from distlab.theory.volume import model_volume
 from distlab.train.data import SyntheticTokens
+from distlab.train.step import TrainStep
 
-from .checks import ATTENTION_TOLERANCE, caught_by, examine, examine_both
-from .mistakes import MISTAKES, MODEL
+from .injected import healthy_attention
+from .mistakes import ATTENTION, EQUALITY, ERROR, MISTAKES, MODEL, VOLUME, Attention, Mistake
 
+BUCKET_MB = 0.02
+# At two ranks the strategies equal one process bit for bit; attention differs from float64 by rounding, about 1e-6.
+PARAMETER_TOLERANCE, ATTENTION_TOLERANCE = 0.0, 1e-4
 RANKS = 2
 
 
@@ -61,8 +82,100 @@ def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
             "healthy_final_loss": _end(healthy["loss"]),
             "final_loss": _end(broken["loss"]) if "loss" in broken else None,
         }
-        own = {"strategy": mistake.healthy, "check": mistake.check, "symptom": mistake.symptom}
-        run.add(name, metrics, world_size=RANKS, model=asdict(MODEL), **own)
+        run.add(
+            name, metrics, world_size=RANKS, model=asdict(MODEL), strategy=mistake.healthy, check=mistake.check,
+            symptom=mistake.symptom,
+        )  # fmt: skip
+
+
+def attention_difference(attention: Attention) -> float:
+    """Largest |Δ| of output and gradients against naive attention in float64; inf for NaN.
+
+    The scores are large (up to a few hundred), as a softmax must survive them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, upstream = (torch.randn(2, 2, 32, 16, generator=generator) for _ in range(4))
+    q = 30 * q
+    results = []
+    for fn, dtype in ((attention, torch.float32), (naive_attention, torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        o = fn(*leaves)
+        results.append([o.detach(), *torch.autograd.grad(o, leaves, upstream.to(dtype))])
+    # Gradients of k carry q's factor 30; relative to their size they are all of order one.
+    worst = [((x - y).abs().max() / y.abs().max()).item() for x, y in zip(*results, strict=True)]
+    return math.inf if any(map(math.isnan, worst)) else max(worst)
+
+
+def volume_difference(context: RankContext, mistake: Mistake, broken: bool) -> tuple[int, int]:
+    """Collectives and bytes of one step beyond the closed form of what the strategy must send."""
+    strategy, task = mistake.strategy(broken), mistake.trained(broken)
+    train = _train_step(context, strategy, task, (torch.optim.SGD, 0.1))
+    train(task.batches(context.rank, 0, context.device))
+    with CollectiveRecorder() as recorder:
+        train(task.batches(context.rank, 1, context.device))
+    expected = model_volume(
+        mistake.healthy, task.build(0, context.device).named_parameters(), bucket_size_mb=BUCKET_MB,
+        world_size=context.world_size,
+    )  # fmt: skip
+    train.model.close()
+    return recorder.count - expected.collectives, recorder.total_bytes - expected.bytes
+
+
+def _train_step(context: RankContext, strategy: Strategy, task: Task, learner: tuple) -> TrainStep:
+    cls, rate = learner
+    built = strategy.build(
+        task.build(context.rank, context.device), context.group, cls, {"lr": rate}, bucket_size_mb=BUCKET_MB
+    )
+    return TrainStep(*built, task.loss_fn)
+
+
+def loss_curve(context: RankContext, mistake: Mistake, broken: bool, steps: int) -> tuple[list[float], float]:
+    """The mean loss over ranks of every step, and how far the ranks' parameters lie apart at the end."""
+    task = mistake.trained(broken)
+    train = _train_step(context, mistake.strategy(broken), task, mistake.learner)
+    losses = torch.stack([train(task.batches(context.rank, step, context.device)) for step in range(steps)])
+    means = collectives.sum_tensor(losses, context.group) / context.world_size
+    flat = torch.cat([parameter.detach().flatten() for parameter in train.model.full_parameters().values()])
+    mean = collectives.sum_tensor(flat, context.group) / context.world_size
+    train.model.close()
+    return means.tolist(), (flat - mean).abs().max().item()
+
+
+def examine(context: RankContext, name: str, broken: bool, check_steps: int, steps: int) -> dict[str, Any]:
+    """All checks and the curve of one run, with the mistake or without; call it on every rank."""
+    mistake = MISTAKES[name]
+    variant = Variant(name, mistake.strategy(broken), BUCKET_MB)
+    difference = parameter_difference(
+        context, variant, steps=check_steps, task=mistake.task, candidate=mistake.trained(broken)
+    )
+    calls, size = volume_difference(context, mistake, broken)
+    attention = mistake.attention if broken and mistake.attention else healthy_attention
+    losses, apart = loss_curve(context, mistake, broken, steps)
+    return {
+        "max_abs_param_diff": difference,
+        "collectives_beyond_prediction": calls,
+        "comm_bytes_beyond_prediction": size,
+        "attention_error": attention_difference(attention),
+        "ranks_apart": apart,
+        "loss": losses,
+    }
+
+
+def examine_both(context: RankContext, name: str, check_steps: int, steps: int) -> list[dict[str, Any]]:
+    """`examine` without the mistake, then with it."""
+    return [examine(context, name, broken, check_steps, steps) for broken in (False, True)]
+
+
+def caught_by(metrics: dict[str, Any]) -> list[str]:
+    """The checks that say no."""
+    if "error" in metrics:
+        return [ERROR]
+    failed = {
+        EQUALITY: metrics["max_abs_param_diff"] > PARAMETER_TOLERANCE,
+        VOLUME: metrics["collectives_beyond_prediction"] or metrics["comm_bytes_beyond_prediction"],
+        ATTENTION: metrics["attention_error"] > ATTENTION_TOLERANCE,
+    }
+    return [check for check, fails in failed.items() if fails]
 
 
 def _end(losses: Sequence[float]) -> float:
@@ -93,14 +206,11 @@ COLUMNS = [
 ]
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what the table below it was measured on."""
-    caught = sum(record.metrics["caught"] for record in records)
-    config, env = records[0].config, records[0].environment
-    return (
-        f"{caught} of {len(records)} mistakes caught; {config['steps']} steps on {config['world_size']} gloo ranks of "
-        f"{env['device_name']}, torch {env['torch']}"
-    )
+headline = headline_from(
+    "{caught} of {mistakes} mistakes caught; {steps} steps on {world_size} gloo ranks of {device_name}, torch {torch}",
+    caught=lambda records: sum(record.metrics["caught"] for record in records),
+    mistakes=len,
+)
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
@@ -115,8 +225,9 @@ def draw(records: Sequence[Record], path: Path) -> None:
             Series("floor of the data", [1, len(healthy)], [floor, floor], line=":", width=0.8),
         ]
         heading = f"{record.variant}\n→ {record.metrics['caught_by']}"
-        axes = {"log_x": None, "from_zero": False, "y_max": 1.5 * max(healthy)}
-        panels.append(Panel(heading, "step", "loss, nats per token", series, **axes))
+        panels.append(Panel(
+            heading, "step", "loss, nats per token", series, log_x=None, from_zero=False, y_max=1.5 * max(healthy)
+        ))  # fmt: skip
     lines(path, panels, title=f"Mistakes → checks that catch them. {headline(records)}")
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from distlab.bench.reference import Task
-from distlab.model.config import ModelConfig
+from distlab.model import ModelConfig, TransformerLM
 from distlab.model.ops import naive_attention
-from distlab.model.transformer import TransformerLM
 from distlab.parallel import STRATEGIES, ParallelModel, Strategy
 from distlab.train.data import SyntheticTokens
 

@@ -9,18 +9,16 @@ every cell (one regime on one number of ranks) its rows are written, so that a r
 `--name`. A cell interleaves all strategies. After each, parameters (and gradients, where whole ones exist) are compared
 bit by bit across ranks. Each group size also gets a short sweep of collectives with its fit.
 
-What to measure is in `config`, what is said beforehand in `prediction`, the cells and their order in `measuring`,
+What to measure and what is said beforehand is in `prediction`, the cells and their order in `measuring`,
 table, findings and pictures in `view`.
 """
 
 from distlab.experiment import Experiment
 from distlab.report.run import same_run
 
-from .config import MeasureConfig
 from .measuring import measure
+from .prediction import MeasureConfig
 from .view import VIEW, wrong_rows
-
-__all__ = ["EXPERIMENT", "MeasureConfig", "wrong_rows"]
 
 ON_CPU = {
     "regimes": ("weak:tiny:2", "strong:tiny:4"), "context": 32, "dtype": "fp32", "bucket_size_mb": 4.0,

@@ -7,22 +7,16 @@ from typing import Any
 
 import torch
 
-from distlab.bench.subject import Variant, Workbench
-from distlab.comm import RankContext, collectives
+from distlab.bench.subject import Variant, variants, workbench
+from distlab.comm import collectives
 from distlab.comm.rank_process import on_main
 from distlab.comm.subgroups import first_ranks, rest
-from distlab.experiment import Run
+from distlab.experiment import RankContext, Run
 from distlab.measure.bandwidth import time_collective
-from distlab.measure.statistics import percentiles
-from distlab.model.config import DTYPES
-from distlab.parallel import get_strategy
-from distlab.report.noise import noise_of
-from distlab.report.record import read_json, write_json
-from distlab.theory.collective_time import fit_collective, relative_errors
-from distlab.train.requirements import PlannedStep, require
+from distlab.report import noise_of, read_json, write_json
+from distlab.theory.collective_time import fit_collective
 
-from .config import MeasureConfig, Regime, key
-from .prediction import in_own_process, predictions
+from .prediction import MeasureConfig, Regime, in_own_process, key, predictions
 
 PREDICTIONS = "predictions.json"
 SHARDED_GRADIENTS = ("zero1", "fsdp", "fsdp2")
@@ -45,10 +39,9 @@ def measure(config: MeasureConfig, context: RankContext, run: Run) -> None:
             done = run.done(last, regime=name, world_size=ranks) is not None
             enough = 60 * config.minutes - (time.monotonic() - begin) > lasted.get(name, 0.0)
             done, enough = collectives.gather_objects((done, enough), context.group)[0]
-            if done:
-                continue
-            if not enough:
-                run.progress(f"{name} on {ranks} ranks: no time left; go on with --name {run.path.name}")
+            if done or not enough:
+                if not done:
+                    run.progress(f"{name} on {ranks} ranks: no time left; go on with --name {run.path.name}")
                 continue
             run.progress(f"{name} on {ranks} ranks")
             started = time.monotonic()
@@ -102,16 +95,11 @@ def sweep(config: MeasureConfig, context: RankContext, run: Run) -> None:
         timed = [
             time_collective(context, operation, size, repeats=8, budget_s=0.3) for size in config.sweep_bytes
         ]
-        sizes = [timing.num_bytes for timing in timed]
-        seconds = [percentiles(timing.samples_ms)["p50"] / 1e3 for timing in timed]
-        fit = fit_collective(sizes, seconds)
-        errors = [100 * error for error in relative_errors(fit, sizes, seconds)]
+        sizes, seconds = [timing.num_bytes for timing in timed], [timing.p50_s for timing in timed]
         own = {"regime": "collectives", "kind": "collectives", "operation": operation, "sizes": sizes}
         own |= {"world_size": context.world_size, "backend": context.backend}
-        metrics = {
-            "pieces": fit.to_list(),
+        metrics = fit_collective(sizes, seconds).metrics(sizes, seconds) | {
             "seconds": seconds,
-            "fit_error_max_pct": max(map(abs, errors)),
             "algbw_gb_per_s": max(size / time for size, time in zip(sizes, seconds, strict=True)) / 1e9,
             "max_abs_error": max(timing.max_abs_error for timing in timed),
         }
@@ -121,11 +109,8 @@ def sweep(config: MeasureConfig, context: RankContext, run: Run) -> None:
 def time_cell(config: MeasureConfig, regime: Regime, context: RankContext, run: Run) -> None:
     """All strategies of one regime on one group."""
     model, batch = config.model(regime), regime.per_rank(context.world_size)
-    names = _names(config, context.world_size)
-    planned = [PlannedStep(model, batch, name, config.dtype) for name in names]
-    require(planned, context.device, context, some=context.device.type == "cuda")
-    bench = Workbench(context, model, batch_size=batch, compute_dtype=DTYPES[config.dtype], seed=config.seed)
-    rows = [Variant(name, get_strategy(name), config.bucket_size_mb) for name in names]
+    rows = variants(_names(config, context.world_size), [config.bucket_size_mb])
+    bench = workbench(context, model, rows, batch=batch, dtype=config.dtype, seed=config.seed, some=True)
     identical: dict[str, dict[str, bool | None]] = {}
 
     def compare(variant: Variant, attached: Any) -> None:
@@ -141,16 +126,12 @@ def time_cell(config: MeasureConfig, regime: Regime, context: RankContext, run: 
         progress=run.progress,
     )
     for row in rows:
-        timing, metrics = timings[row.name], {"step_p50_ms": "OOM"}
-        if not timing.out_of_memory:
-            metrics = {f"step_{p}_ms": value for p, value in percentiles(timing.phases["step"]).items()}
-            metrics["noise_pct"] = noise_of(metrics)
+        metrics = timings[row.name].metrics() | identical.get(row.name, {})
+        metrics["noise_pct"] = noise_of(metrics)
+        if metrics["step_p50_ms"] != "OOM":
             tokens = context.world_size * batch * model.context_length
             metrics["tokens_per_s"] = 1e3 * tokens / metrics["step_p50_ms"]
-            metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes
-        own = key(regime, context.world_size) | {"batch": batch, "backend": context.backend}
-        own |= {"context": model.context_length, "num_parameters": model.num_parameters}
-        run.add(row.name, metrics | identical.get(row.name, {}), **own)
+        run.add(row.name, metrics, **key(regime, context.world_size), **bench.facts, batch=batch)
 
 
 def compare_ranks(context: RankContext, variant: Variant, attached: Any) -> dict[str, bool | None]:

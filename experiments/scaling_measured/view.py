@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from distlab.report.charts import Panel, Series, lines
-from distlab.report.noise import TIE, tied
-from distlab.report.record import Record
-from distlab.report.table import Column
-from distlab.report.view import View
+from distlab.experiment import Column, Record, View, headline_from
+from distlab.report import TIE, Panel, Series, grouped, lines, tied
 
-from .config import STRATEGIES
+from .prediction import STRATEGIES
 
 # What each of torch's is shown beside.
 OURS = {"torch-ddp": "bucketed", "torch-zero": "zero1", "fsdp2": "fsdp"}
@@ -40,8 +37,7 @@ def findings(records: Sequence[Record]) -> list[str]:
                 f"α–β fit in {len(m['pieces'])} piece(s), largest error {m['fit_error_max_pct']:.1f} %."
             )
     timed = [r for r in records if isinstance(r.metrics.get("efficiency_pct"), float)]
-    for regime in dict.fromkeys(r.config["regime"] for r in timed):
-        mine = [r for r in timed if r.config["regime"] == regime]
+    for regime, mine in grouped(timed, lambda r: r.config["regime"]).items():
         most = max(r.config["world_size"] for r in mine)
         at_most = {r.variant: r.metrics for r in mine if r.config["world_size"] == most}
         compared = [
@@ -80,11 +76,10 @@ COLUMNS = [
 ]
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what was measured."""
-    env, config = records[0].environment, records[0].config
-    most = max(record.config["world_size"] for record in records)
-    return f"Scaling on up to {most} × {env['device_name']}, {config['dtype']}, torch {env['torch']}"
+headline = headline_from(
+    "Scaling on up to {most} × {device_name}, {dtype}, torch {torch}",
+    most=lambda records: max(record.config["world_size"] for record in records),
+)
 
 
 def draw_regime(number: int, records: Sequence[Record], path: Path) -> None:
@@ -106,8 +101,7 @@ def draw_regime(number: int, records: Sequence[Record], path: Path) -> None:
                 key=lambda r: r.config["world_size"],
             ), metric)  # fmt: skip
         if series:
-            from_zero = metric != "efficiency_pct"
-            panels.append(Panel(title, "ranks", unit, series, x_ticks=ticks, from_zero=from_zero))
+            panels.append(Panel(title, "ranks", unit, series, x_ticks=ticks, from_zero=metric != "efficiency_pct"))
     lines(path, panels, title=f"{names[number - 1]}: points measured, lines predicted. {headline(records)}")
 
 

@@ -9,20 +9,59 @@ without a checkpoint alternate. What has a row under this `--name` is not run ag
 continues where it was cut off; torchrun's own `--max-restarts` needs a `--name`. Wrong rows are printed as wrong, and
 the exit code stays 0: another would make the ranks start all over.
 
-The runs are in `runs`, their options in `config`, the limits that curves and checkpoints must keep in `verdicts`.
+The runs and their options are in `runs`; here, the limits that curves and checkpoints must keep, and what is shown.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from distlab.experiment import Experiment, View
-from distlab.report import Column, Record
-from distlab.report.charts import Panel, lines, overlaid
-from distlab.report.noise import TIE
+from distlab.experiment import Column, Experiment, Record, View, headline_from
+from distlab.report import TIE, Panel, lines, overlaid
 
-from .config import KILLED, LAST, CurvesConfig, compared_on
-from .runs import measure
-from .verdicts import cost_is_noise, tolerance, verdicts
+from .runs import COST, KILLED, LAST, REFERENCE, ROUNDING, CurvesConfig, compared_on, distance, measure
+
+MOST_COST_PCT = 5  # of a step's time that checkpoints may take
+
+
+
+def cost_is_noise(record: Record) -> bool:
+    """Whether the blocks without checkpoints differ among themselves by more than checkpoints cost."""
+    cost, noise = record.metrics.get("checkpoint_cost_pct"), record.metrics.get("noise_floor_pct")
+    return cost is not None and noise is not None and abs(cost) <= noise
+
+
+def verdicts(records: Sequence[Record]) -> list[str]:
+    """What is not as it should be; empty if all is well."""
+    by_name = {record.variant: record.metrics for record in records}
+    problems = []
+    limit, reference = tolerance(records), by_name.get(REFERENCE, {})
+    for name, metrics in by_name.items():
+        apart = None if name == REFERENCE else distance(metrics, reference)
+        if limit and apart is not None and not apart <= limit:
+            problems.append(f"{name}: {apart:.4f} nats from {REFERENCE}'s curve, noise is {limit:.4f}")
+        if "loss" in metrics and not metrics["loss"][-1] < metrics["loss"][0] and metrics["first_step"] == 0:
+            problems.append(
+                f"{name}: the loss did not fall ({metrics['loss'][0]:.3f} → {metrics['loss'][-1]:.3f})"
+            )
+    killed = by_name.get(KILLED)
+    if killed and killed["first_step"] == 0:
+        problems.append(f"{KILLED}: was not resumed from a checkpoint")
+    cost = by_name.get(COST)
+    if cost and cost["checkpoint_cost_pct"] > max(MOST_COST_PCT, cost.get("noise_floor_pct", 0.0)):
+        problems.append(
+            f"checkpoints cost {cost['checkpoint_cost_pct']:.1f} % of step time, more than {MOST_COST_PCT:g} %"
+        )
+    return problems
+
+
+def tolerance(records: Sequence[Record]) -> float | None:
+    """How far curves may lie apart: twice what rounding alone does (the same mathematics in two micro-batches), and
+    at least 0.01 nats.
+    """
+    by_name = {record.variant: record.metrics for record in records}
+    if REFERENCE not in by_name or ROUNDING not in by_name:
+        return None
+    return max(0.01, 2 * distance(by_name[ROUNDING], by_name[REFERENCE]))
 
 COLUMNS = [
     Column("variant", "run"),
@@ -42,16 +81,11 @@ COLUMNS = [
 ]
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what the table below it was measured on."""
-    config, env = records[0].config, records[0].environment
-    limit = tolerance(records)
-    noise = "" if limit is None else f"; noise {limit:.3f} nats"
-    return (
-        f"{config['size']} ({config['num_parameters'] / 1e6:,.1f} M parameters), bytes, batch {config['batch']} "
-        f"(checkpoints: {config['cost_batch']}), {config['steps']} steps, {config['dtype']}, {config['world_size']} × "
-        f"{env['device_name']} ({config['backend']}), torch {env['torch']}{noise}"
-    )
+headline = headline_from(
+    "{size} ({num_parameters:M} parameters), bytes, batch {batch} (checkpoints: {cost_batch}), {steps} steps, {dtype}, "
+    "{world_size} × {device_name} ({backend}), torch {torch}{noise}",
+    noise=lambda records: "" if (limit := tolerance(records)) is None else f"; noise {limit:.3f} nats",
+)
 
 
 def draw(records: Sequence[Record], path: Path) -> None:

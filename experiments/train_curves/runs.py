@@ -1,5 +1,6 @@
-"""The runs: a loss curve per strategy, one more that is killed and resumed, and steps with and without checkpoints."""
+"""The runs and their options: a loss curve per strategy, one that is killed and resumed, and what checkpoints cost."""
 
+import dataclasses
 import gc
 import hashlib
 import os
@@ -7,31 +8,89 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankContext, RankEnvironment, collectives
+from distlab.comm import RankEnvironment, collectives
 from distlab.comm.rank_process import on_main
-from distlab.experiment import Run
-from distlab.measure.memory import peak_memory
-from distlab.measure.rounds import interleave
+from distlab.experiment import Options, RankContext, Run, option
+from distlab.measure import interleave, peak_memory
 from distlab.model.config import ModelConfig
-from distlab.train.config import TrainConfig
+from distlab.parallel import strategies_on
+from distlab.train.config import TRAINABLE, TrainConfig
 from distlab.train.data import GlobalOrder, TokenWindows, open_tokens
 from distlab.train.loop import Trainer
 from distlab.train.metrics import StepMetrics
 from distlab.train.requirements import PlannedStep, require
 
-from .config import COST, KILLED, LAST, REFERENCE, ROUNDING, CurvesConfig
-from .verdicts import distance
-
+REFERENCE = "bucketed"
+ROUNDING, KILLED, COST = "bucketed, 2 micro-batches", "bucketed, killed", "checkpoints"
+LAST = 20  # steps whose mean loss is compared
+PARTS = ("curves", "kill", "cost")
 FOLDERS = ("distlab", "kernels", "experiments", "launch", "tests", "docs")
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def compared_on(device_type: str) -> tuple[str, ...]:
+    """The strategies that are compared on `cuda` or `cpu`: all that can train there, torch's DDP once."""
+    return tuple(name for name in strategies_on(device_type) if name in TRAINABLE and name != "torch-ddp-tuned")
+
+
+@dataclass(frozen=True)
+class CurvesConfig(Options):
+    """What to run. Raises ValueError for a value that is not allowed; `TrainConfig` checks what it takes."""
+
+    size: str = option("tiny", "model preset")
+    context: int | None = option(None, "tokens per sequence [the preset's]")
+    dtype: str = option("fp32", "of the computation")
+    steps: int = option(200, "of each curve")
+    batch: int = option(16, "sequences of all ranks")
+    lr: float = option(3e-4, "learning rate")
+    seed: int = option(0, "of parameters and data")
+    strategies: tuple[str, ...] = option(compared_on("cpu"), f"to train with; {REFERENCE} is added")
+    parts: tuple[str, ...] = option(PARTS, "what to run; kill needs --max-restarts 1", choices=PARTS)
+    kill_at: int = option(110, "step after which the last rank kills itself")
+    checkpoint_every: int = option(50, "steps between the checkpoints of that run")
+    cost_batch: int = option(64, "sequences of all ranks, for the cost of checkpoints")
+    block: int = option(50, "steps of a block with or without a checkpoint", least=2)
+    rounds: int = option(3, "pairs of blocks", least=1)
+    deterministic: bool = option(True, "ask torch for deterministic kernels: two runs are equal bit for bit")
+    text_file: str | None = option(None, "a text file [this repository's sources and pages]", flag="--text")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 < self.kill_at < self.steps:
+            raise ValueError(f"kill_at={self.kill_at}, steps={self.steps}: 1 < kill_at < steps")
+        if "kill" in self.parts and not 0 < self.checkpoint_every < self.kill_at:
+            raise ValueError(
+                f"checkpoint_every={self.checkpoint_every}, kill_at={self.kill_at}: what is killed must have written a "
+                "checkpoint before"
+            )
+        for strategy in self.strategies:
+            self.training(strategy)
+        self.training(REFERENCE, batch=self.cost_batch)
+
+    def training(self, strategy: str, **changes: object) -> TrainConfig:
+        base = TrainConfig(
+            size=self.size, context=self.context, vocab=256, strategy=strategy, batch=self.batch, steps=self.steps,
+            lr=self.lr, warmup=max(1, self.steps // 10), dtype=self.dtype, seed=self.seed, checkpoint_every=0,
+        )  # fmt: skip
+        return dataclasses.replace(base, **changes)
+
+
+def distance(mine: Mapping[str, Any], reference: Mapping[str, Any]) -> float | None:
+    """Mean |Δloss| over the steps that both ran: a few steps' mean would say more of their luck."""
+    if not mine.get("loss") or not reference.get("loss"):
+        return None
+    late = reference["loss"][mine["first_step"] :]
+    return statistics.fmean(abs(a - b) for a, b in zip(mine["loss"], late, strict=True))
 
 
 def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
@@ -124,8 +183,7 @@ class Curves:
         if "curves" in parts:
             for strategy in dict.fromkeys([REFERENCE, *self.config.strategies]):
                 self.once(strategy, lambda strategy=strategy: self.curve(self.config.training(strategy)))
-            micro = self.config.training(REFERENCE, accumulate=2)
-            self.once(ROUNDING, lambda: self.curve(micro))
+            self.once(ROUNDING, lambda: self.curve(self.config.training(REFERENCE, accumulate=2)))
         if "kill" in parts:
             self.once(KILLED, self.killed_curve)
         if "cost" in parts:

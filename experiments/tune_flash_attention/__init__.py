@@ -16,10 +16,7 @@ and a name that exists is resumed, so that a cut-off run keeps what it has.
 What is tried is in `candidates`, one case on a GPU in `workbench`, the search and the table in `tuning`.
 """
 
-from collections.abc import Sequence
-
-from distlab.experiment import Experiment, View
-from distlab.report import Column, Record
+from distlab.experiment import Column, Experiment, View, headline_from
 from kernels.flash_attention import configs
 
 from .tuning import Config, measure
@@ -33,12 +30,11 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what the table below it was measured on."""
-    env = records[0].environment
-    timed = any("sustained_ms" in r.metrics for r in records)
-    where = f"Device time, {env['device_name']}" if timed else "Compiled for an H100 (sm_90), nothing ran"
-    return f"{where}; torch {env['torch']}, triton {env['triton']}"
+headline = headline_from(
+    "{where}; torch {torch}, triton {triton}",
+    where=lambda records: "Device time, " + records[0].environment["device_name"]
+    if any("sustained_ms" in r.metrics for r in records) else "Compiled for an H100 (sm_90), nothing ran",
+)
 
 
 VIEW = View(

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from distlab.comm import RankContext
-from distlab.experiment import Options, Run, option
+from distlab.experiment import Options, RankContext, Record, Run, option
 from distlab.measure.pace import Pace
-from distlab.report import Record, write_json
+from distlab.report import write_json
 from kernels._triton import generation
 from kernels.flash_attention import configs, table
 from kernels.flash_attention.configs import Choice, Tile

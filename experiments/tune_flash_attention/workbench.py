@@ -9,8 +9,7 @@ from statistics import median
 import torch
 import triton
 
-from distlab.measure.clock import replay_ms
-from distlab.measure.rounds import interleave
+from distlab.measure import interleave, replay_ms
 from kernels._compile import compile_for
 from kernels._triton import compile_only
 from kernels.flash_attention import backward_launch as backward
@@ -56,8 +55,7 @@ class Bench:
         elif kernel == "split":
             backward.launch_split(self.saved, dq, dk, dv, self.problem, how)
         else:
-            saved = self._delta()
-            backward.launch_backward(saved, dq, dk, dv, self.problem, how.passes, how.dkdv, how.dq)
+            backward.launch_backward(self._delta(), dq, dk, dv, self.problem, how.passes, how.dkdv, how.dq)
 
     def outputs(self, kernel: str, how: Tile | Choice) -> tuple[torch.Tensor, ...]:
         """Copies of what a launch filled, poisoned before."""

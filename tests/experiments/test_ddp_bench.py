@@ -20,7 +20,7 @@ from distlab.report.record import Record, read_json
 from distlab.testing import run_ranks
 from experiments import ddp_bench
 from experiments.ddp_bench import DDPBenchConfig
-from experiments.ddp_bench.view import VIEW
+from experiments.ddp_bench.view import VIEW, draw_step_times
 from tests.commands import ROOT, environment, python, torchrun
 from tests.experiments.frame import measured
 
@@ -143,7 +143,7 @@ def test_an_oom_row_is_shown_as_oom(tmp_path):
         Record("ddp_bench", "flat", config, {"step_p50_ms": "OOM"}, env, None),
     ]
     assert "OOM" in VIEW.table(records)
-    ddp_bench.draw_step_times(records, tmp_path / "bars.png")
+    draw_step_times(records, tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 1000
 
 
@@ -229,7 +229,7 @@ def compared(variant: str, **metrics: float) -> Record:
 
 
 def cells(record: Record) -> dict[str, str]:
-    columns = VIEW.columns([record])
+    ((_, _, columns),) = VIEW.tables([record])
     return {column.title: column.text(record) for column in columns}
 
 

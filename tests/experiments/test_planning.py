@@ -48,7 +48,7 @@ def test_plan(tmp_path, capsys):
 
 
 def test_plan_of_what_does_not_fit(tmp_path):
-    fields = {"model": "10B", "batch": 1, "devices": "h100:1", "strategies": ("bucketed", "fsdp")}
+    fields = {"model": "10B", "batch": 1, "device": "h100:1", "strategies": ("bucketed", "fsdp")}
     records = measured(plan.EXPERIMENT, tmp_path, **fields)
     assert not any(record.metrics["fits"] for record in records)
     words = plan.answer(records)
@@ -59,8 +59,8 @@ def test_plan_of_what_does_not_fit(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"devices": "h99:8"}, "device 'h99' is unknown; choose one of .*h100"),
-        ({"devices": "h100:x"}, "give a name and a number"),
+        ({"device": "h99:8"}, "device 'h99' is unknown; choose one of .*h100"),
+        ({"device": "h100:x"}, "give a name and a number"),
         ({"batch": 4}, "leaves some of 8 devices without one.*--batch 8"),
         ({"batch": 21}, "8 devices do not divide a batch of 21; the nearest is --batch 24"),
         ({"model": "huge"}, "unknown model size 'huge'"),
@@ -70,7 +70,7 @@ def test_plan_of_what_does_not_fit(tmp_path):
 )
 def test_plan_refuses(change, message):
     with pytest.raises(ValueError, match=message):
-        PlanConfig(**{"model": "tiny", "batch": 16, "devices": "h100:8"} | change)
+        PlanConfig(**{"model": "tiny", "batch": 16, "device": "h100:8"} | change)
 
 
 def test_errors_are_one_line(capsys, tmp_path):
@@ -152,3 +152,10 @@ def test_predictions_beside_what_was_measured(tmp_path):
     predicted = measured(predict_steps.EXPERIMENT, tmp_path)
     rows = read_json(tmp_path / "predict_steps" / "run" / "parts" / "prediction" / "records.json")
     assert len(predicted) == 66 and {row.variant for row in rows} >= {"naive", "zero1-400", "fsdp"}
+
+
+def test_a_datasheet_is_named_by_device(tmp_path):
+    """The frame took it for where to compute, and refused every GPU's name."""
+    for name in ("scaling", "simulate_scale"):
+        arguments = ["--preset", "smoke", "--device", "a100", "--out", str(tmp_path)]
+        assert main(["run", name, *arguments]) == 0

@@ -7,8 +7,7 @@ import pytest
 from distlab.report.record import read_json
 from distlab.testing import run_ranks
 from experiments import sabotage
-from experiments.sabotage import MISTAKES
-from experiments.sabotage.checks import ERROR, caught_by, examine, examine_both
+from experiments.sabotage import ERROR, MISTAKES, caught_by, examine, examine_both
 from launch.__main__ import main
 from tests.commands import ROOT
 from tests.experiments.frame import measured, refused

@@ -5,10 +5,8 @@ import json
 import pytest
 
 from distlab.report import Record, read_json
-from experiments.train_curves import headline, verdicts
-from experiments.train_curves.config import COST, KILLED, REFERENCE, ROUNDING, CurvesConfig
-from experiments.train_curves.runs import check_restarts
-from experiments.train_curves.verdicts import cost_is_noise
+from experiments.train_curves import cost_is_noise, headline, verdicts
+from experiments.train_curves.runs import COST, KILLED, REFERENCE, ROUNDING, CurvesConfig, check_restarts
 from tests.commands import python
 from tests.experiments.frame import refused
 

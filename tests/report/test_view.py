@@ -7,10 +7,12 @@ import re
 
 import pytest
 
-from distlab.report import Column, Record, View, read_json, redraw, write, write_json
+from distlab.report import Column, Record, View, read_json, write, write_json
 from distlab.report.charts import stacked_bars
 from distlab.report.predictions import accuracy, compared
 from distlab.report.table import by_machine
+from distlab.report.view import headline_from
+from launch import __main__ as command
 from tests.report.browser import chromium, visit
 
 MACHINE = {
@@ -113,11 +115,12 @@ def test_all_forms_of_the_table_are_written(page):
     assert r"\begin{tabular}" in (folder / "table.tex").read_text()
 
 
-def test_saved_records_are_drawn_anew_without_measuring(page, tmp_path, capsys):
+def test_saved_records_are_drawn_anew_without_measuring(page, tmp_path, capsys, monkeypatch):
     (page.parent / "timeline.png").write_bytes(
         (page.parent / "step_time.png").read_bytes()
     )  # only the run could
-    assert redraw(VIEW, [page.parent / "records.json"], tmp_path) == 0
+    monkeypatch.setattr(command, "view_of", lambda name: VIEW)
+    assert command.main(["show", str(page.parent / "records.json"), "--out", str(tmp_path)]) == 0
     (again,) = (tmp_path / "bench").iterdir()
     assert repr(read_json(again / "records.json")) == repr(RECORDS)
     text = (again / "report.html").read_text()
@@ -134,13 +137,14 @@ def test_saved_records_are_drawn_anew_without_measuring(page, tmp_path, capsys):
         ("other", "records of other cannot be shown as bench"),
     ],
 )
-def test_a_file_that_cannot_be_shown_is_named(tmp_path, capsys, content, message):
+def test_a_file_that_cannot_be_shown_is_named(tmp_path, capsys, monkeypatch, content, message):
     path = tmp_path / "records.json"
     if content == "other":
         write_json([dataclasses.replace(RECORDS[0], experiment="other")], path)
     elif content is not None:
         path.write_text(content)
-    assert redraw(VIEW, [path], tmp_path / "out") == 2
+    monkeypatch.setattr(command, "view_of", lambda name: VIEW)
+    assert command.main(["show", str(path), "--out", str(tmp_path / "out")]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and not captured.out
     with pytest.raises(ValueError, match="measured nothing"):
@@ -178,3 +182,14 @@ def test_predictions_find_what_was_measured():
         "a",
     )
     assert round(peak.worst_error_pct, 6) == -20
+
+
+def test_a_headline_is_filled_with_environment_configuration_and_what_follows_from_all_records():
+    line = headline_from("batch {batch} on {device_name}, {num:M} of {rows}", num=lambda rs: 3.21e6, rows=len)
+    assert line([record("a", 1.0), record("b", 2.0)]) == "batch 4 on NVIDIA H200, 3.2 M of 2"
+
+
+def test_an_optional_column_is_shown_where_a_record_has_it():
+    view = View(columns=[*COLUMNS, Column("metrics.idle_ms", "idle ms", optional=True)], headline=headline, reading="")
+    assert "idle ms" not in view.table([record("a", 1.0)])
+    assert "idle ms" in view.table([record("a", 1.0), record("b", 1.0, idle_ms=2.0)])

@@ -1,0 +1,352 @@
+"""How fast are this machine's collectives, how well do two constants describe them, and what do they disturb?
+
+    distlab run allreduce_sweep                                        all GPUs, or two CPU ranks
+    distlab run allreduce_sweep --nproc 4 --group-sizes 2 4
+
+Times the library's all-reduce, all-gather, reduce-scatter and broadcast, and rings made of sends and receives, for
+sizes from kilobytes to two gigabytes on the first 2, 4, … ranks of one launch; fits α–β to each (piecewise, by relative
+error); and measures how a matmul and an all-reduce slow each other down, both ways. Every row's result is checked. The
+fits are records: `distlab.simulate.calibrate.measured_links` reads them for predictions.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from distlab.comm import collectives
+from distlab.comm.subgroups import doubling_sizes, first_ranks, rest
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.hardware import lookup
+from distlab.measure import (
+    BY_HAND,
+    LIBRARY,
+    OPERATIONS,
+    disturb,
+    free_bytes,
+    percentiles,
+    time_collective,
+    traffic,
+)
+from distlab.report import Panel, Series, grouped, lines, measured
+from distlab.theory.collective_time import CollectiveFit, fit_collective
+
+FIT, CONTENTION = "fit ", "contention "
+KIB, MIB = 2**10, 2**20
+# 4 KiB … 2 GiB; 1.5 GiB since rings change their ways at 1 GiB, and a piece of a fit takes three sizes
+GPU_SIZES = tuple(sorted((*(4 * KIB * 2**k for k in range(20)), 1536 * MIB)))
+CPU_SIZES = tuple(4 * KIB * 2**k for k in range(13))  # … 16 MiB
+
+
+@dataclass(frozen=True)
+class SweepConfig(Options):
+    """What to time. Raises ValueError for a value that is not allowed; the message says what is."""
+
+    operations: tuple[str, ...] = option(OPERATIONS, "what to time", choices=OPERATIONS)
+    sizes: tuple[int, ...] = option(GPU_SIZES, "payload bytes", least=1)
+    group_sizes: tuple[int, ...] = option((), "numbers of ranks, each the first so many [2, 4, … all]", least=2)
+    warmup: int = option(3, "untimed calls of each", least=0)
+    repeats: int = option(20, "timed calls, at most: fewer where the budget is short", least=3)
+    budget_s: float = option(1.0, "seconds per row", above=0, flag="--budget")
+    contention_mb: float = option(256.0, "MiB of the all-reduces beside computation, 0 for none", least=0)
+    matrix: int = option(0, "side of the matmul beside them, 0 for 8192 (bf16), on a CPU 384 (fp32)", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.sizes) < 2:
+            raise ValueError(f"sizes={self.sizes}: give two or more positive sizes")
+
+    @property
+    def contention_bytes(self) -> int:
+        return int(self.contention_mb * MIB)
+
+    def groups(self, world_size: int) -> tuple[int, ...]:
+        """The numbers of ranks to time, of those there are.
+
+        Raises:
+            ValueError: none, because one rank sends nothing, or more than there are.
+        """
+        if world_size < 2:
+            raise ValueError("one rank alone sends nothing: start two or more with --nproc")
+        groups = self.group_sizes or tuple(size for size in doubling_sizes(world_size) if size > 1)
+        if max(groups) > world_size:
+            raise ValueError(
+                f"group sizes {groups} on {world_size} ranks: collectives need 2 to {world_size} ranks; start more "
+                "with --nproc"
+            )
+        return groups
+
+
+def measure(config: SweepConfig, context: RankContext, run: Run) -> None:
+    """Time everything that has no row yet; call it on every rank.
+
+    Raises:
+        ValueError: group sizes that cannot be, see `SweepConfig.groups`.
+        MemoryError: on a CPU, a payload that does not fit; on a GPU such a row says OOM.
+    """
+    groups = config.groups(context.world_size)
+    _require_memory(config, context)
+    for ranks in groups:
+        with first_ranks(context, ranks) as group:
+            if group is not None:
+                _measure_group(config, group, run)
+        rest(context, f"sweep-{ranks}", ranks)
+    run.records[:] = with_fits(run.records)  # rank 0 is in every group: its rows are all
+    run.save()
+
+
+def _require_memory(config: SweepConfig, context: RankContext) -> None:
+    """Refuse payloads whose tensors, a source and a result on every rank, a CPU does not have room for."""
+    frees = collectives.gather_objects(free_bytes(context.device), context.group)
+    needed = 2 * max(*config.sizes, config.contention_bytes)
+    if context.device.type == "cpu" and None not in frees and needed > min(frees) // context.world_size:
+        raise MemoryError(
+            f"a payload of {needed // 2:,} bytes takes {needed / 2**30:,.1f} GiB on each of {context.world_size} "
+            f"ranks, and {min(frees) // context.world_size / 2**30:,.1f} GiB are free for each: give smaller --sizes "
+            "or --contention-mb"
+        )
+
+
+def _measure_group(config: SweepConfig, context: RankContext, run: Run) -> None:
+    """A row per collective and size on one group, and per computation beside an all-reduce."""
+    shared = {"world_size": context.world_size, "backend": context.backend}
+    for operation in config.operations:
+        run.progress(f"{context.world_size} ranks: {operation}")
+        for size in config.sizes:
+            own = shared | {"operation": operation, "num_bytes": size}
+            if not run.done(operation, **own):
+                run.add(operation, _row(config, context, operation, size), **own)
+    if config.contention_bytes:
+        run.progress(f"{context.world_size} ranks: contention")
+        for name, compute in _computations(config, context.device).items():
+            found = disturb(context, compute, config.contention_bytes)
+            rates = {"compute_rate": found.compute_rate, "communication_rate": found.communication_rate}
+            own = shared | {"operation": "all_reduce", "num_bytes": config.contention_bytes}
+            run.add(CONTENTION + name, asdict(found) | rates, **own)
+
+
+def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -> dict[str, object]:
+    fits, timing = True, None
+    try:
+        timing = time_collective(
+            context, operation, size, warmup=config.warmup, repeats=config.repeats, budget_s=config.budget_s
+        )
+    except torch.OutOfMemoryError:
+        fits = False
+    if not collectives.all_ranks_agree(fits, context.device, context.group):
+        return {"time_p50_ms": "OOM"}
+    times = {f"time_{p}_ms": value for p, value in percentiles(timing.samples_ms).items()}
+    algbw = timing.num_bytes / times["time_p50_ms"] / 1e6
+    share = traffic(operation, context.world_size)
+    metrics = times | {
+        "payload_bytes": timing.num_bytes,
+        "algbw_gb_per_s": algbw,
+        "busbw_gb_per_s": algbw * share,
+        "max_abs_error": timing.max_abs_error,
+        "repeats": len(timing.samples_ms),
+    }
+    spec = lookup(torch.cuda.get_device_name(context.device)) if context.device.type == "cuda" else None
+    link = spec and spec.nvlink_bandwidth
+    metrics["link_ms"] = None if link is None else 1e3 * timing.num_bytes * share / link
+    return metrics
+
+
+def _computations(config: SweepConfig, device: torch.device) -> dict[str, Callable[[], object]]:
+    """What runs beside the all-reduce: one that is bound by arithmetic, one by memory."""
+    on_gpu = device.type == "cuda"
+    side = config.matrix or (8192 if on_gpu else 384)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    a, b, out = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
+    source = torch.randn(side * side, device=device)
+    target = torch.empty_like(source)
+    return {"matmul": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
+
+
+
+def timings(records: Sequence[Record]) -> list[Record]:
+    """The rows that are times of collectives."""
+    return [record for record in records if record.variant in OPERATIONS]
+
+
+def with_fits(records: Sequence[Record]) -> list[Record]:
+    """The records with a fit after the times of each collective on each group, which carry its seconds and errors.
+
+    Fits that are there already are made anew: `with_fits(read_json(path))` brings an older sweep up to date. Times of
+    a payload that did not fit in memory are left out, and fewer than two of them have no fit.
+    """
+    found = []
+    rows = [record for record in records if not record.variant.startswith(FIT)]
+    for (operation, _), group in itertools.groupby(rows, lambda r: (r.variant, r.config["world_size"])):
+        mine = list(group)
+        timed = [r for r in timings(mine) if r.metrics.get("time_p50_ms") not in (None, "OOM")]
+        if len({r.metrics["payload_bytes"] for r in timed}) < 2:
+            found += mine
+            continue
+        points = {r.metrics["payload_bytes"]: r.metrics["time_p50_ms"] / 1e3 for r in timed}
+        fit = fit_collective(list(points), list(points.values()))
+        found += [replace(r, metrics=r.metrics | _fitted(fit, r)) if r in timed else r for r in mine]
+        config = {name: value for name, value in mine[0].config.items() if name != "num_bytes"}
+        metrics = fit.metrics(list(points), list(points.values()))
+        share = traffic(operation, config["world_size"])
+        metrics["fitted_busbw_gb_per_s"] = fit.pieces[-1].bytes_per_s * share / 1e9
+        found.append(replace(mine[0], variant=FIT + operation, config=config, metrics=metrics))
+    return found
+
+
+def _fitted(fit: CollectiveFit, record: Record) -> dict[str, float]:
+    ms = 1e3 * fit.seconds(record.metrics["payload_bytes"])
+    return {"fit_ms": ms, "fit_error_pct": 100 * (ms / record.metrics["time_p50_ms"] - 1)}
+
+
+COLUMNS = [
+    Column("variant", "collective"),
+    Column("config.world_size", "ranks"),
+    Column("metrics.payload_bytes", "bytes", ",d", missing=""),
+    Column("metrics.time_p50_ms", "p50 ms", ".3f", missing=""),
+    Column("metrics.time_p80_ms", "p80 ms", ".3f", missing=""),
+    Column("metrics.algbw_gb_per_s", "algbw GB/s", ".2f", missing=""),
+    Column("metrics.busbw_gb_per_s", "busbw GB/s", ".2f", missing=""),
+    Column("metrics.link_ms", "link's peak ms", ".3f", missing=""),
+    Column("metrics.fit_ms", "fit ms", ".3f", missing=""),
+    Column("metrics.fit_error_pct", "error %", "+.1f", missing=""),
+    Column("metrics.max_abs_error", "max |Δ|", ".1e", missing=""),
+]
+
+
+headline = headline_from(
+    "Collectives on {ranks} ranks, {device_name} ({backends}), torch {torch}",
+    ranks=lambda records: ", ".join(map(str, sorted({r.config["world_size"] for r in records}))),
+    backends=lambda records: ", ".join(sorted({r.config["backend"] for r in records})),
+)
+
+
+def wrong_rows(records: Sequence[Record]) -> list[str]:
+    """Rows whose result was not what it should be, one line each."""
+    return [
+        f"{record.variant} of {record.metrics['payload_bytes']:,} bytes on {record.config['world_size']} ranks: "
+        f"the result is off by {record.metrics['max_abs_error']:g}"
+        for record in timings(records)
+        if record.metrics.get("max_abs_error", 0.0) > 1e-4  # averages round, sums of small integers do not
+        or record.metrics.get("max_abs_error") != record.metrics.get("max_abs_error")
+    ]
+
+
+def findings(records: Sequence[Record]) -> list[str]:
+    """What follows: fits, contention, and what is wrong."""
+    found = [f"WRONG: {problem}" for problem in wrong_rows(records)]
+    for record in (r for r in records if r.variant.startswith(FIT)):
+        m, ranks = record.metrics, record.config["world_size"]
+        large = m["fit_error_above_1mb_pct"]
+        above = "" if large is None else f", {large:.1f} % above 1 MB"
+        found.append(
+            f"{record.config['operation']} on {ranks} ranks: {m['latency_us']:.0f} µs, busbw up to "
+            f"{m['fitted_busbw_gb_per_s']:.3g} GB/s, in {len(m['pieces'])} piece(s); largest error "
+            f"{m['fit_error_max_pct']:.1f} %{above}"
+        )
+    for record in (r for r in records if r.variant.startswith(CONTENTION)):
+        m, what = record.metrics, record.variant.removeprefix(CONTENTION)
+        found.append(
+            f"{what} beside an all-reduce on {record.config['world_size']} ranks: {m['compute_alone_ms']:.3f} ms "
+            f"become {m['compute_beside_ms']:.3f} (rate {m['compute_rate']:.2f}); the all-reduce's "
+            f"{m['comm_alone_ms']:.3f} become {m['comm_beside_ms']:.3f} (rate {m['communication_rate']:.2f})"
+        )
+    return found
+
+
+def draw_bandwidth(records: Sequence[Record], path: Path) -> None:
+    """Bus bandwidth against size, a panel per number of ranks."""
+    panels = [
+        Panel(y_label="bus bandwidth (GB/s)", series=_bandwidth_series(rows), **shared)
+        for rows, shared in _by_ranks(records)
+    ]
+    lines(path, panels, title=headline(records))
+
+
+def draw_fits(records: Sequence[Record], path: Path) -> None:
+    """Times of the library's collectives with their fits, a panel per number of ranks."""
+    panels = [
+        Panel(y_label="time (ms)", log_y=True, series=_time_series(rows), **shared)
+        for rows, shared in _by_ranks(records)
+    ]
+    panels = [panel for panel in panels if panel.series]
+    if panels:
+        lines(path, panels, title=f"Measured times and α–β fits in pieces. {headline(records)}")
+
+
+def _by_ranks(records: Sequence[Record]) -> Iterator[tuple[list[Record], dict]]:
+    rows = [r for r in timings(records) if isinstance(r.metrics.get("time_p50_ms"), float)]
+    for key, mine in grouped(rows, lambda r: (r.config["world_size"], r.config["backend"])).items():
+        mine.sort(key=lambda r: r.metrics["payload_bytes"])
+        yield mine, {"title": f"{key[0]} ranks, {key[1]}", "x_label": "payload", "x_ticks": _ticks(mine)}
+
+
+def _bandwidth_series(rows: Sequence[Record]) -> list[Series]:
+    series = []
+    for name, mine in grouped(rows, lambda r: r.variant).items():
+        x, y = ([r.metrics[m] for r in mine] for m in ("payload_bytes", "busbw_gb_per_s"))
+        like = None if name == "whole_all_reduce" else name.removeprefix("ring_")
+        series.append(Series(name, x, y, line="--" if name in BY_HAND else "-", like=like))
+    links = [r.metrics["link_ms"] for r in rows if r.variant == "all_reduce" and r.metrics.get("link_ms")]
+    if links:
+        peak = rows[0].metrics["payload_bytes"] * traffic(rows[0].variant, rows[0].config["world_size"])
+        peak = peak / rows[0].metrics["link_ms"] / 1e6
+        x = [min(r.metrics["payload_bytes"] for r in rows), max(r.metrics["payload_bytes"] for r in rows)]
+        series.append(Series("peak of the link", x, [peak, peak], line="-", like="~"))
+    return series
+
+
+def _time_series(rows: Sequence[Record]) -> list[Series]:
+    groups = {name: [r for r in rows if r.variant == name] for name in LIBRARY}
+    return [
+        series
+        for name, mine in groups.items() if mine
+        for series in measured(name, [r.metrics["payload_bytes"] for r in mine], mine, "time", f"{name}, fit", "fit_ms")
+    ]  # fmt: skip
+
+
+def _ticks(rows: Sequence[Record]) -> list[tuple[float, str]]:
+    largest = max(r.metrics["payload_bytes"] for r in rows)
+    ticks = ((1, "4 KiB"), (3, "64 KiB"), (5, "1 MiB"), (7, "16 MiB"), (9, "256 MiB"))
+    return [(4**k * 1024, text) for k, text in ticks if 4**k * 1024 <= 2 * largest]
+
+
+VIEW = View(
+    columns=COLUMNS,
+    headline=headline,
+    terminal=(
+        *("variant", "world_size", "payload_bytes", "time_p50_ms", "busbw_gb_per_s", "fit_error_pct", "max_abs_error"),
+    ),
+    pictures={"bandwidth.png": draw_bandwidth, "fit.png": draw_fits},
+    findings=findings,
+    reading="algbw is the payload over the time; busbw multiplies it by the share of the payload that the busiest link "
+    "carries in the best algorithm (2(N−1)/N for an all-reduce, (N−1)/N for gather and scatter, 1 for a broadcast), so "
+    "that it can be held against the link's peak. ring_… are made of sends and receives in distlab.comm.ring; "
+    "whole_all_reduce forwards whole tensors. Every row's result was checked before it was timed (max |Δ|).\n\n"
+    "A rate beside an all-reduce is the speed relative to running alone, of the computation and of the all-reduce.",
+    prediction="The fit is α + S/W by relative error, in as few pieces as stay within 8 %; pieces have three sizes or "
+    "more. link's peak is the datasheet's NVLink bandwidth with no latency.",
+    noise="p20 to p80 of the repetitions are the error bars of the fit's picture.",
+)
+
+PRESETS = {
+    "gpu": {"sizes": GPU_SIZES, "contention_mb": 256.0},
+    "cpu": {"sizes": CPU_SIZES, "contention_mb": 4.0},
+    "quick": {"sizes": tuple(4 * KIB * 8**k for k in range(4)), "repeats": 5, "budget_s": 0.1},
+    "smoke": {
+        "operations": ("all_reduce", "broadcast"), "sizes": (4096, 65536, 262144), "group_sizes": (2,), "warmup": 1,
+        "repeats": 3, "budget_s": 0.05, "contention_mb": 0.004, "matrix": 64,
+    },
+}  # fmt: skip
+EXPERIMENT = Experiment(SweepConfig, measure, VIEW, presets=PRESETS, ranks="many", wrong=wrong_rows)
