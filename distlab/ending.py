@@ -89,7 +89,7 @@ def until_stopped(name: str, work: Callable[[], int], *, speaks: bool = True) ->
 
 
 def results_go_to(folder: Path) -> None:
-    """Tell whoever may have to say what was saved where that would be; the first folder of a run counts."""
+    """Note the folder of the results, for the message of a stopped command; the first folder of a run counts."""
     run = _current.get()
     if run is not None and run.folder is None:
         run.folder = folder

@@ -36,7 +36,7 @@ class GPUSpec:
         nvlink_bandwidth: bytes per second in one direction, all links (documents add both directions).
         pcie_bandwidth: bytes per second in one direction, ×16, before protocol overhead.
         peak: dense FLOP/s by dtype (`fp64 fp32 tf32 bf16 fp16`, `fp8` where present). fp32 is without tensor
-            cores, all others with them: what a matrix product in that dtype can reach.
+            cores, all others with them: what a matmul in that dtype can reach.
         source: the documents.
         fp32_lanes_per_sm: fp32 multiply-adds per clock without tensor cores.
         l2_bytes_per_clock: read bandwidth of the whole L2 where the maker states one.
@@ -178,7 +178,7 @@ _BY_DEVICE_NAME = {
     "B200": B200,
 }
 
-# For planning, where nobody has the device at hand to ask its name.
+# For planning without the device, whose name cannot be queried then.
 BY_ALIAS = {
     "a100-40": A100_SXM_40GB,
     "a100": A100_SXM_80GB,

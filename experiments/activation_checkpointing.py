@@ -125,12 +125,12 @@ def one_step(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, dtyp
 
 
 class Bench:
-    """One model whose blocks are grouped anew for each measurement."""
+    """One model whose blocks are regrouped for each measurement."""
 
     def __init__(self, config: CheckpointingConfig, device: torch.device):
         shape = config.model()
         self.config, self.device, self.shape = config, device, shape
-        # Of libraries in the allocator, of which fake tensors have none.
+        # Of libraries in the allocator; fake tensors have none.
         self.workspace_bytes = CUBLAS_WORKSPACES if device.type == "cuda" else 0
         self.model = TransformerLM(shape, device=device, seed=config.seed)
         self.batch = synthetic_batches(lone_context(device), shape, config.batch, config.seed)[0]
@@ -344,8 +344,8 @@ VIEW = View(
     findings=findings,
     reading="`block` keeps each block's input and recomputes the rest. `every-k` keeps the input of k blocks, and "
     "while a group runs backward it holds the activations of all k: larger groups save inputs, which are small, and "
-    "hold more blocks, which are not. `every-8-2` recomputes groups of eight which then keep the inputs of groups of "
-    "two, at the price of running most blocks once more. Gradients grow while activations shrink, so the fullest "
+    "hold more blocks, which are large. `every-8-2` recomputes groups of eight which then keep the inputs of groups of "
+    "two, but runs most blocks once more. Gradients grow while activations shrink, so the fullest "
     "moment is the backward of the first group, unless it is that of the loss.",
     prediction="Memory in closed form (distlab.theory.memory). Time: the measured step without recomputation, and its "
     "forward times the share of FLOPs that run again, which torch's own count confirms exactly "

@@ -133,7 +133,7 @@ VIEW = View(
               "predicted_peak_bytes", "status"),
     pictures={"memory.png": lines_over_length("peak_alloc_bytes", "peak bytes")},
     reading="Naive attention keeps the weights of all pairs, so its memory grows with the square of the length; the "
-    "others keep the log-sum-exp of each row. A row that says OOM did not fit; its prediction says what it wanted.",
+    "others keep the log-sum-exp of each row. A row that says OOM did not fit; its prediction says how much it needs.",
     prediction="Tensors counted by hand, in closed form: inputs, outputs, what is saved, and temporaries.",
     noise="The bytes are the allocator's count, which does not vary. Times are medians over the passes.",
 )

@@ -118,9 +118,9 @@ VIEW = View(
     headline=headline,
     terminal=("head_dim", "variant", "fwd_p50_ms", "bwd_p50_ms", "fwd_bwd_p50_ms", "fwd_bwd_tflop_per_s",
               "max_abs_error", "max_abs_grad_error", "matmul_tflop_per_s"),
-    reading="All variants run through one harness, and what it costs (unpacking, the sum, stacking gradients) is in "
-    "every row alike. TFLOP/s count causal pairs only, backward as 2.5 forwards; the last column is what a large "
-    "matmul of cuBLAS reached in the same run. Errors are against float64 and must be alike between variants.",
+    reading="All variants run through one harness, and its cost (unpacking, the sum, stacking gradients) is the same "
+    "in every row. TFLOP/s count causal pairs only, backward as 2.5 forwards; the last column is what a large "
+    "matmul of cuBLAS reached in the same run. Errors are against float64 and must be similar for all variants.",
 )  # fmt: skip
 SHORT = {"ms_per_number": 100, "head_dims": (64,), "length": 128}
 PRESETS = {"quick": {"ms_per_number": 100}, "quick-cpu": SHORT, "smoke": SHORT}

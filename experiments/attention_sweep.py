@@ -219,7 +219,8 @@ VIEW = View(
     },
     findings=crossovers,
     reading="Device times are replays of a CUDA graph with a warm L2; backward is forward + backward minus forward. "
-    "Host time is what issuing one forward and backward costs Python, and below some length it decides. In the memory "
+    "Host time is the time that Python needs to issue one forward and backward; it decides for short lengths. In the "
+    "memory "
     "picture naive attention grows with the square of the length, all others with the length.",
 )
 SMOKE = {"lengths": (32,), "head_dims": (16,), "dtypes": ("float32",), "variants": ("naive", "sdpa", "ours"),

@@ -3,9 +3,10 @@
     distlab run instrument_cost            # this machine's device, some minutes
     distlab run instrument_cost --quick    # within a minute on a CPU
 
-A model that never had an instrument is held against its twin, which shows what the same thing differs by here, against
-models from which an instrument was taken off again, and against models that wear one. One small layer with few
-words: what hooks would cost is the host's time, and a step of large matmuls hides it. The clock on a CPU is the
+A model that never had an instrument is compared with a second such model, which shows the noise, with models from which
+an instrument was removed again, and with models that have one. The model is one small layer with few words, because
+hooks
+cost host time, which a step of large matmuls hides. The clock on a CPU is the
 processor time of this process, which other work on the machine disturbs least; on a GPU it is the stream's.
 """
 
@@ -62,7 +63,7 @@ class CostConfig(Options):
     """
 
     rounds: int = option(600, "with new models each", least=MIN_PAIRS)
-    steps: int = option(20, "of every variant in a round, interleaved in an order drawn anew", least=1)
+    steps: int = option(20, "of every variant in a round, interleaved in a new random order", least=1)
     warmup: int = option(2, "steps of every variant before them", least=0)
     vocab: int = option(256, "words", least=1)
     context: int = option(16, "tokens per sequence", least=1)
@@ -191,7 +192,7 @@ def findings(records: Sequence[Record]) -> list[str]:
         f"{r.variant} {r.metrics['cost_pct']:+.2f} %{_tie(r)}" for r in records if r.variant.endswith("off again")
     ]
     return [
-        f"Once taken off: {', '.join(costs)}; a model that never had one differs from its twin by {floor:.2f} %."
+        f"Once taken off: {', '.join(costs)}; a model that never had one differs from another one by {floor:.2f} %."
     ]
 
 
@@ -231,8 +232,9 @@ VIEW = View(
     findings=findings,
     reading="Cost is the ratio to the model that never had an instrument in the same round, less one: its median over "
     "rounds, with the 95 % bootstrap interval. The noise floor is the farthest end of that interval for a twin "
-    "that never had an instrument either: a cost below it cannot be seen. On is the price of looking, paid only while "
-    "one looks; the lab's timings are taken with everything off. Gradients are compared bit by bit.",
+    "that never had an instrument either: a cost below it cannot be seen. The cost of instruments that are on is "
+    "paid only "
+    "while they are on; the lab's timings are taken with everything off. Gradients are compared bit by bit.",
     prediction="None is needed when off: the same functions run, which a test compares one by one.",
 )
 

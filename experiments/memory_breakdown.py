@@ -198,8 +198,8 @@ VIEW = View(
     "held after construction, before and after the optimizer and at its peak is the fullest rank's. The phase of the "
     "peak is the closed form's: at a small batch it lies where gradients are complete, at a large one where "
     "activations are.\n\n"
-    "In the picture a bar that is measured stands above the one that is predicted. Of a measured peak only parameters "
-    "and optimizer state can be told apart by counting; the rest is gradients, activations and copies.",
+    "In the picture the measured bar stands above the predicted one. Only the parameters and the optimizer state "
+    "of a measured peak can be counted separately; the rest is gradients, activations and copies.",
     prediction="The closed form of distlab.theory.memory, from the widths of the model alone.",
     noise="Bytes do not vary from run to run by more than the order in which blocks of the allocator are reused.",
 )

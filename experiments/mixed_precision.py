@@ -1,4 +1,4 @@
-"""What does mixed precision compute in which type, and what breaks without fp32 and without a loss scale?
+"""What does mixed precision compute in which dtype, and what breaks without fp32 and without a loss scale?
 
     distlab run mixed_precision            # this machine's device
     distlab run mixed_precision --quick    # smaller, seconds on a CPU
@@ -298,9 +298,9 @@ VIEW = View(
     pictures={"gradients.png": draw},
     findings=findings,
     reading="accumulation: the error of `fp32 += fp16` is that of 0.01 itself in fp16, made once; a low-precision "
-    "accumulator rounds a thousand times, and at last each addend to nothing. That is why matmuls accumulate in fp32."
+    "accumulator rounds a thousand times, and in the end each addend to zero. That is why matmuls accumulate in fp32."
     "\n\n"
-    "types: autocast casts where it pays (matmuls) and leaves the rest to each operation; parameters, loss and "
+    "types: autocast casts where it is faster (matmuls) and leaves the rest to each operation; parameters, loss and "
     "gradients stay fp32.\n\n"
     "norm: the square of a centred value beyond 256 exceeds fp16's largest number, 65,504; the variance is then "
     "infinite and the whole row becomes zero. bf16 does not overflow, but with 8 bits a mean far from zero is wrong. "

@@ -247,7 +247,7 @@ VIEW = View(
     reading="A row per strategy and micro-batch, the fastest first; `recomputed` means activation checkpointing of "
     "every block. Where nothing fits, the last column of the answer says how many devices the states alone need.",
     prediction="Everything here is predicted: memory in closed form, time from simulated layers at the shares of the "
-    "datasheets' peaks that a calibrated machine reaches. How good they were: docs/learn/theory/simulation.md.",
+    "datasheets' peaks that a calibrated machine reached. How good they were: docs/learn/theory/simulation.md.",
     noise="Nothing was measured.",
 )
 

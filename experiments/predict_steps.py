@@ -265,7 +265,7 @@ VIEW = View(
         *("size", "batch", "world_size", "variant", "predicted_step_ms", "predicted_exposed_comm_ms"),
         *("predicted_collectives_per_step", "predicted_comm_bytes_per_step", "predicted_peak_alloc_bytes"),
     ),
-    reading="Written down before the measurement; --compare puts what was measured beside it.",
+    reading="Written down before the measurement; --compare adds the measured values.",
     prediction=HOW,
     noise="Nothing was measured here.",
 )
@@ -294,7 +294,7 @@ COMPARISON_VIEW = View(
     reading="The record that the constants were fitted to is among the rows, so its own errors say little; all other "
     "rows were predicted without having been measured. Calls and bytes must agree exactly.",
     prediction=HOW,
-    noise="That of the measured rows: see their own records.",
+    noise="The noise of the measured rows is in their own records.",
 )
 
 RECORDS = ROOT / "records"

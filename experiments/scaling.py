@@ -138,7 +138,7 @@ headline = headline_from(
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """That files were named of which nothing could be drawn."""
+    """Says that nothing in the named files could be drawn."""
     config = records[0].config
     if not config["records"] or any("measured_step_p50_ms" in record.metrics for record in records):
         return []
@@ -184,11 +184,11 @@ VIEW = View(
     ),
     pictures={"scaling.png": draw},
     findings=findings,
-    reading="Weak scaling keeps the batch of each rank, strong scaling that of all ranks together. A level line is "
-    "perfect; where one turns down, communication that compute no longer covers has taken over. Dots are records of "
+    reading="Weak scaling keeps the batch of each rank, strong scaling that of all ranks together. A horizontal line "
+    "is perfect; where a line bends down, compute no longer covers the communication. Dots are records of "
     "ddp_bench for the same model, context, dtype and device, from p20 to p80.",
     prediction="Compute from simulated layers, communication in closed form (distlab.simulate.estimate).",
-    noise="That of the measured points: see their own records.",
+    noise="The noise of the measured points is in their own records.",
 )
 
 PRESETS = {

@@ -127,10 +127,10 @@ VIEW = View(
     ),
     pictures={"memory.png": draw_memory},
     reading="One rank ran the strategies' own code on fake tensors: collectives, bytes and memory are counted, not "
-    "estimated. Times are those of a machine at the shares of its peaks that a calibrated one reaches. In the timeline "
+    "estimated. Times assume the shares of a machine's peaks that a calibrated machine reached. In the timeline "
     "compute is above and communication below; what compute does not hide is orange.",
     prediction="Every time here is predicted. How good such predictions were: docs/learn/theory/simulation.md.",
-    noise="Nothing was measured but the seconds that the simulation took.",
+    noise="Only the duration of the simulation was measured.",
 )
 
 PRESETS = {

@@ -159,11 +159,12 @@ VIEW = View(
         "exposed_ms",
     ),
     reading="A step is divided among compute, communication that no compute covers, copies beside neither, and idle "
-    "time; intervals are united first, so that streams side by side do not count twice. Longer than local is what a "
-    "step takes beyond the median step without communication, and the columns after it are its causes; they sum to it. "
-    "Slower compute is of the kernels that both steps run; kernels that only one of them runs count as copies.\n\n"
+    "time; intervals are united first, so that concurrent streams do not count twice. Longer than local is the time of "
+    "a step minus the median step without communication; the columns after it are its causes and sum to it. "
+    "Slower compute is the extra time of the kernels that both steps run; kernels that only one of them runs count "
+    "as copies.\n\n"
     "The picture shows the streams (on a CPU, threads) of each trace's median step.",
-    prediction="None: this is what was seen.",
+    prediction="None: this is a measurement.",
     noise="Rows are single steps; those of one trace show how much steps differ.",
 )
 

@@ -12,7 +12,7 @@ def first_order(backward: Callable) -> Callable:
     """For the `backward` of an autograd Function whose gradients cannot be differentiated: refuses create_graph=True.
 
     torch's `once_differentiable` returns such gradients with a graph that ends in an error, but only if the upstream
-    gradient requires one, which that of a loss does not; and `torch.autograd.grad`, which walks only where a path leads
+    gradient requires one, which a loss's does not; and `torch.autograd.grad`, which walks only where a path leads
     to its inputs, never meets that error. So this refuses at once.
 
     Raises:

@@ -1,11 +1,11 @@
-"""RMSNorm and LayerNorm of rows that do not fit in one program's registers: in pieces, read twice.
+"""RMSNorm and LayerNorm of rows that do not fit in one program's registers: in chunks, read twice.
 
-Forward: one program per row walks over it once for the statistics and once more, backwards, to normalise: the pieces
-that were read last are still in the cache. The variance of LayerNorm merges the moments of the pieces (Chan et al.
+Forward: one program per row walks over it once for the statistics and once more, backwards, to normalise: the chunks
+that were read last are still in the cache. The variance of LayerNorm merges the moments of the chunks (Chan et al.
 1979, the parallel form of Welford's recurrence), which does not cancel as Σx² − (Σx)²/n does.
 
-Backward: a first kernel sums each row's two products; a second one, whose programs own some columns of many rows,
-writes dx and adds up the shares of dw and db.
+Backward: a first kernel computes each row's two sums; a second one, whose programs own some columns of many rows,
+writes dx and sums the contributions to dw and db.
 """
 
 import torch
@@ -48,7 +48,7 @@ def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_pt
             tl.store(s_ptr + start + offsets, rounded, mask=inside)
             s = rounded.to(tl.float32)
         if CENTRE:
-            here = tl.minimum(cols - start, BLOCK).to(tl.float32)  # the last piece may be shorter
+            here = tl.minimum(cols - start, BLOCK).to(tl.float32)  # the last chunk may be shorter
             piece_mean = tl.sum(s, 0) / here
             deviation = tl.where(inside, s - piece_mean, 0.0)
             count, mean, m2 = merge_moments(count, mean, m2, here, piece_mean, tl.sum(deviation * deviation, 0))

@@ -113,7 +113,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def check(name: str, x: object, dims: int = 0, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
-    """Raise unless x is a tensor of an allowed type with at least `dims` dimensions."""
+    """Raise unless x is a tensor of an allowed dtype with at least `dims` dimensions."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in dtypes:
@@ -124,7 +124,7 @@ def check(name: str, x: object, dims: int = 0, dtypes: tuple[torch.dtype, ...] =
 
 
 def check_like(name: str, x: object, other_name: str, other: Tensor, *, dtype: bool = True) -> None:
-    """Raise unless x is a tensor of the other's shape, device and (if asked for) type."""
+    """Raise unless x is a tensor of the other's shape, device and (if asked for) dtype."""
     check(name, x)
     if x.shape != other.shape:
         raise ValueError(f"{name} has shape {tuple(x.shape)}, {other_name} {tuple(other.shape)}; they must be equal")

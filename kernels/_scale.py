@@ -1,4 +1,4 @@
-"""A gradient that was made for an upstream of 1, multiplied by the upstream there really is.
+"""A gradient that was made for an upstream of 1, multiplied by the actual upstream.
 
 The upstream of a loss is usually 1, but it lies in device memory: to look at it the host would have to wait. So the
 kernel looks, and leaves without touching the gradient; only other factors cost a pass over it.

@@ -122,8 +122,8 @@ def launch_adamw(columns: list[list[Tensor]], addresses: Addresses, step: int,
                  tables: Callable[[tuple[int, ...], int], tuple[Tensor, Tensor, Tensor]], **options: float) -> None:
     """Update parameters and moments in place.
 
-    `columns` are the lists of parameters, gradients, first and second moments, all of one device and one pair of types,
-    contiguous, not empty; options as for `factors`.
+    `columns` are the lists of parameters, gradients, first and second moments, all of one device and one pair of
+    dtypes, contiguous, not empty; options as for `factors`.
     """
     parameters, gradients, *_ = columns
     launch = chosen("adamw", Launch(block=2048, warps=8))
@@ -148,7 +148,7 @@ def _check_options(options: dict) -> None:
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW in one launch per group of equal types, equal to torch's to rounding.
+    """AdamW in one launch per group of equal dtypes, equal to torch's to rounding.
 
     Args:
         params: parameters or parameter groups: fp32, fp16 or bf16, contiguous.
@@ -159,7 +159,7 @@ class AdamW(torch.optim.Optimizer):
 
     Raises:
         TypeError: an option that is no number, such as a tensor.
-        ValueError: an option out of range; from `step`, a sparse gradient or a parameter of another type.
+        ValueError: an option out of range; from `step`, a sparse gradient or a parameter of another dtype.
         RuntimeError: from `step`, while a CUDA graph is being captured.
     """
 
@@ -199,7 +199,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As torch's, which rounds moments to the parameter's type; here they stay in fp32."""
+        """As torch's, which rounds moments to the parameter's dtype; here they stay in fp32."""
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         mine = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -226,13 +226,13 @@ class AdamW(torch.optim.Optimizer):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"], state["exp_avg_sq"] = (
                 torch.zeros(p.shape, dtype=torch.float32, device=p.device) for _ in range(2))
-        for name in ("exp_avg", "exp_avg_sq"):  # whoever sets a state may leave it in another type
+        for name in ("exp_avg", "exp_avg_sq"):  # a state set from outside may have another dtype
             if state[name].dtype != torch.float32 or not state[name].is_contiguous():
                 state[name] = state[name].to(torch.float32).contiguous()
         return state
 
     def _update(self, columns: list[list[Tensor]], step: int, options: dict, kind: tuple) -> None:
-        """Step one kind of parameters: those of one group, device and pair of types, at the same step."""
+        """Step one kind of parameters: those of one group, device and pair of dtypes, at the same step."""
         parameters, gradients, first, second = columns
         if _triton.runs_triton(parameters[0]) and all(p.is_contiguous() for p in parameters):
             gradients = [g.contiguous() for g in gradients]

@@ -3,7 +3,7 @@
 Math:  own ← (own + Σₖ others[k]) · scale, in fp32, or fp64 for tensors of it, added in the order k = 0, 1, …
 
 Shapes: `n` elements, `K` others; own `(n,)` and others `(K, n)`, contiguous rows. Bytes: (K + 2)·n·itemsize.
-FLOPs: (K + 1)·n. Nothing is differentiated. The result is rounded once to own's type.
+FLOPs: (K + 1)·n. Nothing is differentiated. The result is rounded once to own's dtype.
 """
 
 import torch
@@ -33,11 +33,11 @@ def average_into(own: Tensor, others: Tensor, scale: float) -> None:
     """own `(n,)` ← (own + the sum of others' rows) · scale, in place.
 
     Args:
-        others: `(K, n)`, rows contiguous, of own's type and device.
+        others: `(K, n)`, rows contiguous, of own's dtype and device.
         scale: 1/(K + 1) for the mean.
 
     Raises:
-        ValueError: shapes, types or strides that do not fit.
+        ValueError: shapes, dtypes or strides that do not fit.
     """
     if own.ndim != 1 or others.ndim != 2 or others.shape[1] != own.numel():
         raise ValueError(f"own {tuple(own.shape)} and others {tuple(others.shape)}: expected (n,) and (K, n)")

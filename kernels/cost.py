@@ -1,4 +1,4 @@
-"""What an operation must do at the least: the two numbers a roofline needs."""
+"""The least work of an operation: the two numbers that a roofline needs."""
 
 from dataclasses import dataclass
 

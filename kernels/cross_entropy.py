@@ -8,13 +8,13 @@ m and s are kept apart: their sum m + log s, rounded to fp32, would lose log s b
 Shapes: `N` rows, `V` vocabulary: logits (N, V), targets (N) int64, loss, m and s (N) fp32.
 Bytes: z twice and dz once; where loss and gradient come from one launch, each row is read for the sums and again,
 from its end, for the gradient, which hits the L2 as far as that reaches. FLOPs: about 5 per logit and pass.
-Saved for backward: logits, targets, m, s. Arithmetic in fp32 for every input type.
+Saved for backward: logits, targets, m, s. Arithmetic in fp32 for every input dtype.
 
 The sums are online: each thread keeps a running maximum and a sum scaled by it, per 16 bytes that it loads, and the
 program merges them once at the end of the row (Milakov & Gimelshein 2018).
 
 A target that is neither `ignore_index` nor within [0, V) is an error: raised where the targets are on a CPU; on a GPU,
-where looking would make the host wait, its row's loss and gradient are NaN. Nothing outside the row is read.
+where a check would make the host wait, its row's loss and gradient are NaN. Nothing outside the row is read.
 """
 
 import torch
@@ -198,7 +198,7 @@ def both_op(z: Tensor, targets: Tensor, scale: Tensor, ignore_index: int,
 @torch.library.custom_op("distlab_kernels::cross_entropy_gradient", mutates_args=())
 def gradient_op(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, scale: Tensor,
                 ignore_index: int, smoothing: float) -> Tensor:
-    """dz (N, V), contiguous, in z's type."""
+    """dz (N, V), contiguous, in z's dtype."""
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     if z.numel() == 0:
         return dz

@@ -103,7 +103,7 @@ def _plain_mask(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
 @torch.library.custom_op("distlab_kernels::dropout_forward", mutates_args=())
 def forward_op(x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: bool) -> Tensor:
-    """y, contiguous, in x's type."""
+    """y, contiguous, in x's dtype."""
     x = x.contiguous()
     y = torch.empty_like(x)
     if x.numel() == 0:
@@ -220,10 +220,10 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Ten
 
 def linear_gelu_dropout(x: Tensor, weight: Tensor, bias: Tensor | None = None, p: float = 0.1, *,
                         training: bool = True, seed: int | Tensor | None = None) -> Tensor:
-    """dropout(GeLU(x weightᵀ + bias)), a feed-forward layer's first half: cuBLAS's product, then one pass.
+    """dropout(GeLU(x weightᵀ + bias)), a feed-forward layer's first half: cuBLAS's matmul, then one pass.
 
-    Bias, GeLU and dropout read the product once and write once, where torch launches three kernels; kept for backward
-    are the product and a seed, no mask.
+    Bias, GeLU and dropout read the matmul's result once and write once, where torch launches three kernels. Kept for
+    backward are that result and a seed, no mask.
 
     Args:
         x: (…, D); weight: (F, D) of the same dtype, fp32, fp16 or bf16; both cast under autocast.

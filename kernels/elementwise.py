@@ -8,7 +8,7 @@ How a kernel is laid out: n elements are cut into blocks of BLOCK. Program i of 
 a time, neighbours next to each other, so that a warp's request is a few whole lines of memory.
 
 Shapes: any; x and y alike. Bytes: each input and the output once. FLOPs: 1 (add), about 10 (GeLU) per element.
-Saved for backward: nothing (add), x (GeLU). Arithmetic in fp32, results in the input's type.
+Saved for backward: nothing (add), x (GeLU). Arithmetic in fp32, results in the input's dtype.
 """
 
 import torch
@@ -165,7 +165,7 @@ class GeLU(Function):
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
-    """x + y for tensors of one shape and type; no broadcasting.
+    """x + y for tensors of one shape and dtype; no broadcasting.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.

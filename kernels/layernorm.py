@@ -5,10 +5,11 @@ Math, per row:  m = mean(x),  r = 1/√(mean((x − m)²) + eps),  x̂ = (x − 
 
 Shapes: `N` rows, `D` columns: x, y (N, D); w, b (D); m, r (N) fp32.
 Bytes: forward x and y once; backward dy, x and dx once. FLOPs: about 7 per element forward, 12 backward.
-Saved for backward: x, w, m, r. Statistics in fp32, the variance from deviations, never as mean(x²) − m²; y in x's type.
+Saved for backward: x, w, m, r. Statistics in fp32, the variance from deviations, never as mean(x²) − m²; y in x's
+dtype.
 
 A row stays in registers from its load to its store. Backward sums dw and db in two stages like `rmsnorm.py`; longer
-rows go in pieces (`_long_rows.py`, with Welford's update by pieces).
+rows are processed in chunks (`_long_rows.py`, with Welford's update by chunks).
 
 Source: Ba, Kiros & Hinton, Layer Normalization (2016).
 """
@@ -199,11 +200,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 
     Args:
         x: (…, D), fp32, fp16 or bf16, any strides.
-        weight, bias: (D), any of these types.
+        weight, bias: (D), any of these dtypes.
         eps: above 0.
 
     Returns:
-        x's shape and type; under autocast autocast's type.
+        x's shape and dtype; under autocast autocast's dtype.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.

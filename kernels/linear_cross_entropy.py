@@ -2,14 +2,14 @@
 
 Math:  z = x wᵀ,  loss = cross_entropy(z, targets);  dx = dz w,  dw = dzᵀ x.
 
-Shapes: `N` rows, `D` width, `V` vocabulary: x (N, D), w (V, D), targets (N). FLOPs: 2·N·D·V per product, one product
+Shapes: `N` rows, `D` width, `V` vocabulary: x (N, D), w (V, D), targets (N). FLOPs: 2·N·D·V per matmul, one matmul
 forward and two for the gradients. Bytes: compute-bound. Memory beyond inputs and gradients: one chunk of logits, and
 during the forward 4·V·D bytes where dw is summed in fp32 but wanted in 16 bits.
 
-The rows are treated in chunks. A chunk's logits come from one matrix product; `cross_entropy.loss_and_gradient` turns
-them into their own gradient where they lie; two more products take that to dx and dw. So the gradients are made in the
-*forward* and backward only multiplies them by the upstream scalar; no product is computed twice, and the logits of one
-chunk are all that ever exists. The products are cuBLAS's: this is about memory, and nothing would be faster.
+The rows are treated in chunks. A chunk's logits come from one matmul; `cross_entropy.loss_and_gradient` turns
+them into their own gradient in place; two more matmuls compute dx and dw from it. So the gradients are computed in the
+*forward* and backward only multiplies them by the upstream scalar; no matmul is computed twice, and the logits of one
+chunk are all that ever exists. The matmuls are cuBLAS's: this is about memory, and nothing would be faster.
 
 Kept for backward: dx, dw (those that are needed); the first backward multiplies them in place and gives them away.
 Logits are rounded to the inputs' dtype, as by a linear layer; sums and softmax are fp32. dw is summed over the chunks
@@ -59,7 +59,7 @@ def forward_op(x: Tensor, w: Tensor, targets: Tensor, ignore_index: int, smoothi
     """The loss, dx and dw (in dw_dtype) for an upstream gradient of 1; gradients that are not needed are empty."""
     check_classes(targets, w.shape[0], ignore_index)
     step = chunk_rows(x.shape[0], w.shape[0], x.element_size(), chunk_bytes)
-    rounded = step >= x.shape[0] and dw_dtype == w.dtype  # a single product needs no sum of higher precision
+    rounded = step >= x.shape[0] and dw_dtype == w.dtype  # a single matmul needs no sum of higher precision
     dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
     dw = torch.empty(w.shape if need_dw else 0, dtype=w.dtype if rounded else torch.float32, device=x.device)
     if x.shape[0] == 0:
@@ -89,7 +89,7 @@ def _(x, w, targets, ignore_index, smoothing, mean, need_dx, need_dw, chunk_byte
 
 @register_flop_formula(torch.ops.distlab_kernels.linear_cross_entropy)
 def flops(x, w, targets, ignore_index, smoothing, mean, need_dx, need_dw, *_, out_shape=None, **__) -> int:
-    """Products only, as FlopCounterMode counts."""
+    """Matmuls only, as FlopCounterMode counts."""
     return 2 * x[0] * x[1] * w[0] * (1 + need_dx + need_dw)
 
 
@@ -142,7 +142,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     """cross_entropy(x weightᵀ, targets), fp32, with one chunk of logits in memory at a time; first order only.
 
     Args:
-        x: (N, D), fp32, fp16 or bf16; weight: (V, D) of the same type; both differentiable. Cast under autocast.
+        x: (N, D), fp32, fp16 or bf16; weight: (V, D) of the same dtype; both differentiable. Cast under autocast.
         targets, ignore_index, label_smoothing: as for `cross_entropy`; reduction "mean" or "sum".
         chunk_bytes: largest chunk of logits. Where the logits do not fit into one, weight's gradient is summed in
             fp32, which takes 4·V·D bytes during the forward if the weight has 16 bits. An fp32 weight under autocast
@@ -158,7 +158,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
 
 
 def cost(shape: tuple[int, int, int], dtype: torch.dtype) -> Cost:
-    """Of forward and both gradients for (N, D, V): three products; x, w, dx and dw once.
+    """Of forward and both gradients for (N, D, V): three matmuls; x, w, dx and dw once.
 
     Not counted, since a single chunk does without: each further chunk reads and writes dw in fp32, 8·V·D bytes, and
     rounding dw to 16 bits at the end moves 6·V·D.

@@ -1,11 +1,11 @@
-"""Matrix product with what follows it computed on the fp32 accumulator: bias, activation, a norm of short rows.
+"""Matmul with its epilogue computed on the fp32 accumulator: bias, activation, a norm of short rows.
 
 Math:  y = f(a b + bias);  with h = a b + bias and g = dy·f′(h):  da = g bᵀ,  db = aᵀ g,  dbias = Σ_rows g.
 
 Shapes: a (M, K), b (K, N), bias (N), y (M, N). FLOPs: 2·M·N·K. Bytes: a, b and y once; each tile of y needs a strip of
 a and of b, which the L2 has to serve. Saved for backward: a, b, bias; h is computed again where f needs it, for fp16
 in fp32, since h may exceed the range of fp16 where f(h) does not.
-Types: fp32, fp16, bf16, products summed in fp32, y rounded once; fp32 inputs are multiplied as three TF32 products.
+Dtypes: fp32, fp16, bf16, matmuls summed in fp32, y rounded once; fp32 inputs are multiplied as three TF32 matmuls.
 
 Three kernels, in the order in which one would write them:
 - `tiled_kernel`: a program per tile of y, tiles in row order. Simple, and reads b from memory again for every row of
@@ -236,7 +236,7 @@ def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: str | None, p
     if y.numel() == 0:
         return y
     if not _triton.runs_triton(a):
-        with torch.autocast(a.device.type, enabled=False):  # which would round the product before the epilogue
+        with torch.autocast(a.device.type, enabled=False):  # which would round the result before the epilogue
             return y.copy_(reference.matmul(reference.wide(a), reference.wide(b), bias, epilogue))
     bias = None if bias is None else bias.contiguous()
     can_tma = a.element_size() == 2 and a.shape[1] > 0 and _triton.generation(a.device.index) == "sm_90"
@@ -252,7 +252,7 @@ def _(a, b, bias, epilogue, precision, fp32=False):
 
 @torch.library.custom_op("distlab_kernels::matmul_slope", mutates_args=())
 def slope_op(dy: Tensor, h: Tensor, epilogue: str) -> Tensor:
-    """dy·f′(h) (M, N) in dy's dtype, contiguous, in plain torch: a small part of what the products around it cost."""
+    """dy·f′(h) (M, N) in dy's dtype, contiguous, in plain torch: a small part of what the matmuls around it cost."""
     return reference.epilogue_backward(dy.contiguous(), h, epilogue).to(dy.dtype)
 
 
@@ -263,7 +263,7 @@ def _(dy, h, epilogue):
 
 @register_flop_formula(torch.ops.distlab_kernels.matmul)
 def flops(a, b, *_, out_shape=None, **__) -> int:
-    """The product only, as FlopCounterMode counts."""
+    """The matmul only, as FlopCounterMode counts."""
     return 2 * a[0] * a[1] * b[1]
 
 
@@ -312,11 +312,11 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, epilogue: str | 
     """epilogue(a b + bias); differentiable in a, b and bias.
 
     Args:
-        a: (M, K), fp32, fp16 or bf16; b: (K, N) of the same type; any sizes and strides. Cast under autocast.
+        a: (M, K), fp32, fp16 or bf16; b: (K, N) of the same dtype; any sizes and strides. Cast under autocast.
         bias: (N) or None.
         epilogue: None, "relu", "leaky_relu" (slope 0.01), "gelu" (tanh form), "silu", or "rms_norm" without a weight
             (eps 1e-5), for N up to MAX_NORM_COLUMNS.
-        precision: of fp32 products on the GPU: "tf32x3" (three TF32 products), "tf32", "ieee".
+        precision: of fp32 matmuls on the GPU: "tf32x3" (three TF32 matmuls), "tf32", "ieee".
 
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
@@ -325,7 +325,7 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, epilogue: str | 
 
 
 def cost(shape: tuple[int, int, int], dtype: torch.dtype, *, backward: bool = False) -> Cost:
-    """Least FLOPs and bytes for (M, K, N); backward is two products."""
+    """Least FLOPs and bytes for (M, K, N); backward is two matmuls."""
     rows, depth, cols = shape
     elements = rows * depth + depth * cols + rows * cols
     if backward:

@@ -1,7 +1,7 @@
 """The operations of this package in plain torch, one kernel launch per line: what fusing saves, and what is right.
 
 Tests compare with these in float64, benchmarks time them as the naive form, and the public functions use them where
-Triton cannot run. Statistics and sums are taken in fp32 (float64 for float64 inputs); results have the input's type.
+Triton cannot run. Statistics and sums are taken in fp32 (float64 for float64 inputs); results have the input's dtype.
 
 Shapes: x (…, D), any shape where an operation is element-wise; weight and bias (D); logits (N, V), targets (N).
 """
@@ -16,7 +16,7 @@ GELU_CUBIC = 0.044715
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in the type that statistics are computed in: float64 stays, everything else becomes float32."""
+    """x in the dtype that statistics are computed in: float64 stays, everything else becomes float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -38,7 +38,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_slope(x: Tensor) -> Tensor:
-    """dGeLU/dx in the type of `wide`; |x| > 30 is flat, and kept from overflowing."""
+    """dGeLU/dx in the dtype of `wide`; |x| > 30 is flat, and kept from overflowing."""
     x32 = wide(x).clamp(-30, 30)
     tanh = torch.tanh(GELU_SCALE * (x32 + GELU_CUBIC * x32 * x32 * x32))
     return 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * GELU_SCALE * (1 + 3 * GELU_CUBIC * x32 * x32)
@@ -111,7 +111,7 @@ EPILOGUES = {
 
 
 def epilogue_backward(dy: Tensor, h: Tensor, epilogue: str) -> Tensor:
-    """The gradient of h from that of EPILOGUES[epilogue](h), in the type of `wide`."""
+    """The gradient of h from that of EPILOGUES[epilogue](h), in the dtype of `wide`."""
     g, h32 = wide(dy), wide(h)
     if epilogue == "rms_norm":
         r = torch.rsqrt(h32.square().mean(-1, keepdim=True) + 1e-5)
@@ -125,7 +125,7 @@ def epilogue_backward(dy: Tensor, h: Tensor, epilogue: str) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, epilogue: str | None = None) -> Tensor:
-    """epilogue(a b + bias): (M, K), (K, N), (N) → (M, N); the epilogue acts on the unrounded product."""
+    """epilogue(a b + bias): (M, K), (K, N), (N) → (M, N); the epilogue acts on the unrounded result of the matmul."""
     product = wide(a) @ wide(b)
     return EPILOGUES[epilogue](product if bias is None else product + wide(bias)).to(a.dtype)
 

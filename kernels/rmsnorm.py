@@ -6,11 +6,11 @@ Math, per row:  s = x + residual (or x),  r = 1/√(mean(s²) + eps),  y = f(s·
 Shapes: `N` rows, `D` columns: x, residual, s, y (N, D); w (D); r (N) fp32.
 Bytes: forward x and y once (with a residual x, residual, s, y); backward dy, s and ds once.
 FLOPs: about 4 per element forward, 9 backward.
-Saved for backward: s (x itself where there is no residual), w, r. Statistics in fp32; y in x's type or autocast's.
+Saved for backward: s (x itself where there is no residual), w, r. Statistics in fp32; y in x's dtype or autocast's.
 
 A row stays in registers from its one load to its one store. Backward: a fixed number of programs walk over the rows, so
-that each adds up its share of dw in registers and writes it once; `_reduce.py` sums the shares. Rows longer than
-ONE_TILE are treated in pieces, twice read (`_long_rows.py`).
+that each sums its contribution to dw in registers and writes it once; `_reduce.py` sums these. Rows longer than
+ONE_TILE are processed in chunks and read twice (`_long_rows.py`).
 
 Source: Zhang & Sennrich, Root Mean Square Layer Normalization (2019).
 """
@@ -113,7 +113,7 @@ def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: 
 
 def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor, ds: Tensor,
                     silu: bool) -> Tensor:
-    """Fill ds; returns dw in w's type."""
+    """Fill ds; returns dw in w's dtype."""
     rows, cols = s.shape
     itemsize = sum(t.element_size() for t in (dy, s, dtotal) if t is not None)
     launch = pipelined_launch("rmsnorm_backward", cols, itemsize, s.device)
@@ -252,11 +252,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 
     Args:
         x: (…, D), fp32, fp16 or bf16, any strides.
-        weight: (D), any of these types.
+        weight: (D), any of these dtypes.
         eps: above 0.
 
     Returns:
-        x's shape and type; under autocast autocast's type, because matrix products follow.
+        x's shape and dtype; under autocast autocast's dtype, because matmuls follow.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
@@ -266,7 +266,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5,
                  activation: str | None = None) -> tuple[Tensor, Tensor]:
-    """(y, s): s = x + residual in residual's type, y = rms_norm(s), followed by SiLU where activation is "silu".
+    """(y, s): s = x + residual in residual's dtype, y = rms_norm(s), followed by SiLU where activation is "silu".
 
     One pass over memory instead of three or four; arguments and errors as for `rms_norm`.
     """

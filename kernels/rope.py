@@ -2,7 +2,7 @@
 
 Math, per position and pair (x_i, x_{i+D/2}):  y = x·cos + roll(x, D/2)·sin, with cos = (c | c) and sin = (−s | s):
     y_i = x_i·c − x_{i+D/2}·s,   y_{i+D/2} = x_{i+D/2}·c + x_i·s.
-Backward turns by the opposite angle: the same kernel with −s.
+Backward rotates by the opposite angle: the same kernel with −s.
 
 Shapes: x, y (…, T, D), any strides over the leading dimensions (the transposed view that a fused projection gives is
 read where it lies); cos, sin (T, D) fp32. y is contiguous. Bytes: x and y once (the tables stay in the cache).
@@ -51,7 +51,7 @@ def _three_outer(x: Tensor) -> Tensor:
 
 
 def launch_rope(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, sign: float) -> None:
-    """Fill y, contiguous; sign −1 turns back."""
+    """Fill y, contiguous; sign −1 rotates back."""
     x = _three_outer(x)
     length, width = x.shape[-2:]
     block = max(2, triton.next_power_of_2(width // 2))

@@ -12,7 +12,7 @@ Backward holds two tensors: up to ONE_TILE_BACKWARD columns both rows stay in re
 them, and longer rows are read twice.
 
 Shapes: x, y (N, D). Bytes: x and y once (longer rows: x twice); backward y, dy and dx once. FLOPs: about 5 per element.
-Saved for backward: y. Arithmetic in fp32, results in x's type. A row of −inf only gives NaN, as in torch.
+Saved for backward: y. Arithmetic in fp32, results in x's dtype. A row of −inf only gives NaN, as in torch.
 
 Source: Milakov & Gimelshein, Online normalizer calculation for softmax (2018).
 """

@@ -2,7 +2,7 @@
 
 Math:  y = silu(g)·u, silu(g) = g·σ(g);   dg = dy·u·σ(g)·(1 + g·(1 − σ(g))),  du = dy·silu(g).
 
-Shapes: gate, up, y (…, F), one type. gate and up may be the two halves of one fused projection: rows are addressed by
+Shapes: gate, up, y (…, F), one dtype. gate and up may be the two halves of one fused projection: rows are addressed by
 their strides, nothing is copied. Bytes: gate, up and y once; backward dy, gate, up, dg and du. FLOPs: about 6 per
 element forward, 12 backward. Saved for backward: gate, up (silu is computed again). Arithmetic in fp32, rounded once.
 
@@ -109,7 +109,7 @@ def _(dy, gate, up):
 
 
 class SwiGLU(Function):
-    """`apply(gate, up)` → silu(gate)·up. Saved: gate, up. Under autocast both are cast to its type first."""
+    """`apply(gate, up)` → silu(gate)·up. Saved: gate, up. Under autocast both are cast to its dtype first."""
 
     @staticmethod
     def forward(ctx, gate, up):
@@ -133,7 +133,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate)·up; differentiable in both.
 
     Args:
-        gate, up: one shape and type: fp32, fp16 or bf16; any strides.
+        gate, up: one shape and dtype: fp32, fp16 or bf16; any strides.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.

@@ -3,10 +3,10 @@
 Math:  y_n = Σ_d x_nd·w_d;   dx_nd = dy_n·w_d,   dw_d = Σ_n dy_n·x_nd.
 
 Shapes: x (N, D), w (D), y (N). Bytes: forward x once; backward x and dx once. FLOPs: 2 per element forward, 3 backward.
-Saved for backward: x, w. Sums in fp32, y in x's type.
+Saved for backward: x, w. Sums in fp32, y in x's dtype.
 
 A program owns ROWS rows and walks over their columns. dw needs all rows: in the first stage each program writes its
-share, in the second `_reduce.py` sums the shares. The loop bound is the row's length, not a multiple of the tile: a
+partial sum, in the second `_reduce.py` adds these. The loop bound is the row's length, not a multiple of the tile: a
 column beyond the first tile that is never visited is the classic mistake here.
 """
 
@@ -67,7 +67,7 @@ def launch_forward(x: Tensor, w: Tensor, y: Tensor) -> None:
 
 
 def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
-    """Fill dx; returns dw in w's type."""
+    """Fill dx; returns dw in w's dtype."""
     rows, cols = x.shape
     block = min(1024, power_of_two(cols))
     launch = chosen("weighted_sum_backward", Launch(block, max(1, 4096 // block), 4, per_sm=4))
@@ -130,7 +130,7 @@ class WeightedSum(Function):
 
 
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
-    """Σ_d x[…, d]·weight[d]: (…, D) and (D) → (…), in x's type; differentiable in both.
+    """Σ_d x[…, d]·weight[d]: (…, D) and (D) → (…), in x's dtype; differentiable in both.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.

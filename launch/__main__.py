@@ -4,7 +4,7 @@
     distlab list                                  every experiment: its question, and what it needs
     distlab run NAME [--nproc N] [options]        measure; `distlab run NAME --help` lists the options
     torchrun --nproc-per-node N -m launch run NAME [options]
-    distlab show FILE… [--out FOLDER]             draw saved runs anew: table, pictures, page
+    distlab show FILE… [--out FOLDER]             redraw saved runs: table, pictures, page
     distlab tables [--check]                      redraw the tables of the README and the pages from records/
     distlab train | sample [options]              train a model; continue a text by a trained one
     distlab doctor                                what this machine has, and what runs on it
@@ -161,7 +161,7 @@ def _run(experiment: Experiment, arguments: Sequence[str]) -> int:
 
 
 def show(arguments: Sequence[str]) -> int:
-    """Write table, pictures and page of saved rows anew, of one machine or of several, without measuring.
+    """Redraw table, pictures and page of saved rows, of one machine or of several, without measuring.
 
     Pictures that rows alone cannot give (timelines, from traces) are copied from beside the first file.
     """

@@ -45,7 +45,7 @@ QUICK = {"size": "tiny", "steps": 10}
 class RunOptions(FrameOptions):
     """Of the command, beside what is trained on what; without a name, the run has that of data, size and strategy."""
 
-    fresh: bool = option(False, "put an older run of this name aside and begin anew")
+    fresh: bool = option(False, "move an older run of this name away and start over")
     log_every: int = option(10, "steps between progress lines", least=1)
     quick: bool = option(False, "ten steps of the tiny preset")
 

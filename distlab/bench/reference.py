@@ -1,4 +1,4 @@
-"""What is measured held against a reference: a strategy against one process, a model against the plainest one.
+"""Compare what is measured with a reference: a strategy with one process, a model with the simplest one.
 
 A strategy must leave the same parameters as training in one process: in fp32, with plain SGD (AdamW would turn a
 rounding error into a step of ±lr). The ranks' micro-batches run one after the other, and their gradients are summed in

@@ -151,8 +151,8 @@ class TrialConfig(Options):
 class Subject:
     """A model under a strategy with its optimizer and data: what benchmarks time, profile and take apart.
 
-    It runs a training step, or each part of one from a forward without gradients on. It holds no clock: whoever times
-    it hands in `mark`.
+    It runs a training step, or parts of one, from a forward without gradients to the whole. It has no clock: the code
+    that times it passes in `mark`.
 
     Args:
         context: this rank.
@@ -331,7 +331,7 @@ class Workbench:
         context: this rank.
         config: the model.
         batch_size: sequences per rank.
-        compute_dtype: type of the computation over fp32 parameters; None for fp32.
+        compute_dtype: dtype of the computation over fp32 parameters; None for fp32.
         seed: of parameters and data.
     """
 
@@ -393,9 +393,9 @@ class Workbench:
         steps: int,
         progress: Callable[[str], None] = lambda text: None,
     ) -> dict[str, Timing]:
-        """Keep all variants attached at once and let them step in turn, one step each: the finest interleaving.
+        """Keep all variants attached at once and interleave them step by step: the finest interleaving.
 
-        Drift then hits two variants within one step's time of each other. Needs the memory of all of them
+        Clock drift then affects variants that are only one step apart almost equally. Needs the memory of all of them
         together, so it suits small models; `peak_alloc_bytes` is not any one's and stays None.
         """
         timings = {variant.name: Timing() for variant in rows}
@@ -406,7 +406,7 @@ class Workbench:
                 for variant in rows
             }
             for number in range(warmup + steps):
-                progress(f"step {number + 1}/{warmup + steps} of each variant in turn")
+                progress(f"step {number + 1}/{warmup + steps} of each variant, interleaved")
                 if number == warmup:
                     for timer in timers.values():
                         timer.clear()

@@ -3,9 +3,9 @@
     training   │ step 50 │ copy to the host │ step 51 │ step 52 │ …                          │ step 100 │ copy …
     writer                                  │ write files │ fsync │ marker │ rename │ prune │
 
-`save()` queues copies into pinned host memory on the computing stream and returns; a thread waits for them and
-writes, talking to the other ranks' threads in a gloo group of its own. Ranks that hold the same values write a
-share each. The next `save()` first waits for the one before, and raises on every rank what went wrong on any.
+`save()` queues copies into pinned host memory on the compute stream and returns. A thread waits for them and
+writes; it communicates with the other ranks' threads in a separate gloo group. Ranks that hold the same values write
+one part each. The next `save()` first waits for the previous one, and raises on every rank if any rank failed.
 
 Loading checks every file's checksum, and falls back to the previous checkpoint with a message that names the damage.
 What the files say is checked against each other and against the model before anything of the model is overwritten.

@@ -175,7 +175,7 @@ class CheckpointFolder:
         if not _is_count(version):
             raise Damaged(f"{marker} is not a marker of this program")
         if version != FORMAT:
-            what = "begin anew with --fresh, or use the version that wrote it"
+            what = "start over with --fresh, or use the version that wrote it"
             what = "update distlab" if version > FORMAT else what
             raise OtherFormat(f"{path} has checkpoint format {version}, this version reads {FORMAT}: {what}")
         if not intact:

@@ -134,7 +134,7 @@ class RunLock:
         try:
             os.write(file, self._content)
             os.fsync(file)
-            # What was read above may have been released and taken anew meanwhile: then this file follows nothing.
+            # The lock read above may have been released and taken again meanwhile: then this file follows nothing.
             taken = self._is_mine()
         finally:
             if not taken:

@@ -5,7 +5,7 @@
 
 The index, which the marker holds, names for each tensor its shape, its dtype and its parts: `[first element, elements,
 file, offset in bytes]`, in the flattened whole. So a part that cuts through rows needs no gathering, and a reader of
-any world size takes the bytes it wants. Parts tile their tensor, and they tile every file: an index that leaves out a
+any world size reads the bytes it needs. Parts tile their tensor, and they tile every file: an index that leaves out a
 tensor, or reads a byte twice, cannot fit the files.
 """
 

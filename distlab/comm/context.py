@@ -1,4 +1,4 @@
-"""Who am I among the ranks: the one place that reads torchrun's environment and owns the process group.
+"""Which rank is this: the one place that reads torchrun's environment and owns the process group.
 
 `rank_context()` is used as
 
@@ -68,7 +68,7 @@ class RankEnvironment:
     local_rank: int
     world_size: int
     local_world_size: int
-    restarts: int = 0  # how often torchrun has started this job's ranks anew
+    restarts: int = 0  # how often torchrun has restarted this job's ranks
     max_restarts: int = 0  # how often it would
     has_agent: bool = False  # whether torchrun's agent started this process, not somebody who set the variables
 

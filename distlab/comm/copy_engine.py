@@ -2,7 +2,7 @@
 
 NCCL's kernels occupy thread blocks for as long as they send, and the matmuls beside them slow down. A GPU can also
 read and write its neighbours' memory over NVLink with its copy engines. Every tensor is cut into N equal chunks, of
-which rank r owns chunk r:
+and rank r averages chunk r:
 
     ready      all     every rank's tensor is complete
     pull       copies  chunk r of every peer → staging                  (N−1)/N of the bytes come in

@@ -20,8 +20,8 @@ def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout
     """Run `work` on this rank inside its context; turn exceptions into one clear message and an exit code.
 
     Returns:
-        What `work` does; 2 after an error that a person can mend, 1 after the loss of another rank, 128 + the number of
-        a signal that asked this rank to stop.
+        What `work` does; 2 after an error that the user can correct, 1 after the loss of another rank, 128 + the number
+        of a signal that asked this rank to stop.
     """
     try:
         place = RankEnvironment.read()

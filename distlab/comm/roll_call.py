@@ -1,8 +1,8 @@
 """Which rank did not come, where a collective fails on gloo; costs nothing as long as nobody waits for long.
 
-A wait on gloo blocks the host. A rank that has waited for half a second says so in the job's store, and takes it back
-when what it waited for has come. When a wait fails, at the group's timeout or because a connection broke, the ranks
-that say nothing are those that are missing.
+A wait on gloo blocks the host. A rank that has waited for half a second writes so into the job's store, and removes the
+entry when the wait ends. When a wait fails, at the group's timeout or because a connection broke, the ranks without an
+entry are the missing ones.
 
 On NCCL a wait blocks a stream, and at the timeout torch's watchdog ends the process, with the collective's name.
 """

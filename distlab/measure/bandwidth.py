@@ -10,7 +10,8 @@ How much do computation and communication slow each other down?
 A queue of all-reduces is put on the wire, and computation runs beside it for t seconds, in which it does what takes
 m seconds alone: its rate is p = m/t. The queue outlasts it and is done after T seconds, instead of C alone. All that
 lies outside of t ran undisturbed, so in t the queue has done what takes C − (T − t) alone: its rate is
-q = (C − (T − t))/t. No second clock and no stream of its own is needed, so gloo and NCCL are measured alike.
+q = (C − (T − t))/t. Neither a second clock nor a separate stream is needed, so gloo and NCCL are measured in the same
+way.
 """
 
 from __future__ import annotations
@@ -241,5 +242,5 @@ def disturb(
 
 
 def rate_beside(alone_ms: float, total_ms: float, beside_ms: float) -> float:
-    """q, between 0.05 and 1: a queue of `alone_ms` took `total_ms`, of which `beside_ms` beside computation."""
+    """q, between 0.05 and 1: a queue of `alone_ms` alone took `total_ms`, with computation during `beside_ms`."""
     return min(1.0, max(0.05, (alone_ms - (total_ms - beside_ms)) / beside_ms))

@@ -26,11 +26,11 @@ _PER_ELEMENT = {
     "_log_softmax": 5,
     "_softmax_backward_data": 4,
     "_log_softmax_backward_data": 4,
-    "_fused_rms_norm": 4,  # square, sum, two products
+    "_fused_rms_norm": 4,  # square, sum, two multiplications
     "_fused_rms_norm_backward": 11,
     "native_layer_norm": 7,
     "native_layer_norm_backward": 14,
-    "silu": 4,  # exp, sum, quotient, product
+    "silu": 4,  # exp, sum, division, multiplication
     "silu_backward": 8,
     "gelu": 8,
     "gelu_backward": 16,

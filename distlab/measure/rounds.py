@@ -1,7 +1,8 @@
 """Interleaved rounds: every variant is timed once per round, so that clock drift affects all of them alike.
 
-A GPU's clocks follow its temperature and its power limit and drift by several per cent within seconds. Of variants
-timed one after the other the drift makes a winner; interleaved, times of one round can be compared.
+A GPU's clocks follow its temperature and its power limit and drift by several per cent within seconds. If variants
+are timed one after the other, the drift decides which one wins; in interleaved rounds, times of one round can be
+compared.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def checkpoint_groups(choice: Checkpointing) -> tuple[int, ...]:
 
     Args:
         choice: `none` or False: all activations are kept, `()`. `block` or True: each block by itself, `(1,)`.
-            `every-4` or 4: groups of four blocks, of which only the input is kept, `(4,)`. `every-8-2` or (8, 2):
+            `every-4` or 4: groups of four blocks; only a group's input is kept, `(4,)`. `every-8-2` or (8, 2):
             groups of eight which, once recomputed, keep only the inputs of groups of two.
 
     Raises:

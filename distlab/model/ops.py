@@ -43,7 +43,7 @@ class Ops:
 
 
 def naive_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-    """Causal attention as the formula has it: softmax(q kᵀ/√D + mask) v, with the T×T scores in memory.
+    """Causal attention as in the formula: softmax(q kᵀ/√D + mask) v, with the T×T scores in memory.
 
     The softmax runs in fp32 (fp64 for fp64 inputs), the two matmuls in the inputs' dtype or autocast's.
 
@@ -165,7 +165,7 @@ def gradient_target(weight: Tensor) -> Tensor | None:
 
 
 class _CastLinear(torch.autograd.Function):
-    """`linear` of an fp32 weight in another type; saves x and the weight in that type, as autocast does.
+    """`linear` of an fp32 weight in another dtype; saves x and the weight in that dtype, as autocast does.
 
     What is saved does not lead back to x and the weight: the gradient of a gradient is refused with RuntimeError.
     """
@@ -204,7 +204,7 @@ def rope_tables(context: int, head_dim: int, theta: float, device: torch.device)
     Returns:
         Two tables `(T, D)` in fp32: (cos | cos) and (−sin | sin), a half for each element of a pair.
     """
-    # Plain multiplications: a matrix product would be rounded to bf16 under autocast.
+    # Plain multiplications: a matmul would be rounded to bf16 under autocast.
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     positions = torch.arange(context, device=device, dtype=torch.float32)
     angles = positions[:, None] * (theta**-exponents)[None, :]
@@ -262,7 +262,7 @@ def _flash_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def _triton_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """`cross_entropy` by this lab's kernel, which reads the logits in their own type: no copy of them in fp32."""
+    """`cross_entropy` by this lab's kernel, which reads the logits in their own dtype: no copy of them in fp32."""
     from kernels.cross_entropy import cross_entropy as fused
 
     return fused(logits_BTV.flatten(0, -2), targets_BT.flatten())

@@ -201,7 +201,7 @@ class TransformerLM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:
-        """Draw every parameter anew from a generator of its own on the parameters' device.
+        """Redraw every parameter from a separate generator on the parameters' device.
 
         Matrices are normal with std 0.02, the two projections that write to the residual stream with
         0.02/√(2·num_layers) (Radford et al. 2019, GPT-2), norms are ones. The normal is not truncated: beyond

@@ -66,7 +66,7 @@ class Strategy:
         casts_parameters: whether `wrap` takes `compute_dtype=…`, in which parameters are then sent and used; such
             a model needs no autocast, which would keep a cast copy of every weight through the step.
         materializes: whether `wrap` takes a module on meta with `init_fn=…` and `device=…`, and makes it in shards.
-        synchronizes: False for `local`, whose ranks drift apart.
+        synchronizes: False for `local`, whose ranks diverge.
         is_peer: True for the implementations of torch that ours are measured against.
         needs_gpu: whether it runs on GPUs only.
     """
@@ -101,7 +101,7 @@ class Strategy:
             init: of a module on meta: writes every parameter and buffer, in registration order; ranks must draw alike.
                 Default: `reset_parameters` of the outermost modules that have it.
             device: for a module on meta.
-            compute_dtype: what forward computes in, under `model.autocast()`; None: the parameters' own type.
+            compute_dtype: what forward computes in, under `model.autocast()`; None: the parameters' own dtype.
             options: `bucket_size_mb`, MiB, by default the strategy's own; those without buckets ignore it.
 
         Raises:

@@ -1,7 +1,7 @@
-"""What every strategy, ours or torch's, offers to the rest of the lab; what a sharded optimizer adds.
+"""The interface of every strategy, ours or torch's, to the rest of the lab; what a sharded optimizer adds.
 
-Trainer, benchmarks, checkpoints and simulation know these two classes and no strategy. What lies on a rank is told in
-`Shard`s: the model's are what is stored and stepped; `stepped()` says which of them an optimizer steps here.
+Trainer, benchmarks, checkpoints and simulation know these two classes and no strategy. `Shard`s say which elements lie
+on a rank: a model's shards are stored and stepped; `stepped()` says which of them an optimizer steps here.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ class ParallelModel(nn.Module, ABC):
         process_group: the ranks; None without communication.
         device: of the parameters.
         compute_dtype: what forward computes in; None: the parameters' own.
-        casts_parameters: whether it gives the module parameters in that dtype, so that nothing is left to autocast.
+        casts_parameters: whether the module's parameters already have that dtype, so that autocast is not needed.
         bytes_outside_allocator: bytes of this GPU that torch's caching allocator does not count.
     """
 
@@ -232,7 +232,7 @@ def load_shards(
 ) -> None:
     """Give an optimizer the options of each group, and state by `Shard.tensor` of what it steps.
 
-    torch casts states to the type and device of what is stepped.
+    torch casts states to the dtype and device of what is stepped.
     """
     if isinstance(optimizer, LocalOptimizer):
         optimizer.load_shards(groups, state)
@@ -268,7 +268,7 @@ def square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """The sum of the squares of all elements, 0-dim fp64."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    # Norms of half-precision tensors would be rounded to their type.
+    # Norms of half-precision tensors would be rounded to their dtype.
     half = [g for g in gradients if g.itemsize == 2]
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in half]
     if len(half) < len(gradients):

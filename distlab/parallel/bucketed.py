@@ -8,9 +8,9 @@ bucket, which can only leave when backward ends, and whatever communication back
 
 Each hook scales its gradient and copies it once into the bucket, and `.grad` becomes the view of it: letting
 autograd make the gradient and copying costs two passes over memory, a view set beforehand would cost four
-(zero it, read it, add, write). Our linear layers spare even the copy on a GPU: they write their weight's gradient where
-the bucket wants it (`model.ops.gradient_target`). Buckets leave in plan order on every rank, whatever order the hooks
-fire in.
+(zero it, read it, add, write). On a GPU our linear layers avoid even the copy: they write their weight's gradient
+directly into the bucket (`model.ops.gradient_target`). Buckets leave in plan order on every rank, whatever order the
+hooks fire in.
 
 torch's DistributedDataParallel differs in three things: its first bucket is small (1 MiB) so that
 communication starts early; after the first step it rebuilds the buckets in the order in which gradients were
@@ -115,7 +115,7 @@ class BucketedDDP(DataParallel):
         return [*self._sharded.shards.values(), *held[len(self.trainable) :]]
 
     def shards_changed(self) -> None:
-        """Gather the parameters, if they are sharded; whoever reads one waits for it."""
+        """All-gather the parameters, if they are sharded; reading one waits for it."""
         if self._sharded is not None:
             self._sharded.start_gathering()
 

@@ -1,12 +1,12 @@
-"""Bucketed data parallelism whose buckets travel by copy engines instead of NCCL's kernels.
+"""Bucketed data parallelism whose buckets are moved by copy engines instead of NCCL's kernels.
 
     compute        │ forward │ backward ─────────────────── │  │ optimizer │
     copy engines   │         │     │ bucket 0 │ bucket 1 │ … │  │
                                     pull ─ average ─ push
 
-Plan, packing and flags are those of `BucketedDDP`. What changes is who carries a bucket: the GPUs' copy engines read
-and write the peers' buckets over NVLink (`comm.copy_engine`), and the multiprocessors, which NCCL's kernels share with
-backward's products, are left to the products. The GPUs must be on one host and reach each other's memory.
+Plan, packing and flags are those of `BucketedDDP`. Copy engines replace NCCL: they read and write the peers' buckets
+over NVLink (`comm.copy_engine`), and backward's matmuls have all the multiprocessors, which they share with NCCL's
+kernels otherwise. The GPUs must be on one host and reach each other's memory.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ class CopyEngineDDP(BucketedDDP):
 
     Args:
         module: the model to wrap, on a GPU; see `DataParallel` for checks and errors.
-        bucket_size_mb: MiB of gradients per bucket; as a transfer costs several launches, larger than NCCL's.
+        bucket_size_mb: MiB of gradients per bucket; larger than with NCCL, because a transfer costs several launches.
         process_group: default: the default group.
 
     Raises:

@@ -1,6 +1,6 @@
 """Gradients packed into buckets: the pure plan, and the buffers that execute it.
 
-A plan says which parameter lies where; it knows shapes and types, not tensors, and is tested in one process.
+A plan says which parameter lies where; it knows shapes and dtypes, not tensors, and is tested in one process.
 `GradientBucket` holds the memory of one planned bucket:
 
     | grad of parameter 7 | grad of parameter 6 | … | used flags, one element per parameter | padding |
@@ -25,7 +25,7 @@ class BucketPlan(FlatLayout):
     """The layout of one bucket: gradients, then one flag for each, then padding to a multiple of the world size.
 
     Args:
-        dtype: type of every element.
+        dtype: of every element.
         indices: the parameters' positions in the list that was planned, in the order in which gradients are expected.
         numels: elements of these parameters.
         world_size: the bucket can be cut into as many equal slices.
@@ -49,7 +49,7 @@ class BucketPlan(FlatLayout):
         return self.numel * self.dtype.itemsize
 
     def slice_of(self, rank: int) -> slice:
-        """The elements that `rank` owns."""
+        """The elements of `rank`'s slice."""
         return slice(rank * self.slice_numel, (rank + 1) * self.slice_numel)
 
     def views(self, buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -103,7 +103,7 @@ def plan_buckets(
     order = range(len(numels) - 1, -1, -1) if order is None else order
 
     buckets: list[list[int]] = []
-    filled: dict[torch.dtype, int] = {}  # elements in the last bucket of each type
+    filled: dict[torch.dtype, int] = {}  # elements in the last bucket of each dtype
     last: dict[torch.dtype, list[int]] = {}
     for index in order:
         dtype, numel = dtypes[index], numels[index]
@@ -141,13 +141,13 @@ def adopt_foreign_gradients(
 
 
 class GradientBucket:
-    """The memory of one bucket: packs gradients, and turns each `.grad` into a view of the packed buffer.
+    """The memory of one bucket: packs gradients, and makes each `.grad` a view of the packed buffer.
 
     Args:
         plan: the layout.
-        parameters: all planned parameters, of which the plan picks its own.
-        scale: factor applied in the copy (`collectives.mean_scale`), so that averaging costs no pass of its own.
-        buffer: `(plan.numel,)` zeros that others have made; default: its own.
+        parameters: all planned parameters; the plan picks those of this bucket.
+        scale: factor applied in the copy (`collectives.mean_scale`), so that averaging needs no extra pass.
+        buffer: `(plan.numel,)` zeros that the caller allocated; default: allocated here.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """After the mean has arrived: adopt gradients of parameters that only other ranks used; start anew."""
+        """After the mean has arrived: adopt gradients of parameters that only other ranks used; reset."""
         if self.flags is not None:
             adopt_foreign_gradients(self.flags, self.parameters, self.views)
         self._packed = [False] * len(self._packed)

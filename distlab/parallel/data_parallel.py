@@ -42,7 +42,7 @@ class DataParallel(ParallelModel):
 
     Raises:
         ValueError: nothing to train, parameters on several devices, an uninitialized parameter, two parameters
-            that share memory, a model that is wrapped already, or ranks that disagree on names, shapes, types,
+            that share memory, a model that is wrapped already, or ranks that disagree on names, shapes, dtypes,
             strides or `requires_grad` (then on every rank).
     """
 
@@ -246,7 +246,7 @@ def check_ranks_agree(module: nn.Module, group: ProcessGroup) -> None:
     """Before anything is sent: every rank must hold the same parameters and buffers.
 
     Raises:
-        ValueError: the same one on every rank; it names the first tensor that differs in name, shape, type,
+        ValueError: the same one on every rank; it names the first tensor that differs in name, shape, dtype,
             strides or `requires_grad`.
     """
     mine = [

@@ -39,11 +39,11 @@ RUNS, ROWS, COLUMNS = None, 0, 1
 
 
 class CannotTry(Exception):
-    """An optimizer could not be built anew, or could not step even a whole tensor; the message says why."""
+    """An optimizer could not be rebuilt, or could not step even a whole tensor; the message says why."""
 
 
 def is_elementwise(optimizer_cls: type[Optimizer], options: dict[str, Any], device: torch.device) -> bool:
-    """Whether stepping runs of flattened elements gives what stepping whole vectors and matrices gives.
+    """Whether stepping parts of flattened tensors gives the same result as stepping whole vectors and matrices.
 
     Args:
         optimizer_cls, options: as `optimizer_cls(parameters, **options)`; one that raises is not element-wise.
@@ -66,9 +66,9 @@ _checked: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionar
 def check_elementwise(optimizer: Optimizer) -> None:
     """Refuse an optimizer that would give another result on a rank's rows of matrices than on whole matrices.
 
-    Tried out once for each optimizer, anew when a group has been added, with the options of every group that holds a
+    Tried once for each optimizer, and again when a group has been added, with the options of every group that holds a
     matrix: on an optimizer like this one, which shares neither state nor parameters with it. One that works row by
-    row is refused too. Of one that cannot be tried out nothing is known: UserWarning.
+    row is refused too. One that cannot be tried gets a UserWarning.
 
     Raises:
         ValueError: it is not element-wise, or it shards optimizer states itself.

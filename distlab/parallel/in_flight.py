@@ -1,9 +1,9 @@
-"""Parameters whose new values are still on their way: whoever reads one in Python waits for it first.
+"""Parameters whose new values have not arrived yet: reading one in Python waits for it first.
 
-While the values of a parameter are being gathered, its class is a subclass of its own that overrides
+While the values of a parameter are being gathered, its class is a special subclass that overrides
 `__torch_function__`. So every operator that gets the parameter, and every method and property of it, passes through
 here, wherever it is called from: `F.linear(x, other.weight)`, `parameter.data`, `detach()`, `copy_()`, `item()`,
-`deepcopy`, pickle. It waits, gives the parameter its class back, and goes on. What reads no values (`grad`, `shape`,
+`deepcopy`, pickle. It waits, restores the parameter's class, and goes on. What reads no values (`grad`, `shape`,
 `requires_grad`, …) does not wait, so that `zero_grad()` between a step and the next forward costs no overlap.
 
 Compiled code is safe too: Dynamo's graphs are guarded by the classes of the parameters they read, and do not run

@@ -1,9 +1,9 @@
 """Which elements of which parameter lie on this rank: the one notion that strategies, optimizers and checkpoints share.
 
-`FlatLayout` plans: parameters one after another in a flat buffer that is cut into equal slices, one for each rank.
+`FlatLayout` plans: parameters one after another in a flat buffer of equal slices, one for each rank.
 `Shard` says what a rank holds: a contiguous part of one parameter's elements, named by the parameter's own name and by
-where it starts in the unpadded whole. So what one strategy wrote at one world size another reads at another, without
-anybody gathering anything.
+where it starts in the unpadded whole. So a checkpoint of one strategy and world size can be read by another at another
+world size, without gathering.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class FlatLayout:
-    """Parameters in a flat buffer that is cut into `world_size` equal slices.
+    """Parameters in a flat buffer of `world_size` equal slices.
 
     | parameter 0  | parameter 1             | gap | parameter 2 | extra | padding |
     | slice of rank 0      | slice of rank 1      | slice of rank 2               |
@@ -46,7 +46,7 @@ class FlatLayout:
         self.numel = self.slice_numel * world_size
 
     def shard_range(self, index: int, rank: int) -> tuple[int, int]:
-        """First and one-past-last element, within parameter `index`, of what lies in the slice of `rank`."""
+        """First and one-past-last element, within parameter `index`, of the shard of `rank`."""
         start = rank * self.slice_numel - self.offsets[index]
         first = min(max(start, 0), self.numels[index])
         return first, min(max(start + self.slice_numel, first), self.numels[index])

@@ -3,8 +3,8 @@
     bucket b    │ parameter 7 │ parameter 6        │ parameter 5 │ padding │
     slices      │ rank 0          │ rank 1          │ rank 2              │
 
-Parameters are moved into flat buffers laid out like the gradient buckets, and a rank owns the same slice of both. It
-cuts through parameters: rank 1 above owns a part of parameter 6 and nothing else, rank 2 the rest of it and all of
+Parameters are moved into flat buffers laid out like the gradient buckets, and a rank has the same slice of both. Slices
+end inside parameters: rank 1 above has a shard of parameter 6 and nothing else, rank 2 the rest of it and all of
 parameter 5.
 """
 
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 
 
 class ShardedBuckets:
-    """What a rank keeps of a wrapper's buckets, and the ways there and back.
+    """A rank's shards of a wrapper's buckets: how they are made, reduced and gathered.
 
     Between `start_gathering()` and `wait()` a parameter is in flight (`in_flight.py`): reading it in Python waits.
     Hooks wait before that, module by module.
 
     Args:
-        ddp: the wrapper; its plan is padded to equal slices and has no flags, which go in one message of their own.
+        ddp: the wrapper; its plan is padded to equal slices and has no flags, which are sent separately.
         buckets: of its gradients.
 
     Attributes:
-        shards: by parameter, what this rank owns of it: 1-D (0-D of a scalar, as its optimizer's state must be), a
+        shards: by parameter, this rank's shard: 1-D (0-D of a scalar, as its optimizer's state must be), a
             view of the flat buffer, perhaps empty, and a parameter to the optimizer.
         starts: by parameter, its shard's first element, counted in the order of the parameter's memory.
         received: where this rank's slice of each bucket's mean arrives.
-        gradients: watches `.grad`, of which only the owned part is the mean, and the rest leftovers.
+        gradients: watches `.grad`, which holds the mean in this rank's shard and leftovers elsewhere.
     """
 
     def __init__(self, ddp: BucketedDDP, buckets: Sequence[GradientBucket]):
@@ -80,7 +80,7 @@ class ShardedBuckets:
     def _move(
         self, number: int, bucket: GradientBucket, values: dict[nn.Parameter, nn.Parameter]
     ) -> Tensor:
-        """Move the parameters of a bucket into one buffer; note what this rank owns of them, and where means lie."""
+        """Move the parameters of a bucket into one buffer; note this rank's shards of them, and where means lie."""
         plan = bucket.plan
         flat = torch.zeros(plan.numel, dtype=plan.dtype, device=bucket.buffer.device)
         for position, view in enumerate(plan.views(flat, bucket.parameters)):
@@ -214,13 +214,13 @@ def _is_compiled_form(module: nn.Module) -> bool:
 
 
 class PartialGradients:
-    """Gradients of which only this rank's part is the mean: who edits them, or adds to them, must know.
+    """Gradients that are the mean in this rank's shard only: notices edits and additions that this makes wrong.
 
-    After a reduce-scatter a parameter's `.grad` holds the mean in the part that this rank owns, and leftovers
-    elsewhere. What works element by element does no harm to that; what looks at the whole
-    (`torch.nn.utils.clip_grad_norm_`) gets another answer on each rank, and a backward that adds to it mixes means with
-    leftovers. Both are noticed at no cost in memory traffic: torch counts a tensor's in-place changes in its
-    `_version`, and each gradient here has a counter of its own.
+    After a reduce-scatter a parameter's `.grad` holds the mean in this rank's shard, and leftovers elsewhere.
+    Element-wise edits do no harm. A function of the whole gradient (`torch.nn.utils.clip_grad_norm_`) gives another
+    result on each rank, and a backward that adds to it mixes means with leftovers. Both are noticed at no cost in
+    memory traffic: torch counts a tensor's in-place changes in its `_version`, and each gradient here has its own
+    counter.
 
     Args:
         names, parameters: of what is trained.

@@ -1,7 +1,7 @@
 """Checks that run before any optimizer steps parameters which a wrapper synchronizes.
 
 An optimizer knows nothing of the wrapper whose gradients it applies: a step before the gradients are averaged, or
-after something has edited only this rank's part of them, would let the ranks drift apart without an error. So one
+after something has edited only this rank's part of them, would let the ranks diverge without an error. So one
 global hook asks the wrapper: `wrapper.check_step(optimizer)` raises what is wrong.
 """
 
@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class ChecksStep(Protocol):
-    """A wrapper that has something to say before its parameters are stepped."""
+    """A wrapper that checks before its parameters are stepped."""
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Raise if stepping now would be wrong."""

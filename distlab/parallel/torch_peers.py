@@ -83,7 +83,7 @@ def torch_zero(model: TorchDDP, optimizer_cls: type[Optimizer], **options: Any) 
 
 
 class TorchFSDP2(ParallelModel):
-    """The production peer of `FSDP`: `fully_shard` on the same units, gradients reduced in the masters' type.
+    """The production peer of `FSDP`: `fully_shard` on the same units, gradients reduced in the masters' dtype.
 
     The one difference in what is sharded: FSDP2 also shards norms and biases, with their unit or with the root,
     where `FSDP` replicates them. `parameters()` are DTensors sharded by rows.
@@ -119,7 +119,7 @@ class TorchFSDP2(ParallelModel):
         units = [plan.module for plan in plan_units(module, list_entries(module, compute_dtype))]
         self.device = next(module.parameters()).device
         mesh = DeviceMesh.from_group(self.process_group, self.device.type)
-        # Stating the reduce type makes FSDP2 cast bf16 gradients to fp32 before it sends them, as FSDP does.
+        # Stating the reduce dtype makes FSDP2 cast bf16 gradients to fp32 before it sends them, as FSDP does.
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
         )

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: gradients are reduce-scattered, each rank steps its share, parameters are gathered again.
+"""ZeRO stage 1: gradients are reduce-scattered, each rank steps its shard, parameters are all-gathered.
 
     compute        │ forward ─────── │ backward ───────────────── │   │ step 1/N │ forward ─────── …
     communication  │                 │  reduce-scatter b0 │ b1 │ … bn │          │ all-gather bn │ … │ b0 │
@@ -8,7 +8,7 @@ a reduce-scatter and an all-gather are the two halves of the all-reduce they rep
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sec. 5.1 and 7.1). The all-gather of the
 updated parameters runs under the next forward, in the order in which forward needs them; see `sharded_buckets.py`.
 
-Parameters live in flat buffers laid out like the gradient buckets; a rank owns the same slice of both. Its local
+Parameters live in flat buffers laid out like the gradient buckets; a rank has the same slice of both. Its local
 optimizer sees 1-D shards of the parameters in its slices, which is why it must be element-wise.
 """
 
@@ -31,12 +31,12 @@ from distlab.parallel.shard import Shard
 class ZeroOptimizer(LocalOptimizer):
     """An element-wise optimizer over this rank's slices of a `BucketedDDP`'s parameters.
 
-    Gradients. After `finish_gradient_synchronization()` a `.grad` holds the mean in the part that this rank owns and
+    Gradients. After `finish_gradient_synchronization()` a `.grad` holds the mean in this rank's shard and
     leftovers elsewhere. So it must be zeroed before every step's first backward, the norm is clipped by
-    `clip_grad_norm_` here, and other edits belong into `elementwise_gradient_edits()`; all else raises.
+    `clip_grad_norm_` here, and other edits belong inside `elementwise_gradient_edits()`; everything else raises.
 
-    Parameters. `step()` returns while they are being gathered, and the next forward waits module by module. Nothing
-    reads one before it has arrived: whoever does so in Python, anywhere, waits for it (`in_flight.py`), and code
+    Parameters. `step()` returns while they are being gathered, and the next forward waits module by module. None
+    is read before it has arrived: any read in Python waits for it (`in_flight.py`), and code
     compiled by `torch.compile` runs when all that it may read has arrived. To keep the overlap, compile blocks
     (`torch.compile(block)`) before building this optimizer; after `block.compile()`, the wrapper's forward waits for
     all parameters at once. Call `synchronize()` before parameters are read below Python: through an alias
@@ -78,7 +78,7 @@ class ZeroOptimizer(LocalOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step this rank's slices and send the results on their way; whoever reads a parameter waits for it.
+        """Step this rank's shards and start the all-gathers; reading a parameter waits for it.
 
         Args:
             closure: evaluated once, before the step, with gradients enabled; it must finish the synchronisation.

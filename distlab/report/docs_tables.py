@@ -1,4 +1,4 @@
-"""Tables and code inside Markdown pages, made from committed records and from the source: pages cannot drift.
+"""Tables and code inside Markdown pages, made from committed records and from the source, so that pages stay correct.
 
 A page holds a pair of markers, and what lies between them is made:
 
@@ -67,7 +67,7 @@ def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
 
 
 def embed_tables(page: str, table_of: Callable[[str], str]) -> str:
-    """The page with every marked table drawn anew.
+    """The page with every marked table redrawn.
 
     Args:
         page: Markdown.
@@ -80,7 +80,7 @@ def embed_tables(page: str, table_of: Callable[[str], str]) -> str:
 
 
 def embed_code(page: str, root: Path) -> str:
-    """The page with every marked piece of code taken anew from the source.
+    """The page with every marked code block taken from the source again.
 
     Args:
         page: Markdown.

@@ -1,7 +1,7 @@
 """Where results go: one folder per run, and files that are either whole or absent.
 
 Every file is written under a temporary name in its final folder, flushed to the disk and then renamed. A
-rename within one folder is atomic, so a reader (or a sweep that resumes) never meets half a file under a
+rename within one folder is atomic, so a reader (or a sweep that resumes) never finds half a file under a
 final name, whatever killed the writer.
 """
 

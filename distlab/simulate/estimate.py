@@ -131,7 +131,7 @@ def estimate_step(
 
 
 def messages(config: ModelConfig, dtype: str, bucket_size_mb: float | None, shards: int = 1) -> Messages:
-    """What a step sends: gradients in fp32, parameters as FSDP gathers them in the type of the computation.
+    """What a step sends: gradients in fp32, parameters as FSDP gathers them in the dtype of the computation.
 
     Args:
         shards: ranks that FSDP cuts a parameter for; above one, what it sends is padded to whole rows.

@@ -52,7 +52,7 @@ def replay(
     streams.run(step.items[step.boundary :])
     end = streams.now
     window = [(begin, end)]
-    # What the last step leaves in flight is the mirror image of what its predecessor left for it.
+    # The last step leaves in flight what its predecessor left in flight for it.
     compute, comm = intersect(streams.compute, window), intersect(streams.comm, window)
     local_ms = 1e3 * sum(device.seconds(item) for item in step.operators)
     exposed, comm_ms = subtract(comm, compute), 1e3 * total(comm)

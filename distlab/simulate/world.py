@@ -1,6 +1,6 @@
 """A world of any size in one process: torch's fake process group and fake tensors, as if it were NCCL on GPUs.
 
-Fake tensors have shapes, types and storages of the right size, and no memory; collectives on the fake group return
+Fake tensors have shapes, dtypes and storages of the right size, and no memory; collectives on the fake group return
 at once. The strategies are the real ones. Three things they do need real values or real peers, and are answered here
 for the time of the simulation:
 

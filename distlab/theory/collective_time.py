@@ -2,7 +2,7 @@
 
 `S` is the payload that the recorder counts: the whole tensor of an all-reduce, an all-gather's output, a
 reduce-scatter's input. `W` is what one rank sends in one direction, `α` a message's latency, `N` the ranks; every
-rank sends and receives at once. What is reduced meanwhile costs nothing here.
+rank sends and receives at once. The reduction itself costs nothing here.
 
     algorithm                          rounds         seconds
     ring reduce-scatter, all-gather    N−1            (N−1)·α + (N−1)/N · S/W
@@ -13,12 +13,12 @@ rank sends and receives at once. What is reduced meanwhile costs nothing here.
 Rings: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". Trees: Thakur,
 Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
 
-α–β from measured times: seconds(S) = α + S/W, in one piece or several.
+α–β from measured times: seconds(S) = α + S/W, in one range of sizes or several (`Piece`).
 
 Libraries change their algorithm with the size (low-latency protocols, trees, more channels), so one line does not
 fit 4 KB and 1 GB; and a least-squares fit of the seconds would only look at the largest. So the *relative* error is
-minimised, Σ (fit/measured − 1)², which is linear in α and 1/W, and sizes are cut into as few pieces as reach the
-tolerance, where the cuts make that sum smallest. α and 1/W are not negative.
+minimised, Σ (fit/measured − 1)², which is linear in α and 1/W, and sizes are divided into as few ranges as reach the
+tolerance, at the borders that make that sum smallest. α and 1/W are not negative.
 """
 
 import functools
@@ -133,8 +133,8 @@ def step_traffic(
     owners' broadcasts pass all parameters once more; FSDP gathers twice and reduce-scatters once.
 
     Args:
-        parameter_bytes: S, of all parameters (and of their gradients) in the type in which gradients are reduced.
-        gathered_bytes: of all parameters in the type in which FSDP gathers them; default S.
+        parameter_bytes: S, of all parameters (and of their gradients) in the dtype in which gradients are reduced.
+        gathered_bytes: of all parameters in the dtype in which FSDP gathers them; default S.
 
     Raises:
         ValueError: an unknown strategy.

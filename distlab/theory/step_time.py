@@ -171,7 +171,7 @@ def step_time(
     Args:
         compute: see `ComputeTime`; of all micro-batches together.
         contention: p and q.
-        micro_batches: accumulated; the DDPs communicate beside the last one's backward only, FSDP gathers anew in each.
+        micro_batches: accumulated; the DDPs communicate beside the last one's backward only, FSDP gathers in each.
 
     Raises:
         ValueError: an unknown strategy.
@@ -183,7 +183,7 @@ def step_time(
     optimizer = compute.optimizer
 
     def beside(work: float, comm: float, tail: float = 0.0) -> float:
-        """What communication adds to `work`, of which all but its last `tail` may run at the same time."""
+        """What communication adds to `work`; all of it except its last `tail` may run at the same time."""
         return together(work, comm - tail, p, q) + tail - work
 
     if strategy in ("local", "naive", "flat"):

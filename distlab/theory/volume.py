@@ -1,7 +1,7 @@
 """What one training step sends, in closed form: collectives and their bytes.
 
 Benchmarks assert these numbers against the recorded collectives, so each function states one strategy's rule
-anew, apart from the code that executes it: an agreement of the two means something.
+again, independently of the code that executes it, so that agreement of the two means something.
 
 Bytes are payload, the size of the tensor handed to the collective on one rank. What then crosses the wires
 depends on the algorithm, and so does the time it takes (`collective_time`).

@@ -9,7 +9,7 @@ from distlab.options import SEED, Options, option
 from distlab.parallel import STRATEGIES
 from distlab.train.schedule import WarmupCosine
 
-# local drifts apart; ZeroRedundancyOptimizer keeps its state where no checkpoint could find it.
+# the ranks of local diverge; ZeroRedundancyOptimizer keeps its state where no checkpoint could find it.
 TRAINABLE = tuple(name for name, s in STRATEGIES.items() if s.synchronizes and name != "torch-zero")
 # What decides the sequence of losses, besides the model and the data.
 LASTING = ("batch", "seed", "lr", "lr_floor", "warmup", "weight_decay", "beta2", "clip", "dtype", "dropout")
@@ -20,7 +20,7 @@ class DataConfig(Options):
     """Where tokens come from.
 
     Raises:
-        ValueError: validation data without training data, or a token type beside no .bin.
+        ValueError: validation data without training data, or a token dtype beside no .bin.
     """
 
     data: str | None = option(None, ".bin or .npy tokens, or a text file (its bytes); default: synthetic tokens")
@@ -107,7 +107,7 @@ def refuse_other_run(saved: Any, mine: dict[str, Any], where: str) -> None:
     if differences:
         raise ValueError(
             f"{where} belongs to another run: {'; '.join(differences)}. Repeat its options, or pass another "
-            "--name, or --fresh to begin anew"
+            "--name, or --fresh to start over"
         )
 
 

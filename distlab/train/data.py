@@ -7,7 +7,7 @@ The order is that of one global sequence: epoch after epoch, each a permutation 
 Position p of the sequence belongs to step p // batch; ranks take equal, disjoint parts of a step. So the data of a
 step is the same at every world size, each window is read once per epoch, and the position *is* the sampler's state.
 
-Synthetic tokens are made on the spot, nothing is downloaded: random walks over the vocabulary, a pure function of a
+Synthetic tokens are generated locally, nothing is downloaded: random walks over the vocabulary, a pure function of a
 few numbers, so that every rank reads other data and a restarted run sees what it would have seen.
 """
 
@@ -116,7 +116,7 @@ class TokenWindows:
     """Windows of `context_length` tokens over an array of tokens.
 
     Args:
-        tokens: one-dimensional, of any integer type, usually mapped from a file.
+        tokens: one-dimensional, of any integer dtype, usually mapped from a file.
         vocab_size: of the model.
         context_length: tokens per window.
         ragged: also give the last, shorter window, its missing targets `IGNORED` (for validation).
@@ -213,7 +213,7 @@ def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
         dtype: of a `.bin`: `uint16` (default) or `uint32`.
 
     Raises:
-        OSError: it cannot be read. ValueError: a size that is no multiple of the type's, a type that is not allowed,
+        OSError: it cannot be read. ValueError: a size that is no multiple of the dtype's, a dtype that is not allowed,
             or no tokens.
     """
     path = Path(path)

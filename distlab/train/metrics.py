@@ -1,11 +1,11 @@
-"""What ranks tell each other after every step, one step late so that nobody waits for it, and the file it goes to.
+"""What ranks exchange after every step, one step late so that no rank waits for it, and the file it is written to.
 
     device   │ step n      │ step n+1      │ step n+2
     host     │ launch n+1 … read the loss of n, exchange it │ launch n+2 …
 
-The host reads the loss of a step only after it has launched the next, and the exchange goes through a gloo group
-of its own: on a GPU the queue never runs dry. Every rank gets every rank's message, so all take the same decision
-at the same step: to stop because one was asked to, or because one has a loss that is no number.
+The host reads the loss of a step only after it has launched the next, and the exchange uses a separate gloo
+group: a GPU's queue never becomes empty. Every rank gets every rank's message, so all make the same decision
+at the same step: to stop because one was asked to, or because one has a NaN loss.
 """
 
 import contextlib

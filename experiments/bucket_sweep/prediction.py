@@ -118,7 +118,7 @@ def _backward_alone_and_disturbed(
 
     def backward() -> None:
         model.zero_grad(set_to_none=True)
-        kept.backward(retain_graph=True)  # again and again, so that nothing but backward meets the messages
+        kept.backward(retain_graph=True)  # again and again, so that only backward runs beside the messages
 
     disturbance = disturb(context, backward, _message(config))
     times = slowest_rank([*ready.times_ms(), ready.backward_ms()], context.group, context.device)
@@ -126,9 +126,9 @@ def _backward_alone_and_disturbed(
 
 
 def _declined(parameters: Sequence[torch.nn.Parameter], backward: Callable[[], None]) -> list[bool]:
-    """Of which parameters the gradient is not written where a bucket offers its memory, so that it must be copied.
+    """For each parameter, whether its gradient is not written into the bucket's buffer, so that it must be copied.
 
-    All are offered one and the same memory: the gradients of this pass are good for nothing.
+    All are offered the same memory: the gradients of this pass are not used.
     """
     scratch = torch.empty(max(p.numel() for p in parameters), device=parameters[0].device)
     for parameter in parameters:

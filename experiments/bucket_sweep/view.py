@@ -117,12 +117,13 @@ VIEW = View(
     ),
     pictures={"bucket_sweep.png": draw},
     findings=findings,
-    reading="A small bucket leaves early and costs a latency; a large one leaves late, and the last is exposed whole. "
-    "Where communication is longer than backward what counts most is that it starts early and is not slowed. “all” is "
+    reading="A small bucket is sent early and costs a latency; a large one is sent late, and the last is fully "
+    "exposed. "
+    "If communication takes longer than backward, it must above all start early and not be slowed. “all” is "
     "one unbounded bucket: nothing overlaps.",
-    prediction="Every bucket is complete when its last gradient is made and, unless it was written there, packed; "
-    "buckets are sent in order, each for the time of the fit; while one is under way, backward and it run at their "
-    "measured rates beside each other (distlab.theory.step_time.pipeline). Nothing is fitted to a measured "
+    prediction="Every bucket is complete when its last gradient is computed and, unless it was written there, packed; "
+    "buckets are sent in order, each for the time of the fit; during a transfer, backward and the transfer run at the "
+    "rates measured beside each other (distlab.theory.step_time.pipeline). Nothing is fitted to a measured "
     "step with buckets.",
     noise="Error bars reach from p20 to p80 of the steps.",
 )

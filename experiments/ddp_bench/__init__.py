@@ -1,7 +1,7 @@
 """What does gradient synchronisation cost, and how much of it can be hidden?
 
-Times no communication at all (`local`), the hand-written strategies and torch's DDP in one run, interleaved so
-that drift hits all alike, and explains each: what it sent (checked against the closed form), how long
+Times no communication at all (`local`), the hand-written strategies and torch's DDP in one run, in interleaved rounds
+so that clock drift affects all equally, and explains each: what it sent (checked against the closed form), how long
 communication ran and how much of that compute covered (from the profiler), and whether its result equals
 training in one process.
 

@@ -299,7 +299,7 @@ def two_and_weight(shape, dtype, device):
 
 
 def with_gradients(inputs: list[Tensor]) -> list[Tensor]:
-    """Copies of which those of floating point ask for gradients."""
+    """Copies; those of floating point require gradients."""
     return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
 
 

@@ -1,7 +1,7 @@
 """The speed-up over the naive form, predicted: what each of its operations moves, at the rate that its kind reaches.
 
 The naive form runs on the meta device, where nothing is computed, under a counter at torch's dispatcher. Torch's
-kernels for whole tensors reach the copy's bandwidth, those that broadcast a smaller operand, reduce, or widen the type
+kernels for whole tensors reach the copy's bandwidth, those that broadcast a smaller operand, reduce, or widen the dtype
 do not; the rates of the four kinds are measured in the run itself. The fused kernel is predicted to move the least
 bytes, or those it knowingly moves, at the copy's bandwidth. Every number carries the time of an empty kernel once.
 """
@@ -19,7 +19,7 @@ KINDS = ("copy", "broadcast", "reduce", "widen")
 
 
 def kind_of(inputs: list[Tensor], outputs: list[Tensor]) -> str:
-    """Which of KINDS an operation is, by the sizes and types of what it reads and writes."""
+    """Which of KINDS an operation is, by the sizes and dtypes of what it reads and writes."""
     largest = max((t.numel() for t in inputs), default=0)
     written = max((t.numel() for t in outputs), default=0)
     if written < largest:
@@ -74,7 +74,7 @@ def naive_bytes(case: Case, direction: str) -> Counter[str] | None:
 
 
 def predicted(case: Case, direction: str, limits: dict[str, float]) -> dict[str, float]:
-    """`naive_bytes`, `predicted_ms` of ours and `predicted_speed_up`; empty for products and without a naive form.
+    """`naive_bytes`, `predicted_ms` of ours and `predicted_speed_up`; empty for matmuls and without a naive form.
 
     Args:
         case, direction: the row.

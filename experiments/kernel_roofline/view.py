@@ -15,7 +15,7 @@ from .timing import over_ours
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-EQUAL_PCT = 1.0  # differences below this, or below the row's own noise, are none
+EQUAL_PCT = 1.0  # smaller differences, or those below the row's own noise, are ignored
 PEERS = VARIANTS[1:]
 COLOURS = {"builtin": "green", "compile": "vermillion", "template": "sky", "liger": "purple"}
 DIRECTIONS = {"fwd": ("o", "blue", "forward"), "bwd": ("s", "orange", "backward"),
@@ -219,8 +219,8 @@ VIEW = View(
     terminal=("label", "direction", "variant", "time_p50_ms", "of_copy_pct", "status"),
     pictures={"roofline.png": plot_roofline, "bars.png": plot_bars},
     findings=verdicts,
-    reading="Of operations that are bound by memory, GB/s is the least traffic over the time, and its share of the "
-    "copy's bandwidth in the same run says how far there is to go; matmuls are held against cuBLAS. Errors are "
+    reading="For memory-bound operations GB/s is the least traffic over the time; its share of the copy's bandwidth "
+    "in the same run shows what could still be gained. Matmuls are compared with cuBLAS. Errors are "
     "against float64, relative to the largest value; a row beyond the tolerance of its dtype says WRONG. Peak is what "
     "the call holds at most: inputs, results and what lies between. In the roofline each number is one of our kernels, "
     "under the two ceilings measured in this run.",
@@ -228,9 +228,10 @@ VIEW = View(
     "at the rates that copies, broadcasts, reductions and widening casts reach in this run, over the bytes that the "
     "fused kernel moves at the copy's rate.",
     noise="Ours is timed before and after its peers; the time is the mean of the two and the noise their difference. "
-    "Rows bound by arithmetic, whose clock the GPU's power sets, are interleaved where all variants fit in memory "
-    "at once: `rounds` says in how many, and a row without was timed one after the other. Then times are of all "
-    "rounds, peers are compared with ours within each round, and the noise is how far from 1 the 95 % interval of ours "
+    "Compute-bound rows, whose clocks drift under the GPU's power limit, are interleaved if all variants fit in "
+    "memory together: `rounds` says in how many rounds; rows without a number were timed sequentially. Then times are "
+    "over all rounds, peers are compared with ours within each round, and the noise is how far from 1 the 95 % "
+    "interval of ours "
     "over ours reaches.",
 )
 COMPARISON = View(
@@ -239,7 +240,8 @@ COMPARISON = View(
     columns=COMPARISON_COLUMNS,
     headline=headline,
     terminal=("label", "direction", "time_p50_ms", "noise_pct", "peer_over_ours", "of_copy_pct"),
-    reading="Times in µs. Above 1 in `best peer / ours` ours is the faster one; ± is how far two timings of ours, one "
-    "before and one after the peers, lie apart. Where `rounds` has a number all were interleaved in so many rounds: "
+    reading="Times in µs. Above 1 in `best peer / ours` ours is faster; ± is the difference between two timings of "
+    "ours, one "
+    "before and one after the peers. If `rounds` has a number, all were interleaved in so many rounds: "
     "the ratio is the median over rounds, and ± how far the 95 % interval of ours over ours reaches.",
 )

@@ -101,7 +101,7 @@ VIEW = View(
      Column("metrics.phase", "phase", align="left"), ms_column("from_ms", "from ms"), ms_column("to_ms", "to ms")],
     headline=headline,
     findings=memory_findings,
-    reading="The largest blocks held when most memory is held. The origin is the named part of the model and the "
-    "operator that asked for the block. Activations are what forward leaves for backward; temporary blocks live within "
-    "a phase, or are made in backward; before is what was there at the start and is neither parameter nor state.",
+    reading="The largest blocks at the peak. The origin is the named part of the model and the "
+    "operator that allocated the block. Activations are what forward leaves for backward; temporary blocks live within "
+    "a phase, or are made in backward; before is memory that existed at the start and is neither parameter nor state.",
 )  # fmt: skip

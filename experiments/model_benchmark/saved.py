@@ -102,5 +102,5 @@ VIEW = View(
     findings=saved_findings,
     prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices.",
     reading="Tensors as they are handed to autograd, parameters left out, each storage once; the block is the one in "
-    "the middle. A tensor's maker is looked for through views and casts.",
+    "the middle. The operator that made a tensor is searched through views and casts.",
 )  # fmt: skip

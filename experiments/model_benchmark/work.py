@@ -159,7 +159,8 @@ WORK_VIEW = View(
     headline=headline,
     pictures={"work.png": draw_work},
     findings=work_findings,
-    reading="Kinds are told by the names of kernels and of the operators that launched them. FLOPs are counted in an "
+    reading="Kinds are determined by the names of kernels and of the operators that launched them. FLOPs are counted "
+    "in an "
     "eager step at torch's dispatcher, matmuls and attention by formula, everything else per element. On a CPU torch "
-    "writes normalisation out in simple operations, and its backward counts as element-wise.",
+    "decomposes normalisation into simple operations, and its backward counts as element-wise.",
 )  # fmt: skip

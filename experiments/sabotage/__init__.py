@@ -238,8 +238,9 @@ VIEW = View(
     pictures={"loss.png": draw},
     findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],
     reading="Every mistake is injected alone, into a run that is otherwise healthy and whose healthy counterpart must "
-    "pass all checks. A loss curve that looks right proves nothing: several of these train on, only worse, or only at "
-    "another scale.",
+    "pass all checks. A loss curve that looks right proves nothing: with several mistakes training continues, but "
+    "worse, or only "
+    "fails at another scale.",
     noise="At two ranks the strategies equal one process bit for bit, so any difference of a parameter is a mistake; "
     f"attention may differ from float64 by {ATTENTION_TOLERANCE:g}.",
 )

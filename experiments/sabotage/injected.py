@@ -115,7 +115,7 @@ class HookOrder(OverlapDDP):
 
 
 class KeepsItsShard(ShardedOptimizer):
-    """Each rank updates what it owns, and nobody sends."""
+    """Each rank updates its parameters, and none is sent."""
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         with patch.object(
@@ -146,10 +146,10 @@ class StaleSums(FlatDDP):
 
 
 class WaitsInOwnersForward(ZeroOptimizer):
-    """Parameters that are being gathered are waited for in the forward of the module that owns them, and nowhere else.
+    """Only the forward of the module that owns parameters waits for their all-gather.
 
-    A message as small as these arrives before anybody looks, most of the time. So what a gather brings is kept back
-    until it is waited for, as on a slow network.
+    Messages as small as these usually arrive before the parameters are read. So the results of an all-gather are held
+    back until the wait, as on a slow network.
     """
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ class ForgetsToFinish(FSDP):
 
 
 class ClipsItsOwnPart(BucketedDDP):
-    """A training loop that clips by torch's function, of which each rank's norm is another under ZeRO."""
+    """A training loop that clips by torch's function, whose norm differs between ranks under ZeRO."""
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()

@@ -137,9 +137,11 @@ VIEW = View(
     pictures={f"regime{number}.png": partial(draw_regime, number) for number in range(1, 6)},
     findings=findings,
     reading="Efficiency is the step on one rank without communication over the step here; for strong scaling, where "
-    "the batch is shared out, over the step times the ranks. Filled points are ours, hollow ones torch's. Parameters "
+    "the batch is divided among ranks, over the step times the ranks. Filled points are ours, hollow ones torch's. "
+    "Parameters "
     "and gradients were compared bit by bit across ranks after the timed steps.",
-    prediction="In closed form from the datasheet, at the shares of its peaks that two GPUs were calibrated to reach; "
+    prediction="In closed form from the datasheet, at the shares of its peaks that two GPUs reached in the "
+    "calibration; "
     "written to predictions.json before the first measurement. torch's rows stand beside the prediction for the "
     "strategy that sends the same.",
     noise="Error bars reach from p20 to p80 of the steps.",

@@ -110,10 +110,12 @@ VIEW = View(
     terminal=("variant", "final_loss", "mean_abs_loss_diff", "step_p50_ms", "checkpoint_cost_pct"),
     pictures={"loss.png": draw},
     findings=lambda records: [f"WRONG: {problem}" for problem in verdicts(records)],
-    reading="All runs have one data order and one seed, so their curves may differ only as rounding makes them differ; "
-    "how much that is, the reference in two micro-batches shows. The killed run goes on from its checkpoint: its first "
-    "step is the one after that. The cost of checkpoints is that of interleaved blocks of steps with and without one.",
-    noise="Curves: the distance that the same mathematics in two micro-batches makes, in the headline.",
+    reading="All runs have one data order and one seed, so their curves may differ by rounding only; "
+    "the reference in two micro-batches shows how much that is. The killed run continues from its checkpoint: its "
+    "first "
+    "step is the one after that. The cost of checkpoints comes from interleaved blocks of steps with and without one.",
+    noise="The headline has the noise of the curves: the difference that two micro-batches make to the same "
+    "mathematics.",
 )
 PRESETS = {
     "gpu": {"size": "medium", "context": 512, "dtype": "bf16", "strategies": compared_on("cuda")},

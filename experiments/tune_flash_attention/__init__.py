@@ -41,9 +41,11 @@ VIEW = View(
     columns=COLUMNS,
     headline=headline,
     terminal=("family", "length", "variant", "tiles", "sustained_ms", "registers", "spilled_bytes", "status"),
-    reading="Tiles are queries × keys, warps (w), pipeline stages (s), rows of a chunk (c); times those of the winner. "
-    "Of 65,536 registers per SM, a block of w warps takes 32·w times the figure in the table; spilled bytes go through "
-    "local memory and should be few. Shared memory decides with the registers how many blocks an SM holds.",
+    reading="Tiles are queries × keys, warps (w), pipeline stages (s), rows of a chunk (c); times are those of the "
+    "winner. "
+    "A block of w warps takes 32·w times the table's registers, of 65,536 per SM; spilled bytes go through local "
+    "memory "
+    "and should be few. Shared memory and registers together decide how many blocks an SM holds.",
     noise="Times are medians of three interleaved rounds; the compiler's figures do not vary.",
 )
 PRESETS = {"quick": {"shipped": len(configs.TABLE)}, "smoke": {"shipped": 1}}

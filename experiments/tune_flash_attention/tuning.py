@@ -101,7 +101,7 @@ def shipped(rows: dict[configs.Key, Choice], run: Run) -> None:
 
 
 class Family:
-    """The candidates of one type, head dim and arithmetic, which begin to compile in `pool` at once."""
+    """The candidates of one dtype, head dim and arithmetic, which begin to compile in `pool` at once."""
 
     def __init__(self, family: str, lengths: tuple[int, ...], near_table: bool, pool: ProcessPoolExecutor):
         self.cases = [case_of(family, length) for length in lengths]
@@ -194,7 +194,7 @@ def merge(rows: tuple, case: Case, found: list[Row], gpu: str) -> tuple:
 
 
 def fields(tile: Tile) -> tuple:
-    """A tile as table.py has it: without the chunk where there is none."""
+    """A tile as in table.py: without the chunk if it is 0."""
     return dataclasses.astuple(tile) if tile.chunk else dataclasses.astuple(tile)[:-1]
 
 

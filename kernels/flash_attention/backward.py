@@ -5,16 +5,16 @@ With P = exp(s − LSE), s = scale · Q Kᵀ, and Δ_i = Σ_d dO_id O_id,
     dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP − Δ)      dQ = scale · dS K      dK = scale · dSᵀ Q
 
 `delta_kernel` computes Δ and prepares LSE in units of log2. `dkdv_kernel` owns BLOCK_N keys and walks over query tiles
-with *transposed* scores, so that Pᵀ and dSᵀ are already the left operands of the next products and never leave the
-registers. `dq_kernel` owns BLOCK_M queries and walks over key tiles. Seven products instead of the five of a single
+with *transposed* scores, so that Pᵀ and dSᵀ are already the left operands of the next matmuls and never leave the
+registers. `dq_kernel` owns BLOCK_M queries and walks over key tiles. Seven matmuls instead of the five of a single
 pass, but no two programs add to the same address: results are bit-identical from run to run. `joint_kernel` is both
 passes in one launch, for calls too short to fill a GPU: the program id says which tile of which pass it owns. Shorter
-calls still are split: a program takes its keys and one chunk of the queries, computes its share of all three gradients
-with five products, and `sum_kernel` of split.py adds the shares in a fixed order.
+calls still are split: a program takes its keys and one chunk of the queries, computes its partial sums of all three
+gradients with five matmuls, and `sum_kernel` of split.py adds them in a fixed order.
 
 Shapes as in forward.py; do like o; dq, dk, dv like q, k, v. Query heads that share a key head are summed inside one
 program of the dK/dV pass. FLOPs: 14·B·H·D per visible pair are computed (10 by convention). Bytes: q, k, v, o, do, lse
-once, dq, dk, dv once. Accumulators are fp32; Pᵀ, dS are rounded to the input type before their products.
+once, dq, dk, dv once. Accumulators are fp32; Pᵀ, dS are rounded to the input dtype before their matmuls.
 A query row without a visible key contributes nothing and receives zero.
 
 Source: Dao, FlashAttention-2 (2023), algorithm 2.
@@ -97,7 +97,7 @@ def _walk_queries(dk, dv, k, v, q_base, do_base, delta_base, lse2_base, q_desc, 
         do = load_tile(do_base, do_desc, start, offs_m, stride_gt, offs_d, query_count, do_row0, do_col0, HEAD_DIM,
                        BLOCK_D, MASKED, TMA)
         delta = load_stats(delta_base, delta_desc, start, offs_m, stats0, TMA)
-        # every wait for a load stands before the first product: a wait between asynchronous products makes ptxas
+        # every wait for a load stands before the first matmul: a wait between wgmma instructions makes ptxas
         # serialise them
         st = product(k, tl.trans(q), None, PRECISION)
         dpt = product(v, tl.trans(do), None, PRECISION)

@@ -1,4 +1,4 @@
-"""Tile shapes and launch parameters of the three attention kernels, by GPU, type, head dim, mask and size.
+"""Tile shapes and launch parameters of the three attention kernels, by GPU, dtype, head dim, mask and size.
 
 TABLE is frozen: found with `distlab run tune_flash_attention` and kept in table.py, so that nobody waits for a
 search at start. A GPU that is not in it gets a small search among CANDIDATES at the first call of each kind.
@@ -68,8 +68,8 @@ class Key:
 
     Args:
         gpu: as `_triton.generation` names it.
-        bits: of the element type; fp16 and bf16 share their configurations.
-        precision: of fp32 products; "ieee" for the 16-bit types, where it has no effect.
+        bits: of the element dtype; fp16 and bf16 share their configurations.
+        precision: of fp32 matmuls; "ieee" for the 16-bit dtypes, where it has no effect.
         head_dim: rounded up to a power of two, at least 16.
         causal: whether later keys are hidden.
         rows: one of ROW_CLASSES.
@@ -114,7 +114,7 @@ CANDIDATES = {
     16: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
     32: (Tile(32, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
-FUSED_TILES = {  # of the dK/dV pass when it adds to dQ as well, by head dim; 16-bit types on sm_90
+FUSED_TILES = {  # of the dK/dV pass when it adds to dQ as well, by head dim; 16-bit dtypes on sm_90
     64: Tile(64, 128, 8, 2, tma=True),
     128: Tile(32, 128, 8, 2, tma=True),
     256: Tile(32, 64, 8, 2, tma=True),
@@ -179,8 +179,8 @@ def lookup(key: Key) -> Choice | None:
 def settled(q: torch.Tensor, problem: Problem, fused: bool = False) -> Problem:
     """The problem with "emulated" precision replaced by the arithmetic that is the faster one for a call with this q.
 
-    That is "bf16x6" where TABLE has a row for it, and "tf32x3" elsewhere and for the `fused` backward. Types of 16 bits
-    have one arithmetic, "ieee".
+    That is "bf16x6" where TABLE has a row for it, and "tf32x3" elsewhere and for the `fused` backward. Dtypes of 16
+    bits have one arithmetic, "ieee".
     """
     if q.element_size() == 2:
         return replace(problem, precision="ieee")
@@ -221,7 +221,7 @@ def concurrent(q: torch.Tensor, key_count: int, problem: Problem) -> Choice | No
 
 
 def choose_fused(q: torch.Tensor, problem: Problem, run: Callable[[Tile], None]) -> Tile:
-    """The tile of the fused backward; types and GPUs without one of their own take that of the dK/dV pass."""
+    """The tile of the fused backward; dtypes and GPUs without one of their own take that of the dK/dV pass."""
     key = key_of(q, problem)
     if "dkdv" in _forced or key.gpu != "sm_90" or key.bits == 32:
         return choose("dkdv", q, problem, run)

@@ -11,11 +11,11 @@ exp2 with scale·log2(e) folded into one multiply-add, and only tiles that the m
 Shapes: B batch, H query heads, Hk key/value heads (H a multiple of Hk), Tq / Tk query / key length, D head dim.
     q (B, H, Tq, D), k and v (B, Hk, Tk, D), o like q, lse (B, H, Tq) fp32, natural logarithm.
 FLOPs: 4·B·H·D per visible (query, key) pair. Bytes: q, k, v, o and lse once.
-Saved for backward: q, k, v, o, lse. Statistics and accumulators are fp32; P is rounded to the input type for P·V.
+Saved for backward: q, k, v, o, lse. Statistics and accumulators are fp32; P is rounded to the input dtype for P·V.
 A row without a visible key gives o = 0 and lse = −inf.
 
 A call too short to fill a GPU can be split (`Tile.chunk`): a program then takes one chunk of the keys, writes its own
-softmax over them in fp32, and `combine_kernel` of split.py puts the chunks together.
+softmax over them in fp32, and `combine_kernel` of split.py combines the chunks.
 
 Source: Dao, FlashAttention-2 (2023), algorithm 1.
 """

@@ -26,7 +26,7 @@ from .options import (
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast inputs to autocast's type where it is on: those that torch's own attention casts, not float64."""
+    """Cast inputs to autocast's dtype where it is on: those that torch's own attention casts, not float64."""
     device = tensors[0].device.type
     if tensors[0].is_meta or not torch.is_autocast_enabled(device):  # there is no autocast on meta
         return tensors
@@ -126,16 +126,16 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
         alignment: where query 0 stands when Tq ≠ Tk: "top-left" aligns the first positions (shift = 0), "bottom-right"
             the last ones (shift = Tk − Tq), as for decoding with a cache.
         precision: how the GPU multiplies fp32 inputs: "emulated" on the tensor cores, as exact as fp32 here and several
-            times as fast, by three TF32 products ("tf32x3") or six of bf16 ("bf16x6"), whichever is known to be the
-            faster for the head dim and length; "ieee", fp32 units; "tf32", one product with 11 bits. fp16 and bf16 do
+            times as fast, by three TF32 matmuls ("tf32x3") or six of bf16 ("bf16x6"), whichever is known to be the
+            faster for the head dim and length; "ieee", fp32 units; "tf32", one matmul with 11 bits. fp16 and bf16 do
             not depend on it.
         document_ids: (B, T) integers for packed sequences, Tq = Tk: positions see each other only within one run of
             equal ids.
-        backward: "two-pass", bit-identical from run to run, or "fused", five products instead of seven with dQ summed
+        backward: "two-pass", bit-identical from run to run, or "fused", five matmuls instead of seven with dQ summed
             by atomic additions, so that its last bits change.
 
     Returns:
-        (B, T, D) or (B, H, T, D) in q's type (autocast's under autocast). Rows that see no key are 0.
+        (B, T, D) or (B, H, T, D) in q's dtype (autocast's under autocast). Rows that see no key are 0.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
@@ -152,7 +152,7 @@ def cost(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: torch.dtype,
 
     Args:
         q_shape, k_shape: as for `flash_attention`.
-        backward: the backward instead of the forward; counted by convention as five products (2.5 × the forward).
+        backward: the backward instead of the forward; counted by convention as five matmuls (2.5 × the forward).
     """
     *outer, query_count, head_dim = q_shape
     rows = query_count * int(torch.Size(outer).numel())

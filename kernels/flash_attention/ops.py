@@ -129,12 +129,12 @@ def _(q, k, v, o, lse, do, lo, hi, scale, precision, doc_first, doc_last, fused)
 
 @register_flop_formula(torch.ops.distlab_kernels.flash_attention_forward)
 def forward_flops(q, k, v, lo, hi, *_, out_shape=None, **__) -> int:
-    """Two products per visible pair; document masks are not looked into."""
+    """Two matmuls per visible pair; document masks are not looked into."""
     batch, heads, query_count, head_dim = q
     return 4 * batch * heads * head_dim * visible_pairs(query_count, k[2], lo, hi)
 
 
 @register_flop_formula(torch.ops.distlab_kernels.flash_attention_backward)
 def backward_flops(q, k, v, o, lse, do, lo, hi, *_, out_shape=None, **__) -> int:
-    """Five products per visible pair, the convention, although the two-pass backward computes seven."""
+    """Five matmuls per visible pair, the convention, although the two-pass backward computes seven."""
     return forward_flops(q, k, v, lo, hi) * 5 // 2

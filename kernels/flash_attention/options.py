@@ -20,7 +20,7 @@ class Problem:
         lo, hi: the band; None leaves that side open.
         doc_first, doc_last: (B, T) int32, first and one past the last position of each position's document, or None.
         scale: multiplies Q Kᵀ; positive.
-        precision: arithmetic of fp32 products, one of PRECISIONS; without effect on fp16 and bf16. Kernels take any
+        precision: arithmetic of fp32 matmuls, one of PRECISIONS; without effect on fp16 and bf16. Kernels take any
             but "emulated", which stands for one of them (`configs.settled`).
     """
 

@@ -1,4 +1,4 @@
-"""Matrix products of a tile in the arithmetic that a call asks for."""
+"""Matmuls of a tile at the precision that a call asks for."""
 
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ def _split_tf32(x):
 
 @triton.jit
 def _bf16(x):
-    """Numbers of 8 bits in the type that has them; Triton's interpreter cannot multiply it."""
+    """Numbers of 8 bits in the dtype that has them; Triton's interpreter cannot multiply it."""
     return x if INTERPRETED else x.to(tl.bfloat16)
 
 
@@ -44,17 +44,18 @@ def product(a, b, acc, PRECISION: tl.constexpr):
 
     Operands of 16 bits are multiplied as they are, and fp32 as PRECISION says: "ieee", "tf32", "tf32x3" or "bf16x6".
 
-    "tf32x3" takes the two parts of each fp32 operand and leaves out the product of the small ones, 2⁻²² of the whole.
-    "bf16x6" takes three parts and leaves out the three products of at most 2⁻²⁴. Both cost the tensor cores the same,
-    bf16 being twice as fast, but Hopper's asynchronous products read bf16 from shared memory along either dimension
+    "tf32x3" takes the two parts of each fp32 operand and leaves out the matmul of the small ones, 2⁻²² of the whole.
+    "bf16x6" takes three parts and leaves out the three matmuls of at most 2⁻²⁴. Both cost the tensor cores the same,
+    bf16 being twice as fast, but wgmma reads bf16 from shared memory along either dimension
     and TF32 only along K. Where a tile has the 64 rows of a warpgroup that makes bf16x6 the faster one.
 
-    The products are summed apart from `acc`, which is rounded once per tile: tensor cores cut off what an accumulator
-    cannot hold, and the loss would add up along the sequence. Triton's own "tf32x3" looks for infinities in every
-    element of operands and results besides, which takes more instructions than the products. Here an infinite operand
-    gives NaN, and so does one within 2⁻⁹ of the largest fp32 number (2⁻¹² in "tf32x3"), which rounds to infinity.
+    The matmuls are summed separately from `acc`, which is rounded once per tile: tensor cores truncate what an
+    accumulator cannot hold, and the loss would add up along the sequence. Triton's own "tf32x3" looks for infinities in
+    every element of operands and results besides, which takes more instructions than the matmuls. Here an infinite
+    operand gives NaN, and so does one within 2⁻⁹ of the largest fp32 number (2⁻¹² in "tf32x3"), which rounds to
+    infinity.
 
-    Source of the sixfold product: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype
+    Source of the sixfold matmul: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype
     For Higher-Precision Computations (2019).
     """
     if a.dtype != tl.float32:
@@ -75,7 +76,7 @@ def _three(a, b):
     a_high, a_low = _split_tf32(a)
     b_high, b_low = _split_tf32(b)
     if a.shape[1] > b.shape[1]:  # long sums of few elements: three short chains of instructions, not one long
-        # zero, but not to the compiler's eyes, which would chain the products again
+        # zero, but not to the compiler's eyes, which would chain the matmuls again
         zeros = tl.zeros([a.shape[0], b.shape[1]], tl.float32) + tl.minimum(tl.program_id(0), 0).to(tl.float32)
         found = tl.dot(a_low, b_high, zeros, input_precision="tf32")
         found += tl.dot(a_high, b_low, zeros, input_precision="tf32")

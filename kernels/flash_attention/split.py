@@ -1,8 +1,8 @@
 """Several programs per tile, for calls so short that one program per tile leaves most of a GPU idle.
 
 One head of 1,024 tokens is 16 tiles of 64 rows on an H100's 132 multiprocessors, and each tile a chain of up to 16
-dependent steps, which is what such a call waits for. Split, a program takes only a chunk of the other sequence; what
-the programs of one tile found is then put together here.
+dependent steps, which is what such a call waits for. Split, a program takes only a chunk of the other sequence; the
+results of the programs of one tile are then combined here.
 
 Forward: with (o_p, lse_p) the softmax over the keys of part p alone,
 

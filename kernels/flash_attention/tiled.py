@@ -18,14 +18,14 @@ BLOCK = 64
 
 
 def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(B, H, T, D) tensors → the grouped shapes above, in the type of the statistics."""
+    """(B, H, T, D) tensors → the grouped shapes above, in the dtype of the statistics."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     groups = q.shape[1] // max(k.shape[1], 1)
     return q.to(wide).unflatten(1, (k.shape[1], groups)), k.to(wide).unsqueeze(2), v.to(wide).unsqueeze(2)
 
 
 def without_autocast(function: Callable) -> Callable:
-    """`function(q, …)` with autocast off, which would round what is multiplied in the statistics' type."""
+    """`function(q, …)` with autocast off, which would round what is multiplied in the statistics' dtype."""
 
     @functools.wraps(function)
     def run(q, *args):
@@ -97,7 +97,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem)
 @without_autocast
 def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
              do: torch.Tensor, problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Recompute P from the log-sum-exp, tile by tile, and return dq, dk, dv in the types of q, k, v."""
+    """Recompute P from the log-sum-exp, tile by tile, and return dq, dk, dv in the dtypes of q, k, v."""
     out_dtype = q.dtype
     q, k, v = _grouped(q, k, v)
     do = do.to(q.dtype).reshape(q.shape)

@@ -202,7 +202,7 @@ def test_if_all_are_damaged_nothing_is_begun_anew(two, tmp_path):
         flip_a_bit(folder / step / "rank_0_0.bin")
     for _ in range(2):  # the second time too: what is put aside would be no checkpoint at all
         for message in run_ranks(refusal, 2, str(folder)):
-            assert "none of the 2 checkpoints" in message and "Pass --fresh to begin anew" in message
+            assert "none of the 2 checkpoints" in message and "Pass --fresh to start over" in message
 
 
 def test_what_a_dead_writer_left_is_removed_and_never_loaded(two, tmp_path):
@@ -386,7 +386,7 @@ def test_a_format_of_an_earlier_version_is_named(two, tmp_path):
     shutil.copytree(two, folder)
     rewrite_marker(folder / "step_00000004", format=1)
     with pytest.raises(
-        files.OtherFormat, match="has checkpoint format 1, this version reads 3: begin anew"
+        files.OtherFormat, match="has checkpoint format 1, this version reads 3: start over"
     ):
         CheckpointFolder(folder).open(4)
 

@@ -5,11 +5,11 @@ communication that no compute covers, a copy, or nothing. The parts of two steps
 
     exposed = uncovered communication + slow-down of compute + copies + optimizer + idle
 
-*Slow-down* is what the kernels (operators, on a CPU) that both steps run take longer in the one that communicates,
-because both use the same cores and memory. Kernels that run more or less often than without communication are extra
-work and count as *copies*: gradients packed into buckets, scaled, unpacked. *Optimizer* is 0 but for strategies that
-shard it, for which it is negative. All this happens under the profiler; held against the step times of the benchmark,
-what stays unexplained is an error of the measurement.
+*Slow-down* is the extra time of the same kernels (operators, on a CPU) in the step that communicates, because
+communication uses the same cores and memory. Kernels that run more or less often than without communication are extra
+work and count as *copies*: gradients packed into buckets, scaled, unpacked. *Optimizer* is 0 except for strategies that
+shard it, where it is negative. All this is measured under the profiler. Compared with the step times of the benchmark,
+the part that stays unexplained is an error of the measurement.
 """
 
 from __future__ import annotations

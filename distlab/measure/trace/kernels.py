@@ -143,7 +143,7 @@ CATEGORIES = (
 def category(name: str, operator: str | None = None) -> str:
     """One of `CATEGORIES`.
 
-    ``attention`` is a fused attention; one that is written out is matrix products and ``softmax``. Embeddings, views
+    ``attention`` is a fused attention; naive attention is matmuls and ``softmax``. Embeddings, views
     and what nobody thought of are ``other``.
 
     Args:

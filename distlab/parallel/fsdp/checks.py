@@ -19,7 +19,7 @@ def check_compute_dtype(dtype: Any) -> None:
 
 
 def check_still_frozen(params: Sequence[FlatParam]) -> None:
-    """Raises ValueError for a shard that was frozen or unfrozen, of which its unit knows nothing."""
+    """Raises ValueError for a shard that was frozen or unfrozen after wrapping, which its unit does not know."""
     for param in params:
         for entry, shard in zip(param.entries, param.shards, strict=True):
             if shard.requires_grad != param.trainable:

@@ -1,24 +1,24 @@
-"""The layout and the memory of FSDP: what is gathered together, what lies where, and the buffers it lies in.
+"""The layout and the memory of FSDP: which parameters are gathered together, where they lie, and in which buffers.
 
-A unit's parameters lie one after another in one flat buffer, which is cut into N equal slices:
+A unit's parameters lie one after another in one flat buffer, which is divided into N equal slices:
 
     | weight a            | weight b                 | weight c   |padding|
     | slice of rank 0    | slice of rank 1     | slice of rank 2    |
 
-All-gathering the slices yields the buffer itself, of which the full parameters are views: nothing is copied
-after the gather. A rank's shard of a parameter is where its slice meets the parameter; it may be empty.
+All-gathering the slices yields the buffer itself, and the full parameters are views of it: nothing is copied
+after the all-gather. A rank's shard of a parameter is the part of it inside the rank's slice; it may be empty.
 
-Slices are cut between rows only, so that a shard keeps its parameter's dimensions, `(rows, …)`: each parameter
+Slices end between rows only, so that a shard keeps its parameter's dimensions, `(rows, …)`: each parameter
 begins at a multiple of its row's length, and a slice is a multiple of all these lengths. The least common
-multiple of different lengths can be large, and N of them are padded at most: `plan_buffers` then gives each
-length a buffer of its own.
+multiple of different lengths can be large, and up to N times that is padding: `plan_buffers` then gives each
+length a separate buffer.
 
 A flat buffer's storage is resized to zero bytes when it is freed and back before it is gathered. The tensor
 objects stay, so what autograd saved in forward is valid again in backward without any bookkeeping; and the full
-parameters have version counters apart from the buffer's, so that autograd does not take the refill for a
+parameters have version counters separate from the buffer's, so that autograd does not treat the refill as a
 modification.
 
-On CUDA everything here is issued from the computing stream. A collective starts after what that stream holds
+On CUDA everything here is issued from the compute stream. A collective starts after what that stream holds
 at its issue, and `wait()` makes the stream wait for the collective: so memory that the stream freed may be
 gathered into at once, and memory that a collective uses is freed only after `wait()`.
 """
@@ -40,7 +40,7 @@ from distlab.parallel.buckets import GradientBucket, average
 from distlab.parallel.buckets import plan_buckets as plan_gradient_buckets
 from distlab.parallel.shard import FlatLayout
 
-ALIGNMENT = 8  # elements; 16 bytes in a 2-byte type, which matrix kernels want of an operand's address
+ALIGNMENT = 8  # elements; 16 bytes in a 2-byte dtype, the alignment that matmul kernels need of an operand's address
 # Saving fewer elements is not worth another buffer: sending 1 MiB of fp32 costs less than a collective's latency.
 WORTH_A_BUFFER = 2**18
 
@@ -79,18 +79,18 @@ class RowLayout(FlatLayout):
 
 
 def cut_dimension(sizes: Sizes, world_size: int) -> int:
-    """The dimension that a parameter is cut along: the outermost that offers every rank a row.
+    """The dimension that a parameter is sharded along: the outermost that has a row for every rank.
 
     The first one of a matrix with N rows or more. A matrix with fewer would leave ranks empty while all slices are
-    as long as a row: it is cut along the second dimension, and a shard is a run within a row, or over several, as
-    `(1, elements)`. Of experts `(E, rows, columns)` on more than E ranks shards are `(1, rows, columns)`.
+    as long as a row: it is sharded along the second dimension, and a shard is contiguous within a row, or over several,
+    as `(1, elements)`. Of experts `(E, rows, columns)` on more than E ranks shards are `(1, rows, columns)`.
     """
     enough = (d for d in range(len(sizes)) if math.prod(sizes[: d + 1]) >= world_size)
     return next(enough, len(sizes) - 1)
 
 
 def row_numel(sizes: Sizes, world_size: int) -> int:
-    """Elements of what lies between two places where a parameter may be cut."""
+    """Elements between two neighbouring places where a shard may end."""
     return max(1, math.prod(sizes[cut_dimension(sizes, world_size) + 1 :]))
 
 
@@ -254,7 +254,7 @@ def plan_units(module: nn.Module, entries: Sequence[Entry]) -> list[UnitPlan]:
     A parameter below an `nn.ModuleList` belongs to the child of the outermost one; elsewhere to the module
     that owns it (to the outermost module that owns a matrix itself, if such modules are nested, because
     `nn.MultiheadAttention`, say, reads its child's weight without calling the child). Modules without a forward,
-    such as `nn.ParameterList`, are never called: what they own belongs to the module around them. Parameters owned
+    such as `nn.ParameterList`, are never called: their parameters belong to the module around them. Parameters owned
     by the root, and those tied across units, form the root's unit, gathered for the whole forward.
     """
     sharded = [entry for entry in entries if entry.is_sharded]
@@ -337,7 +337,7 @@ class FlatParam:
         self._nbytes = self.buffer.nbytes
         self._storage.resize_(0)
         self._gathering: tuple[Work, Tensor] | None = None
-        self._unsent: Tensor | None = None  # full gradients that no_sync() left, in the master's type
+        self._unsent: Tensor | None = None  # full gradients that no_sync() left, in the master's dtype
         self._reducing: tuple[Work, Tensor, Tensor] | None = None
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -359,7 +359,7 @@ class FlatParam:
 
     @torch.no_grad()
     def gather_masters(self) -> list[Tensor]:
-        """Every parameter in full, in the masters' type and its own shape. Blocks; needs the memory of both."""
+        """Every parameter in full, in the masters' dtype and its own shape. Blocks; needs the memory of both."""
         flat = torch.empty(self.layout.numel, dtype=self.master.dtype, device=self.master.device)
         collectives.wait(collectives.all_gather(flat, self.master, self.group), self.group, "gathering parameters")
         return [view.clone() for view in self._views(flat)]
@@ -388,7 +388,7 @@ class FlatParam:
 
     @torch.no_grad()
     def accumulate_gradients(self) -> None:
-        """Add the full parameters' gradients to the flat gradient, in the masters' type, and drop them.
+        """Add the full parameters' gradients to the flat gradient, in the masters' dtype, and drop them.
 
         A parameter without a gradient counts as zero.
 
@@ -494,7 +494,7 @@ class NotGathered(Tensor):
 class Replicated:
     """Masters of the small parameters (norms, biases), whole on every rank; one all-reduce per dtype averages them.
 
-    Where the module computes in another type than the master's, its attributes find a copy in that type,
+    Where the module computes in another dtype than the master's, its attributes find a copy in that dtype,
     which `refresh()` brings up to date; the copy's gradient is moved to the master as soon as it is complete.
     """
 
@@ -526,7 +526,7 @@ class Replicated:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Cast the masters anew. Through `.data`, because a forward before this one may have saved the copy."""
+        """Cast the masters again. Through `.data`, because a forward before this one may have saved the copy."""
         if self._casts:
             torch._foreach_copy_(
                 [copy.data for copy, _ in self._casts], [master for _, master in self._casts]

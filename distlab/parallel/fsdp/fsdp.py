@@ -6,8 +6,9 @@ One step with units A, B, C; `ag` gathers a unit's parameters, `rs` reduce-scatt
     communication  │ag A│ag B│ag C│              │ag C│ag B│ag A│rs C│rs B│         │rs A│
     gathered       │   A B   │   B C   │    C    │   C B   │   B A   │    A    │
 
-A unit is fetched while the one before it computes, freed after its forward, fetched again for its backward,
-and its gradients leave while the next one computes. `runtime.py` says when, `flat_param.py` holds the memory.
+A unit is unsharded while the one before it computes, resharded after its forward, and unsharded again for its backward;
+its gradients are reduce-scattered while the next one computes. `runtime.py` says when, `flat_param.py` holds the
+memory.
 
 Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps; Rajbhandari et al. 2020 (ZeRO) call
 it stage 3. `docs/learn/fsdp.md` states memory, precision and limits.
@@ -65,7 +66,7 @@ class FSDP(ParallelModel):
         device: where to make the shards of a module built on meta.
 
     Raises:
-        ValueError: no parameters, an uninitialized one, two that share memory, several devices, a compute type that
+        ValueError: no parameters, an uninitialized one, two that share memory, several devices, a compute dtype that
             is no float, a module wrapped already, an optimizer that holds its parameters, a module on meta without
             `init_fn` and `device`, or ranks that disagree on the model (then on every rank).
     """
@@ -240,7 +241,7 @@ class FSDP(ParallelModel):
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Every parameter in full on every rank: original names and shapes, masters' type (fp32), no padding.
+        """Every parameter in full on every rank: original names and shapes, masters' dtype (fp32), no padding.
 
         A tied parameter stands under each of its names, one tensor. Call it on every rank; needs the memory of
         the whole model in fp32.
@@ -316,9 +317,9 @@ class FSDP(ParallelModel):
         note_gradients(self.trainable)
 
     def close(self, *, restore: bool = True) -> None:
-        """Detach every hook, and give the module full parameters again, in the masters' type (on every rank).
+        """Detach every hook, and give the module full parameters again, in the masters' dtype (on every rank).
 
-        What was frozen or unfrozen since stays so, for whoever wraps the module again.
+        Parameters that were frozen or unfrozen since then stay so, also when the module is wrapped again.
         """
         full = self.gather_full_params() if restore else {}
         step_guard.release(self.trainable)
@@ -370,7 +371,7 @@ class _AfterStep:
 # -- edits of synchronized gradients ---------------------------------------------------------------------------
 #
 # A rank holds a shard of each matrix' gradient. What is computed of all elements here, such as a norm or whether one of
-# them overflowed, differs from rank to rank, and the replicated parameters, stepped by it, would drift apart.
+# them overflowed, differs from rank to rank, and the replicated parameters, stepped by it, would diverge.
 
 
 def note_gradients(parameters: Iterable[nn.Parameter]) -> None:

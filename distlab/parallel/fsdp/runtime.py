@@ -1,14 +1,13 @@
-"""When FSDP gathers, frees and sends: hooks on every unit's forward, and on the operations that made its outputs.
+"""When FSDP unshards, reshards and reduces: hooks on every unit's forward, and on the operations that made its outputs.
 
 Backward is announced by the operations of autograd that made a unit's *output tensors*: they are found in dicts and
-dataclasses, too, and without grad-requiring inputs, where `full_backward_pre_hook` does not fire. A unit is done when
-backward reaches another one, or ends; not when its last gradient has come, because ranks may use different parameters
-inside a unit and would then issue their collectives in different orders.
+dataclasses, too, and without grad-requiring inputs, where `full_backward_pre_hook` does not fire. A unit's backward
+ends when backward reaches another unit, or ends; not when its last gradient is ready, because ranks may use different
+parameters inside a unit and would then issue their collectives in different orders.
 
 Autograd runs operations in the reverse of the order in which forward made them. So backward passes through the calls of
-units like forward, in reverse: a call inside another one's begins later and ends earlier. Only where calls share an
-output (a unit that returns what another returned) they begin at one and the same operation, and the last one to return
-is announced first.
+units in the reverse order: a call inside another one begins later and ends earlier. Only calls that share an output (a
+unit that returns another unit's output) begin at the same operation; then the last one to return is announced first.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +44,7 @@ class State(Enum):
     """Where a unit's full parameters are."""
 
     SHARDED = "sharded"  # nowhere
-    UNSHARDING = "unsharding"  # on their way
+    UNSHARDING = "unsharding"  # being gathered
     UNSHARDED = "unsharded"  # in the buffers, and what the module's attributes find
 
 
@@ -58,7 +57,7 @@ class Unit:
 
     Attributes:
         state: of the full parameters.
-        uses: forwards whose backward has not come.
+        uses: forwards whose backward has not run yet.
         touched: backward has reached it since its gradients were last accumulated.
     """
 
@@ -204,7 +203,7 @@ class Runtime:
             handle.remove()
 
     def forget_orders(self) -> None:
-        """Compare between ranks anew in which order units run, forward and backward."""
+        """Compare again between ranks in which order units run, forward and backward."""
         self._order.forget()
         self._backward_order.forget()
 
@@ -212,7 +211,7 @@ class Runtime:
 
     @contextmanager
     def forward_pass(self, training: bool) -> Iterator[None]:
-        """The forward of the whole module runs inside: whoever reads a parameter that is not gathered is told so."""
+        """The forward of the whole module runs inside: reading a parameter that is not gathered raises."""
         for unit in self.units:
             unit.watch(True)
         try:
@@ -537,11 +536,11 @@ def _cast(dtype: torch.dtype, value: Any) -> Any:
 class UnitOrder:
     """The order of units in each kind of pass: learned once, compared between the ranks, and then held.
 
-    A collective that meets another unit's collective on a peer does not fail by itself: with equal sizes it mixes
-    two units' weights silently. So the first pass of each kind exchanges the name of every unit before gathering
-    it (blocking, that one time) and remembers the order. Later passes send nothing: a rank compares what it is
-    about to gather with its own memory, and raises at the first difference, before it sends. The remembered order
-    also says which unit to fetch ahead.
+    A collective that is matched with another unit's collective on a peer does not fail by itself: with equal sizes it
+    mixes two units' weights silently. So the first pass of each kind exchanges the name of every unit before gathering
+    it (blocking, that one time) and remembers the order. Later passes send nothing: a rank compares what it is about to
+    gather with its own memory, and raises at the first difference, before it sends. The remembered order also says
+    which unit to fetch ahead.
 
     Args:
         names: of the units, for messages.
@@ -557,7 +556,7 @@ class UnitOrder:
         self.forget()
 
     def forget(self) -> None:
-        """Learn every kind of pass anew."""
+        """Learn every kind of pass again."""
         self._known.clear()
         self.begin(None)
 

@@ -11,9 +11,9 @@ computation and `r` bytes per element of the residual stream. Of one block autog
                      output and log-sum-exp             c·n·d + 4·n·H
       naive:         a copy of v, the merged heads      2·c·n·d
                      softmax in fp32, and cast to c     (4 + [c≠4]·c)·n·H·T
-    w1 x, silu(w1 x), w3 x and their product            4·c·n·f
+    w1 x, silu(w1 x), w3 x and silu(w1 x)·w3 x          4·c·n·f
 
-Under autocast r = 4 and c = 2; in one type throughout r = c. Korthikanti et al. 2022 ("Reducing Activation
+Under autocast r = 4 and c = 2; in one dtype throughout r = c. Korthikanti et al. 2022 ("Reducing Activation
 Recomputation in Large Transformer Models", eq. 2) count a GPT-2 block with dropout the same way.
 """
 
@@ -28,7 +28,7 @@ ATTENTION = ("naive", "flash", "sdpa")
 
 @dataclass(frozen=True)
 class Precision:
-    """In which types a step computes and keeps things, as bytes per element.
+    """In which dtypes a step computes and keeps things, as bytes per element.
 
     Args:
         compute: of matmuls.
@@ -60,7 +60,7 @@ class Activations:
         last: final norm and head.
         loss: kept by the cross-entropy, log-softmax in fp32.
         loss_temporary: on top of `loss` at the start of backward: gradients of log-softmax and of the logits, fp32.
-        logits_gradient: what reaches the head, in the type of the computation.
+        logits_gradient: what reaches the head, in the dtype of the computation.
         forward_loss_temporary: on top of `loss` while it is computed: the logits, and their fp32 form.
         block_temporary: most that one block's backward needs besides what it frees.
         residual_gradient: the gradient that travels down the residual stream.
@@ -108,11 +108,11 @@ def activations(
     block = block_activations(shape, batch, context, precision, attention)
     n, d, f, vocabulary = batch * context, shape.d_model, shape.d_ff, shape.vocab_size
     c, r = precision.compute, precision.residual
-    casts = c if c != FP32 else 0  # the logits exist in both types
-    # silu·up backward: gradients of the product, of both factors, and silu(w1 x) is made anew by none.
+    casts = c if c != FP32 else 0  # the logits exist in both dtypes
+    # silu·up backward: gradients of silu·up and of both factors; silu(w1 x) is not computed again.
     swiglu = 3 * c * n * f
     scores = (2 * FP32 if attention == "naive" else 0) * n * shape.num_heads * context
-    rotation = 3 * FP32 * 2 * n * d  # rope's backward in fp32: a product, its roll, and their sum
+    rotation = 3 * FP32 * 2 * n * d  # rope's backward in fp32: gradient times table, its roll, and their sum
     return Activations(
         block=block,
         checkpoint=r * n * d,

@@ -6,7 +6,7 @@ it needs those of its blocks. With ⌈L/k⌉ groups of L blocks that is, at wors
     ⌈L/k⌉·c + k·b,        least near k = √(L·c/b)
 
 (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", sec. 3; they count c = b, hence √L). Groups inside
-groups replace b by the same expression of the inner groups, at the price of running blocks once more.
+groups replace b by the same expression of the nested groups, but run blocks once more.
 """
 
 import math

@@ -130,7 +130,7 @@ def optimizer_state(setting: Setting) -> int:
 
 
 def dealt_out(numels: list[int], ranks: int) -> list[int]:
-    """Elements per rank where whole parameters go, largest first, to the rank that owns least."""
+    """Elements per rank where whole parameters go, largest first, to the rank that has least."""
     loads = [0] * ranks
     for numel in sorted(numels, reverse=True):
         loads[loads.index(min(loads))] += numel
@@ -165,7 +165,7 @@ def weight_copies(setting: Setting) -> int:
 
 
 def gathered(setting: Setting, numel: int) -> int:
-    """Full parameters of gathered units with `numel` elements, in the type in which they are sent."""
+    """Full parameters of gathered units with `numel` elements, in the dtype in which they are sent."""
     if setting.strategy not in SHARDED:
         return 0
     return (FP32 if setting.precision.copies_weights else setting.precision.compute) * numel
