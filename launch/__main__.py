@@ -230,7 +230,7 @@ def train(arguments: Sequence[str]) -> int:
     """Train a model."""
 
     def work() -> int:
-        from launch import train as trainer
+        from launch import trainer
 
         return trainer.main(list(arguments))
 

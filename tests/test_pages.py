@@ -8,12 +8,14 @@ from functools import partial
 import pytest
 
 from distlab.report.docs_tables import definition, embed_code, embed_tables, table_of
+from launch import sample, trainer
 from launch.__main__ import COMMANDS, load, view_of
 from tests.commands import ROOT
 from tests.pages import Command, commands_of, fenced_lines, pages
 
 PAGES = pages()
-FILLED_IN = {r"local,<name>,": "local,naive,", r"run NAME": "run ddp_bench", r" …$": ""}  # what a page leaves to the reader
+# What a page leaves to the reader.
+FILLED_IN = {r"local,<name>,": "local,naive,", r"run NAME": "run ddp_bench", r" …$": ""}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -111,5 +113,5 @@ def parser_of(arguments: list[str]) -> argparse.ArgumentParser | None:
         experiment = getattr(module, "EXPERIMENT", None)
         return module.parser() if experiment is None else experiment.parser()
     if arguments[0] in ("train", "sample"):
-        return __import__(f"launch.{arguments[0]}", fromlist=["parser"]).parser()
+        return (trainer if arguments[0] == "train" else sample).parser()
     return None

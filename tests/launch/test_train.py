@@ -19,7 +19,7 @@ from distlab.report import Record, write_json
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.metrics import read_journal
 from distlab.train.sample import newest_usable
-from launch import train
+from launch import trainer
 from launch.__main__ import main
 from tests.comm.test_parent import ends_within
 from tests.commands import ROOT, environment, python
@@ -180,24 +180,24 @@ def test_of_two_runs_at_once_the_second_is_refused_and_the_first_goes_on(tmp_pat
 
 def test_runs_are_named_by_data_size_and_strategy_and_stay_in_their_folder():
     config = TrainConfig(strategy="zero1")
-    assert train.run_name(None, DataConfig("texts/my.txt"), config) == "my-tiny-zero1"
-    assert train.run_name(None, DataConfig(), TrainConfig()) == "synthetic-tiny-bucketed"
-    assert train.run_name("my-run.2", DataConfig(), config) == "my-run.2"
+    assert trainer.run_name(None, DataConfig("texts/my.txt"), config) == "my-tiny-zero1"
+    assert trainer.run_name(None, DataConfig(), TrainConfig()) == "synthetic-tiny-bucketed"
+    assert trainer.run_name("my-run.2", DataConfig(), config) == "my-run.2"
     for name in ("../../x", "..", ".", "", "a/b", "/x", "a/"):
         with pytest.raises(ValueError, match=r"--name .* cannot name a folder: use letters"):
-            train.run_name(name, DataConfig(), config)
+            trainer.run_name(name, DataConfig(), config)
 
 
 def test_a_run_has_its_record_once_the_last_file_is_written(tmp_path):
     """It may die between the record and its page; then the next start writes both."""
     record = Record("train", "bucketed", {}, {"steps": 4}, {}, None)
-    assert not train.has_record(tmp_path, 4)
+    assert not trainer.has_record(tmp_path, 4)
     write_json([record], tmp_path / "records.json")
-    assert not train.has_record(tmp_path, 4)
+    assert not trainer.has_record(tmp_path, 4)
     (tmp_path / "report.html").touch()
-    assert train.has_record(tmp_path, 4) and not train.has_record(tmp_path, 5)
+    assert trainer.has_record(tmp_path, 4) and not trainer.has_record(tmp_path, 5)
     os.utime(tmp_path / "report.html", (0, 0))  # of the run's earlier end
-    assert not train.has_record(tmp_path, 4)
+    assert not trainer.has_record(tmp_path, 4)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])

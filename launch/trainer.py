@@ -1,0 +1,190 @@
+"""Train a language model under any strategy; given again, the same command continues the run.
+
+distlab train                                             synthetic tokens, all GPUs or two CPU ranks
+distlab train --data my.txt --size tiny --steps 300       bytes of a text; then: distlab sample FOLDER
+distlab train --name my-run --strategy zero1              a name of its own: any strategy continues it
+torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py --strategy fsdp
+"""
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from distlab.checkpoint.lock import hold
+from distlab.comm import RankContext, RankEnvironment, collectives
+from distlab.comm.rank_process import progress_to_stderr
+from distlab.experiment import FrameOptions, RankOptions
+from distlab.options import add_options, config_from, option
+from distlab.report import (
+    Column,
+    OutputFolder,
+    Record,
+    View,
+    commit,
+    environment,
+    json_line,
+    read_json,
+    write,
+)
+from distlab.report.charts import Panel, lines, overlaid
+from distlab.train import run
+from distlab.train.config import DataConfig, TrainConfig
+from distlab.train.loop import Outcome
+from launch.ranks import run_on_ranks
+
+NAME = "train"
+QUICK = {"size": "tiny", "steps": 10}
+
+
+@dataclass(frozen=True)
+class RunOptions(FrameOptions):
+    """Of the command, beside what is trained on what; without a name, the run has that of data, size and strategy."""
+
+    fresh: bool = option(False, "move an older run of this name away and start over")
+    log_every: int = option(10, "steps between progress lines", least=1)
+    quick: bool = option(False, "ten steps of the tiny preset")
+
+
+OPTIONS = (TrainConfig, DataConfig, RunOptions, RankOptions)
+
+
+def parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    found = argparse.ArgumentParser("distlab train", description=__doc__, formatter_class=raw)
+    for options in OPTIONS:
+        add_options(found, options)
+    return found
+
+
+def train(context: RankContext, config: TrainConfig, data: DataConfig, args: RunOptions) -> int:
+    progress = progress_to_stderr(context)
+    name = run_name(args.name, data, config)
+    folder = shared_run_folder(
+        context, args.out, name, fresh=args.fresh and RankEnvironment.read().restarts == 0
+    )
+
+    def write_results(
+        config: TrainConfig, outcome: Outcome, metrics: dict[str, Any], journal: list[dict[str, Any]]
+    ) -> None:
+        record = record_of(config, context, metrics, args.commit)
+        series = {"training": ([line["step"] for line in journal], [line["loss"] for line in journal])}
+        if outcome.validation:
+            series["validation"] = tuple(zip(*outcome.validation, strict=True))
+        title = f"{config.size}, {config.strategy}, {context.world_size} ranks"
+        panel = Panel("", "step", "loss (nats per token)", overlaid(series), log_x=None, from_zero=False)
+        lines(folder.path / "loss.png", [panel], title=title)
+        write(VIEW, [record], folder)
+        if outcome.stopped_by is None:
+            for step, loss in outcome.validation:
+                progress(f"validation loss after step {step}: {loss:.4f} nats per token")
+            progress(f"done: {outcome.last_step} steps; checkpoints, metrics and loss.png in {folder.path}")
+            print(json_line(NAME, [record], folder.path), flush=True)
+
+    outcome = run.train(
+        config, data, context, folder.path, write_results=write_results,
+        has_results=lambda steps: has_record(folder.path, steps), log_every=args.log_every, progress=progress,
+    )  # fmt: skip
+    if outcome.stopped_by is None:
+        return 0
+    progress(
+        f"stopped by signal {outcome.stopped_by} after step {outcome.last_step} of {config.steps}; a checkpoint is "
+        f"written ({folder.path}). The same command continues the run"
+    )
+    return 128 + outcome.stopped_by
+
+
+def record_of(
+    config: TrainConfig, context: RankContext, metrics: dict[str, Any], default_commit: str | None
+) -> Record:
+    """The results with what they were measured on."""
+    shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
+    facts = {"environment": environment(context.device), "commit": commit(default_commit)}
+    return Record(NAME, config.strategy, shared, metrics, **facts)
+
+
+def has_record(folder: Path, steps: int) -> bool:
+    """Whether the results of so many steps were written, to the last file."""
+    records, page = folder / "records.json", folder / "report.html"
+    try:
+        same = read_json(records)[0].metrics["steps"] == steps
+        return same and page.stat().st_mtime_ns >= records.stat().st_mtime_ns
+    except (OSError, ValueError, LookupError):
+        return False
+
+
+COLUMNS = [
+    Column("variant", "strategy"),
+    Column("metrics.steps", "steps", ",d"),
+    Column("metrics.final_loss", "loss", ".4f"),
+    Column("metrics.validation_loss", "validation loss", ".4f"),
+    Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
+    Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
+    Column("metrics.mfu_pct", "MFU %", ".1f"),
+    Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+]
+
+
+def headline(records: Sequence[Record]) -> str:
+    """One line that says what was trained on what."""
+    config, env = records[0].config, records[0].environment
+    return (
+        f"{config['size']}, {config['steps']} steps of {config['batch']} sequences, {config['dtype']}, "
+        f"{config['world_size']} × {env['device_name']} ({config['backend']}), torch {env['torch']}"
+    )
+
+
+VIEW = View(
+    COLUMNS,
+    headline,
+    name=NAME,
+    question="How does this model train?",
+    reading="The loss of every step is in metrics.jsonl, decimal and in hex; two runs of the same command, one of them "
+    "killed and resumed, have the same hex. Times are those of whole steps, data and logging included.",
+    noise="A single run: the loss of one step varies with its batch. Compare curves, not last values.",
+)
+
+
+def run_name(given: str | None, data: DataConfig, config: TrainConfig) -> str:
+    """The name of a run's folder; raises ValueError for one that would lead elsewhere."""
+    name = given
+    if name is None:
+        name = f"{Path(data.data).stem if data.data else 'synthetic'}-{config.size}-{config.strategy}"
+    if not name or name != Path(name).name or name == "..":
+        raise ValueError(f"--name {name!r} cannot name a folder: use letters, digits, '-', '_' and '.'")
+    return name
+
+
+def shared_run_folder(context: RankContext, root: str, name: str, *, fresh: bool) -> OutputFolder:
+    """The run's folder, made by rank 0 and joined by the others; every rank raises if it cannot be written.
+
+    Args:
+        fresh: put an older run of this name aside, unless it is still running.
+    """
+    path = Path(root) / NAME / name
+    exists = collectives.gather_objects(fresh and path.is_dir(), context.group)[0]
+    made: OutputFolder | Exception | None = None
+    with hold(path, context, progress_to_stderr(context)) if exists else contextlib.nullcontext() as lock:
+        if context.is_main:
+            try:
+                if lock is not None:
+                    number = next(n for n in range(1, 10**6) if not path.with_name(f"{name}-old-{n}").exists())
+                    lock.folder = path.rename(path.with_name(f"{name}-old-{number}"))
+                made = OutputFolder(root, NAME, name)
+            except (OSError, ValueError) as error:
+                made = error
+    made = collectives.gather_objects(made, context.group)[0]
+    if isinstance(made, Exception):
+        raise made
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """`distlab train`; returns the exit code."""
+    args = parser().parse_args(argv)
+    data, mine, ranks = (config_from(options, args) for options in OPTIONS[1:])
+    config = config_from(TrainConfig, args, QUICK if mine.quick else {})
+    run_name(mine.name, data, config)  # refused before ranks are started
+    return run_on_ranks(lambda context: train(context, config, data, mine), ["train", *argv], ranks, None, "train")
