@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distlab.bench.subject import BenchOptions, synthetic_batches
+from distlab.bench.timing import BenchOptions, synthetic_batches
 from distlab.experiment import (
     Column,
     Experiment,
@@ -42,7 +42,8 @@ from distlab.measure import (
     peak_memory,
     percentiles,
 )
-from distlab.model import DTYPES, ModelConfig, TransformerLM, checkpoint_groups, cross_entropy, preset
+from distlab.model import ModelConfig, TransformerLM, checkpoint_groups, cross_entropy, preset
+from distlab.precision import DTYPES, autocast
 from distlab.report import NOISE, OKABE_ITO, TIE, horizontal, interval_ties, noise_of, picture, tied
 from distlab.simulate.run import simulate_step
 from distlab.theory.flops import forward_flops
@@ -118,7 +119,7 @@ def one_step(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, dtyp
     """Gradients of one batch, from none; returns the loss."""
     low = DTYPES[dtype]
     model.zero_grad(set_to_none=True)
-    with torch.autocast(tokens.device.type, dtype=low or torch.bfloat16, enabled=low is not None):
+    with autocast(tokens.device, low):
         loss = cross_entropy(model(tokens), targets)
     loss.backward()
     return loss

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distlab.bench.subject import BenchOptions, Variant, Workbench, variants
+from distlab.bench.timing import BenchOptions, Variant, Workbench, variants
 from distlab.comm import collectives
 from distlab.experiment import (
     Column,

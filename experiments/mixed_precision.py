@@ -32,6 +32,7 @@ from distlab.experiment import (
 )
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
 from distlab.options import SEED
+from distlab.precision import autocast
 from distlab.report import Panel, Series, lines
 from distlab.theory.rounding import FORMATS, overflow_share, repeated_sum, safe_loss_scales, stalls_at
 from distlab.train.data import SyntheticTokens
@@ -210,7 +211,7 @@ def gradients(
     data = SyntheticTokens(shape.vocab_size, config.batch, shape.context_length, seed=config.seed, rank=0,
                            device=device)  # fmt: skip
     tokens, targets = data.batch(0)
-    with torch.autocast(device.type, dtype=low or torch.bfloat16, enabled=low is not None):
+    with autocast(device, low):
         logits = model(tokens)
         logits.retain_grad()
         loss = cross_entropy(logits, targets) / config.micro_batches

@@ -52,7 +52,7 @@ def samples(context: RankContext, options: argparse.Namespace, strategy: str) ->
     from distlab.model.config import preset
 
     try:
-        bench_module = importlib.import_module("distlab.bench.subject")
+        bench_module = importlib.import_module("distlab.bench.timing")
     except ModuleNotFoundError:  # an older tree
         bench_module = importlib.import_module("distlab.train.workbench")
     dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]

@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("launch", "experiments", "distlab", "kernels")
 
 # Unit of distlab → what it may import of distlab (and kernels), besides itself and what stands in COMMON.
-COMMON = "ending options hardware"
+COMMON = "ending options precision hardware"
 ALLOWED = {
-    **dict.fromkeys(("ending", "options", "hardware"), ""),
+    **dict.fromkeys(("ending", "options", "precision", "hardware"), ""),
     "grad_buffer": "",
     "comm": "",
     "report": "",

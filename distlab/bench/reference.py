@@ -7,17 +7,17 @@ rank order.
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from distlab.bench.subject import TrialConfig, Variant, compiled, synthetic_batches
+from distlab.bench.timing import TrialConfig, Variant, compiled, synthetic_batches
 from distlab.comm import RankContext, collectives
-from distlab.model.config import DTYPES, preset
+from distlab.model.config import preset
 from distlab.model.transformer import TransformerLM
+from distlab.precision import DTYPES, autocast
 from distlab.train.data import SyntheticTokens
 from distlab.train.scaler import LossScaler
 from distlab.train.step import LossFunction, TrainStep, loss_function, next_token_loss
@@ -122,7 +122,7 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
     expected.backward()
     scale = LossScaler().scale if config.dtype == "fp16" else 1.0
     dtype = DTYPES[config.dtype]
-    with nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype):
+    with autocast(device, dtype):
         found = loss_function(config.ops)(compiled(candidate, config.compile), batch)
     (found * scale).backward()
     difference = norm = 0.0

@@ -3,7 +3,6 @@
 from distlab.model.config import (
     ATTENTION_CHOICES,
     COMPILE_CHOICES,
-    DTYPES,
     OPS_CHOICES,
     PRESETS,
     ModelConfig,
@@ -16,7 +15,6 @@ from distlab.model.transformer import TransformerLM
 __all__ = [
     "ATTENTION_CHOICES",
     "COMPILE_CHOICES",
-    "DTYPES",
     "OPS_CHOICES",
     "PRESETS",
     "ModelConfig",

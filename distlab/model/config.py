@@ -9,15 +9,12 @@ import itertools
 import re
 from dataclasses import dataclass, fields, replace
 
-import torch
-
 from distlab.options import Options, option
+from distlab.precision import DTYPES
 
 ATTENTION_CHOICES = ("naive", "sdpa", "flash")
 OPS_CHOICES = ("torch", "triton")
 COMPILE_CHOICES = ("off", "model", "blocks")
-# Types of the computation over fp32 parameters, by autocast or by the wrapper; None: the parameters' own.
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Checkpointing = bool | int | str | tuple[int, ...]
 

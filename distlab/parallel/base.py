@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from distlab.comm import collectives
 from distlab.parallel.shard import Shard, local_part, whole
+from distlab.precision import autocast
 
 
 class ParallelModel(nn.Module, ABC):
@@ -44,9 +45,7 @@ class ParallelModel(nn.Module, ABC):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for forward and loss, such that they compute in `compute_dtype`."""
-        if self.compute_dtype is None or self.casts_parameters:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+        return autocast(self.device, None if self.casts_parameters else self.compute_dtype)
 
     # -- gradients -----------------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ import torch
 
 from distlab.hardware import NETWORK_LINKS, GPUSpec, by_alias
 from distlab.model import ModelConfig, preset
-from distlab.model.config import DTYPES
 from distlab.options import Options, option
 from distlab.parallel.buckets import plan_buckets
+from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
 from distlab.simulate.costs import DeviceModel
 from distlab.simulate.events import Compute

@@ -8,8 +8,9 @@ import torch
 from torch.optim import Optimizer
 
 from distlab.model import ModelConfig, TransformerLM, ops
-from distlab.model.config import DTYPES, Checkpointing
+from distlab.model.config import Checkpointing
 from distlab.parallel import ParallelModel
+from distlab.precision import DTYPES
 from distlab.simulate.run import Mark, SimulatedStep, simulate_step
 from distlab.theory.checks import at_least_one
 from distlab.train.step import TrainStep, next_token_loss

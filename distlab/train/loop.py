@@ -17,9 +17,9 @@ from distlab.checkpoint.checkpointer import Checkpointer, Stored
 from distlab.checkpoint.files import MARKER, Damaged
 from distlab.checkpoint.lock import RunLock
 from distlab.comm import RankContext
-from distlab.model.config import DTYPES
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
+from distlab.precision import DTYPES
 from distlab.train.config import TrainConfig, refuse_other_run
 from distlab.train.data import GlobalOrder, Sequences, to_batch
 from distlab.train.evaluate import validation_loss

@@ -18,7 +18,7 @@ from distlab.checkpoint.lock import hold
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
 from distlab.measure.memory import peak_memory
-from distlab.model.config import DTYPES
+from distlab.precision import DTYPES
 from distlab.theory.flops import mfu, step_flops
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.data import load

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distlab.bench.subject import BenchOptions, Timing, Variant, synthetic_batches, variants
+from distlab.bench.timing import BenchOptions, Timing, Variant, synthetic_batches, variants
 from distlab.experiment import RankContext, TimingOptions, option
 from distlab.measure import (
     MIN_SAMPLES,
@@ -18,8 +18,9 @@ from distlab.measure import (
     time_collective,
 )
 from distlab.measure.clock import measure, slowest_rank
-from distlab.model import DTYPES, TransformerLM
+from distlab.model import TransformerLM
 from distlab.parallel.buckets import MIB, plan_buckets
+from distlab.precision import DTYPES
 from distlab.simulate.calibrate import MeasuredLinks
 from distlab.theory.collective_time import CollectiveFit, fit_collective
 from distlab.theory.step_time import pipeline

@@ -8,7 +8,7 @@ import torch
 
 from distlab.bench.bucket_size import best_bucket_size
 from distlab.bench.reference import parameter_difference
-from distlab.bench.subject import BenchOptions, Timing, Variant, Workbench, variants
+from distlab.bench.timing import BenchOptions, Timing, Variant, Workbench, variants
 from distlab.experiment import RankContext, Record, Run, TimingOptions, option
 from distlab.hardware import peak_flops
 from distlab.measure import (
@@ -29,8 +29,9 @@ from distlab.measure import (
     paired_ratio,
     percentiles,
 )
-from distlab.model import DTYPES, OPS_CHOICES, ModelConfig, TransformerLM
+from distlab.model import OPS_CHOICES, ModelConfig, TransformerLM
 from distlab.parallel import STRATEGIES, strategies_on
+from distlab.precision import DTYPES
 from distlab.report import environment, noise_of, read_json, timeline
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.volume import model_volume

@@ -4,12 +4,13 @@ import itertools
 from dataclasses import dataclass, fields
 from typing import Any
 
-from distlab.bench.subject import MODES, TrialConfig
+from distlab.bench.timing import MODES, TrialConfig
 from distlab.experiment import Options, option
 from distlab.measure import MIN_SAMPLES, emitter
-from distlab.model.config import ATTENTION_CHOICES, COMPILE_CHOICES, DTYPES, OPS_CHOICES, PRESETS
+from distlab.model.config import ATTENTION_CHOICES, COMPILE_CHOICES, OPS_CHOICES, PRESETS
 from distlab.options import SEED
 from distlab.parallel import STRATEGIES
+from distlab.precision import DTYPES
 
 SWEPT = [field.name for field in fields(TrialConfig) if field.name not in ("bucket_size_mb", "seed")]
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.bench.reference import errors_against_reference
-from distlab.bench.subject import MODES, Subject, TrialConfig, opened
+from distlab.bench.timing import MODES, Subject, TrialConfig, opened
 from distlab.comm import collectives
 from distlab.experiment import RankContext, Run
 from distlab.hardware import peak_flops

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from distlab.bench.subject import TrialConfig, described, opened
+from distlab.bench.timing import TrialConfig, described, opened
 from distlab.experiment import Column, RankContext, Record, View
 from distlab.measure import emitter, memory_timeline, named_ranges, peak_memory
 from distlab.report import environment, stacked_areas

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from distlab.bench.subject import TrialConfig, compiled, opened
+from distlab.bench.timing import TrialConfig, compiled, opened
 from distlab.experiment import Column, RankContext, Record, View
 from distlab.measure import attempt, gradient_bytes, saved_for_backward
 from distlab.theory.memory.activations import PRECISIONS, block_activations

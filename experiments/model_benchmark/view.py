@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distlab.bench.subject import described
+from distlab.bench.timing import described
 from distlab.experiment import Column, Record, View
 from distlab.measure.trace.capture import PHASES
 from distlab.report import NOISE, Panel, lines, overlaid, stacked_bars

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from distlab.bench.subject import TrialConfig, opened
+from distlab.bench.timing import TrialConfig, opened
 from distlab.comm import collectives
 from distlab.experiment import Column, RankContext, Record, View
 from distlab.measure import MIN_SAMPLES, FlopsByCategory, PhaseTimer, percentiles

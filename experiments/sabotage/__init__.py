@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from distlab.bench.reference import Task, parameter_difference
-from distlab.bench.subject import Variant
+from distlab.bench.timing import Variant
 from distlab.comm import collectives
 from distlab.experiment import (
     Column,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distlab.bench.subject import Variant, variants, workbench
+from distlab.bench.timing import Variant, variants, workbench
 from distlab.comm import collectives
 from distlab.comm.rank_process import on_main
 from distlab.comm.subgroups import first_ranks, rest

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distlab.bench import subject
+from distlab.bench import timing
 from distlab.bench.reference import parameter_difference
-from distlab.bench.subject import Workbench, variants
+from distlab.bench.timing import Workbench, variants
 from distlab.comm import RankContext
 from distlab.parallel import NaiveDDP, strategies_on
 from distlab.report.record import Record, read_json
@@ -92,7 +92,7 @@ def out_of_memory_on_one_rank(context: RankContext) -> dict[str, bool]:
     """Rank 1's overlap row runs out of memory in backward; the others' rows go on."""
     config = SMOKE.model()
     bench = Workbench(context, config, batch_size=1)
-    original = subject.TrainStep.__call__
+    original = timing.TrainStep.__call__
 
     def failing(self, batches):
         if type(self.model).__name__ != "OverlapDDP" or context.rank == 0:
@@ -103,12 +103,12 @@ def out_of_memory_on_one_rank(context: RankContext) -> dict[str, bool]:
         finally:
             handle.remove()
 
-    subject.TrainStep.__call__ = failing
+    timing.TrainStep.__call__ = failing
     try:
         rows = variants(["naive", "overlap", "bucketed"], [1.0])
         timings = bench.time_rounds(rows, rounds=2, warmup=1, steps=1)
     finally:
-        subject.TrainStep.__call__ = original
+        timing.TrainStep.__call__ = original
     return {name: timing.out_of_memory for name, timing in timings.items()}
 
 

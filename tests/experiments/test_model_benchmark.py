@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from distlab.bench import subject as bench_subject
+from distlab.bench import timing as bench_timing
 from distlab.model import TransformerLM
 from distlab.report.record import read_json
 from distlab.testing import run_ranks
@@ -108,7 +108,7 @@ def test_a_benchmark_that_times_zeros_is_caught(one_rank, monkeypatch, tmp_path)
             parameter.data.zero_()
         return model
 
-    monkeypatch.setattr(bench_subject, "TransformerLM", zeroed)
+    monkeypatch.setattr(bench_timing, "TransformerLM", zeroed)
     (row,) = measured_here(one_rank, tmp_path, modes=("forward_backward",), warmups=(1,)).records
     assert "all gradients are zero" in row.metrics["status"] and "step_p50_ms" not in row.metrics
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distlab.bench.bucket_size import best_bucket_size
-from distlab.bench.subject import Workbench, variants
+from distlab.bench.timing import Workbench, variants
 from distlab.comm import RankContext
 from distlab.experiment import lone_context
 from distlab.measure import bandwidth

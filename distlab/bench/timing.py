@@ -30,7 +30,6 @@ from distlab.measure.trace.capture import OptimizerRange, annotate_forward, prof
 from distlab.measure.validity import is_out_of_memory
 from distlab.model.config import (
     COMPILE_CHOICES,
-    DTYPES,
     PRESETS,
     Checkpointing,
     ModelConfig,
@@ -41,6 +40,7 @@ from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, Options, option
 from distlab.parallel import ParallelModel, Strategy, get_strategy
 from distlab.parallel.shard import local_part
+from distlab.precision import DTYPES
 from distlab.train.data import SyntheticTokens
 from distlab.train.requirements import PlannedStep, require
 from distlab.train.scaler import LossScaler

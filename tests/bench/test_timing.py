@@ -7,7 +7,7 @@ import torch
 
 from distlab.bench import reference as module
 from distlab.bench.reference import errors_against_reference
-from distlab.bench.subject import MODES, TrialConfig, described, opened
+from distlab.bench.timing import MODES, TrialConfig, described, opened
 from distlab.model.config import preset
 from distlab.model.ops import get_ops
 

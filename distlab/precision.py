@@ -1,0 +1,18 @@
+"""Mixed precision: which dtype a model computes in, over parameters, gradients and optimizer state in fp32.
+
+Matmuls run in that dtype and norms, softmax and losses in fp32, as `torch.autocast` decides operation by operation. A
+strategy that casts the parameters itself (FSDP, under `compute_dtype`) needs no autocast.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+# Name on the command line and in records → dtype of the computation; None: the parameters' own.
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """The context for forward and loss, such that they compute in `dtype`; None changes nothing."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
