@@ -231,7 +231,7 @@ class Checkpointer:
         if rejected:
             raise CheckpointError(
                 f"none of the {len(rejected)} checkpoints in {self.folder.path} can be used: "
-                f"{'; '.join(rejected.values())}. Pass --fresh to begin anew"
+                f"{'; '.join(rejected.values())}. Pass --fresh to start over"
             )
         return None
 
