@@ -2,8 +2,11 @@
 
 import contextlib
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; commands that we start would
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # inherit that, and tests send them Ctrl-C
 
 import pytest
 import torch
