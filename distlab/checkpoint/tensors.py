@@ -106,14 +106,15 @@ def read(stored: Stored, shards: Sequence[Shard]) -> None:
 
 
 def refuse_other_model(stored: Stored, model: Sequence[Shard]) -> None:
-    """Raises ValueError with every parameter that is missing, left over, or of another shape."""
-    mine = {shard.name.removeprefix("model/"): tuple(shard.shape) for shard in model}
+    """Raises ValueError with every parameter that is missing, left over, or of another shape or dtype."""
+    mine = {shard.name.removeprefix("model/"): (tuple(shard.shape), shard.tensor.dtype) for shard in model}
     found = shapes_and_dtypes(stored).items()
-    theirs = {key.removeprefix("model/"): shape for key, (shape, _) in found if key.startswith("model/")}
+    theirs = {key.removeprefix("model/"): kind for key, kind in found if key.startswith("model/")}
     differences = [
         f"{name} is missing there" if name not in theirs
         else f"{name} exists only there" if name not in mine
-        else f"{name} has shape {theirs[name]} there and {mine[name]} here"
+        else f"{name} has shape {theirs[name][0]} there and {mine[name][0]} here" if theirs[name][0] != mine[name][0]
+        else f"{name} has {theirs[name][1]} there and {mine[name][1]} here"
         for name in mine | theirs if mine.get(name) != theirs.get(name)
     ]  # fmt: skip
     if differences:

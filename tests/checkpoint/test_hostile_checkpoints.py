@@ -139,7 +139,7 @@ def test_every_key_removed_and_every_value_of_another_kind_is_an_error_and_none_
 
 
 def test_what_contradicts_itself_is_named(run):
-    original = marker_of(run)
+    original, name = marker_of(run), "model/embedding.weight"
     for changes, message in (
         ({"step": 2}, "it says step 2"),
         ({"files": {}}, "'files' is not a table of files"),
@@ -163,6 +163,10 @@ def test_what_contradicts_itself_is_named(run):
             )
         ),
         ({"extra": original | {"extra": original}}, "does not say which run it belongs to"),
+        (
+            {"tensors": original["tensors"] | {name: original["tensors"][name] | {"dtype": "int32"}}},
+            "embedding.weight has torch.int32 there and torch.float32 here",
+        ),
     ):
         forge(run, original | changes)
         assert message in refusal(run), changes.keys()
