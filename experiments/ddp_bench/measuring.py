@@ -1,5 +1,6 @@
 """What to run, every variant of one run measured, and what a row tells beside its times."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
 
     reference = timings.get("local")
     accounts: dict[str, StepAccount] = {}
+    drawn: dict[str, Any] = {}  # variant → one step of its trace, for the timeline
     for variant in rows:
         timing = timings[variant.name]
         metrics = timing.metrics()
@@ -119,7 +121,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
             metrics |= {"noise_floor_pct": own_noise_floor(timing.phases["step"])} | _peer_ratio(timing, timings)
             metrics["noise_pct"] = noise_of(metrics)
             metrics |= sent(bench, variant)
-            metrics |= overlap(bench, variant, run.path, config.profile_steps, accounts)
+            metrics |= overlap(bench, variant, run.path, config.profile_steps, accounts, drawn)
             metrics["max_abs_param_diff"] = differences.get(variant.name)
         size = variant.bucket_size_mb if variant.strategy.has_buckets else None
         run.add(variant.name, metrics, **bench.facts, bucket_size_mb=size)
@@ -127,7 +129,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         record.metrics.update(explanation(record, accounts))
     run.save()
     if context.is_main:
-        draw_timeline(run, context)
+        draw_timeline(run, context.rank, drawn)
 
 
 def _swept_size(config: DDPBenchConfig, context: RankContext) -> float | None:
@@ -210,15 +212,16 @@ def overlap(
     folder: Path,
     steps: int,
     accounts: dict[str, StepAccount],
+    drawn: dict[str, Any],
 ) -> dict[str, float | None]:
-    """Communication time and the share of it that compute covers, from this rank's trace; its account is kept."""
+    """Communication time and the share of it that compute covers, from this rank's trace; both are kept for later."""
     if steps == 0:
         return {"comm_ms": None, "comm_share_pct": None, "overlap_pct": None}
-    path = trace_path(folder, variant.name, bench.context.rank)
+    path = folder / f"trace_{variant.name}_rank{bench.context.rank}.json.gz"
     bench.profile(variant, path, steps)
     events = load_trace(path)
     seen, gathers, gaps = analyse(events), exposed_all_gathers(events), idle_gaps(events)
-    accounts[variant.name] = account(events)
+    accounts[variant.name], drawn[variant.name] = account(events), lanes(events)
     return {
         "exposed_all_gather_forward_ms": gathers[0],
         "exposed_all_gather_backward_ms": gathers[1],
@@ -251,18 +254,8 @@ def explanation(record: Record, accounts: dict[str, StepAccount]) -> dict[str, f
     }
 
 
-def trace_path(folder: Path, variant: str, rank: int) -> Path:
-    """Where a rank writes the trace of a variant."""
-    return folder / f"trace_{variant}_rank{rank}.json.gz"
-
-
-def draw_timeline(run: Run, context: RankContext) -> None:
-    """Compute above, communication below, of one step of every variant of this rank, from their traces."""
-    rows = {}
-    for record in run.records:
-        path = trace_path(run.path, record.variant, context.rank)
-        if path.exists():
-            rows[record.variant] = lanes(load_trace(path))
-    if rows:
-        title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
-        timeline(run.path / "timeline.png", rows, title=title)
+def draw_timeline(run: Run, rank: int, drawn: Mapping[str, Any]) -> None:
+    """Compute above, communication below, of one step of every variant of this rank."""
+    if drawn:
+        title = f"One step of rank {rank} under the profiler: {headline(run.records)}"
+        timeline(run.path / "timeline.png", drawn, title=title)
