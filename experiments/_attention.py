@@ -95,7 +95,8 @@ class CompiledBackward(FlashAttention2):
         saved = ctx.saved_tensors
         shape = saved[0].shape
         *tensors, do = (x.unsqueeze(1) if len(shape) == 3 else x for x in (*saved, do.to(saved[3].dtype)))
-        grads = _compiled_whole_matrix_backward()(*tensors, do, ctx.scale, ctx.band[1] is not None)
+        causal, scale, *_ = ctx.options
+        grads = _compiled_whole_matrix_backward()(*tensors, do, scale or shape[-1] ** -0.5, causal)
         return *(g.view(shape).to(t) for g, t in zip(grads, ctx.input_dtypes, strict=True)), *[None] * 7
 
 

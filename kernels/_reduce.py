@@ -8,7 +8,7 @@ and so are the bits of the result.
 import torch
 from torch import Tensor
 
-from . import _triton
+from . import _dispatch
 from ._language import tl, triton
 from ._rows import Launch, chosen
 
@@ -36,6 +36,6 @@ def sum_columns(parts: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
     out = [torch.empty(cols, dtype=written, device=parts.device) for _ in range(kinds)]
     # Few columns per program: the matrix is small, and what counts is that all SMs take part.
     launch = chosen("column_sum", Launch(block=16, rows=64, warps=4))
-    _triton.launch(column_sum_kernel, (triton.cdiv(cols, launch.block), kinds), parts, out[0], out[-1], count, cols,
-                   ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
+    _dispatch.launch(column_sum_kernel, (triton.cdiv(cols, launch.block), kinds), parts, out[0], out[-1], count, cols,
+                     ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
     return [x.to(dtype) for x, dtype in zip(out, dtypes, strict=True)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import _triton
+from . import _dispatch, _triton
 
 # Bytes of all stages of pipelined loads, of which one less than their number lies in shared memory: a program has
 # 163 KiB of that or more on these generations, and 99 on others (CUDA programming guide, compute capabilities).
@@ -52,11 +52,13 @@ def forced(**launches: Launch) -> Iterator[None]:
     """Use these launch parameters, by kernel name, whatever the length of a row."""
     before = dict(_forced)
     _forced.update(launches)
+    _dispatch.forget()
     try:
         yield
     finally:
         _forced.clear()
         _forced.update(before)
+        _dispatch.forget()
 
 
 def chosen(kernel: str, default: Launch) -> Launch:
@@ -157,8 +159,10 @@ def check_positive(name: str, value: object) -> None:
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """The dtype results get: autocast's where it is on, else x's. Meta knows no autocast, and autocast leaves fp64."""
+    if not isinstance(x, Tensor):
+        return torch.float32  # the operator's check says what is wrong
     device = x.device.type
-    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if device == "meta" or x.dtype not in DTYPES or not torch.is_autocast_enabled(device):
         return x.dtype
     return torch.get_autocast_dtype(device)
 
@@ -169,6 +173,12 @@ def common_dtype(y_name: str, y: Tensor, x_name: str, x: Tensor) -> torch.dtype:
     if y.dtype != x.dtype and autocast_dtype(y) != autocast_dtype(x):
         raise ValueError(f"{y_name} has dtype {y.dtype}, {x_name} {x.dtype}; they must be equal")
     return autocast_dtype(x)
+
+
+def autocast(*tensors: Tensor) -> list[Tensor]:
+    """The tensors as autocast casts them, where it is on; what is no tensor is left to the operator's check."""
+    dtypes = [autocast_dtype(x) for x in tensors]
+    return [x if getattr(x, "dtype", y) is y else x.to(y) for x, y in zip(tensors, dtypes, strict=True)]
 
 
 def sum_over_rows(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ kernel looks, and leaves without touching the gradient; only other factors cost 
 import torch
 from torch import Tensor
 
-from . import _triton
+from . import _dispatch, _triton
 from ._language import tl, triton
 from ._rows import Launch, chosen
 
@@ -25,7 +25,7 @@ def scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
             tl.store(x_ptr + offsets, x.to(x_ptr.dtype.element_ty), mask=inside)
 
 
-@torch.library.custom_op("distlab_kernels::scale_", mutates_args=("x",))
+@_dispatch.operator("scale_", mutates_args=("x",))
 def scale_(x: Tensor, factor: Tensor) -> None:
     """x *= factor, in place; x contiguous, of any shape, factor one element of any floating dtype on its device.
 
@@ -39,5 +39,5 @@ def scale_(x: Tensor, factor: Tensor) -> None:
         return
     launch = chosen("scale", Launch(block=4096, warps=8, per_sm=8))
     blocks = triton.cdiv(x.numel(), launch.block)
-    _triton.launch(scale_kernel, (launch.programs(blocks, x.device),), x, factor, x.numel(), BLOCK=launch.block,
-                   num_warps=launch.warps)
+    _dispatch.launch(scale_kernel, (launch.programs(blocks, x.device),), x, factor, x.numel(), BLOCK=launch.block,
+                     num_warps=launch.warps)

@@ -85,29 +85,16 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-_compiled: list[Any] | None = None
+compiled: list[Any] | None = None  # kernels compiled within `compile_only`
 
 
 @contextlib.contextmanager
 def compile_only() -> Iterator[list[Any]]:
     """Within, `launch` compiles without running; yields the growing list of Triton's compiled kernels."""
-    global _compiled
-    _compiled = []
+    global compiled
+    compiled = []
     try:
-        yield _compiled
+        yield compiled
     finally:
-        _compiled = None
+        compiled = None
 
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """`kernel[grid](*args, **options)`; every launch in this package goes through here."""
-    if _compiled is not None:
-        _compiled.append(kernel.warmup(*args, grid=grid, **options))
-        return
-    tensors = (getattr(x, "base", x) for x in args)  # a descriptor's tensor is its base
-    device = next((x.device for x in tensors if isinstance(x, torch.Tensor)), None)
-    if device is not None and device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):  # Triton launches on torch's current device, wherever the tensors are
-            kernel[grid](*args, **options)
-    else:
-        kernel[grid](*args, **options)

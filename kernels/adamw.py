@@ -24,7 +24,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from . import _triton, reference
+from . import _dispatch, _triton, reference
 from ._language import tl, triton
 from ._rows import DTYPES, Launch, chosen
 from .cost import Cost
@@ -128,9 +128,9 @@ def launch_adamw(columns: list[list[Tensor]], addresses: Addresses, step: int,
     parameters, gradients, *_ = columns
     launch = chosen("adamw", Launch(block=2048, warps=8))
     sizes, owner, begin = tables(tuple(p.numel() for p in parameters), launch.block)
-    _triton.launch(adamw_kernel, (len(owner),), addresses.of(columns), sizes, owner, begin, *factors(step, **options),
-                   PARAMETER=_TYPES[parameters[0].dtype], GRADIENT=_TYPES[gradients[0].dtype],
-                   ALIGNMENT=16 if addresses.aligned else 1, BLOCK=launch.block, num_warps=launch.warps)
+    _dispatch.launch(adamw_kernel, (len(owner),), addresses.of(columns), sizes, owner, begin, *factors(step, **options),
+                     PARAMETER=_TYPES[parameters[0].dtype], GRADIENT=_TYPES[gradients[0].dtype],
+                     ALIGNMENT=16 if addresses.aligned else 1, BLOCK=launch.block, num_warps=launch.warps)
 
 
 def _check_options(options: dict) -> None:

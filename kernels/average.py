@@ -9,7 +9,7 @@ FLOPs: (K + 1)·n. Nothing is differentiated. The result is rounded once to own'
 import torch
 from torch import Tensor
 
-from . import _triton
+from . import _dispatch, _triton
 from ._language import tl, triton
 from .cost import Cost
 
@@ -58,7 +58,7 @@ def average_into(own: Tensor, others: Tensor, scale: float) -> None:
         own.copy_(total * scale)
         return
     grid = (triton.cdiv(own.numel(), BLOCK),)
-    _triton.launch(
+    _dispatch.launch(
         average_kernel,
         grid,
         own,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _triton, reference
+from . import _dispatch, _triton, reference
 from ._autograd import first_order
 from ._language import KEPT, STREAMED, tl, triton
 from ._rows import Launch, check, check_device, chosen
@@ -121,6 +121,25 @@ def gradient_kernel(z_ptr, target_ptr, largest_ptr, total_ptr, upstream_ptr, sca
     tl.store(dz_ptr + row * cols + columns, dz.to(dz_ptr.dtype.element_ty), mask=columns < cols)
 
 
+@triton.jit
+def total_kernel(targets_ptr, loss_ptr, scale_ptr, total_ptr, rows, ignore_index, COUNT: tl.constexpr,
+                 BLOCK: tl.constexpr):
+    """One program: with COUNT 1 / (rows that are not ignored) into scale, else the sum of loss times scale."""
+    offsets = tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, rows, BLOCK):
+        inside = start + offsets < rows
+        if COUNT:
+            kept = inside & (tl.load(targets_ptr + start + offsets, mask=inside, other=0) != ignore_index)
+            acc += tl.where(kept, 1.0, 0.0)
+        else:
+            acc += tl.load(loss_ptr + start + offsets, mask=inside, other=0.0)
+    if COUNT:
+        tl.store(scale_ptr, 1.0 / tl.maximum(tl.sum(acc, 0), 1.0))
+    else:
+        tl.store(total_ptr, tl.sum(acc, 0) * tl.load(scale_ptr))
+
+
 def launch_loss(z: Tensor, targets: Tensor, loss: Tensor, largest: Tensor, total: Tensor, ignore_index: int,
                 smoothing: float, dz: Tensor | None = None, scale: Tensor | None = None) -> None:
     """Fill loss, m (`largest`) and s (`total`) and, where given, dz (which may be z) times the one element of scale."""
@@ -129,10 +148,10 @@ def launch_loss(z: Tensor, targets: Tensor, loss: Tensor, largest: Tensor, total
         launch = chosen("cross_entropy", Launch(block=8192, warps=16))
     else:  # one row per multiprocessor: what it reads again is still in the L2
         launch = chosen("cross_entropy_both", Launch(block=16384, warps=32, per_sm=1))
-    _triton.launch(loss_kernel, (launch.programs(rows, z.device),), z, targets, loss, largest, total, dz, scale, rows,
-                   cols, z.stride(0), 0 if dz is None else dz.stride(0), ignore_index, float(smoothing),
-                   SMOOTH=smoothing != 0, GRADIENT=dz is not None, BLOCK=launch.block, VECTOR=16 // z.element_size(),
-                   num_warps=launch.warps)
+    _dispatch.launch(loss_kernel, (launch.programs(rows, z.device),), z, targets, loss, largest, total, dz, scale, rows,
+                     cols, z.stride(0), 0 if dz is None else dz.stride(0), ignore_index, float(smoothing),
+                     SMOOTH=smoothing != 0, GRADIENT=dz is not None, BLOCK=launch.block, VECTOR=16 // z.element_size(),
+                     num_warps=launch.warps)
 
 
 def launch_gradient(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, scale: Tensor,
@@ -141,16 +160,32 @@ def launch_gradient(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, 
     rows, cols = z.shape
     launch = chosen("cross_entropy_gradient", Launch(block=4096, warps=8))
     blocks = triton.cdiv(cols, launch.block)
-    _triton.launch(gradient_kernel, (rows * blocks,), z, targets, largest, total, upstream, scale, dz, cols,
-                   z.stride(0), 1 if upstream.numel() > 1 else 0, blocks, ignore_index, float(smoothing),
-                   BLOCK=launch.block, num_warps=launch.warps)
+    _dispatch.launch(gradient_kernel, (rows * blocks,), z, targets, largest, total, upstream, scale, dz, cols,
+                     z.stride(0), 1 if upstream.numel() > 1 else 0, blocks, ignore_index, float(smoothing),
+                     BLOCK=launch.block, num_warps=launch.warps)
 
 
 def mean_scale(targets: Tensor, reduction: str, ignore_index: int) -> Tensor:
     """What each row's loss is multiplied by, a scalar in fp32 on the targets' device."""
-    if reduction == "mean":
+    if reduction != "mean":
+        return torch.ones((), dtype=torch.float32, device=targets.device)
+    if not (_triton.runs_triton(targets) and len(targets)):
         return 1.0 / (targets != ignore_index).sum().clamp(min=1).to(torch.float32)
-    return torch.ones((), dtype=torch.float32, device=targets.device)
+    scale = torch.empty((), dtype=torch.float32, device=targets.device)
+    _dispatch.launch(total_kernel, (1,), targets.contiguous(), scale, scale, scale, len(targets), ignore_index,
+                     COUNT=True, BLOCK=4096, num_warps=16)
+    return scale
+
+
+def _reduced(loss: Tensor, scale: Tensor, reduction: str) -> Tensor:
+    """What is returned of the rows' losses, which is no view of them: those cannot be changed in place."""
+    if reduction == "none":
+        return loss
+    if not (_triton.runs_triton(loss) and len(loss)):
+        return loss.sum() * scale
+    total = torch.empty((), dtype=torch.float32, device=loss.device)
+    _dispatch.launch(total_kernel, (1,), loss, loss, scale, total, len(loss), 0, COUNT=False, BLOCK=4096, num_warps=16)
+    return total
 
 
 def check_classes(targets: Tensor, classes: int, ignore_index: int) -> None:
@@ -163,39 +198,50 @@ def check_classes(targets: Tensor, classes: int, ignore_index: int) -> None:
                              f"ignore_index, {ignore_index}")
 
 
-@torch.library.custom_op("distlab_kernels::cross_entropy_forward", mutates_args=())
-def forward_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
-    """z (N, V), targets (N) → loss, m and s (N) fp32."""
+def _check(z: object, targets: object, ignore_index: object, smoothing: object, reduction: object) -> None:
+    check("logits", z, 2)
+    if z.dim() != 2 or z.shape[1] == 0:
+        raise ValueError(f"logits has shape {tuple(z.shape)}; allowed: (rows, vocabulary)")
+    check_arguments(z.shape[0], z, targets, ignore_index, smoothing, reduction)
+
+
+@_dispatch.operator("cross_entropy_forward", _check)
+def forward_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
+               reduction: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """z (N, V), targets (N) → the loss, m and s (N) fp32, and what each row's loss was multiplied by."""
     check_classes(targets, z.shape[1], ignore_index)
+    scale = mean_scale(targets, reduction, ignore_index)
     loss, largest, total = _empty_rows(z)
     if z.numel() == 0:
-        return loss, largest, total
-    if not _triton.runs_triton(z):
+        return loss if reduction == "none" else loss.sum() * scale, largest, total, scale
+    if _triton.runs_triton(z):
+        launch_loss(_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing)
+    else:
         z = reference.wide(z)
         torch.amax(z, -1, out=largest).masked_fill_(largest == -torch.inf, 0)
         torch.sum(torch.exp(z - largest[:, None]), -1, out=total)
-        plain = reference.cross_entropy(z, targets, ignore_index=ignore_index, label_smoothing=smoothing,
-                                        reduction="none")
-        return loss.copy_(plain), largest, total
-    launch_loss(_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing)
-    return loss, largest, total
+        loss.copy_(reference.cross_entropy(z, targets, ignore_index=ignore_index, label_smoothing=smoothing,
+                                           reduction="none"))
+    return _reduced(loss, scale, reduction), largest, total, scale
 
 
-@torch.library.custom_op("distlab_kernels::cross_entropy_both", mutates_args=())
-def both_op(z: Tensor, targets: Tensor, scale: Tensor, ignore_index: int,
-            smoothing: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """z (N, V), targets (N) → loss, m and s (N) fp32, and dz (N, V) times the one element of scale."""
+@_dispatch.operator("cross_entropy_both", _check)
+def both_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
+            reduction: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As the forward, and dz (N, V) for an upstream of 1; not for reduction "none"."""
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     if z.numel() and _triton.runs_triton(z):
         check_classes(targets, z.shape[1], ignore_index)
+        scale = mean_scale(targets, reduction, ignore_index)
         loss, largest, total = _empty_rows(z)
         launch_loss(_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing, dz, scale)
-        return loss, largest, total, dz
-    loss, largest, total = forward_op(z, targets, ignore_index, smoothing)
-    return loss, largest, total, dz.copy_(plain_gradient(z, targets, largest, total, scale, ignore_index, smoothing))
+        return _reduced(loss, scale, reduction), largest, total, scale, dz
+    loss, largest, total, scale = forward_op(z, targets, ignore_index, smoothing, reduction)
+    dz.copy_(plain_gradient(z, targets, largest, total, scale, ignore_index, smoothing))
+    return loss, largest, total, scale, dz
 
 
-@torch.library.custom_op("distlab_kernels::cross_entropy_gradient", mutates_args=())
+@_dispatch.operator("cross_entropy_gradient")
 def gradient_op(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, scale: Tensor,
                 ignore_index: int, smoothing: float) -> Tensor:
     """dz (N, V), contiguous, in z's dtype."""
@@ -230,13 +276,15 @@ def _rows(z: Tensor) -> Tensor:
 
 
 @forward_op.register_fake
-def _(z, targets, ignore_index, smoothing):
-    return _empty_rows(z)
+def _(z, targets, ignore_index, smoothing, reduction):
+    loss, largest, total = _empty_rows(z)
+    return loss if reduction == "none" else loss.new_empty(()), largest, total, loss.new_empty(())
 
 
 @both_op.register_fake
-def _(z, targets, scale, ignore_index, smoothing):
-    return *_empty_rows(z), z.new_empty(z.shape)
+def _(z, targets, ignore_index, smoothing, reduction):
+    loss, largest, total = _empty_rows(z)
+    return loss.new_empty(()), largest, total, loss.new_empty(()), z.new_empty(z.shape)
 
 
 @gradient_op.register_fake
@@ -277,20 +325,13 @@ class CrossEntropy(Function):
 
     @staticmethod
     def forward(ctx, logits, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean"):
-        check("logits", logits, 2)
-        if logits.dim() != 2 or logits.shape[1] == 0:
-            raise ValueError(f"logits has shape {tuple(logits.shape)}; allowed: (rows, vocabulary)")
-        check_arguments(logits.shape[0], logits, targets, ignore_index, label_smoothing, reduction)
-        scale = mean_scale(targets, reduction, ignore_index)
-        ctx.options = ignore_index, float(label_smoothing)
         compiling = torch.compiler.is_compiling()
-        if ctx.needs_input_grad[0] and reduction != "none" and logits.dtype != torch.float16 and not compiling:
-            loss, largest, total, ctx.gradient = both_op(logits, targets, scale, *ctx.options)
-        else:
-            loss, largest, total = forward_op(logits, targets, *ctx.options)
-            ctx.gradient = None
+        wanted = ctx.needs_input_grad[0] and reduction != "none" and logits.dtype != torch.float16 and not compiling
+        made = (both_op if wanted else forward_op)(logits, targets, ignore_index, label_smoothing, reduction)
+        loss, largest, total, scale, ctx.gradient = made if wanted else (*made, None)
+        ctx.options = ignore_index, float(label_smoothing)
         ctx.save_for_backward(logits, targets, largest, total, scale)
-        return loss if reduction == "none" else loss.sum() * scale  # no view: those cannot be changed in place
+        return loss
 
     @staticmethod
     @first_order
@@ -337,8 +378,8 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, scale: Tensor, *, ignore_
         loss, largest, total = _empty_rows(logits)
         launch_loss(logits, targets, loss, largest, total, ignore_index, label_smoothing, out, scale)
         return loss, out
-    loss, *sums = forward_op(logits, targets, ignore_index, float(label_smoothing))
-    return loss, out.copy_(plain_gradient(logits, targets, *sums, scale, ignore_index, label_smoothing))
+    loss, largest, total, _ = forward_op(logits, targets, ignore_index, float(label_smoothing), "none")
+    return loss, out.copy_(plain_gradient(logits, targets, largest, total, scale, ignore_index, label_smoothing))
 
 
 def cost(shape: tuple[int, int], dtype: torch.dtype, *, backward: bool = False) -> Cost:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _triton, reference
+from . import _dispatch, _triton, reference
 from ._autograd import first_order
 from ._language import tl, triton
 from ._rows import check, check_width, chosen, common_dtype, sum_over_rows
@@ -89,9 +89,9 @@ def launch_dropout(x: Tensor, bias: Tensor | None, seed: Tensor, y: Tensor, p: f
     flags = {"GELU": gelu, "BIAS": bias is not None, "BLOCK": options.block, "num_warps": options.warps}
     grid = (triton.cdiv(count, options.block),)
     if dy is None:
-        _triton.launch(dropout_kernel, grid, x, bias, seed, y, count, cols, *levels(p), **flags)
+        _dispatch.launch(dropout_kernel, grid, x, bias, seed, y, count, cols, *levels(p), **flags)
     else:
-        _triton.launch(backward_kernel, grid, dy, x, bias, seed, y, count, cols, *levels(p), **flags)
+        _dispatch.launch(backward_kernel, grid, dy, x, bias, seed, y, count, cols, *levels(p), **flags)
 
 
 def _plain_mask(x: Tensor, seed: Tensor, p: float) -> Tensor:
@@ -101,7 +101,7 @@ def _plain_mask(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return drawn >= levels(p)[0]
 
 
-@torch.library.custom_op("distlab_kernels::dropout_forward", mutates_args=())
+@_dispatch.operator("dropout_forward")
 def forward_op(x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: bool) -> Tensor:
     """y, contiguous, in x's dtype."""
     x = x.contiguous()
@@ -115,7 +115,7 @@ def forward_op(x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: boo
     return y
 
 
-@torch.library.custom_op("distlab_kernels::dropout_backward", mutates_args=())
+@_dispatch.operator("dropout_backward")
 def backward_op(dy: Tensor, x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: bool) -> Tensor:
     """dx, contiguous; x is read only with gelu."""
     dy = dy.contiguous()

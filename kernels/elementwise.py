@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _triton, reference
+from . import _dispatch, _triton, reference
 from ._autograd import first_order
 from ._language import tl, triton
 from ._rows import Launch, check, check_like, chosen
@@ -77,11 +77,11 @@ def launch_flat(kernel, name: str, *tensors: Tensor, default: Launch = FLAT) -> 
     """Launch an element-wise kernel over contiguous tensors of equal size, nothing empty."""
     count = tensors[0].numel()
     launch = chosen(name, default)
-    _triton.launch(kernel, (triton.cdiv(count, launch.block),), *tensors, count, BLOCK=launch.block,
-                   num_warps=launch.warps)
+    _dispatch.launch(kernel, (triton.cdiv(count, launch.block),), *tensors, count, BLOCK=launch.block,
+                     num_warps=launch.warps)
 
 
-@torch.library.custom_op("distlab_kernels::add", mutates_args=())
+@_dispatch.operator("add")
 def add_op(x: Tensor, y: Tensor) -> Tensor:
     """x, y (…, D) → x + y, contiguous."""
     x, y = x.contiguous(), y.contiguous()
@@ -94,7 +94,7 @@ def add_op(x: Tensor, y: Tensor) -> Tensor:
     return z
 
 
-@torch.library.custom_op("distlab_kernels::gelu_forward", mutates_args=())
+@_dispatch.operator("gelu_forward")
 def gelu_forward_op(x: Tensor) -> Tensor:
     """x (…, D) → GeLU(x), contiguous."""
     x = x.contiguous()
@@ -107,7 +107,7 @@ def gelu_forward_op(x: Tensor) -> Tensor:
     return y
 
 
-@torch.library.custom_op("distlab_kernels::gelu_backward", mutates_args=())
+@_dispatch.operator("gelu_backward")
 def gelu_backward_op(dy: Tensor, x: Tensor) -> Tensor:
     """dy, x (…, D) → dx, contiguous."""
     dy, x = dy.contiguous(), x.contiguous()

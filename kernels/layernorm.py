@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _triton, reference
+from . import _dispatch, _triton, reference
 from ._autograd import first_order
 from ._language import tl, triton
 from ._long_rows import launch_long_backward, launch_long_forward
@@ -99,8 +99,8 @@ def launch_forward(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, m: Tensor,
     rows, cols = x.shape
     launch = row_launch("layernorm", cols, per_thread=64, tile=8192)
     grid = (launch.programs(triton.cdiv(rows, launch.rows), x.device),)
-    _triton.launch(forward_kernel, grid, x, w, b, y, m, r, rows, cols, x.stride(0), eps, BIAS=b is not None,
-                   ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
+    _dispatch.launch(forward_kernel, grid, x, w, b, y, m, r, rows, cols, x.stride(0), eps, BIAS=b is not None,
+                     ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
 
 
 def launch_backward(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor, dx: Tensor,
@@ -111,14 +111,22 @@ def launch_backward(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor, dx: 
     launch = pipelined_launch("layernorm_backward", cols, dy.element_size() + x.element_size(), x.device)
     programs = launch.programs(triton.cdiv(rows, launch.rows), x.device)
     parts = torch.empty(1 + has_bias, programs, cols, dtype=torch.float32, device=x.device)
-    _triton.launch(backward_kernel, (programs,), dy, x, w, m, r, dx, parts[0], parts[-1], rows, cols, dy.stride(0),
-                   x.stride(0), BIAS=has_bias, ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages,
-                   num_warps=launch.warps)
+    _dispatch.launch(backward_kernel, (programs,), dy, x, w, m, r, dx, parts[0], parts[-1], rows, cols, dy.stride(0),
+                     x.stride(0), BIAS=has_bias, ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages,
+                     num_warps=launch.warps)
     dw, *db = sum_columns(parts, w.dtype, *[bias_dtype] * has_bias)
     return dw, db[0] if has_bias else None
 
 
-@torch.library.custom_op("distlab_kernels::layer_norm_forward", mutates_args=())
+def _check(x: object, w: object, b: object, eps: object, *_: object) -> None:
+    check("x", x, 1)
+    check_width("weight", w, "x", x)
+    if b is not None:
+        check_width("bias", b, "x", x)
+    check_positive("eps", eps)
+
+
+@_dispatch.operator("layer_norm_forward", _check)
 def forward_op(x: Tensor, w: Tensor, b: Tensor | None, eps: float,
                dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x (…, D) → y in `dtype`, m and r (N) fp32."""
@@ -138,7 +146,7 @@ def forward_op(x: Tensor, w: Tensor, b: Tensor | None, eps: float,
     return y, m, r
 
 
-@torch.library.custom_op("distlab_kernels::layer_norm_backward", mutates_args=())
+@_dispatch.operator("layer_norm_backward")
 def backward_op(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor,
                 bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, db): db in bias_dtype, empty without a bias."""
@@ -178,11 +186,6 @@ class LayerNorm(Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias=None, eps=1e-5):
-        check("x", x, 1)
-        check_width("weight", weight, "x", x)
-        if bias is not None:
-            check_width("bias", bias, "x", x)
-        check_positive("eps", eps)
         y, m, r = forward_op(x, weight, bias, eps, autocast_dtype(x))
         ctx.save_for_backward(x, weight, m, r)
         ctx.bias_dtype = None if bias is None else bias.dtype

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
+from . import _dispatch
 from ._autograd import first_order
 from ._rows import check, common_dtype
 from ._scale import scale_
@@ -53,7 +54,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-@torch.library.custom_op("distlab_kernels::linear_cross_entropy", mutates_args=())
+@_dispatch.operator("linear_cross_entropy")
 def forward_op(x: Tensor, w: Tensor, targets: Tensor, ignore_index: int, smoothing: float, mean: bool, need_dx: bool,
                need_dw: bool, chunk_bytes: int, dw_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, dx and dw (in dw_dtype) for an upstream gradient of 1; gradients that are not needed are empty."""

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
-from . import _triton, reference
+from . import _dispatch, _triton, reference
 from ._autograd import first_order
 from ._language import tl, triton
-from ._rows import Launch, check, check_width, chosen, common_dtype, power_of_two
+from ._rows import Launch, autocast, check, check_width, chosen, common_dtype, power_of_two
 from .cost import Cost
 from .elementwise import gelu_of
 
@@ -191,9 +191,10 @@ def launch_pointers(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilog
     launch = chosen("matmul", launch)
     block_n = norm_block or launch.block
     grid = (triton.cdiv(rows, launch.rows) * triton.cdiv(cols, block_n),)
-    _triton.launch(kernel or grouped_kernel, grid, a, b, bias, y, rows, cols, depth, *a.stride(), *b.stride(),
-                   y.stride(0), BIAS=bias is not None, EPILOGUE=epilogue, BLOCK_M=launch.rows, BLOCK_N=block_n,
-                   BLOCK_K=block_k, GROUP=GROUP, PRECISION=precision, num_warps=launch.warps, num_stages=launch.stages)
+    _dispatch.launch(kernel or grouped_kernel, grid, a, b, bias, y, rows, cols, depth, *a.stride(), *b.stride(),
+                     y.stride(0), BIAS=bias is not None, EPILOGUE=epilogue, BLOCK_M=launch.rows, BLOCK_N=block_n,
+                     BLOCK_K=block_k, GROUP=GROUP, PRECISION=precision, num_warps=launch.warps,
+                     num_stages=launch.stages)
 
 
 def _descriptor_form(x: Tensor) -> tuple[Tensor, bool] | None:
@@ -221,14 +222,30 @@ def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epil
                    for (matrix, transposed), shape in zip(forms, shapes, strict=True)]
     tiles = triton.cdiv(rows, launch.rows) * triton.cdiv(cols, launch.block)
     grid = (min(tiles, _triton.multiprocessors(a.device)),)
-    _triton.launch(persistent_kernel, grid, *descriptors, bias, rows, cols, depth, BIAS=bias is not None,
-                   EPILOGUE=epilogue, A_TRANSPOSED=forms[0][1], B_TRANSPOSED=forms[1][1], BLOCK_M=launch.rows,
-                   BLOCK_N=launch.block, BLOCK_K=block_k, GROUP=GROUP, num_warps=launch.warps,
-                   num_stages=launch.stages)
+    _dispatch.launch(persistent_kernel, grid, *descriptors, bias, rows, cols, depth, BIAS=bias is not None,
+                     EPILOGUE=epilogue, A_TRANSPOSED=forms[0][1], B_TRANSPOSED=forms[1][1], BLOCK_M=launch.rows,
+                     BLOCK_N=launch.block, BLOCK_K=block_k, GROUP=GROUP, num_warps=launch.warps,
+                     num_stages=launch.stages)
     return True
 
 
-@torch.library.custom_op("distlab_kernels::matmul", mutates_args=())
+def _check(a: object, b: object, bias: object, epilogue: object, precision: object, *_: object) -> None:
+    check("a", a, 2)
+    check("b", b, 2)
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}; allowed: (M, K) and (K, N)")
+    common_dtype("b", b, "a", a)
+    if bias is not None:
+        check_width("bias", bias, "b", b)
+    if epilogue not in EPILOGUES:
+        raise ValueError(f"epilogue is {epilogue!r}; allowed: {', '.join(map(repr, EPILOGUES))}")
+    if epilogue == "rms_norm" and b.shape[1] > MAX_NORM_COLUMNS:
+        raise ValueError(f"b has {b.shape[1]} columns; epilogue 'rms_norm' allows at most {MAX_NORM_COLUMNS}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; allowed: {', '.join(PRECISIONS)}")
+
+
+@_dispatch.operator("matmul", _check)
 def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: str | None, precision: str,
               fp32: bool = False) -> Tensor:
     """(M, K), (K, N), (N) → (M, N) in a's dtype or in fp32, contiguous."""
@@ -250,7 +267,7 @@ def _(a, b, bias, epilogue, precision, fp32=False):
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32 if fp32 else a.dtype)
 
 
-@torch.library.custom_op("distlab_kernels::matmul_slope", mutates_args=())
+@_dispatch.operator("matmul_slope")
 def slope_op(dy: Tensor, h: Tensor, epilogue: str) -> Tensor:
     """dy·f′(h) (M, N) in dy's dtype, contiguous, in plain torch: a small part of what the matmuls around it cost."""
     return reference.epilogue_backward(dy.contiguous(), h, epilogue).to(dy.dtype)
@@ -272,24 +289,11 @@ class MatMul(Function):
 
     @staticmethod
     def forward(ctx, a, b, bias=None, epilogue=None, precision="tf32x3"):
-        check("a", a, 2)
-        check("b", b, 2)
-        if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-            raise ValueError(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}; allowed: (M, K) and (K, N)")
-        ctx.dtypes = a.dtype, b.dtype
-        dtype = common_dtype("b", b, "a", a)
-        a, b = a.to(dtype), b.to(dtype)
-        if bias is not None:
-            check_width("bias", bias, "b", b)
-        if epilogue not in EPILOGUES:
-            raise ValueError(f"epilogue is {epilogue!r}; allowed: {', '.join(map(repr, EPILOGUES))}")
-        if epilogue == "rms_norm" and b.shape[1] > MAX_NORM_COLUMNS:
-            raise ValueError(f"b has {b.shape[1]} columns; epilogue 'rms_norm' allows at most {MAX_NORM_COLUMNS}")
-        if precision not in PRECISIONS:
-            raise ValueError(f"precision is {precision!r}; allowed: {', '.join(PRECISIONS)}")
-        ctx.save_for_backward(a, b, bias)
-        ctx.options = epilogue, precision
-        return matmul_op(a, b, bias, epilogue, precision)
+        cast = autocast(a, b)
+        y = matmul_op(*cast, bias, epilogue, precision)
+        ctx.save_for_backward(*cast, bias)
+        ctx.options, ctx.dtypes = (epilogue, precision), (a.dtype, b.dtype)
+        return y
 
     @staticmethod
     @first_order

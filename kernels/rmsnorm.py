@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _triton, reference
+from . import _dispatch, _triton, reference
 from ._autograd import first_order
 from ._language import tl, triton
 from ._long_rows import launch_long_backward, launch_long_forward
@@ -106,9 +106,9 @@ def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: 
     rows, cols = x.shape
     launch = row_launch("rmsnorm", cols)
     grid = (launch.programs(triton.cdiv(rows, launch.rows), x.device),)
-    _triton.launch(forward_kernel, grid, x, residual, w, y, s, r, rows, cols, x.stride(0),
-                   0 if residual is None else residual.stride(0), eps, RESIDUAL=residual is not None, SILU=silu,
-                   ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
+    _dispatch.launch(forward_kernel, grid, x, residual, w, y, s, r, rows, cols, x.stride(0),
+                     0 if residual is None else residual.stride(0), eps, RESIDUAL=residual is not None, SILU=silu,
+                     ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
 
 
 def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor, ds: Tensor,
@@ -119,13 +119,21 @@ def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: 
     launch = pipelined_launch("rmsnorm_backward", cols, itemsize, s.device)
     programs = launch.programs(triton.cdiv(rows, launch.rows), s.device)
     parts = torch.empty(1, programs, cols, dtype=torch.float32, device=s.device)
-    _triton.launch(backward_kernel, (programs,), dy, dtotal, s, w, r, ds, parts, rows, cols, dy.stride(0), s.stride(0),
-                   TOTAL=dtotal is not None, SILU=silu, ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages,
-                   num_warps=launch.warps)
+    _dispatch.launch(backward_kernel, (programs,), dy, dtotal, s, w, r, ds, parts, rows, cols, dy.stride(0),
+                     s.stride(0), TOTAL=dtotal is not None, SILU=silu, ROWS=launch.rows, BLOCK=launch.block,
+                     STAGES=launch.stages, num_warps=launch.warps)
     return sum_columns(parts, w.dtype)[0]
 
 
-@torch.library.custom_op("distlab_kernels::rms_norm_forward", mutates_args=())
+def _check(x: object, residual: object, w: object, eps: object, *_: object) -> None:
+    check("x", x, 1)
+    if residual is not None:
+        check_like("residual", residual, "x", x, dtype=False)
+    check_width("weight", w, "x", x)
+    check_positive("eps", eps)
+
+
+@_dispatch.operator("rms_norm_forward", _check)
 def forward_op(x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: bool,
                dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x (…, D) → y in `dtype`, s (empty without a residual), r (N) fp32."""
@@ -144,7 +152,7 @@ def forward_op(x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: 
     return y, s, r
 
 
-@torch.library.custom_op("distlab_kernels::rms_norm_backward", mutates_args=())
+@_dispatch.operator("rms_norm_backward")
 def backward_op(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor,
                 silu: bool) -> tuple[Tensor, Tensor]:
     """(ds, dw) from the gradient of y and, where there was a residual, of s."""
@@ -187,9 +195,6 @@ class RMSNorm(Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps=1e-5):
-        check("x", x, 1)
-        check_width("weight", weight, "x", x)
-        check_positive("eps", eps)
         y, _, r = forward_op(x, None, weight, eps, False, autocast_dtype(x))
         ctx.save_for_backward(x, weight, r)
         return y
@@ -224,10 +229,6 @@ class AddRMSNorm(Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps=1e-5, activation=None):
-        check("x", x, 1)
-        check_like("residual", residual, "x", x, dtype=False)
-        check_width("weight", weight, "x", x)
-        check_positive("eps", eps)
         if activation not in (None, "silu"):
             raise ValueError(f"activation is {activation!r}; allowed: None, 'silu'")
         y, s, r = forward_op(x, residual, weight, eps, activation == "silu", autocast_dtype(x))

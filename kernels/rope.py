@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _triton, reference
+from . import _dispatch, _triton, reference
 from ._autograd import first_order
 from ._language import tl, triton
 from ._rows import Launch, check, check_device, chosen
@@ -57,12 +57,23 @@ def launch_rope(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, sign: float) -> 
     block = max(2, triton.next_power_of_2(width // 2))
     launch = chosen("rope", Launch(block=block, rows=max(1, 1024 // block), warps=4))
     rows = x.numel() // width
-    _triton.launch(rope_kernel, (triton.cdiv(rows, launch.rows),), x, cos, sin, y, rows, length, x.shape[2],
-                   x.shape[1], width // 2, *x.stride()[:4], cos.stride(0), sin.stride(0), sign, ROWS=launch.rows,
-                   HALF=block, num_warps=launch.warps)
+    _dispatch.launch(rope_kernel, (triton.cdiv(rows, launch.rows),), x, cos, sin, y, rows, length, x.shape[2],
+                     x.shape[1], width // 2, *x.stride()[:4], cos.stride(0), sin.stride(0), sign, ROWS=launch.rows,
+                     HALF=block, num_warps=launch.warps)
 
 
-@torch.library.custom_op("distlab_kernels::rope", mutates_args=())
+def _check(x: object, cos: object, sin: object, *_: object) -> None:
+    check("x", x, 2)
+    if x.shape[-1] % 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; the last dimension must be even, pairs are turned")
+    for name, table in (("cos", cos), ("sin", sin)):
+        check(name, table, dtypes=(torch.float32,))
+        if table.shape != x.shape[-2:]:
+            raise ValueError(f"{name} has shape {tuple(table.shape)}; allowed: (T, D) = {tuple(x.shape[-2:])}")
+        check_device(name, table, "x", x)
+
+
+@_dispatch.operator("rope", _check)
 def rope_op(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """x (…, T, D) turned by `sign` times its angles, contiguous."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -85,14 +96,6 @@ class RoPE(Function):
 
     @staticmethod
     def forward(ctx, x, cos, sin):
-        check("x", x, 2)
-        if x.shape[-1] % 2:
-            raise ValueError(f"x has shape {tuple(x.shape)}; the last dimension must be even, pairs are turned")
-        for name, table in (("cos", cos), ("sin", sin)):
-            check(name, table, dtypes=(torch.float32,))
-            if table.shape != x.shape[-2:]:
-                raise ValueError(f"{name} has shape {tuple(table.shape)}; allowed: (T, D) = {tuple(x.shape[-2:])}")
-            check_device(name, table, "x", x)
         if any(ctx.needs_input_grad[1:]):
             raise ValueError("cos or sin requires a gradient; allowed: tables that require none, rope gives them none")
         ctx.save_for_backward(cos, sin)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _triton, reference
+from . import _dispatch, _triton, reference
 from ._autograd import first_order
 from ._language import KEPT, STREAMED, tl, triton
 from ._rows import Launch, as_rows, check, chosen, power_of_two, row_launch
@@ -144,8 +144,8 @@ def launch_forward(x: Tensor, y: Tensor) -> None:
     rows, cols = x.shape
     launch = row_launch("softmax", cols, tile=1024)
     grid = (launch.programs(triton.cdiv(rows, launch.rows), x.device),)
-    _triton.launch(forward_kernel, grid, x, y, rows, cols, x.stride(0), ROWS=launch.rows, BLOCK=launch.block,
-                   STAGES=launch.stages, num_warps=launch.warps)
+    _dispatch.launch(forward_kernel, grid, x, y, rows, cols, x.stride(0), ROWS=launch.rows, BLOCK=launch.block,
+                     STAGES=launch.stages, num_warps=launch.warps)
 
 
 def launch_long_forward(x: Tensor, y: Tensor) -> None:
@@ -157,11 +157,11 @@ def launch_long_forward(x: Tensor, y: Tensor) -> None:
     piece = triton.cdiv(triton.cdiv(cols, pieces), launch.block) * launch.block
     pieces = triton.cdiv(cols, piece)
     m, l = torch.empty(2, rows * pieces, dtype=torch.float32, device=x.device).unbind(0)  # noqa: E741
-    _triton.launch(piece_statistics_kernel, (rows * pieces,), x, m, l, cols, x.stride(0), piece, pieces,
-                   BLOCK=launch.block, num_warps=launch.warps)
+    _dispatch.launch(piece_statistics_kernel, (rows * pieces,), x, m, l, cols, x.stride(0), piece, pieces,
+                     BLOCK=launch.block, num_warps=launch.warps)
     blocks = triton.cdiv(cols, launch.block)
-    _triton.launch(normalise_kernel, (rows * blocks,), x, m, l, y, cols, x.stride(0), pieces, blocks,
-                   PIECES=max(2, triton.next_power_of_2(pieces)), BLOCK=launch.block, num_warps=launch.warps)
+    _dispatch.launch(normalise_kernel, (rows * blocks,), x, m, l, y, cols, x.stride(0), pieces, blocks,
+                     PIECES=max(2, triton.next_power_of_2(pieces)), BLOCK=launch.block, num_warps=launch.warps)
 
 
 def launch_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
@@ -172,15 +172,15 @@ def launch_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
             kernel, launch = wide_backward_kernel, Launch(block=power_of_two(cols), warps=32)
         else:
             kernel, launch = long_backward_kernel, chosen("softmax_long_backward", Launch(block=16384, warps=32))
-        _triton.launch(kernel, (rows,), dy, y, dx, cols, dy.stride(0), BLOCK=launch.block, num_warps=launch.warps)
+        _dispatch.launch(kernel, (rows,), dy, y, dx, cols, dy.stride(0), BLOCK=launch.block, num_warps=launch.warps)
         return
     launch = row_launch("softmax_backward", cols)
     grid = (launch.programs(triton.cdiv(rows, launch.rows), y.device),)
-    _triton.launch(backward_kernel, grid, dy, y, dx, rows, cols, dy.stride(0), ROWS=launch.rows, BLOCK=launch.block,
-                   STAGES=launch.stages, num_warps=launch.warps)
+    _dispatch.launch(backward_kernel, grid, dy, y, dx, rows, cols, dy.stride(0), ROWS=launch.rows, BLOCK=launch.block,
+                     STAGES=launch.stages, num_warps=launch.warps)
 
 
-@torch.library.custom_op("distlab_kernels::softmax_forward", mutates_args=())
+@_dispatch.operator("softmax_forward", lambda x: check("x", x, 1))
 def forward_op(x: Tensor) -> Tensor:
     """x (…, D) → y, contiguous."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -193,7 +193,7 @@ def forward_op(x: Tensor) -> Tensor:
     return y
 
 
-@torch.library.custom_op("distlab_kernels::softmax_backward", mutates_args=())
+@_dispatch.operator("softmax_backward")
 def backward_op(dy: Tensor, y: Tensor) -> Tensor:
     """dx from the gradient of y."""
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
@@ -221,7 +221,6 @@ class Softmax(Function):
 
     @staticmethod
     def forward(ctx, x):
-        check("x", x, 1)
         y = forward_op(x)
         ctx.save_for_backward(y)
         return y

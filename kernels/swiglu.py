@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _triton, reference
+from . import _dispatch, _triton, reference
 from ._autograd import first_order
 from ._language import tl, triton
-from ._rows import Launch, as_rows, check, check_like, chosen, common_dtype
+from ._rows import Launch, as_rows, autocast, check, check_like, chosen
 from .cost import Cost
 
 
@@ -69,10 +69,16 @@ def launch(kernel, name: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor,
     options = chosen(name, Launch(block=8192, warps=16))
     grid = (rows * triton.cdiv(cols, options.block),)
     strides = (0,) * len(inputs) if rows == 1 else (t.stride(0) for t in inputs)
-    _triton.launch(kernel, grid, *inputs, *outputs, cols, *strides, BLOCK=options.block, num_warps=options.warps)
+    _dispatch.launch(kernel, grid, *inputs, *outputs, cols, *strides, BLOCK=options.block, num_warps=options.warps)
 
 
-@torch.library.custom_op("distlab_kernels::swiglu_forward", mutates_args=())
+def _check(gate: object, up: object) -> None:
+    check("gate", gate, 1)
+    check("up", up, 1)
+    check_like("up", up, "gate", gate)
+
+
+@_dispatch.operator("swiglu_forward", _check)
 def forward_op(gate: Tensor, up: Tensor) -> Tensor:
     """gate, up (…, F) → y, contiguous."""
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -84,7 +90,7 @@ def forward_op(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-@torch.library.custom_op("distlab_kernels::swiglu_backward", mutates_args=())
+@_dispatch.operator("swiglu_backward")
 def backward_op(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """(dgate, dup), contiguous."""
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
@@ -113,14 +119,11 @@ class SwiGLU(Function):
 
     @staticmethod
     def forward(ctx, gate, up):
-        check("gate", gate, 1)
-        check("up", up, 1)
+        cast = autocast(gate, up)
+        y = forward_op(*cast)
         ctx.dtypes = gate.dtype, up.dtype
-        dtype = common_dtype("up", up, "gate", gate)
-        gate, up = gate.to(dtype), up.to(dtype)
-        check_like("up", up, "gate", gate)
-        ctx.save_for_backward(gate, up)
-        return forward_op(gate, up)
+        ctx.save_for_backward(*cast)
+        return y
 
     @staticmethod
     @first_order

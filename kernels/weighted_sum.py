@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _triton, reference
+from . import _dispatch, _triton, reference
 from ._autograd import first_order
 from ._language import STREAMED, tl, triton
 from ._reduce import sum_columns
@@ -62,8 +62,8 @@ def launch_forward(x: Tensor, w: Tensor, y: Tensor) -> None:
     rows, cols = x.shape
     block = min(4096, power_of_two(cols))
     launch = chosen("weighted_sum", Launch(block, max(1, 8192 // block), 16))
-    _triton.launch(forward_kernel, (triton.cdiv(rows, launch.rows),), x, w, y, rows, cols, x.stride(0),
-                   ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
+    _dispatch.launch(forward_kernel, (triton.cdiv(rows, launch.rows),), x, w, y, rows, cols, x.stride(0),
+                     ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
 
 
 def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
@@ -74,12 +74,12 @@ def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
     strips, tiles = triton.cdiv(cols, launch.block), triton.cdiv(rows, launch.rows)
     shares = max(1, min(tiles, launch.programs(1 << 30, x.device) // strips))
     parts = torch.empty(1, shares, cols, dtype=torch.float32, device=x.device)
-    _triton.launch(backward_kernel, (strips, shares), dy, x, w, dx, parts, rows, cols, x.stride(0), ROWS=launch.rows,
-                   BLOCK=launch.block, num_warps=launch.warps)
+    _dispatch.launch(backward_kernel, (strips, shares), dy, x, w, dx, parts, rows, cols, x.stride(0), ROWS=launch.rows,
+                     BLOCK=launch.block, num_warps=launch.warps)
     return sum_columns(parts, w.dtype)[0]
 
 
-@torch.library.custom_op("distlab_kernels::weighted_sum_forward", mutates_args=())
+@_dispatch.operator("weighted_sum_forward")
 def forward_op(x: Tensor, w: Tensor) -> Tensor:
     """x (…, D), w (D) → y (…)."""
     y = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
@@ -91,7 +91,7 @@ def forward_op(x: Tensor, w: Tensor) -> Tensor:
     return y
 
 
-@torch.library.custom_op("distlab_kernels::weighted_sum_backward", mutates_args=())
+@_dispatch.operator("weighted_sum_backward")
 def backward_op(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dw)."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

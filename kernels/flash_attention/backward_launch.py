@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .._triton import cdiv, launch, next_power_of_2
+from .._dispatch import launch
+from .._triton import cdiv, next_power_of_2
 from .backward import (
     FEW_ROWS,
     LOG2_E,

@@ -12,6 +12,7 @@ from statistics import median
 
 import torch
 
+from .. import _dispatch
 from .._triton import generation, interpreted, next_power_of_2
 from .options import Problem
 from .table import ROWS
@@ -139,11 +140,13 @@ def forced(**choices: Tile | str) -> Iterator[None]:
     """Use these fields of a `Choice` whatever the table says, `passes` with both of its tiles: for tests."""
     before = dict(_forced)
     _forced.update(choices)
+    _dispatch.forget()
     try:
         yield
     finally:
         _forced.clear()
         _forced.update(before)
+        _dispatch.forget()
 
 
 def key_of(q: torch.Tensor, problem: Problem, gpu: str | None = None) -> Key:
@@ -202,6 +205,7 @@ def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile],
     if row is not None:
         return getattr(row, kernel)
     if (kernel, key) not in _searched:
+        _dispatch.discard()
         if torch.cuda.is_current_stream_capturing():
             return CANDIDATES[key.bits][-1]  # nothing can be measured now: the one that fits everywhere
         _searched[kernel, key] = _fastest(CANDIDATES[key.bits], run)

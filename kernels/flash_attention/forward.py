@@ -24,7 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import cdiv, launch, next_power_of_2
+from .._dispatch import launch
+from .._triton import cdiv, next_power_of_2
 from .configs import POINTER_TILES, Tile
 from .descriptors import row_descriptors
 from .options import Problem

@@ -11,43 +11,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._autograd import first_order
+from .._rows import autocast
 from ..cost import Cost
 from . import ops, tiled
-from .options import (
-    DTYPES,
-    Problem,
-    band,
-    check_inputs,
-    check_options,
-    check_types,
-    document_bounds,
-    visible_pairs,
-)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast inputs to autocast's dtype where it is on: those that torch's own attention casts, not float64."""
-    device = tensors[0].device.type
-    if tensors[0].is_meta or not torch.is_autocast_enabled(device):  # there is no autocast on meta
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if t.dtype in DTYPES else t for t in tensors)
-
-
-def _four_d(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t if t.dim() == 4 else t.unsqueeze(1) for t in tensors)
-
-
-def _setup(ctx, q: Tensor, k: Tensor, is_causal: bool, scale: float | None, window: int | None, alignment: str,
-           precision: str, document_ids: Tensor | None, backward: str) -> None:
-    """Check the options and leave on ctx what both passes need of them."""
-    check_options(q, k, is_causal, scale, window, alignment, precision, document_ids, backward)
-    lo, hi = band(q.shape[-2], k.shape[-2], is_causal, window, alignment)
-    first, last = (None, None) if document_ids is None else document_bounds(document_ids)
-    ctx.band, ctx.documents = (lo, hi), (first, last)
-    ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    ctx.precision = precision
-    ctx.fused = backward == "fused"
+from .options import BACKWARDS, DTYPES, band, check_call, check_documents, document_bounds, visible_pairs
 
 
 class FlashAttention2(Function):
@@ -63,25 +30,35 @@ class FlashAttention2(Function):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
                 document_ids=None, backward="two-pass"):
-        check_types(q, k, v)
+        cast = autocast(q, k, v)
+        options = is_causal, scale, window, alignment, precision
+        if document_ids is not None:  # else the operator checks, once for all calls alike
+            check_call(*cast, *options)
+        documents = _documents(*cast[:2], document_ids, backward)
+        o, lse = ops.forward_op(*cast, *options, *documents)
+        ctx.save_for_backward(*cast, o, lse)
+        ctx.options = *options, *documents, backward == "fused"
         ctx.input_dtypes = q.dtype, k.dtype, v.dtype
-        q, k, v = _autocast(q, k, v)
-        check_inputs(q, k, v)
-        _setup(ctx, q, k, is_causal, scale, window, alignment, precision, document_ids, backward)
-        o, lse = ops.forward_op(*_four_d(q, k, v), *ctx.band, ctx.scale, precision, *ctx.documents)
-        o, lse = o.view(q.shape), lse.view(q.shape[:-1])
-        ctx.save_for_backward(q, k, v, o, lse)
         return o
 
     @staticmethod
     @first_order
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
-        grads = ops.backward_op(*_four_d(q, k, v, o), lse.view(_four_d(q)[0].shape[:-1]), *_four_d(do.to(o.dtype)),
-                                *ctx.band, ctx.scale, ctx.precision, *ctx.documents, ctx.fused)
-        dq, dk, dv = (g.view(x.shape).to(dtype)
-                      for g, x, dtype in zip(grads, (q, k, v), ctx.input_dtypes, strict=True))
+        grads = ops.backward_op(q, k, v, o, lse, do.to(o.dtype), *ctx.options)
+        dq, dk, dv = (g.to(dtype) for g, dtype in zip(grads, ctx.input_dtypes, strict=True))
         return dq, dk, dv, *[None] * 7
+
+
+def _documents(q: Tensor, k: Tensor, document_ids: Tensor | None,
+               backward: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The bounds of each position's document; checks what the operator is not given."""
+    if backward not in BACKWARDS:
+        raise ValueError(f"backward is {backward!r}; allowed: {', '.join(BACKWARDS)}")
+    if document_ids is None:
+        return None, None
+    check_documents(q, k, document_ids)
+    return document_bounds(document_ids)
 
 
 class FlashAttention2PyTorch(Function):
@@ -90,22 +67,23 @@ class FlashAttention2PyTorch(Function):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
                 document_ids=None, backward="two-pass"):
-        check_types(q, k, v)
-        ctx.input_dtypes = q.dtype, k.dtype, v.dtype
-        q, k, v = _autocast(q, k, v)
-        check_inputs(q, k, v, (*DTYPES, torch.float64))
-        _setup(ctx, q, k, is_causal, scale, window, alignment, precision, document_ids, backward)
-        o, lse = tiled.forward(*_four_d(q, k, v), Problem(ctx.band, ctx.scale, precision, *ctx.documents))
+        cast = autocast(q, k, v)
+        options = is_causal, scale, window, alignment, precision
+        check_call(*cast, *options, dtypes=(*DTYPES, torch.float64))
+        documents = _documents(*cast[:2], document_ids, backward)
+        ctx.problem = ops.problem_of(*cast[:2], *options, *documents)
+        o, lse = tiled.forward(*ops.four_d(*cast), ctx.problem)
         o, lse = o.view(q.shape), lse.view(q.shape[:-1])
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(*cast, o, lse)
+        ctx.input_dtypes = q.dtype, k.dtype, v.dtype
         return o
 
     @staticmethod
     @first_order
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
-        problem = Problem(ctx.band, ctx.scale, ctx.precision, *ctx.documents)
-        grads = tiled.backward(*_four_d(q, k, v, o), lse, do, problem)
+        lse = lse.view(ops.four_d(q)[0].shape[:-1])
+        grads = tiled.backward(*ops.four_d(q, k, v, o), lse, *ops.four_d(do), ctx.problem)
         dq, dk, dv = (g.view(x.shape).to(dtype)
                       for g, x, dtype in zip(grads, (q, k, v), ctx.input_dtypes, strict=True))
         return dq, dk, dv, *[None] * 7

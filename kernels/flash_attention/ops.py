@@ -1,9 +1,10 @@
 """The launches as `torch.library` custom operators, so that `torch.compile` sees two opaque calls and no graph break.
 
-Both take (B, H, T, D) tensors and run the Triton kernels where those can run, the tiled plain-torch code elsewhere.
+Both run the Triton kernels where those can run, on (B, H, T, D), and the tiled plain-torch code elsewhere.
 They have no autograd formula: `function.py` holds the autograd Functions.
 """
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .. import _triton
+from .. import _dispatch, _triton
 from . import configs, tiled
-from .options import Problem, visible_pairs
+from .options import Problem, band, check_call, visible_pairs
 
 if TYPE_CHECKING:
     from .backward_launch import Saved
@@ -46,19 +47,39 @@ def _aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(_rows_contiguous(F.pad(x, padding) if padding[1] else x) for x in tensors)
 
 
-@torch.library.custom_op("distlab_kernels::flash_attention_forward", mutates_args=())
-def forward_op(q: Tensor, k: Tensor, v: Tensor, lo: int | None, hi: int | None, scale: float, precision: str,
-               doc_first: Tensor | None, doc_last: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q (B, H, Tq, D), k and v (B, Hk, Tk, D) → o like q, lse (B, H, Tq) fp32."""
-    problem = Problem((lo, hi), scale, precision, doc_first, doc_last)
-    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+def four_d(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """With a dimension of one head where there is none."""
+    return tuple(t if t.dim() == 4 else t.unsqueeze(1) for t in tensors)
+
+
+def problem_of(q: Tensor, k: Tensor, causal: bool, scale: float | None, window: int | None, alignment: str,
+               precision: str, doc_first: Tensor | None, doc_last: Tensor | None) -> Problem:
+    """What the options of a call mean for tensors of these shapes."""
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return Problem(band(q.shape[-2], k.shape[-2], causal, window, alignment), factor, precision, doc_first, doc_last)
+
+
+@_dispatch.operator("flash_attention_forward", check_call)
+def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None, alignment: str,
+               precision: str, doc_first: Tensor | None, doc_last: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q (B, H, Tq, D), k and v (B, Hk, Tk, D), or without heads → o like q, lse (B, H, Tq) fp32."""
+    problem = problem_of(q, k, causal, scale, window, alignment, precision, doc_first, doc_last)
+    shape = q.shape
+    q, k, v = (_rows_contiguous(x) for x in four_d(q, k, v))
     o = _empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if q.numel() == 0 or k.numel() == 0:
-        return o.zero_(), lse.fill_(float("-inf"))
-    if not _triton.runs_triton(q):
-        o_tiled, lse_tiled = tiled.forward(q, k, v, problem)
-        return o.copy_(o_tiled), lse.copy_(lse_tiled)
+        o.zero_()
+        lse.fill_(float("-inf"))
+    elif not _triton.runs_triton(q):
+        for out, made in zip((o, lse), tiled.forward(q, k, v, problem), strict=True):
+            out.copy_(made)
+    else:
+        _launch_forward(q, k, v, o, lse, problem)
+    return o.view(shape), lse.view(shape[:-1])
+
+
+def _launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, problem: Problem) -> None:
     from .forward import launch_forward  # Triton may be missing where this is never reached
 
     head_dim = q.shape[-1]
@@ -67,35 +88,48 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, lo: int | None, hi: int | None, 
     out = o if head_dim == q.shape[-1] else torch.empty_like(q)
     run = partial(launch_forward, q, k, v, out, lse, problem)
     run(configs.choose("forward", q, problem, run))
-    return o if out is o else o.copy_(out[..., :head_dim]), lse
+    if out is not o:
+        o.copy_(out[..., :head_dim])
 
 
 @forward_op.register_fake
-def _(q, k, v, lo, hi, scale, precision, doc_first, doc_last):
-    return _empty_like(_rows_contiguous(q)), q.new_empty(q.shape[:-1], dtype=torch.float32)
+def _(q, k, v, *_):
+    (q4,) = four_d(q)
+    return _empty_like(_rows_contiguous(q4)).view(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("distlab_kernels::flash_attention_backward", mutates_args=())
-def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, lo: int | None, hi: int | None,
-                scale: float, precision: str, doc_first: Tensor | None, doc_last: Tensor | None, fused: bool,
-                ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v from what the forward saved and do (B, H, Tq, D), in two passes or `fused` in one."""
-    problem = Problem((lo, hi), scale, precision, doc_first, doc_last)
-    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
+@_dispatch.operator("flash_attention_backward")
+def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float | None,
+                window: int | None, alignment: str, precision: str, doc_first: Tensor | None, doc_last: Tensor | None,
+                fused: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v from what the forward saved and do, like o, in two passes or `fused` in one."""
+    problem = problem_of(q, k, causal, scale, window, alignment, precision, doc_first, doc_last)
+    shapes = q.shape, k.shape, v.shape
+    q, k, v = (_rows_contiguous(x) for x in four_d(q, k, v))
+    o, do = four_d(o, do)
+    lse = lse.contiguous().view(q.shape[:-1])
+    grads = _empty_like(q), _empty_like(k), _empty_like(v)
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    if not _triton.runs_triton(q):
-        for out, grad in zip((dq, dk, dv), tiled.backward(q, k, v, o, lse, do, problem), strict=True):
-            out.copy_(grad)
-        return dq, dk, dv
+        for grad in grads:
+            grad.zero_()
+    elif not _triton.runs_triton(q):
+        for grad, made in zip(grads, tiled.backward(q, k, v, o, lse, do, problem), strict=True):
+            grad.copy_(made)
+    else:
+        _launch_backward(q, k, v, o, lse, do, grads, problem, fused)
+    dq, dk, dv = (grad.view(shape) for grad, shape in zip(grads, shapes, strict=True))
+    return dq, dk, dv
+
+
+def _launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, grads: tuple[Tensor, ...],
+                     problem: Problem, fused: bool) -> None:
     from .backward_launch import launch_backward, launch_delta, launch_dkdv, launch_dq
 
     head_dim = q.shape[-1]
     q, k, v, o, do = _aligned(q, k, v, o, do)
     problem = configs.settled(q, problem, fused)
-    outs = (dq, dk, dv) if head_dim == q.shape[-1] else tuple(torch.empty_like(x) for x in (q, k, v))
-    saved = launch_delta(q, k, v, o, lse.contiguous(), do)
+    outs = grads if head_dim == q.shape[-1] else tuple(torch.empty_like(x) for x in (q, k, v))
+    saved = launch_delta(q, k, v, o, lse, do)
     if fused:
         _launch_fused(saved, *outs, problem)
     elif at_once := configs.concurrent(q, k.shape[2], problem):
@@ -104,10 +138,9 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
         for kernel, run in (("dkdv", partial(launch_dkdv, saved, outs[1], outs[2], problem)),
                             ("dq", partial(launch_dq, saved, outs[0], problem))):
             run(configs.choose(kernel, q, problem, run))
-    if outs[0] is not dq:
-        for grad, out in zip((dq, dk, dv), outs, strict=True):
+    if outs is not grads:
+        for grad, out in zip(grads, outs, strict=True):
             grad.copy_(out[..., :head_dim])
-    return dq, dk, dv
 
 
 def _launch_fused(saved: "Saved", dq: Tensor, dk: Tensor, dv: Tensor, problem: Problem) -> None:
@@ -123,18 +156,19 @@ def _launch_fused(saved: "Saved", dq: Tensor, dk: Tensor, dv: Tensor, problem: P
 
 
 @backward_op.register_fake
-def _(q, k, v, o, lse, do, lo, hi, scale, precision, doc_first, doc_last, fused):
-    return tuple(_empty_like(_rows_contiguous(x)) for x in (q, k, v))
+def _(q, k, v, *_):
+    return tuple(_empty_like(_rows_contiguous(four_d(x)[0])).view(x.shape) for x in (q, k, v))
 
 
 @register_flop_formula(torch.ops.distlab_kernels.flash_attention_forward)
-def forward_flops(q, k, v, lo, hi, *_, out_shape=None, **__) -> int:
+def forward_flops(q, k, v, causal, scale, window, alignment, *_, out_shape=None, **__) -> int:
     """Two matmuls per visible pair; document masks are not looked into."""
-    batch, heads, query_count, head_dim = q
-    return 4 * batch * heads * head_dim * visible_pairs(query_count, k[2], lo, hi)
+    *outer, query_count, head_dim = q
+    pairs = visible_pairs(query_count, k[-2], *band(query_count, k[-2], causal, window, alignment))
+    return 4 * math.prod(outer) * head_dim * pairs
 
 
 @register_flop_formula(torch.ops.distlab_kernels.flash_attention_backward)
-def backward_flops(q, k, v, o, lse, do, lo, hi, *_, out_shape=None, **__) -> int:
+def backward_flops(q, k, v, o, lse, do, causal, scale, window, alignment, *_, out_shape=None, **__) -> int:
     """Five matmuls per visible pair, the convention, although the two-pass backward computes seven."""
-    return forward_flops(q, k, v, lo, hi) * 5 // 2
+    return forward_flops(q, k, v, causal, scale, window, alignment) * 5 // 2

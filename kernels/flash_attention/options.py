@@ -97,15 +97,18 @@ def document_bounds(document_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
 
 
-def check_types(q: object, k: object, v: object) -> None:
-    """Raise unless all three are tensors."""
+def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None,
+               window: int | None, alignment: str, precision: str, *_: object,
+               dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+    """Raise for tensors that do not belong together and for options that are not allowed, naming the argument."""
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    _check_inputs(q, k, v, dtypes)
+    _check_options(causal, scale, window, alignment, precision)
 
 
-def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
-    """Raise for tensors that do not belong together; the message names the argument and what is allowed."""
+def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in dtypes:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
@@ -132,9 +135,7 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tupl
             raise ValueError(f"k has {k.shape[1]} heads and q {q.shape[1]}; q's must be a multiple of k's")
 
 
-def check_options(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, window: int | None,
-                  alignment: str, precision: str, document_ids: torch.Tensor | None, backward: str) -> None:
-    """Raise for option values that are not allowed; tensors have passed `check_inputs`."""
+def _check_options(causal: bool, scale: float | None, window: int | None, alignment: str, precision: str) -> None:
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
     number = isinstance(scale, int | float) and not isinstance(scale, bool)
@@ -150,10 +151,10 @@ def check_options(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float |
         raise ValueError(f"alignment is {alignment!r}; allowed: {', '.join(ALIGNMENTS)}")
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; allowed: {', '.join(PRECISIONS)}")
-    if backward not in BACKWARDS:
-        raise ValueError(f"backward is {backward!r}; allowed: {', '.join(BACKWARDS)}")
-    if document_ids is None:
-        return
+
+
+def check_documents(q: torch.Tensor, k: torch.Tensor, document_ids: torch.Tensor) -> None:
+    """Raise unless these are the documents of q's and k's positions; tensors have passed `check_call`."""
     numbers = isinstance(document_ids, torch.Tensor)
     if not numbers or document_ids.is_floating_point() or document_ids.is_complex():
         raise TypeError("document_ids must be an integer tensor or None")

@@ -18,7 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .._triton import cdiv, launch, next_power_of_2
+from .._dispatch import launch
+from .._triton import cdiv, next_power_of_2
 from .configs import Tile
 from .options import Problem
 

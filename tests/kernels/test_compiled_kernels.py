@@ -18,7 +18,7 @@ import json, re, sys, torch
 from unittest import mock
 from kernels._compile import compile_for, resources
 from kernels import adamw, cross_entropy, dropout, elementwise, layernorm, matmul, rmsnorm, rope, softmax, swiglu
-from kernels import weighted_sum, _long_rows, _scale, _triton
+from kernels import weighted_sum, _dispatch, _long_rows, _scale, _triton
 from experiments.kernel_roofline.tuning import compile_kernel
 
 F, H, I = torch.float32, torch.bfloat16, torch.int64
@@ -65,7 +65,7 @@ with compile_for(90) as compiled:
     cross_entropy.launch_loss(z, t, stat, stat, stat, -100, 0.1, z, one)
     cross_entropy.launch_gradient(z, t, stat, stat, one, one, z, -100, 0.1)
     cross_entropy.launch_gradient(z[:1], t[:1], stat, stat, one, one, z[:1], -100, 0.0)
-    _triton.launch(_scale.scale_kernel, (8,), z, one, z.numel(), BLOCK=4096, num_warps=8)
+    _dispatch.launch(_scale.scale_kernel, (8,), z, one, z.numel(), BLOCK=4096, num_warps=8)
     a = e(d, d)
     for left, right in ((a, a), (a.T, a), (a, a.T)):
         assert matmul.launch_persistent(left, right, w, a, "gelu")
@@ -81,7 +81,7 @@ with compile_for(90) as compiled:
     i = e(8, dtype=I)
     for dtype in adamw._TYPES.values():
         options = adamw.factors(3, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
-        _triton.launch(adamw.adamw_kernel, (8,), i, i, e(8, dtype=torch.int32), i, *options,
+        _dispatch.launch(adamw.adamw_kernel, (8,), i, i, e(8, dtype=torch.int32), i, *options,
                        PARAMETER=dtype, GRADIENT=dtype, ALIGNMENT=16, BLOCK=2048, num_warps=8)
 older = []
 for capability in (80, 86, 89):

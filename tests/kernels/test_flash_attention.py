@@ -226,7 +226,7 @@ def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied():
 
     assert ops._rows_contiguous(apart(2**24 - 16)).stride(-2) == 2**24 - 16
     assert ops._rows_contiguous(apart(2**24)).stride(-2) == 16
-    o, _ = ops.forward_op(*[apart(2**24)] * 3, None, None, 1.0, "ieee", None, None)
+    o, _ = ops.forward_op(*[apart(2**24)] * 3, False, 1.0, None, "top-left", "ieee", None, None)
     assert o.stride(-2) == 16
 
 

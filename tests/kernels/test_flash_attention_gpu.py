@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels import _dispatch
 from kernels._triton import generation
 from kernels.flash_attention import FlashAttention2, configs, flash_attention
 from kernels.flash_attention.options import Problem
@@ -323,6 +324,7 @@ def test_unknown_gpus_search_once(monkeypatch):
     """A GPU that is not in the table times a few tiles at the first call and then remembers the fastest."""
     monkeypatch.setattr(configs, "generation", lambda index: "sm_00")
     monkeypatch.setattr(configs, "_searched", {})
+    _dispatch.forget()
     tensors = inputs(1, 2, 2, 300, 300, 64, torch.bfloat16)
     exact = in_float64(*tensors, causal=True)
     peer = with_gradients(lambda *x: attention(*x, causal=True), *tensors)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import _triton, elementwise, reference
+from kernels import _dispatch, elementwise, reference
 from kernels._rows import Launch, forced
 from kernels.adamw import AdamW, Addresses
 from kernels.dropout import dropout, linear_gelu_dropout
@@ -175,7 +175,7 @@ def test_adamw_equals_torchs(dtype, either):
 
 
 def passed_in_fp32(launch):
-    """`_triton.launch` with numbers rounded as a GPU gets them; the interpreter leaves them in double precision."""
+    """`_dispatch.launch` with numbers rounded as a GPU gets them; the interpreter leaves them in double precision."""
 
     def rounding(kernel, grid, *args, **options):
         launch(kernel, grid, *(torch.tensor(a).item() if isinstance(a, float) else a for a in args), **options)
@@ -185,7 +185,7 @@ def passed_in_fp32(launch):
 
 def test_adamw_averages_over_a_hundred_thousand_steps(monkeypatch, either):
     """1 − β₂ = 10⁻⁵ and β₂ itself must be exact to more digits than fp32 gives β₂: else both are 0.14 % of 10⁻⁵ off."""
-    monkeypatch.setattr(_triton, "launch", passed_in_fp32(_triton.launch))
+    monkeypatch.setattr(_dispatch, "launch", passed_in_fp32(_dispatch.launch))
     p = draw(2000).requires_grad_()
     optimizer = AdamW([p], lr=1e-3, betas=(0.9, 0.99999))
     p.grad = draw(2000, seed=1)
@@ -202,7 +202,7 @@ def test_adamw_averages_over_a_hundred_thousand_steps(monkeypatch, either):
 
 
 def test_small_weight_decay_is_not_lost_in_rounding(monkeypatch, either):
-    monkeypatch.setattr(_triton, "launch", passed_in_fp32(_triton.launch))
+    monkeypatch.setattr(_dispatch, "launch", passed_in_fp32(_dispatch.launch))
     p = (1 + torch.rand(2000, generator=torch.Generator().manual_seed(0))).to(DEVICE).requires_grad_()
     before, optimizer = p.detach().double(), AdamW([p], lr=1e-5, weight_decay=2e-2)
     p.grad = torch.zeros_like(p)

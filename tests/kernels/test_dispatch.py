@@ -1,0 +1,189 @@
+"""What a plan repeats is what the operator does: with other tensors, in other layouts, in other threads."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from kernels import _dispatch
+from kernels.dropout import dropout
+from kernels.flash_attention import flash_attention
+from kernels.rmsnorm import rms_norm
+
+from .fused import DEVICE, draw
+from .test_every_operation import OPERATIONS, results
+
+every = pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - {"RMSNormPyTorch"}))
+
+
+def drawn(shapes, seed, dtype=torch.float32):
+    return [draw(*s, dtype=dtype, seed=10 * seed + i).requires_grad_() for i, s in enumerate(shapes)]
+
+
+def plans():
+    return [plan for kept in _dispatch._kept.values() for plan in kept.values()]
+
+
+@every
+def test_a_plan_gives_the_bits_of_the_call_that_made_none(name):
+    function, _, *shapes = OPERATIONS[name]
+    planned, written = [], []
+    for seed in range(3):
+        planned.append(results(function, drawn(shapes, seed)))
+    for seed in range(3):
+        _dispatch.forget()
+        written.append(results(function, drawn(shapes, seed)))
+    assert all(torch.equal(x, y) for a, b in zip(planned, written, strict=True) for x, y in zip(a, b, strict=True))
+    assert not torch.equal(planned[0][0], planned[1][0]) or name in ("seeded_dropout",)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_one_tensor_given_thrice_makes_no_plan_for_three(causal):
+    _dispatch.forget()
+    shape = (1, 2, 40, 16)
+    same = draw(*shape)
+    flash_attention(same, same, same, causal=causal)
+    q, k, v = (draw(*shape, seed=seed) for seed in (1, 2, 3))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    torch.testing.assert_close(flash_attention(q, k, v, causal=causal), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_options_and_layouts_have_plans_of_their_own():
+    _dispatch.forget()
+    w = draw(8)
+    for eps in (1e-5, 1.0, 1):
+        for x in (draw(4, 8), draw(4, 16)[:, ::2], draw(8, 4).T, draw(5, 8)[1:]):
+            torch.testing.assert_close(rms_norm(x, w, eps), torch.nn.functional.rms_norm(x, (8,), w, eps))
+
+
+def test_what_is_random_stays_random():
+    x = torch.ones(64, 64, device=DEVICE)
+    torch.manual_seed(0)
+    first, second, third = (dropout(x, 0.5) for _ in range(3))
+    assert not torch.equal(first, second) and not torch.equal(second, third)
+
+
+def test_a_plan_holds_no_tensor_and_their_number_is_bounded(monkeypatch):
+    _dispatch.forget()
+    monkeypatch.setattr(_dispatch, "MOST_PROGRAMS", 3)
+    w, seen = draw(8), []
+    for rows in range(2, 12):
+        x = draw(rows, 8)
+        y = rms_norm(x, w)
+        seen += [weakref.ref(x), weakref.ref(y)]
+    del x, y
+    gc.collect()
+    assert not any(made() is not None for made in seen)
+    assert 0 < len(plans()) <= 3
+
+
+def test_calls_that_read_a_value_are_made_as_written():
+    @_dispatch.operator("test_reads_a_value")
+    def reading(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x * 3
+
+    @_dispatch.operator("test_takes_a_constant")
+    def constant(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tensor(float(len(taken)), device=x.device)
+
+    taken = []
+    for sign in (1, -1, 1):
+        x = sign * torch.ones(3, device=DEVICE)
+        assert torch.equal(reading(x), x * (2 if sign > 0 else 3))
+        assert torch.equal(constant(x), x + len(taken))
+        taken.append(sign)
+
+
+def test_operations_of_torch_between_launches_are_repeated():
+    @_dispatch.operator("test_mixes")
+    def mixing(x: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.empty(2, 3, device=x.device)
+        y.copy_(x.T)
+        y[1].mul_(factor)
+        halves = (y + 1).unbind(0)
+        return y, torch.stack([halves[1], halves[0]])
+
+    for seed in range(3):
+        x = draw(3, 2, seed=seed)
+        y = x.T.clone()
+        y[1] *= 3.0
+        ours = mixing(x, 3.0)
+        assert torch.equal(ours[0], y) and torch.equal(ours[1], (y + 1).flip(0))
+
+
+def test_autocast_does_not_cast_again_what_a_plan_repeats():
+    @_dispatch.operator("test_multiplies_in_fp32")
+    def product(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return x @ x
+
+    x = draw(8, 8)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        results = [product(x) for _ in range(3)]
+    assert all(y.dtype == torch.float32 and torch.equal(y, x @ x) for y in results)
+
+
+def test_forced_launches_are_not_those_of_earlier_plans():
+    from kernels._rows import Launch, forced
+
+    x, w = draw(4, 8), draw(8)
+    before = rms_norm(x, w)
+    with forced(rmsnorm=Launch(block=4)):  # half of each row
+        assert not torch.equal(rms_norm(x, w), before)
+    assert torch.equal(rms_norm(x, w), before)
+
+
+def test_threads_record_and_repeat_at_once():
+    @_dispatch.operator("test_of_threads")  # Triton's interpreter serves one thread only
+    def powers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        square = torch.empty_like(x).copy_(x * x)
+        return square, square * x
+
+    wrong = []
+
+    def work(seed):
+        for step in range(200):
+            x = torch.arange(1.0 + (seed + step) % 7, device=DEVICE) + seed
+            square, cube = powers(x)
+            if not (torch.equal(square, x**2) and torch.equal(cube, x * x * x)):
+                wrong.append((seed, step))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_mutated_tensor_says_so_to_autograd():
+    from kernels._scale import scale_
+
+    x, factor = draw(32), torch.tensor(2.0, device=DEVICE)
+    for number in range(3):
+        version, expected = x._version, x * 2
+        scale_(x, factor)
+        assert x._version > version and torch.equal(x, expected), number
+
+
+def test_recording_keeps_nothing_alive():
+    seen = []
+
+    @_dispatch.operator("test_of_scratch")
+    def with_scratch(x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(x)
+        for step in range(3):
+            scratch = x * step
+            seen.append(weakref.ref(scratch))
+            total += scratch
+            del scratch
+            assert seen[-1]() is None, "scratch outlives its use"
+        return total
+
+    for seed in range(3):
+        x = draw(4, seed=seed)
+        assert torch.equal(with_scratch(x), 0 * x + x + 2 * x)
+    source = next(text for text in _dispatch.programs() if "test_of_scratch" in text)
+    assert source.count("del ") == 3 and len(seen) == 3  # the program's own are freed as early
