@@ -117,11 +117,9 @@ def pairs(found: dict[str, list[Row]]) -> list[Choice]:
         if a["how"].launch_options() == b["how"].launch_options():
             joint.append((max(a["ms"], b["ms"]) + 0.3 * min(a["ms"], b["ms"]), a["how"], b["how"]))
     joint.sort(key=lambda pair: pair[0])
-    best = itertools.product(usable["dkdv"][:3], usable["dq"][:2])
     split = [row["how"] for row in found["split"][:2] if row["ms"] < float("inf")]
     return [
         Choice(forward, dkdv, dq),
         *(Choice(forward, tile, dq, "split") for tile in split),
-        *(Choice(forward, a["how"], b["how"], "side by side") for a, b in best),
         *(Choice(forward, a, b, "joint") for _, a, b in joint[:PAIRS]),
     ]

@@ -1,6 +1,5 @@
 """Launchers of the backward kernels; their math and shapes are in backward.py."""
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -125,25 +124,6 @@ def launch_dq(saved: Saved, dq: torch.Tensor, problem: Problem, tile: Tile) -> N
            HEAD_GROUP=tile.head_group, TMA=k_desc is not None, **_constants(saved, problem), **tile.launch_options())
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def launch_side_by_side(saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, problem: Problem,
-                        dkdv_tile: Tile, dq_tile: Tile) -> None:
-    """Fill dq, dk and dv, both passes at once: dQ on a stream of its own, which the current one waits for at the end.
-
-    For calls whose passes leave multiprocessors idle. Under graph capture the two become parallel branches.
-    """
-    main, side = torch.cuda.current_stream(dq.device), _side_stream(dq.device)
-    side.wait_stream(main)
-    launch_dkdv(saved, dk, dv, problem, dkdv_tile)
-    with torch.cuda.stream(side):
-        launch_dq(saved, dq, problem, dq_tile)
-    main.wait_stream(side)  # so that nothing is freed or read too early, by the rules of one stream
-
-
 def launch_joint(saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, problem: Problem, dkdv_tile: Tile,
                  dq_tile: Tile) -> None:
     """Fill dq, dk and dv in one launch; the tiles agree in their launch options."""
@@ -175,8 +155,6 @@ def launch_backward(saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.
         launch_split(saved, dq, dk, dv, problem, dkdv_tile)
     elif passes == "joint":
         launch_joint(saved, dq, dk, dv, problem, dkdv_tile, dq_tile)
-    elif passes == "side by side":
-        launch_side_by_side(saved, dq, dk, dv, problem, dkdv_tile, dq_tile)
     else:
         launch_dkdv(saved, dk, dv, problem, dkdv_tile)
         launch_dq(saved, dq, problem, dq_tile)

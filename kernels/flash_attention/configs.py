@@ -18,7 +18,7 @@ from .options import Problem
 from .table import ROWS
 
 KERNELS = ("forward", "dkdv", "dq")
-PASSES = ("in turn", "side by side", "joint", "split")
+PASSES = ("in turn", "joint", "split")
 # Classes of batch·heads·length, by their largest member; the last stands for all that is longer. What wins changes
 # while a GPU is not full: 132 multiprocessors take 8,448 rows in tiles of 64.
 ROW_CLASSES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -90,9 +90,8 @@ class Choice:
 
     Args:
         forward, dkdv, dq: the tiles of the three kernels.
-        passes: of the backward: "in turn", "side by side" on two streams, "joint" in one launch (see
-            backward_joint.py), which then share warps, stages and register limit, or "split", a single pass by the
-            tile of dK/dV with its `chunk` (see split.py).
+        passes: of the backward: "in turn", "joint" in one launch (see backward_joint.py), which then share warps,
+            stages and register limit, or "split", a single pass by the tile of dK/dV with its `chunk` (see split.py).
     """
 
     forward: Tile

@@ -112,11 +112,11 @@ tiles = [Tile(16, 16, warps) for warps in (2, 4, 8)]
 found = [{"kernel": k, "length": length, "how": tile, "ms": ms, "sustained_ms": ms}
          for k in configs.KERNELS for length in (1024, 2048) for tile, ms in zip(tiles, (3.0, 1.0, 2.0))]
 found += [{"kernel": "backward", "length": 2048, "how": Choice(tiles[0], tiles[2], tiles[2], way), "ms": ms,
-           "sustained_ms": ms} for way, ms in zip(configs.PASSES, (5.0, 4.0, 4.5))]
+           "sustained_ms": ms} for way, ms in (("in turn", 5.0), ("joint", 4.0))]
 rows = merge(table.ROWS, case, found, "sm_90")
 (row,) = [row for row in rows if row[0] == ("sm_90", 16, "ieee", 64, True, 2048)]
 assert len(rows) == len(table.ROWS) and row[1] == "1x1x2048x64: 1.0000 + 4.0000 ms"
-assert (Tile(*row[2]), Tile(*row[3]), Tile(*row[4]), row[5]) == (tiles[1], tiles[2], tiles[2], "side by side")
+assert (Tile(*row[2]), Tile(*row[3]), Tile(*row[4]), row[5]) == (tiles[1], tiles[2], tiles[2], "joint")
 assert fields(tiles[0]) == (16, 16, 2, 2, 1, None, False) and fields(Tile(16, 16, chunk=64))[-1] == 64
 usable = [{"how": t, "ms": ms} for t, ms in zip(tiles, (1.0, 2.0, float("inf")))]
 rows_of = dict.fromkeys(configs.KERNELS, usable) | {"split": [{"how": Tile(16, 16, chunk=64), "ms": 1.0}]}
@@ -145,14 +145,14 @@ def test_the_winners_of_a_family_are_rows(tmp_path):
     tiles = [Tile(16, 16, warps) for warps in (2, 4)]
     found = [{"kernel": "forward", "length": 1024, "how": t, "ms": ms, "sustained_ms": ms, "registers": 9}
              for t, ms in zip(tiles, (3.0, 1.0), strict=True)]
-    found += [{"kernel": "backward", "length": 1024, "how": Choice(*tiles, tiles[0], way), "ms": ms, "sustained_ms": ms}
-              for way, ms in (("in turn", 5.0), ("side by side", 4.0))]
+    found += [{"kernel": "backward", "length": 1024, "how": Choice(tiles[0], tiles[1], tiles[1], way), "ms": ms,
+               "sustained_ms": ms} for way, ms in (("in turn", 5.0), ("joint", 4.0))]
     found += [{"kernel": "dq", "length": 1024, "how": tiles[0], "ms": float("inf"), "why": "wrong"}]
     run = Run(Header("tune_flash_attention", {}, 1, {"device_name": "H100", "torch": "", "triton": ""}, None), tmp_path)
     tuning.add_winners(run, "bfloat16:64", tuning.case_of("bfloat16:64", 1024), found)
     forward, backward = run.records
     assert forward.config["tiles"] == "16x16 w4 s2" and forward.metrics["registers"] == 9
-    assert (backward.metrics["in_turn_ms"], backward.metrics["side_by_side_ms"]) == (5.0, 4.0)
+    assert (backward.metrics["in_turn_ms"], backward.metrics["joint_ms"]) == (5.0, 4.0)
     assert backward.metrics["sustained_ms"] == 4.0
     assert [r.metrics.get("status") for r in tuning.to_records("bfloat16:64", found, run)] == [None] * 4 + ["wrong"]
     assert EXPERIMENT.view.table(run.records) and run.done("backward", family="bfloat16:64", length=1024)
