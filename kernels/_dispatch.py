@@ -56,6 +56,11 @@ def discard() -> None:
         _thread.recorder.discarded = True
 
 
+def idle(x: Tensor) -> bool:
+    """Whether an operator has nothing to compute: x is empty, or only what the results look like is asked for."""
+    return getattr(_thread, "looks", False) or x.numel() == 0
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """`kernel[grid](*args, **options)`; every launch in this package goes through here."""
     if _triton.compiled is not None:
@@ -84,8 +89,9 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
         check: called with the arguments before anything is done with such for the first time; raises for what is wrong.
         mutates_args: names of the arguments that are written to.
 
-    The function is annotated as `torch.library.custom_op` wants it and called with positional arguments;
-    `register_fake` of the result is that of the operator.
+    The function is annotated as `torch.library.custom_op` wants it and called with positional arguments. For tensors
+    without data, of simulations and torch.compile, it is called too: it then returns once the results are allocated,
+    where it asks `idle`. `register_fake` of the result replaces that.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -94,6 +100,13 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
         @functools.wraps(function)
         def from_torch(*args: Any) -> Any:
             return run(args, function)
+
+        def looks(*args: Any) -> Any:
+            before, _thread.looks = getattr(_thread, "looks", False), True
+            try:
+                return function(*args)
+            finally:
+                _thread.looks = before
 
         def to_torch(*args: Any) -> Any:
             if check is not None:
@@ -124,6 +137,7 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
             return program(*tensors)
 
         registered = torch.library.custom_op(f"distlab_kernels::{name}", from_torch, mutates_args=mutates_args)
+        registered.register_fake(looks)
         mutated = [list(inspect.signature(function).parameters).index(x) for x in mutates_args]
 
         @functools.wraps(function)

@@ -31,7 +31,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
 
     Zeros stay zeros where the factor is infinite or NaN, as loss scaling makes it: rows that are ignored have none.
     """
-    if x.numel() == 0:
+    if _dispatch.idle(x):
         return
     if not _triton.runs_triton(x):
         zero = x == 0

@@ -169,7 +169,7 @@ def mean_scale(targets: Tensor, reduction: str, ignore_index: int) -> Tensor:
     """What each row's loss is multiplied by, a scalar in fp32 on the targets' device."""
     if reduction != "mean":
         return torch.ones((), dtype=torch.float32, device=targets.device)
-    if not (_triton.runs_triton(targets) and len(targets)):
+    if _dispatch.idle(targets) or not _triton.runs_triton(targets):
         return 1.0 / (targets != ignore_index).sum().clamp(min=1).to(torch.float32)
     scale = torch.empty((), dtype=torch.float32, device=targets.device)
     _dispatch.launch(total_kernel, (1,), targets.contiguous(), scale, scale, scale, len(targets), ignore_index,
@@ -181,7 +181,7 @@ def _reduced(loss: Tensor, scale: Tensor, reduction: str) -> Tensor:
     """What is returned of the rows' losses, which is no view of them: those cannot be changed in place."""
     if reduction == "none":
         return loss
-    if not (_triton.runs_triton(loss) and len(loss)):
+    if not _triton.runs_triton(loss):
         return loss.sum() * scale
     total = torch.empty((), dtype=torch.float32, device=loss.device)
     _dispatch.launch(total_kernel, (1,), loss, loss, scale, total, len(loss), 0, COUNT=False, BLOCK=4096, num_warps=16)
@@ -190,7 +190,7 @@ def _reduced(loss: Tensor, scale: Tensor, reduction: str) -> Tensor:
 
 def check_classes(targets: Tensor, classes: int, ignore_index: int) -> None:
     """Raise ValueError for a target (N) outside [0, classes), on a CPU; a GPU's are not looked at: that would wait."""
-    if targets.is_cpu:
+    if targets.is_cpu and not _dispatch.idle(targets):
         wrong = ((targets < 0) | (targets >= classes)) & (targets != ignore_index)
         if wrong.any():
             row = int(wrong.nonzero()[0])
@@ -212,7 +212,7 @@ def forward_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
     check_classes(targets, z.shape[1], ignore_index)
     scale = mean_scale(targets, reduction, ignore_index)
     loss, largest, total = _empty_rows(z)
-    if z.numel() == 0:
+    if _dispatch.idle(z):
         return loss if reduction == "none" else loss.sum() * scale, largest, total, scale
     if _triton.runs_triton(z):
         launch_loss(_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing)
@@ -230,14 +230,15 @@ def both_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
             reduction: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As the forward, and dz (N, V) for an upstream of 1; not for reduction "none"."""
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    if z.numel() and _triton.runs_triton(z):
+    if _triton.runs_triton(z) and not _dispatch.idle(z):
         check_classes(targets, z.shape[1], ignore_index)
         scale = mean_scale(targets, reduction, ignore_index)
         loss, largest, total = _empty_rows(z)
         launch_loss(_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing, dz, scale)
         return _reduced(loss, scale, reduction), largest, total, scale, dz
     loss, largest, total, scale = forward_op(z, targets, ignore_index, smoothing, reduction)
-    dz.copy_(plain_gradient(z, targets, largest, total, scale, ignore_index, smoothing))
+    if not _dispatch.idle(z):
+        dz.copy_(plain_gradient(z, targets, largest, total, scale, ignore_index, smoothing))
     return loss, largest, total, scale, dz
 
 
@@ -246,7 +247,7 @@ def gradient_op(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, upst
                 ignore_index: int, smoothing: float) -> Tensor:
     """dz (N, V), contiguous, in z's dtype."""
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    if z.numel() == 0:
+    if _dispatch.idle(z):
         return dz
     if not _triton.runs_triton(z):
         return dz.copy_(plain_gradient(z, targets, largest, total, upstream * scale, ignore_index, smoothing))
@@ -273,23 +274,6 @@ def _empty_rows(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _rows(z: Tensor) -> Tensor:
     return z if z.stride(1) == 1 or z.shape[1] == 1 else z.contiguous()
-
-
-@forward_op.register_fake
-def _(z, targets, ignore_index, smoothing, reduction):
-    loss, largest, total = _empty_rows(z)
-    return loss if reduction == "none" else loss.new_empty(()), largest, total, loss.new_empty(())
-
-
-@both_op.register_fake
-def _(z, targets, ignore_index, smoothing, reduction):
-    loss, largest, total = _empty_rows(z)
-    return loss.new_empty(()), largest, total, loss.new_empty(()), z.new_empty(z.shape)
-
-
-@gradient_op.register_fake
-def _(z, targets, largest, total, upstream, scale, ignore_index, smoothing):
-    return z.new_empty(z.shape)
 
 
 def check_arguments(logits_rows: int, logits: Tensor, targets: object, ignore_index: object, label_smoothing: object,

@@ -250,7 +250,7 @@ def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: str | None, p
               fp32: bool = False) -> Tensor:
     """(M, K), (K, N), (N) → (M, N) in a's dtype or in fp32, contiguous."""
     y = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32 if fp32 else a.dtype, device=a.device)
-    if y.numel() == 0:
+    if _dispatch.idle(y):
         return y
     if not _triton.runs_triton(a):
         with torch.autocast(a.device.type, enabled=False):  # which would round the result before the epilogue
@@ -262,20 +262,10 @@ def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: str | None, p
     return y
 
 
-@matmul_op.register_fake
-def _(a, b, bias, epilogue, precision, fp32=False):
-    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32 if fp32 else a.dtype)
-
-
 @_dispatch.operator("matmul_slope")
 def slope_op(dy: Tensor, h: Tensor, epilogue: str) -> Tensor:
     """dy·f′(h) (M, N) in dy's dtype, contiguous, in plain torch: a small part of what the matmuls around it cost."""
     return reference.epilogue_backward(dy.contiguous(), h, epilogue).to(dy.dtype)
-
-
-@slope_op.register_fake
-def _(dy, h, epilogue):
-    return dy.new_empty(dy.shape)
 
 
 @register_flop_formula(torch.ops.distlab_kernels.matmul)

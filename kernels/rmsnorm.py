@@ -140,7 +140,7 @@ def forward_op(x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: 
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     s = x.new_empty(0) if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     r = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
-    if x.numel() == 0:
+    if _dispatch.idle(x):
         return y, s, r
     if not _triton.runs_triton(x):
         total = x if residual is None else s.copy_(x + residual)
@@ -157,7 +157,7 @@ def backward_op(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tens
                 silu: bool) -> tuple[Tensor, Tensor]:
     """(ds, dw) from the gradient of y and, where there was a residual, of s."""
     ds = torch.empty(s.shape, dtype=s.dtype, device=s.device)
-    if s.numel() == 0:
+    if _dispatch.idle(s):
         return ds, w.new_zeros(w.shape)
     if not _triton.runs_triton(s):
         return _plain_backward(dy, dtotal, s, w, r, silu)
@@ -177,17 +177,6 @@ def _plain_backward(dy, dtotal, s, w, r, silu):
     dw = sum_over_rows(g * normed)
     ds = (g * w32 - normed * (g * w32 * normed).mean(-1, keepdim=True)) * r.view(*s.shape[:-1], 1)
     return (ds if dtotal is None else ds + dtotal).to(s.dtype), dw.to(w.dtype)
-
-
-@forward_op.register_fake
-def _(x, residual, w, eps, silu, dtype):
-    s = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
-    return x.new_empty(x.shape, dtype=dtype), s, x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
-
-
-@backward_op.register_fake
-def _(dy, dtotal, s, w, r, silu):
-    return s.new_empty(s.shape), torch.empty_like(w, memory_format=torch.contiguous_format)
 
 
 class RMSNorm(Function):

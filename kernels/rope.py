@@ -77,18 +77,13 @@ def _check(x: object, cos: object, sin: object, *_: object) -> None:
 def rope_op(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """x (…, T, D) turned by `sign` times its angles, contiguous."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel() == 0:
+    if _dispatch.idle(x):
         return y
     if not _triton.runs_triton(x):
         return y.copy_(reference.rope(x, cos, sign * sin))
     x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
     launch_rope(x, cos, sin, y, sign)
     return y
-
-
-@rope_op.register_fake
-def _(x, cos, sin, sign):
-    return x.new_empty(x.shape)
 
 
 class RoPE(Function):

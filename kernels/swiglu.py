@@ -82,7 +82,7 @@ def _check(gate: object, up: object) -> None:
 def forward_op(gate: Tensor, up: Tensor) -> Tensor:
     """gate, up (…, F) → y, contiguous."""
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    if gate.numel() == 0:
+    if _dispatch.idle(gate):
         return y
     if not _triton.runs_triton(gate):
         return y.copy_(reference.swiglu(gate, up))
@@ -94,7 +94,7 @@ def forward_op(gate: Tensor, up: Tensor) -> Tensor:
 def backward_op(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """(dgate, dup), contiguous."""
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
-    if gate.numel() == 0:
+    if _dispatch.idle(gate):
         return dgate, dup
     if not _triton.runs_triton(gate):
         g, u, d = reference.wide(gate), reference.wide(up), reference.wide(dy)
@@ -102,16 +102,6 @@ def backward_op(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         return dgate.copy_(d * u * sigmoid * (1 + g * (1 - sigmoid))), dup.copy_(d * g * sigmoid)
     launch(backward_kernel, "swiglu_backward", (dy, gate, up), (dgate, dup))
     return dgate, dup
-
-
-@forward_op.register_fake
-def _(gate, up):
-    return gate.new_empty(gate.shape)
-
-
-@backward_op.register_fake
-def _(dy, gate, up):
-    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
 class SwiGLU(Function):

@@ -68,7 +68,7 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
     q, k, v = (_rows_contiguous(x) for x in four_d(q, k, v))
     o = _empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    if q.numel() == 0 or k.numel() == 0:
+    if _dispatch.idle(q) or k.numel() == 0:
         o.zero_()
         lse.fill_(float("-inf"))
     elif not _triton.runs_triton(q):
@@ -92,12 +92,6 @@ def _launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, pro
         o.copy_(out[..., :head_dim])
 
 
-@forward_op.register_fake
-def _(q, k, v, *_):
-    (q4,) = four_d(q)
-    return _empty_like(_rows_contiguous(q4)).view(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
 @_dispatch.operator("flash_attention_backward")
 def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float | None,
                 window: int | None, alignment: str, precision: str, doc_first: Tensor | None, doc_last: Tensor | None,
@@ -109,7 +103,7 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
     o, do = four_d(o, do)
     lse = lse.contiguous().view(q.shape[:-1])
     grads = _empty_like(q), _empty_like(k), _empty_like(v)
-    if q.numel() == 0 or k.numel() == 0:
+    if _dispatch.idle(q) or k.numel() == 0:
         for grad in grads:
             grad.zero_()
     elif not _triton.runs_triton(q):
@@ -153,11 +147,6 @@ def _launch_fused(saved: "Saved", dq: Tensor, dk: Tensor, dv: Tensor, problem: P
         return dq_sum
 
     dq.copy_(run(configs.choose_fused(saved.q, problem, run)).mul_(problem.scale))
-
-
-@backward_op.register_fake
-def _(q, k, v, *_):
-    return tuple(_empty_like(_rows_contiguous(four_d(x)[0])).view(x.shape) for x in (q, k, v))
 
 
 @register_flop_formula(torch.ops.distlab_kernels.flash_attention_forward)
