@@ -42,7 +42,7 @@ from distlab.measure import (
     peak_memory,
     percentiles,
 )
-from distlab.model import ModelConfig, TransformerLM, checkpoint_groups, cross_entropy, preset
+from distlab.model import TransformerLM, checkpoint_groups, cross_entropy
 from distlab.precision import DTYPES, autocast
 from distlab.report import NOISE, OKABE_ITO, TIE, horizontal, interval_ties, noise_of, picture, tied
 from distlab.simulate.run import simulate_step
@@ -56,7 +56,7 @@ from distlab.theory.memory.recompute import (
     recomputed_flops,
 )
 from distlab.theory.model_shape import ModelShape
-from distlab.train.requirements import PlannedStep, require
+from distlab.train.requirements import require
 
 BASE = "none"  # what the others are held against
 SINGLE = (BASE, "block", "every-2", "every-4", "every-8", "every-16")  # on a single level
@@ -67,8 +67,8 @@ PRECISION = {"fp32": "fp32", "bf16": "bf16-autocast"}
 class CheckpointingConfig(BenchOptions, TimingOptions):
     """What to run; `bf16` is autocast over fp32 parameters."""
 
-    layers: int | None = option(None, "blocks [the preset's]", least=1)
-    vocab: int | None = option(None, "words [the preset's]", least=1)
+    compile: str = "off"
+    checkpointing: str = "none"  # see `groups`
     dtype: str = option("fp32", "of the computation", choices=tuple(PRECISION))
     groups: tuple[str, ...] = option(
         (*SINGLE, "every-32", "every-8-2", "every-8-1"), "none, block, every-K or every-K-J, several of them"
@@ -85,10 +85,6 @@ class CheckpointingConfig(BenchOptions, TimingOptions):
         for choice in self.groups:
             checkpoint_groups(choice)
 
-    def model(self) -> ModelConfig:
-        """The preset with its context, blocks and words replaced."""
-        return preset(self.size, num_layers=self.layers, context_length=self.context, vocab_size=self.vocab)
-
     def choices(self) -> tuple[str, ...]:
         """The ways to group, the base first."""
         return tuple(dict.fromkeys([BASE, *self.groups]))
@@ -100,7 +96,7 @@ def measure(config: CheckpointingConfig, context: RankContext, run: Run) -> None
     Raises:
         MemoryError: on a CPU a way that does not fit, on a GPU all of them.
     """
-    plain = PlannedStep(config.model(), config.batch, dtype=config.dtype, mode="forward_backward")
+    plain = config.planned(mode="forward_backward")
     planned = [replace(plain, checkpointing=checkpoint_groups(choice)) for choice in config.choices()]
     require(planned, context.device, some=context.device.type == "cuda")
     bench = Bench(config, context.device)
@@ -134,7 +130,7 @@ class Bench:
         # Of libraries in the allocator; fake tensors have none.
         self.workspace_bytes = CUBLAS_WORKSPACES if device.type == "cuda" else 0
         self.model = TransformerLM(shape, device=device, seed=config.seed)
-        self.batch = synthetic_batches(lone_context(device), shape, config.batch, config.seed)[0]
+        self.batch = synthetic_batches(lone_context(device), config)[0]
         self.times: dict[str, dict[str, list[float]]] = {}
         self.found: dict[str, dict[str, Any]] = {}
         self.norms: torch.Tensor | None = None  # of each gradient, without checkpointing

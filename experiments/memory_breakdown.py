@@ -39,7 +39,6 @@ from distlab.measure import (
 from distlab.parallel import STRATEGIES as KNOWN
 from distlab.report import stacked_bars
 from distlab.theory.memory.peak import Breakdown
-from distlab.train.requirements import PlannedStep
 
 STRATEGIES = (
     *("local", "bucketed", "sharded-optimizer", "zero1", "fsdp"),
@@ -121,8 +120,7 @@ def _fullest(measured: dict[str, int | float | None], context: RankContext) -> d
 
 def _predicted(config: MemoryConfig, context: RankContext, variant: Variant) -> dict[str, int | str]:
     """What `theory.memory` says of this variant."""
-    planned = PlannedStep(config.model(), config.batch, variant.strategy.name, config.dtype)
-    expected = planned.memory(context.world_size, on_gpu=context.device.type == "cuda")
+    expected = config.planned(variant.strategy.name).memory(context.world_size, on_gpu=context.device.type == "cuda")
     states = expected.before_step
     peak = {f"predicted_peak_{each.name}_bytes": getattr(expected.peak, each.name) for each in fields(Breakdown)}
     moments = {f"predicted_{moment}_bytes": getattr(expected, moment).total for moment in MOMENTS}

@@ -114,7 +114,7 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
         `loss_rel_error` and `grad_rel_error`, ‖g − g_ref‖ / ‖g_ref‖ over all parameters.
     """
     shape, device = config.model(), context.device
-    batch = synthetic_batches(context, shape, config.batch, config.seed)[0]
+    batch = synthetic_batches(context, config)[0]
     plain = replace(shape, attention="naive", ops="torch")
     reference = TransformerLM(plain, device=device, seed=config.seed, checkpoint_blocks="block")
     candidate = TransformerLM(shape, device=device, seed=config.seed, checkpoint_blocks=config.checkpointing)
@@ -131,5 +131,5 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
         norm += float(torch.linalg.vector_norm(theirs.grad.double())) ** 2
     return {
         "loss_rel_error": abs(found.item() - expected.item()) / abs(expected.item()),
-        "grad_rel_error": (difference / norm) ** 0.5 if norm else float("nan"),
+        "grad_rel_error": (difference / norm) ** 0.5 if norm else math.nan,
     }

@@ -1,7 +1,7 @@
 """What to run."""
 
 import itertools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from distlab.bench.timing import MODES, TrialConfig
@@ -12,7 +12,7 @@ from distlab.options import SEED
 from distlab.parallel import STRATEGIES
 from distlab.precision import DTYPES
 
-SWEPT = [field.name for field in fields(TrialConfig) if field.name not in ("bucket_size_mb", "seed")]
+SWEPT = ("size", "batch", "context", "dtype", "compile", "attention", "ops", "checkpointing", "strategy")
 
 
 def _swept(default: tuple, help: str, **limits: Any) -> Any:

@@ -34,10 +34,9 @@ from distlab.measure import (
     slowest_rank,
 )
 from distlab.measure.trace.capture import PHASES
-from distlab.model.config import checkpoint_groups
 from distlab.report import noise_of
 from distlab.theory.flops import forward_flops, mfu
-from distlab.train.requirements import PlannedStep, require, shortage
+from distlab.train.requirements import require, shortage
 
 from .config import BenchmarkConfig
 from .memory import memory
@@ -65,7 +64,8 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
     """
     config.check_ranks(context.world_size)
     modes = [mode for mode in MODES if mode in config.modes]
-    require([planned(trial, mode) for trial in config.trials() for mode in modes], context.device, context, some=True)
+    planned = [trial.planned(trial.strategy, mode) for trial in config.trials() for mode in modes]
+    require(planned, context.device, context, some=True)
     if config.nvtx:
         torch.cuda.profiler.start()
     for trial in config.trials():
@@ -121,19 +121,6 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
                 run.part(view).add(f"{prefix(label)}{variant}", metrics, **where)
 
 
-def planned(trial: TrialConfig, mode: str) -> PlannedStep:
-    """What a mode of a combination asks of the machine."""
-    return PlannedStep(
-        trial.model(),
-        trial.batch,
-        trial.strategy,
-        trial.dtype,
-        checkpointing=checkpoint_groups(trial.checkpointing),
-        compiled=trial.compile != "off",
-        mode=mode,
-    )
-
-
 def timed(
     config: BenchmarkConfig,
     trial: TrialConfig,
@@ -158,7 +145,7 @@ def timed(
         return {}
 
     for mode in modes:
-        if shortage(planned(trial, mode), context.device, context) is not None:
+        if shortage(trial.planned(trial.strategy, mode), context.device, context) is not None:
             found[mode] = {"status": OOM}
     failure = {} if len(found) == len(modes) else agreed(every_mode, context)
     rows = {}
@@ -252,12 +239,12 @@ def _metrics(
     found["noise_pct"] = noise_of(found)
     peak, p50 = _peak_flops(trial), found["step_p50_ms"]
     # The guard counts the least that must be done: a causal kernel may skip half of the scores.
-    check_speed(step_flops(trial.config, mode, causal=True), min(step), peak)
-    flops = step_flops(trial.config, mode)
+    check_speed(step_flops(trial.options, mode, causal=True), min(step), peak)
+    flops = step_flops(trial.options, mode)
     found["tflops_per_s"] = flops / p50 / 1e9
     share = mfu(flops, p50 / 1e3, peak)
     found["mfu_pct"] = None if share is None else 100 * share
-    found["tokens_per_s"] = (trial.config.batch * trial.shape.context_length * trial.context.world_size) / (p50 / 1e3)
+    found["tokens_per_s"] = (trial.options.batch * trial.shape.context_length * trial.context.world_size) / (p50 / 1e3)
     found["series_ms"] = phases["step"] if warmup == 0 else None
     return found
 
@@ -271,7 +258,7 @@ def _peak_flops(trial: Subject) -> float | None:
     device = trial.context.device
     if device.type != "cuda":
         return None
-    dtype = trial.config.dtype
+    dtype = trial.options.dtype
     if dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32:
         dtype = "tf32"
     return peak_flops(torch.cuda.get_device_name(device), dtype)

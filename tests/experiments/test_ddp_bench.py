@@ -19,8 +19,7 @@ from distlab.parallel import NaiveDDP, strategies_on
 from distlab.report.record import Record, read_json
 from distlab.testing import run_ranks
 from experiments import ddp_bench
-from experiments.ddp_bench import DDPBenchConfig
-from experiments.ddp_bench.view import VIEW, draw_step_times
+from experiments.ddp_bench import VIEW, DDPBenchConfig, draw_step_times
 from tests.commands import ROOT, environment, python, torchrun
 from tests.experiments.frame import measured
 
@@ -90,8 +89,7 @@ def test_a_broken_synchronisation_is_printed_as_wrong():
 
 def out_of_memory_on_one_rank(context: RankContext) -> dict[str, bool]:
     """Rank 1's overlap row runs out of memory in backward; the others' rows go on."""
-    config = SMOKE.model()
-    bench = Workbench(context, config, batch_size=1)
+    bench = Workbench(context, SMOKE)
     original = timing.TrainStep.__call__
 
     def failing(self, batches):
@@ -122,7 +120,7 @@ def test_a_row_without_memory_says_so_and_the_sweep_goes_on():
 
 
 def steps_in_turn(context: RankContext) -> dict[str, int]:
-    bench = Workbench(context, SMOKE.model(), batch_size=1)
+    bench = Workbench(context, SMOKE)
     rows = variants(["local", "bucketed", "torch-ddp"], [1.0])
     timings = bench.time_in_turn(rows, warmup=1, steps=3)
     return {name: len(timing.phases["step"]) for name, timing in timings.items()}
