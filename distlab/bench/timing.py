@@ -31,7 +31,7 @@ from distlab.measure.validity import is_out_of_memory
 from distlab.model.config import OPS_CHOICES, ModelOptions, checkpoint_groups
 from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option
-from distlab.parallel import ParallelModel, Strategy, get_strategy
+from distlab.parallel import STRATEGIES, ParallelModel, Strategy, get_strategy
 from distlab.parallel.shard import local_part
 from distlab.precision import DTYPES
 from distlab.train.data import SyntheticTokens
@@ -125,12 +125,8 @@ class BenchOptions(ModelOptions):
 class TrialConfig(BenchOptions):
     """A benchmark of one strategy, with `bucket_size_mb` MiB per bucket if it has any; fp16 with a scaled loss."""
 
-    strategy: str = "local"
-    bucket_size_mb: float = option(25.0, "", above=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        get_strategy(self.strategy)
+    strategy: str = option("local", "how ranks train together", choices=tuple(STRATEGIES))
+    bucket_size_mb: float = option(25.0, "MiB, of strategies with buckets", above=0)
 
     def recorded(self, context: RankContext) -> dict[str, Any]:
         """What a record's configuration holds of it, on these ranks."""

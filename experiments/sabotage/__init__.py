@@ -8,7 +8,7 @@ is put to the checks that this lab's commands make (equality with one process, c
 against float64), beside the healthy run, which must pass them all; or the strategy itself raises an error. The picture
 shows the symptom: both loss curves.
 
-The mistakes are in `injected` and `mistakes`.
+The mistakes are in `mistakes`.
 """
 
 import math
@@ -42,8 +42,17 @@ from distlab.theory.volume import model_volume
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import TrainStep
 
-from .injected import healthy_attention
-from .mistakes import ATTENTION, EQUALITY, ERROR, MISTAKES, MODEL, VOLUME, Attention, Mistake
+from .mistakes import (
+    ATTENTION,
+    EQUALITY,
+    ERROR,
+    MISTAKES,
+    MODEL,
+    VOLUME,
+    Attention,
+    Mistake,
+    healthy_attention,
+)
 
 BUCKET_MB = 0.02
 # At two ranks the strategies equal one process bit for bit; attention differs from float64 by rounding, about 1e-6.

@@ -10,8 +10,9 @@ import torch
 from distlab.report import Record
 from distlab.report.run import Header, Run
 from experiments import attention_sweep as sweep
+from experiments import tune_flash_attention as tuning
 from experiments._attention import naive
-from experiments.tune_flash_attention import EXPERIMENT, Config, tuning
+from experiments.tune_flash_attention import EXPERIMENT, Config
 from kernels.flash_attention import table
 from kernels.flash_attention.configs import Choice, Tile
 from tests.experiments.frame import measured, refused
@@ -104,8 +105,8 @@ def test_only_fp32_has_a_row_in_ieee_arithmetic(monkeypatch, tmp_path):
 def test_the_table_file_is_what_the_tuner_writes():
     """Writing the rows gives the file itself, and the fastest tiles replace a row. Run apart, as the tuner compiles."""
     script = """
-from experiments.tune_flash_attention.tuning import *
-from experiments.tune_flash_attention.tuning import candidates, chunked, configs, fields, merge, pairs, shape_of
+from experiments.tune_flash_attention import *
+from experiments.tune_flash_attention import candidates, chunked, configs, fields, merge, pairs, shape_of
 assert table_source(table.ROWS) == open(table.__file__, encoding="utf-8").read()
 case = Case(2048, 64, "bfloat16")
 tiles = [Tile(16, 16, warps) for warps in (2, 4, 8)]
