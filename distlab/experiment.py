@@ -30,10 +30,9 @@ from distlab.comm import RankContext
 from distlab.comm.context import LONGEST_TIMEOUT_S
 from distlab.comm.rank_process import on_main, progress_to_stderr
 from distlab.options import Options, add_options, config_from, given, option
-from distlab.report.provenance import commit, environment
+from distlab.report import Column, commit, environment
 from distlab.report.record import Record, plain
 from distlab.report.run import Header, Run, open_run, same_run
-from distlab.report.table import Column
 from distlab.report.view import View, headline_from, say, write
 
 __all__ = [

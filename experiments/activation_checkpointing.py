@@ -44,7 +44,7 @@ from distlab.measure import (
 )
 from distlab.model import TransformerLM, checkpoint_groups, cross_entropy
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, OKABE_ITO, TIE, horizontal, interval_ties, noise_of, picture, tied
+from distlab.report import NOISE, OKABE_ITO, TIE, horizontal, interval_ties, noise_of, picture
 from distlab.simulate.run import simulate_step
 from distlab.theory.flops import forward_flops
 from distlab.theory.memory.activations import PRECISIONS, activations
@@ -80,8 +80,8 @@ class CheckpointingConfig(BenchOptions, TimingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps * self.rounds < 3:
-            raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least 3 steps")
+        if self.steps * self.rounds < MIN_PAIRS:
+            raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
         for choice in self.groups:
             checkpoint_groups(choice)
 
@@ -176,18 +176,11 @@ class Bench:
         base = self.times.get(BASE)
         if base is not None:
             found["step_over_none"] = found["step_p50_ms"] / percentiles(base["step"])["p50"]
-            found["step_over_none_is_tie"] = choice != BASE and self._ties(times["step"], base["step"])
+            apart = paired_ratio(times["step"], base["step"])
+            found["step_over_none_is_tie"] = interval_ties(apart.low, apart.high)  # never: none over itself
         found["noise_floor_pct"] = own_noise_floor(times["step"])
         found["noise_pct"] = noise_of(found)
         return found
-
-    @staticmethod
-    def _ties(mine: list[float], base: list[float]) -> bool:
-        """Whether the paired steps' interval contains 1; with too few for one, whether noise covers the difference."""
-        if len(mine) == len(base) >= MIN_PAIRS:
-            return interval_ties(*paired_ratio(mine, base)[1:])
-        rows = ({f"step_{p}_ms": ms for p, ms in percentiles(times).items()} for times in (mine, base))
-        return tied(*rows)
 
     def predicted(self, choice: str) -> dict[str, float | int | str]:
         """The closed forms; the time from the measured step without checkpointing, if that one ran."""
@@ -350,7 +343,7 @@ VIEW = View(
 )
 
 TINY = {"size": "tiny", "context": 128, "vocab": 256, "dtype": "fp32", "count": True}
-SHORT = {"rounds": 1, "steps": 3, "threads": 1}
+SHORT = {"rounds": 1, "steps": 5, "threads": 1}
 PRESETS = {
     "gpu": {"size": "xl", "context": 1024, "dtype": "bf16"},
     "cpu": TINY | {"layers": 16, "steps": 4, "groups": (*SINGLE, "every-4-2", "every-8-2")},

@@ -36,9 +36,9 @@ from distlab.measure import (
     clock,
     disturb,
     percentiles,
+    slowest_rank,
     time_collective,
 )
-from distlab.measure.clock import slowest_rank
 from distlab.model import TransformerLM
 from distlab.parallel.buckets import MIB, plan_buckets
 from distlab.precision import DTYPES, autocast

@@ -40,8 +40,7 @@ from distlab.experiment import (
     option,
 )
 from distlab.hardware import by_alias, lookup
-from distlab.measure.bandwidth import time_collective
-from distlab.measure.statistics import MIN_SAMPLES
+from distlab.measure import MIN_SAMPLES, time_collective
 from distlab.options import SEED
 from distlab.parallel import STRATEGIES as KNOWN
 from distlab.report import (

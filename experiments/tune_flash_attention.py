@@ -43,8 +43,7 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.measure import interleave, replay_ms
-from distlab.measure.pace import Pace
+from distlab.measure import Pace, interleave, replay_ms
 from distlab.report import write_json
 from kernels._compile import compile_for
 from kernels._triton import compile_only, generation

@@ -21,15 +21,17 @@ from distlab.options import add_options, config_from, option
 from distlab.report import (
     Column,
     OutputFolder,
+    Panel,
     Record,
     View,
     commit,
     environment,
     json_line,
+    lines,
+    overlaid,
     read_json,
     write,
 )
-from distlab.report.charts import Panel, lines, overlaid
 from distlab.train import run
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.loop import Outcome

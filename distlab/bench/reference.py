@@ -15,8 +15,7 @@ from torch import nn
 
 from distlab.bench.timing import TrialConfig, Variant, compiled, synthetic_batches
 from distlab.comm import RankContext, collectives
-from distlab.model.config import preset
-from distlab.model.transformer import TransformerLM
+from distlab.model import TransformerLM, preset
 from distlab.precision import DTYPES, autocast
 from distlab.train.data import SyntheticTokens
 from distlab.train.scaler import LossScaler

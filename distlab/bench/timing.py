@@ -22,12 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm import RankContext, collectives
-from distlab.measure.clock import PhaseTimer, slowest_rank
-from distlab.measure.collectives import CollectiveRecorder
-from distlab.measure.memory import peak_memory
-from distlab.measure.statistics import percentiles
+from distlab.measure import (
+    CollectiveRecorder,
+    PhaseTimer,
+    is_out_of_memory,
+    peak_memory,
+    percentiles,
+    slowest_rank,
+)
 from distlab.measure.trace.capture import OptimizerRange, annotate_forward, profile_steps
-from distlab.measure.validity import is_out_of_memory
 from distlab.model.config import OPS_CHOICES, ModelOptions, checkpoint_groups
 from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option

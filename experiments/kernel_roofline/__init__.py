@@ -148,7 +148,7 @@ def _measure_variants(
     """Variant → metrics."""
     if not {"compile", "template"}.isdisjoint(variants):
         torch._dynamo.reset()  # not between the two: captured graphs launch what either compiled
-    inputs = case.inputs(case.shape, getattr(torch, case.dtype), device)
+    inputs = case.inputs(device)
     upstream = upstream_of(first(case.variants["ours"](*[t.detach() for t in inputs])), direction)
     row = Row(case, direction, config, device, inputs, upstream)
     try:
