@@ -29,7 +29,7 @@ import torch
 from distlab.comm import RankContext
 from distlab.comm.context import LONGEST_TIMEOUT_S
 from distlab.comm.rank_process import on_main, progress_to_stderr
-from distlab.options import Options, add_options, config_from, given, option
+from distlab.options import Options, add_options, config_from, given, option, parser_of
 from distlab.report import Column, commit, environment
 from distlab.report.record import Record, plain
 from distlab.report.run import Header, Run, open_run, same_run
@@ -133,10 +133,7 @@ class Experiment(Generic[C]):
 
     def parser(self) -> argparse.ArgumentParser:
         """The options of `distlab run NAME`."""
-        raw = argparse.RawDescriptionHelpFormatter
-        parser = argparse.ArgumentParser(
-            f"distlab run {self.name}", description=self._doc(), formatter_class=raw
-        )
+        parser = parser_of(f"distlab run {self.name}", self._doc())
         add_options(
             parser.add_argument_group("this experiment"), self.config, self.preset("", _on_gpu(None))
         )
@@ -215,18 +212,10 @@ class Experiment(Generic[C]):
 
     def finish(self, run: Run, *, json_only: bool = False) -> int:
         """Write tables, pictures and page of a run, print the short table; 1 if something is wrong."""
-        views = self.views()
-        for name, part in run.parts.items():
-            if part.records:
-                say(
-                    views[name],
-                    part.records,
-                    write(views[name], part.records, part.path),
-                    line=False,
-                    quiet=json_only,
-                )
-        page = write(self.view, run.records, run.path)
-        say(self.view, run.records, page, quiet=json_only)
+        for name, rows in [*((name, part) for name, part in run.parts.items() if part.records), (self.name, run)]:
+            view = self.views()[name]
+            page = write(view, rows.records, rows.path)
+            say(view, rows.records, page, line=rows is run, quiet=json_only)
         return 1 if self.wrong(run.records) else 0
 
 

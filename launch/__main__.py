@@ -226,26 +226,14 @@ def tables(arguments: Sequence[str]) -> int:
     return _to_end("distlab tables", redraw)
 
 
-def train(arguments: Sequence[str]) -> int:
-    """Train a model."""
+def _of(module: str, name: str) -> Callable[[Sequence[str]], int]:
+    """The command `name` whose `main` is in `launch.MODULE`, which is imported when it runs."""
 
-    def work() -> int:
-        from launch import trainer
+    def work(arguments: Sequence[str]) -> int:
+        main_of = lambda: importlib.import_module(f"launch.{module}").main(list(arguments))  # noqa: E731
+        return _to_end(f"distlab {name}", main_of)
 
-        return trainer.main(list(arguments))
-
-    return _to_end("distlab train", work)
-
-
-def sample(arguments: Sequence[str]) -> int:
-    """Continue a text by a trained model."""
-
-    def work() -> int:
-        from launch import sample as sampler
-
-        return sampler.main(list(arguments))
-
-    return _to_end("distlab sample", work)
+    return work
 
 
 def doctor(arguments: Sequence[str]) -> int:
@@ -260,8 +248,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run,
     "show": show,
     "tables": tables,
-    "train": train,
-    "sample": sample,
+    "train": _of("trainer", "train"),
+    "sample": _of("sample", "sample"),
     "doctor": doctor,
 }
 

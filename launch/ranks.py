@@ -1,5 +1,6 @@
 """Starting the ranks of a command, and saying which of them failed and how."""
 
+import argparse
 import logging
 import os
 import signal
@@ -99,11 +100,7 @@ def _how_it_ended(code: int) -> str:
 
 def _without_own(arguments: Sequence[str]) -> list[str]:
     """The arguments without `--nproc N` and `--max-restarts N`, which torchrun would take for its own options."""
-    kept, skip = [], False
-    for argument in arguments:
-        name = argument.split("=")[0]
-        own = not skip and name in ("--nproc", "--max-restarts")
-        if not skip and not own:
-            kept.append(argument)
-        skip = own and "=" not in argument
-    return kept
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--nproc")
+    own.add_argument("--max-restarts")
+    return own.parse_known_args(arguments)[1]
