@@ -44,7 +44,7 @@ from distlab.measure import (
 )
 from distlab.model import TransformerLM, checkpoint_groups, cross_entropy
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, OKABE_ITO, TIE, horizontal, interval_ties, noise_of, picture
+from distlab.report import NOISE, TIE, interval_ties, noise_of, stacked_bars
 from distlab.simulate.run import simulate_step
 from distlab.theory.flops import forward_flops
 from distlab.theory.memory.activations import PRECISIONS, activations
@@ -113,9 +113,8 @@ def measure(config: CheckpointingConfig, context: RankContext, run: Run) -> None
 
 def one_step(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, dtype: str) -> torch.Tensor:
     """Gradients of one batch, from none; returns the loss."""
-    low = DTYPES[dtype]
     model.zero_grad(set_to_none=True)
-    with autocast(tokens.device, low):
+    with autocast(tokens.device, DTYPES[dtype]):
         loss = cross_entropy(model(tokens), targets)
     loss.backward()
     return loss
@@ -174,7 +173,7 @@ class Bench:
             return found
         found |= {f"step_{p}_ms": ms for p, ms in percentiles(times["step"]).items()}
         base = self.times.get(BASE)
-        if base is not None:
+        if base is not None and len(base["step"]) == len(times["step"]):
             found["step_over_none"] = found["step_p50_ms"] / percentiles(base["step"])["p50"]
             apart = paired_ratio(times["step"], base["step"])
             found["step_over_none_is_tie"] = interval_ties(apart.low, apart.high)  # never: none over itself
@@ -233,13 +232,11 @@ def counted_peak(config: CheckpointingConfig, choice: str) -> int:
     """The peak of the same step on fake tensors, counted storage by storage."""
     model = config.model()
 
-    def build() -> TransformerLM:
-        return TransformerLM(model, device="cpu", checkpoint_blocks=checkpoint_groups(choice) or False)
-
     def make_step(wrapper: nn.Module, optimizer: torch.optim.Optimizer, mark: Callable[[str], None]):
         tokens = torch.zeros(config.batch, model.context_length, dtype=torch.int64)
         return lambda: one_step(wrapper, tokens, tokens, config.dtype)
 
+    build = partial(TransformerLM, model, device="cpu", checkpoint_blocks=choice)
     options = {"optimizer_cls": torch.optim.SGD, "optimizer_options": {"lr": 0.0}}
     return simulate_step("local", build, make_step, world_size=1, **options).peak.total
 
@@ -292,35 +289,17 @@ def findings(records: Sequence[Record]) -> list[str]:
     return found
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Peak and time of each way, measured above predicted."""
-    measured = any(r.metrics.get("peak_alloc_bytes") is not None for r in records)
-    peak = "peak_alloc_bytes" if measured else "counted_peak_bytes"
-    panels = (
-        ("peak, GiB", 2**-30, peak, "predicted_peak_bytes", "allocator" if measured else "fake tensors"),
-        ("forward and backward, ms", 1.0, "step_p50_ms", "predicted_step_ms", "measured, p50"),
-    )
-    title = f"Recomputing blocks: {headline(records)}"
-    with picture(path, title, 1.6 + 0.42 * len(records)) as figure:
-        for axes, (label, scale, name, closed, how) in zip(
-            figure.subplots(1, 2, sharey=True), panels, strict=True
-        ):
-            for offset, metric, colour, legend in (
-                (-0.2, name, "blue", how),
-                (0.2, closed, "orange", "predicted"),
-            ):
-                values = [scale * (r.metrics.get(metric) or 0) for r in records]
-                places = [row + offset for row in range(len(records))]
-                bars = axes.barh(places, values, 0.38, color=OKABE_ITO[colour], label=legend)
-                axes.bar_label(
-                    bars, [f"{value:.3g}" if value else "n/a" for value in values], fontsize=7, padding=2
-                )
-            axes.set_xlabel(label)
-            axes.margins(x=0.16)
-            horizontal(axes)
-            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-        axes.set_yticks(range(len(records)), [r.variant for r in records])
-        axes.invert_yaxis()
+def draw(
+    measured: Sequence[str], predicted: str, unit: str, scale: float, records: Sequence[Record], path: Path
+) -> None:
+    """Of each way a bar as measured (the first of these metrics that any row has) above one as predicted."""
+    found = next((name for name in measured if any(r.metrics.get(name) is not None for r in records)), measured[0])
+    bars = {f"{r.variant}, {how}": r.metrics.get(metric)
+            for r in records for how, metric in (("measured", found), ("predicted", predicted))}  # fmt: skip
+    values = [None if value is None else scale * value for value in bars.values()]
+    counted = " on fake tensors" if found == "counted_peak_bytes" else ""
+    title = f"Recomputing blocks{counted}: {headline(records)}"
+    stacked_bars(path, list(bars), {"forward and backward": values}, title=title, unit=unit)
 
 
 VIEW = View(
@@ -330,7 +309,12 @@ VIEW = View(
         *("variant", "step_p50_ms", "noise_pct", "predicted_step_ms", "step_over_none"),
         *("peak_alloc_bytes", "predicted_peak_bytes", "counted_peak_bytes", "status"),
     ),
-    pictures={"checkpointing.png": draw},
+    pictures={
+        "checkpointing.png": partial(
+            draw, ("peak_alloc_bytes", "counted_peak_bytes"), "predicted_peak_bytes", "GiB at the peak", 2**-30
+        ),
+        "time.png": partial(draw, ("step_p50_ms",), "predicted_step_ms", "ms", 1.0),
+    },
     findings=findings,
     reading="`block` keeps each block's input and recomputes the rest. `every-k` keeps the input of k blocks, and "
     "while a group runs backward it holds the activations of all k: larger groups save inputs, which are small, and "

@@ -65,7 +65,6 @@ class BucketSweepConfig(BenchOptions, TimingOptions):
     )
     compile: str = "off"  # backward's parts are those of an eager one that recomputes nothing
     checkpointing: str = "none"
-    peer: bool = option(True, "sweep torch DDP too")
     fit: tuple[str, ...] = option((), "records of allreduce_sweep on this kind of machine [timed here]", metavar="FILE")
 
     def __post_init__(self) -> None:
@@ -77,7 +76,7 @@ class BucketSweepConfig(BenchOptions, TimingOptions):
 
     def rows(self) -> list[Variant]:
         """local, ours and torch's with every bucket size."""
-        return variants(["local", OURS, *([PEER] if self.peer else [])], self.bucket_sizes_mb)
+        return variants(["local", OURS, PEER], self.bucket_sizes_mb)
 
 
 def measure_parts(

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from distlab.bench.bucket_size import best_bucket_size
 from distlab.bench.reference import parameter_difference
 from distlab.bench.timing import BenchOptions, Timing, Variant, Workbench, variants
 from distlab.experiment import (
@@ -52,7 +51,6 @@ from distlab.precision import DTYPES
 from distlab.report import (
     NOISE,
     TIE,
-    environment,
     interval_ties,
     noise_by_row,
     noise_of,
@@ -104,7 +102,10 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         run.progress("one rank: nothing is communicated. For more: --nproc 2")
     sizes = config.bucket_sizes_mb
     if sizes == ("auto",):
-        sizes = (_swept_size(config, context),)
+        swept = config.bucket_sweep or sorted(map(str, SWEEPS.glob("*.json")))
+        asked = {"world_size": context.world_size, "size": config.size, "batch": config.batch}
+        known = [record for path in swept for record in read_json(path)]
+        sizes = (best_bucket_size(known, device_name=run.header.environment["device_name"], **asked),)
         run.progress(f"bucket size by the sweep: {sizes[0] or 'unbounded'}")
     rows = variants(config.strategies, sizes)
     bench = config.workbench(context, rows, some=True)
@@ -159,16 +160,33 @@ def _timed(config: DDPBenchConfig, bench: Workbench, rows: Sequence[Variant], ru
     return timings
 
 
-def _swept_size(config: DDPBenchConfig, context: RankContext) -> float | None:
-    """The bucket size that a bucket sweep found best for this model on this machine."""
-    found = config.bucket_sweep or sorted(map(str, SWEEPS.glob("*.json")))
-    return best_bucket_size(
-        [record for path in found for record in read_json(path)],
-        device_name=environment(context.device)["device_name"],
-        world_size=context.world_size,
-        size=config.size,
-        batch=config.batch,
-    )
+def best_bucket_size(
+    records: Sequence[Record], *, device_name: str, world_size: int, size: str, batch: int
+) -> float | None:
+    """The measured best bucket size in MiB (None: unbounded) for a model on a machine, for `--bucket-size-mb auto`.
+
+    Where this batch was not swept the nearest counts; another device, model or number of ranks never does.
+
+    Raises:
+        ValueError: nothing of the kind was swept; the message says what to run.
+    """
+    fitting = [
+        r
+        for r in records
+        if r.experiment == "bucket_sweep"
+        and r.config.get("strategy") == "bucketed"
+        and isinstance(r.metrics.get("step_p50_ms"), float)
+        and (r.environment["device_name"], r.config["world_size"], r.config["size"])
+        == (device_name, world_size, size)
+    ]
+    if not fitting:
+        raise ValueError(
+            f"no bucket sweep of {size} on {world_size} × {device_name} is on record: run `distlab run bucket_sweep "
+            f"--size {size} --nproc {world_size}` here and name its records with --bucket-sweep, or give a size in MiB"
+        )
+    nearest = min({r.config["batch"] for r in fitting}, key=lambda known: (abs(known - batch), known))
+    best = min((r for r in fitting if r.config["batch"] == nearest), key=lambda r: r.metrics["step_p50_ms"])
+    return best.config["bucket_size_mb"]
 
 
 def _rates(config: DDPBenchConfig, context: RankContext, step_ms: float) -> dict[str, float | None]:

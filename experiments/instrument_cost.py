@@ -46,7 +46,7 @@ from distlab.measure import (
 )
 from distlab.model import TransformerLM, cross_entropy, preset
 from distlab.options import SEED
-from distlab.report import OKABE_ITO, TIE, picture
+from distlab.report import TIE, Panel, Series, lines
 
 NEVER, TWIN = "never attached", "never attached, a twin"
 INSTRUMENTS = ("ranges", "recorder")
@@ -197,28 +197,18 @@ def findings(records: Sequence[Record]) -> list[str]:
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """The cost of each variant with its interval, and the noise floor as a band."""
-    rows = [record for record in records if record.variant != NEVER]
-    panels = {
-        "off": [r for r in rows if not r.variant.endswith(" on")],
-        "on": [r for r in rows if r.variant.endswith(" on")],
-    }
-    with picture(path, headline(records), 3.4) as figure:
-        for axes, (state, group) in zip(figure.subplots(1, 2, width_ratios=(3, 2)), panels.items(), strict=True):
-            floor = group[0].metrics["noise_floor_pct"]
-            axes.axvspan(-floor, floor, color=OKABE_ITO["sky"], alpha=0.35, label=f"noise floor, ± {floor:.2f} %")
-            for place, metrics in enumerate(record.metrics for record in group):
-                cost, low, high = (metrics[f"cost_{name}pct"] for name in ENDS)
-                axes.errorbar(
-                    cost, place, xerr=[[cost - low], [high - cost]], fmt="o", color=OKABE_ITO["blue"], capsize=4
-                )
-                axes.annotate(f"{cost:+.2f} %", (cost, place), (0, 8), textcoords="offset points", ha="center",
-                              fontsize=8)  # fmt: skip
-            axes.set_yticks(range(len(group)), [record.variant for record in group])
-            axes.set_ylim(len(group) - 0.4, -0.6)
-            axes.margins(x=0.25)
-            axes.set_xlabel(f"longer than never attached (%), {state}")
-            axes.legend(loc="lower left", bbox_to_anchor=(0, 1))
+    """The cost of each variant with its interval, between the ends of the noise floor."""
+    panels = []
+    for state in ("off", "on"):
+        rows = [r for r in records if r.variant != NEVER and r.variant.endswith(" on") == (state == "on")]
+        floor, ends = rows[0].metrics["noise_floor_pct"], [-0.5, len(rows) - 0.5]
+        cost, low, high = ([r.metrics[f"cost_{name}pct"] for r in rows] for name in ENDS)
+        band = [Series("noise floor", ends, [edge, edge], line="--") for edge in (-floor, floor)]
+        series = [Series("cost", range(len(rows)), cost, low, high), *band]
+        names = [(place, r.variant) for place, r in enumerate(rows)]
+        label = "longer than never attached (%)"
+        panels.append(Panel(state, "", label, series, log_x=None, from_zero=False, x_ticks=names))
+    lines(path, panels, title=headline(records))
 
 
 VIEW = View(

@@ -72,7 +72,10 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
         if run.done(variant.name):
             continue
         run.progress(f"measuring {variant.name}")
-        metrics = _fullest(_measure(bench, variant, config.steps), context) | _predicted(config, context, variant)
+        ranks = collectives.gather_objects(_measure(bench, variant, config.steps), context.group)
+        fullest = {name: None if None in (rank[name] for rank in ranks) else max(rank[name] for rank in ranks)
+                   for name in ranks[0]}  # fmt: skip
+        metrics = fullest | _predicted(config, context, variant)
         for name in (*STATES, *MOMENTS, "peak_alloc"):
             predicted, found = metrics[f"predicted_{name}_bytes"], metrics[f"{name}_bytes"]
             metrics[f"{name}_error_pct"] = 100 * (predicted / found - 1) if found else None
@@ -110,12 +113,6 @@ def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | 
 
 def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
-
-
-def _fullest(measured: dict[str, int | float | None], context: RankContext) -> dict[str, int | float | None]:
-    """The largest of every figure over the ranks."""
-    ranks = collectives.gather_objects(measured, context.group)
-    return {name: None if measured[name] is None else max(rank[name] for rank in ranks) for name in measured}
 
 
 def _predicted(config: MemoryConfig, context: RankContext, variant: Variant) -> dict[str, int | str]:

@@ -11,8 +11,10 @@ none.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,18 +100,10 @@ def accumulation(config: PrecisionConfig, device: torch.device) -> Rows:
             yield f"{accumulator} += {held_in}", f"{TIMES:,} × {ADDEND}", metrics
 
 
-class Toy(nn.Module):
+def toy(device: torch.device) -> nn.Module:
     """Two matmuls with an activation and a layer normalisation between them, `(N, 8) -> (N, 4)`."""
-
-    def __init__(self, **factory: Any) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(8, 16, bias=False, **factory)
-        self.relu = nn.ReLU()
-        self.layer_norm = nn.LayerNorm(16, **factory)
-        self.fc2 = nn.Linear(16, 4, bias=False, **factory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.layer_norm(self.relu(self.fc1(x))))
+    parts = {"fc1": nn.Linear(8, 16, bias=False), "relu": nn.ReLU(), "layer_norm": nn.LayerNorm(16)}
+    return nn.Sequential(OrderedDict(parts, fc2=nn.Linear(16, 4, bias=False))).to(device)
 
 
 def types(config: PrecisionConfig, device: torch.device) -> Rows:
@@ -117,7 +111,7 @@ def types(config: PrecisionConfig, device: torch.device) -> Rows:
     tokens = torch.zeros(1, 16, dtype=torch.int64, device=device)
     language_model = replace(config.model(), num_layers=1, context_length=16)
     cases = {
-        "toy": (lambda: Toy(device=device), torch.ones(2, 8, device=device)),
+        "toy": (partial(toy, device), torch.ones(2, 8, device=device)),
         "Transformer": (lambda: TransformerLM(language_model, device=device), tokens),
     }
     for case, (build, inputs) in cases.items():
@@ -155,9 +149,7 @@ def norm(config: PrecisionConfig, device: torch.device) -> Rows:
             exact = layer_norm(x.double())
             for statistics in ("fp32", low):
                 y = layer_norm(x.to(DTYPES[statistics])).to(DTYPES[low]).double()
-                lost = (y == 0).all(-1) | ~y.isfinite().all(
-                    -1
-                )  # an infinite variance makes the whole row zero
+                lost = (y == 0).all(-1) | ~y.isfinite().all(-1)  # an infinite variance makes the whole row zero
                 limit = FORMATS[statistics].largest ** 0.5  # a square beyond that is infinite
                 metrics = {
                     "relative_error": ((y - exact).norm() / exact.norm()).item(),

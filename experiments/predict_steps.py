@@ -14,7 +14,7 @@ predictions from the simulated steps.
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from distlab.experiment import (
@@ -30,9 +30,9 @@ from distlab.experiment import (
 )
 from distlab.model import ModelConfig, preset
 from distlab.model.config import PRESETS as MODELS
-from distlab.report import read_json, reading
+from distlab.report import is_number, read_json, reading
 from distlab.simulate import SimulatedStep, replay
-from distlab.simulate.calibrate import NEEDED, Calibration, calibrate, measured_links
+from distlab.simulate.calibrate import NEEDED, Calibration, calibrate
 from distlab.simulate.training import simulate_training
 from distlab.train.requirements import PlannedStep
 
@@ -69,7 +69,6 @@ class PredictConfig(Options):
     cases: tuple[tuple[str, int], ...] = option((), "model and sequences per rank", kind=_case, metavar="PRESET:BATCH")
     ranks: tuple[int, ...] = option((2, 4), "world sizes", least=2)
     rows: tuple[str, ...] = option(tuple(ROWS), "of ddp_bench", choices=tuple(ROWS))
-    collectives: tuple[str, ...] = option((), "records of allreduce_sweep, whose fits then stand for the link")
     memory: str | None = option(None, "a record with local of a model that does less arithmetic per byte")
     predictions: str | None = option(None, "what was predicted before, instead of predicting")
     compare: tuple[str, ...] = option((), "records of ddp_bench to compare with", metavar="FILE")
@@ -85,23 +84,21 @@ def measure(config: PredictConfig, context: RankContext, run: Run) -> None:
     if config.predictions:
         run.records[:] = read_json(config.predictions)
     else:
-        _predict_all(config, run)
+        predict_all(config, run)
     if config.compare:
         measured = [record for path in config.compare for record in read_json(path)]
-        part = run.part(COMPARISON)
-        with reading([*([config.predictions] if config.predictions else []), *config.compare]):
-            part.records[:] = compare(run.records, measured)
+        with reading(list(filter(None, [config.predictions, *config.compare]))):
+            run.part(COMPARISON).records[:] = compare(run.records, measured)
 
 
-def _predict_all(config: PredictConfig, run: Run) -> None:
+def predict_all(config: PredictConfig, run: Run) -> None:
+    """A row per case, number of ranks and row of ddp_bench."""
     run.progress(f"calibrating on {config.calibrate}")
     files = [config.calibrate] + ([config.memory] if config.memory else [])
     with reading(files):
-        calibration, settings = fit(config.calibrate, config.collectives, config.memory)
+        calibration, settings = fit(config.calibrate, config.memory)
     calibrated_on = " and ".join(file.removeprefix(f"{ROOT}/") for file in files)
     own = {"calibrated_on": calibrated_on, "dtype": settings["dtype"]} | asdict(calibration)
-    if config.collectives:  # measured fits are in the records that they came from
-        own["link"] = "measured collectives"
     for size, batch in config.cases:
         model = preset(size, context_length=settings["context"])
         own |= {"size": size, "batch": batch, "context": model.context_length}
@@ -112,10 +109,8 @@ def _predict_all(config: PredictConfig, run: Run) -> None:
                 run.add(row, metrics, world_size=ranks, **own)
 
 
-def fit(path: str, collectives: Sequence[str] = (), memory: str | None = None) -> tuple[Calibration, dict]:
-    """The machine's constants from a record (the link's from those of allreduce_sweep, if given), and its settings.
-
-    `memory` is as in `PredictConfig`.
+def fit(path: str, memory: str | None = None) -> tuple[Calibration, dict]:
+    """The machine's constants from a record, and its settings. `memory` is as in `PredictConfig`.
 
     Raises:
         ValueError, OSError: the record cannot be read or lacks a row.
@@ -129,12 +124,7 @@ def fit(path: str, collectives: Sequence[str] = (), memory: str | None = None) -
         if local is None:
             raise ValueError(f"{memory} has no row of local, from which to fit the memory's bandwidth")
         second = _simulated(local.config, "local"), local.metrics["forward_backward_p50_ms"] / 1e3
-    calibration = calibrate({name: record.metrics for name, record in rows.items()}, steps, second)
-    if collectives:
-        device = rows["local"].environment["device_name"]
-        known = [record for file in collectives for record in read_json(file)]
-        calibration = replace(calibration, link=measured_links(known, device))
-    return calibration, settings
+    return calibrate({name: record.metrics for name, record in rows.items()}, steps, second), settings
 
 
 def _simulated(settings: dict, strategy: str) -> SimulatedStep:
@@ -213,30 +203,23 @@ def compare(predictions: Sequence[Record], measured: Sequence[Record]) -> list[R
     known = {(*(r.config[name] for name in CASE), r.variant): r for r in predictions}
     records = []
     for row in measured:
-        strategy, bucket = row.variant.split("-")[0], row.config.get("bucket_size_mb")
-        name = row.variant if bucket is None or "-" in row.variant else f"{strategy}-{bucket:g}"
-        predicted = known.get((*(row.config.get(name) for name in CASE), name))
-        step = row.metrics.get("step_p50_ms")
-        if predicted is None or not isinstance(step, int | float):
+        case, bucket = [row.config.get(name) for name in CASE], row.config.get("bucket_size_mb")
+        name = row.variant if bucket is None or "-" in row.variant else f"{row.variant}-{bucket:g}"
+        predicted, local = (known.get((*case, variant)) for variant in (name, "local"))
+        if predicted is None or not is_number(row.metrics.get("step_p50_ms")):
             continue
-        metrics = {
-            name: predicted.metrics[name] for name in predicted.metrics if name.startswith("predicted_")
-        }
-        local = known.get((*(row.config.get(name) for name in CASE), "local"))
+        metrics = {name: value for name, value in predicted.metrics.items() if name.startswith("predicted_")}
         if local is not None:  # the bench counts as exposed what a step takes longer than local's
-            metrics["predicted_exposed_comm_ms"] = (
-                metrics["predicted_step_ms"] - local.metrics["predicted_step_ms"]
-            )
+            without = local.metrics["predicted_step_ms"]
+            metrics["predicted_exposed_comm_ms"] = metrics["predicted_step_ms"] - without
         metrics |= {f"measured_{name}": row.metrics.get(name) for name in COMPARED}
+        step, peak = row.metrics["step_p50_ms"], row.metrics.get("peak_alloc_bytes")
         metrics["step_error_pct"] = 100 * (metrics["predicted_step_ms"] / step - 1)
-        peak = row.metrics.get("peak_alloc_bytes")
         metrics["peak_error_pct"] = 100 * (metrics["predicted_peak_alloc_bytes"] / peak - 1) if peak else None
-        metrics["volume_as_predicted"] = all(
-            metrics[f"predicted_{name}"] == metrics[f"measured_{name}"]
-            for name in ("collectives_per_step", "comm_bytes_per_step")
-        )
-        facts = {"predicted_at": predicted.commit, "measured_at": row.commit}
-        config = {name: row.config[name] for name in CASE} | facts
+        volume = ("collectives_per_step", "comm_bytes_per_step")
+        metrics["volume_as_predicted"] = all(metrics[f"predicted_{n}"] == row.metrics.get(n) for n in volume)
+        config = {name: row.config[name] for name in CASE}
+        config |= {"predicted_at": predicted.commit, "measured_at": row.commit}
         config["calibrated_on"] = predicted.config["calibrated_on"]
         records.append(Record(COMPARISON, name, config, metrics, row.environment, row.commit))
     if not records:

@@ -57,7 +57,7 @@ from distlab.report import (
     write_json,
 )
 from distlab.report.run import same_run
-from distlab.simulate.estimate import Machine, estimate_step, machine_of
+from distlab.simulate.estimate import estimate_step, machine_of
 from distlab.theory.collective_time import fit_collective
 
 # Predictions know our strategies; torch's peers are held against those that send the same.
@@ -166,29 +166,19 @@ def predictions(config: MeasureConfig, world_size: int, device_name: str) -> lis
     facts = {"environment": environment("cpu"), "commit": commit()}
     records = []
     for regime, ranks in config.cells(world_size):
-        alone = _estimate(config, regime, machine, "local", 1)
+        model, shape = config.bench(regime).model(), {"dtype": config.dtype, "bucket_size_mb": config.bucket_size_mb}
+
+        def step_ms(strategy: str, count: int, regime=regime, model=model, shape=shape) -> float:
+            batch = regime.per_rank(count)
+            return 1e3 * estimate_step(model, strategy, machine, batch=batch, ranks=count, **shape).step
+
+        best = step_ms("local", 1) / (ranks if regime.kind == "strong" else 1)
         for strategy in ("local", *(config.strategies if ranks > 1 else ())):
-            step_ms = _estimate(config, regime, machine, PEER_OF.get(strategy, strategy), ranks)
-            metrics = {"predicted_step_ms": step_ms, "predicted_efficiency_pct": 100 * alone / step_ms}
-            if regime.kind == "strong":
-                metrics["predicted_efficiency_pct"] /= ranks
-            records.append(
-                Record("scaling_measured", strategy, key(regime, ranks) | {"device": spec.name}, metrics, **facts)
-            )
+            ms = step_ms(PEER_OF.get(strategy, strategy), ranks)
+            metrics = {"predicted_step_ms": ms, "predicted_efficiency_pct": 100 * best / ms}
+            where = key(regime, ranks) | {"device": spec.name}
+            records.append(Record("scaling_measured", strategy, where, metrics, **facts))
     return records
-
-
-def _estimate(config: MeasureConfig, regime: Regime, machine: Machine, strategy: str, ranks: int) -> float:
-    time = estimate_step(
-        config.bench(regime).model(),
-        strategy,
-        machine,
-        batch=regime.per_rank(ranks),
-        ranks=ranks,
-        dtype=config.dtype,
-        bucket_size_mb=config.bucket_size_mb,
-    )
-    return 1e3 * time.step
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -215,7 +205,7 @@ def measure(config: MeasureConfig, context: RankContext, run: Run) -> None:
     """Predict, then measure what has no rows yet; call it on every rank."""
     begin = time.monotonic()
     groups = config.groups(context.world_size)
-    on_main(context, partial(_predict, config, context, run))
+    on_main(context, partial(_predict, config, run))
     lasted: dict[str, float] = {}
     cells = [(None, ranks) for ranks in groups if ranks > 1] + list(config.cells(context.world_size))
     with ExitStack() as stack:
@@ -242,10 +232,10 @@ def measure(config: MeasureConfig, context: RankContext, run: Run) -> None:
                 _complete(run)
 
 
-def _predict(config: MeasureConfig, context: RankContext, run: Run) -> None:
+def _predict(config: MeasureConfig, run: Run) -> None:
     """Write the predictions, unless the run that was cut off has."""
     if not (run.path / PREDICTIONS).exists():
-        arguments = config, context.world_size, str(run.header.environment["device_name"])
+        arguments = config, run.header.world_size, str(run.header.environment["device_name"])
         write_json(in_own_process(predictions, *arguments), run.path / PREDICTIONS)
 
 

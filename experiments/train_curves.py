@@ -83,7 +83,6 @@ class CurvesConfig(Options):
     cost_batch: int = option(64, "sequences of all ranks, for the cost of checkpoints")
     block: int = option(50, "steps of a block with or without a checkpoint", least=2)
     rounds: int = option(3, "pairs of blocks", least=1)
-    deterministic: bool = option(True, "ask torch for deterministic kernels: two runs are equal bit for bit")
     text_file: str | None = option(None, "a text file [this repository's sources and pages]", flag="--text")
 
     def __post_init__(self) -> None:
@@ -125,11 +124,11 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
     """
     place = RankEnvironment.read()
     check_restarts(config.parts, place.max_restarts)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds in any order; the flash kernel's does not
-        torch.utils.deterministic.fill_uninitialized_memory = False
+    # Deterministic kernels: two runs are equal bit for bit.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds in any order; the flash kernel's does not
+    torch.utils.deterministic.fill_uninitialized_memory = False
     read = partial(text_of_repository, ROOT) if config.text_file is None else partial(open_tokens, config.text_file)
     tokens = on_main(context, lambda: np.array(read()))  # one rank reads: somebody may be editing these files
     Curves(config, context, run, tokens, place.restarts).run_parts()

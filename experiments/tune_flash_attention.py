@@ -122,14 +122,6 @@ def candidates(kernel: str, dtype: str, head_dim: int, precision: str = "ieee") 
                 yield dataclasses.replace(tile, chunk=CHUNKS[0])
 
 
-def from_table(kernel: str, case: Case, lengths: tuple[int, ...]) -> list[Tile]:
-    """The table's own tiles for these lengths, and all split ones: enough to see whether splitting pays."""
-    rows = [configs.lookup(dataclasses.replace(case, length=length).key(generation())) for length in lengths]
-    known = [] if kernel == "split" else [dataclasses.replace(getattr(row, kernel), chunk=0) for row in rows]
-    split = (t for t in candidates(kernel, case.dtype, case.head_dim, case.precision) if t.chunk)
-    return list(dict.fromkeys([*known, *split]))
-
-
 def chunked(tiles: list[Tile], length: int) -> list[Tile]:
     """Each tile that carries a chunk with every chunk that splits this length."""
     chunks = [c for c in CHUNKS if c < length <= configs.LONGEST_SPLIT and length // c <= 32]
@@ -304,10 +296,8 @@ class Config(Options):
     families: tuple[str, ...] = option((), "dtype:head_dim[:precision], one or several", flag="--family")
     all_families: bool = option(False, "every family of the sweep", flag="--all")
     lengths: tuple[int, ...] = option(configs.ROW_CLASSES[:-2], "of one head; longer ones take minutes each", least=1)
-    near_table: bool = option(False, "try only the table's tiles and split ones")
     workers: int = option(14, "processes that compile", least=1)
     table: str | None = option(None, "write a table.py with the winners", metavar="FILE")
-    seconds: float | None = option(None, "start no family after this time", above=0)
     shipped: int = option(0, "only compile this many rows of the shipped table, for an H100; needs no GPU", least=0)
 
     def __post_init__(self) -> None:
@@ -335,17 +325,16 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     missing = [f for f in families if not run.done("backward", family=f, length=config.lengths[-1])]
     rows, begin = table.ROWS, time.monotonic()
     with ProcessPoolExecutor(config.workers, multiprocessing.get_context("spawn")) as pool:
-        prepared = {family: Family(family, config.lengths, config.near_table, pool) for family in missing}
+        prepared = {family: Family(family, config.lengths, pool) for family in missing}
         for family, candidate in prepared.items():
-            if config.seconds is not None and time.monotonic() - begin > config.seconds:
-                break
             found = tune(candidate, pool)
             run.progress(f"{family}, {time.monotonic() - begin:.0f} s")
             write_json(to_records(family, found, run), run.path / f"{family.replace(':', '_')}.json")
             for case in candidate.cases:
                 add_winners(run, family, case, found)
                 if config.table:
-                    rows = with_winners(rows, case, found, run)
+                    wins = case.precision != "bf16x6" or beats_tf32(case, found, run)
+                    rows = merge(rows, case, found if wins else [], generation())
                     Path(config.table).write_text(table_source(rows), encoding="utf-8")
 
 
@@ -375,13 +364,12 @@ def shipped(rows: dict[configs.Key, Choice], run: Run) -> None:
 class Family:
     """The candidates of one dtype, head dim and arithmetic, which begin to compile in `pool` at once."""
 
-    def __init__(self, family: str, lengths: tuple[int, ...], near_table: bool, pool: ProcessPoolExecutor):
+    def __init__(self, family: str, lengths: tuple[int, ...], pool: ProcessPoolExecutor):
         self.cases = [case_of(family, length) for length in lengths]
         of = self.cases[0]
-        every = lambda kernel, *_: list(candidates(kernel, of.dtype, of.head_dim, of.precision))  # noqa: E731
-        pick = from_table if near_table else every
         short = min(lengths) <= configs.LONGEST_SPLIT
-        self.jobs = {k: [t for t in pick(k, self.cases[0], lengths) if short or not t.chunk] for k in TIMED}
+        tried = {kernel: candidates(kernel, of.dtype, of.head_dim, of.precision) for kernel in TIMED}
+        self.jobs = {kernel: [tile for tile in tiles if short or not tile.chunk] for kernel, tiles in tried.items()}
         self.asked = [(kernel, tile) for kernel in TIMED for tile in self.jobs[kernel]]
         self.compiled = pool.map(compile_candidate, [(self.cases[0], *job) for job in self.asked], chunksize=2)
 
@@ -422,7 +410,7 @@ def add_winners(run: Run, family: str, case: Case, found: Sequence[Row]) -> None
         mine = [r for r in found if (r["kernel"], r["length"]) == (kernel, case.length)]
         if any("sustained_ms" in row for row in mine):
             best = best_of(mine, kernel, case.length)
-            metrics = {name: best[name] for name in best.keys() - {"kernel", "length", "how", "why"}}
+            metrics = measured_of(best)
             if kernel == "backward":
                 ways = {way: [r["ms"] for r in mine if r["how"].passes == way] for way in configs.PASSES}
                 metrics |= {f"{way.replace(' ', '_')}_ms": min(ms) for way, ms in ways.items() if ms}
@@ -448,21 +436,16 @@ def beats_tf32(case: Case, found: list[Row], run: Run) -> bool:
     return ours < theirs
 
 
-def with_winners(rows: tuple, case: Case, found: list[Row], run: Run) -> tuple:
-    """ROWS with the winners of one case; without a row for bf16x6 where tf32x3 is faster."""
-    if case.precision == "bf16x6" and not beats_tf32(case, found, run):
-        return tuple(row for row in rows if row[0] != dataclasses.astuple(case.key(generation())))
-    return merge(rows, case, found, generation())
-
-
 def merge(rows: tuple, case: Case, found: list[Row], gpu: str) -> tuple:
-    """ROWS with the winners of one case in the place of their key."""
+    """ROWS with the winners of one case in the place of their key; without that row if nothing was found."""
+    key = dataclasses.astuple(case.key(gpu))
+    others = [row for row in rows if row[0] != key]
+    if not found:
+        return tuple(others)
     forward, whole = (best_of(found, kernel, case.length) for kernel in ("forward", "backward"))
     origin = f"1x1x{case.length}x{case.head_dim}: {forward['sustained_ms']:.4f} + {whole['sustained_ms']:.4f} ms"
     tiles = (forward["how"], whole["how"].dkdv, whole["how"].dq)
-    key = dataclasses.astuple(case.key(gpu))
-    new = (key, origin, *map(fields, tiles), whole["how"].passes)
-    return tuple(sorted((*(row for row in rows if row[0] != key), new), key=lambda row: row[0]))
+    return tuple(sorted([*others, (key, origin, *map(fields, tiles), whole["how"].passes)], key=lambda row: row[0]))
 
 
 def fields(tile: Tile) -> tuple:
@@ -482,16 +465,18 @@ def table_source(rows: tuple) -> str:
 
 def to_records(family: str, found: list[Row], run: Run) -> list[Record]:
     """Everything measured for one family; a tile that could not be used has the reason in `status`."""
-    records, header = [], run.header
+    header, records = run.header, []
     for row in found:
-        metrics = {name: row[name] for name in row.keys() - {"kernel", "length", "how", "why"}}
-        if row["ms"] == float("inf"):
-            metrics = {"status": str(row["why"])}
+        metrics = measured_of(row) if row["ms"] < float("inf") else {"status": str(row["why"])}
         config = {"family": family, "length": row["length"]} | dataclasses.asdict(row["how"])
-        records.append(
-            Record(header.experiment, row["kernel"], config, metrics, dict(header.environment), header.commit)
-        )
+        where = dict(header.environment), header.commit
+        records.append(Record(header.experiment, row["kernel"], config, metrics, *where))
     return records
+
+
+def measured_of(row: Row) -> dict[str, Any]:
+    """Of a candidate's row the metrics."""
+    return {name: row[name] for name in row.keys() - {"kernel", "length", "how", "why"}}
 
 
 COLUMNS = [

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distlab.bench.bucket_size import best_bucket_size
 from distlab.bench.timing import Workbench, variants
 from distlab.comm import RankContext
 from distlab.experiment import lone_context
@@ -20,6 +19,7 @@ from distlab.theory.collective_time import CollectiveFit, Piece
 from experiments import allreduce_sweep, bucket_sweep, scaling_measured
 from experiments.allreduce_sweep import SweepConfig
 from experiments.bucket_sweep import BucketSweepConfig, optimum
+from experiments.ddp_bench import best_bucket_size
 from experiments.scaling_measured import MeasureConfig, Regime
 from tests.experiments.frame import on_rank, refused
 
