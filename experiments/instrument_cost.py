@@ -39,6 +39,7 @@ from distlab.measure import (
     Pace,
     clock,
     emitter,
+    interleave,
     named_ranges,
     noise_floor,
     paired_ratio,
@@ -127,19 +128,20 @@ def time_rounds(
     """Of each variant: milliseconds by round, and the largest difference of a gradient from NEVER's."""
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     apart = dict.fromkeys(VARIANTS, 0.0)
-    order = random.Random(config.seed)
+    random_order = random.Random(config.seed)
+
+    def shuffled(number: int, names: Sequence[str]) -> list[str]:
+        return random_order.sample(names, len(names))
+
     pace = Pace(config.rounds, "rounds", progress)
-    for _ in range(config.rounds):
-        subjects = {name: Subject(name, config, device) for name in order.sample(VARIANTS, len(VARIANTS))}
-        steps: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-        for _ in range(config.warmup + config.steps):
-            for variant in order.sample(VARIANTS, len(VARIANTS)):
-                steps[variant].append(subjects[variant].time())
-        for variant, samples in steps.items():
-            times[variant].append(statistics.median(samples[config.warmup :]))
+    for number in range(config.rounds):
+        subjects = {name: Subject(name, config, device) for name in shuffled(number, VARIANTS)}
+        calls = {variant: subjects[variant].time for variant in VARIANTS}
+        steps = interleave(calls, config.warmup + config.steps, order=shuffled)
         reference = subjects[NEVER].gradients()
-        for variant, subject in subjects.items():
-            pairs = zip(subject.gradients(), reference, strict=True)
+        for variant in VARIANTS:
+            times[variant].append(statistics.median(steps[variant][config.warmup :]))
+            pairs = zip(subjects[variant].gradients(), reference, strict=True)
             apart[variant] = max(apart[variant], *((a - b).abs().max().item() for a, b in pairs))
         pace()
     return times, apart

@@ -18,7 +18,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,14 +42,13 @@ from distlab.experiment import (
     option,
 )
 from distlab.measure import interleave, peak_memory
-from distlab.model.config import ModelConfig
 from distlab.parallel import strategies_on
 from distlab.report import TIE, Panel, lines, overlaid
 from distlab.train.config import TRAINABLE, TrainConfig
 from distlab.train.data import GlobalOrder, TokenWindows, open_tokens
 from distlab.train.loop import Trainer
 from distlab.train.metrics import StepMetrics
-from distlab.train.requirements import PlannedStep, require
+from distlab.train.requirements import require, training_step
 
 MOST_COST_PCT = 5  # of a step's time that checkpoints may take
 REFERENCE = "bucketed"
@@ -98,6 +97,10 @@ class CurvesConfig(Options):
             self.training(strategy)
         self.training(REFERENCE, batch=self.cost_batch)
 
+    def compared(self) -> list[str]:
+        """The strategies of the curves, the reference first."""
+        return list(dict.fromkeys([REFERENCE, *self.strategies]))
+
     def training(self, strategy: str, **changes: object) -> TrainConfig:
         base = TrainConfig(
             size=self.size, context=self.context, vocab=256, strategy=strategy, batch=self.batch, steps=self.steps,
@@ -131,7 +134,25 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
     read = partial(text_of_repository, ROOT) if config.text_file is None else partial(open_tokens, config.text_file)
     tokens = on_main(context, lambda: np.array(read()))  # one rank reads: somebody may be editing these files
-    Curves(config, context, run, tokens, place.restarts).run_parts()
+    curves = Curves(config, context, run, tokens)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {}
+    if "curves" in config.parts:
+        parts |= {name: partial(curves.curve, config.training(name)) for name in config.compared()}
+        parts[ROUNDING] = partial(curves.curve, config.training(REFERENCE, accumulate=2))
+    if "kill" in config.parts:
+        parts[KILLED] = partial(curves.killed_curve, place.restarts)
+    if "cost" in config.parts:
+        parts[COST] = curves.cost
+    for variant, part in parts.items():
+        if run.done(variant):
+            run.progress(f"{variant}: has its record")
+            continue
+        run.progress(variant)
+        metrics, reference = part(), run.done(REFERENCE)
+        if reference and "loss" in metrics:
+            metrics["mean_abs_loss_diff"] = distance(metrics, reference.metrics)
+        run.add(variant, metrics, **curves.shared)
+        dist.barrier(context.group)
 
 
 def check_restarts(parts: Sequence[str], max_restarts: int) -> None:
@@ -152,77 +173,42 @@ def text_of_repository(root: Path) -> np.ndarray:
 
 
 class Curves:
-    """Runs the parts, one row each.
+    """Trains what the parts need.
 
     Args:
         config: what to run.
         context: this rank.
         run: of rows and checkpoints; all ranks see its folder.
         tokens: bytes.
-        attempt: 0, or how often the ranks have been started again.
     """
 
-    def __init__(self, config: CurvesConfig, context: RankContext, run: Run, tokens: np.ndarray, attempt: int):
-        self.config, self.context, self.run, self.attempt = config, context, run, attempt
-        model = config.training(REFERENCE).model()
+    def __init__(self, config: CurvesConfig, context: RankContext, run: Run, tokens: np.ndarray):
+        self.config, self.context, self.run = config, context, run
+        model, ranks = config.training(REFERENCE).model(), context.world_size
         self.data = TokenWindows(tokens, 256, model.context_length)
-        place = {"rank": context.rank, "world_size": context.world_size}
+        place = {"rank": context.rank, "world_size": ranks}
         GlobalOrder(self.data.count, batch=config.batch, micro_batches=2, **place)  # refuses before hours of training
         GlobalOrder(self.data.count, batch=config.cost_batch, **place)
-        if config.parts != ("cost",):
-            self._require(model, dict.fromkeys([REFERENCE, *config.strategies]), config.batch)
-        if "cost" in config.parts:
-            self._require(model, [REFERENCE], config.cost_batch)
+        runs = [config.training(name) for name in config.compared() if config.parts != ("cost",)]
+        runs += [config.training(REFERENCE, batch=config.cost_batch)] if "cost" in config.parts else []
+        require([training_step(each, ranks) for each in runs], context.device, context)
         self.text = {"bytes": len(tokens), "sha256": hashlib.sha256(tokens.tobytes()).hexdigest()}
         self.shared = {"backend": context.backend, "text": self.text, "num_parameters": model.num_parameters}
         if any(record.config["text"] != self.text for record in run.records):
             raise ValueError(f"the text has changed since the rows in {run.path} were made: give another --name")
 
-    def _require(self, model: ModelConfig, strategies: Iterable[str], batch: int) -> None:
-        ranks, dtype = self.context.world_size, self.config.dtype
-        planned = [PlannedStep(model, batch // ranks, name, dtype, batch_option=ranks) for name in strategies]
-        require(planned, self.context.device, self.context)
-
-    def once(self, variant: str, part: Callable[[], dict[str, object]]) -> None:
-        """The row of a part, unless it is there already."""
-        if self.run.done(variant):
-            self.run.progress(f"{variant}: has its record")
-            return
-        self.run.progress(variant)
-        metrics = part()
-        reference = self.run.done(REFERENCE)
-        if reference and "loss" in metrics:
-            metrics["mean_abs_loss_diff"] = distance(metrics, reference.metrics)
-        self.run.add(variant, metrics, **self.shared)
-        dist.barrier(self.context.group)
-
-    # -- parts ---------------------------------------------------------------------------------------------
-
-    def run_parts(self) -> None:
-        """Everything that has no row yet; call it on every rank."""
-        parts = self.config.parts
-        if "curves" in parts:
-            for strategy in dict.fromkeys([REFERENCE, *self.config.strategies]):
-                self.once(strategy, lambda strategy=strategy: self.curve(self.config.training(strategy)))
-            self.once(ROUNDING, lambda: self.curve(self.config.training(REFERENCE, accumulate=2)))
-        if "kill" in parts:
-            self.once(KILLED, self.killed_curve)
-        if "cost" in parts:
-            self.once(COST, self.cost)
-
     def curve(
         self,
         config: TrainConfig,
         folder: Path | None = None,
-        after: Callable[[StepMetrics], None] | None = None,
+        after: Callable[[StepMetrics], None] = lambda step: None,
     ) -> dict[str, object]:
         """Train; the loss of every step, as it is and in hex."""
         reports: list[StepMetrics] = []
 
         def report(step: StepMetrics) -> None:
             reports.append(step)
-            if after is not None:
-                after(step)
+            after(step)
 
         with peak_memory(self.context.device) as memory:
             trainer = self.trainer(config, folder, report)
@@ -255,10 +241,10 @@ class Curves:
             progress=self.run.progress,
         )  # fmt: skip
 
-    def killed_curve(self) -> dict[str, object]:
+    def killed_curve(self, attempt: int) -> dict[str, object]:
         """The reference once more. In the first attempt the last rank dies by SIGKILL; the next one resumes."""
         config = self.config.training(REFERENCE, checkpoint_every=self.config.checkpoint_every)
-        victim = self.context.rank == self.context.world_size - 1 and self.attempt == 0
+        victim = self.context.rank == self.context.world_size - 1 and attempt == 0
 
         def die(report: StepMetrics) -> None:
             if victim and report.step == self.config.kill_at:

@@ -14,6 +14,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from distlab.measure import (
     percentiles,
     slowest_rank,
 )
+from distlab.measure.rounds import interleave, rotated
 from distlab.measure.trace.capture import OptimizerRange, annotate_forward, profile_steps
 from distlab.model.config import OPS_CHOICES, ModelOptions, checkpoint_groups
 from distlab.model.transformer import TransformerLM
@@ -325,12 +327,11 @@ class Workbench:
         `inspect(variant, attached)` is called after each block of timed steps, on every rank.
         """
         timings = {variant.name: Timing() for variant in rows}
-        for round_number in range(rounds):
-            shift = round_number % len(rows)  # nobody always runs first after a pause
-            for variant in [*rows[shift:], *rows[:shift]]:
-                if not timings[variant.name].out_of_memory:
-                    progress(f"round {round_number + 1}/{rounds}: {variant.name}")
-                    self._time_block(variant, warmup, steps, timings[variant.name], inspect)
+        calls = {
+            variant.name: partial(self._time_block, variant, warmup, steps, timings[variant.name], inspect)
+            for variant in rows
+        }
+        interleave(calls, rounds, order=rotated, progress=progress)
         return timings
 
     def time_in_turn(
@@ -374,6 +375,8 @@ class Workbench:
         timing: Timing,
         inspect: Callable[[Variant, Subject], None] | None = None,
     ) -> None:
+        if timing.out_of_memory:
+            return
         timer = PhaseTimer(self.context.device)
         with ExitStack() as stack:
             with peak_memory(self.context.device) as memory:
