@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from distlab.bench.reference import parameter_difference
-from distlab.bench.timing import BenchOptions, Timing, Variant, Workbench, variants
+from distlab.bench.timing import BenchOptions, Timing, Variant, Workbench, peak_of, variants
 from distlab.experiment import (
     Column,
     Experiment,
@@ -27,7 +27,6 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.hardware import peak_flops
 from distlab.measure import (
     MIN_PAIRS,
     StepAccount,
@@ -190,10 +189,8 @@ def best_bucket_size(
 
 
 def _rates(config: DDPBenchConfig, context: RankContext, step_ms: float) -> dict[str, float | None]:
-    model, peak = config.model(), None
-    if context.device.type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(context.device), DTYPES[config.dtype] or torch.float32)
-    share = mfu(step_flops(**model.sizes(config.batch)), step_ms / 1e3, peak)
+    model = config.model()
+    share = mfu(step_flops(**model.sizes(config.batch)), step_ms / 1e3, peak_of(context.device, config.dtype))
     tokens = config.batch * model.context_length * context.world_size
     return {"tokens_per_s": tokens / (step_ms / 1e3), "mfu_pct": None if share is None else 100 * share}
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,7 @@ class Subject:
         with attached(instrument, self.model) if state == "off again" else nullcontext():
             self.step()  # of every variant, so that memory is laid out alike
         # What is on is attached before the clock starts and taken off after it stops.
-        self.around: Callable[[], Any] = nullcontext
-        if state == "on":
-            self.around = lambda: attached(instrument, self.model)
+        self.around = partial(attached, instrument, self.model) if state == "on" else nullcontext
 
     def step(self) -> None:
         self.model.zero_grad(set_to_none=True)

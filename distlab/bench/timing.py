@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm import RankContext, collectives
+from distlab.hardware import peak_flops
 from distlab.measure import (
     CollectiveRecorder,
     PhaseTimer,
@@ -253,6 +254,14 @@ class Subject:
         self.model.close(restore=False)
         del self.model, self.module, self.optimizer, self._train, self._batches
         gc.collect()
+
+
+def peak_of(device: torch.device, dtype: str) -> float | None:
+    """FLOP/s of this device in `fp32`, with TF32 if that is allowed, `bf16` or `fp16`; None where it is unknown."""
+    if device.type != "cuda":
+        return None
+    tf32 = dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32
+    return peak_flops(torch.cuda.get_device_name(device), "tf32" if tf32 else dtype)
 
 
 def synthetic_batches(context: RankContext, options: BenchOptions) -> list[Batch]:

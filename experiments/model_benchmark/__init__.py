@@ -30,10 +30,9 @@ import torch
 import torch.distributed as dist
 
 from distlab.bench.reference import errors_against_reference
-from distlab.bench.timing import MODES, Subject, TrialConfig, opened
+from distlab.bench.timing import MODES, Subject, TrialConfig, opened, peak_of
 from distlab.comm import collectives
 from distlab.experiment import Column, Experiment, Options, RankContext, Record, Run, View, option
-from distlab.hardware import peak_flops
 from distlab.measure import (
     MIN_SAMPLES,
     Pace,
@@ -330,7 +329,7 @@ def _metrics(
         found[f"{phase}_p50_ms"] = percentiles(kept[phase])["p50"] if phase in kept else None
     found["noise_floor_pct"] = own_noise_floor(step)
     found["noise_pct"] = noise_of(found)
-    peak, p50 = _peak_flops(trial), found["step_p50_ms"]
+    peak, p50 = peak_of(trial.context.device, trial.options.dtype), found["step_p50_ms"]
     # The guard counts the least that must be done: a causal kernel may skip half of the scores.
     check_speed(step_flops(trial.options, mode, causal=True), min(step), peak)
     flops = step_flops(trial.options, mode)
@@ -345,16 +344,6 @@ def _metrics(
 def step_flops(config: TrialConfig, mode: str, causal: bool = False) -> int:
     """FLOPs of one call on one rank, without what checkpointing recomputes."""
     return forward_flops(**config.model().sizes(config.batch), causal=causal).total * PASSES[mode]
-
-
-def _peak_flops(trial: Subject) -> float | None:
-    device = trial.context.device
-    if device.type != "cuda":
-        return None
-    dtype = trial.options.dtype
-    if dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32:
-        dtype = "tf32"
-    return peak_flops(torch.cuda.get_device_name(device), dtype)
 
 
 COLUMNS = [

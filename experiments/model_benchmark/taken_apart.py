@@ -120,15 +120,13 @@ def profile(
 
 
 def _kernel_rows(profile: Profile, most: int = 8) -> Rows:
-    rows = []
-    for phase in PHASES:
-        for kernel in profile.top(phase, most):
-            metrics = {
-                "phase": phase, "category": kernel.category, "calls_per_step": kernel.count, "kernel_ms": kernel.ms,
-                "of_kernel_time_pct": 100 * kernel.ms / profile.kernel_ms,
-            }  # fmt: skip
-            rows.append((short_name(kernel.name), metrics))
-    return rows
+    return [
+        (short_name(kernel.name), {
+            "phase": phase, "category": kernel.category, "calls_per_step": kernel.count, "kernel_ms": kernel.ms,
+            "of_kernel_time_pct": 100 * kernel.ms / profile.kernel_ms,
+        })
+        for phase in PHASES for kernel in profile.top(phase, most)
+    ]  # fmt: skip
 
 
 def short_name(kernel: str, longest: int = 64) -> str:
@@ -168,16 +166,14 @@ def _work_rows(profile: Profile, timer_ms: float, flops: dict[str, int]) -> Rows
 def draw_work(records: Sequence[Record], path: Path) -> None:
     """Shares of time beside shares of FLOPs, by kind of work."""
     labels = list(dict.fromkeys(record.config["label"] for record in records))
-    rows = [f"{label} {what}".strip() for label in labels for what in ("time", "FLOPs")]
-    kinds = [kind for kind in CATEGORIES if any(record.variant.endswith(kind) for record in records)]
-    parts: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for label in labels:
-        mine = {
-            r.variant.removeprefix(f"{label}: "): r.metrics for r in records if r.config["label"] == label
-        }
-        for kind in kinds:
-            metrics = mine.get(kind, {})
-            parts[kind] += [metrics.get("of_kernel_time_pct", 0.0), metrics.get("of_flops_pct", 0.0)]
+    known = {(r.config["label"], r.variant.removeprefix(prefix(r.config["label"]))): r.metrics for r in records}
+    shares = {"time": "of_kernel_time_pct", "FLOPs": "of_flops_pct"}
+    rows = [f"{label} {what}".strip() for label in labels for what in shares]
+    parts = {
+        kind: [known.get((label, kind), {}).get(share, 0.0) for label in labels for share in shares.values()]
+        for kind in CATEGORIES
+        if any((label, kind) in known for label in labels)
+    }
     stacked_bars(path, rows, parts, title=f"Where time and arithmetic go: {headline(records)}", unit="%")
 
 
@@ -252,15 +248,13 @@ def memory(
     total = sum(categories.values())
     shared = {f"at_peak_{name.replace(' ', '_')}_bytes": size for name, size in categories.items()}
     shared |= {"timeline_peak_bytes": total, "peak_alloc_bytes": allocator.peak_alloc_bytes, "peak_at_ms": at}
-    rows = []
-    for block in timeline.largest(most, at_peak=True):
-        own = {
-            "block_bytes": block.bytes,
-            "of_peak_pct": 100 * block.bytes / total,
-            "category": block.category,
-        }
-        own |= {"phase": block.phase, "from_ms": block.start_ms, "to_ms": block.end_ms}
-        rows.append((block.origin, own | shared))
+    rows = [
+        (block.origin, {
+            "block_bytes": block.bytes, "of_peak_pct": 100 * block.bytes / total, "category": block.category,
+            "phase": block.phase, "from_ms": block.start_ms, "to_ms": block.end_ms,
+        } | shared)
+        for block in timeline.largest(most, at_peak=True)
+    ]  # fmt: skip
     return {MEMORY: rows}
 
 
