@@ -241,27 +241,6 @@ def counted_peak(config: CheckpointingConfig, choice: str) -> int:
     return simulate_step("local", build, make_step, world_size=1, **options).peak.total
 
 
-COLUMNS = [
-    Column("variant", "recomputed"),
-    Column("metrics.step_p20_ms", "step p20 ms", ".1f"),
-    Column("metrics.step_p50_ms", "p50", ".1f"),
-    Column("metrics.step_p80_ms", "p80", ".1f"),
-    NOISE,
-    Column("metrics.predicted_step_ms", "predicted ms", ".1f"),
-    Column(
-        "metrics.step_over_none", "× none", ".2f",
-        note=lambda r: TIE if r.metrics.get("step_over_none_is_tie") else "",
-    ),
-    Column("metrics.blocks_run_again", "blocks run again", "d"),
-    Column("metrics.peak_alloc_bytes", "peak GiB", ".3f", scale=2**-30),
-    Column("metrics.predicted_peak_bytes", "predicted GiB", ".3f", scale=2**-30),
-    Column("metrics.counted_peak_bytes", "fake tensors GiB", ".3f", scale=2**-30),
-    Column("metrics.predicted_peak_phase", "peak in", align="left"),
-    Column("metrics.max_rel_grad_norm_diff", "max |Δ‖grad‖|", ".1e"),
-    Column("metrics.status", "status", align="left"),
-]
-
-
 headline = headline_from(
     "{size} with {num_layers} blocks ({num_parameters:M} parameters), batch {batch} × context {context}, {dtype}, "
     "forward and backward, {device_name}, torch {torch}"
@@ -303,7 +282,25 @@ def draw(
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "recomputed"),
+        Column("metrics.step_p20_ms", "step p20 ms", ".1f"),
+        Column("metrics.step_p50_ms", "p50", ".1f"),
+        Column("metrics.step_p80_ms", "p80", ".1f"),
+        NOISE,
+        Column("metrics.predicted_step_ms", "predicted ms", ".1f"),
+        Column(
+            "metrics.step_over_none", "× none", ".2f",
+            note=lambda r: TIE if r.metrics.get("step_over_none_is_tie") else "",
+        ),
+        Column("metrics.blocks_run_again", "blocks run again", "d"),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".3f", scale=2**-30),
+        Column("metrics.predicted_peak_bytes", "predicted GiB", ".3f", scale=2**-30),
+        Column("metrics.counted_peak_bytes", "fake tensors GiB", ".3f", scale=2**-30),
+        Column("metrics.predicted_peak_phase", "peak in", align="left"),
+        Column("metrics.max_rel_grad_norm_diff", "max |Δ‖grad‖|", ".1e"),
+        Column("metrics.status", "status", align="left"),
+    ],
     headline=headline,
     terminal=(
         *("variant", "step_p50_ms", "noise_pct", "predicted_step_ms", "step_over_none"),
@@ -328,10 +325,12 @@ VIEW = View(
 
 TINY = {"size": "tiny", "context": 128, "vocab": 256, "dtype": "fp32", "count": True}
 SHORT = {"rounds": 1, "steps": 5, "threads": 1}
-PRESETS = {
-    "gpu": {"size": "xl", "context": 1024, "dtype": "bf16"},
-    "cpu": TINY | {"layers": 16, "steps": 4, "groups": (*SINGLE, "every-4-2", "every-8-2")},
-    "quick": TINY | SHORT | {"layers": 8, "groups": (BASE, "block", "every-2", "every-4", "every-4-2")},
-    "smoke": TINY | SHORT | {"layers": 4, "context": 32, "vocab": 32, "groups": ("block",)},
-}
-EXPERIMENT = Experiment(CheckpointingConfig, measure, VIEW, presets=PRESETS)
+EXPERIMENT = Experiment(
+    CheckpointingConfig, measure, VIEW,
+    presets={
+        "gpu": {"size": "xl", "context": 1024, "dtype": "bf16"},
+        "cpu": TINY | {"layers": 16, "steps": 4, "groups": (*SINGLE, "every-4-2", "every-8-2")},
+        "quick": TINY | SHORT | {"layers": 8, "groups": (BASE, "block", "every-2", "every-4", "every-4-2")},
+        "smoke": TINY | SHORT | {"layers": 4, "context": 32, "vocab": 32, "groups": ("block",)},
+    },
+)

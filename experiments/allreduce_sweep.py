@@ -174,7 +174,6 @@ def _computations(config: SweepConfig, device: torch.device) -> dict[str, Callab
     return {"matmul": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
 
 
-
 def timings(records: Sequence[Record]) -> list[Record]:
     """The rows that are times of collectives."""
     return [record for record in records if record.variant in OPERATIONS]
@@ -207,21 +206,6 @@ def with_fits(records: Sequence[Record]) -> list[Record]:
         metrics["fitted_busbw_gb_per_s"] = fit.pieces[-1].bytes_per_s * share / 1e9
         found.append(replace(mine[0], variant=FIT + operation, config=config, metrics=metrics))
     return found
-
-
-COLUMNS = [
-    Column("variant", "collective"),
-    Column("config.world_size", "ranks"),
-    Column("metrics.payload_bytes", "bytes", ",d", missing=""),
-    Column("metrics.time_p50_ms", "p50 ms", ".3f", missing=""),
-    Column("metrics.time_p80_ms", "p80 ms", ".3f", missing=""),
-    Column("metrics.algbw_gb_per_s", "algbw GB/s", ".2f", missing=""),
-    Column("metrics.busbw_gb_per_s", "busbw GB/s", ".2f", missing=""),
-    Column("metrics.link_ms", "link's peak ms", ".3f", missing=""),
-    Column("metrics.fit_ms", "fit ms", ".3f", missing=""),
-    Column("metrics.fit_error_pct", "error %", "+.1f", missing=""),
-    Column("metrics.max_abs_error", "max |Δ|", ".1e", missing=""),
-]
 
 
 headline = headline_from(
@@ -314,7 +298,19 @@ def _time_series(rows: Sequence[Record]) -> list[Series]:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "collective"),
+        Column("config.world_size", "ranks"),
+        Column("metrics.payload_bytes", "bytes", ",d", missing=""),
+        Column("metrics.time_p50_ms", "p50 ms", ".3f", missing=""),
+        Column("metrics.time_p80_ms", "p80 ms", ".3f", missing=""),
+        Column("metrics.algbw_gb_per_s", "algbw GB/s", ".2f", missing=""),
+        Column("metrics.busbw_gb_per_s", "busbw GB/s", ".2f", missing=""),
+        Column("metrics.link_ms", "link's peak ms", ".3f", missing=""),
+        Column("metrics.fit_ms", "fit ms", ".3f", missing=""),
+        Column("metrics.fit_error_pct", "error %", "+.1f", missing=""),
+        Column("metrics.max_abs_error", "max |Δ|", ".1e", missing=""),
+    ],
     headline=headline,
     terminal=(
         *("variant", "world_size", "payload_bytes", "time_p50_ms", "busbw_gb_per_s", "fit_error_pct", "max_abs_error"),
@@ -331,13 +327,17 @@ VIEW = View(
     noise="p20 to p80 of the repetitions are the error bars of the fit's picture.",
 )
 
-PRESETS = {
-    "gpu": {"sizes": GPU_SIZES, "contention_mb": 256.0},
-    "cpu": {"sizes": CPU_SIZES, "contention_mb": 4.0},
-    "quick": {"sizes": tuple(4 * KIB * 8**k for k in range(4)), "repeats": 5, "budget_s": 0.1},
-    "smoke": {
-        "operations": ("all_reduce", "broadcast"), "sizes": (4096, 65536, 262144), "group_sizes": (2,), "warmup": 1,
-        "repeats": 3, "budget_s": 0.05, "contention_mb": 0.004, "matrix": 64,
+EXPERIMENT = Experiment(
+    SweepConfig, measure, VIEW,
+    presets={
+        "gpu": {"sizes": GPU_SIZES, "contention_mb": 256.0},
+        "cpu": {"sizes": CPU_SIZES, "contention_mb": 4.0},
+        "quick": {"sizes": tuple(4 * KIB * 8**k for k in range(4)), "repeats": 5, "budget_s": 0.1},
+        "smoke": {
+            "operations": ("all_reduce", "broadcast"), "sizes": (4096, 65536, 262144), "group_sizes": (2,), "warmup": 1,
+            "repeats": 3, "budget_s": 0.05, "contention_mb": 0.004, "matrix": 64,
+        },
     },
-}  # fmt: skip
-EXPERIMENT = Experiment(SweepConfig, measure, VIEW, presets=PRESETS, ranks="many", wrong=wrong_rows)
+    ranks="many",
+    wrong=wrong_rows,
+)  # fmt: skip

@@ -112,23 +112,17 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             run.add(variant, metrics, **row, causal=True)
 
 
-COLUMNS = [
-    Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
-    Column("variant", "variant"), Column("metrics.fwd_p50_ms", "fwd ms", ".3f"),
-    Column("metrics.bwd_p50_ms", "bwd ms", ".3f"),
-    Column("metrics.before_bwd_alloc_bytes", "before bwd MiB", ".1f", scale=2**-20),
-    Column("metrics.predicted_before_bwd_bytes", "predicted", ".1f", scale=2**-20),
-    Column("metrics.peak_alloc_bytes", "peak MiB", ".1f", scale=2**-20),
-    Column("metrics.predicted_peak_bytes", "predicted", ".1f", scale=2**-20), Column("metrics.status", "status"),
-]
-
-
-headline = headline_from("Batch {batch}, no heads, causal, {passes} passes, {device_name}, torch {torch}")
-
-
 VIEW = View(
-    columns=COLUMNS,
-    headline=headline,
+    columns=[
+        Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
+        Column("variant", "variant"), Column("metrics.fwd_p50_ms", "fwd ms", ".3f"),
+        Column("metrics.bwd_p50_ms", "bwd ms", ".3f"),
+        Column("metrics.before_bwd_alloc_bytes", "before bwd MiB", ".1f", scale=2**-20),
+        Column("metrics.predicted_before_bwd_bytes", "predicted", ".1f", scale=2**-20),
+        Column("metrics.peak_alloc_bytes", "peak MiB", ".1f", scale=2**-20),
+        Column("metrics.predicted_peak_bytes", "predicted", ".1f", scale=2**-20), Column("metrics.status", "status"),
+    ],
+    headline=headline_from("Batch {batch}, no heads, causal, {passes} passes, {device_name}, torch {torch}"),
     terminal=("dtype", "head_dim", "length", "variant", "before_bwd_alloc_bytes", "peak_alloc_bytes",
               "predicted_peak_bytes", "status"),
     pictures={"memory.png": lines_over_length("peak_alloc_bytes", "peak bytes")},
@@ -138,5 +132,8 @@ VIEW = View(
     noise="The bytes are the allocator's count, which does not vary. Times are medians over the passes.",
 )
 SMOKE = {"lengths": (32,), "head_dims": (16,), "dtypes": ("float32",), "passes": 2}
-PRESETS = {"quick": {"lengths": (4096, 16384), "head_dims": (64,), "passes": 10}, "quick-cpu": SMOKE, "smoke": SMOKE}
-EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1)
+EXPERIMENT = Experiment(
+    Config, measure, VIEW,
+    presets={"quick": {"lengths": (4096, 16384), "head_dims": (64,), "passes": 10}, "quick-cpu": SMOKE, "smoke": SMOKE},
+    gpus=1,
+)

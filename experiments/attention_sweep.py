@@ -197,18 +197,16 @@ COMPARISON = View(
     headline=lambda records: headline(records) + "; each shape by the code in the last column",
     reading="Above 1 the peer is faster.",
 )  # fmt: skip
-COLUMNS = [
-    Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
-    Column("variant", "variant"), Column("metrics.fwd_device_p50_ms", "fwd ms", ".4f"),
-    Column("metrics.bwd_device_p50_ms", "bwd ms", ".4f"), Column("metrics.fwd_bwd_device_p50_ms", "f+b ms", ".4f"),
-    Column("metrics.fwd_bwd_tflop_per_s", "TFLOP/s", ".1f"), Column("metrics.host_p50_ms", "host ms", ".3f"),
-    Column("metrics.peak_bytes", "peak MiB", ".1f", scale=2**-20),
-    Column("metrics.max_abs_error", "max |Δo|", ".1e"), Column("metrics.max_abs_grad_error", "max |Δgrad|", ".1e"),
-    Column("metrics.status", "status"),
-]
-
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
+        Column("variant", "variant"), Column("metrics.fwd_device_p50_ms", "fwd ms", ".4f"),
+        Column("metrics.bwd_device_p50_ms", "bwd ms", ".4f"), Column("metrics.fwd_bwd_device_p50_ms", "f+b ms", ".4f"),
+        Column("metrics.fwd_bwd_tflop_per_s", "TFLOP/s", ".1f"), Column("metrics.host_p50_ms", "host ms", ".3f"),
+        Column("metrics.peak_bytes", "peak MiB", ".1f", scale=2**-20),
+        Column("metrics.max_abs_error", "max |Δo|", ".1e"), Column("metrics.max_abs_grad_error", "max |Δgrad|", ".1e"),
+        Column("metrics.status", "status"),
+    ],
     headline=lambda records: headline(records) if records[0].environment.get("cuda") else "A CPU: host time only",
     terminal=("dtype", "head_dim", "length", "variant", "fwd_bwd_device_p50_ms",
               "fwd_bwd_tflop_per_s", "host_p50_ms", "status"),
@@ -225,9 +223,13 @@ VIEW = View(
 )
 SMOKE = {"lengths": (32,), "head_dims": (16,), "dtypes": ("float32",), "variants": ("naive", "sdpa", "ours"),
          "repeats": 3}  # fmt: skip
-PRESETS = {
-    "quick": {"lengths": (1024, 4096, 16384), "head_dims": (64,), "dtypes": ("bfloat16",), "repeats": 5,
-              "variants": ("naive", "sdpa-flash", "sdpa-cudnn", "flex", "ours")},
-    "quick-cpu": SMOKE, "smoke": SMOKE,
-}  # fmt: skip
-EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1, parts=(COMPARISON,))
+EXPERIMENT = Experiment(
+    Config, measure, VIEW,
+    presets={
+        "quick": {"lengths": (1024, 4096, 16384), "head_dims": (64,), "dtypes": ("bfloat16",), "repeats": 5,
+                  "variants": ("naive", "sdpa-flash", "sdpa-cudnn", "flex", "ours")},
+        "quick-cpu": SMOKE, "smoke": SMOKE,
+    },
+    gpus=1,
+    parts=(COMPARISON,),
+)  # fmt: skip

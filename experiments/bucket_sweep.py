@@ -237,21 +237,6 @@ def measure(config: BucketSweepConfig, context: RankContext, run: Run) -> None:
     run.add(OPTIMUM, optimum(run.records), **shared)
 
 
-COLUMNS = [
-    Column("variant", "strategy"),
-    Column("metrics.buckets", "buckets", "d", missing=""),
-    Column("metrics.step_p20_ms", "step p20 ms", ".1f", missing=""),
-    Column("metrics.step_p50_ms", "p50", ".1f", missing=""),
-    Column("metrics.step_p80_ms", "p80", ".1f", missing=""),
-    NOISE,
-    Column("metrics.predicted_step_ms", "predicted ms", ".1f", missing=""),
-    Column("metrics.error_pct", "error %", "+.1f", missing=""),
-    Column("metrics.predicted_comm_ms", "predicted comm ms", ".1f", missing=""),
-    Column("metrics.predicted_exposed_comm_ms", "exposed", ".1f", missing=""),
-    Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, missing=""),
-]
-
-
 headline = headline_from(
     "Bucket sizes: {size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, {dtype}, "
     "{world_size} × {device_name} ({backend}), torch {torch}"
@@ -337,7 +322,19 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "strategy"),
+        Column("metrics.buckets", "buckets", "d", missing=""),
+        Column("metrics.step_p20_ms", "step p20 ms", ".1f", missing=""),
+        Column("metrics.step_p50_ms", "p50", ".1f", missing=""),
+        Column("metrics.step_p80_ms", "p80", ".1f", missing=""),
+        NOISE,
+        Column("metrics.predicted_step_ms", "predicted ms", ".1f", missing=""),
+        Column("metrics.error_pct", "error %", "+.1f", missing=""),
+        Column("metrics.predicted_comm_ms", "predicted comm ms", ".1f", missing=""),
+        Column("metrics.predicted_exposed_comm_ms", "exposed", ".1f", missing=""),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, missing=""),
+    ],
     headline=headline,
     terminal=(
         *("variant", "buckets", "step_p50_ms", "noise_pct", "predicted_step_ms", "error_pct"),
@@ -360,10 +357,13 @@ QUICK = {
     "size": "tiny", "dtype": "fp32", "batch": 2, "context": 32, "bucket_sizes_mb": (1.0, 4.0, None), "warmup": 1,
     "steps": 4, "rounds": 1,
 }  # fmt: skip
-PRESETS = {
-    "gpu": {"size": "medium", "batch": 8, "dtype": "bf16", "warmup": 3, "steps": 8},
-    "cpu": {"steps": 5, "bucket_sizes_mb": (0.25, 1.0, 2.0, 4.0, 10.0, None)},
-    "quick": QUICK,
-    "smoke": QUICK | {"batch": 1, "context": 16, "bucket_sizes_mb": (1.0, None), "steps": 3},
-}
-EXPERIMENT = Experiment(BucketSweepConfig, measure, VIEW, presets=PRESETS, ranks="many")
+EXPERIMENT = Experiment(
+    BucketSweepConfig, measure, VIEW,
+    presets={
+        "gpu": {"size": "medium", "batch": 8, "dtype": "bf16", "warmup": 3, "steps": 8},
+        "cpu": {"steps": 5, "bucket_sizes_mb": (0.25, 1.0, 2.0, 4.0, 10.0, None)},
+        "quick": QUICK,
+        "smoke": QUICK | {"batch": 1, "context": 16, "bucket_sizes_mb": (1.0, None), "steps": 3},
+    },
+    ranks="many",
+)

@@ -289,42 +289,6 @@ def _tie(ratio: str, record: Record) -> str:
     return TIE if interval_ties(low, high) else ""
 
 
-COLUMNS = [
-    Column("variant", "strategy"),
-    Column("metrics.step_p20_ms", "step p20 ms", ".1f"),
-    Column("metrics.step_p50_ms", "p50", ".1f"),
-    Column("metrics.step_p80_ms", "p80", ".1f"),
-    NOISE,
-    Column("metrics.forward_backward_p50_ms", "fwd+bwd+sync ms", ".1f"),
-    Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f"),
-    Column("metrics.exposed_comm_ms", "exposed ms", ".1f", note=partial(_tie, "vs_local")),
-    Column("metrics.comm_ms", "comm ms", ".1f"),
-    Column("metrics.comm_share_pct", "of step %", ".0f"),
-    Column("metrics.overlap_pct", "overlap %", ".0f"),
-    Column("metrics.collectives_per_step", "calls", "d"),
-    Column("metrics.comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
-    Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
-    Column("metrics.mfu_pct", "MFU %", ".1f"),
-    Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
-    Column("metrics.vs_torch_ddp", "÷ torch", ".3f", note=partial(_tie, "vs_torch_ddp")),
-    Column("metrics.vs_torch_ddp_high", "≤ (95 %)", ".3f"),
-    Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
-    Column(
-        "metrics.exposed_vs_torch_ddp", "exposed ÷ torch's", ".2f", optional=True,
-        note=partial(_tie, "exposed_vs_torch_ddp"),
-    ),
-    Column("metrics.exposed_vs_torch_ddp_high", "≤ (95 %)", ".2f", optional=True),
-    Column("metrics.exposed_all_gather_forward_ms", "all-gather alone fwd ms", ".1f", optional=True),
-    Column("metrics.exposed_all_gather_backward_ms", "bwd ms", ".1f", optional=True),
-    Column("metrics.exposed_uncovered_ms", "exposed: alone ms", ".1f", optional=True),
-    Column("metrics.exposed_slowdown_ms", "slower compute", ".1f", optional=True),
-    Column("metrics.exposed_copies_ms", "copies", ".1f", optional=True),
-    Column("metrics.exposed_optimizer_ms", "optimizer", "+.1f", optional=True),
-    Column("metrics.exposed_idle_ms", "idle", "+.1f", optional=True),
-    Column("metrics.exposed_unexplained_ms", "unexplained", "+.1f", optional=True),
-]
-
-
 headline = headline_from(
     "{size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, {dtype}, "
     "{world_size} × {device_name} ({backend}), torch {torch}{noise}",
@@ -394,7 +358,40 @@ def draw_step_times(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "strategy"),
+        Column("metrics.step_p20_ms", "step p20 ms", ".1f"),
+        Column("metrics.step_p50_ms", "p50", ".1f"),
+        Column("metrics.step_p80_ms", "p80", ".1f"),
+        NOISE,
+        Column("metrics.forward_backward_p50_ms", "fwd+bwd+sync ms", ".1f"),
+        Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f"),
+        Column("metrics.exposed_comm_ms", "exposed ms", ".1f", note=partial(_tie, "vs_local")),
+        Column("metrics.comm_ms", "comm ms", ".1f"),
+        Column("metrics.comm_share_pct", "of step %", ".0f"),
+        Column("metrics.overlap_pct", "overlap %", ".0f"),
+        Column("metrics.collectives_per_step", "calls", "d"),
+        Column("metrics.comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
+        Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
+        Column("metrics.mfu_pct", "MFU %", ".1f"),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+        Column("metrics.vs_torch_ddp", "÷ torch", ".3f", note=partial(_tie, "vs_torch_ddp")),
+        Column("metrics.vs_torch_ddp_high", "≤ (95 %)", ".3f"),
+        Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
+        Column(
+            "metrics.exposed_vs_torch_ddp", "exposed ÷ torch's", ".2f", optional=True,
+            note=partial(_tie, "exposed_vs_torch_ddp"),
+        ),
+        Column("metrics.exposed_vs_torch_ddp_high", "≤ (95 %)", ".2f", optional=True),
+        Column("metrics.exposed_all_gather_forward_ms", "all-gather alone fwd ms", ".1f", optional=True),
+        Column("metrics.exposed_all_gather_backward_ms", "bwd ms", ".1f", optional=True),
+        Column("metrics.exposed_uncovered_ms", "exposed: alone ms", ".1f", optional=True),
+        Column("metrics.exposed_slowdown_ms", "slower compute", ".1f", optional=True),
+        Column("metrics.exposed_copies_ms", "copies", ".1f", optional=True),
+        Column("metrics.exposed_optimizer_ms", "optimizer", "+.1f", optional=True),
+        Column("metrics.exposed_idle_ms", "idle", "+.1f", optional=True),
+        Column("metrics.exposed_unexplained_ms", "unexplained", "+.1f", optional=True),
+    ],
     headline=headline,
     terminal=(
         *("variant", "step_p50_ms", "noise_pct", "exposed_comm_ms", "overlap_pct", "vs_torch_ddp", "peak_alloc_bytes"),
@@ -421,17 +418,19 @@ QUICK = {
     "strategies": ("local", "naive", "bucketed", "torch-ddp"),
     "rounds": 2, "steps": 4, "check_steps": 2, "profile_steps": 1,
 }  # fmt: skip
-PRESETS = {
-    "gpu": {
-        "size": "medium", "dtype": "bf16", "bucket_sizes_mb": (100.0,), "warmup": 3, "steps": 8, "rounds": 3,
-        "strategies": strategies_on("cuda"),
-    },
-    "quick": QUICK,
-    "smoke": QUICK | {
-        "size": "tiny", "batch": 1, "context": 16, "bucket_sizes_mb": (1.0,), "warmup": 1, "steps": 5, "rounds": 1,
-        "check_steps": 1,
-    },
-}  # fmt: skip
 EXPERIMENT = Experiment(
-    DDPBenchConfig, measure, VIEW, presets=PRESETS, ranks="many", wrong=wrong_rows
-)
+    DDPBenchConfig, measure, VIEW,
+    presets={
+        "gpu": {
+            "size": "medium", "dtype": "bf16", "bucket_sizes_mb": (100.0,), "warmup": 3, "steps": 8, "rounds": 3,
+            "strategies": strategies_on("cuda"),
+        },
+        "quick": QUICK,
+        "smoke": QUICK | {
+            "size": "tiny", "d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "batch": 1, "context": 16,
+            "bucket_sizes_mb": (0.05,), "warmup": 1, "steps": 5, "rounds": 1, "check_steps": 1,
+        },
+    },
+    ranks="many",
+    wrong=wrong_rows,
+)  # fmt: skip

@@ -166,19 +166,6 @@ def _tie(record: Record) -> str:
     return TIE if cost is not None and abs(cost) <= record.metrics["noise_floor_pct"] else ""
 
 
-COLUMNS = [
-    Column("variant", "instrument"),
-    Column("metrics.step_p20_ms", "step p20 ms", ".3f"),
-    Column("metrics.step_p50_ms", "p50", ".3f"),
-    Column("metrics.step_p80_ms", "p80", ".3f"),
-    Column("metrics.cost_pct", "cost %", "+.2f", note=_tie),
-    Column("metrics.cost_low_pct", "from (95 %)", "+.2f"),
-    Column("metrics.cost_high_pct", "to", "+.2f"),
-    Column("metrics.noise_floor_pct", "noise %", ".2f"),
-    Column("metrics.max_abs_grad_diff", "max |Δgrad|", ".0e"),
-]
-
-
 headline = headline_from(
     "Cost of instruments: one layer of tiny, {vocab} words, batch {batch} × context {context}, forward and backward, "
     "{timed:,} steps of each, {device_name}, torch {torch}",
@@ -213,7 +200,17 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "instrument"),
+        Column("metrics.step_p20_ms", "step p20 ms", ".3f"),
+        Column("metrics.step_p50_ms", "p50", ".3f"),
+        Column("metrics.step_p80_ms", "p80", ".3f"),
+        Column("metrics.cost_pct", "cost %", "+.2f", note=_tie),
+        Column("metrics.cost_low_pct", "from (95 %)", "+.2f"),
+        Column("metrics.cost_high_pct", "to", "+.2f"),
+        Column("metrics.noise_floor_pct", "noise %", ".2f"),
+        Column("metrics.max_abs_grad_diff", "max |Δgrad|", ".0e"),
+    ],
     headline=headline,
     terminal=(
         *("variant", "step_p50_ms", "cost_pct", "cost_low_pct", "cost_high_pct", "noise_floor_pct"),
@@ -229,5 +226,7 @@ VIEW = View(
     prediction="None is needed when off: the same functions run, which a test compares one by one.",
 )
 
-PRESETS = {"quick": {"rounds": 40, "steps": 10}, "smoke": {"rounds": 5, "steps": 1, "warmup": 0}}
-EXPERIMENT = Experiment(CostConfig, measure, VIEW, presets=PRESETS)
+EXPERIMENT = Experiment(
+    CostConfig, measure, VIEW,
+    presets={"quick": {"rounds": 40, "steps": 10}, "smoke": {"rounds": 5, "steps": 1, "warmup": 0}},
+)

@@ -134,24 +134,6 @@ def _gib(metric: str, title: str) -> Column:
     return Column(f"metrics.{metric}", title, ".2f", scale=2**-30)
 
 
-COLUMNS = [
-    Column("variant", "strategy"),
-    *(
-        column
-        for name, title in zip(STATES, ("parameters GiB", "gradients", "optimizer state"), strict=True)
-        for column in (_gib(f"{name}_bytes", title), Column(f"metrics.{name}_error_pct", "err %", "+.1f"))
-    ),
-    _gib("after_init_bytes", "after init GiB"),
-    _gib("before_step_bytes", "before step"),
-    _gib("after_step_bytes", "after step"),
-    _gib("peak_alloc_bytes", "peak GiB"),
-    _gib("predicted_peak_alloc_bytes", "predicted"),
-    Column("metrics.peak_alloc_error_pct", "err %", "+.1f"),
-    Column("metrics.predicted_peak_phase", "peak in"),
-    Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
-]
-
-
 headline = headline_from(
     "{size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, {dtype}, buckets of "
     "{bucket_size_mb:g} MiB, {world_size} × {device_name} ({backend}), torch {torch}; err: predicted over measured"
@@ -182,7 +164,22 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "strategy"),
+        *(
+            column
+            for name, title in zip(STATES, ("parameters GiB", "gradients", "optimizer state"), strict=True)
+            for column in (_gib(f"{name}_bytes", title), Column(f"metrics.{name}_error_pct", "err %", "+.1f"))
+        ),
+        _gib("after_init_bytes", "after init GiB"),
+        _gib("before_step_bytes", "before step"),
+        _gib("after_step_bytes", "after step"),
+        _gib("peak_alloc_bytes", "peak GiB"),
+        _gib("predicted_peak_alloc_bytes", "predicted"),
+        Column("metrics.peak_alloc_error_pct", "err %", "+.1f"),
+        Column("metrics.predicted_peak_phase", "peak in"),
+        Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
+    ],
     headline=headline,
     terminal=(
         *("variant", "parameters_bytes", "gradients_bytes", "optimizer_state_bytes", "peak_alloc_bytes"),
@@ -198,10 +195,14 @@ VIEW = View(
     prediction="The closed form of distlab.theory.memory, from the widths of the model alone.",
     noise="Bytes do not vary from run to run by more than the order in which blocks of the allocator are reused.",
 )
-PRESETS = {
-    "quick": {"strategies": ("local", "bucketed", "zero1", "fsdp"), "steps": 3},
-    "smoke": {
-        "size": "tiny", "batch": 1, "context": 16, "steps": 3, "bucket_size_mb": 1.0, "strategies": ("local", "zero1"),
+EXPERIMENT = Experiment(
+    MemoryConfig, measure, VIEW,
+    presets={
+        "quick": {"strategies": ("local", "bucketed", "zero1", "fsdp"), "steps": 3},
+        "smoke": {
+            "size": "tiny", "batch": 1, "context": 16, "steps": 3, "bucket_size_mb": 1.0,
+            "strategies": ("local", "zero1"),
+        },
     },
-}  # fmt: skip
-EXPERIMENT = Experiment(MemoryConfig, measure, VIEW, presets=PRESETS, ranks="many")
+    ranks="many",
+)  # fmt: skip

@@ -214,22 +214,6 @@ def gradients(
     return logits.grad.float().flatten(), torch.cat(flat).float() / scale
 
 
-COLUMNS = [
-    Column("variant", "variant"),
-    Column("config.on", "on", align="left"),
-    Column("metrics.type_under_fp16", "under fp16", missing="", align="left"),
-    Column("metrics.type_under_bf16", "under bf16", missing="", align="left"),
-    Column("metrics.sum", "sum", ".4f", missing=""),
-    Column("metrics.predicted_sum", "predicted", ".4f", missing=""),
-    Column("metrics.relative_error", "relative error", ".1e", missing=""),
-    Column("metrics.lost_rows_pct", "rows lost %", ".2f", missing=""),
-    Column("metrics.predicted_lost_rows_pct", "predicted", ".2f", missing=""),
-    Column("metrics.underflow_pct", "logits' gradients zero %", ".2f", missing=""),
-    Column("metrics.predicted_underflow_pct", "predicted", ".2f", missing=""),
-    Column("metrics.nonfinite_pct", "weights' not finite %", ".2f", missing=""),
-]
-
-
 headline = headline_from(
     "{size} with {blocks} blocks, {batch} × {context} tokens in each of {micro_batches} micro-batches, {device_name}, "
     "torch {torch}",
@@ -286,7 +270,20 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "variant"),
+        Column("config.on", "on", align="left"),
+        Column("metrics.type_under_fp16", "under fp16", missing="", align="left"),
+        Column("metrics.type_under_bf16", "under bf16", missing="", align="left"),
+        Column("metrics.sum", "sum", ".4f", missing=""),
+        Column("metrics.predicted_sum", "predicted", ".4f", missing=""),
+        Column("metrics.relative_error", "relative error", ".1e", missing=""),
+        Column("metrics.lost_rows_pct", "rows lost %", ".2f", missing=""),
+        Column("metrics.predicted_lost_rows_pct", "predicted", ".2f", missing=""),
+        Column("metrics.underflow_pct", "logits' gradients zero %", ".2f", missing=""),
+        Column("metrics.predicted_underflow_pct", "predicted", ".2f", missing=""),
+        Column("metrics.nonfinite_pct", "weights' not finite %", ".2f", missing=""),
+    ],
     headline=headline,
     pictures={"gradients.png": draw},
     findings=findings,
@@ -307,9 +304,11 @@ VIEW = View(
 )
 
 SMALL = {"size": "tiny", "layers": None, "context": 64, "batch": 2, "micro_batches": 32, "rows": 2048}
-PRESETS = {
-    "cpu": SMALL,
-    "quick": SMALL | {"layers": 2, "log2_scales": (0, 8, 16, 24, 32), "rows": 1024},
-    "smoke": SMALL | {"layers": 1, "context": 16, "micro_batches": 256, "rows": 256, "log2_scales": (0, 12, 40)},
-}
-EXPERIMENT = Experiment(PrecisionConfig, measure, VIEW, presets=PRESETS)
+EXPERIMENT = Experiment(
+    PrecisionConfig, measure, VIEW,
+    presets={
+        "cpu": SMALL,
+        "quick": SMALL | {"layers": 2, "log2_scales": (0, 8, 16, 24, 32), "rows": 1024},
+        "smoke": SMALL | {"layers": 1, "context": 16, "micro_batches": 256, "rows": 256, "log2_scales": (0, 12, 40)},
+    },
+)

@@ -157,20 +157,6 @@ def _time(
     }
 
 
-COLUMNS = [
-    Column("variant", "strategy × micro-batch"),
-    Column("metrics.fits", "fits", align="left"),
-    Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
-    Column("metrics.predicted_peak_phase", "at", align="left"),
-    Column("metrics.predicted_step_ms", "step ms", ",.0f"),
-    Column("metrics.predicted_exposed_comm_ms", "exposed ms", ",.0f"),
-    Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f"),
-    Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),
-    Column("metrics.predicted_days", "days", ",.1f"),
-    Column("metrics.limited_by", "largest part", align="left"),
-]
-
-
 headline = headline_from(
     "{model} ({num_parameters:B} parameters), {batch} sequences × {tokens_each} tokens per step on {world_size} × "
     "{gpu} ({link}, {between} between nodes of {devices_per_node}), {dtype}; predicted",
@@ -218,7 +204,18 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "strategy × micro-batch"),
+        Column("metrics.fits", "fits", align="left"),
+        Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
+        Column("metrics.predicted_peak_phase", "at", align="left"),
+        Column("metrics.predicted_step_ms", "step ms", ",.0f"),
+        Column("metrics.predicted_exposed_comm_ms", "exposed ms", ",.0f"),
+        Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f"),
+        Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),
+        Column("metrics.predicted_days", "days", ",.1f"),
+        Column("metrics.limited_by", "largest part", align="left"),
+    ],
     headline=headline,
     terminal=(
         *(
@@ -241,8 +238,11 @@ VIEW = View(
 )
 
 
-PRESETS = {
-    "quick": {"strategies": ("bucketed", "fsdp")},
-    "smoke": {"strategies": ("fsdp",), "model": "small"},
-}
-EXPERIMENT = Experiment(PlanConfig, measure, VIEW, presets=PRESETS, ranks="none")
+EXPERIMENT = Experiment(
+    PlanConfig, measure, VIEW,
+    presets={
+        "quick": {"strategies": ("bucketed", "fsdp")},
+        "smoke": {"strategies": ("fsdp",), "model": "small"},
+    },
+    ranks="none",
+)

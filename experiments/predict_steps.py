@@ -160,27 +160,6 @@ def predict(
     }
 
 
-COLUMNS = [
-    Column("config.size", "model", align="left"),
-    Column("config.batch", "batch"),
-    Column("config.world_size", "ranks"),
-    Column("variant", "strategy"),
-    Column("metrics.predicted_step_ms", "step ms", ".1f"),
-    Column("metrics.predicted_exposed_comm_ms", "exposed ms", ".1f"),
-    Column("metrics.predicted_comm_ms", "comm ms", ".1f"),
-    Column("metrics.predicted_overlap_pct", "overlap %", ".0f"),
-    Column("metrics.predicted_collectives_per_step", "calls", "d"),
-    Column("metrics.predicted_comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
-    Column("metrics.predicted_peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
-]
-
-
-headline = headline_from(
-    "Predicted: {sizes}, context {context}, {dtype}; constants from {calibrated_on}",
-    sizes=lambda records: ", ".join(dict.fromkeys(record.config["size"] for record in records)),
-)
-
-
 COMPARISON = "prediction"
 CASE = ("size", "batch", "context", "world_size", "dtype")
 COMPARED = (
@@ -242,8 +221,23 @@ HOW = (
     "put times to what it did. Peaks are the closed form of distlab.theory.memory."
 )
 VIEW = View(
-    columns=COLUMNS,
-    headline=headline,
+    columns=[
+        Column("config.size", "model", align="left"),
+        Column("config.batch", "batch"),
+        Column("config.world_size", "ranks"),
+        Column("variant", "strategy"),
+        Column("metrics.predicted_step_ms", "step ms", ".1f"),
+        Column("metrics.predicted_exposed_comm_ms", "exposed ms", ".1f"),
+        Column("metrics.predicted_comm_ms", "comm ms", ".1f"),
+        Column("metrics.predicted_overlap_pct", "overlap %", ".0f"),
+        Column("metrics.predicted_collectives_per_step", "calls", "d"),
+        Column("metrics.predicted_comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
+        Column("metrics.predicted_peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+    ],
+    headline=headline_from(
+        "Predicted: {sizes}, context {context}, {dtype}; constants from {calibrated_on}",
+        sizes=lambda records: ", ".join(dict.fromkeys(record.config["size"] for record in records)),
+    ),
     terminal=(
         *("size", "batch", "world_size", "variant", "predicted_step_ms", "predicted_exposed_comm_ms"),
         *("predicted_collectives_per_step", "predicted_comm_bytes_per_step", "predicted_peak_alloc_bytes"),
@@ -281,16 +275,20 @@ COMPARISON_VIEW = View(
 )
 
 RECORDS = ROOT / "records"
-PRESETS = {
-    "quick": {
-        "calibrate": str(RECORDS / "ddp_bench" / "h200x2_xl_batch8.json"),
-        "cases": (("medium", 8),),
-        "ranks": (2,),
-        "rows": ("local", "flat", "bucketed-100", "fsdp"),
+EXPERIMENT = Experiment(
+    PredictConfig, measure, VIEW,
+    presets={
+        "quick": {
+            "calibrate": str(RECORDS / "ddp_bench" / "h200x2_xl_batch8.json"),
+            "cases": (("medium", 8),),
+            "ranks": (2,),
+            "rows": ("local", "flat", "bucketed-100", "fsdp"),
+        },
+        "smoke": {
+            "predictions": str(RECORDS / "predictions" / "h200.json"),
+            "compare": (str(RECORDS / "ddp_bench" / "h200x2_xl_batch2.json"),),
+        },
     },
-    "smoke": {
-        "predictions": str(RECORDS / "predictions" / "h200.json"),
-        "compare": (str(RECORDS / "ddp_bench" / "h200x2_xl_batch2.json"),),
-    },
-}
-EXPERIMENT = Experiment(PredictConfig, measure, VIEW, presets=PRESETS, ranks="none", parts=(COMPARISON_VIEW,))
+    ranks="none",
+    parts=(COMPARISON_VIEW,),
+)

@@ -385,24 +385,6 @@ def findings(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-COLUMNS = [
-    Column("config.regime", "regime", align="left"),
-    Column("config.world_size", "ranks"),
-    Column("variant", "strategy"),
-    Column("metrics.step_p20_ms", "step p20 ms", ".1f", missing=""),
-    Column("metrics.step_p50_ms", "p50", ".1f", missing=""),
-    Column("metrics.step_p80_ms", "p80", ".1f", missing=""),
-    Column("metrics.predicted_step_ms", "predicted ms", ".1f", missing=""),
-    Column("metrics.error_pct", "error %", "+.1f", missing=""),
-    Column("metrics.efficiency_pct", "efficiency %", ".1f", missing=""),
-    Column("metrics.predicted_efficiency_pct", "predicted %", ".1f", missing=""),
-    Column("metrics.tokens_per_s", "tokens/s", ",.0f", missing=""),
-    Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, missing=""),
-    Column("metrics.parameters_identical", "same parameters", align="left", missing=""),
-    Column("metrics.gradients_identical", "same gradients", align="left", missing=""),
-]
-
-
 headline = headline_from(
     "Scaling on up to {most} × {device_name}, {dtype}, torch {torch}",
     most=lambda records: max(record.config["world_size"] for record in records),
@@ -456,7 +438,22 @@ def _series(strategy: str, rows: Sequence[Record], metric: str) -> list[Series]:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("config.regime", "regime", align="left"),
+        Column("config.world_size", "ranks"),
+        Column("variant", "strategy"),
+        Column("metrics.step_p20_ms", "step p20 ms", ".1f", missing=""),
+        Column("metrics.step_p50_ms", "p50", ".1f", missing=""),
+        Column("metrics.step_p80_ms", "p80", ".1f", missing=""),
+        Column("metrics.predicted_step_ms", "predicted ms", ".1f", missing=""),
+        Column("metrics.error_pct", "error %", "+.1f", missing=""),
+        Column("metrics.efficiency_pct", "efficiency %", ".1f", missing=""),
+        Column("metrics.predicted_efficiency_pct", "predicted %", ".1f", missing=""),
+        Column("metrics.tokens_per_s", "tokens/s", ",.0f", missing=""),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, missing=""),
+        Column("metrics.parameters_identical", "same parameters", align="left", missing=""),
+        Column("metrics.gradients_identical", "same gradients", align="left", missing=""),
+    ],
     headline=headline,
     terminal=(
         *("regime", "world_size", "variant", "step_p50_ms", "error_pct", "efficiency_pct", "peak_alloc_bytes"),
@@ -480,8 +477,10 @@ ON_CPU = {
 }  # fmt: skip
 QUICK = ON_CPU | {"strategies": ("bucketed", "torch-ddp"), "warmup": 1, "steps": 3}
 SMOKE = {"regimes": ("weak:tiny:1",), "strategies": ("bucketed",), "context": 16, "sweep_bytes": (4096, 16384)}
-PRESETS = {"cpu": ON_CPU, "quick": QUICK, "smoke": QUICK | SMOKE}
 EXPERIMENT = Experiment(
-    MeasureConfig, measure, VIEW, presets=PRESETS, ranks="many", wrong=wrong_rows,
+    MeasureConfig, measure, VIEW,
+    presets={"cpu": ON_CPU, "quick": QUICK, "smoke": QUICK | SMOKE},
+    ranks="many",
+    wrong=wrong_rows,
     same_run=lambda before, now: [line for line in same_run(before, now) if not line.startswith("option minutes ")],
 )  # fmt: skip

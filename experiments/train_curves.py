@@ -358,24 +358,6 @@ def tolerance(records: Sequence[Record]) -> float | None:
         return None
     return max(0.01, 2 * distance(by_name[ROUNDING], by_name[REFERENCE]))
 
-COLUMNS = [
-    Column("variant", "run"),
-    Column("metrics.first_step", "from step", "d"),
-    Column("metrics.final_loss", f"loss, last {LAST}", ".4f"),
-    Column("metrics.mean_abs_loss_diff", "mean |Δloss|", ".4f"),
-    Column("metrics.max_abs_loss_diff", "max |Δloss|", ".1e"),
-    Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
-    Column("metrics.step_with_checkpoints_ms", "with checkpoints", ".1f"),
-    Column("metrics.checkpoint_cost_pct", "cost %", ".2f", note=lambda r: TIE if cost_is_noise(r) else ""),
-    Column("metrics.save_p50_ms", "save() ms", ".1f"),
-    Column("metrics.wait_p50_ms", "wait ms", ".0f"),
-    Column("metrics.checkpoint_bytes", "GB", ".2f", scale=1e-9),
-    Column("metrics.host_bytes_per_rank", "host GiB/rank", ".2f", scale=2**-30),
-    Column("metrics.added_device_bytes", "+ device MiB", ".1f", scale=2**-20),
-    Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
-]
-
-
 headline = headline_from(
     "{size} ({num_parameters:M} parameters), bytes, batch {batch} (checkpoints: {cost_batch}), {steps} steps, {dtype}, "
     "{world_size} × {device_name} ({backend}), torch {torch}{noise}",
@@ -400,7 +382,22 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "run"),
+        Column("metrics.first_step", "from step", "d"),
+        Column("metrics.final_loss", f"loss, last {LAST}", ".4f"),
+        Column("metrics.mean_abs_loss_diff", "mean |Δloss|", ".4f"),
+        Column("metrics.max_abs_loss_diff", "max |Δloss|", ".1e"),
+        Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
+        Column("metrics.step_with_checkpoints_ms", "with checkpoints", ".1f"),
+        Column("metrics.checkpoint_cost_pct", "cost %", ".2f", note=lambda r: TIE if cost_is_noise(r) else ""),
+        Column("metrics.save_p50_ms", "save() ms", ".1f"),
+        Column("metrics.wait_p50_ms", "wait ms", ".0f"),
+        Column("metrics.checkpoint_bytes", "GB", ".2f", scale=1e-9),
+        Column("metrics.host_bytes_per_rank", "host GiB/rank", ".2f", scale=2**-30),
+        Column("metrics.added_device_bytes", "+ device MiB", ".1f", scale=2**-20),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+    ],
     headline=headline,
     terminal=("variant", "final_loss", "mean_abs_loss_diff", "step_p50_ms", "checkpoint_cost_pct"),
     pictures={"loss.png": draw},
@@ -412,16 +409,19 @@ VIEW = View(
     noise="The headline has the noise of the curves: the difference that two micro-batches make to the same "
     "mathematics.",
 )
-PRESETS = {
-    "gpu": {"size": "medium", "context": 512, "dtype": "bf16", "strategies": compared_on("cuda")},
-    "cpu": {"steps": 60, "kill_at": 35, "checkpoint_every": 15},
-    "quick": {
-        "size": "tiny", "context": None, "dtype": "fp32", "steps": 12, "kill_at": 6, "checkpoint_every": 3,
-        "rounds": 1, "block": 2, "strategies": ("naive", "flat"),
+EXPERIMENT = Experiment(
+    CurvesConfig, measure, VIEW,
+    presets={
+        "gpu": {"size": "medium", "context": 512, "dtype": "bf16", "strategies": compared_on("cuda")},
+        "cpu": {"steps": 60, "kill_at": 35, "checkpoint_every": 15},
+        "quick": {
+            "size": "tiny", "context": None, "dtype": "fp32", "steps": 12, "kill_at": 6, "checkpoint_every": 3,
+            "rounds": 1, "block": 2, "strategies": ("naive", "flat"),
+        },
+        "smoke": {
+            "size": "tiny", "context": 16, "dtype": "fp32", "steps": 4, "kill_at": 3, "checkpoint_every": 2, "batch": 4,
+            "cost_batch": 4, "rounds": 1, "block": 2, "strategies": ("flat",), "parts": ("curves", "cost"),
+        },
     },
-    "smoke": {
-        "size": "tiny", "context": 16, "dtype": "fp32", "steps": 4, "kill_at": 3, "checkpoint_every": 2, "batch": 4,
-        "cost_batch": 4, "rounds": 1, "block": 2, "strategies": ("flat",), "parts": ("curves", "cost"),
-    },
-}  # fmt: skip
-EXPERIMENT = Experiment(CurvesConfig, measure, VIEW, presets=PRESETS, ranks="many")
+    ranks="many",
+)  # fmt: skip

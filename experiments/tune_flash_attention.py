@@ -479,25 +479,19 @@ def measured_of(row: Row) -> dict[str, Any]:
     return {name: row[name] for name in row.keys() - {"kernel", "length", "how", "why"}}
 
 
-COLUMNS = [
-    Column("config.family", "family", align="left"), Column("config.length", "length"), Column("variant", "kernel"),
-    Column("config.tiles", "tiles", align="left"), Column("metrics.sustained_ms", "µs", ",.1f", scale=1000),
-    Column("metrics.registers", "registers"), Column("metrics.spilled_bytes", "spilled B"),
-    Column("metrics.shared_bytes", "shared B", ",d"), Column("metrics.status", "status"),
-    *(Column(f"metrics.{way.replace(' ', '_')}_ms", f"{way} µs", ",.1f", scale=1000) for way in configs.PASSES),
-]  # fmt: skip
-
-
-headline = headline_from(
-    "{where}; torch {torch}, triton {triton}",
-    where=lambda records: "Device time, " + records[0].environment["device_name"]
-    if any("sustained_ms" in r.metrics for r in records) else "Compiled for an H100 (sm_90), nothing ran",
-)
-
-
 VIEW = View(
-    columns=COLUMNS,
-    headline=headline,
+    columns=[
+        Column("config.family", "family", align="left"), Column("config.length", "length"), Column("variant", "kernel"),
+        Column("config.tiles", "tiles", align="left"), Column("metrics.sustained_ms", "µs", ",.1f", scale=1000),
+        Column("metrics.registers", "registers"), Column("metrics.spilled_bytes", "spilled B"),
+        Column("metrics.shared_bytes", "shared B", ",d"), Column("metrics.status", "status"),
+        *(Column(f"metrics.{way.replace(' ', '_')}_ms", f"{way} µs", ",.1f", scale=1000) for way in configs.PASSES),
+    ],
+    headline=headline_from(
+        "{where}; torch {torch}, triton {triton}",
+        where=lambda records: "Device time, " + records[0].environment["device_name"]
+        if any("sustained_ms" in r.metrics for r in records) else "Compiled for an H100 (sm_90), nothing ran",
+    ),
     terminal=("family", "length", "variant", "tiles", "sustained_ms", "registers", "spilled_bytes", "status"),
     reading="Tiles are queries × keys, warps (w), pipeline stages (s), rows of a chunk (c); times are those of the "
     "winner. "
@@ -506,5 +500,8 @@ VIEW = View(
     "and should be few. Shared memory and registers together decide how many blocks an SM holds.",
     noise="Times are medians of three interleaved rounds; the compiler's figures do not vary.",
 )
-PRESETS = {"quick": {"shipped": len(configs.TABLE)}, "smoke": {"shipped": 1}}
-EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1)
+EXPERIMENT = Experiment(
+    Config, measure, VIEW,
+    presets={"quick": {"shipped": len(configs.TABLE)}, "smoke": {"shipped": 1}},
+    gpus=1,
+)

@@ -103,20 +103,17 @@ def has_record(folder: Path, steps: int) -> bool:
         return False
 
 
-COLUMNS = [
-    Column("variant", "strategy"),
-    Column("metrics.steps", "steps", ",d"),
-    Column("metrics.final_loss", "loss", ".4f"),
-    Column("metrics.validation_loss", "validation loss", ".4f"),
-    Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
-    Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
-    Column("metrics.mfu_pct", "MFU %", ".1f"),
-    Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
-]
-
-
 VIEW = View(
-    COLUMNS,
+    [
+        Column("variant", "strategy"),
+        Column("metrics.steps", "steps", ",d"),
+        Column("metrics.final_loss", "loss", ".4f"),
+        Column("metrics.validation_loss", "validation loss", ".4f"),
+        Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
+        Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
+        Column("metrics.mfu_pct", "MFU %", ".1f"),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+    ],
     headline_from(
         "{size}, {steps} steps of {batch} sequences, {dtype}, {world_size} × {device_name} ({backend}), torch {torch}"
     ),

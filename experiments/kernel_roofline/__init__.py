@@ -304,21 +304,6 @@ def by_row(records: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]
     return {row: {r.variant: r for r in mine} for row, mine in groups.items()}
 
 
-COLUMNS = [
-    Column("config.label", "operation", align="left"), Column("config.direction", ""), Column("variant", "variant"),
-    Column("metrics.time_p50_ms", "p50 µs", ".1f", scale=1000),
-    Column("metrics.noise_pct", "noise %", ".1f", missing=""), Column("metrics.rounds", "rounds", missing=""),
-    Column("metrics.gb_per_s", "GB/s", ",.0f"),
-    Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
-    Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
-    Column("metrics.kernels", "kernels"), Column("metrics.registers", "registers", missing=""),
-    Column("metrics.spill_bytes", "spilled", missing=""),
-    Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30), Column("metrics.error", "error", ".1e"),
-    Column("metrics.speed_up", "× naive", ".2f", missing=""),
-    Column("metrics.predicted_speed_up", "predicted", ".2f", missing=""), Column("metrics.status", "status"),
-]
-
-
 def headline(records: Sequence[Record]) -> str:
     """What was measured on, and how, for the line above a table."""
     env = records[0].environment
@@ -488,7 +473,19 @@ def _bars(axes: "Axes", rows: list[tuple[str, dict[str, Record]]]) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("config.label", "operation", align="left"), Column("config.direction", ""), Column("variant", "variant"),
+        Column("metrics.time_p50_ms", "p50 µs", ".1f", scale=1000),
+        Column("metrics.noise_pct", "noise %", ".1f", missing=""), Column("metrics.rounds", "rounds", missing=""),
+        Column("metrics.gb_per_s", "GB/s", ",.0f"),
+        Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
+        Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
+        Column("metrics.kernels", "kernels"), Column("metrics.registers", "registers", missing=""),
+        Column("metrics.spill_bytes", "spilled", missing=""),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30), Column("metrics.error", "error", ".1e"),
+        Column("metrics.speed_up", "× naive", ".2f", missing=""),
+        Column("metrics.predicted_speed_up", "predicted", ".2f", missing=""), Column("metrics.status", "status"),
+    ],
     headline=headline,
     terminal=("label", "direction", "variant", "time_p50_ms", "of_copy_pct", "status"),
     pictures={"roofline.png": plot_roofline, "bars.png": plot_bars},

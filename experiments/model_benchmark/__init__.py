@@ -346,19 +346,6 @@ def step_flops(config: TrialConfig, mode: str, causal: bool = False) -> int:
     return forward_flops(**config.model().sizes(config.batch), causal=causal).total * PASSES[mode]
 
 
-COLUMNS = [
-    Column("variant", "what"),
-    ms_column("step_mean_ms", "mean ms"), ms_column("step_std_ms", "± std"), ms_column("step_p20_ms", "p20"),
-    ms_column("step_p50_ms", "p50"),
-    ms_column("step_p80_ms", "p80"), ms_column("first_ms", "first"), ms_column("forward_p50_ms", "forward"),
-    ms_column("backward_p50_ms", "backward"), ms_column("optimizer_p50_ms", "optimizer"),
-    Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30),
-    Column("metrics.tokens_per_s", "tokens/s", ",.0f"), Column("metrics.tflops_per_s", "TFLOP/s", ",.2f"),
-    Column("metrics.mfu_pct", "MFU %", ".1f"), Column("metrics.grad_rel_error", "gradient error", ".0e"),
-    NOISE, Column("metrics.status", "status", align="left"),
-]  # fmt: skip
-
-
 def draw_steps(records: Sequence[Record], path: Path) -> None:
     """A bar per row: forward, backward and optimizer, with p20 and p80 of the whole."""
     rows = [record.metrics for record in records]
@@ -388,7 +375,17 @@ def draw_warmup(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "what"),
+        ms_column("step_mean_ms", "mean ms"), ms_column("step_std_ms", "± std"), ms_column("step_p20_ms", "p20"),
+        ms_column("step_p50_ms", "p50"),
+        ms_column("step_p80_ms", "p80"), ms_column("first_ms", "first"), ms_column("forward_p50_ms", "forward"),
+        ms_column("backward_p50_ms", "backward"), ms_column("optimizer_p50_ms", "optimizer"),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30),
+        Column("metrics.tokens_per_s", "tokens/s", ",.0f"), Column("metrics.tflops_per_s", "TFLOP/s", ",.2f"),
+        Column("metrics.mfu_pct", "MFU %", ".1f"), Column("metrics.grad_rel_error", "gradient error", ".0e"),
+        NOISE, Column("metrics.status", "status", align="left"),
+    ],
     headline=headline,
     terminal=("variant", "step_p50_ms", "noise_pct", "peak_alloc_bytes", "tokens_per_s", "mfu_pct", "status"),
     pictures={"steps.png": draw_steps, "warmup.png": draw_warmup},
@@ -402,11 +399,13 @@ VIEW = View(
     "so in its status.",
     prediction="None: see ddp_bench, plan and the calculator for predicted steps.",
 )
-PRESETS = {
-    "quick": {"warmups": (1,)},
-    "smoke": {"batch": (1,), "context": (16,), "warmups": (1,), "repeats": 3, "modes": ("forward", "step")},
-}
 EXPERIMENT = Experiment(
-    BenchmarkConfig, measure, VIEW, presets=PRESETS, ranks="many", nproc=1,
+    BenchmarkConfig, measure, VIEW,
+    presets={
+        "quick": {"warmups": (1,)},
+        "smoke": {"batch": (1,), "context": (16,), "warmups": (1,), "repeats": 3, "modes": ("forward", "step")},
+    },
+    ranks="many",
+    nproc=1,
     parts=(KERNEL_VIEW, WORK_VIEW, MEMORY_VIEW, SAVED_VIEW),
 )  # fmt: skip

@@ -201,20 +201,6 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
     ]
 
 
-COLUMNS = [
-    Column("variant", "mistake"),
-    Column("config.strategy", "in", align="left"),
-    Column("metrics.caught_by", "caught by", align="left"),
-    Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
-    Column("metrics.collectives_beyond_prediction", "calls too many", "+d"),
-    Column("metrics.attention_error", "attention error", ".1e"),
-    Column("metrics.healthy_final_loss", "healthy loss", ".3f"),
-    Column("metrics.final_loss", "loss", ".3f"),
-    Column("metrics.ranks_apart", "ranks apart", ".1e"),
-    Column("config.symptom", "symptom", align="left"),
-]
-
-
 headline = headline_from(
     "{caught} of {mistakes} mistakes caught; {steps} steps on {world_size} gloo ranks of {device_name}, torch {torch}",
     caught=lambda records: sum(record.metrics["caught"] for record in records),
@@ -241,7 +227,18 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "mistake"),
+        Column("config.strategy", "in", align="left"),
+        Column("metrics.caught_by", "caught by", align="left"),
+        Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
+        Column("metrics.collectives_beyond_prediction", "calls too many", "+d"),
+        Column("metrics.attention_error", "attention error", ".1e"),
+        Column("metrics.healthy_final_loss", "healthy loss", ".3f"),
+        Column("metrics.final_loss", "loss", ".3f"),
+        Column("metrics.ranks_apart", "ranks apart", ".1e"),
+        Column("config.symptom", "symptom", align="left"),
+    ],
     headline=headline,
     terminal=("variant", "strategy", "caught_by", "max_abs_param_diff", "healthy_final_loss", "final_loss"),
     pictures={"loss.png": draw},
@@ -253,8 +250,12 @@ VIEW = View(
     noise="At two ranks the strategies equal one process bit for bit, so any difference of a parameter is a mistake; "
     f"attention may differ from float64 by {ATTENTION_TOLERANCE:g}.",
 )
-PRESETS = {
-    "quick": {"steps": 30},
-    "smoke": {"mistakes": ("no broadcast",), "steps": 2, "check_steps": 2},
-}
-EXPERIMENT = Experiment(SabotageConfig, measure, VIEW, presets=PRESETS, ranks="none", wrong=wrong_rows)
+EXPERIMENT = Experiment(
+    SabotageConfig, measure, VIEW,
+    presets={
+        "quick": {"steps": 30},
+        "smoke": {"mistakes": ("no broadcast",), "steps": 2, "check_steps": 2},
+    },
+    ranks="none",
+    wrong=wrong_rows,
+)
