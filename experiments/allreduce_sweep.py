@@ -97,18 +97,7 @@ def measure(config: SweepConfig, context: RankContext, run: Run) -> None:
         MemoryError: on a CPU, a payload that does not fit; on a GPU such a row says OOM.
     """
     groups = config.groups(context.world_size)
-    _require_memory(config, context)
-    for ranks in groups:
-        with first_ranks(context, ranks) as group:
-            if group is not None:
-                _measure_group(config, group, run)
-        rest(context, f"sweep-{ranks}", ranks)
-    run.records[:] = with_fits(run.records)  # rank 0 is in every group: its rows are all
-    run.save()
-
-
-def _require_memory(config: SweepConfig, context: RankContext) -> None:
-    """Refuse payloads whose tensors, a source and a result on every rank, a CPU does not have room for."""
+    # On a CPU a payload, of which every rank holds a source and a result, must fit.
     frees = collectives.gather_objects(free_bytes(context.device), context.group)
     needed = 2 * max(*config.sizes, config.contention_bytes)
     if context.device.type == "cpu" and None not in frees and needed > min(frees) // context.world_size:
@@ -117,6 +106,13 @@ def _require_memory(config: SweepConfig, context: RankContext) -> None:
             f"ranks, and {min(frees) // context.world_size / 2**30:,.1f} GiB are free for each: give smaller --sizes "
             "or --contention-mb"
         )
+    for ranks in groups:
+        with first_ranks(context, ranks) as group:
+            if group is not None:
+                _measure_group(config, group, run)
+        rest(context, f"sweep-{ranks}", ranks)
+    run.records[:] = with_fits(run.records)  # rank 0 is in every group: its rows are all
+    run.save()
 
 
 def _measure_group(config: SweepConfig, context: RankContext, run: Run) -> None:

@@ -90,14 +90,11 @@ def accumulation(config: PrecisionConfig, device: torch.device) -> Rows:
             addend = torch.tensor(ADDEND, dtype=DTYPES[held_in], device=device)
             for _ in range(TIMES):
                 total = (total + addend).to(DTYPES[accumulator])
-            value = total.item()
-            predicted = repeated_sum(ADDEND, TIMES, FORMATS[accumulator], FORMATS[held_in])
-            metrics = {
-                "sum": value,
-                "predicted_sum": predicted,
-                "relative_error": abs(value / (ADDEND * TIMES) - 1),
+            yield f"{accumulator} += {held_in}", f"{TIMES:,} × {ADDEND}", {
+                "sum": total.item(),
+                "predicted_sum": repeated_sum(ADDEND, TIMES, FORMATS[accumulator], FORMATS[held_in]),
+                "relative_error": abs(total.item() / (ADDEND * TIMES) - 1),
             }
-            yield f"{accumulator} += {held_in}", f"{TIMES:,} × {ADDEND}", metrics
 
 
 def toy(device: torch.device) -> nn.Module:
@@ -112,24 +109,24 @@ def types(config: PrecisionConfig, device: torch.device) -> Rows:
     language_model = replace(config.model(), num_layers=1, context_length=16)
     cases = {
         "toy": (partial(toy, device), torch.ones(2, 8, device=device)),
-        "Transformer": (lambda: TransformerLM(language_model, device=device), tokens),
+        "Transformer": (partial(TransformerLM, language_model, device=device), tokens),
     }
     for case, (build, inputs) in cases.items():
-        found = {low: types_of(build(), inputs, DTYPES[low], device) for low in ("fp16", "bf16")}
+        found = {low: types_of(build(), inputs, DTYPES[low]) for low in ("fp16", "bf16")}
         for part in found["fp16"]:
             yield part, case, {f"type_under_{low}": found[low][part] for low in found}
 
 
-def types_of(model: nn.Module, inputs: Tensor, low: torch.dtype, device: torch.device) -> dict[str, str]:
+def types_of(model: nn.Module, inputs: Tensor, low: torch.dtype) -> dict[str, str]:
     """Part → name of its dtype."""
     found = {"parameters": _name(next(model.parameters()))}
     for name, module in model.named_modules():
         if name and not isinstance(module, nn.ModuleList | nn.Dropout):
             label = name.removeprefix("blocks.0.") if name != "blocks.0" else "residual stream"
             module.register_forward_hook(lambda _, __, out, label=label: found.__setitem__(label, _name(out)))
-    with torch.autocast(device.type, dtype=low):
+    with autocast(inputs.device, low):
         logits = model(inputs)
-        loss = cross_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=device))
+        loss = cross_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=inputs.device))
     loss.backward()
     return found | {"loss": _name(loss), "gradients": _name(next(model.parameters()).grad)}
 
@@ -151,12 +148,11 @@ def norm(config: PrecisionConfig, device: torch.device) -> Rows:
                 y = layer_norm(x.to(DTYPES[statistics])).to(DTYPES[low]).double()
                 lost = (y == 0).all(-1) | ~y.isfinite().all(-1)  # an infinite variance makes the whole row zero
                 limit = FORMATS[statistics].largest ** 0.5  # a square beyond that is infinite
-                metrics = {
+                yield f"{low}, statistics {statistics}", where, {
                     "relative_error": ((y - exact).norm() / exact.norm()).item(),
                     "lost_rows_pct": 100 * lost.double().mean().item(),
                     "predicted_lost_rows_pct": 100 * overflow_share(deviation, config.width, limit),
                 }
-                yield f"{low}, statistics {statistics}", where, metrics
 
 
 def layer_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
@@ -178,17 +174,14 @@ def scaling(config: PrecisionConfig, device: torch.device) -> Rows:
         scale, held = 2.0**log2_scale, FORMATS[low]
         low_logits, found = gradients(config, device, DTYPES[low], scale)
         finite = found.isfinite()
-        metrics = {
+        lost = (logits * scale).abs() <= held.smallest / 2
+        yield low if log2_scale == 0 else f"{low} × 2^{log2_scale}", where, {
             "log2_scale": log2_scale,
             "underflow_pct": 100 * (low_logits == 0).double().mean().item(),
-            "predicted_underflow_pct": 100
-            * ((logits * scale).abs() <= held.smallest / 2).double().mean().item(),
+            "predicted_underflow_pct": 100 * lost.double().mean().item(),
             "nonfinite_pct": 100 * (~finite).double().mean().item(),
-            "relative_error": ((found - exact).norm() / exact.norm()).item()
-            if finite.all()
-            else float("inf"),
+            "relative_error": ((found - exact).norm() / exact.norm()).item() if finite.all() else math.inf,
         }
-        yield low if log2_scale == 0 else f"{low} × 2^{log2_scale}", where, metrics
 
 
 def gradients(

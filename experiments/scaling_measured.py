@@ -336,6 +336,7 @@ def _same_bits(context: RankContext, tensors: Any) -> bool:
     return collectives.all_ranks_agree(not differs.item(), context.device, context.group)
 
 
+PREDICTED = {"efficiency_pct": "predicted_efficiency_pct", "step_p50_ms": "predicted_step_ms"}
 # What each of torch's is shown beside.
 OURS = {"torch-ddp": "bucketed", "torch-zero": "zero1", "fsdp2": "fsdp"}
 
@@ -398,43 +399,37 @@ def draw_regime(number: int, records: Sequence[Record], path: Path) -> None:
         return
     rows = [r for r in records if r.config["regime"] == names[number - 1] and r.variant != "local"]
     rows = [r for r in rows if isinstance(r.metrics.get("step_p50_ms"), float)]
+    rows.sort(key=lambda r: r.config["world_size"])
     if not rows:
         return
     ticks = [(ranks, str(ranks)) for ranks in sorted({r.config["world_size"] for r in rows})]
-    panels = []
-    for title, unit, metric in (("efficiency", "%", "efficiency_pct"), ("step time", "ms", "step_p50_ms")):
-        series = []
-        for strategy in dict.fromkeys(r.variant for r in rows):
-            series += _series(strategy, sorted(
-                (r for r in rows if r.variant == strategy and metric in r.metrics),
-                key=lambda r: r.config["world_size"],
-            ), metric)  # fmt: skip
-        if series:
-            panels.append(Panel(title, "ranks", unit, series, x_ticks=ticks, from_zero=metric != "efficiency_pct"))
+    series: dict[str, list[Series]] = {"efficiency_pct": [], "step_p50_ms": []}
+    for strategy, mine in grouped(rows, lambda r: r.variant).items():
+        own, x = OURS.get(strategy), [r.config["world_size"] for r in mine]
+        places = [*STRATEGIES, strategy]  # side by side, not on top of each other
+        shift = 0.88 + 0.24 * places.index(strategy) / len(STRATEGIES)
+        for metric, predicted in PREDICTED.items():
+            if not all(metric in r.metrics for r in mine):
+                continue
+            spread = [[_at(r, metric, f"step_{p}_ms") for r in mine] for p in ("p20", "p50", "p80")]
+            low, middle, high = spread if metric == "step_p50_ms" else spread[::-1]  # the shorter the step, the higher
+            points = [shift * ranks for ranks in x]
+            series[metric].append(Series(strategy, points, middle, low, high, hollow=own is not None, like=own))
+            if own is None and all(predicted in r.metrics for r in mine):
+                line = [r.metrics[predicted] for r in mine]
+                series[metric].append(Series(f"{strategy}, predicted", x, line, line="-", like=strategy))
+    panels = [
+        Panel(title, "ranks", unit, series[metric], x_ticks=ticks, from_zero=metric != "efficiency_pct")
+        for title, unit, metric in (("efficiency", "%", "efficiency_pct"), ("step time", "ms", "step_p50_ms"))
+        if series[metric]
+    ]
     lines(path, panels, title=f"{names[number - 1]}: points measured, lines predicted. {headline(records)}")
 
 
-def _series(strategy: str, rows: Sequence[Record], metric: str) -> list[Series]:
-    if not rows:
-        return []
-    x = [r.config["world_size"] for r in rows]
-    y = [r.metrics[metric] for r in rows]
-    spread = [[r.metrics[f"step_{p}_ms"] for r in rows] for p in ("p20", "p80")]
-    if metric == "efficiency_pct":  # the shorter the step, the higher
-        steps = [r.metrics["step_p50_ms"] for r in rows]
-        spread = [
-            [value * step / end for value, step, end in zip(y, steps, ends, strict=True)]
-            for ends in spread[::-1]
-        ]
-    own = OURS.get(strategy)
-    places = [*STRATEGIES, strategy]  # side by side, not on top of each other
-    shift = 0.88 + 0.24 * places.index(strategy) / len(STRATEGIES)
-    series = [Series(strategy, [shift * n for n in x], y, *spread, hollow=own is not None, like=own)]
-    name = {"step_p50_ms": "predicted_step_ms", "efficiency_pct": "predicted_efficiency_pct"}[metric]
-    if own is None and all(name in r.metrics for r in rows):
-        predicted = [r.metrics[name] for r in rows]
-        series.append(Series(f"{strategy}, predicted", x, predicted, line="-", like=strategy))
-    return series
+def _at(record: Record, metric: str, end: str) -> float:
+    """A row's metric, had its step taken as long as that percentile of it."""
+    step, other = record.metrics["step_p50_ms"], record.metrics[end]
+    return other if metric == "step_p50_ms" else record.metrics[metric] * step / other
 
 
 VIEW = View(

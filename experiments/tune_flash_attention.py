@@ -234,13 +234,6 @@ def resources(compiled: triton.compiler.CompiledKernel) -> dict[str, int]:
     return {"registers": int(found[1]), "spilled_bytes": int(found[2]), "shared_bytes": compiled.metadata.shared}
 
 
-def _usable(use: dict[str, int] | str, case: Case) -> bool:
-    """Whether a compiled candidate fits an H100 and keeps its registers."""
-    return not isinstance(use, str) and (
-        use["shared_bytes"] <= LIMIT_SHARED_BYTES and use["spilled_bytes"] <= LIMIT_SPILLED_BYTES[case.dtype]
-    )
-
-
 def device_ms(run: Callable[[], None], repetitions: int) -> float:
     """Median device time in ms of one launch, from replays of a CUDA graph of several."""
     return median(replay_ms(run, repetitions, graph_ms=GRAPH_MS, calls=(5, 20), tidy=False))
@@ -254,7 +247,8 @@ def time_candidates(bench: Bench, case: Case, kernel: str, jobs: list, uses: dic
         use = uses[kernel, shape_of(how)]
         row: Row = {"kernel": kernel, "length": case.length, "how": how, "ms": float("inf")}
         rows.append(row)
-        if not _usable(use, case):
+        lacks = isinstance(use, str) or use["shared_bytes"] > LIMIT_SHARED_BYTES
+        if lacks or use["spilled_bytes"] > LIMIT_SPILLED_BYTES[case.dtype]:
             row["why"] = use if isinstance(use, str) else f"spills or does not fit: {use}"
             continue
         try:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -212,16 +213,10 @@ def healthy_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return FlashAttention2PyTorch.apply(q, k, v, True)
 
 
-class _TorchWithoutMaximum:
-    """torch, where a maximum is always 0: exp(score) is summed as it is."""
-
-    def __getattr__(self, name: str) -> Any:
-        return (lambda old, new: torch.zeros_like(new)) if name == "maximum" else getattr(torch, name)
-
-
 def without_maximum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax as the formula has it, without subtracting the running maximum."""
-    with patch.object(tiled, "torch", _TorchWithoutMaximum()):
+    wrong = vars(torch) | {"maximum": lambda old, new: torch.zeros_like(new)}  # exp(score) is summed as it is
+    with patch.object(tiled, "torch", SimpleNamespace(**wrong)):
         return healthy_attention(q, k, v)
 
 
@@ -354,10 +349,6 @@ class Mistake:
         return self.candidate if broken and self.candidate is not None else self.task
 
 
-def _keeps_its_shard(wrapper: nn.Module, cls: type[torch.optim.Optimizer], **options: Any) -> KeepsItsShard:
-    return KeepsItsShard(wrapper.parameters(), cls, wrapper.process_group, **options)
-
-
 _LM = language_model()
 _ADAMW = (torch.optim.AdamW, 3e-3)
 MISTAKES: dict[str, Mistake] = {
@@ -379,7 +370,7 @@ MISTAKES: dict[str, Mistake] = {
         Mistake("hook order", EQUALITY, "hardly any in the loss; layers get each other's gradients", "overlap",
                 HookOrder, task=Task(partial(_seeded, TwoExperts), tokens)),
         Mistake("shard not exchanged", VOLUME, "each rank trains half a model", "sharded-optimizer",
-                optimizer=_keeps_its_shard),
+                optimizer=lambda ddp, cls, **rest: KeepsItsShard(ddp.parameters(), cls, ddp.process_group, **rest)),
         Mistake("softmax without maximum", ATTENTION, "NaN, once scores pass 88", "flat",
                 task=language_model(attention=healthy_attention, logits=3e3),
                 candidate=language_model(attention=without_maximum, logits=3e3), attention=without_maximum,
