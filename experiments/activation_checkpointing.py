@@ -73,8 +73,6 @@ class CheckpointingConfig(BenchOptions, TimingOptions):
     groups: tuple[str, ...] = option(
         (*SINGLE, "every-32", "every-8-2", "every-8-1"), "none, block, every-K or every-K-J, several of them"
     )
-    warmup: int = option(1, "untimed steps per round", least=1)
-    steps: int = option(5, "timed steps per round", least=1)
     count: bool = option(False, "count peaks on fake tensors too, seconds to a quarter of a minute each")
     threads: int | None = option(None, "of a CPU [torch's]", least=1)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
 from distlab.measure import Pace, attempt, host_ms, percentiles, replay_ms
-from distlab.report import TIE, tied
+from distlab.report import TIE, grouped, tied
 from experiments._attention import (
     VARIANTS,
     Attention,
@@ -145,11 +145,10 @@ def beside_best_peer(records: list[Record]) -> list[Record]:
     `code` is the commit at which that shape was measured: a file may hold shapes of several runs.
     """
     found = []
-    shape_of = lambda r: (r.config["dtype"], r.config["head_dim"], r.config["length"])  # noqa: E731
-    for shape, group in itertools.groupby(sorted(records, key=shape_of), shape_of):
-        rows = {r.variant: r for r in group if r.metrics.get("fwd_bwd_device_p50_ms") is not None}
-        ours = rows.pop("ours", None)
-        peers = [r for r in rows.values() if not r.variant.startswith("ours")]
+    timed = [r for r in records if r.metrics.get("fwd_bwd_device_p50_ms") is not None]
+    for shape, rows in sorted(grouped(timed, shape_of).items()):
+        ours = next((r for r in rows if r.variant == "ours"), None)
+        peers = [r for r in rows if not r.variant.startswith("ours")]
         if ours is None or not peers:
             continue
         best = min(peers, key=lambda r: r.metrics["fwd_bwd_device_p50_ms"])
@@ -163,11 +162,17 @@ def beside_best_peer(records: list[Record]) -> list[Record]:
     return found
 
 
+def shape_of(record: Record) -> tuple[str, int, int]:
+    """(dtype, head dim, length)"""
+    return record.config["dtype"], record.config["head_dim"], record.config["length"]
+
+
 def crossovers(records: list[Record]) -> list[str]:
     """Per dtype and head dim, the lengths at which a peer is faster."""
-    lines, beside = [], beside_best_peer(records)
-    for dtype, head_dim in sorted({(r.config["dtype"], r.config["head_dim"]) for r in records}):
-        mine = [r for r in beside if (r.config["dtype"], r.config["head_dim"]) == (dtype, head_dim)]
+    lines = []
+    beside = grouped(beside_best_peer(records), lambda r: shape_of(r)[:2])
+    for dtype, head_dim in sorted({shape_of(r)[:2] for r in records}):
+        mine = beside.get((dtype, head_dim), [])
         slower = [r for r in mine if r.metrics["ours_over_peer"] > 1 and not r.metrics.get("is_tie")]
         behind = [f"{r.config['length']} ({r.metrics['peer']} {r.metrics['peer_ms']:.4f} ms, ours "
                   f"{r.metrics['ours_ms']:.4f})" for r in slower]
