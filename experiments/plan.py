@@ -108,8 +108,10 @@ def _choices(
 
 def _memory(config: PlanConfig, strategy: str, micro: int, checkpointing: bool) -> dict[str, object]:
     gpu, ranks = config.fleet()
-    model, more = config.shape(), {"checkpointing": (1,) * checkpointing, "accumulates": config.batch // ranks > micro}
-    memory = PlannedStep(model, micro, strategy, config.dtype, **more).memory(ranks)
+    model, accumulates = config.shape(), config.batch // ranks > micro
+    blocks = (1,) if checkpointing else ()
+    planned = PlannedStep(model, micro, strategy, config.dtype, checkpointing=blocks, accumulates=accumulates)
+    memory = planned.memory(ranks)
     return {
         "predicted_peak_bytes": memory.peak.total,
         "predicted_peak_phase": memory.peak_phase,

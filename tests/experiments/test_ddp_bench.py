@@ -21,7 +21,7 @@ from distlab.testing import run_ranks
 from experiments import ddp_bench
 from experiments.ddp_bench import VIEW, DDPBenchConfig, draw_step_times
 from tests.commands import ROOT, environment, python, torchrun
-from tests.experiments.frame import measured
+from tests.experiments.frame import measured, refused
 
 SMOKE = DDPBenchConfig(**ddp_bench.EXPERIMENT.preset("smoke", on_gpu=False))
 SMOKE_ARGUMENTS = ["--batch=1", "--context=16", "--warmup=1", "--steps=3", "--rounds=2", "--check-steps=1"]
@@ -173,6 +173,8 @@ BAD_INPUT = {
     "bucket": (["--bucket-size-mb", "0"], "0: give a finite number above 0"),
     "ranks": (["--nproc=3", "--backend=nccl"], "nccl"),
     "batch": (["--batch=0"], "0: give a whole number of at least 1"),
+}
+REFUSED_BY_RANKS = {
     "output": (["--nproc=2", "--backend=gloo", "--out=/dev/null/results"], "pass --out"),
     "memory": (
         ["--nproc=1", "--backend=gloo", "--batch=100000000", "--check-steps=0"],
@@ -181,16 +183,25 @@ BAD_INPUT = {
 }
 
 
+def left_in(folder):
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != "run.json"]
+
+
 @pytest.mark.parametrize("mistake", BAD_INPUT)
-def test_bad_input_gives_one_clear_message_and_a_non_zero_exit(mistake, tmp_path):
+def test_bad_input_gives_one_clear_message_before_ranks_are_started(mistake, tmp_path, capsys):
     arguments, expected = BAD_INPUT[mistake]
-    out = [] if mistake == "output" else [f"--out={tmp_path}"]
-    done = python("launch/ddp_bench.py", *arguments, *out)
+    assert expected in refused(capsys, "ddp_bench", *arguments, f"--out={tmp_path}")
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("mistake", REFUSED_BY_RANKS)
+def test_what_ranks_refuse_gives_one_clear_message_and_a_non_zero_exit(mistake, tmp_path):
+    arguments, expected = REFUSED_BY_RANKS[mistake]
+    done = python("launch/ddp_bench.py", f"--out={tmp_path}", *arguments)
     assert done.returncode != 0
     messages = [line for line in done.stderr.splitlines() if "error:" in line]
     assert len(messages) == 1 and expected in messages[0], done.stderr
-    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "run.json"]
-    assert left == []
+    assert left_in(tmp_path) == []
 
 
 def children(pid: int) -> list[int]:
