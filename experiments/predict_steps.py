@@ -14,7 +14,7 @@ predictions from the simulated steps.
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from distlab.experiment import (
@@ -32,7 +32,7 @@ from distlab.model import ModelConfig, preset
 from distlab.model.config import PRESETS as MODELS
 from distlab.report import is_number, read_json, reading
 from distlab.simulate import SimulatedStep, replay
-from distlab.simulate.calibrate import NEEDED, Calibration, calibrate
+from distlab.simulate.calibrate import NEEDED, Calibration, calibrate, measured_links
 from distlab.simulate.training import simulate_training
 from distlab.train.requirements import PlannedStep
 
@@ -69,6 +69,7 @@ class PredictConfig(Options):
     cases: tuple[tuple[str, int], ...] = option((), "model and sequences per rank", kind=_case, metavar="PRESET:BATCH")
     ranks: tuple[int, ...] = option((2, 4), "world sizes", least=2)
     rows: tuple[str, ...] = option(tuple(ROWS), "of ddp_bench", choices=tuple(ROWS))
+    collectives: tuple[str, ...] = option((), "records of allreduce_sweep, whose fits then stand for the link")
     memory: str | None = option(None, "a record with local of a model that does less arithmetic per byte")
     predictions: str | None = option(None, "what was predicted before, instead of predicting")
     compare: tuple[str, ...] = option((), "records of ddp_bench to compare with", metavar="FILE")
@@ -96,9 +97,11 @@ def predict_all(config: PredictConfig, run: Run) -> None:
     run.progress(f"calibrating on {config.calibrate}")
     files = [config.calibrate] + ([config.memory] if config.memory else [])
     with reading(files):
-        calibration, settings = fit(config.calibrate, config.memory)
+        calibration, settings = fit(config.calibrate, config.collectives, config.memory)
     calibrated_on = " and ".join(file.removeprefix(f"{ROOT}/") for file in files)
     own = {"calibrated_on": calibrated_on, "dtype": settings["dtype"]} | asdict(calibration)
+    if config.collectives:  # measured fits are in the records that they came from
+        own["link"] = "measured collectives"
     for size, batch in config.cases:
         model = preset(size, context_length=settings["context"])
         own |= {"size": size, "batch": batch, "context": model.context_length}
@@ -109,8 +112,8 @@ def predict_all(config: PredictConfig, run: Run) -> None:
                 run.add(row, metrics, world_size=ranks, **own)
 
 
-def fit(path: str, memory: str | None = None) -> tuple[Calibration, dict]:
-    """The machine's constants from a record, and its settings. `memory` is as in `PredictConfig`.
+def fit(path: str, collectives: Sequence[str] = (), memory: str | None = None) -> tuple[Calibration, dict]:
+    """The machine's constants from a record, and its settings; `collectives` and `memory` as in `PredictConfig`.
 
     Raises:
         ValueError, OSError: the record cannot be read or lacks a row.
@@ -124,7 +127,12 @@ def fit(path: str, memory: str | None = None) -> tuple[Calibration, dict]:
         if local is None:
             raise ValueError(f"{memory} has no row of local, from which to fit the memory's bandwidth")
         second = _simulated(local.config, "local"), local.metrics["forward_backward_p50_ms"] / 1e3
-    return calibrate({name: record.metrics for name, record in rows.items()}, steps, second), settings
+    calibration = calibrate({name: record.metrics for name, record in rows.items()}, steps, second)
+    if collectives:
+        known = [record for file in collectives for record in read_json(file)]
+        link = measured_links(known, rows["local"].environment["device_name"])
+        calibration = replace(calibration, link=link)
+    return calibration, settings
 
 
 def _simulated(settings: dict, strategy: str) -> SimulatedStep:

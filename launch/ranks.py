@@ -22,12 +22,6 @@ from distlab.measure.memory import free_bytes
 RANK_BYTES = 300 * 2**20  # resident in a process that has imported torch and done nothing else
 
 
-def default_ranks(backend: str | None) -> int:
-    """One rank per GPU, or two on a machine without."""
-    gpus = torch.cuda.device_count() if backend != "gloo" else 0
-    return gpus or 2
-
-
 def start_ranks(arguments: Sequence[str], ranks: int, backend: str | None, max_restarts: int = 0) -> int:
     """Run `ranks` processes under torchrun's agent, in this process, and wait for them.
 
@@ -83,8 +77,8 @@ def run_on_ranks(
         The exit code.
     """
     if not RankEnvironment.read().launched:
-        count = options.nproc or ranks or default_ranks(options.backend)
-        return start_ranks(arguments, count, options.backend, options.max_restarts)
+        gpus = torch.cuda.device_count() if options.backend != "gloo" else 0
+        return start_ranks(arguments, options.nproc or ranks or gpus or 2, options.backend, options.max_restarts)
     return run_rank(work, backend=options.backend, timeout_s=options.timeout, name=name)
 
 
