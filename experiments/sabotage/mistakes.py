@@ -335,18 +335,20 @@ class Mistake:
     attention: Attention | None = None
     learner: tuple[type[torch.optim.Optimizer], float] = (torch.optim.SGD, 1.0)
 
-    def strategy(self, broken: bool) -> Strategy:
-        """The strategy, with the mistake or without."""
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy with the mistake."""
         right = STRATEGIES[self.healthy]
-        if not broken:
-            return right
-        return dataclasses.replace(
-            right, wrap=self.wrap or right.wrap, optimizer=self.optimizer or right.optimizer
-        )
+        return dataclasses.replace(right, wrap=self.wrap or right.wrap, optimizer=self.optimizer or right.optimizer)
 
-    def trained(self, broken: bool) -> Task:
-        """The task, with the mistake or without."""
-        return self.candidate if broken and self.candidate is not None else self.task
+    @property
+    def trained(self) -> Task:
+        """What is trained with the mistake."""
+        return self.candidate or self.task
+
+    def mended(self) -> "Mistake":
+        """The healthy run beside it."""
+        return dataclasses.replace(self, wrap=None, optimizer=None, candidate=None, attention=None)
 
 
 _LM = language_model()
