@@ -111,7 +111,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             continue
         run.progress(f"{case.label} {direction}: {', '.join(missing)}")
         shown = known | {"operation": case.name, "shape": list(case.shape), "dtype": case.dtype}
-        for variant, metrics in _measure_variants(case, direction, missing, config, device).items():
+        for variant, metrics in Row(case, direction, missing, config, device).measure().items():
             run.add(variant, metrics | _rates(case, direction, metrics, limits), **shown)
         _compare_with_prediction(run, case, direction, limits)
         if device == "cuda":
@@ -120,62 +120,103 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     run.part(COMPARISON.name).records[:] = beside_peers(run.records)
 
 
-@dataclasses.dataclass(frozen=True)
 class Row:
-    """One operation in one direction: what all its variants are given."""
+    """One operation in one direction: what all its variants are given, and what is found of each.
 
-    case: Case
-    direction: str
-    config: Config
-    device: str
-    inputs: list[Tensor]
-    upstream: Tensor
+    Args:
+        case, direction: the row.
+        variants: to measure.
+        config: how.
+        device: `cuda` or `cpu`.
+    """
 
-    def maker(self, function: Function) -> Callable[[], Callable[[], Any]]:
+    def __init__(self, case: Case, direction: str, variants: list[str], config: Config, device: str):
+        self.case, self.direction, self.config, self.device = case, direction, config, device
+        self.inputs = case.inputs(device)
+        self.upstream = upstream_of(first(case.variants["ours"](*[t.detach() for t in self.inputs])), direction)
+        self.found: dict[str, dict[str, Any]] = {variant: {"status": "ok"} for variant in variants}
+        self.functions: dict[str, Function] = {}  # of those that were right
+        # How one variant alone is timed; an optimizer's steps are not captured.
+        self.timing = {"device": device, "capture": case.name != "adamw"}
+
+    def measure(self) -> dict[str, dict[str, Any]]:
+        """Variant → metrics."""
+        if not {"compile", "template"}.isdisjoint(self.found):
+            torch._dynamo.reset()  # not between the two: captured graphs launch what either compiled
+        try:
+            expected = exact(self.case, self.inputs, self.direction, self.upstream)
+        except torch.OutOfMemoryError:
+            expected = None
+        for variant in self.found:
+            self._add(variant, partial(self._check, variant, expected))
+        del expected
+        held = [metrics["peak_alloc_bytes"] for metrics in self.found.values() if "peak_alloc_bytes" in metrics]
+        if self.case.compute and fits(held):
+            self._time_interleaved()
+        else:
+            self._time_one_by_one()
+        return self.found
+
+    def _add(self, variant: str, work: Callable[[], dict[str, Any]]) -> None:
+        """Add what `work` measures; a peer that is missing, refuses or needs too much memory says so in `status`."""
+        metrics = attempt(work).items()
+        self.found[variant] |= {name: value for name, value in metrics if (name, value) != ("status", "ok")}
+
+    def _maker(self, function: Function) -> Callable[[], Callable[[], Any]]:
         """Makes what is timed, over copies of the inputs: a peer may overwrite what it is given."""
         mine = with_gradients(self.inputs)
         return lambda: runner(function, mine, self.direction, self.upstream)
 
-    @property
-    def timing(self) -> dict[str, Any]:
-        """How one variant alone is timed; an optimizer's steps are not captured."""
-        return {"device": self.device, "capture": self.case.name != "adamw"}
-
-
-def _measure_variants(
-    case: Case, direction: str, variants: list[str], config: Config, device: str
-) -> dict[str, dict[str, Any]]:
-    """Variant → metrics."""
-    if not {"compile", "template"}.isdisjoint(variants):
-        torch._dynamo.reset()  # not between the two: captured graphs launch what either compiled
-    inputs = case.inputs(device)
-    upstream = upstream_of(first(case.variants["ours"](*[t.detach() for t in inputs])), direction)
-    row = Row(case, direction, config, device, inputs, upstream)
-    try:
-        expected = exact(case, inputs, direction, upstream)
-    except torch.OutOfMemoryError:
-        expected = None
-    found: dict[str, dict[str, Any]] = {variant: {"status": "ok"} for variant in variants}
-    functions: dict[str, Function] = {}
-
-    def checked(variant: str, expected: list[Tensor] | None) -> dict[str, Any]:
-        function = build(case, variant)
-        metrics = check(row, function, expected, ours=variant == "ours")
-        functions[variant] = function  # timed only if this has succeeded
+    def _check(self, variant: str, expected: list[Tensor] | None) -> dict[str, Any]:
+        """Error, memory and launches of one variant, alone on the device."""
+        on_gpu, metrics, function = self.device == "cuda", {}, build(self.case, variant)
+        fresh = with_gradients(self.inputs)
+        before = torch.cuda.memory_allocated() if on_gpu else 0
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        results = runner(function, fresh, self.direction, self.upstream)()
+        if on_gpu:  # inputs, results and what lies between, and nothing that lay there before
+            metrics["peak_alloc_bytes"] = torch.cuda.max_memory_allocated() - before + sum(t.nbytes for t in fresh)
+        metrics["error"] = worst_error(results, expected)
+        del fresh, results
+        if on_gpu:
+            again = self._maker(function)()
+            metrics |= launched(again) | (spills(again) if variant == "ours" else {})
+        if metrics["error"] is not None and not metrics["error"] <= TOLERANCE[self.case.dtype]:
+            metrics["status"] = "WRONG"
+        self.functions[variant] = function  # timed only if this has succeeded
         return metrics
 
-    for variant, metrics in found.items():
-        _add(metrics, partial(checked, variant, expected))
-    del expected
-    held = [metrics["peak_alloc_bytes"] for metrics in found.values() if "peak_alloc_bytes" in metrics]
-    time = _time_interleaved if case.compute and fits(held) else _time_one_by_one
-    time(row, functions, found)
-    return found
+    def _time_one_by_one(self) -> None:
+        """Times of each, and of ours once more after its peers: a card that warms up slows down what comes later."""
 
+        def ms(variant: str) -> dict[str, Any]:
+            return device_ms(self._maker(self.functions[variant]), repeat_ms=self.config.repeat_ms, **self.timing)
 
-def _add(metrics: dict[str, Any], work: Callable[[], dict[str, Any]]) -> None:
-    """Add what `work` measures; a peer that is missing, refuses or needs too much memory has the reason in `status`."""
-    metrics |= {name: value for name, value in attempt(work).items() if (name, value) != ("status", "ok")}
+        for variant in self.functions:
+            self._add(variant, partial(ms, variant))
+        mine = self.found.get("ours", {})
+        if "time_p50_ms" not in mine:
+            return
+        second = ms("ours")
+        mine["noise_pct"] = 100 * abs(second["time_p50_ms"] / mine["time_p50_ms"] - 1)
+        for name in ("time_p20_ms", "time_p50_ms", "time_p80_ms"):
+            mine[name] = (mine[name] + second[name]) / 2
+
+    def _time_interleaved(self) -> None:
+        """Times of all variants, made ready before the first round, so that nothing is compiled between two timings."""
+        ready: dict[str, Prepared] = {}
+
+        def made_ready(variant: str) -> dict[str, Any]:
+            ready[variant] = prepare(self._maker(self.functions[variant]), **self.timing)
+            return {"captured": ready[variant].captured}
+
+        for variant in self.functions:
+            self._add(variant, partial(made_ready, variant))
+        calls = {variant: prepared.call for variant, prepared in ready.items()}
+        times = interleaved(calls, self.config.repeat_ms, self.config.rounds, self.device)
+        for variant, metrics in summary(times).items():
+            self.found[variant] |= metrics
 
 
 def exact(case: Case, inputs: list[Tensor], direction: str, upstream: Tensor) -> list[Tensor] | None:
@@ -191,59 +232,6 @@ def exact(case: Case, inputs: list[Tensor], direction: str, upstream: Tensor) ->
             return [first(function(*wide))]
     out = first(function(*wide))
     return list(torch.autograd.grad(out, leaves(wide), upstream.to(out.dtype)))
-
-
-def check(row: Row, function: Function, expected: list[Tensor] | None, ours: bool) -> dict[str, Any]:
-    """Error, memory and launches of one variant, alone on the device."""
-    on_gpu, metrics = row.device == "cuda", {}
-    fresh = with_gradients(row.inputs)
-    before = torch.cuda.memory_allocated() if on_gpu else 0
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    results = runner(function, fresh, row.direction, row.upstream)()
-    if on_gpu:  # inputs, results and what lies between, and nothing that lay there before
-        metrics["peak_alloc_bytes"] = torch.cuda.max_memory_allocated() - before + sum(t.nbytes for t in fresh)
-    metrics["error"] = worst_error(results, expected)
-    del fresh, results
-    if on_gpu:
-        again = row.maker(function)()
-        metrics |= launched(again) | (spills(again) if ours else {})
-    if metrics["error"] is not None and not metrics["error"] <= TOLERANCE[row.case.dtype]:
-        metrics["status"] = "WRONG"
-    return metrics
-
-
-def _time_one_by_one(row: Row, functions: dict[str, Function], found: dict[str, dict[str, Any]]) -> None:
-    """Times of each, and of ours once more after its peers: a card that warms up slows down what comes later."""
-
-    def ms(variant: str) -> dict[str, Any]:
-        return device_ms(row.maker(functions[variant]), repeat_ms=row.config.repeat_ms, **row.timing)
-
-    for variant in functions:
-        _add(found[variant], partial(ms, variant))
-    mine = found.get("ours", {})
-    if "time_p50_ms" not in mine:
-        return
-    second = ms("ours")
-    mine["noise_pct"] = 100 * abs(second["time_p50_ms"] / mine["time_p50_ms"] - 1)
-    for name in ("time_p20_ms", "time_p50_ms", "time_p80_ms"):
-        mine[name] = (mine[name] + second[name]) / 2
-
-
-def _time_interleaved(row: Row, functions: dict[str, Function], found: dict[str, dict[str, Any]]) -> None:
-    """Times of all variants, made ready before the first round, so that nothing is compiled between two timings."""
-    ready: dict[str, Prepared] = {}
-
-    def made_ready(variant: str) -> dict[str, Any]:
-        ready[variant] = prepare(row.maker(functions[variant]), **row.timing)
-        return {"captured": ready[variant].captured}
-
-    for variant in functions:
-        _add(found[variant], partial(made_ready, variant))
-    calls = {variant: prepared.call for variant, prepared in ready.items()}
-    times = interleaved(calls, row.config.repeat_ms, row.config.rounds, row.device)
-    for variant, metrics in summary(times).items():
-        found[variant] |= metrics
 
 
 def build(case: Case, variant: str) -> Function:
