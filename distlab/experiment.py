@@ -119,8 +119,7 @@ class Experiment(Generic[C]):
     def __post_init__(self) -> None:
         name = self.view.name or self.measure.__module__.split(".")[:2][-1]
         question = self.view.question or self._doc().strip().partition("\n")[0]
-        named = replace(self.view, name=name, question=question)
-        object.__setattr__(self, "view", named)
+        object.__setattr__(self, "view", replace(self.view, name=name, question=question))
 
     @property
     def name(self) -> str:

@@ -222,7 +222,7 @@ def measure(config: BucketSweepConfig, context: RankContext, run: Run) -> None:
     timings = bench.time_rounds(
         rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=run.progress
     )
-    shared = bench.facts | {"fit_from_records": links is not None}
+    shared = config.facts(context) | {"fit_from_records": links is not None}
     run.add(PARTS, parts, **shared)
     for row in rows:
         timing = timings[row.name]

@@ -102,9 +102,10 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     sizes = config.bucket_sizes_mb
     if sizes == ("auto",):
         swept = config.bucket_sweep or sorted(map(str, SWEEPS.glob("*.json")))
-        asked = {"world_size": context.world_size, "size": config.size, "batch": config.batch}
+        asked = {"size": config.size, "num_parameters": config.model().num_parameters, "batch": config.batch}
         known = [record for path in swept for record in read_json(path)]
-        sizes = (best_bucket_size(known, device_name=run.header.environment["device_name"], **asked),)
+        sizes = (best_bucket_size(known, device_name=run.header.environment["device_name"],
+                                  world_size=context.world_size, **asked),)  # fmt: skip
         run.progress(f"bucket size by the sweep: {sizes[0] or 'unbounded'}")
     rows = variants(config.strategies, sizes)
     bench = config.workbench(context, rows, some=True)
@@ -129,7 +130,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
             metrics |= overlap(bench, variant, run.path, config.profile_steps, accounts, drawn)
             metrics["max_abs_param_diff"] = differences.get(variant.name)
         size = variant.bucket_size_mb if variant.strategy.has_buckets else None
-        run.add(variant.name, metrics, **bench.facts, bucket_size_mb=size)
+        run.add(variant.name, metrics, **config.facts(context), bucket_size_mb=size)
     for record in run.records:
         record.metrics.update(explanation(record, accounts))
     run.save()
@@ -160,7 +161,7 @@ def _timed(config: DDPBenchConfig, bench: Workbench, rows: Sequence[Variant], ru
 
 
 def best_bucket_size(
-    records: Sequence[Record], *, device_name: str, world_size: int, size: str, batch: int
+    records: Sequence[Record], *, device_name: str, world_size: int, size: str, num_parameters: int, batch: int
 ) -> float | None:
     """The measured best bucket size in MiB (None: unbounded) for a model on a machine, for `--bucket-size-mb auto`.
 
@@ -175,8 +176,8 @@ def best_bucket_size(
         if r.experiment == "bucket_sweep"
         and r.config.get("strategy") == "bucketed"
         and isinstance(r.metrics.get("step_p50_ms"), float)
-        and (r.environment["device_name"], r.config["world_size"], r.config["size"])
-        == (device_name, world_size, size)
+        and (r.environment["device_name"], r.config["world_size"], r.config["size"], r.config["num_parameters"])
+        == (device_name, world_size, size, num_parameters)
     ]
     if not fitting:
         raise ValueError(

@@ -79,7 +79,7 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
         for name in (*STATES, *MOMENTS, "peak_alloc"):
             predicted, found = metrics[f"predicted_{name}_bytes"], metrics[f"{name}_bytes"]
             metrics[f"{name}_error_pct"] = 100 * (predicted / found - 1) if found else None
-        run.add(variant.name, metrics, **bench.facts)
+        run.add(variant.name, metrics, **config.facts(context))
 
 
 def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | float | None]:

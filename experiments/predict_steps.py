@@ -195,6 +195,8 @@ def compare(predictions: Sequence[Record], measured: Sequence[Record]) -> list[R
         predicted, local = (known.get((*case, variant)) for variant in (name, "local"))
         if predicted is None or not is_number(row.metrics.get("step_p50_ms")):
             continue
+        if row.config.get("num_parameters") != preset(row.config["size"]).num_parameters:  # of other dimensions
+            continue
         metrics = {name: value for name, value in predicted.metrics.items() if name.startswith("predicted_")}
         if local is not None:  # the bench counts as exposed what a step takes longer than local's
             without = local.metrics["predicted_step_ms"]

@@ -103,6 +103,7 @@ def measured_points(config: ScalingConfig) -> dict[tuple[str, int, int], dict[st
     Of several bucket sizes the fastest counts.
     """
     asked = {"size": config.model, "context": config.shape().context_length, "dtype": config.dtype}
+    asked["num_parameters"] = config.shape().num_parameters
     found: dict[tuple[str, int, int], dict[str, float]] = {}
     for record in (record for path in config.records for record in read_json(path)):
         steps = {f"measured_step_{p}_ms": record.metrics.get(f"step_{p}_ms") for p in ("p20", "p50", "p80")}

@@ -309,7 +309,7 @@ def time_cell(config: MeasureConfig, regime: Regime, context: RankContext, run: 
         if metrics["step_p50_ms"] != "OOM":
             tokens = context.world_size * options.batch * bench.shape.context_length
             metrics["tokens_per_s"] = 1e3 * tokens / metrics["step_p50_ms"]
-        run.add(row.name, metrics, **key(regime, context.world_size), **bench.facts, batch=options.batch)
+        run.add(row.name, metrics, **key(regime, context.world_size) | options.facts(context), batch=options.batch)
 
 
 def compare_ranks(context: RankContext, variant: Variant, attached: Any) -> dict[str, bool | None]:

@@ -120,8 +120,7 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
     expected = next_token_loss(reference, batch)
     expected.backward()
     scale = LossScaler().scale if config.dtype == "fp16" else 1.0
-    dtype = DTYPES[config.dtype]
-    with autocast(device, dtype):
+    with autocast(device, DTYPES[config.dtype]):
         found = loss_function(config.ops)(compiled(candidate, config.compile), batch)
     (found * scale).backward()
     difference = norm = 0.0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -112,6 +112,12 @@ class BenchOptions(ModelOptions):
             compiled=self.compile != "off", mode=mode,
         )  # fmt: skip
 
+    def facts(self, context: RankContext) -> dict[str, Any]:
+        """What a record's configuration holds of the model and the ranks, beside the options."""
+        model = self.model()
+        sizes = {"num_parameters": model.num_parameters, "context": model.context_length}
+        return sizes | {"world_size": context.world_size, "backend": context.backend}
+
     def workbench(self, context: RankContext, rows: Sequence[Variant], *, some: bool = False) -> Workbench:
         """What times these rows; call it on every rank.
 
@@ -133,12 +139,6 @@ class TrialConfig(BenchOptions):
 
     strategy: str = option("local", "how ranks train together", choices=tuple(STRATEGIES))
     bucket_size_mb: float = option(25.0, "MiB, of strategies with buckets", above=0)
-
-    def recorded(self, context: RankContext) -> dict[str, Any]:
-        """What a record's configuration holds of it, on these ranks."""
-        model = self.model()
-        known = {"context": model.context_length, "num_parameters": model.num_parameters}
-        return asdict(self) | known | {"world_size": context.world_size, "backend": context.backend}
 
 
 class Subject:
@@ -309,12 +309,6 @@ class Workbench:
     def __init__(self, context: RankContext, options: BenchOptions):
         self.context, self.options, self.shape = context, options, options.model()
         self._batches = synthetic_batches(context, options)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a record's configuration holds of the model and the ranks, beside the options."""
-        sizes = {"num_parameters": self.shape.num_parameters, "context": self.shape.context_length}
-        return sizes | {"backend": self.context.backend}
 
     def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> AbstractContextManager[Subject]:
         """Build, wrap and optimize the model; yields what trains one step when called; frees it all at the end."""

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import asdict, dataclass, fields, make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -173,7 +173,7 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
             metrics |= {name: checked.get(name) for name in ("loss_rel_error", "grad_rel_error")}
             if metrics["status"] == "ok":
                 metrics["status"] = verdict(checked, trial)
-            run.add(names[mode, warmup], metrics, **trial.recorded(context), mode=mode, warmup=warmup)
+            run.add(names[mode, warmup], metrics, **asdict(trial) | trial.facts(context), mode=mode, warmup=warmup)
     if config.nvtx:
         torch.cuda.profiler.stop()
     for trial in config.trials():
@@ -209,7 +209,7 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
             run.progress(f"{what} {name}: {status}")
         for view, rows in found.items():
             for row, (variant, metrics) in enumerate(rows):  # of one kernel there may be several
-                where = trial.recorded(context) | {"label": label, "row": row}
+                where = asdict(trial) | trial.facts(context) | {"label": label, "row": row}
                 run.part(view).add(f"{prefix(label)}{variant}", metrics, **where)
 
 

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -242,7 +242,7 @@ def memory(
         if on_cuda:
             with memory_timeline.allocator_history(folder / f"memory_{slug}.pickle"):
                 trial("step")
-    where = described([config.recorded(context)], environment(device))
+    where = described([asdict(config) | config.facts(context)], environment(device))
     draw_memory(timeline, folder / f"memory_{slug}.png", f"Memory over one training step: {where}")
     at, categories = timeline.peak()
     total = sum(categories.values())

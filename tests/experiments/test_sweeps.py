@@ -119,8 +119,9 @@ def test_bucket_sizes_are_predicted_measured_and_chosen(tmp_path):
     assert (tmp_path / "bucket_sweep" / "run" / "bucket_sweep.png").stat().st_size > 10_000
 
     here = {"device_name": records[0].environment["device_name"], "world_size": 2, "size": "tiny", "batch": 1}
+    here["num_parameters"] = records[0].config["num_parameters"]
     assert best_bucket_size(records, **here) == by_name[best].config["bucket_size_mb"]
-    for change in ({"world_size": 4}, {"size": "xl"}, {"device_name": "another"}):
+    for change in ({"world_size": 4}, {"size": "xl"}, {"num_parameters": 7}, {"device_name": "another"}):
         with pytest.raises(ValueError, match=r"no bucket sweep of .* run `distlab run bucket_sweep"):
             best_bucket_size(records, **here | change)
 
