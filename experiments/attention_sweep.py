@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
-from distlab.measure import Pace, attempt, host_ms, percentiles, replay_ms
+from distlab.measure import Pace, allocated_bytes, attempt, host_ms, peak_memory, percentiles, replay_ms
 from distlab.report import TIE, grouped, tied
 from experiments._attention import (
     VARIANTS,
@@ -70,13 +70,12 @@ def speed(case: list[Tensor], expected: tuple[Tensor, ...], variant: str, repeat
     """
     fn = build(variant, case[0].shape[-2], device)
     metrics: dict[str, Any] = errors(both(fn, *case), expected)  # the first call, which compiles what has to be
-    if device == "cuda":
-        before = torch.cuda.memory_allocated()  # libraries keep workspaces, far larger than a short call's tensors
-        torch.cuda.reset_peak_memory_stats()
-    metrics |= {f"host_{p}_ms": ms for p, ms in percentiles(host_ms(lambda: both(fn, *case), repeats)).items()}
-    if device != "cuda":
+    before = allocated_bytes(device)  # libraries keep workspaces, far larger than a short call's tensors
+    with peak_memory(device) as memory:
+        metrics |= {f"host_{p}_ms": ms for p, ms in percentiles(host_ms(lambda: both(fn, *case), repeats)).items()}
+    if before is None:
         return metrics
-    metrics["peak_bytes"] = torch.cuda.max_memory_allocated() - before + sum(x.nbytes for x in case)
+    metrics["peak_bytes"] = memory.peak_alloc_bytes - before + sum(x.nbytes for x in case)
     forward = percentiles(replay_ms(lambda: fn(*case[:3]), repeats))
     whole = percentiles(replay_ms(lambda: both(fn, *case), repeats))
     metrics |= {f"fwd_device_{p}_ms": ms for p, ms in forward.items()}

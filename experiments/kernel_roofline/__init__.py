@@ -35,7 +35,7 @@ from torch import Tensor
 
 from distlab.experiment import Column, Experiment, Options, RankContext, Record, Run, View, option
 from distlab.hardware import lookup
-from distlab.measure.validity import attempt
+from distlab.measure import allocated_bytes, attempt, peak_memory
 from distlab.report import GREYS, INK, OKABE_ITO, TIE, grouped, horizontal, picture
 
 from . import cases as table
@@ -169,17 +169,15 @@ class Row:
 
     def _check(self, variant: str, expected: list[Tensor] | None) -> dict[str, Any]:
         """Error, memory and launches of one variant, alone on the device."""
-        on_gpu, metrics, function = self.device == "cuda", {}, build(self.case, variant)
-        fresh = with_gradients(self.inputs)
-        before = torch.cuda.memory_allocated() if on_gpu else 0
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        results = runner(function, fresh, self.direction, self.upstream)()
-        if on_gpu:  # inputs, results and what lies between, and nothing that lay there before
-            metrics["peak_alloc_bytes"] = torch.cuda.max_memory_allocated() - before + sum(t.nbytes for t in fresh)
-        metrics["error"] = worst_error(results, expected)
+        function, fresh = build(self.case, variant), with_gradients(self.inputs)
+        before = allocated_bytes(self.device)
+        with peak_memory(self.device) as memory:
+            results = runner(function, fresh, self.direction, self.upstream)()
+        metrics: dict[str, Any] = {"error": worst_error(results, expected)}
+        if before is not None:  # inputs, results and what lies between, and nothing that lay there before
+            metrics["peak_alloc_bytes"] = memory.peak_alloc_bytes - before + sum(t.nbytes for t in fresh)
         del fresh, results
-        if on_gpu:
+        if before is not None:
             again = self._maker(function)()
             metrics |= launched(again) | (spills(again) if variant == "ours" else {})
         if metrics["error"] is not None and not metrics["error"] <= TOLERANCE[self.case.dtype]:

@@ -87,9 +87,10 @@ def test_peak_memory_is_what_a_call_takes_and_not_what_was_there(monkeypatch):
     """Workspaces of libraries and the float64 results lie beside the call's own tensors."""
     case = sweep.inputs((1, 1, 32, 16), "float32", "cpu")
     expected = sweep.exact(*case)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 10_000)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 10_700)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10_000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10_700)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"requested_bytes.all.peak": 0})
     times = iter(([1.0] * 3, [2.0] * 3))
     monkeypatch.setattr(sweep, "replay_ms", lambda run, repeats: next(times))
     monkeypatch.setattr(sweep, "build", lambda *_: naive)
