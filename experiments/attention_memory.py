@@ -16,6 +16,7 @@ from functools import partial
 from statistics import median_high
 
 import torch
+from torch import Tensor
 
 from distlab.experiment import Column, Experiment, RankContext, Run, View, headline_from, option
 from distlab.measure import Pace, PhaseTimer, allocated_bytes, attempt, peak_memory
@@ -49,7 +50,7 @@ def predicted_memory(variant: str, batch: int, length: int, head_dim: int, dtype
     return 5 * tensor + statistics, 8 * tensor + 3 * statistics + summed
 
 
-def pass_once(fn: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> dict[str, float | None]:
+def pass_once(fn: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, float | None]:
     """Times of one forward and one backward, and on a GPU the bytes in use between them and at the backward's peak."""
     synchronize = PhaseTimer(q.device).synchronize
     synchronize()
