@@ -304,12 +304,6 @@ class Config(Options):
             raise ValueError("name families with --family dtype:head_dim[:precision], or give --all")
 
 
-def case_of(family: str, length: int) -> Case:
-    """The problem of a family such as `bfloat16:64` or `float32:64:tf32x3` at one length."""
-    dtype, head_dim, *precision = family.split(":")
-    return Case(length, int(head_dim), dtype, *precision)
-
-
 def measure(config: Config, context: RankContext, run: Run) -> None:
     """A row per family, length and kernel: the winner. All that was measured goes to a file per family."""
     if config.shipped:
@@ -319,12 +313,12 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     missing = [f for f in families if not run.done("backward", family=f, length=config.lengths[-1])]
     rows, begin = table.ROWS, time.monotonic()
     with ProcessPoolExecutor(config.workers, multiprocessing.get_context("spawn")) as pool:
-        prepared = {family: Family(family, config.lengths, pool) for family in missing}
-        for family, candidate in prepared.items():
-            found = tune(candidate, pool)
+        prepared = {family: begun(family, config.lengths, pool) for family in missing}
+        for family, (cases, jobs, compiled) in prepared.items():
+            found = tune(cases, jobs, dict(compiled), pool)
             run.progress(f"{family}, {time.monotonic() - begin:.0f} s")
             write_json(to_records(family, found, run), run.path / f"{family.replace(':', '_')}.json")
-            for case in candidate.cases:
+            for case in cases:
                 add_winners(run, family, case, found)
                 if config.table:
                     wins = case.precision != "bf16x6" or beats_tf32(case, found, run)
@@ -355,23 +349,30 @@ def shipped(rows: dict[configs.Key, Choice], run: Run) -> None:
         pace()
 
 
-class Family:
-    """The candidates of one dtype, head dim and arithmetic, which begin to compile in `pool` at once."""
+def begun(
+    family: str, lengths: tuple[int, ...], pool: ProcessPoolExecutor
+) -> tuple[list[Case], dict[str, list[Tile]], Iterator[tuple[tuple[str, Tile], Any]]]:
+    """The cases of a family such as `bfloat16:64` or `float32:64:tf32x3`, the tiles to try for each kernel, and what
+    each of these uses, which begins to compile in `pool` at once.
+    """
+    dtype, head_dim, *precision = family.split(":")
+    cases = [Case(length, int(head_dim), dtype, *precision) for length in lengths]
+    short = min(lengths) <= configs.LONGEST_SPLIT
+    tried = {kernel: candidates(kernel, dtype, int(head_dim), cases[0].precision) for kernel in TIMED}
+    jobs = {kernel: [tile for tile in tiles if short or not tile.chunk] for kernel, tiles in tried.items()}
+    asked = [(kernel, tile) for kernel, tiles in jobs.items() for tile in tiles]
+    return cases, jobs, zip(asked, compiling(cases[0], asked, pool), strict=True)
 
-    def __init__(self, family: str, lengths: tuple[int, ...], pool: ProcessPoolExecutor):
-        self.cases = [case_of(family, length) for length in lengths]
-        of = self.cases[0]
-        short = min(lengths) <= configs.LONGEST_SPLIT
-        tried = {kernel: candidates(kernel, of.dtype, of.head_dim, of.precision) for kernel in TIMED}
-        self.jobs = {kernel: [tile for tile in tiles if short or not tile.chunk] for kernel, tiles in tried.items()}
-        self.asked = [(kernel, tile) for kernel in TIMED for tile in self.jobs[kernel]]
-        self.compiled = pool.map(compile_candidate, [(self.cases[0], *job) for job in self.asked], chunksize=2)
+
+def compiling(case: Case, asked: Sequence[tuple[str, Tile | Choice]], pool: ProcessPoolExecutor) -> Iterator[Any]:
+    """What each (kernel, tile) uses, as `compile_candidate` says."""
+    return pool.map(compile_candidate, [(case, *job) for job in asked], chunksize=2)
 
 
-def tune(family: Family, pool: ProcessPoolExecutor) -> list[Row]:
+def tune(
+    cases: list[Case], jobs: dict[str, list[Tile]], uses: dict[tuple[str, Tile], Any], pool: ProcessPoolExecutor
+) -> list[Row]:
     """All rows of one family."""
-    cases, jobs = family.cases, family.jobs
-    uses = dict(zip(family.asked, family.compiled, strict=True))
     rows, wholes = [], {}
     for case in cases:
         bench, guess = Bench(case), case.first_guess()
@@ -383,12 +384,11 @@ def tune(family: Family, pool: ProcessPoolExecutor) -> list[Row]:
             jobs[kernel] = list(dict.fromkeys(map(shape_of, near))) if mine else jobs[kernel]
         wholes[case] = pairs(found)
     hows = dict.fromkeys(how for wholes_of in wholes.values() for how in wholes_of)
-    uses = {("backward", how): COMPILED for how in hows}  # apart from the joint ones, their kernels have been
+    of_wholes = {("backward", how): COMPILED for how in hows}  # apart from the joint ones, their kernels have been
     asked = [("backward", how) for how in hows if how.passes == "joint"]
-    compiled = pool.map(compile_candidate, [(cases[0], *job) for job in asked], chunksize=2)
-    uses |= dict(zip(asked, compiled, strict=True))
+    of_wholes |= zip(asked, compiling(cases[0], asked, pool), strict=True)
     for case, hows in wholes.items():
-        rows += time_candidates(Bench(case), case, "backward", hows, uses, hows[0])
+        rows += time_candidates(Bench(case), case, "backward", hows, of_wholes, hows[0])
     return rows
 
 

@@ -151,7 +151,7 @@ def test_the_winners_of_a_family_are_rows(tmp_path):
               for way, ms in (("in turn", 5.0), ("side by side", 4.0))]
     found += [{"kernel": "dq", "length": 1024, "how": tiles[0], "ms": float("inf"), "why": "wrong"}]
     run = Run(Header("tune_flash_attention", {}, 1, {"device_name": "H100", "torch": "", "triton": ""}, None), tmp_path)
-    tuning.add_winners(run, "bfloat16:64", tuning.case_of("bfloat16:64", 1024), found)
+    tuning.add_winners(run, "bfloat16:64", tuning.Case(1024, 64, "bfloat16"), found)
     forward, backward = run.records
     assert forward.config["tiles"] == "16x16 w4 s2" and forward.metrics["registers"] == 9
     assert (backward.metrics["in_turn_ms"], backward.metrics["side_by_side_ms"]) == (5.0, 4.0)
