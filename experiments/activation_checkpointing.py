@@ -271,12 +271,14 @@ def draw(
 ) -> None:
     """Of each way a bar as measured (the first of these metrics that any row has) above one as predicted."""
     found = next((name for name in measured if any(r.metrics.get(name) is not None for r in records)), measured[0])
-    bars = {f"{r.variant}, {how}": r.metrics.get(metric)
-            for r in records for how, metric in (("measured", found), ("predicted", predicted))}  # fmt: skip
-    values = [None if value is None else scale * value for value in bars.values()]
+    metrics = {"measured": found, "predicted": predicted}
+    bars = [(r.variant, how, r.metrics.get(metric)) for r in records for how, metric in metrics.items()]
+    parts = {
+        part: [None if value is None else scale * value * (how == part) for _, how, value in bars] for part in metrics
+    }
     counted = " on fake tensors" if found == "counted_peak_bytes" else ""
     title = f"Recomputing blocks{counted}: {headline(records)}"
-    stacked_bars(path, list(bars), {"forward and backward": values}, title=title, unit=unit)
+    stacked_bars(path, [f"{variant}, {how}" for variant, how, _ in bars], parts, title=title, unit=unit)
 
 
 VIEW = View(
