@@ -193,7 +193,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
         cost, low, high = ([r.metrics[f"cost_{name}pct"] for r in rows] for name in ENDS)
         band = [Series("noise floor", ends, [edge, edge], line="--") for edge in (-floor, floor)]
         series = [Series("cost", range(len(rows)), cost, low, high), *band]
-        names = [(place, r.variant) for place, r in enumerate(rows)]
+        names = [(place, r.variant.replace(" ", "\n", 1)) for place, r in enumerate(rows)]
         label = "longer than never attached (%)"
         panels.append(Panel(state, "", label, series, log_x=None, from_zero=False, x_ticks=names))
     lines(path, panels, title=headline(records))
