@@ -29,11 +29,10 @@ import torch
 from distlab.comm import RankContext
 from distlab.comm.context import LONGEST_TIMEOUT_S
 from distlab.comm.rank_process import on_main, progress_to_stderr
-from distlab.options import Options, add_options, config_from, given, option
-from distlab.report.provenance import commit, environment
+from distlab.options import Options, add_options, config_from, given, option, parser_of
+from distlab.report import Column, commit, environment
 from distlab.report.record import Record, plain
 from distlab.report.run import Header, Run, open_run, same_run
-from distlab.report.table import Column
 from distlab.report.view import View, headline_from, say, write
 
 __all__ = [
@@ -120,8 +119,7 @@ class Experiment(Generic[C]):
     def __post_init__(self) -> None:
         name = self.view.name or self.measure.__module__.split(".")[:2][-1]
         question = self.view.question or self._doc().strip().partition("\n")[0]
-        named = replace(self.view, name=name, question=question)
-        object.__setattr__(self, "view", named)
+        object.__setattr__(self, "view", replace(self.view, name=name, question=question))
 
     @property
     def name(self) -> str:
@@ -134,10 +132,7 @@ class Experiment(Generic[C]):
 
     def parser(self) -> argparse.ArgumentParser:
         """The options of `distlab run NAME`."""
-        raw = argparse.RawDescriptionHelpFormatter
-        parser = argparse.ArgumentParser(
-            f"distlab run {self.name}", description=self._doc(), formatter_class=raw
-        )
+        parser = parser_of(f"distlab run {self.name}", self._doc())
         add_options(
             parser.add_argument_group("this experiment"), self.config, self.preset("", _on_gpu(None))
         )
@@ -216,18 +211,10 @@ class Experiment(Generic[C]):
 
     def finish(self, run: Run, *, json_only: bool = False) -> int:
         """Write tables, pictures and page of a run, print the short table; 1 if something is wrong."""
-        views = self.views()
-        for name, part in run.parts.items():
-            if part.records:
-                say(
-                    views[name],
-                    part.records,
-                    write(views[name], part.records, part.path),
-                    line=False,
-                    quiet=json_only,
-                )
-        page = write(self.view, run.records, run.path)
-        say(self.view, run.records, page, quiet=json_only)
+        for name, rows in [*((name, part) for name, part in run.parts.items() if part.records), (self.name, run)]:
+            view = self.views()[name]
+            page = write(view, rows.records, rows.path)
+            say(view, rows.records, page, line=rows is run, quiet=json_only)
         return 1 if self.wrong(run.records) else 0
 
 

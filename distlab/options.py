@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
@@ -115,6 +114,15 @@ def add_options(
         parser.add_argument(*names, **keywords)
 
 
+def parser_of(name: str, doc: str | None, *configs: type[Options]) -> argparse.ArgumentParser:
+    """The parser of a command, whose help is its module's docstring and the options of these classes."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(name, description=doc, formatter_class=raw)
+    for config in configs:
+        add_options(parser, config)
+    return parser
+
+
 def given(config: type[Options], args: argparse.Namespace) -> dict[str, Any]:
     """Field → value of the options that were given on the command line."""
     found = {}
@@ -125,16 +133,15 @@ def given(config: type[Options], args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def config_from(config: type[Options], args: argparse.Namespace, *presets: Mapping[str, Any]) -> Any:
-    """The configuration: the fields' defaults, `presets` over them in their order, what was given over all.
+def config_from(
+    config: type[Options], args: argparse.Namespace, preset: Mapping[str, Any] | None = None
+) -> Any:
+    """The configuration: the fields' defaults, a preset over them, what was given over all.
 
     Raises:
         ValueError: see `Options`.
     """
-    values: dict[str, Any] = {}
-    for preset in presets:
-        values |= preset
-    return config(**(values | given(config, args)))
+    return config(**{**(preset or {}), **given(config, args)})
 
 
 def _described(config: type[Options]) -> list[tuple[dataclasses.Field, Any, bool]]:
@@ -145,16 +152,10 @@ def _described(config: type[Options]) -> list[tuple[dataclasses.Field, Any, bool
         if "help" in each.metadata:
             kind = hints[each.name]
             several = typing.get_origin(kind) is tuple
-            single = each.metadata["kind"] or _plain(typing.get_args(kind)[0] if several else kind)
-            found.append((each, single, several))
+            kind = typing.get_args(kind)[0] if several else kind
+            known = [one for one in typing.get_args(kind) or [kind] if one is not type(None)]  # `int` of `int | None`
+            found.append((each, each.metadata["kind"] or known[0], several))
     return found
-
-
-def _plain(kind: Any) -> Any:
-    """`int` of `int | None`."""
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        return next(each for each in typing.get_args(kind) if each is not type(None))
-    return kind
 
 
 def _problem(value: Any, each: dataclasses.Field) -> str | None:

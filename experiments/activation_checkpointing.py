@@ -42,9 +42,9 @@ from distlab.measure import (
     peak_memory,
     percentiles,
 )
-from distlab.model import ModelConfig, TransformerLM, checkpoint_groups, cross_entropy, preset
+from distlab.model import TransformerLM, checkpoint_groups, cross_entropy
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, OKABE_ITO, TIE, horizontal, interval_ties, noise_of, picture, tied
+from distlab.report import NOISE, TIE, interval_ties, noise_of, stacked_bars
 from distlab.simulate.run import simulate_step
 from distlab.theory.flops import forward_flops
 from distlab.theory.memory.activations import PRECISIONS, activations
@@ -56,7 +56,7 @@ from distlab.theory.memory.recompute import (
     recomputed_flops,
 )
 from distlab.theory.model_shape import ModelShape
-from distlab.train.requirements import PlannedStep, require
+from distlab.train.requirements import require
 
 BASE = "none"  # what the others are held against
 SINGLE = (BASE, "block", "every-2", "every-4", "every-8", "every-16")  # on a single level
@@ -67,27 +67,21 @@ PRECISION = {"fp32": "fp32", "bf16": "bf16-autocast"}
 class CheckpointingConfig(BenchOptions, TimingOptions):
     """What to run; `bf16` is autocast over fp32 parameters."""
 
-    layers: int | None = option(None, "blocks [the preset's]", least=1)
-    vocab: int | None = option(None, "words [the preset's]", least=1)
+    compile: str = "off"
+    checkpointing: str = "none"  # see `groups`
     dtype: str = option("fp32", "of the computation", choices=tuple(PRECISION))
     groups: tuple[str, ...] = option(
         (*SINGLE, "every-32", "every-8-2", "every-8-1"), "none, block, every-K or every-K-J, several of them"
     )
-    warmup: int = option(1, "untimed steps per round", least=1)
-    steps: int = option(5, "timed steps per round", least=1)
     count: bool = option(False, "count peaks on fake tensors too, seconds to a quarter of a minute each")
     threads: int | None = option(None, "of a CPU [torch's]", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps * self.rounds < 3:
-            raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least 3 steps")
+        if self.steps * self.rounds < MIN_PAIRS:
+            raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
         for choice in self.groups:
             checkpoint_groups(choice)
-
-    def model(self) -> ModelConfig:
-        """The preset with its context, blocks and words replaced."""
-        return preset(self.size, num_layers=self.layers, context_length=self.context, vocab_size=self.vocab)
 
     def choices(self) -> tuple[str, ...]:
         """The ways to group, the base first."""
@@ -100,7 +94,7 @@ def measure(config: CheckpointingConfig, context: RankContext, run: Run) -> None
     Raises:
         MemoryError: on a CPU a way that does not fit, on a GPU all of them.
     """
-    plain = PlannedStep(config.model(), config.batch, dtype=config.dtype, mode="forward_backward")
+    plain = config.planned(mode="forward_backward")
     planned = [replace(plain, checkpointing=checkpoint_groups(choice)) for choice in config.choices()]
     require(planned, context.device, some=context.device.type == "cuda")
     bench = Bench(config, context.device)
@@ -117,9 +111,8 @@ def measure(config: CheckpointingConfig, context: RankContext, run: Run) -> None
 
 def one_step(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, dtype: str) -> torch.Tensor:
     """Gradients of one batch, from none; returns the loss."""
-    low = DTYPES[dtype]
     model.zero_grad(set_to_none=True)
-    with autocast(tokens.device, low):
+    with autocast(tokens.device, DTYPES[dtype]):
         loss = cross_entropy(model(tokens), targets)
     loss.backward()
     return loss
@@ -134,7 +127,7 @@ class Bench:
         # Of libraries in the allocator; fake tensors have none.
         self.workspace_bytes = CUBLAS_WORKSPACES if device.type == "cuda" else 0
         self.model = TransformerLM(shape, device=device, seed=config.seed)
-        self.batch = synthetic_batches(lone_context(device), shape, config.batch, config.seed)[0]
+        self.batch = synthetic_batches(lone_context(device), config)[0]
         self.times: dict[str, dict[str, list[float]]] = {}
         self.found: dict[str, dict[str, Any]] = {}
         self.norms: torch.Tensor | None = None  # of each gradient, without checkpointing
@@ -178,20 +171,13 @@ class Bench:
             return found
         found |= {f"step_{p}_ms": ms for p, ms in percentiles(times["step"]).items()}
         base = self.times.get(BASE)
-        if base is not None:
+        if base is not None and len(base["step"]) == len(times["step"]):
             found["step_over_none"] = found["step_p50_ms"] / percentiles(base["step"])["p50"]
-            found["step_over_none_is_tie"] = choice != BASE and self._ties(times["step"], base["step"])
+            apart = paired_ratio(times["step"], base["step"])
+            found["step_over_none_is_tie"] = interval_ties(apart.low, apart.high)  # never: none over itself
         found["noise_floor_pct"] = own_noise_floor(times["step"])
         found["noise_pct"] = noise_of(found)
         return found
-
-    @staticmethod
-    def _ties(mine: list[float], base: list[float]) -> bool:
-        """Whether the paired steps' interval contains 1; with too few for one, whether noise covers the difference."""
-        if len(mine) == len(base) >= MIN_PAIRS:
-            return interval_ties(*paired_ratio(mine, base)[1:])
-        rows = ({f"step_{p}_ms": ms for p, ms in percentiles(times).items()} for times in (mine, base))
-        return tied(*rows)
 
     def predicted(self, choice: str) -> dict[str, float | int | str]:
         """The closed forms; the time from the measured step without checkpointing, if that one ran."""
@@ -244,36 +230,13 @@ def counted_peak(config: CheckpointingConfig, choice: str) -> int:
     """The peak of the same step on fake tensors, counted storage by storage."""
     model = config.model()
 
-    def build() -> TransformerLM:
-        return TransformerLM(model, device="cpu", checkpoint_blocks=checkpoint_groups(choice) or False)
-
     def make_step(wrapper: nn.Module, optimizer: torch.optim.Optimizer, mark: Callable[[str], None]):
         tokens = torch.zeros(config.batch, model.context_length, dtype=torch.int64)
         return lambda: one_step(wrapper, tokens, tokens, config.dtype)
 
+    build = partial(TransformerLM, model, device="cpu", checkpoint_blocks=choice)
     options = {"optimizer_cls": torch.optim.SGD, "optimizer_options": {"lr": 0.0}}
     return simulate_step("local", build, make_step, world_size=1, **options).peak.total
-
-
-COLUMNS = [
-    Column("variant", "recomputed"),
-    Column("metrics.step_p20_ms", "step p20 ms", ".1f"),
-    Column("metrics.step_p50_ms", "p50", ".1f"),
-    Column("metrics.step_p80_ms", "p80", ".1f"),
-    NOISE,
-    Column("metrics.predicted_step_ms", "predicted ms", ".1f"),
-    Column(
-        "metrics.step_over_none", "× none", ".2f",
-        note=lambda r: TIE if r.metrics.get("step_over_none_is_tie") else "",
-    ),
-    Column("metrics.blocks_run_again", "blocks run again", "d"),
-    Column("metrics.peak_alloc_bytes", "peak GiB", ".3f", scale=2**-30),
-    Column("metrics.predicted_peak_bytes", "predicted GiB", ".3f", scale=2**-30),
-    Column("metrics.counted_peak_bytes", "fake tensors GiB", ".3f", scale=2**-30),
-    Column("metrics.predicted_peak_phase", "peak in", align="left"),
-    Column("metrics.max_rel_grad_norm_diff", "max |Δ‖grad‖|", ".1e"),
-    Column("metrics.status", "status", align="left"),
-]
 
 
 headline = headline_from(
@@ -303,45 +266,52 @@ def findings(records: Sequence[Record]) -> list[str]:
     return found
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Peak and time of each way, measured above predicted."""
-    measured = any(r.metrics.get("peak_alloc_bytes") is not None for r in records)
-    peak = "peak_alloc_bytes" if measured else "counted_peak_bytes"
-    panels = (
-        ("peak, GiB", 2**-30, peak, "predicted_peak_bytes", "allocator" if measured else "fake tensors"),
-        ("forward and backward, ms", 1.0, "step_p50_ms", "predicted_step_ms", "measured, p50"),
-    )
-    title = f"Recomputing blocks: {headline(records)}"
-    with picture(path, title, 1.6 + 0.42 * len(records)) as figure:
-        for axes, (label, scale, name, closed, how) in zip(
-            figure.subplots(1, 2, sharey=True), panels, strict=True
-        ):
-            for offset, metric, colour, legend in (
-                (-0.2, name, "blue", how),
-                (0.2, closed, "orange", "predicted"),
-            ):
-                values = [scale * (r.metrics.get(metric) or 0) for r in records]
-                places = [row + offset for row in range(len(records))]
-                bars = axes.barh(places, values, 0.38, color=OKABE_ITO[colour], label=legend)
-                axes.bar_label(
-                    bars, [f"{value:.3g}" if value else "n/a" for value in values], fontsize=7, padding=2
-                )
-            axes.set_xlabel(label)
-            axes.margins(x=0.16)
-            horizontal(axes)
-            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-        axes.set_yticks(range(len(records)), [r.variant for r in records])
-        axes.invert_yaxis()
+def draw(
+    measured: Sequence[str], predicted: str, unit: str, scale: float, records: Sequence[Record], path: Path
+) -> None:
+    """Of each way a bar as measured (the first of these metrics that any row has) above one as predicted."""
+    found = next((name for name in measured if any(r.metrics.get(name) is not None for r in records)), measured[0])
+    metrics = {"measured": found, "predicted": predicted}
+    bars = [(r.variant, how, r.metrics.get(metric)) for r in records for how, metric in metrics.items()]
+    parts = {
+        part: [None if value is None else scale * value * (how == part) for _, how, value in bars] for part in metrics
+    }
+    counted = " on fake tensors" if found == "counted_peak_bytes" else ""
+    title = f"Recomputing blocks{counted}: {headline(records)}"
+    stacked_bars(path, [f"{variant}, {how}" for variant, how, _ in bars], parts, title=title, unit=unit)
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "recomputed"),
+        Column("metrics.step_p20_ms", "step p20 ms", ".1f"),
+        Column("metrics.step_p50_ms", "p50", ".1f"),
+        Column("metrics.step_p80_ms", "p80", ".1f"),
+        NOISE,
+        Column("metrics.predicted_step_ms", "predicted ms", ".1f"),
+        Column(
+            "metrics.step_over_none", "× none", ".2f",
+            note=lambda r: TIE if r.metrics.get("step_over_none_is_tie") else "",
+        ),
+        Column("metrics.blocks_run_again", "blocks run again", "d"),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".3f", scale=2**-30),
+        Column("metrics.predicted_peak_bytes", "predicted GiB", ".3f", scale=2**-30),
+        Column("metrics.counted_peak_bytes", "fake tensors GiB", ".3f", scale=2**-30),
+        Column("metrics.predicted_peak_phase", "peak in", align="left"),
+        Column("metrics.max_rel_grad_norm_diff", "max |Δ‖grad‖|", ".1e"),
+        Column("metrics.status", "status", align="left"),
+    ],
     headline=headline,
     terminal=(
         *("variant", "step_p50_ms", "noise_pct", "predicted_step_ms", "step_over_none"),
         *("peak_alloc_bytes", "predicted_peak_bytes", "counted_peak_bytes", "status"),
     ),
-    pictures={"checkpointing.png": draw},
+    pictures={
+        "checkpointing.png": partial(
+            draw, ("peak_alloc_bytes", "counted_peak_bytes"), "predicted_peak_bytes", "GiB at the peak", 2**-30
+        ),
+        "time.png": partial(draw, ("step_p50_ms",), "predicted_step_ms", "ms", 1.0),
+    },
     findings=findings,
     reading="`block` keeps each block's input and recomputes the rest. `every-k` keeps the input of k blocks, and "
     "while a group runs backward it holds the activations of all k: larger groups save inputs, which are small, and "
@@ -354,11 +324,13 @@ VIEW = View(
 )
 
 TINY = {"size": "tiny", "context": 128, "vocab": 256, "dtype": "fp32", "count": True}
-SHORT = {"rounds": 1, "steps": 3, "threads": 1}
-PRESETS = {
-    "gpu": {"size": "xl", "context": 1024, "dtype": "bf16"},
-    "cpu": TINY | {"layers": 16, "steps": 4, "groups": (*SINGLE, "every-4-2", "every-8-2")},
-    "quick": TINY | SHORT | {"layers": 8, "groups": (BASE, "block", "every-2", "every-4", "every-4-2")},
-    "smoke": TINY | SHORT | {"layers": 4, "context": 32, "vocab": 32, "groups": ("block",)},
-}
-EXPERIMENT = Experiment(CheckpointingConfig, measure, VIEW, presets=PRESETS)
+SHORT = {"rounds": 1, "steps": 5, "threads": 1}
+EXPERIMENT = Experiment(
+    CheckpointingConfig, measure, VIEW,
+    presets={
+        "gpu": {"size": "xl", "context": 1024, "dtype": "bf16"},
+        "cpu": TINY | {"layers": 16, "steps": 4, "groups": (*SINGLE, "every-4-2", "every-8-2")},
+        "quick": TINY | SHORT | {"layers": 8, "groups": (BASE, "block", "every-2", "every-4", "every-4-2")},
+        "smoke": TINY | SHORT | {"layers": 4, "context": 32, "vocab": 32, "groups": ("block",)},
+    },
+)

@@ -9,8 +9,7 @@ error); and measures how a matmul and an all-reduce slow each other down, both w
 fits are records: `distlab.simulate.calibrate.measured_links` reads them for predictions.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -41,12 +40,13 @@ from distlab.measure import (
     traffic,
 )
 from distlab.report import Panel, Series, grouped, lines, measured
-from distlab.theory.collective_time import CollectiveFit, fit_collective
+from distlab.theory.collective_time import fit_collective
 
 FIT, CONTENTION = "fit ", "contention "
 KIB, MIB = 2**10, 2**20
 # 4 KiB … 2 GiB; 1.5 GiB since rings change their ways at 1 GiB, and a piece of a fit takes three sizes
 GPU_SIZES = tuple(sorted((*(4 * KIB * 2**k for k in range(20)), 1536 * MIB)))
+TICKS = ((4 * KIB, "4 KiB"), (64 * KIB, "64 KiB"), (MIB, "1 MiB"), (16 * MIB, "16 MiB"), (256 * MIB, "256 MiB"))
 CPU_SIZES = tuple(4 * KIB * 2**k for k in range(13))  # … 16 MiB
 
 
@@ -97,18 +97,7 @@ def measure(config: SweepConfig, context: RankContext, run: Run) -> None:
         MemoryError: on a CPU, a payload that does not fit; on a GPU such a row says OOM.
     """
     groups = config.groups(context.world_size)
-    _require_memory(config, context)
-    for ranks in groups:
-        with first_ranks(context, ranks) as group:
-            if group is not None:
-                _measure_group(config, group, run)
-        rest(context, f"sweep-{ranks}", ranks)
-    run.records[:] = with_fits(run.records)  # rank 0 is in every group: its rows are all
-    run.save()
-
-
-def _require_memory(config: SweepConfig, context: RankContext) -> None:
-    """Refuse payloads whose tensors, a source and a result on every rank, a CPU does not have room for."""
+    # On a CPU a payload, of which every rank holds a source and a result, must fit.
     frees = collectives.gather_objects(free_bytes(context.device), context.group)
     needed = 2 * max(*config.sizes, config.contention_bytes)
     if context.device.type == "cpu" and None not in frees and needed > min(frees) // context.world_size:
@@ -117,6 +106,13 @@ def _require_memory(config: SweepConfig, context: RankContext) -> None:
             f"ranks, and {min(frees) // context.world_size / 2**30:,.1f} GiB are free for each: give smaller --sizes "
             "or --contention-mb"
         )
+    for ranks in groups:
+        with first_ranks(context, ranks) as group:
+            if group is not None:
+                _measure_group(config, group, run)
+        rest(context, f"sweep-{ranks}", ranks)
+    run.records[:] = with_fits(run.records)  # rank 0 is in every group: its rows are all
+    run.save()
 
 
 def _measure_group(config: SweepConfig, context: RankContext, run: Run) -> None:
@@ -174,7 +170,6 @@ def _computations(config: SweepConfig, device: torch.device) -> dict[str, Callab
     return {"matmul": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
 
 
-
 def timings(records: Sequence[Record]) -> list[Record]:
     """The rows that are times of collectives."""
     return [record for record in records if record.variant in OPERATIONS]
@@ -188,41 +183,25 @@ def with_fits(records: Sequence[Record]) -> list[Record]:
     """
     found = []
     rows = [record for record in records if not record.variant.startswith(FIT)]
-    for (operation, _), group in itertools.groupby(rows, lambda r: (r.variant, r.config["world_size"])):
-        mine = list(group)
+    for (operation, _), mine in grouped(rows, lambda r: (r.variant, r.config["world_size"])).items():
         timed = [r for r in timings(mine) if r.metrics.get("time_p50_ms") not in (None, "OOM")]
         if len({r.metrics["payload_bytes"] for r in timed}) < 2:
             found += mine
             continue
         points = {r.metrics["payload_bytes"]: r.metrics["time_p50_ms"] / 1e3 for r in timed}
         fit = fit_collective(list(points), list(points.values()))
-        found += [replace(r, metrics=r.metrics | _fitted(fit, r)) if r in timed else r for r in mine]
+        for r in mine:
+            if r in timed:
+                ms = 1e3 * fit.seconds(r.metrics["payload_bytes"])
+                fitted = {"fit_ms": ms, "fit_error_pct": 100 * (ms / r.metrics["time_p50_ms"] - 1)}
+                r = replace(r, metrics=r.metrics | fitted)
+            found.append(r)
         config = {name: value for name, value in mine[0].config.items() if name != "num_bytes"}
         metrics = fit.metrics(list(points), list(points.values()))
         share = traffic(operation, config["world_size"])
         metrics["fitted_busbw_gb_per_s"] = fit.pieces[-1].bytes_per_s * share / 1e9
         found.append(replace(mine[0], variant=FIT + operation, config=config, metrics=metrics))
     return found
-
-
-def _fitted(fit: CollectiveFit, record: Record) -> dict[str, float]:
-    ms = 1e3 * fit.seconds(record.metrics["payload_bytes"])
-    return {"fit_ms": ms, "fit_error_pct": 100 * (ms / record.metrics["time_p50_ms"] - 1)}
-
-
-COLUMNS = [
-    Column("variant", "collective"),
-    Column("config.world_size", "ranks"),
-    Column("metrics.payload_bytes", "bytes", ",d", missing=""),
-    Column("metrics.time_p50_ms", "p50 ms", ".3f", missing=""),
-    Column("metrics.time_p80_ms", "p80 ms", ".3f", missing=""),
-    Column("metrics.algbw_gb_per_s", "algbw GB/s", ".2f", missing=""),
-    Column("metrics.busbw_gb_per_s", "busbw GB/s", ".2f", missing=""),
-    Column("metrics.link_ms", "link's peak ms", ".3f", missing=""),
-    Column("metrics.fit_ms", "fit ms", ".3f", missing=""),
-    Column("metrics.fit_error_pct", "error %", "+.1f", missing=""),
-    Column("metrics.max_abs_error", "max |Δ|", ".1e", missing=""),
-]
 
 
 headline = headline_from(
@@ -265,31 +244,29 @@ def findings(records: Sequence[Record]) -> list[str]:
     return found
 
 
+def _panels(
+    records: Sequence[Record], y_label: str, series_of: Callable[[Sequence[Record]], list[Series]], log_y: bool = False
+) -> list[Panel]:
+    """What there is to draw against the payload, a panel per number of ranks and backend."""
+    rows = [r for r in timings(records) if isinstance(r.metrics.get("time_p50_ms"), float)]
+    panels = []
+    for (ranks, backend), mine in grouped(rows, lambda r: (r.config["world_size"], r.config["backend"])).items():
+        mine.sort(key=lambda r: r.metrics["payload_bytes"])
+        ticks = [tick for tick in TICKS if tick[0] <= 2 * mine[-1].metrics["payload_bytes"]]
+        panel = Panel(f"{ranks} ranks, {backend}", "payload", y_label, series_of(mine), log_y=log_y, x_ticks=ticks)
+        panels += [panel] if panel.series else []
+    return panels
+
+
 def draw_bandwidth(records: Sequence[Record], path: Path) -> None:
-    """Bus bandwidth against size, a panel per number of ranks."""
-    panels = [
-        Panel(y_label="bus bandwidth (GB/s)", series=_bandwidth_series(rows), **shared)
-        for rows, shared in _by_ranks(records)
-    ]
-    lines(path, panels, title=headline(records))
+    """Bus bandwidth against size."""
+    lines(path, _panels(records, "bus bandwidth (GB/s)", _bandwidth_series), title=headline(records))
 
 
 def draw_fits(records: Sequence[Record], path: Path) -> None:
-    """Times of the library's collectives with their fits, a panel per number of ranks."""
-    panels = [
-        Panel(y_label="time (ms)", log_y=True, series=_time_series(rows), **shared)
-        for rows, shared in _by_ranks(records)
-    ]
-    panels = [panel for panel in panels if panel.series]
-    if panels:
+    """Times of the library's collectives with their fits."""
+    if panels := _panels(records, "time (ms)", _time_series, log_y=True):
         lines(path, panels, title=f"Measured times and α–β fits in pieces. {headline(records)}")
-
-
-def _by_ranks(records: Sequence[Record]) -> Iterator[tuple[list[Record], dict]]:
-    rows = [r for r in timings(records) if isinstance(r.metrics.get("time_p50_ms"), float)]
-    for key, mine in grouped(rows, lambda r: (r.config["world_size"], r.config["backend"])).items():
-        mine.sort(key=lambda r: r.metrics["payload_bytes"])
-        yield mine, {"title": f"{key[0]} ranks, {key[1]}", "x_label": "payload", "x_ticks": _ticks(mine)}
 
 
 def _bandwidth_series(rows: Sequence[Record]) -> list[Series]:
@@ -298,11 +275,11 @@ def _bandwidth_series(rows: Sequence[Record]) -> list[Series]:
         x, y = ([r.metrics[m] for r in mine] for m in ("payload_bytes", "busbw_gb_per_s"))
         like = None if name == "whole_all_reduce" else name.removeprefix("ring_")
         series.append(Series(name, x, y, line="--" if name in BY_HAND else "-", like=like))
-    links = [r.metrics["link_ms"] for r in rows if r.variant == "all_reduce" and r.metrics.get("link_ms")]
-    if links:
-        peak = rows[0].metrics["payload_bytes"] * traffic(rows[0].variant, rows[0].config["world_size"])
-        peak = peak / rows[0].metrics["link_ms"] / 1e6
-        x = [min(r.metrics["payload_bytes"] for r in rows), max(r.metrics["payload_bytes"] for r in rows)]
+    link = next((r for r in rows if r.variant == "all_reduce" and r.metrics.get("link_ms")), None)
+    if link is not None:
+        payload = link.metrics["payload_bytes"]
+        peak = payload * traffic("all_reduce", link.config["world_size"]) / link.metrics["link_ms"] / 1e6
+        x = [end(r.metrics["payload_bytes"] for r in rows) for end in (min, max)]
         series.append(Series("peak of the link", x, [peak, peak], line="-", like="~"))
     return series
 
@@ -316,14 +293,20 @@ def _time_series(rows: Sequence[Record]) -> list[Series]:
     ]  # fmt: skip
 
 
-def _ticks(rows: Sequence[Record]) -> list[tuple[float, str]]:
-    largest = max(r.metrics["payload_bytes"] for r in rows)
-    ticks = ((1, "4 KiB"), (3, "64 KiB"), (5, "1 MiB"), (7, "16 MiB"), (9, "256 MiB"))
-    return [(4**k * 1024, text) for k, text in ticks if 4**k * 1024 <= 2 * largest]
-
-
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "collective"),
+        Column("config.world_size", "ranks"),
+        Column("metrics.payload_bytes", "bytes", ",d", missing=""),
+        Column("metrics.time_p50_ms", "p50 ms", ".3f", missing=""),
+        Column("metrics.time_p80_ms", "p80 ms", ".3f", missing=""),
+        Column("metrics.algbw_gb_per_s", "algbw GB/s", ".2f", missing=""),
+        Column("metrics.busbw_gb_per_s", "busbw GB/s", ".2f", missing=""),
+        Column("metrics.link_ms", "link's peak ms", ".3f", missing=""),
+        Column("metrics.fit_ms", "fit ms", ".3f", missing=""),
+        Column("metrics.fit_error_pct", "error %", "+.1f", missing=""),
+        Column("metrics.max_abs_error", "max |Δ|", ".1e", missing=""),
+    ],
     headline=headline,
     terminal=(
         *("variant", "world_size", "payload_bytes", "time_p50_ms", "busbw_gb_per_s", "fit_error_pct", "max_abs_error"),
@@ -340,13 +323,17 @@ VIEW = View(
     noise="p20 to p80 of the repetitions are the error bars of the fit's picture.",
 )
 
-PRESETS = {
-    "gpu": {"sizes": GPU_SIZES, "contention_mb": 256.0},
-    "cpu": {"sizes": CPU_SIZES, "contention_mb": 4.0},
-    "quick": {"sizes": tuple(4 * KIB * 8**k for k in range(4)), "repeats": 5, "budget_s": 0.1},
-    "smoke": {
-        "operations": ("all_reduce", "broadcast"), "sizes": (4096, 65536, 262144), "group_sizes": (2,), "warmup": 1,
-        "repeats": 3, "budget_s": 0.05, "contention_mb": 0.004, "matrix": 64,
+EXPERIMENT = Experiment(
+    SweepConfig, measure, VIEW,
+    presets={
+        "gpu": {"sizes": GPU_SIZES, "contention_mb": 256.0},
+        "cpu": {"sizes": CPU_SIZES, "contention_mb": 4.0},
+        "quick": {"sizes": tuple(4 * KIB * 8**k for k in range(4)), "repeats": 5, "budget_s": 0.1},
+        "smoke": {
+            "operations": ("all_reduce", "broadcast"), "sizes": (4096, 65536, 262144), "group_sizes": (2,), "warmup": 1,
+            "repeats": 3, "budget_s": 0.05, "contention_mb": 0.004, "matrix": 64,
+        },
     },
-}  # fmt: skip
-EXPERIMENT = Experiment(SweepConfig, measure, VIEW, presets=PRESETS, ranks="many", wrong=wrong_rows)
+    ranks="many",
+    wrong=wrong_rows,
+)  # fmt: skip

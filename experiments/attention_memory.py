@@ -13,11 +13,13 @@ import itertools
 import time
 from dataclasses import dataclass
 from functools import partial
+from statistics import median_high
 
 import torch
+from torch import Tensor
 
 from distlab.experiment import Column, Experiment, RankContext, Run, View, headline_from, option
-from distlab.measure import Pace, attempt
+from distlab.measure import Pace, PhaseTimer, allocated_bytes, attempt, peak_memory
 from experiments._attention import VARIANTS, Attention, ShapeOptions, build, inputs, lines_over_length
 
 
@@ -48,25 +50,21 @@ def predicted_memory(variant: str, batch: int, length: int, head_dim: int, dtype
     return 5 * tensor + statistics, 8 * tensor + 3 * statistics + summed
 
 
-def pass_once(fn: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> dict[str, float]:
+def pass_once(fn: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, float | None]:
     """Times of one forward and one backward, and on a GPU the bytes in use between them and at the backward's peak."""
-    on_gpu = q.is_cuda
-    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    synchronize = PhaseTimer(q.device).synchronize
     synchronize()
     begin = time.perf_counter()
     o = fn(q, k, v)
     synchronize()
     middle = time.perf_counter()
-    found: dict[str, float] = {"fwd_ms": 1e3 * (middle - begin)}
-    if on_gpu:
-        found["before_bwd_alloc_bytes"] = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(o, (q, k, v), do)
-    synchronize()
-    found["bwd_ms"] = 1e3 * (time.perf_counter() - middle)
-    if on_gpu:
-        found["peak_alloc_bytes"] = torch.cuda.max_memory_allocated()
-    return found
+    before = allocated_bytes(q.device)
+    with peak_memory(q.device) as backward:
+        torch.autograd.grad(o, (q, k, v), do)
+        synchronize()
+        end = time.perf_counter()
+    times = {"fwd_ms": 1e3 * (middle - begin), "bwd_ms": 1e3 * (end - middle)}
+    return times | {"before_bwd_alloc_bytes": before, "peak_alloc_bytes": backward.peak_alloc_bytes}
 
 
 def _held_by_libraries(on_gpu: bool) -> int:
@@ -93,10 +91,8 @@ def memory(config: Config, run: Run, device: str, length: int, head_dim: int, dt
     for _ in range(config.passes):
         passes.append(pass_once(fn, q, k, v, do))
         pace()
-    metrics: dict[str, object] = {name: x - held for name, x in passes[-1].items() if name.endswith("bytes")}
-    for name in ("fwd", "bwd"):
-        metrics[f"{name}_p50_ms"] = sorted(p[f"{name}_ms"] for p in passes)[len(passes) // 2]
-    return metrics
+    last = {name: value - held for name, value in passes[-1].items() if name.endswith("bytes") and value is not None}
+    return last | {f"{name}_p50_ms": median_high(p[f"{name}_ms"] for p in passes) for name in ("fwd", "bwd")}
 
 
 def measure(config: Config, context: RankContext, run: Run) -> None:
@@ -112,23 +108,17 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             run.add(variant, metrics, **row, causal=True)
 
 
-COLUMNS = [
-    Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
-    Column("variant", "variant"), Column("metrics.fwd_p50_ms", "fwd ms", ".3f"),
-    Column("metrics.bwd_p50_ms", "bwd ms", ".3f"),
-    Column("metrics.before_bwd_alloc_bytes", "before bwd MiB", ".1f", scale=2**-20),
-    Column("metrics.predicted_before_bwd_bytes", "predicted", ".1f", scale=2**-20),
-    Column("metrics.peak_alloc_bytes", "peak MiB", ".1f", scale=2**-20),
-    Column("metrics.predicted_peak_bytes", "predicted", ".1f", scale=2**-20), Column("metrics.status", "status"),
-]
-
-
-headline = headline_from("Batch {batch}, no heads, causal, {passes} passes, {device_name}, torch {torch}")
-
-
 VIEW = View(
-    columns=COLUMNS,
-    headline=headline,
+    columns=[
+        Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
+        Column("variant", "variant"), Column("metrics.fwd_p50_ms", "fwd ms", ".3f"),
+        Column("metrics.bwd_p50_ms", "bwd ms", ".3f"),
+        Column("metrics.before_bwd_alloc_bytes", "before bwd MiB", ".1f", scale=2**-20),
+        Column("metrics.predicted_before_bwd_bytes", "predicted", ".1f", scale=2**-20),
+        Column("metrics.peak_alloc_bytes", "peak MiB", ".1f", scale=2**-20),
+        Column("metrics.predicted_peak_bytes", "predicted", ".1f", scale=2**-20), Column("metrics.status", "status"),
+    ],
+    headline=headline_from("Batch {batch}, no heads, causal, {passes} passes, {device_name}, torch {torch}"),
     terminal=("dtype", "head_dim", "length", "variant", "before_bwd_alloc_bytes", "peak_alloc_bytes",
               "predicted_peak_bytes", "status"),
     pictures={"memory.png": lines_over_length("peak_alloc_bytes", "peak bytes")},
@@ -138,5 +128,8 @@ VIEW = View(
     noise="The bytes are the allocator's count, which does not vary. Times are medians over the passes.",
 )
 SMOKE = {"lengths": (32,), "head_dims": (16,), "dtypes": ("float32",), "passes": 2}
-PRESETS = {"quick": {"lengths": (4096, 16384), "head_dims": (64,), "passes": 10}, "quick-cpu": SMOKE, "smoke": SMOKE}
-EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1)
+EXPERIMENT = Experiment(
+    Config, measure, VIEW,
+    presets={"quick": {"lengths": (4096, 16384), "head_dims": (64,), "passes": 10}, "quick-cpu": SMOKE, "smoke": SMOKE},
+    gpus=1,
+)

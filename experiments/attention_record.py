@@ -99,23 +99,20 @@ def matmul_tflop_per_s() -> float:
     return 2 * 8192**3 / do_bench(lambda: a @ b, return_mode="median") / 1e9
 
 
-COLUMNS = [
-    Column("config.head_dim", "d"), Column("variant", "variant"), Column("metrics.fwd_p50_ms", "fwd ms", ".3f"),
-    Column("metrics.bwd_p50_ms", "bwd ms", ".3f"), Column("metrics.fwd_bwd_p50_ms", "f+b ms", ".3f"),
-    Column("metrics.fwd_tflop_per_s", "fwd TFLOP/s", ".0f"), Column("metrics.bwd_tflop_per_s", "bwd TFLOP/s", ".0f"),
-    Column("metrics.fwd_bwd_tflop_per_s", "f+b TFLOP/s", ".0f"), Column("metrics.max_abs_error", "max |Δo|", ".1e"),
-    Column("metrics.max_abs_grad_error", "max |Δgrad|", ".1e"), Column("metrics.matmul_tflop_per_s", "cuBLAS", ".0f"),
-]  # fmt: skip
-
-
-headline = headline_from(
-    "1 × {heads} × {length:,} × d, {dtype}, causal, forward + backward, {device_name}, torch {torch}, triton {triton}"
-)
-
-
 VIEW = View(
-    columns=COLUMNS,
-    headline=headline,
+    columns=[
+        Column("config.head_dim", "d"), Column("variant", "variant"), Column("metrics.fwd_p50_ms", "fwd ms", ".3f"),
+        Column("metrics.bwd_p50_ms", "bwd ms", ".3f"), Column("metrics.fwd_bwd_p50_ms", "f+b ms", ".3f"),
+        Column("metrics.fwd_tflop_per_s", "fwd TFLOP/s", ".0f"),
+        Column("metrics.bwd_tflop_per_s", "bwd TFLOP/s", ".0f"),
+        Column("metrics.fwd_bwd_tflop_per_s", "f+b TFLOP/s", ".0f"), Column("metrics.max_abs_error", "max |Δo|", ".1e"),
+        Column("metrics.max_abs_grad_error", "max |Δgrad|", ".1e"),
+        Column("metrics.matmul_tflop_per_s", "cuBLAS", ".0f"),
+    ],
+    headline=headline_from(
+        "1 × {heads} × {length:,} × d, {dtype}, causal, forward + backward, {device_name}, torch {torch}, triton "
+        "{triton}"
+    ),
     terminal=("head_dim", "variant", "fwd_p50_ms", "bwd_p50_ms", "fwd_bwd_p50_ms", "fwd_bwd_tflop_per_s",
               "max_abs_error", "max_abs_grad_error", "matmul_tflop_per_s"),
     reading="All variants run through one harness, and its cost (unpacking, the sum, stacking gradients) is the same "
@@ -123,5 +120,8 @@ VIEW = View(
     "matmul of cuBLAS reached in the same run. Errors are against float64 and must be similar for all variants.",
 )  # fmt: skip
 SHORT = {"ms_per_number": 100, "head_dims": (64,), "length": 128}
-PRESETS = {"quick": {"ms_per_number": 100}, "quick-cpu": SHORT, "smoke": SHORT}
-EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1)
+EXPERIMENT = Experiment(
+    Config, measure, VIEW,
+    presets={"quick": {"ms_per_number": 100}, "quick-cpu": SHORT, "smoke": SHORT},
+    gpus=1,
+)

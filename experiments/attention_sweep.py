@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
-from distlab.measure import Pace, attempt, host_ms, percentiles, replay_ms
-from distlab.report import TIE, tied
+from distlab.measure import Pace, allocated_bytes, attempt, host_ms, peak_memory, percentiles, replay_ms
+from distlab.report import TIE, grouped, tied
 from experiments._attention import (
     VARIANTS,
     Attention,
@@ -70,13 +70,12 @@ def speed(case: list[Tensor], expected: tuple[Tensor, ...], variant: str, repeat
     """
     fn = build(variant, case[0].shape[-2], device)
     metrics: dict[str, Any] = errors(both(fn, *case), expected)  # the first call, which compiles what has to be
-    if device == "cuda":
-        before = torch.cuda.memory_allocated()  # libraries keep workspaces, far larger than a short call's tensors
-        torch.cuda.reset_peak_memory_stats()
-    metrics |= {f"host_{p}_ms": ms for p, ms in percentiles(host_ms(lambda: both(fn, *case), repeats)).items()}
-    if device != "cuda":
+    before = allocated_bytes(device)  # libraries keep workspaces, far larger than a short call's tensors
+    with peak_memory(device) as memory:
+        metrics |= {f"host_{p}_ms": ms for p, ms in percentiles(host_ms(lambda: both(fn, *case), repeats)).items()}
+    if before is None:
         return metrics
-    metrics["peak_bytes"] = torch.cuda.max_memory_allocated() - before + sum(x.nbytes for x in case)
+    metrics["peak_bytes"] = memory.peak_alloc_bytes - before + sum(x.nbytes for x in case)
     forward = percentiles(replay_ms(lambda: fn(*case[:3]), repeats))
     whole = percentiles(replay_ms(lambda: both(fn, *case), repeats))
     metrics |= {f"fwd_device_{p}_ms": ms for p, ms in forward.items()}
@@ -145,11 +144,10 @@ def beside_best_peer(records: list[Record]) -> list[Record]:
     `code` is the commit at which that shape was measured: a file may hold shapes of several runs.
     """
     found = []
-    shape_of = lambda r: (r.config["dtype"], r.config["head_dim"], r.config["length"])  # noqa: E731
-    for shape, group in itertools.groupby(sorted(records, key=shape_of), shape_of):
-        rows = {r.variant: r for r in group if r.metrics.get("fwd_bwd_device_p50_ms") is not None}
-        ours = rows.pop("ours", None)
-        peers = [r for r in rows.values() if not r.variant.startswith("ours")]
+    timed = [r for r in records if r.metrics.get("fwd_bwd_device_p50_ms") is not None]
+    for shape, rows in sorted(grouped(timed, shape_of).items()):
+        ours = next((r for r in rows if r.variant == "ours"), None)
+        peers = [r for r in rows if not r.variant.startswith("ours")]
         if ours is None or not peers:
             continue
         best = min(peers, key=lambda r: r.metrics["fwd_bwd_device_p50_ms"])
@@ -163,11 +161,17 @@ def beside_best_peer(records: list[Record]) -> list[Record]:
     return found
 
 
+def shape_of(record: Record) -> tuple[str, int, int]:
+    """(dtype, head dim, length)"""
+    return record.config["dtype"], record.config["head_dim"], record.config["length"]
+
+
 def crossovers(records: list[Record]) -> list[str]:
     """Per dtype and head dim, the lengths at which a peer is faster."""
-    lines, beside = [], beside_best_peer(records)
-    for dtype, head_dim in sorted({(r.config["dtype"], r.config["head_dim"]) for r in records}):
-        mine = [r for r in beside if (r.config["dtype"], r.config["head_dim"]) == (dtype, head_dim)]
+    lines = []
+    beside = grouped(beside_best_peer(records), lambda r: shape_of(r)[:2])
+    for dtype, head_dim in sorted({shape_of(r)[:2] for r in records}):
+        mine = beside.get((dtype, head_dim), [])
         slower = [r for r in mine if r.metrics["ours_over_peer"] > 1 and not r.metrics.get("is_tie")]
         behind = [f"{r.config['length']} ({r.metrics['peer']} {r.metrics['peer_ms']:.4f} ms, ours "
                   f"{r.metrics['ours_ms']:.4f})" for r in slower]
@@ -197,18 +201,16 @@ COMPARISON = View(
     headline=lambda records: headline(records) + "; each shape by the code in the last column",
     reading="Above 1 the peer is faster.",
 )  # fmt: skip
-COLUMNS = [
-    Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
-    Column("variant", "variant"), Column("metrics.fwd_device_p50_ms", "fwd ms", ".4f"),
-    Column("metrics.bwd_device_p50_ms", "bwd ms", ".4f"), Column("metrics.fwd_bwd_device_p50_ms", "f+b ms", ".4f"),
-    Column("metrics.fwd_bwd_tflop_per_s", "TFLOP/s", ".1f"), Column("metrics.host_p50_ms", "host ms", ".3f"),
-    Column("metrics.peak_bytes", "peak MiB", ".1f", scale=2**-20),
-    Column("metrics.max_abs_error", "max |Δo|", ".1e"), Column("metrics.max_abs_grad_error", "max |Δgrad|", ".1e"),
-    Column("metrics.status", "status"),
-]
-
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
+        Column("variant", "variant"), Column("metrics.fwd_device_p50_ms", "fwd ms", ".4f"),
+        Column("metrics.bwd_device_p50_ms", "bwd ms", ".4f"), Column("metrics.fwd_bwd_device_p50_ms", "f+b ms", ".4f"),
+        Column("metrics.fwd_bwd_tflop_per_s", "TFLOP/s", ".1f"), Column("metrics.host_p50_ms", "host ms", ".3f"),
+        Column("metrics.peak_bytes", "peak MiB", ".1f", scale=2**-20),
+        Column("metrics.max_abs_error", "max |Δo|", ".1e"), Column("metrics.max_abs_grad_error", "max |Δgrad|", ".1e"),
+        Column("metrics.status", "status"),
+    ],
     headline=lambda records: headline(records) if records[0].environment.get("cuda") else "A CPU: host time only",
     terminal=("dtype", "head_dim", "length", "variant", "fwd_bwd_device_p50_ms",
               "fwd_bwd_tflop_per_s", "host_p50_ms", "status"),
@@ -225,9 +227,13 @@ VIEW = View(
 )
 SMOKE = {"lengths": (32,), "head_dims": (16,), "dtypes": ("float32",), "variants": ("naive", "sdpa", "ours"),
          "repeats": 3}  # fmt: skip
-PRESETS = {
-    "quick": {"lengths": (1024, 4096, 16384), "head_dims": (64,), "dtypes": ("bfloat16",), "repeats": 5,
-              "variants": ("naive", "sdpa-flash", "sdpa-cudnn", "flex", "ours")},
-    "quick-cpu": SMOKE, "smoke": SMOKE,
-}  # fmt: skip
-EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1, parts=(COMPARISON,))
+EXPERIMENT = Experiment(
+    Config, measure, VIEW,
+    presets={
+        "quick": {"lengths": (1024, 4096, 16384), "head_dims": (64,), "dtypes": ("bfloat16",), "repeats": 5,
+                  "variants": ("naive", "sdpa-flash", "sdpa-cudnn", "flex", "ours")},
+        "quick-cpu": SMOKE, "smoke": SMOKE,
+    },
+    gpus=1,
+    parts=(COMPARISON,),
+)  # fmt: skip

@@ -27,7 +27,7 @@ from tabulate import tabulate
 
 from distlab import hardware
 from distlab.model import config as model_config
-from distlab.options import Options, add_options, config_from, option
+from distlab.options import Options, add_options, config_from, option, parser_of
 from distlab.theory import fusion, gpu, warp_access
 from distlab.theory.gpu import roofline
 from kernels.cost import Cost
@@ -230,8 +230,7 @@ QUESTIONS = {
 
 def parser() -> argparse.ArgumentParser:
     """A sub-command for each calculation."""
-    raw = argparse.RawDescriptionHelpFormatter
-    found = argparse.ArgumentParser("distlab run calculator", description=__doc__, formatter_class=raw)
+    found = parser_of("distlab run calculator", __doc__)
     commands = found.add_subparsers(dest="command", required=True)
     for name, question in QUESTIONS.items():
         add_options(commands.add_parser(name), question)

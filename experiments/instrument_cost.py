@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from distlab.measure import (
     Pace,
     clock,
     emitter,
+    interleave,
     named_ranges,
     noise_floor,
     paired_ratio,
@@ -46,7 +48,7 @@ from distlab.measure import (
 )
 from distlab.model import TransformerLM, cross_entropy, preset
 from distlab.options import SEED
-from distlab.report import OKABE_ITO, TIE, picture
+from distlab.report import TIE, Panel, Series, lines
 
 NEVER, TWIN = "never attached", "never attached, a twin"
 INSTRUMENTS = ("ranges", "recorder")
@@ -92,9 +94,7 @@ class Subject:
         with attached(instrument, self.model) if state == "off again" else nullcontext():
             self.step()  # of every variant, so that memory is laid out alike
         # What is on is attached before the clock starts and taken off after it stops.
-        self.around: Callable[[], Any] = nullcontext
-        if state == "on":
-            self.around = lambda: attached(instrument, self.model)
+        self.around = partial(attached, instrument, self.model) if state == "on" else nullcontext
 
     def step(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -127,19 +127,20 @@ def time_rounds(
     """Of each variant: milliseconds by round, and the largest difference of a gradient from NEVER's."""
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     apart = dict.fromkeys(VARIANTS, 0.0)
-    order = random.Random(config.seed)
+    random_order = random.Random(config.seed)
+
+    def shuffled(number: int, names: Sequence[str]) -> list[str]:
+        return random_order.sample(names, len(names))
+
     pace = Pace(config.rounds, "rounds", progress)
-    for _ in range(config.rounds):
-        subjects = {name: Subject(name, config, device) for name in order.sample(VARIANTS, len(VARIANTS))}
-        steps: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-        for _ in range(config.warmup + config.steps):
-            for variant in order.sample(VARIANTS, len(VARIANTS)):
-                steps[variant].append(subjects[variant].time())
-        for variant, samples in steps.items():
-            times[variant].append(statistics.median(samples[config.warmup :]))
+    for number in range(config.rounds):
+        subjects = {name: Subject(name, config, device) for name in shuffled(number, VARIANTS)}
+        calls = {variant: subjects[variant].time for variant in VARIANTS}
+        steps = interleave(calls, config.warmup + config.steps, order=shuffled)
         reference = subjects[NEVER].gradients()
-        for variant, subject in subjects.items():
-            pairs = zip(subject.gradients(), reference, strict=True)
+        for variant in VARIANTS:
+            times[variant].append(statistics.median(steps[variant][config.warmup :]))
+            pairs = zip(subjects[variant].gradients(), reference, strict=True)
             apart[variant] = max(apart[variant], *((a - b).abs().max().item() for a, b in pairs))
         pace()
     return times, apart
@@ -165,19 +166,6 @@ def _tie(record: Record) -> str:
     return TIE if cost is not None and abs(cost) <= record.metrics["noise_floor_pct"] else ""
 
 
-COLUMNS = [
-    Column("variant", "instrument"),
-    Column("metrics.step_p20_ms", "step p20 ms", ".3f"),
-    Column("metrics.step_p50_ms", "p50", ".3f"),
-    Column("metrics.step_p80_ms", "p80", ".3f"),
-    Column("metrics.cost_pct", "cost %", "+.2f", note=_tie),
-    Column("metrics.cost_low_pct", "from (95 %)", "+.2f"),
-    Column("metrics.cost_high_pct", "to", "+.2f"),
-    Column("metrics.noise_floor_pct", "noise %", ".2f"),
-    Column("metrics.max_abs_grad_diff", "max |Δgrad|", ".0e"),
-]
-
-
 headline = headline_from(
     "Cost of instruments: one layer of tiny, {vocab} words, batch {batch} × context {context}, forward and backward, "
     "{timed:,} steps of each, {device_name}, torch {torch}",
@@ -197,32 +185,32 @@ def findings(records: Sequence[Record]) -> list[str]:
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """The cost of each variant with its interval, and the noise floor as a band."""
-    rows = [record for record in records if record.variant != NEVER]
-    panels = {
-        "off": [r for r in rows if not r.variant.endswith(" on")],
-        "on": [r for r in rows if r.variant.endswith(" on")],
-    }
-    with picture(path, headline(records), 3.4) as figure:
-        for axes, (state, group) in zip(figure.subplots(1, 2, width_ratios=(3, 2)), panels.items(), strict=True):
-            floor = group[0].metrics["noise_floor_pct"]
-            axes.axvspan(-floor, floor, color=OKABE_ITO["sky"], alpha=0.35, label=f"noise floor, ± {floor:.2f} %")
-            for place, metrics in enumerate(record.metrics for record in group):
-                cost, low, high = (metrics[f"cost_{name}pct"] for name in ENDS)
-                axes.errorbar(
-                    cost, place, xerr=[[cost - low], [high - cost]], fmt="o", color=OKABE_ITO["blue"], capsize=4
-                )
-                axes.annotate(f"{cost:+.2f} %", (cost, place), (0, 8), textcoords="offset points", ha="center",
-                              fontsize=8)  # fmt: skip
-            axes.set_yticks(range(len(group)), [record.variant for record in group])
-            axes.set_ylim(len(group) - 0.4, -0.6)
-            axes.margins(x=0.25)
-            axes.set_xlabel(f"longer than never attached (%), {state}")
-            axes.legend(loc="lower left", bbox_to_anchor=(0, 1))
+    """The cost of each variant with its interval, between the ends of the noise floor."""
+    panels = []
+    for state in ("off", "on"):
+        rows = [r for r in records if r.variant != NEVER and r.variant.endswith(" on") == (state == "on")]
+        floor, ends = rows[0].metrics["noise_floor_pct"], [-0.5, len(rows) - 0.5]
+        cost, low, high = ([r.metrics[f"cost_{name}pct"] for r in rows] for name in ENDS)
+        band = [Series("noise floor", ends, [edge, edge], line="--") for edge in (-floor, floor)]
+        series = [Series("cost", range(len(rows)), cost, low, high), *band]
+        names = [(place, r.variant.replace(" ", "\n", 1)) for place, r in enumerate(rows)]
+        label = "longer than never attached (%)"
+        panels.append(Panel(state, "", label, series, log_x=None, from_zero=False, x_ticks=names))
+    lines(path, panels, title=headline(records))
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "instrument"),
+        Column("metrics.step_p20_ms", "step p20 ms", ".3f"),
+        Column("metrics.step_p50_ms", "p50", ".3f"),
+        Column("metrics.step_p80_ms", "p80", ".3f"),
+        Column("metrics.cost_pct", "cost %", "+.2f", note=_tie),
+        Column("metrics.cost_low_pct", "from (95 %)", "+.2f"),
+        Column("metrics.cost_high_pct", "to", "+.2f"),
+        Column("metrics.noise_floor_pct", "noise %", ".2f"),
+        Column("metrics.max_abs_grad_diff", "max |Δgrad|", ".0e"),
+    ],
     headline=headline,
     terminal=(
         *("variant", "step_p50_ms", "cost_pct", "cost_low_pct", "cost_high_pct", "noise_floor_pct"),
@@ -238,5 +226,7 @@ VIEW = View(
     prediction="None is needed when off: the same functions run, which a test compares one by one.",
 )
 
-PRESETS = {"quick": {"rounds": 40, "steps": 10}, "smoke": {"rounds": 5, "steps": 1, "warmup": 0}}
-EXPERIMENT = Experiment(CostConfig, measure, VIEW, presets=PRESETS)
+EXPERIMENT = Experiment(
+    CostConfig, measure, VIEW,
+    presets={"quick": {"rounds": 40, "steps": 10}, "smoke": {"rounds": 5, "steps": 1, "warmup": 0}},
+)

@@ -39,7 +39,6 @@ from distlab.measure import (
 from distlab.parallel import STRATEGIES as KNOWN
 from distlab.report import stacked_bars
 from distlab.theory.memory.peak import Breakdown
-from distlab.train.requirements import PlannedStep
 
 STRATEGIES = (
     *("local", "bucketed", "sharded-optimizer", "zero1", "fsdp"),
@@ -73,11 +72,14 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
         if run.done(variant.name):
             continue
         run.progress(f"measuring {variant.name}")
-        metrics = _fullest(_measure(bench, variant, config.steps), context) | _predicted(config, context, variant)
+        ranks = collectives.gather_objects(_measure(bench, variant, config.steps), context.group)
+        fullest = {name: None if None in (rank[name] for rank in ranks) else max(rank[name] for rank in ranks)
+                   for name in ranks[0]}  # fmt: skip
+        metrics = fullest | _predicted(config, context, variant)
         for name in (*STATES, *MOMENTS, "peak_alloc"):
             predicted, found = metrics[f"predicted_{name}_bytes"], metrics[f"{name}_bytes"]
             metrics[f"{name}_error_pct"] = 100 * (predicted / found - 1) if found else None
-        run.add(variant.name, metrics, **bench.facts)
+        run.add(variant.name, metrics, **config.facts(context))
 
 
 def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | float | None]:
@@ -113,16 +115,9 @@ def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> lis
     return [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
 
 
-def _fullest(measured: dict[str, int | float | None], context: RankContext) -> dict[str, int | float | None]:
-    """The largest of every figure over the ranks."""
-    ranks = collectives.gather_objects(measured, context.group)
-    return {name: None if measured[name] is None else max(rank[name] for rank in ranks) for name in measured}
-
-
 def _predicted(config: MemoryConfig, context: RankContext, variant: Variant) -> dict[str, int | str]:
     """What `theory.memory` says of this variant."""
-    planned = PlannedStep(config.model(), config.batch, variant.strategy.name, config.dtype)
-    expected = planned.memory(context.world_size, on_gpu=context.device.type == "cuda")
+    expected = config.planned(variant.strategy.name).memory(context.world_size, on_gpu=context.device.type == "cuda")
     states = expected.before_step
     peak = {f"predicted_peak_{each.name}_bytes": getattr(expected.peak, each.name) for each in fields(Breakdown)}
     moments = {f"predicted_{moment}_bytes": getattr(expected, moment).total for moment in MOMENTS}
@@ -137,24 +132,6 @@ def _predicted(config: MemoryConfig, context: RankContext, variant: Variant) -> 
 
 def _gib(metric: str, title: str) -> Column:
     return Column(f"metrics.{metric}", title, ".2f", scale=2**-30)
-
-
-COLUMNS = [
-    Column("variant", "strategy"),
-    *(
-        column
-        for name, title in zip(STATES, ("parameters GiB", "gradients", "optimizer state"), strict=True)
-        for column in (_gib(f"{name}_bytes", title), Column(f"metrics.{name}_error_pct", "err %", "+.1f"))
-    ),
-    _gib("after_init_bytes", "after init GiB"),
-    _gib("before_step_bytes", "before step"),
-    _gib("after_step_bytes", "after step"),
-    _gib("peak_alloc_bytes", "peak GiB"),
-    _gib("predicted_peak_alloc_bytes", "predicted"),
-    Column("metrics.peak_alloc_error_pct", "err %", "+.1f"),
-    Column("metrics.predicted_peak_phase", "peak in"),
-    Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
-]
 
 
 headline = headline_from(
@@ -187,7 +164,22 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "strategy"),
+        *(
+            column
+            for name, title in zip(STATES, ("parameters GiB", "gradients", "optimizer state"), strict=True)
+            for column in (_gib(f"{name}_bytes", title), Column(f"metrics.{name}_error_pct", "err %", "+.1f"))
+        ),
+        _gib("after_init_bytes", "after init GiB"),
+        _gib("before_step_bytes", "before step"),
+        _gib("after_step_bytes", "after step"),
+        _gib("peak_alloc_bytes", "peak GiB"),
+        _gib("predicted_peak_alloc_bytes", "predicted"),
+        Column("metrics.peak_alloc_error_pct", "err %", "+.1f"),
+        Column("metrics.predicted_peak_phase", "peak in"),
+        Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
+    ],
     headline=headline,
     terminal=(
         *("variant", "parameters_bytes", "gradients_bytes", "optimizer_state_bytes", "peak_alloc_bytes"),
@@ -203,10 +195,14 @@ VIEW = View(
     prediction="The closed form of distlab.theory.memory, from the widths of the model alone.",
     noise="Bytes do not vary from run to run by more than the order in which blocks of the allocator are reused.",
 )
-PRESETS = {
-    "quick": {"strategies": ("local", "bucketed", "zero1", "fsdp"), "steps": 3},
-    "smoke": {
-        "size": "tiny", "batch": 1, "context": 16, "steps": 3, "bucket_size_mb": 1.0, "strategies": ("local", "zero1"),
+EXPERIMENT = Experiment(
+    MemoryConfig, measure, VIEW,
+    presets={
+        "quick": {"strategies": ("local", "bucketed", "zero1", "fsdp"), "steps": 3},
+        "smoke": {
+            "size": "tiny", "batch": 1, "context": 16, "steps": 3, "bucket_size_mb": 1.0,
+            "strategies": ("local", "zero1"),
+        },
     },
-}  # fmt: skip
-EXPERIMENT = Experiment(MemoryConfig, measure, VIEW, presets=PRESETS, ranks="many")
+    ranks="many",
+)  # fmt: skip

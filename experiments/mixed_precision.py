@@ -11,8 +11,10 @@ none.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,28 +90,17 @@ def accumulation(config: PrecisionConfig, device: torch.device) -> Rows:
             addend = torch.tensor(ADDEND, dtype=DTYPES[held_in], device=device)
             for _ in range(TIMES):
                 total = (total + addend).to(DTYPES[accumulator])
-            value = total.item()
-            predicted = repeated_sum(ADDEND, TIMES, FORMATS[accumulator], FORMATS[held_in])
-            metrics = {
-                "sum": value,
-                "predicted_sum": predicted,
-                "relative_error": abs(value / (ADDEND * TIMES) - 1),
+            yield f"{accumulator} += {held_in}", f"{TIMES:,} × {ADDEND}", {
+                "sum": total.item(),
+                "predicted_sum": repeated_sum(ADDEND, TIMES, FORMATS[accumulator], FORMATS[held_in]),
+                "relative_error": abs(total.item() / (ADDEND * TIMES) - 1),
             }
-            yield f"{accumulator} += {held_in}", f"{TIMES:,} × {ADDEND}", metrics
 
 
-class Toy(nn.Module):
+def toy(device: torch.device) -> nn.Module:
     """Two matmuls with an activation and a layer normalisation between them, `(N, 8) -> (N, 4)`."""
-
-    def __init__(self, **factory: Any) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(8, 16, bias=False, **factory)
-        self.relu = nn.ReLU()
-        self.layer_norm = nn.LayerNorm(16, **factory)
-        self.fc2 = nn.Linear(16, 4, bias=False, **factory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.layer_norm(self.relu(self.fc1(x))))
+    parts = {"fc1": nn.Linear(8, 16, bias=False), "relu": nn.ReLU(), "layer_norm": nn.LayerNorm(16)}
+    return nn.Sequential(OrderedDict(parts, fc2=nn.Linear(16, 4, bias=False))).to(device)
 
 
 def types(config: PrecisionConfig, device: torch.device) -> Rows:
@@ -117,25 +108,25 @@ def types(config: PrecisionConfig, device: torch.device) -> Rows:
     tokens = torch.zeros(1, 16, dtype=torch.int64, device=device)
     language_model = replace(config.model(), num_layers=1, context_length=16)
     cases = {
-        "toy": (lambda: Toy(device=device), torch.ones(2, 8, device=device)),
-        "Transformer": (lambda: TransformerLM(language_model, device=device), tokens),
+        "toy": (partial(toy, device), torch.ones(2, 8, device=device)),
+        "Transformer": (partial(TransformerLM, language_model, device=device), tokens),
     }
     for case, (build, inputs) in cases.items():
-        found = {low: types_of(build(), inputs, DTYPES[low], device) for low in ("fp16", "bf16")}
+        found = {low: types_of(build(), inputs, DTYPES[low]) for low in ("fp16", "bf16")}
         for part in found["fp16"]:
             yield part, case, {f"type_under_{low}": found[low][part] for low in found}
 
 
-def types_of(model: nn.Module, inputs: Tensor, low: torch.dtype, device: torch.device) -> dict[str, str]:
+def types_of(model: nn.Module, inputs: Tensor, low: torch.dtype) -> dict[str, str]:
     """Part → name of its dtype."""
     found = {"parameters": _name(next(model.parameters()))}
     for name, module in model.named_modules():
         if name and not isinstance(module, nn.ModuleList | nn.Dropout):
             label = name.removeprefix("blocks.0.") if name != "blocks.0" else "residual stream"
             module.register_forward_hook(lambda _, __, out, label=label: found.__setitem__(label, _name(out)))
-    with torch.autocast(device.type, dtype=low):
+    with autocast(inputs.device, low):
         logits = model(inputs)
-        loss = cross_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=device))
+        loss = cross_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=inputs.device))
     loss.backward()
     return found | {"loss": _name(loss), "gradients": _name(next(model.parameters()).grad)}
 
@@ -155,16 +146,13 @@ def norm(config: PrecisionConfig, device: torch.device) -> Rows:
             exact = layer_norm(x.double())
             for statistics in ("fp32", low):
                 y = layer_norm(x.to(DTYPES[statistics])).to(DTYPES[low]).double()
-                lost = (y == 0).all(-1) | ~y.isfinite().all(
-                    -1
-                )  # an infinite variance makes the whole row zero
+                lost = (y == 0).all(-1) | ~y.isfinite().all(-1)  # an infinite variance makes the whole row zero
                 limit = FORMATS[statistics].largest ** 0.5  # a square beyond that is infinite
-                metrics = {
+                yield f"{low}, statistics {statistics}", where, {
                     "relative_error": ((y - exact).norm() / exact.norm()).item(),
                     "lost_rows_pct": 100 * lost.double().mean().item(),
                     "predicted_lost_rows_pct": 100 * overflow_share(deviation, config.width, limit),
                 }
-                yield f"{low}, statistics {statistics}", where, metrics
 
 
 def layer_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
@@ -186,17 +174,14 @@ def scaling(config: PrecisionConfig, device: torch.device) -> Rows:
         scale, held = 2.0**log2_scale, FORMATS[low]
         low_logits, found = gradients(config, device, DTYPES[low], scale)
         finite = found.isfinite()
-        metrics = {
+        lost = (logits * scale).abs() <= held.smallest / 2
+        yield low if log2_scale == 0 else f"{low} × 2^{log2_scale}", where, {
             "log2_scale": log2_scale,
             "underflow_pct": 100 * (low_logits == 0).double().mean().item(),
-            "predicted_underflow_pct": 100
-            * ((logits * scale).abs() <= held.smallest / 2).double().mean().item(),
+            "predicted_underflow_pct": 100 * lost.double().mean().item(),
             "nonfinite_pct": 100 * (~finite).double().mean().item(),
-            "relative_error": ((found - exact).norm() / exact.norm()).item()
-            if finite.all()
-            else float("inf"),
+            "relative_error": ((found - exact).norm() / exact.norm()).item() if finite.all() else math.inf,
         }
-        yield low if log2_scale == 0 else f"{low} × 2^{log2_scale}", where, metrics
 
 
 def gradients(
@@ -220,22 +205,6 @@ def gradients(
         p.grad.flatten() for name, p in model.named_parameters() if p.ndim > 1 and name != "embedding.weight"
     ]
     return logits.grad.float().flatten(), torch.cat(flat).float() / scale
-
-
-COLUMNS = [
-    Column("variant", "variant"),
-    Column("config.on", "on", align="left"),
-    Column("metrics.type_under_fp16", "under fp16", missing="", align="left"),
-    Column("metrics.type_under_bf16", "under bf16", missing="", align="left"),
-    Column("metrics.sum", "sum", ".4f", missing=""),
-    Column("metrics.predicted_sum", "predicted", ".4f", missing=""),
-    Column("metrics.relative_error", "relative error", ".1e", missing=""),
-    Column("metrics.lost_rows_pct", "rows lost %", ".2f", missing=""),
-    Column("metrics.predicted_lost_rows_pct", "predicted", ".2f", missing=""),
-    Column("metrics.underflow_pct", "logits' gradients zero %", ".2f", missing=""),
-    Column("metrics.predicted_underflow_pct", "predicted", ".2f", missing=""),
-    Column("metrics.nonfinite_pct", "weights' not finite %", ".2f", missing=""),
-]
 
 
 headline = headline_from(
@@ -294,7 +263,20 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "variant"),
+        Column("config.on", "on", align="left"),
+        Column("metrics.type_under_fp16", "under fp16", missing="", align="left"),
+        Column("metrics.type_under_bf16", "under bf16", missing="", align="left"),
+        Column("metrics.sum", "sum", ".4f", missing=""),
+        Column("metrics.predicted_sum", "predicted", ".4f", missing=""),
+        Column("metrics.relative_error", "relative error", ".1e", missing=""),
+        Column("metrics.lost_rows_pct", "rows lost %", ".2f", missing=""),
+        Column("metrics.predicted_lost_rows_pct", "predicted", ".2f", missing=""),
+        Column("metrics.underflow_pct", "logits' gradients zero %", ".2f", missing=""),
+        Column("metrics.predicted_underflow_pct", "predicted", ".2f", missing=""),
+        Column("metrics.nonfinite_pct", "weights' not finite %", ".2f", missing=""),
+    ],
     headline=headline,
     pictures={"gradients.png": draw},
     findings=findings,
@@ -315,9 +297,11 @@ VIEW = View(
 )
 
 SMALL = {"size": "tiny", "layers": None, "context": 64, "batch": 2, "micro_batches": 32, "rows": 2048}
-PRESETS = {
-    "cpu": SMALL,
-    "quick": SMALL | {"layers": 2, "log2_scales": (0, 8, 16, 24, 32), "rows": 1024},
-    "smoke": SMALL | {"layers": 1, "context": 16, "micro_batches": 256, "rows": 256, "log2_scales": (0, 12, 40)},
-}
-EXPERIMENT = Experiment(PrecisionConfig, measure, VIEW, presets=PRESETS)
+EXPERIMENT = Experiment(
+    PrecisionConfig, measure, VIEW,
+    presets={
+        "cpu": SMALL,
+        "quick": SMALL | {"layers": 2, "log2_scales": (0, 8, 16, 24, 32), "rows": 1024},
+        "smoke": SMALL | {"layers": 1, "context": 16, "micro_batches": 256, "rows": 256, "log2_scales": (0, 12, 40)},
+    },
+)

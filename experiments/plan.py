@@ -96,20 +96,14 @@ def _choices(
     """The largest micro-batches that fit, with all metrics; if none does, the smallest, with its memory only."""
     gpu, ranks = config.fleet()
     micros = sorted(divisors(config.batch // ranks), reverse=True)
-    usable = USABLE * gpu.hbm_bytes
-    found = []
-    for micro in micros:
-        memory = _memory(config, strategy, micro, checkpointing)
-        if memory["predicted_peak_bytes"] <= usable:
-            found.append(
-                (micro, memory | {"fits": True} | _time(config, strategy, micro, checkpointing, machine))
-            )
-        if len(found) == PER_STRATEGY:
-            break
-    if found:
-        return found
-    smallest = _memory(config, strategy, micros[-1], checkpointing)
-    return [(micros[-1], smallest | {"fits": False, "predicted_step_ms": None, "limited_by": "memory"})]
+    memory = {micro: _memory(config, strategy, micro, checkpointing) for micro in micros}
+    fitting = [micro for micro in micros if memory[micro]["predicted_peak_bytes"] <= USABLE * gpu.hbm_bytes]
+    if not fitting:
+        return [(micros[-1], memory[micros[-1]] | {"fits": False, "predicted_step_ms": None, "limited_by": "memory"})]
+    return [
+        (micro, memory[micro] | {"fits": True} | _time(config, strategy, micro, checkpointing, machine))
+        for micro in fitting[:PER_STRATEGY]
+    ]
 
 
 def _memory(config: PlanConfig, strategy: str, micro: int, checkpointing: bool) -> dict[str, object]:
@@ -163,29 +157,10 @@ def _time(
     }
 
 
-COLUMNS = [
-    Column("variant", "strategy × micro-batch"),
-    Column("metrics.fits", "fits", align="left"),
-    Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
-    Column("metrics.predicted_peak_phase", "at", align="left"),
-    Column("metrics.predicted_step_ms", "step ms", ",.0f"),
-    Column("metrics.predicted_exposed_comm_ms", "exposed ms", ",.0f"),
-    Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f"),
-    Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),
-    Column("metrics.predicted_days", "days", ",.1f"),
-    Column("metrics.limited_by", "largest part", align="left"),
-]
-
-
-def _gpus(records: Sequence[Record]) -> str:
-    gpu, ranks = PlanConfig.of(records[0].config).fleet()
-    return f"{ranks} × {gpu.name}"
-
-
 headline = headline_from(
-    "{model} ({num_parameters:B} parameters), {batch} sequences × {tokens_each} tokens per step on {gpus} ({link}, "
-    "{between} between nodes of {devices_per_node}), {dtype}; predicted",
-    gpus=_gpus,
+    "{model} ({num_parameters:B} parameters), {batch} sequences × {tokens_each} tokens per step on {world_size} × "
+    "{gpu} ({link}, {between} between nodes of {devices_per_node}), {dtype}; predicted",
+    gpu=lambda records: PlanConfig.of(records[0].config).gpu().name,
     tokens_each=lambda records: PlanConfig.of(records[0].config).shape().context_length,
 )
 
@@ -229,7 +204,18 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "strategy × micro-batch"),
+        Column("metrics.fits", "fits", align="left"),
+        Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
+        Column("metrics.predicted_peak_phase", "at", align="left"),
+        Column("metrics.predicted_step_ms", "step ms", ",.0f"),
+        Column("metrics.predicted_exposed_comm_ms", "exposed ms", ",.0f"),
+        Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f"),
+        Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),
+        Column("metrics.predicted_days", "days", ",.1f"),
+        Column("metrics.limited_by", "largest part", align="left"),
+    ],
     headline=headline,
     terminal=(
         *(
@@ -252,8 +238,11 @@ VIEW = View(
 )
 
 
-PRESETS = {
-    "quick": {"strategies": ("bucketed", "fsdp")},
-    "smoke": {"strategies": ("fsdp",), "model": "small"},
-}
-EXPERIMENT = Experiment(PlanConfig, measure, VIEW, presets=PRESETS, ranks="none")
+EXPERIMENT = Experiment(
+    PlanConfig, measure, VIEW,
+    presets={
+        "quick": {"strategies": ("bucketed", "fsdp")},
+        "smoke": {"strategies": ("fsdp",), "model": "small"},
+    },
+    ranks="none",
+)

@@ -30,7 +30,7 @@ from distlab.experiment import (
 )
 from distlab.model import ModelConfig, preset
 from distlab.model.config import PRESETS as MODELS
-from distlab.report import read_json, reading
+from distlab.report import is_number, read_json, reading
 from distlab.simulate import SimulatedStep, replay
 from distlab.simulate.calibrate import NEEDED, Calibration, calibrate, measured_links
 from distlab.simulate.training import simulate_training
@@ -85,15 +85,15 @@ def measure(config: PredictConfig, context: RankContext, run: Run) -> None:
     if config.predictions:
         run.records[:] = read_json(config.predictions)
     else:
-        _predict_all(config, run)
+        predict_all(config, run)
     if config.compare:
         measured = [record for path in config.compare for record in read_json(path)]
-        part = run.part(COMPARISON)
-        with reading([*([config.predictions] if config.predictions else []), *config.compare]):
-            part.records[:] = compare(run.records, measured)
+        with reading(list(filter(None, [config.predictions, *config.compare]))):
+            run.part(COMPARISON).records[:] = compare(run.records, measured)
 
 
-def _predict_all(config: PredictConfig, run: Run) -> None:
+def predict_all(config: PredictConfig, run: Run) -> None:
+    """A row per case, number of ranks and row of ddp_bench."""
     run.progress(f"calibrating on {config.calibrate}")
     files = [config.calibrate] + ([config.memory] if config.memory else [])
     with reading(files):
@@ -113,9 +113,7 @@ def _predict_all(config: PredictConfig, run: Run) -> None:
 
 
 def fit(path: str, collectives: Sequence[str] = (), memory: str | None = None) -> tuple[Calibration, dict]:
-    """The machine's constants from a record (the link's from those of allreduce_sweep, if given), and its settings.
-
-    `memory` is as in `PredictConfig`.
+    """The machine's constants from a record, and its settings; `collectives` and `memory` as in `PredictConfig`.
 
     Raises:
         ValueError, OSError: the record cannot be read or lacks a row.
@@ -131,9 +129,9 @@ def fit(path: str, collectives: Sequence[str] = (), memory: str | None = None) -
         second = _simulated(local.config, "local"), local.metrics["forward_backward_p50_ms"] / 1e3
     calibration = calibrate({name: record.metrics for name, record in rows.items()}, steps, second)
     if collectives:
-        device = rows["local"].environment["device_name"]
         known = [record for file in collectives for record in read_json(file)]
-        calibration = replace(calibration, link=measured_links(known, device))
+        link = measured_links(known, rows["local"].environment["device_name"])
+        calibration = replace(calibration, link=link)
     return calibration, settings
 
 
@@ -170,27 +168,6 @@ def predict(
     }
 
 
-COLUMNS = [
-    Column("config.size", "model", align="left"),
-    Column("config.batch", "batch"),
-    Column("config.world_size", "ranks"),
-    Column("variant", "strategy"),
-    Column("metrics.predicted_step_ms", "step ms", ".1f"),
-    Column("metrics.predicted_exposed_comm_ms", "exposed ms", ".1f"),
-    Column("metrics.predicted_comm_ms", "comm ms", ".1f"),
-    Column("metrics.predicted_overlap_pct", "overlap %", ".0f"),
-    Column("metrics.predicted_collectives_per_step", "calls", "d"),
-    Column("metrics.predicted_comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
-    Column("metrics.predicted_peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
-]
-
-
-headline = headline_from(
-    "Predicted: {sizes}, context {context}, {dtype}; constants from {calibrated_on}",
-    sizes=lambda records: ", ".join(dict.fromkeys(record.config["size"] for record in records)),
-)
-
-
 COMPARISON = "prediction"
 CASE = ("size", "batch", "context", "world_size", "dtype")
 COMPARED = (
@@ -213,30 +190,25 @@ def compare(predictions: Sequence[Record], measured: Sequence[Record]) -> list[R
     known = {(*(r.config[name] for name in CASE), r.variant): r for r in predictions}
     records = []
     for row in measured:
-        strategy, bucket = row.variant.split("-")[0], row.config.get("bucket_size_mb")
-        name = row.variant if bucket is None or "-" in row.variant else f"{strategy}-{bucket:g}"
-        predicted = known.get((*(row.config.get(name) for name in CASE), name))
-        step = row.metrics.get("step_p50_ms")
-        if predicted is None or not isinstance(step, int | float):
+        case, bucket = [row.config.get(name) for name in CASE], row.config.get("bucket_size_mb")
+        name = row.variant if bucket is None or "-" in row.variant else f"{row.variant}-{bucket:g}"
+        predicted, local = (known.get((*case, variant)) for variant in (name, "local"))
+        if predicted is None or not is_number(row.metrics.get("step_p50_ms")):
             continue
-        metrics = {
-            name: predicted.metrics[name] for name in predicted.metrics if name.startswith("predicted_")
-        }
-        local = known.get((*(row.config.get(name) for name in CASE), "local"))
+        if row.config.get("num_parameters") != preset(row.config["size"]).num_parameters:  # of other dimensions
+            continue
+        metrics = {name: value for name, value in predicted.metrics.items() if name.startswith("predicted_")}
         if local is not None:  # the bench counts as exposed what a step takes longer than local's
-            metrics["predicted_exposed_comm_ms"] = (
-                metrics["predicted_step_ms"] - local.metrics["predicted_step_ms"]
-            )
+            without = local.metrics["predicted_step_ms"]
+            metrics["predicted_exposed_comm_ms"] = metrics["predicted_step_ms"] - without
         metrics |= {f"measured_{name}": row.metrics.get(name) for name in COMPARED}
+        step, peak = row.metrics["step_p50_ms"], row.metrics.get("peak_alloc_bytes")
         metrics["step_error_pct"] = 100 * (metrics["predicted_step_ms"] / step - 1)
-        peak = row.metrics.get("peak_alloc_bytes")
         metrics["peak_error_pct"] = 100 * (metrics["predicted_peak_alloc_bytes"] / peak - 1) if peak else None
-        metrics["volume_as_predicted"] = all(
-            metrics[f"predicted_{name}"] == metrics[f"measured_{name}"]
-            for name in ("collectives_per_step", "comm_bytes_per_step")
-        )
-        facts = {"predicted_at": predicted.commit, "measured_at": row.commit}
-        config = {name: row.config[name] for name in CASE} | facts
+        volume = ("collectives_per_step", "comm_bytes_per_step")
+        metrics["volume_as_predicted"] = all(metrics[f"predicted_{n}"] == row.metrics.get(n) for n in volume)
+        config = {name: row.config[name] for name in CASE}
+        config |= {"predicted_at": predicted.commit, "measured_at": row.commit}
         config["calibrated_on"] = predicted.config["calibrated_on"]
         records.append(Record(COMPARISON, name, config, metrics, row.environment, row.commit))
     if not records:
@@ -259,8 +231,23 @@ HOW = (
     "put times to what it did. Peaks are the closed form of distlab.theory.memory."
 )
 VIEW = View(
-    columns=COLUMNS,
-    headline=headline,
+    columns=[
+        Column("config.size", "model", align="left"),
+        Column("config.batch", "batch"),
+        Column("config.world_size", "ranks"),
+        Column("variant", "strategy"),
+        Column("metrics.predicted_step_ms", "step ms", ".1f"),
+        Column("metrics.predicted_exposed_comm_ms", "exposed ms", ".1f"),
+        Column("metrics.predicted_comm_ms", "comm ms", ".1f"),
+        Column("metrics.predicted_overlap_pct", "overlap %", ".0f"),
+        Column("metrics.predicted_collectives_per_step", "calls", "d"),
+        Column("metrics.predicted_comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
+        Column("metrics.predicted_peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+    ],
+    headline=headline_from(
+        "Predicted: {sizes}, context {context}, {dtype}; constants from {calibrated_on}",
+        sizes=lambda records: ", ".join(dict.fromkeys(record.config["size"] for record in records)),
+    ),
     terminal=(
         *("size", "batch", "world_size", "variant", "predicted_step_ms", "predicted_exposed_comm_ms"),
         *("predicted_collectives_per_step", "predicted_comm_bytes_per_step", "predicted_peak_alloc_bytes"),
@@ -298,16 +285,20 @@ COMPARISON_VIEW = View(
 )
 
 RECORDS = ROOT / "records"
-PRESETS = {
-    "quick": {
-        "calibrate": str(RECORDS / "ddp_bench" / "h200x2_xl_batch8.json"),
-        "cases": (("medium", 8),),
-        "ranks": (2,),
-        "rows": ("local", "flat", "bucketed-100", "fsdp"),
+EXPERIMENT = Experiment(
+    PredictConfig, measure, VIEW,
+    presets={
+        "quick": {
+            "calibrate": str(RECORDS / "ddp_bench" / "h200x2_xl_batch8.json"),
+            "cases": (("medium", 8),),
+            "ranks": (2,),
+            "rows": ("local", "flat", "bucketed-100", "fsdp"),
+        },
+        "smoke": {
+            "predictions": str(RECORDS / "predictions" / "h200.json"),
+            "compare": (str(RECORDS / "ddp_bench" / "h200x2_xl_batch2.json"),),
+        },
     },
-    "smoke": {
-        "predictions": str(RECORDS / "predictions" / "h200.json"),
-        "compare": (str(RECORDS / "ddp_bench" / "h200x2_xl_batch2.json"),),
-    },
-}
-EXPERIMENT = Experiment(PredictConfig, measure, VIEW, presets=PRESETS, ranks="none", parts=(COMPARISON_VIEW,))
+    ranks="none",
+    parts=(COMPARISON_VIEW,),
+)

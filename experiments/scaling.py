@@ -103,6 +103,7 @@ def measured_points(config: ScalingConfig) -> dict[tuple[str, int, int], dict[st
     Of several bucket sizes the fastest counts.
     """
     asked = {"size": config.model, "context": config.shape().context_length, "dtype": config.dtype}
+    asked["num_parameters"] = config.shape().num_parameters
     found: dict[tuple[str, int, int], dict[str, float]] = {}
     for record in (record for path in config.records for record in read_json(path)):
         steps = {f"measured_step_{p}_ms": record.metrics.get(f"step_{p}_ms") for p in ("p20", "p50", "p80")}
@@ -112,22 +113,6 @@ def measured_points(config: ScalingConfig) -> dict[tuple[str, int, int], dict[st
             known = found.setdefault((strategy, record.config["world_size"], record.config["batch"]), steps)
             known |= min(known, steps, key=lambda each: each["measured_step_p50_ms"])
     return found
-
-
-COLUMNS = [
-    Column("config.kind", "scaling", align="left"),
-    Column("variant", "strategy"),
-    Column("config.world_size", "ranks", ",d"),
-    Column("config.micro_batch", "micro"),
-    Column("metrics.predicted_step_ms", "step ms", ",.1f"),
-    Column("metrics.predicted_exposed_comm_ms", "exposed ms", ",.1f"),
-    Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f"),
-    Column("metrics.predicted_efficiency_pct", "efficiency %", ".0f"),
-    Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
-    Column("metrics.fits", "fits", align="left"),
-    Column("metrics.measured_step_p50_ms", "measured ms", ",.1f", missing=""),
-    Column("metrics.error_pct", "error %", "+.1f", missing=""),
-]
 
 
 headline = headline_from(
@@ -176,7 +161,20 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("config.kind", "scaling", align="left"),
+        Column("variant", "strategy"),
+        Column("config.world_size", "ranks", ",d"),
+        Column("config.micro_batch", "micro"),
+        Column("metrics.predicted_step_ms", "step ms", ",.1f"),
+        Column("metrics.predicted_exposed_comm_ms", "exposed ms", ",.1f"),
+        Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f"),
+        Column("metrics.predicted_efficiency_pct", "efficiency %", ".0f"),
+        Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
+        Column("metrics.fits", "fits", align="left"),
+        Column("metrics.measured_step_p50_ms", "measured ms", ",.1f", missing=""),
+        Column("metrics.error_pct", "error %", "+.1f", missing=""),
+    ],
     headline=headline,
     terminal=(
         *("kind", "variant", "world_size", "predicted_step_ms", "predicted_tokens_per_s"),
@@ -191,8 +189,11 @@ VIEW = View(
     noise="The noise of the measured points is in their own records.",
 )
 
-PRESETS = {
-    "quick": {"strategies": ("bucketed", "fsdp"), "ranks": (1, 2, 8, 64)},
-    "smoke": {"strategies": ("bucketed",), "ranks": (1, 8), "model": "tiny"},
-}
-EXPERIMENT = Experiment(ScalingConfig, measure, VIEW, presets=PRESETS, ranks="none")
+EXPERIMENT = Experiment(
+    ScalingConfig, measure, VIEW,
+    presets={
+        "quick": {"strategies": ("bucketed", "fsdp"), "ranks": (1, 2, 8, 64)},
+        "smoke": {"strategies": ("bucketed",), "ranks": (1, 8), "model": "tiny"},
+    },
+    ranks="none",
+)

@@ -86,22 +86,6 @@ def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
     timeline(run.path / "timeline.png", lanes, title=headline(run.records))
 
 
-COLUMNS = [
-    Column("variant", "strategy"),
-    Column("metrics.predicted_step_ms", "step ms", ",.1f"),
-    Column("metrics.predicted_exposed_comm_ms", "exposed ms", ",.1f"),
-    Column("metrics.predicted_comm_ms", "comm ms", ",.1f"),
-    Column("metrics.predicted_overlap_pct", "overlap %", ".0f"),
-    Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),
-    Column("metrics.collectives_per_step", "calls", "d"),
-    Column("metrics.comm_bytes_per_step", "sent GB", ",.1f", scale=1e-9),
-    Column("metrics.simulated_peak_bytes", "peak GiB", ".1f", scale=2**-30),
-    Column("metrics.fits", "fits", align="left"),
-    Column("metrics.simulation_s", "simulated in s", ".1f"),
-    Column("metrics.simulation_rss_bytes", "using GiB", ".1f", scale=2**-30),
-]
-
-
 headline = headline_from(
     "{model} ({num_parameters:B} parameters), {batch} × {context} tokens per rank on {ranks:,} × {gpu} ({link}, "
     "{between}), {dtype}; one rank simulated",
@@ -119,7 +103,20 @@ def draw_memory(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "strategy"),
+        Column("metrics.predicted_step_ms", "step ms", ",.1f"),
+        Column("metrics.predicted_exposed_comm_ms", "exposed ms", ",.1f"),
+        Column("metrics.predicted_comm_ms", "comm ms", ",.1f"),
+        Column("metrics.predicted_overlap_pct", "overlap %", ".0f"),
+        Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),
+        Column("metrics.collectives_per_step", "calls", "d"),
+        Column("metrics.comm_bytes_per_step", "sent GB", ",.1f", scale=1e-9),
+        Column("metrics.simulated_peak_bytes", "peak GiB", ".1f", scale=2**-30),
+        Column("metrics.fits", "fits", align="left"),
+        Column("metrics.simulation_s", "simulated in s", ".1f"),
+        Column("metrics.simulation_rss_bytes", "using GiB", ".1f", scale=2**-30),
+    ],
     headline=headline,
     terminal=(
         *("variant", "predicted_step_ms", "predicted_exposed_comm_ms", "predicted_mfu_pct"),
@@ -133,8 +130,11 @@ VIEW = View(
     noise="Only the duration of the simulation was measured.",
 )
 
-PRESETS = {
-    "quick": {"model": "small", "ranks": 64},
-    "smoke": {"model": "tiny", "ranks": 4, "batch": 1, "strategies": ("zero1",)},
-}
-EXPERIMENT = Experiment(ScaleConfig, measure, VIEW, presets=PRESETS, ranks="none")
+EXPERIMENT = Experiment(
+    ScaleConfig, measure, VIEW,
+    presets={
+        "quick": {"model": "small", "ranks": 64},
+        "smoke": {"model": "tiny", "ranks": 4, "batch": 1, "strategies": ("zero1",)},
+    },
+    ranks="none",
+)

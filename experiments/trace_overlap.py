@@ -121,29 +121,6 @@ def _metrics(
     return metrics
 
 
-COLUMNS = [
-    Column("variant", "trace"),
-    Column("config.rank", "rank", missing="?"),
-    Column("config.world_size", "of", missing="?"),
-    Column("config.step", "step"),
-    Column("metrics.step_ms", "step ms", ".1f"),
-    Column("metrics.compute_ms", "compute ms", ".1f"),
-    Column("metrics.comm_ms", "comm ms", ".1f"),
-    Column("metrics.uncovered_comm_ms", "uncovered", ".1f"),
-    Column("metrics.overlap_pct", "overlap %", ".0f"),
-    Column("metrics.copy_ms", "copies ms", ".1f"),
-    Column("metrics.idle_ms", "idle ms", ".1f"),
-    Column("metrics.longest_idle_ms", "longest gap", ".2f"),
-    Column("metrics.exposed_ms", "longer than local ms", "+.1f", optional=True),
-    Column("metrics.exposed_uncovered_comm_ms", "comm alone", "+.1f", optional=True),
-    Column("metrics.exposed_slowdown_ms", "slower compute", "+.1f", optional=True),
-    Column("metrics.slowdown_pct", "slower %", "+.1f", optional=True),
-    Column("metrics.exposed_copies_ms", "copies", "+.1f", optional=True),
-    Column("metrics.exposed_optimizer_ms", "optimizer", "+.1f", optional=True),
-    Column("metrics.exposed_idle_ms", "idle", "+.1f", optional=True),
-]
-
-
 headline = headline_from(
     "Steps of {names} under the profiler, {worlds} ranks",
     names=lambda records: ", ".join(dict.fromkeys(record.variant for record in records)),
@@ -152,7 +129,27 @@ headline = headline_from(
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "trace"),
+        Column("config.rank", "rank", missing="?"),
+        Column("config.world_size", "of", missing="?"),
+        Column("config.step", "step"),
+        Column("metrics.step_ms", "step ms", ".1f"),
+        Column("metrics.compute_ms", "compute ms", ".1f"),
+        Column("metrics.comm_ms", "comm ms", ".1f"),
+        Column("metrics.uncovered_comm_ms", "uncovered", ".1f"),
+        Column("metrics.overlap_pct", "overlap %", ".0f"),
+        Column("metrics.copy_ms", "copies ms", ".1f"),
+        Column("metrics.idle_ms", "idle ms", ".1f"),
+        Column("metrics.longest_idle_ms", "longest gap", ".2f"),
+        Column("metrics.exposed_ms", "longer than local ms", "+.1f", optional=True),
+        Column("metrics.exposed_uncovered_comm_ms", "comm alone", "+.1f", optional=True),
+        Column("metrics.exposed_slowdown_ms", "slower compute", "+.1f", optional=True),
+        Column("metrics.slowdown_pct", "slower %", "+.1f", optional=True),
+        Column("metrics.exposed_copies_ms", "copies", "+.1f", optional=True),
+        Column("metrics.exposed_optimizer_ms", "optimizer", "+.1f", optional=True),
+        Column("metrics.exposed_idle_ms", "idle", "+.1f", optional=True),
+    ],
     headline=headline,
     terminal=(
         *("variant", "rank", "step", "step_ms", "comm_ms", "uncovered_comm_ms", "overlap_pct", "idle_ms"),
@@ -168,5 +165,8 @@ VIEW = View(
     noise="Rows are single steps; those of one trace show how much steps differ.",
 )
 
-PRESETS = {"smoke": {"traces": (str(RECORDED),)}}
-EXPERIMENT = Experiment(TraceConfig, measure, VIEW, presets=PRESETS, ranks="none")
+EXPERIMENT = Experiment(
+    TraceConfig, measure, VIEW,
+    presets={"smoke": {"traces": (str(RECORDED),)}},
+    ranks="none",
+)

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import os
@@ -44,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"distlab: error: {command!r} is unknown; allowed: {', '.join(COMMANDS)}", file=sys.stderr)
         return USAGE_ERROR
-    return COMMANDS[command](rest)
+    if command in ("list", "doctor"):  # at once, and where torch is broken
+        return COMMANDS[command](rest)
+    name = " ".join(["distlab", command, *(rest[:1] if command == "run" else [])])
+    return _to_end(name, lambda: COMMANDS[command](rest))
 
 
 def console() -> None:
@@ -113,7 +117,7 @@ def _to_end(name: str, work: Callable[[], int]) -> int:
 
 def _speaks() -> bool:
     """Whether this process says what all ranks find."""
-    from distlab.comm.context import RankEnvironment
+    from distlab.comm import RankEnvironment
 
     try:
         return RankEnvironment.read().rank == 0
@@ -126,22 +130,14 @@ def run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         print("distlab run NAME [options]; `distlab list` shows the names", file=sys.stderr)
         return USAGE_ERROR
-    name = arguments[0]
-
-    def prepare() -> int:
-        module = load(name)
-        if not hasattr(module, "EXPERIMENT"):  # a calculator, which answers in words
-            return module.main(list(arguments[1:]))
-        return _run(module.EXPERIMENT, arguments)
-
-    return _to_end(f"distlab run {name}", prepare)
-
-
-def _run(experiment: Experiment, arguments: Sequence[str]) -> int:
-    from distlab.comm.context import RankEnvironment
+    module = load(arguments[0])
+    if not hasattr(module, "EXPERIMENT"):  # a calculator, which answers in words
+        return module.main(list(arguments[1:]))
+    from distlab.comm import RankEnvironment
     from distlab.experiment import lone_context
     from launch.ranks import run_on_ranks
 
+    experiment: Experiment = module.EXPERIMENT
     config, frame = experiment.chosen(experiment.parser().parse_args(arguments[1:]))
     if experiment.ranks == "many" and frame.name is None:  # ranks that are started again resume the same run
         if RankEnvironment.read().max_restarts:
@@ -165,34 +161,28 @@ def show(arguments: Sequence[str]) -> int:
 
     Pictures that rows alone cannot give (timelines, from traces) are copied from beside the first file.
     """
-    import argparse
-
     parser = argparse.ArgumentParser("distlab show", description=show.__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="records.json of a run, or a file of records/")
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
     args = parser.parse_args(arguments)
 
-    def draw() -> int:
-        from distlab.report.output import OutputFolder
-        from distlab.report.record import read_json, reading
-        from distlab.report.view import check_records, say, write
+    from distlab.report import OutputFolder, read_json, reading, say, write
+    from distlab.report.view import check_records
 
-        records = [record for source in args.files for record in read_json(source)]
-        if not records:
-            raise ValueError(f"{', '.join(args.files)}: no records to show")
-        view = view_of(records[0].experiment)
-        check_records(view, records)
-        with reading(args.files):  # before there is a folder
-            view.headline_of(records), view.table(records)
-        folder = OutputFolder(args.out, view.name)
-        for picture in sorted(Path(args.files[0]).parent.glob("*.png")) if len(args.files) == 1 else []:
-            shutil.copy(picture, folder.path)
-        with reading(args.files):
-            say(view, records, write(view, records, folder.path), quiet=args.json)
-        return 0
-
-    return _to_end("distlab show", draw)
+    records = [record for source in args.files for record in read_json(source)]
+    if not records:
+        raise ValueError(f"{', '.join(args.files)}: no records to show")
+    view = view_of(records[0].experiment)
+    check_records(view, records)
+    with reading(args.files):  # before there is a folder
+        view.headline_of(records), view.table(records)
+    folder = OutputFolder(args.out, view.name)
+    for picture in sorted(Path(args.files[0]).parent.glob("*.png")) if len(args.files) == 1 else []:
+        shutil.copy(picture, folder.path)
+    with reading(args.files):
+        say(view, records, write(view, records, folder.path), quiet=args.json)
+    return 0
 
 
 def view_of(name: str) -> View:
@@ -211,48 +201,29 @@ def view_of(name: str) -> View:
 
 def tables(arguments: Sequence[str]) -> int:
     """Redraw the tables of README.md and docs/ from the committed records, and their code from the source."""
-    import argparse
-
     parser = argparse.ArgumentParser("distlab tables", description=tables.__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
     check = parser.parse_args(arguments).check
 
-    def redraw() -> int:
-        from distlab.report.docs_tables import redraw_pages
+    from distlab.report.docs_tables import redraw_pages
 
-        pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-        return redraw_pages(pages, view_of, ROOT, check=check)
-
-    return _to_end("distlab tables", redraw)
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return redraw_pages(pages, view_of, ROOT, check=check)
 
 
 def train(arguments: Sequence[str]) -> int:
     """Train a model."""
-
-    def work() -> int:
-        from launch import trainer
-
-        return trainer.main(list(arguments))
-
-    return _to_end("distlab train", work)
+    return importlib.import_module("launch.trainer").main(list(arguments))
 
 
 def sample(arguments: Sequence[str]) -> int:
     """Continue a text by a trained model."""
-
-    def work() -> int:
-        from launch import sample as sampler
-
-        return sampler.main(list(arguments))
-
-    return _to_end("distlab sample", work)
+    return importlib.import_module("launch.sample").main(list(arguments))
 
 
 def doctor(arguments: Sequence[str]) -> int:
     """What this machine has, and what runs on it."""
-    from distlab import doctor as examination
-
-    return examination.main(list(arguments))
+    return importlib.import_module("distlab.doctor").main(list(arguments))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

@@ -1,5 +1,6 @@
 """Starting the ranks of a command, and saying which of them failed and how."""
 
+import argparse
 import logging
 import os
 import signal
@@ -19,12 +20,6 @@ from distlab.ending import USAGE_ERROR, hand_signals_over
 from distlab.measure.memory import free_bytes
 
 RANK_BYTES = 300 * 2**20  # resident in a process that has imported torch and done nothing else
-
-
-def default_ranks(backend: str | None) -> int:
-    """One rank per GPU, or two on a machine without."""
-    gpus = torch.cuda.device_count() if backend != "gloo" else 0
-    return gpus or 2
 
 
 def start_ranks(arguments: Sequence[str], ranks: int, backend: str | None, max_restarts: int = 0) -> int:
@@ -82,8 +77,8 @@ def run_on_ranks(
         The exit code.
     """
     if not RankEnvironment.read().launched:
-        count = options.nproc or ranks or default_ranks(options.backend)
-        return start_ranks(arguments, count, options.backend, options.max_restarts)
+        gpus = torch.cuda.device_count() if options.backend != "gloo" else 0
+        return start_ranks(arguments, options.nproc or ranks or gpus or 2, options.backend, options.max_restarts)
     return run_rank(work, backend=options.backend, timeout_s=options.timeout, name=name)
 
 
@@ -99,11 +94,7 @@ def _how_it_ended(code: int) -> str:
 
 def _without_own(arguments: Sequence[str]) -> list[str]:
     """The arguments without `--nproc N` and `--max-restarts N`, which torchrun would take for its own options."""
-    kept, skip = [], False
-    for argument in arguments:
-        name = argument.split("=")[0]
-        own = not skip and name in ("--nproc", "--max-restarts")
-        if not skip and not own:
-            kept.append(argument)
-        skip = own and "=" not in argument
-    return kept
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--nproc")
+    own.add_argument("--max-restarts")
+    return own.parse_known_args(arguments)[1]

@@ -13,7 +13,7 @@ import torch
 
 from distlab.comm import RankContext
 from distlab.comm.rank_process import run_rank
-from distlab.options import SEED, Options, add_options, config_from, option
+from distlab.options import SEED, Options, config_from, option, parser_of
 from distlab.train.sample import generate, load_model, newest_usable
 
 
@@ -30,10 +30,7 @@ class SampleOptions(Options):
 
 
 def parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    found = argparse.ArgumentParser("distlab sample", description=__doc__, formatter_class=raw)
-    add_options(found, SampleOptions)
-    return found
+    return parser_of("distlab sample", __doc__, SampleOptions)
 
 
 def sample(context: RankContext, args: SampleOptions) -> int:

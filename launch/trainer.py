@@ -7,29 +7,29 @@ torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py --stra
 """
 
 import argparse
-import contextlib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.checkpoint.lock import hold
-from distlab.comm import RankContext, RankEnvironment, collectives
-from distlab.comm.rank_process import progress_to_stderr
-from distlab.experiment import FrameOptions, RankOptions
-from distlab.options import add_options, config_from, option
+from distlab.checkpoint.lock import RunLock, hold
+from distlab.comm import RankContext, RankEnvironment
+from distlab.comm.rank_process import on_main, progress_to_stderr
+from distlab.experiment import FrameOptions, RankOptions, headline_from
+from distlab.options import config_from, option, parser_of
 from distlab.report import (
     Column,
     OutputFolder,
+    Panel,
     Record,
     View,
     commit,
     environment,
     json_line,
+    lines,
+    overlaid,
     read_json,
     write,
 )
-from distlab.report.charts import Panel, lines, overlaid
 from distlab.train import run
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.loop import Outcome
@@ -52,11 +52,7 @@ OPTIONS = (TrainConfig, DataConfig, RunOptions, RankOptions)
 
 
 def parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    found = argparse.ArgumentParser("distlab train", description=__doc__, formatter_class=raw)
-    for options in OPTIONS:
-        add_options(found, options)
-    return found
+    return parser_of("distlab train", __doc__, *OPTIONS)
 
 
 def train(context: RankContext, config: TrainConfig, data: DataConfig, args: RunOptions) -> int:
@@ -69,7 +65,8 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
     def write_results(
         config: TrainConfig, outcome: Outcome, metrics: dict[str, Any], journal: list[dict[str, Any]]
     ) -> None:
-        record = record_of(config, context, metrics, args.commit)
+        shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
+        record = Record(NAME, config.strategy, shared, metrics, environment(context.device), commit(args.commit))
         series = {"training": ([line["step"] for line in journal], [line["loss"] for line in journal])}
         if outcome.validation:
             series["validation"] = tuple(zip(*outcome.validation, strict=True))
@@ -96,15 +93,6 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
     return 128 + outcome.stopped_by
 
 
-def record_of(
-    config: TrainConfig, context: RankContext, metrics: dict[str, Any], default_commit: str | None
-) -> Record:
-    """The results with what they were measured on."""
-    shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
-    facts = {"environment": environment(context.device), "commit": commit(default_commit)}
-    return Record(NAME, config.strategy, shared, metrics, **facts)
-
-
 def has_record(folder: Path, steps: int) -> bool:
     """Whether the results of so many steps were written, to the last file."""
     records, page = folder / "records.json", folder / "report.html"
@@ -115,30 +103,20 @@ def has_record(folder: Path, steps: int) -> bool:
         return False
 
 
-COLUMNS = [
-    Column("variant", "strategy"),
-    Column("metrics.steps", "steps", ",d"),
-    Column("metrics.final_loss", "loss", ".4f"),
-    Column("metrics.validation_loss", "validation loss", ".4f"),
-    Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
-    Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
-    Column("metrics.mfu_pct", "MFU %", ".1f"),
-    Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
-]
-
-
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what was trained on what."""
-    config, env = records[0].config, records[0].environment
-    return (
-        f"{config['size']}, {config['steps']} steps of {config['batch']} sequences, {config['dtype']}, "
-        f"{config['world_size']} × {env['device_name']} ({config['backend']}), torch {env['torch']}"
-    )
-
-
 VIEW = View(
-    COLUMNS,
-    headline,
+    [
+        Column("variant", "strategy"),
+        Column("metrics.steps", "steps", ",d"),
+        Column("metrics.final_loss", "loss", ".4f"),
+        Column("metrics.validation_loss", "validation loss", ".4f"),
+        Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
+        Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
+        Column("metrics.mfu_pct", "MFU %", ".1f"),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+    ],
+    headline_from(
+        "{size}, {steps} steps of {batch} sequences, {dtype}, {world_size} × {device_name} ({backend}), torch {torch}"
+    ),
     name=NAME,
     question="How does this model train?",
     reading="The loss of every step is in metrics.jsonl, decimal and in hex; two runs of the same command, one of them "
@@ -164,27 +142,23 @@ def shared_run_folder(context: RankContext, root: str, name: str, *, fresh: bool
         fresh: put an older run of this name aside, unless it is still running.
     """
     path = Path(root) / NAME / name
-    exists = collectives.gather_objects(fresh and path.is_dir(), context.group)[0]
-    made: OutputFolder | Exception | None = None
-    with hold(path, context, progress_to_stderr(context)) if exists else contextlib.nullcontext() as lock:
-        if context.is_main:
-            try:
-                if lock is not None:
-                    number = next(n for n in range(1, 10**6) if not path.with_name(f"{name}-old-{n}").exists())
-                    lock.folder = path.rename(path.with_name(f"{name}-old-{number}"))
-                made = OutputFolder(root, NAME, name)
-            except (OSError, ValueError) as error:
-                made = error
-    made = collectives.gather_objects(made, context.group)[0]
-    if isinstance(made, Exception):
-        raise made
-    return made
+
+    def made(lock: RunLock | None = None) -> OutputFolder:
+        if lock is not None:
+            number = next(n for n in range(1, 10**6) if not path.with_name(f"{name}-old-{n}").exists())
+            lock.folder = path.rename(path.with_name(f"{name}-old-{number}"))
+        return OutputFolder(root, NAME, name)
+
+    if not on_main(context, lambda: fresh and path.is_dir()):
+        return on_main(context, made)
+    with hold(path, context, progress_to_stderr(context)) as lock:
+        return on_main(context, lambda: made(lock))
 
 
 def main(argv: list[str]) -> int:
     """`distlab train`; returns the exit code."""
     args = parser().parse_args(argv)
     data, mine, ranks = (config_from(options, args) for options in OPTIONS[1:])
-    config = config_from(TrainConfig, args, QUICK if mine.quick else {})
+    config = config_from(TrainConfig, args, QUICK if mine.quick else None)
     run_name(mine.name, data, config)  # refused before ranks are started
     return run_on_ranks(lambda context: train(context, config, data, mine), ["train", *argv], ranks, None, "train")

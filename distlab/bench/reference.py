@@ -15,8 +15,7 @@ from torch import nn
 
 from distlab.bench.timing import TrialConfig, Variant, compiled, synthetic_batches
 from distlab.comm import RankContext, collectives
-from distlab.model.config import preset
-from distlab.model.transformer import TransformerLM
+from distlab.model import TransformerLM, preset
 from distlab.precision import DTYPES, autocast
 from distlab.train.data import SyntheticTokens
 from distlab.train.scaler import LossScaler
@@ -114,15 +113,14 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
         `loss_rel_error` and `grad_rel_error`, ‖g − g_ref‖ / ‖g_ref‖ over all parameters.
     """
     shape, device = config.model(), context.device
-    batch = synthetic_batches(context, shape, config.batch, config.seed)[0]
+    batch = synthetic_batches(context, config)[0]
     plain = replace(shape, attention="naive", ops="torch")
     reference = TransformerLM(plain, device=device, seed=config.seed, checkpoint_blocks="block")
     candidate = TransformerLM(shape, device=device, seed=config.seed, checkpoint_blocks=config.checkpointing)
     expected = next_token_loss(reference, batch)
     expected.backward()
     scale = LossScaler().scale if config.dtype == "fp16" else 1.0
-    dtype = DTYPES[config.dtype]
-    with autocast(device, dtype):
+    with autocast(device, DTYPES[config.dtype]):
         found = loss_function(config.ops)(compiled(candidate, config.compile), batch)
     (found * scale).backward()
     difference = norm = 0.0
@@ -131,5 +129,5 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
         norm += float(torch.linalg.vector_norm(theirs.grad.double())) ** 2
     return {
         "loss_rel_error": abs(found.item() - expected.item()) / abs(expected.item()),
-        "grad_rel_error": (difference / norm) ** 0.5 if norm else float("nan"),
+        "grad_rel_error": (difference / norm) ** 0.5 if norm else math.nan,
     }

@@ -13,7 +13,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,23 +23,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm import RankContext, collectives
-from distlab.measure.clock import PhaseTimer, slowest_rank
-from distlab.measure.collectives import CollectiveRecorder
-from distlab.measure.memory import peak_memory
-from distlab.measure.statistics import percentiles
-from distlab.measure.trace.capture import OptimizerRange, annotate_forward, profile_steps
-from distlab.measure.validity import is_out_of_memory
-from distlab.model.config import (
-    COMPILE_CHOICES,
-    PRESETS,
-    Checkpointing,
-    ModelConfig,
-    checkpoint_groups,
-    preset,
+from distlab.hardware import peak_flops
+from distlab.measure import (
+    CollectiveRecorder,
+    PhaseTimer,
+    is_out_of_memory,
+    peak_memory,
+    percentiles,
+    slowest_rank,
 )
+from distlab.measure.rounds import interleave, rotated
+from distlab.measure.trace.capture import OptimizerRange, annotate_forward, profile_steps
+from distlab.model.config import OPS_CHOICES, ModelOptions, checkpoint_groups
 from distlab.model.transformer import TransformerLM
-from distlab.options import SEED, Options, option
-from distlab.parallel import ParallelModel, Strategy, get_strategy
+from distlab.options import SEED, option
+from distlab.parallel import STRATEGIES, ParallelModel, Strategy, get_strategy
 from distlab.parallel.shard import local_part
 from distlab.precision import DTYPES
 from distlab.train.data import SyntheticTokens
@@ -99,53 +98,47 @@ def variants(strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None])
 
 
 @dataclass(frozen=True)
-class TrialConfig(Options):
-    """What is run.
+class BenchOptions(ModelOptions):
+    """The model and the data that a benchmark steps. Raises ValueError for a value that is not allowed."""
 
-    Args:
-        size: model preset.
-        batch: sequences per rank.
-        context: tokens per sequence; None for the preset's.
-        dtype: `fp32`, or `bf16` or `fp16` computation over fp32 parameters; fp16 with a scaled loss.
-        compile: `off`, the whole `model` as one graph, or the `blocks` one by one.
-        attention: `naive`, `sdpa` or `flash`.
-        ops: `torch` or `triton`.
-        checkpointing: `none`, `block` or `every-K`.
-        strategy: a name of the registry.
-        bucket_size_mb: MiB, for strategies with buckets.
-        seed: of parameters and data.
+    ops: str = option("torch", "of the model: torch, or triton for this lab's kernels", choices=OPS_CHOICES)
+    batch: int = option(4, "sequences per rank", least=1)
+    seed: int = option(0, "of parameters and data", **SEED)
 
-    Raises:
-        ValueError: a value that is not allowed; the message says what is.
-    """
+    def planned(self, strategy: str = "local", mode: str = "step") -> PlannedStep:
+        """What a step under this strategy, or less of one, asks of the machine."""
+        return PlannedStep(
+            self.model(), self.batch, strategy, self.dtype, checkpointing=checkpoint_groups(self.checkpointing),
+            compiled=self.compile != "off", mode=mode,
+        )  # fmt: skip
 
-    size: str = "tiny"
-    batch: int = option(4, "", least=1)
-    context: int | None = None
-    dtype: str = option("fp32", "", choices=tuple(DTYPES))
-    compile: str = option("off", "", choices=COMPILE_CHOICES)
-    attention: str = "sdpa"
-    ops: str = "torch"
-    checkpointing: str = "none"
-    strategy: str = "local"
-    bucket_size_mb: float = option(25.0, "", above=0)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checkpoint_groups(self.checkpointing)
-        get_strategy(self.strategy)
-        self.model()
-
-    def model(self) -> ModelConfig:
-        """The model's shape and operations."""
-        return preset(self.size, context_length=self.context, attention=self.attention, ops=self.ops)
-
-    def recorded(self, context: RankContext) -> dict[str, Any]:
-        """What a record's configuration holds of it, on these ranks."""
+    def facts(self, context: RankContext) -> dict[str, Any]:
+        """What a record's configuration holds of the model and the ranks, beside the options."""
         model = self.model()
-        known = {"context": model.context_length, "num_parameters": model.num_parameters}
-        return asdict(self) | known | {"world_size": context.world_size, "backend": context.backend}
+        sizes = {"num_parameters": model.num_parameters, "context": model.context_length}
+        return sizes | {"world_size": context.world_size, "backend": context.backend}
+
+    def workbench(self, context: RankContext, rows: Sequence[Variant], *, some: bool = False) -> Workbench:
+        """What times these rows; call it on every rank.
+
+        Args:
+            some: whether it is enough that one of them fits a GPU, see `requirements.require`.
+
+        Raises:
+            ValueError: a strategy that needs a GPU, without one.
+            MemoryError: the model with this batch does not fit.
+        """
+        planned = [self.planned(row.strategy.name) for row in rows]
+        require(planned, context.device, context, some=some and context.device.type == "cuda")
+        return Workbench(context, self)
+
+
+@dataclass(frozen=True)
+class TrialConfig(BenchOptions):
+    """A benchmark of one strategy, with `bucket_size_mb` MiB per bucket if it has any; fp16 with a scaled loss."""
+
+    strategy: str = option("local", "how ranks train together", choices=tuple(STRATEGIES))
+    bucket_size_mb: float = option(25.0, "MiB, of strategies with buckets", above=0)
 
 
 class Subject:
@@ -156,16 +149,11 @@ class Subject:
 
     Args:
         context: this rank.
-        shape: the model.
+        options: the model, and the dtype of the computation over fp32 parameters.
         variant: its strategy.
         batches: of this rank, used one after the other; see `synthetic_batches`.
-        compute_dtype: of the computation over fp32 parameters; None for fp32.
         scaled: whether the loss is scaled, for fp16.
-        seed: of the parameters.
-        compile: `off`, the whole `model` as one graph, or the `blocks` one by one.
-        checkpointing: see `TransformerLM`'s `checkpoint_blocks`.
         mark: told `forward_backward` (synchronisation included) and `optimizer` as each ends in a step.
-        config: what it was opened by, if it was `opened`.
 
     Attributes:
         module: the model, neither compiled nor wrapped.
@@ -180,28 +168,23 @@ class Subject:
     def __init__(
         self,
         context: RankContext,
-        shape: ModelConfig,
+        options: BenchOptions,
         variant: Variant,
         batches: Sequence[Batch],
         *,
-        compute_dtype: torch.dtype | None = None,
         scaled: bool = False,
-        seed: int = 0,
-        compile: str = "off",
-        checkpointing: Checkpointing = False,
         mark: Callable[[str], None] | None = None,
-        config: TrialConfig | None = None,
     ) -> None:
-        self.context, self.shape, self.config = context, shape, config
+        self.context, self.options, self.shape = context, options, options.model()
         self.module = TransformerLM(
-            shape, device=context.device, seed=seed, checkpoint_blocks=checkpointing
+            self.shape, device=context.device, seed=options.seed, checkpoint_blocks=options.checkpointing
         )
         # A small rate: hundreds of steps on the same few batches must not let the loss run away.
         self.model, self.optimizer = variant.build(
-            compiled(self.module, compile), context.group, torch.optim.AdamW, {"lr": 1e-5, "fused": True},
-            compute_dtype=compute_dtype,
+            compiled(self.module, options.compile), context.group, torch.optim.AdamW, {"lr": 1e-5, "fused": True},
+            compute_dtype=DTYPES[options.dtype],
         )  # fmt: skip
-        self._loss = loss_function(shape.ops)
+        self._loss = loss_function(options.ops)
         self._scaler = LossScaler() if scaled else None
         self._train = TrainStep(
             self.model, self.optimizer, self._loss, scaler=self._scaler, context=context, mark=mark
@@ -273,34 +256,30 @@ class Subject:
         gc.collect()
 
 
-def synthetic_batches(context: RankContext, shape: ModelConfig, batch: int, seed: int) -> list[Batch]:
+def peak_of(device: torch.device, dtype: str) -> float | None:
+    """FLOP/s of this device in `fp32`, with TF32 if that is allowed, `bf16` or `fp16`; None where it is unknown."""
+    if device.type != "cuda":
+        return None
+    tf32 = dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32
+    return peak_flops(torch.cuda.get_device_name(device), "tf32" if tf32 else dtype)
+
+
+def synthetic_batches(context: RankContext, options: BenchOptions) -> list[Batch]:
     """A few batches of this rank, on its device."""
-    data = SyntheticTokens(
-        shape.vocab_size, batch, shape.context_length, seed=seed, rank=context.rank, device=context.device
-    )
+    shape, place = options.model(), {"rank": context.rank, "device": context.device}
+    data = SyntheticTokens(shape.vocab_size, options.batch, shape.context_length, seed=options.seed, **place)
     return [data.batch(step) for step in range(BATCHES)]
 
 
 @contextmanager
 def opened(context: RankContext, config: TrialConfig) -> Iterator[Subject]:
     """A subject as configured, which is closed at the end."""
-    shape = config.model()
-    subject = Subject(
-        context,
-        shape,
-        Variant(config.strategy, get_strategy(config.strategy), config.bucket_size_mb),
-        synthetic_batches(context, shape, config.batch, config.seed),
-        compute_dtype=DTYPES[config.dtype],
-        scaled=config.dtype == "fp16",
-        seed=config.seed,
-        compile=config.compile,
-        checkpointing=config.checkpointing,
-        config=config,
-    )
+    variant = Variant(config.strategy, get_strategy(config.strategy), config.bucket_size_mb)
+    batches = synthetic_batches(context, config)
     try:
-        yield subject
+        with closing(Subject(context, config, variant, batches, scaled=config.dtype == "fp16")) as subject:
+            yield subject
     finally:
-        subject.close()
         if context.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -325,41 +304,15 @@ class Timing:
 
 
 class Workbench:
-    """One kind of model, AdamW, synthetic data, and the variants that are attached one after the other.
+    """One kind of model, AdamW, synthetic data, and the variants that are attached one after the other."""
 
-    Args:
-        context: this rank.
-        config: the model.
-        batch_size: sequences per rank.
-        compute_dtype: dtype of the computation over fp32 parameters; None for fp32.
-        seed: of parameters and data.
-    """
-
-    def __init__(
-        self,
-        context: RankContext,
-        config: ModelConfig,
-        *,
-        batch_size: int,
-        compute_dtype: torch.dtype | None = None,
-        seed: int = 0,
-    ):
-        self.context, self.config = context, config
-        self.compute_dtype, self.seed = compute_dtype, seed
-        self._batches = synthetic_batches(context, config, batch_size, seed)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a record's configuration holds of the model and the ranks, beside the options."""
-        sizes = {"num_parameters": self.config.num_parameters, "context": self.config.context_length}
-        return sizes | {"backend": self.context.backend}
+    def __init__(self, context: RankContext, options: BenchOptions):
+        self.context, self.options, self.shape = context, options, options.model()
+        self._batches = synthetic_batches(context, options)
 
     def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> AbstractContextManager[Subject]:
         """Build, wrap and optimize the model; yields what trains one step when called; frees it all at the end."""
-        return closing(Subject(
-            self.context, self.config, variant, self._batches,
-            compute_dtype=self.compute_dtype, seed=self.seed, mark=mark,
-        ))  # fmt: skip
+        return closing(Subject(self.context, self.options, variant, self._batches, mark=mark))
 
     def time_rounds(
         self,
@@ -377,12 +330,11 @@ class Workbench:
         `inspect(variant, attached)` is called after each block of timed steps, on every rank.
         """
         timings = {variant.name: Timing() for variant in rows}
-        for round_number in range(rounds):
-            shift = round_number % len(rows)  # nobody always runs first after a pause
-            for variant in [*rows[shift:], *rows[:shift]]:
-                if not timings[variant.name].out_of_memory:
-                    progress(f"round {round_number + 1}/{rounds}: {variant.name}")
-                    self._time_block(variant, warmup, steps, timings[variant.name], inspect)
+        calls = {
+            variant.name: partial(self._time_block, variant, warmup, steps, timings[variant.name], inspect)
+            for variant in rows
+        }
+        interleave(calls, rounds, order=rotated, progress=progress)
         return timings
 
     def time_in_turn(
@@ -426,6 +378,8 @@ class Workbench:
         timing: Timing,
         inspect: Callable[[Variant, Subject], None] | None = None,
     ) -> None:
+        if timing.out_of_memory:
+            return
         timer = PhaseTimer(self.context.device)
         with ExitStack() as stack:
             with peak_memory(self.context.device) as memory:
@@ -492,55 +446,6 @@ class Workbench:
                 device=self.context.device,
                 finish=step.settle,
             )
-
-
-@dataclass(frozen=True)
-class BenchOptions(Options):
-    """The model and the data of a `Workbench`, as options. Raises ValueError for a value that is not allowed."""
-
-    size: str = option("tiny", "model preset", choices=tuple(PRESETS))
-    batch: int = option(4, "sequences per rank", least=1)
-    context: int | None = option(None, "tokens per sequence [the preset's]", least=1)
-    dtype: str = option("fp32", "fp32, or bf16 or fp16 computation over fp32 parameters", choices=tuple(DTYPES))
-    seed: int = option(0, "of parameters and data", **SEED)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.model()
-
-    def model(self) -> ModelConfig:
-        """The preset with its context replaced."""
-        return preset(self.size, context_length=self.context)
-
-    def workbench(self, context: RankContext, rows: Sequence[Variant], *, some: bool = False) -> Workbench:
-        """What times these rows; call it on every rank.
-
-        Args:
-            some: whether it is enough that one of them fits a GPU, see `requirements.require`.
-
-        Raises:
-            ValueError: a strategy that needs a GPU, without one.
-            MemoryError: the model with this batch does not fit.
-        """
-        return workbench(
-            context, self.model(), rows, batch=self.batch, dtype=self.dtype, seed=self.seed, some=some
-        )
-
-
-def workbench(
-    context: RankContext,
-    model: ModelConfig,
-    rows: Sequence[Variant],
-    *,
-    batch: int,
-    dtype: str = "fp32",
-    seed: int = 0,
-    some: bool = False,
-) -> Workbench:
-    """A `Workbench` for these rows, once it is known that they fit; see `BenchOptions.workbench`."""
-    planned = [PlannedStep(model, batch, row.strategy.name, dtype) for row in rows]
-    require(planned, context.device, context, some=some and context.device.type == "cuda")
-    return Workbench(context, model, batch_size=batch, compute_dtype=DTYPES[dtype], seed=seed)
 
 
 def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:

@@ -1,8 +1,10 @@
 """The rows: every operation at its sizes, with its variants, its least traffic and what its naive form is."""
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,29 +16,54 @@ VARIANTS = ("ours", "naive", "builtin", "compile", "template", "liger")
 Function = Callable[..., Any]
 
 
+class Operand(NamedTuple):
+    """An input: normal values around `mean`, or, of a number of `classes`, indices of them."""
+
+    shape: tuple[int, ...]
+    deviation: float = 1.0
+    mean: float = 0.0
+    classes: int = 0
+
+
+# What an operation takes → its operands, of the sizes in its row's shape.
+OPERANDS: dict[str, Callable[..., list[Operand]]] = {
+    "x": lambda *shape: [Operand(shape)],
+    "x, y": lambda *shape: [Operand(shape), Operand(shape)],
+    "x, w": lambda n, d: [Operand((n, d)), Operand((d,), 0.1, 1.0)],
+    "x, w, b": lambda n, d: [Operand((n, d)), Operand((d,), 0.1, 1.0), Operand((d,), 0.1)],
+    "x, residual, w": lambda n, d: [Operand((n, d)), Operand((n, d)), Operand((d,), 0.1, 1.0)],
+    "a, b": lambda m, k, n: [Operand((m, k)), Operand((k, n))],
+    "layer": lambda n, d, f: [Operand((n, d)), Operand((f, d)), Operand((f,))],
+    "logits, targets": lambda n, v: [Operand((n, v)), Operand((n,), classes=v)],
+    "head, targets": lambda n, d, v: [Operand((n, d)), Operand((v, d), 0.02), Operand((n,), classes=v)],
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One operation at one size.
 
     Args:
         name: of the operation.
-        shape: what the table shows, and what `inputs` and `cost` are called with.
+        shape: what the table shows, and what `least` is called with.
+        tiny: the shape in the smoke test.
         dtype: torch's name of it.
-        directions: "fwd", "bwd" or "both".
-        inputs: shape, dtype, device → tensors; those of floating point get gradients.
+        takes: a name of OPERANDS.
+        least: least FLOPs and bytes, a function of shape, dtype and, unless it has none, `backward`.
         variants: name → function of the inputs; "compile" and "template" are made from `plain`.
-        cost: direction → least FLOPs and bytes.
+        directions: "fwd", "bwd" or "both".
         compute: bound by arithmetic: the share of cuBLAS counts, not that of the copy.
         moves: direction → bytes that our form moves over the least, where it knowingly moves more.
     """
 
     name: str
     shape: tuple[int, ...]
+    tiny: tuple[int, ...]
     dtype: str
-    directions: tuple[str, ...]
-    inputs: Callable[[tuple[int, ...], torch.dtype, str], list[Tensor]]
+    takes: str
+    least: Callable[..., Cost]
     variants: dict[str, Function]
-    cost: Callable[[str], Cost]
+    directions: tuple[str, ...] = ("fwd", "bwd")
     compute: bool = False
     moves: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -54,38 +81,36 @@ class Case:
         made = {"compile": self.plain is not None, "template": self.name in ("matmul", "matmul_gelu")}
         return variant in self.variants or made.get(variant, False)
 
+    def inputs(self, device: str) -> list[Tensor]:
+        """Its tensors; on the meta device nothing is drawn."""
+        dtype, found = getattr(torch, self.dtype), []
+        generator = None if device == "meta" else torch.Generator(device).manual_seed(len(self.shape) + sum(self.shape))
+        for shape, deviation, mean, classes in OPERANDS[self.takes](*self.shape):
+            if classes:
+                found.append(torch.arange(*shape, device=device) * 7919 % classes)
+            else:
+                drawn = torch.randn(shape, generator=generator, device=device).to(dtype)
+                found.append(drawn if (deviation, mean) == (1.0, 0.0) else mean + deviation * drawn)
+        return found
 
-class Table:
-    """Collects the cases; small ones for the smoke test."""
-
-    def __init__(self, small: bool) -> None:
-        self.small = small
-        self.rows: list[Case] = []
-
-    def add(self, name: str, shape: tuple[int, ...], tiny: tuple[int, ...], dtype: str, inputs: Function,
-            cost: Function, directions: tuple[str, ...] = ("fwd", "bwd"), compute: bool = False,
-            moves: Mapping[str, float] | None = None, **variants: Function) -> None:
-        """One row; `tiny` is its shape in the smoke test, cost a function of shape, dtype and `backward`."""
-        shape = tiny if self.small else shape
-        if any((row.name, row.shape) == (name, shape) for row in self.rows):
-            return  # two sizes that are one in the smoke test
-        dtype = "float32" if self.small else dtype
-        torch_dtype = getattr(torch, dtype)
-
-        def of(direction: str) -> Cost:
-            if direction == "both":
-                return cost(shape, torch_dtype) + cost(shape, torch_dtype, backward=True)
-            return cost(shape, torch_dtype, **({"backward": True} if direction == "bwd" else {}))
-
-        self.rows.append(Case(name, shape, dtype, directions, inputs, variants, of, compute, moves or {}))
+    def cost(self, direction: str) -> Cost:
+        """Least FLOPs and bytes of a direction."""
+        passes = {"fwd": [{}], "bwd": [{"backward": True}], "both": [{}, {"backward": True}]}[direction]
+        costs = [self.least(self.shape, getattr(torch, self.dtype), **which) for which in passes]
+        return functools.reduce(operator.add, costs)
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Every row of the table."""
-    table = Table(small)
-    for part in (_element_wise, _rows, _fused_norms, _model_parts, _matmuls, _losses):
-        part(table)
-    return table.rows
+    """Every row of the table, or, in fp32, its smoke test's, where two sizes may be one."""
+    parts = (_element_wise, _rows, _fused_norms, _model_parts, _matmuls, _losses)
+    every = [case for part in parts for case in part()]
+    if not small:
+        return every
+    found: dict[str, Case] = {}
+    for case in every:
+        shrunk = dataclasses.replace(case, shape=case.tiny, dtype="float32")
+        found.setdefault(shrunk.label, shrunk)
+    return list(found.values())
 
 
 # Kernels are imported inside the functions: importing them decides how they run.
@@ -93,21 +118,23 @@ NORM, TINY = (8192, 4096), (4, 64)
 MANY_ROWS = (65536, 4096)  # so large that starting and ending a kernel do not show
 
 
-def _element_wise(table: Table) -> None:
+def _element_wise() -> list[Case]:
     from kernels import adamw, dropout, elementwise, reference
 
-    table.add("add", (8192, 8192), TINY, "bfloat16", two, lambda s, d: elementwise.add_cost(s, d), ("fwd",),
-              ours=elementwise.add, naive=reference.add)
-    table.add("gelu", (8192, 11008), TINY, "bfloat16", one, elementwise.cost, ours=elementwise.gelu,
-              naive=reference.gelu, builtin=lambda x: F.gelu(x, approximate="tanh"))
-    table.add("add_gelu", (8192, 8192), TINY, "bfloat16", two, lambda s, d: elementwise.add_cost(s, d), ("fwd",),
-              moves={"fwd": 5 / 3}, ours=lambda x, y: elementwise.gelu(elementwise.add(x, y)),
-              naive=lambda x, y: reference.gelu(x + y), builtin=lambda x, y: F.gelu(x + y, approximate="tanh"))
-    table.add("dropout", (8192, 8192), TINY, "bfloat16", one, dropout.cost, ours=lambda x: dropout.dropout(x, 0.1),
-              builtin=lambda x: F.dropout(x, 0.1))
-    table.add("adamw", (2**27,), (200,), "float32", lambda s, d, device: draw(s)(s, d, device),
-              lambda s, d: adamw.cost(s[0], d), ("fwd",), ours=_stepping(adamw.AdamW),
-              naive=_stepping(torch.optim.AdamW, foreach=False), builtin=_stepping(torch.optim.AdamW, fused=True))
+    return [
+        Case("add", (8192, 8192), TINY, "bfloat16", "x, y", elementwise.add_cost,
+             {"ours": elementwise.add, "naive": reference.add}, ("fwd",)),
+        Case("gelu", (8192, 11008), TINY, "bfloat16", "x", elementwise.cost,
+             {"ours": elementwise.gelu, "naive": reference.gelu, "builtin": lambda x: F.gelu(x, approximate="tanh")}),
+        Case("add_gelu", (8192, 8192), TINY, "bfloat16", "x, y", elementwise.add_cost,
+             {"ours": lambda x, y: elementwise.gelu(elementwise.add(x, y)), "naive": lambda x, y: reference.gelu(x + y),
+              "builtin": lambda x, y: F.gelu(x + y, approximate="tanh")}, ("fwd",), moves={"fwd": 5 / 3}),
+        Case("dropout", (8192, 8192), TINY, "bfloat16", "x", dropout.cost,
+             {"ours": lambda x: dropout.dropout(x, 0.1), "builtin": lambda x: F.dropout(x, 0.1)}),
+        Case("adamw", (2**27,), (200,), "float32", "x", lambda s, d: adamw.cost(s[0], d),
+             {"ours": _stepping(adamw.AdamW), "naive": _stepping(torch.optim.AdamW, foreach=False),
+              "builtin": _stepping(torch.optim.AdamW, fused=True)}, ("fwd",)),
+    ]  # fmt: skip
 
 
 def _stepping(optimizer_class: type, **options: Any) -> Function:
@@ -127,47 +154,56 @@ def _stepping(optimizer_class: type, **options: Any) -> Function:
     return step
 
 
-def _rows(table: Table) -> None:
+def _rows() -> list[Case]:
     from kernels import layernorm, reference, rmsnorm, softmax, weighted_sum
 
+    found = []
     for shape in (NORM, MANY_ROWS):
-        table.add("weighted_sum", shape, TINY, "bfloat16", rows_and_weight, weighted_sum.cost,
-                  ours=weighted_sum.weighted_sum, naive=reference.weighted_sum, builtin=lambda x, w: x @ w)
+        found += [
+            Case("weighted_sum", shape, TINY, "bfloat16", "x, w", weighted_sum.cost,
+                 {"ours": weighted_sum.weighted_sum, "naive": reference.weighted_sum, "builtin": lambda x, w: x @ w}),
+            Case("layer_norm", shape, TINY, "bfloat16", "x, w, b", layernorm.cost,
+                 {"ours": layernorm.layer_norm, "naive": reference.layer_norm, "liger": _liger("layer_norm", 1e-5),
+                  "builtin": lambda x, w, b: F.layer_norm(x, w.shape, w, b)}),
+            Case("rms_norm", shape, TINY, "bfloat16", "x, w", rmsnorm.cost,
+                 {"ours": rmsnorm.rms_norm, "naive": reference.rms_norm, "liger": _liger("rms_norm", 1e-5),
+                  "builtin": lambda x, w: F.rms_norm(x, w.shape, w, 1e-5)}),
+        ]  # fmt: skip
     for shape in (NORM, (32768, 1024), (1024, 32768), (256, 200000)):
         twice = {"fwd": 3 / 2, "bwd": 5 / 3} if shape[1] > softmax.HALF_TILE_BACKWARD else {}  # what is read, twice
-        table.add("softmax", shape, (4, shape[1] // 16), "float32", one, softmax.cost, moves=twice,
-                  ours=softmax.softmax, naive=reference.softmax, builtin=lambda x: F.softmax(x, -1),
-                  liger=_liger("softmax"))
-    for shape in (NORM, MANY_ROWS):
-        table.add("layer_norm", shape, TINY, "bfloat16", row_weight_and_bias, layernorm.cost,
-                  ours=layernorm.layer_norm, naive=reference.layer_norm,
-                  builtin=lambda x, w, b: F.layer_norm(x, w.shape, w, b), liger=_liger("layer_norm", 1e-5))
-        table.add("rms_norm", shape, TINY, "bfloat16", rows_and_weight, rmsnorm.cost, ours=rmsnorm.rms_norm,
-                  naive=reference.rms_norm, builtin=lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
-                  liger=_liger("rms_norm", 1e-5))
+        found.append(Case(
+            "softmax", shape, (4, shape[1] // 16), "float32", "x", softmax.cost,
+            {"ours": softmax.softmax, "naive": reference.softmax, "builtin": lambda x: F.softmax(x, -1),
+             "liger": _liger("softmax")}, moves=twice))  # fmt: skip
+    return found
 
 
-def _fused_norms(table: Table) -> None:
+def _fused_norms() -> list[Case]:
     from kernels import reference, rmsnorm
     from kernels._rows import Launch, forced
 
-    for name, activation in (("add_rms_norm", None), ("add_rms_norm_silu", "silu")):
-        table.add(name, NORM, TINY, "bfloat16", two_and_weight,
-                  # what is timed backward is the gradient of y alone: none arrives for the sum
-                  lambda s, d, backward=False: rmsnorm.cost(s, d, residual=not backward, backward=backward),
-                  ours=lambda x, r, w, a=activation: rmsnorm.add_rms_norm(x, r, w, 1e-5, a),
-                  naive=lambda x, r, w, a=activation: reference.add_rms_norm(x, r, w, 1e-5, a))
+    def cost(shape: tuple[int, ...], dtype: torch.dtype, backward: bool = False) -> Cost:
+        # what is timed backward is the gradient of y alone: none arrives for the sum
+        return rmsnorm.cost(shape, dtype, residual=not backward, backward=backward)
 
     def spilling(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        with forced(rmsnorm=Launch(block=64 if table.small else 16384, warps=2)):
+        with forced(rmsnorm=Launch(block=w.numel(), warps=2)):
             return rmsnorm.add_rms_norm(x, r, w, 1e-5, "silu")
 
-    table.add("spilling_add_rms_norm_silu", (2048, 16384), TINY, "bfloat16", two_and_weight,
-              lambda s, d: rmsnorm.cost(s, d, residual=True), ("fwd",), ours=spilling,
-              naive=lambda x, r, w: reference.add_rms_norm(x, r, w, 1e-5, "silu"))
+    def variants(activation: str | None) -> dict[str, Function]:
+        return {"ours": lambda x, r, w: rmsnorm.add_rms_norm(x, r, w, 1e-5, activation),
+                "naive": lambda x, r, w: reference.add_rms_norm(x, r, w, 1e-5, activation)}  # fmt: skip
+
+    silu = variants("silu")
+    return [
+        Case("add_rms_norm", NORM, TINY, "bfloat16", "x, residual, w", cost, variants(None)),
+        Case("add_rms_norm_silu", NORM, TINY, "bfloat16", "x, residual, w", cost, silu),
+        Case("spilling_add_rms_norm_silu", (2048, 16384), TINY, "bfloat16", "x, residual, w", cost,
+             silu | {"ours": spilling}, ("fwd",)),
+    ]  # fmt: skip
 
 
-def _model_parts(table: Table) -> None:
+def _model_parts() -> list[Case]:
     from kernels import reference, rope, swiglu
 
     def with_tables(function: Function) -> Function:
@@ -183,68 +219,59 @@ def _model_parts(table: Table) -> None:
 
         return run
 
-    table.add("rope", (4, 32, 4096, 128), (2, 2, 8, 16), "bfloat16", one, lambda s, d, **_: rope.cost(s, d),
-              ours=with_tables(rope.rope), naive=with_tables(reference.rope))
-    table.add("swiglu", (8192, 11008), TINY, "bfloat16", two, swiglu.cost, ours=swiglu.swiglu, naive=reference.swiglu,
-              builtin=lambda g, u: F.silu(g) * u, liger=_liger("swiglu"))
+    return [
+        Case("rope", (4, 32, 4096, 128), (2, 2, 8, 16), "bfloat16", "x", lambda s, d, **_: rope.cost(s, d),
+             {"ours": with_tables(rope.rope), "naive": with_tables(reference.rope)}),
+        Case("swiglu", (8192, 11008), TINY, "bfloat16", "x, y", swiglu.cost,
+             {"ours": swiglu.swiglu, "naive": reference.swiglu, "builtin": lambda g, u: F.silu(g) * u,
+              "liger": _liger("swiglu")}),
+    ]  # fmt: skip
 
 
-def _matmuls(table: Table) -> None:
+def _matmuls() -> list[Case]:
     from kernels import dropout, matmul, reference
 
-    def operands(shape, dtype, device):
-        m, k, n = shape
-        return draw((m, k), (k, n))(shape, dtype, device)
-
-    for size in (4096, 8192):
-        table.add("matmul", (size,) * 3, (40, 24, 33), "bfloat16", operands, matmul.cost, ("fwd",), True,
-                  ours=matmul.matmul, builtin=torch.matmul)
-        table.add("matmul_gelu", (size,) * 3, (40, 24, 33), "bfloat16", operands, matmul.cost, ("fwd",), True,
-                  ours=lambda a, b: matmul.matmul(a, b, epilogue="gelu"), naive=lambda a, b: reference.gelu(a @ b),
-                  builtin=lambda a, b: F.gelu(a @ b, approximate="tanh"))
-
-    def layer_inputs(shape, dtype, device):
-        n, d, f = shape
-        return draw((n, d), (f, d), (f,))(shape, dtype, device)
-
-    def layer_cost(shape, dtype, backward=False):
+    def layer_cost(shape: tuple[int, ...], dtype: torch.dtype, backward: bool = False) -> Cost:
         n, _, f = shape
         return matmul.cost(shape, dtype, backward=backward) + dropout.cost((n, f), dtype, gelu=True, backward=backward)
 
-    table.add("linear_gelu_dropout", (8192, 4096, 11008), (8, 16, 24), "bfloat16", layer_inputs, layer_cost,
-              compute=True, ours=lambda x, w, b: dropout.linear_gelu_dropout(x, w, b, 0.1),
-              builtin=lambda x, w, b: F.dropout(F.gelu(F.linear(x, w, b), approximate="tanh"), 0.1))
+    squares = [
+        case for size in (4096, 8192) for case in (
+            Case("matmul", (size,) * 3, (40, 24, 33), "bfloat16", "a, b", matmul.cost,
+                 {"ours": matmul.matmul, "builtin": torch.matmul}, ("fwd",), True),
+            Case("matmul_gelu", (size,) * 3, (40, 24, 33), "bfloat16", "a, b", matmul.cost,
+                 {"ours": lambda a, b: matmul.matmul(a, b, epilogue="gelu"),
+                  "naive": lambda a, b: reference.gelu(a @ b),
+                  "builtin": lambda a, b: F.gelu(a @ b, approximate="tanh")}, ("fwd",), True),
+        )
+    ]  # fmt: skip
+    layer = {"ours": lambda x, w, b: dropout.linear_gelu_dropout(x, w, b, 0.1),
+             "builtin": lambda x, w, b: F.dropout(F.gelu(F.linear(x, w, b), approximate="tanh"), 0.1)}  # fmt: skip
+    return [*squares, Case("linear_gelu_dropout", (8192, 4096, 11008), (8, 16, 24), "bfloat16", "layer", layer_cost,
+                           layer, compute=True)]  # fmt: skip
 
 
-def _losses(table: Table) -> None:
+def _losses() -> list[Case]:
     from kernels import cross_entropy, linear_cross_entropy, reference
 
-    def loss_inputs(shape, dtype, device):
-        logits = draw(shape)(shape, dtype, device)[0]
-        return [logits, torch.arange(shape[0], device=device) * 7919 % shape[1]]
-
-    table.add("cross_entropy", (2048, 151936), (8, 500), "bfloat16", loss_inputs, cross_entropy.cost, ("both",),
-              ours=cross_entropy.cross_entropy, naive=reference.cross_entropy,
-              builtin=lambda z, t: F.cross_entropy(z.float(), t), liger=_liger("cross_entropy"))
-
-    def layer_inputs(shape, dtype, device):
-        n, d, v = shape
-        x, w = draw((n, d), (v, d))(shape, dtype, device)
-        return [x, w * 0.02, torch.arange(n, device=device) * 7919 % v]
-
-    def layer_cost(shape, dtype, backward=False):
+    def head_cost(shape: tuple[int, ...], dtype: torch.dtype, backward: bool = False) -> Cost:
         return Cost(0, 0) if backward else linear_cross_entropy.cost(shape, dtype)
 
-    def in_chunks(chunk_bytes: int) -> Function:
-        return lambda x, w, t: linear_cross_entropy.linear_cross_entropy(x, w, t, chunk_bytes=chunk_bytes)
+    def few_rows(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        """Chunks as small as Liger's, of 256 rows; in the smoke test of one or two."""
+        chunk_bytes = 80 * 2**20 if len(t) > 256 else 400
+        return linear_cross_entropy.linear_cross_entropy(x, w, t, chunk_bytes=chunk_bytes)
 
-    table.add("linear_cross_entropy", (8192, 4096, 151936), (8, 16, 100), "bfloat16", layer_inputs, layer_cost,
-              ("both",), True, ours=in_chunks(linear_cross_entropy.CHUNK_BYTES),
-              builtin=lambda x, w, t: F.cross_entropy((x @ w.T).float(), t),
-              liger=_liger("fused_linear_cross_entropy"))
-    table.add("linear_cross_entropy_256_rows", (8192, 4096, 151936), (8, 16, 100), "bfloat16", layer_inputs,
-              layer_cost, ("both",), True, ours=in_chunks(400 if table.small else 80 * 2**20),  # as small as Liger's
-              liger=_liger("fused_linear_cross_entropy"))
+    head = (8192, 4096, 151936), (8, 16, 100), "bfloat16", "head, targets", head_cost
+    liger = _liger("fused_linear_cross_entropy")
+    return [
+        Case("cross_entropy", (2048, 151936), (8, 500), "bfloat16", "logits, targets", cross_entropy.cost,
+             {"ours": cross_entropy.cross_entropy, "naive": reference.cross_entropy,
+              "builtin": lambda z, t: F.cross_entropy(z.float(), t), "liger": _liger("cross_entropy")}, ("both",)),
+        Case("linear_cross_entropy", *head, {"ours": linear_cross_entropy.linear_cross_entropy, "liger": liger,
+             "builtin": lambda x, w, t: F.cross_entropy((x @ w.T).float(), t)}, ("both",), True),
+        Case("linear_cross_entropy_256_rows", *head, {"ours": few_rows, "liger": liger}, ("both",), True),
+    ]  # fmt: skip
 
 
 def _liger(name: str, *options: Any) -> Function:
@@ -257,45 +284,6 @@ def _liger(name: str, *options: Any) -> Function:
         return result[0] if isinstance(result, tuple) else result
 
     return run
-
-
-def draw(*shapes: tuple[int, ...]) -> Callable[..., list[Tensor]]:
-    """Normal inputs of these shapes; on the meta device nothing is drawn."""
-
-    def make(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
-        if device == "meta":
-            return [torch.empty(size, dtype=dtype, device=device) for size in shapes]
-        generator = torch.Generator(device).manual_seed(len(shape) + sum(shape))
-        return [torch.randn(size, generator=generator, device=device).to(dtype) for size in shapes]
-
-    return make
-
-
-def one(shape, dtype, device):
-    """[x]"""
-    return draw(shape)(shape, dtype, device)
-
-
-def two(shape, dtype, device):
-    """[x, y], alike."""
-    return draw(shape, shape)(shape, dtype, device)
-
-
-def rows_and_weight(shape, dtype, device):
-    """[x (N, D), weight (D) around 1]"""
-    x, w = draw(shape, shape[1:])(shape, dtype, device)
-    return [x, 1 + 0.1 * w]
-
-
-def row_weight_and_bias(shape, dtype, device):
-    """[x (N, D), weight (D), bias (D)]"""
-    x, w, b = draw(shape, shape[1:], shape[1:])(shape, dtype, device)
-    return [x, 1 + 0.1 * w, 0.1 * b]
-
-
-def two_and_weight(shape, dtype, device):
-    """[x, residual (N, D), weight (D)]"""
-    return [*two(shape, dtype, device), rows_and_weight(shape, dtype, device)[1]]
 
 
 def with_gradients(inputs: list[Tensor]) -> list[Tensor]:

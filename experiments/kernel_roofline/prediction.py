@@ -63,7 +63,7 @@ def naive_bytes(case: Case, direction: str) -> Counter[str] | None:
     """Traffic of the naive form by kind, one operation at a time; None where there is no naive form."""
     if "naive" not in case.variants or case.name == "adamw":  # adamw's tensors are not those of its call
         return None
-    inputs = with_gradients(case.inputs(case.shape, getattr(torch, case.dtype), "meta"))
+    inputs = with_gradients(case.inputs("meta"))
     counter = TrafficCounter()
     with counter if direction in ("fwd", "both") else contextlib.nullcontext():
         out = first(case.variants["naive"](*inputs))

@@ -28,7 +28,7 @@ def tune(cases: Sequence[Case], device: str, repeat_ms: int, run: Run) -> None:
     for case, direction in [(each, way) for each in cases for way in each.directions]:
         name = TUNED[case.name] + "_backward" * (direction == "bwd")
         block, found = power_of_two(case.shape[-1]), []
-        inputs = with_gradients(case.inputs(case.shape, getattr(torch, case.dtype), device))
+        inputs = with_gradients(case.inputs(device))
         upstream = upstream_of(first(case.variants["ours"](*inputs)), direction)
         for warps, (per_sm, stages) in itertools.product((4, 8, 16, 32), GRIDS):
             launch = Launch(block, max(1, 2048 // block), warps, stages, per_sm)

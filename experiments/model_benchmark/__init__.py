@@ -9,25 +9,403 @@ sizes, contexts, batches, dtypes, implementations and strategies; each row is ch
 same weights, its clock against the wall's, and its speed against the device's peak.
 
 On request the full step of each combination is taken apart: the kernels with the most time in forward, backward and
-optimizer, and the kinds of work by time beside their FLOPs, from the profiler's trace (`work`); memory over time by
-category, with the largest blocks and who asked for them (`memory`); and what a block saves for backward, eager,
-compiled and with this lab's kernels (`saved`).
-
-What to run is in `config`, the rows in the order they are measured in `measuring`, table and pictures in `view`.
+optimizer, and the kinds of work by time beside their FLOPs, from the profiler's trace; memory over time by category,
+with the largest blocks and who asked for them; and what a block saves for backward, eager, compiled and with this lab's
+kernels. That is in `taken_apart`.
 """
 
-from distlab.experiment import Experiment
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields, make_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_type_hints
 
-from . import memory, saved, work
-from .config import BenchmarkConfig
-from .measuring import measure
-from .view import VIEW
+import numpy as np
+import torch
+import torch.distributed as dist
 
-PRESETS = {
-    "quick": {"warmups": (1,)},
-    "smoke": {"batch": (1,), "context": (16,), "warmups": (1,), "repeats": 3, "modes": ("forward", "step")},
-}
+from distlab.bench.reference import errors_against_reference
+from distlab.bench.timing import MODES, Subject, TrialConfig, opened, peak_of
+from distlab.comm import collectives
+from distlab.experiment import Column, Experiment, Options, RankContext, Record, Run, View, option
+from distlab.measure import (
+    MIN_SAMPLES,
+    Pace,
+    PhaseTimer,
+    attempt,
+    check_clock,
+    check_speed,
+    check_work,
+    emitter,
+    named_ranges,
+    nsys_command,
+    own_noise_floor,
+    peak_memory,
+    percentiles,
+    slowest_rank,
+)
+from distlab.measure.trace.capture import PHASES
+from distlab.options import SEED
+from distlab.report import NOISE, Panel, lines, noise_of, overlaid, stacked_bars
+from distlab.theory.flops import forward_flops, mfu
+from distlab.train.requirements import require, shortage
+
+from .taken_apart import (
+    KERNEL_VIEW,
+    MEMORY_VIEW,
+    SAVED_VIEW,
+    WORK_VIEW,
+    Rows,
+    headline,
+    memory,
+    ms_column,
+    prefix,
+    profile,
+    saved,
+)
+
+SWEPT = ("size", "batch", "context", "dtype", "compile", "attention", "ops", "checkpointing", "strategy")
+
+
+def _swept(name: str) -> tuple[str, Any, Any]:
+    """A trial's option as one that takes several values: name, type and field."""
+    one = next(field for field in fields(TrialConfig) if field.name == name)
+    limits = {limit: one.metadata[limit] for limit in ("least", "choices")}
+    swept = option((one.default,), f"{one.metadata['help']}; several are swept", **limits)
+    return name, tuple[get_type_hints(TrialConfig)[name], ...], swept
+
+
+Swept = make_dataclass("Swept", map(_swept, SWEPT), bases=(Options,), frozen=True)
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig(Swept):
+    """Every combination of the options that take several values, and what to look at in each.
+
+    All rows of one combination come from one series, so that several warm-ups show what those calls cost. A process is
+    cold only once: compare warm-ups in the first combination. Raises ValueError for a value that is not allowed.
+    """
+
+    context: tuple[int | None, ...] = option(
+        (None,), "tokens per sequence, or preset; several are swept", least=1, words={"preset": None}
+    )
+    modes: tuple[str, ...] = option(MODES, "parts of a step, in this order", choices=MODES, flag="--mode")
+    warmups: tuple[int, ...] = option((5,), "numbers of first calls to leave out", least=0, flag="--warmup")
+    repeats: int = option(10, "timed calls", least=MIN_SAMPLES, flag="--steps")
+    bucket_size_mb: float = option(25.0, "MiB, of strategies with buckets", above=0)
+    seed: int = option(0, "of parameters and data", **SEED)
+    profile: bool = option(False, "traces, and kernels and kinds of work by time")
+    profile_ranks: tuple[int, ...] = option((0,), "that write a trace; the first is summarised", least=0)
+    profile_steps: tuple[int, ...] = option((3, 5), "first and last step that is traced, from 0", least=0)
+    memory: bool = option(
+        False, "memory over time; on a GPU the allocator's history too", flag="--memory-snapshot"
+    )
+    saved: bool = option(False, "what a block saves for backward: eager, compiled, ours")
+    nvtx: bool = option(False, "NVTX ranges on parts and messages, for Nsight Systems")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.profile_steps) != 2 or self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(f"profile_steps={self.profile_steps}: give first <= last")
+        self.trials()
+        if self.nvtx:
+            emitter("nvtx")  # refuses where there is no GPU
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise ValueError if a rank is to be profiled that does not exist."""
+        if self.profile and max(self.profile_ranks) >= world_size:
+            raise ValueError(f"profile ranks {self.profile_ranks}: there are ranks 0 to {world_size - 1}")
+
+    def trials(self) -> list[TrialConfig]:
+        """All combinations; modes and warm-ups share a trial."""
+        choices = itertools.product(*(getattr(self, name) for name in SWEPT))
+        rest = {"bucket_size_mb": self.bucket_size_mb, "seed": self.seed}
+        return [TrialConfig(**dict(zip(SWEPT, choice, strict=True)), **rest) for choice in choices]
+
+    def label(self, trial: TrialConfig) -> str:
+        """What tells this trial from the others of the run: the options that have several values."""
+        varied = [name for name in SWEPT if len(getattr(self, name)) > 1]
+        plain = ("size", "dtype", "attention", "strategy")  # values that say what they are
+        return ", ".join([str(getattr(trial, n)) if n in plain else f"{n} {getattr(trial, n)}" for n in varied])
+
+
+OOM = "OOM"
+PASSES = {"inference": 1, "forward": 1, "forward_backward": 3, "step": 3}  # in units of a forward's FLOPs
+TOLERANCE = {
+    "fp32": 1e-3,
+    "bf16": 0.1,
+    "fp16": 0.05,
+}  # relative error of all gradients; seen: 1e-6, 2e-2, 3e-3
+
+
+def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
+    """Time every combination, then take its step apart; call it on every rank. What fails is a row that says why.
+
+    With `nvtx`, cudaProfilerStart is called before and cudaProfilerStop after the timed calls, for Nsight Systems.
+
+    Raises:
+        ValueError: a strategy that needs a GPU, or a rank to be profiled that does not exist.
+        MemoryError: no combination fits.
+    """
+    config.check_ranks(context.world_size)
+    modes = [mode for mode in MODES if mode in config.modes]
+    planned = [trial.planned(trial.strategy, mode) for trial in config.trials() for mode in modes]
+    require(planned, context.device, context, some=True)
+    if config.nvtx:
+        torch.cuda.profiler.start()
+    for trial in config.trials():
+        names = {}
+        for mode, warmup in itertools.product(modes, config.warmups):
+            parts = [config.label(trial), mode, f"warm-up {warmup}" if len(config.warmups) > 1 else ""]
+            names[mode, warmup] = ", ".join(filter(None, parts))
+        if all(map(run.done, names.values())):
+            continue
+        rows = timed(config, trial, context, run.progress)  # first, while the process is cold
+        # By rank 0: the check needs no other rank, and those would only take its memory and cores.
+        checked = agreed(partial(errors_against_reference, context, trial) if context.is_main else dict, context)
+        checked = collectives.gather_objects(checked, context.group)[0]
+        for (mode, warmup), metrics in rows.items():
+            metrics |= {name: checked.get(name) for name in ("loss_rel_error", "grad_rel_error")}
+            if metrics["status"] == "ok":
+                metrics["status"] = verdict(checked, trial)
+            run.add(names[mode, warmup], metrics, **asdict(trial) | trial.facts(context), mode=mode, warmup=warmup)
+    if config.nvtx:
+        torch.cuda.profiler.stop()
+    for trial in config.trials():
+        take_apart(config, trial, context, run)
+    # A rank's own command line has no --nproc.
+    command = nsys_command("-m", ["launch", *sys.argv[1:], "--nvtx"], context.world_size, str(run.path / "nsys"))
+    if command is not None and not config.nvtx:
+        run.progress(f"under Nsight Systems: {command}")
+
+
+def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext, run: Run) -> None:
+    """Rows of what is wanted of one combination's full step, in the parts of the run; call it on every rank.
+
+    Traces, pictures and the allocator's history are written to the run's folder. What fails is reported, and has no
+    rows.
+    """
+    label = config.label(trial)
+    name = label or trial.size
+    slug = name.replace(", ", "-").replace(" ", "-")
+    parts: dict[str, Callable[[], dict[str, Rows]]] = {}
+    if config.profile:
+        parts["profiling"] = partial(
+            profile, context, trial, config.profile_ranks, config.profile_steps, run.path, slug
+        )  # fmt: skip
+    if config.memory:
+        parts["recording the memory of"] = partial(memory, context, trial, run.path, slug)
+    if config.saved:
+        parts["listing what is saved for backward by"] = partial(saved, context, trial)
+    for what, part in parts.items():
+        run.progress(f"{what} {name}")
+        found = attempt(part)
+        if (status := found.pop("status")) != "ok":
+            run.progress(f"{what} {name}: {status}")
+        for view, rows in found.items():
+            for row, (variant, metrics) in enumerate(rows):  # of one kernel there may be several
+                where = asdict(trial) | trial.facts(context) | {"label": label, "row": row}
+                run.part(view).add(f"{prefix(label)}{variant}", metrics, **where)
+
+
+def timed(
+    config: BenchmarkConfig,
+    trial: TrialConfig,
+    context: RankContext,
+    progress: Callable[[str], None],
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """Metrics by mode and warm-up of one combination; what fails has its status alone."""
+    modes = [mode for mode in MODES if mode in config.modes]
+    found: dict[str, dict[str, Any]] = {}
+
+    def every_mode() -> dict[str, Any]:
+        with opened(context, trial) as ready:
+            for mode in modes:
+                if mode in found:
+                    continue
+                label = f"{config.label(trial) or trial.size}: {mode}"
+                progress(label)
+                pace = Pace(max(config.warmups) + config.repeats, label, progress)
+                found[mode] = agreed(
+                    lambda mode=mode, pace=pace: {"rows": time_mode(ready, mode, config, pace)}, context
+                )
+        return {}
+
+    for mode in modes:
+        if shortage(trial.planned(trial.strategy, mode), context.device, context) is not None:
+            found[mode] = {"status": OOM}
+    failure = {} if len(found) == len(modes) else agreed(every_mode, context)
+    rows = {}
+    for mode, warmup in itertools.product(modes, config.warmups):
+        of_mode = found.get(mode, failure)
+        measured = of_mode.get("rows", of_mode["status"])
+        rows[mode, warmup] = {"status": measured} if isinstance(measured, str) else measured[warmup]
+    return rows
+
+
+def agreed(measure: Callable[[], dict[str, Any]], context: RankContext) -> dict[str, Any]:
+    """`attempt`, with one status on all ranks: a combination fails everywhere if it fails anywhere."""
+    found = attempt(measure)
+    failed = [status for status in collectives.gather_objects(found["status"], context.group) if status != "ok"]
+    if failed:  # what lay on the way to the failure must not make the next combination fail
+        gc.collect()
+        if context.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return {"status": failed[0]} if failed else found
+
+
+def verdict(checked: dict[str, Any], trial: TrialConfig) -> str:
+    """`ok`, or why the row must not be believed."""
+    if checked["status"] != "ok":
+        return f"unchecked ({checked['status']})"
+    if not checked["grad_rel_error"] <= TOLERANCE[trial.dtype]:
+        return "wrong gradients"
+    return "ok"
+
+
+def time_mode(
+    trial: Subject,
+    mode: str,
+    config: BenchmarkConfig,
+    pace: Callable[[], None] = lambda: None,
+) -> dict[int, dict[str, Any]] | str:
+    """Metrics of one mode, by number of warm-up calls; the status of the first call if it failed on some rank.
+
+    Memory runs out in the first call or not at all, so the ranks agree on it there, before they go on together.
+
+    Raises:
+        Implausible: the clock misses part of the work, nothing was computed, or faster than the device can be.
+    """
+    context = trial.context
+    timer = PhaseTimer(context.device)
+
+    def call(times: int) -> dict[str, Any]:
+        timer.synchronize()
+        begin = time.perf_counter()
+        for _ in range(times):
+            timer.start()
+            trial(mode, timer.mark)
+            pace()
+        timer.synchronize()
+        return {"wall_ms": (time.perf_counter() - begin) * 1e3}
+
+    with ExitStack() as stack:
+        memory = stack.enter_context(peak_memory(context.device))
+        if config.nvtx:
+            stack.enter_context(torch.cuda.nvtx.range(mode))
+            stack.enter_context(named_ranges(trial.model, emitter("nvtx"), trial.optimizer))
+        dist.barrier(context.group)
+        first = agreed(lambda: call(1), context)
+        if first["status"] != "ok":
+            return first["status"]
+        wall_ms = first["wall_ms"] + call(max(config.warmups) + config.repeats - 1)["wall_ms"]
+    samples = timer.steps()
+    slowest = partial(slowest_rank, group=context.group, device=context.device)
+    phases = {name: slowest([sample[name] for sample in samples]) for name in samples[0]}
+    peak = slowest([memory.peak_alloc_bytes or 0])[0]
+    # From here on nothing is communicated, so a rank may raise.
+    covered = check_clock([sample["step"] for sample in samples], wall_ms, context.device)
+    check_work(trial.last_loss, trial.gradients() if mode in ("forward_backward", "step") else None)
+    shared = {"peak_alloc_bytes": int(peak) or None, "clock_covered_pct": 100 * covered}
+    return {
+        warmup: _metrics(trial, mode, phases, warmup, config.repeats) | shared for warmup in config.warmups
+    }
+
+
+def _metrics(
+    trial: Subject, mode: str, phases: dict[str, list[float]], warmup: int, repeats: int
+) -> dict[str, Any]:
+    kept = {name: times[warmup : warmup + repeats] for name, times in phases.items()}
+    step = kept["step"]
+    found: dict[str, Any] = {"status": "ok", "first_ms": step[0]}
+    found |= {"step_mean_ms": float(np.mean(step)), "step_std_ms": float(np.std(step, ddof=1))}
+    found |= {f"step_{name}_ms": value for name, value in percentiles(step).items()}
+    for phase in PHASES:
+        found[f"{phase}_p50_ms"] = percentiles(kept[phase])["p50"] if phase in kept else None
+    found["noise_floor_pct"] = own_noise_floor(step)
+    found["noise_pct"] = noise_of(found)
+    peak, p50 = peak_of(trial.context.device, trial.options.dtype), found["step_p50_ms"]
+    # The guard counts the least that must be done: a causal kernel may skip half of the scores.
+    check_speed(step_flops(trial.options, mode, causal=True), min(step), peak)
+    flops = step_flops(trial.options, mode)
+    found["tflops_per_s"] = flops / p50 / 1e9
+    share = mfu(flops, p50 / 1e3, peak)
+    found["mfu_pct"] = None if share is None else 100 * share
+    found["tokens_per_s"] = (trial.options.batch * trial.shape.context_length * trial.context.world_size) / (p50 / 1e3)
+    found["series_ms"] = phases["step"] if warmup == 0 else None
+    return found
+
+
+def step_flops(config: TrialConfig, mode: str, causal: bool = False) -> int:
+    """FLOPs of one call on one rank, without what checkpointing recomputes."""
+    return forward_flops(**config.model().sizes(config.batch), causal=causal).total * PASSES[mode]
+
+
+def draw_steps(records: Sequence[Record], path: Path) -> None:
+    """A bar per row: forward, backward and optimizer, with p20 and p80 of the whole."""
+    rows = [record.metrics for record in records]
+    timed = [metrics.get("step_p50_ms") is not None for metrics in rows]
+    parts = {
+        phase: [(m[f"{phase}_p50_ms"] or 0.0) if ok else m["status"] for m, ok in zip(rows, timed, strict=True)]
+        for phase in PHASES
+    }
+    ends = [(m["step_p20_ms"], m["step_p80_ms"]) if ok else None for m, ok in zip(rows, timed, strict=True)]
+    unit, labels = "ms (median; whiskers p20 to p80)", [record.variant for record in records]
+    stacked_bars(path, labels, parts, title=headline(records), unit=unit, whiskers=ends)
+
+
+def draw_warmup(records: Sequence[Record], path: Path) -> None:
+    """Every call of the series that were measured from the first call on; nothing without such a series."""
+    series = {
+        r.variant.removesuffix(", warm-up 0"): (
+            list(range(len(r.metrics["series_ms"]))),
+            r.metrics["series_ms"],
+        )
+        for r in records
+        if r.metrics.get("series_ms")
+    }
+    if series and len({r.config["warmup"] for r in records}) > 1:
+        panel = Panel("", "call", "ms", overlaid(series), log_x=None, from_zero=False)
+        lines(path, [panel], title=f"Every call from the first: {headline(records)}")
+
+
+VIEW = View(
+    columns=[
+        Column("variant", "what"),
+        ms_column("step_mean_ms", "mean ms"), ms_column("step_std_ms", "± std"), ms_column("step_p20_ms", "p20"),
+        ms_column("step_p50_ms", "p50"),
+        ms_column("step_p80_ms", "p80"), ms_column("first_ms", "first"), ms_column("forward_p50_ms", "forward"),
+        ms_column("backward_p50_ms", "backward"), ms_column("optimizer_p50_ms", "optimizer"),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30),
+        Column("metrics.tokens_per_s", "tokens/s", ",.0f"), Column("metrics.tflops_per_s", "TFLOP/s", ",.2f"),
+        Column("metrics.mfu_pct", "MFU %", ".1f"), Column("metrics.grad_rel_error", "gradient error", ".0e"),
+        NOISE, Column("metrics.status", "status", align="left"),
+    ],
+    headline=headline,
+    terminal=("variant", "step_p50_ms", "noise_pct", "peak_alloc_bytes", "tokens_per_s", "mfu_pct", "status"),
+    pictures={"steps.png": draw_steps, "warmup.png": draw_warmup},
+    reading="Inference is a forward without gradients; forward keeps what backward needs and stops there; "
+    "forward_backward adds backward and the synchronisation of gradients; step adds the optimizer. Every call works on "
+    "the next of four batches. Rows with several warm-ups are cut from one series; the column first is a row's first "
+    "call.\n\n"
+    "The gradient error is ‖g − g_ref‖ / ‖g_ref‖ over all parameters, against a model of the same weights with naive "
+    "attention, torch's operations, fp32, nothing compiled. A row whose error is above the tolerance of its dtype, "
+    "whose clock does not cover the wall's, whose gradients are zero, or that is faster than the device's peak, says "
+    "so in its status.",
+    prediction="None: see ddp_bench, plan and the calculator for predicted steps.",
+)
 EXPERIMENT = Experiment(
-    BenchmarkConfig, measure, VIEW, presets=PRESETS, ranks="many", nproc=1,
-    parts=(work.KERNEL_VIEW, work.WORK_VIEW, memory.VIEW, saved.VIEW),
+    BenchmarkConfig, measure, VIEW,
+    presets={
+        "quick": {"warmups": (1,)},
+        "smoke": {"batch": (1,), "context": (16,), "warmups": (1,), "repeats": 3, "modes": ("forward", "step")},
+    },
+    ranks="many",
+    nproc=1,
+    parts=(KERNEL_VIEW, WORK_VIEW, MEMORY_VIEW, SAVED_VIEW),
 )  # fmt: skip

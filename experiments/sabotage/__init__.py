@@ -8,7 +8,7 @@ is put to the checks that this lab's commands make (equality with one process, c
 against float64), beside the healthy run, which must pass them all; or the strategy itself raises an error. The picture
 shows the symptom: both loss curves.
 
-The mistakes are in `injected` and `mistakes`.
+The mistakes are in `mistakes`.
 """
 
 import math
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from distlab.bench.reference import Task, parameter_difference
+from distlab.bench.reference import parameter_difference
 from distlab.bench.timing import Variant
 from distlab.comm import collectives
 from distlab.experiment import (
@@ -35,15 +35,23 @@ from distlab.experiment import (
 )
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.model.ops import naive_attention
-from distlab.parallel import Strategy
 from distlab.report import Panel, Series, lines
 from distlab.testing import RanksFailed, run_ranks
 from distlab.theory.volume import model_volume
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import TrainStep
 
-from .injected import healthy_attention
-from .mistakes import ATTENTION, EQUALITY, ERROR, MISTAKES, MODEL, VOLUME, Attention, Mistake
+from .mistakes import (
+    ATTENTION,
+    EQUALITY,
+    ERROR,
+    MISTAKES,
+    MODEL,
+    VOLUME,
+    Attention,
+    Mistake,
+    healthy_attention,
+)
 
 BUCKET_MB = 0.02
 # At two ranks the strategies equal one process bit for bit; attention differs from float64 by rounding, about 1e-6.
@@ -106,10 +114,10 @@ def attention_difference(attention: Attention) -> float:
     return math.inf if any(map(math.isnan, worst)) else max(worst)
 
 
-def volume_difference(context: RankContext, mistake: Mistake, broken: bool) -> tuple[int, int]:
+def volume_difference(context: RankContext, mistake: Mistake) -> tuple[int, int]:
     """Collectives and bytes of one step beyond the closed form of what the strategy must send."""
-    strategy, task = mistake.strategy(broken), mistake.trained(broken)
-    train = _train_step(context, strategy, task, (torch.optim.SGD, 0.1))
+    task = mistake.trained
+    train = _train_step(context, mistake, torch.optim.SGD, 0.1)
     train(task.batches(context.rank, 0, context.device))
     with CollectiveRecorder() as recorder:
         train(task.batches(context.rank, 1, context.device))
@@ -121,19 +129,19 @@ def volume_difference(context: RankContext, mistake: Mistake, broken: bool) -> t
     return recorder.count - expected.collectives, recorder.total_bytes - expected.bytes
 
 
-def _train_step(context: RankContext, strategy: Strategy, task: Task, learner: tuple) -> TrainStep:
-    cls, rate = learner
-    built = strategy.build(
-        task.build(context.rank, context.device), context.group, cls, {"lr": rate}, bucket_size_mb=BUCKET_MB
-    )
-    return TrainStep(*built, task.loss_fn)
+def _train_step(
+    context: RankContext, mistake: Mistake, optimizer_cls: type[torch.optim.Optimizer], rate: float
+) -> TrainStep:
+    task = mistake.trained
+    module = task.build(context.rank, context.device)
+    variant = Variant(mistake.name, mistake.strategy, BUCKET_MB)
+    return TrainStep(*variant.build(module, context.group, optimizer_cls, {"lr": rate}), task.loss_fn)
 
 
-def loss_curve(context: RankContext, mistake: Mistake, broken: bool, steps: int) -> tuple[list[float], float]:
+def loss_curve(context: RankContext, mistake: Mistake, steps: int) -> tuple[list[float], float]:
     """The mean loss over ranks of every step, and how far the ranks' parameters lie apart at the end."""
-    task = mistake.trained(broken)
-    train = _train_step(context, mistake.strategy(broken), task, mistake.learner)
-    losses = torch.stack([train(task.batches(context.rank, step, context.device)) for step in range(steps)])
+    train = _train_step(context, mistake, *mistake.learner)
+    losses = torch.stack([train(mistake.trained.batches(context.rank, step, context.device)) for step in range(steps)])
     means = collectives.sum_tensor(losses, context.group) / context.world_size
     flat = torch.cat([parameter.detach().flatten() for parameter in train.model.full_parameters().values()])
     mean = collectives.sum_tensor(flat, context.group) / context.world_size
@@ -143,19 +151,17 @@ def loss_curve(context: RankContext, mistake: Mistake, broken: bool, steps: int)
 
 def examine(context: RankContext, name: str, broken: bool, check_steps: int, steps: int) -> dict[str, Any]:
     """All checks and the curve of one run, with the mistake or without; call it on every rank."""
-    mistake = MISTAKES[name]
-    variant = Variant(name, mistake.strategy(broken), BUCKET_MB)
-    difference = parameter_difference(
-        context, variant, steps=check_steps, task=mistake.task, candidate=mistake.trained(broken)
-    )
-    calls, size = volume_difference(context, mistake, broken)
-    attention = mistake.attention if broken and mistake.attention else healthy_attention
-    losses, apart = loss_curve(context, mistake, broken, steps)
+    mistake = MISTAKES[name] if broken else MISTAKES[name].mended()
+    variant = Variant(name, mistake.strategy, BUCKET_MB)
+    tasks = {"task": mistake.task, "candidate": mistake.trained}
+    difference = parameter_difference(context, variant, steps=check_steps, **tasks)
+    calls, size = volume_difference(context, mistake)
+    losses, apart = loss_curve(context, mistake, steps)
     return {
         "max_abs_param_diff": difference,
         "collectives_beyond_prediction": calls,
         "comm_bytes_beyond_prediction": size,
-        "attention_error": attention_difference(attention),
+        "attention_error": attention_difference(mistake.attention or healthy_attention),
         "ranks_apart": apart,
         "loss": losses,
     }
@@ -192,20 +198,6 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
     ]
 
 
-COLUMNS = [
-    Column("variant", "mistake"),
-    Column("config.strategy", "in", align="left"),
-    Column("metrics.caught_by", "caught by", align="left"),
-    Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
-    Column("metrics.collectives_beyond_prediction", "calls too many", "+d"),
-    Column("metrics.attention_error", "attention error", ".1e"),
-    Column("metrics.healthy_final_loss", "healthy loss", ".3f"),
-    Column("metrics.final_loss", "loss", ".3f"),
-    Column("metrics.ranks_apart", "ranks apart", ".1e"),
-    Column("config.symptom", "symptom", align="left"),
-]
-
-
 headline = headline_from(
     "{caught} of {mistakes} mistakes caught; {steps} steps on {world_size} gloo ranks of {device_name}, torch {torch}",
     caught=lambda records: sum(record.metrics["caught"] for record in records),
@@ -232,7 +224,18 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 VIEW = View(
-    columns=COLUMNS,
+    columns=[
+        Column("variant", "mistake"),
+        Column("config.strategy", "in", align="left"),
+        Column("metrics.caught_by", "caught by", align="left"),
+        Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
+        Column("metrics.collectives_beyond_prediction", "calls too many", "+d"),
+        Column("metrics.attention_error", "attention error", ".1e"),
+        Column("metrics.healthy_final_loss", "healthy loss", ".3f"),
+        Column("metrics.final_loss", "loss", ".3f"),
+        Column("metrics.ranks_apart", "ranks apart", ".1e"),
+        Column("config.symptom", "symptom", align="left"),
+    ],
     headline=headline,
     terminal=("variant", "strategy", "caught_by", "max_abs_param_diff", "healthy_final_loss", "final_loss"),
     pictures={"loss.png": draw},
@@ -244,8 +247,12 @@ VIEW = View(
     noise="At two ranks the strategies equal one process bit for bit, so any difference of a parameter is a mistake; "
     f"attention may differ from float64 by {ATTENTION_TOLERANCE:g}.",
 )
-PRESETS = {
-    "quick": {"steps": 30},
-    "smoke": {"mistakes": ("no broadcast",), "steps": 2, "check_steps": 2},
-}
-EXPERIMENT = Experiment(SabotageConfig, measure, VIEW, presets=PRESETS, ranks="none", wrong=wrong_rows)
+EXPERIMENT = Experiment(
+    SabotageConfig, measure, VIEW,
+    presets={
+        "quick": {"steps": 30},
+        "smoke": {"mistakes": ("no broadcast",), "steps": 2, "check_steps": 2},
+    },
+    ranks="none",
+    wrong=wrong_rows,
+)

@@ -1,38 +1,40 @@
-"""The fifteen mistakes: where each sits, what is trained with it, its symptom, and which check is to catch it."""
+"""The fifteen mistakes: how each is made, what is trained with it, its symptom, and which check is to catch it.
+
+A mistake is a subclass of a strategy, or a patch around one, that does one thing wrong; one of a strategy's user is a
+subclass that stands for a training loop that makes it. Those in the data or in the task need no code of their own.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from distlab.bench.reference import Task
+from distlab.comm import collectives
 from distlab.model import ModelConfig, TransformerLM
 from distlab.model.ops import naive_attention
-from distlab.parallel import STRATEGIES, ParallelModel, Strategy
-from distlab.train.data import SyntheticTokens
-
-from .injected import (
-    ClipsItsOwnPart,
-    ForgetsToFinish,
-    HookOrder,
-    KeepsItsShard,
-    LastBucketStays,
-    NeverWaits,
-    ReducesTheParameter,
-    StaleSums,
-    SumInsteadOfMean,
-    SumsTiedTwice,
-    WaitsInOwnersForward,
-    healthy_attention,
-    sees_one_ahead,
-    without_broadcast,
-    without_maximum,
+from distlab.parallel import (
+    FSDP,
+    STRATEGIES,
+    BucketedDDP,
+    FlatDDP,
+    NaiveDDP,
+    OverlapDDP,
+    ParallelModel,
+    ShardedOptimizer,
+    Strategy,
+    ZeroOptimizer,
 )
+from distlab.train.data import SyntheticTokens
+from kernels.flash_attention import FlashAttention2PyTorch, function, tiled
 
 BATCH = 4
 MODEL = ModelConfig(32, 64, 2, 2, vocab_size=32, context_length=32)
@@ -40,6 +42,195 @@ MODEL = ModelConfig(32, 64, 2, 2, vocab_size=32, context_length=32)
 EQUALITY, VOLUME, ATTENTION, ERROR = "one process", "closed form", "float64 attention", "error"
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# -- data parallelism ------------------------------------------------------------------------------------------
+
+
+def without_broadcast(module: nn.Module, **options: Any) -> FlatDDP:
+    """Ranks keep the weights that each has drawn for itself."""
+    with patch.object(collectives, "broadcast_all", lambda tensors, group: None):
+        return FlatDDP(module, **options)
+
+
+class SumInsteadOfMean(FlatDDP):
+    """`ReduceOp.SUM`, and no division afterwards."""
+
+    def _synchronize(self) -> None:
+        super()._synchronize()
+        for parameter in self.trainable:
+            parameter.grad.mul_(self.process_group.size())
+
+
+class LastBucketStays(BucketedDDP):
+    """Full buckets are sent, the one that is left over at the end of backward is not."""
+
+    def _issue_next(self) -> None:
+        if len(self._in_flight) < len(self._buckets) - 1:
+            super()._issue_next()
+        else:
+            self._buckets[-1].seal()
+            self._in_flight.append(_NothingToWaitFor())
+
+
+class _NothingToWaitFor:
+    def wait(self) -> None:
+        pass
+
+
+class ReducesTheParameter(NaiveDDP):
+    """The hook averages `parameter` where it should average `parameter.grad`."""
+
+    def _synchronize(self) -> None:
+        for parameter in self.trainable:
+            collectives.all_reduce_mean(parameter.data, self.process_group).wait()
+
+
+class NeverWaits(OverlapDDP):
+    """Asynchronous all-reduces whose `wait()` was forgotten.
+
+    In reality a race, lost now and then. Here it is always lost: the means land in the gradients only when the next
+    step begins, long after the optimizer has read them.
+    """
+
+    _late: tuple[tuple[Tensor, Any], ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for _, work in self._late:
+            work.wait()
+        self._late = ()
+        return super().forward(*args, **kwargs)
+
+    def _gradient_ready(self, index: int) -> None:
+        sent = self.trainable[index].grad.clone()
+        self._late = (*self._late, (sent, collectives.all_reduce_mean(sent, self.process_group)))
+
+    def _synchronize(self) -> None:
+        pass
+
+
+class SumsTiedTwice(NaiveDDP):
+    """Sums over names, under which a tied weight stands twice; divides over parameters, where it stands once."""
+
+    def _synchronize(self) -> None:
+        ranks = self.process_group.size()
+        for _, parameter in self.module.named_parameters(remove_duplicate=False):
+            parameter.grad.copy_(collectives.sum_tensor(parameter.grad, self.process_group))
+        for parameter in self.trainable:
+            parameter.grad.div_(ranks)
+
+
+class HookOrder(OverlapDDP):
+    """Gradients leave in the order in which hooks fire, which differs between ranks that use different layers."""
+
+    def _gradient_ready(self, index: int) -> None:
+        self._order.remove(index)
+        self._order.insert(len(self._in_flight), index)
+        self._issue_next()
+
+    def _synchronize(self) -> None:
+        super()._synchronize()
+        self._order.sort(reverse=True)
+
+
+class KeepsItsShard(ShardedOptimizer):
+    """Each rank updates its parameters, and none is sent."""
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        with patch.object(
+            collectives, "broadcast_coalesced", lambda owned, group, source: _NothingToWaitFor()
+        ):
+            return super().step(closure, **kwargs)
+
+
+class StaleSums(FlatDDP):
+    """The buffer is filled by the first micro-batch's hooks; later micro-batches add to `.grad`, which it replaces."""
+
+    def __init__(self, module: nn.Module, **options: Any):
+        super().__init__(module, **options)
+        self._packed: dict[int, Tensor] = {}
+
+    def _on_gradient(self, index: int) -> None:
+        self._packed.setdefault(index, self.trainable[index].grad.clone())
+        super()._on_gradient(index)
+
+    def _synchronize(self) -> None:
+        for index, stale in self._packed.items():
+            self.trainable[index].grad.copy_(stale)
+        self._packed = {}
+        super()._synchronize()
+
+
+# -- sharding --------------------------------------------------------------------------------------------------
+
+
+class WaitsInOwnersForward(ZeroOptimizer):
+    """Only the forward of the module that owns parameters waits for their all-gather.
+
+    Messages as small as these usually arrive before the parameters are read. So the results of an all-gather are held
+    back until the wait, as on a slow network.
+    """
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        gather = collectives.all_gather
+        with patch.object(collectives, "all_gather", lambda *args: _SlowGather(gather, *args)):
+            result = super().step(closure, **kwargs)
+        for parameter in self._ddp.trainable:
+            parameter.__class__ = nn.Parameter  # reading one, from whatever place, waits no more
+        return result
+
+
+class _SlowGather:
+    def __init__(self, gather: Callable[..., Any], output: Tensor, own: Tensor, group: ProcessGroup):
+        self._output, self._arrived = output, torch.empty_like(output)
+        self._work = gather(self._arrived, own, group)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._output.copy_(self._arrived)
+
+
+class ForgetsToFinish(FSDP):
+    """A training loop without `finish_gradient_synchronization()`."""
+
+    def finish_gradient_synchronization(self) -> None:
+        pass
+
+
+class ClipsItsOwnPart(BucketedDDP):
+    """A training loop that clips by torch's function, whose norm differs between ranks under ZeRO."""
+
+    def finish_gradient_synchronization(self) -> None:
+        super().finish_gradient_synchronization()
+        nn.utils.clip_grad_norm_(self.trainable, 0.1)
+
+
+# -- attention -------------------------------------------------------------------------------------------------
+
+
+def healthy_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The package's tiled attention with tiles small enough for several of them: (B, H, T, D) each."""
+    with patch.object(tiled, "BLOCK", 16):
+        return FlashAttention2PyTorch.apply(q, k, v, True)
+
+
+def without_maximum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax as the formula has it, without subtracting the running maximum."""
+    wrong = vars(torch) | {"maximum": lambda old, new: torch.zeros_like(new)}  # exp(score) is summed as it is
+    with patch.object(tiled, "torch", SimpleNamespace(**wrong)):
+        return healthy_attention(q, k, v)
+
+
+def sees_one_ahead(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A causal mask `k <= q + 1`: every token sees the one that it is to predict."""
+
+    def shifted(*args: Any) -> tuple[int | None, int | None]:
+        lo, hi = original(*args)
+        return lo, hi + 1
+
+    original = function.band
+    with patch.object(function, "band", shifted):
+        return healthy_attention(q, k, v)
+
 
 # -- what is trained -------------------------------------------------------------------------------------------
 
@@ -144,22 +335,20 @@ class Mistake:
     attention: Attention | None = None
     learner: tuple[type[torch.optim.Optimizer], float] = (torch.optim.SGD, 1.0)
 
-    def strategy(self, broken: bool) -> Strategy:
-        """The strategy, with the mistake or without."""
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy with the mistake."""
         right = STRATEGIES[self.healthy]
-        if not broken:
-            return right
-        return dataclasses.replace(
-            right, wrap=self.wrap or right.wrap, optimizer=self.optimizer or right.optimizer
-        )
+        return dataclasses.replace(right, wrap=self.wrap or right.wrap, optimizer=self.optimizer or right.optimizer)
 
-    def trained(self, broken: bool) -> Task:
-        """The task, with the mistake or without."""
-        return self.candidate if broken and self.candidate is not None else self.task
+    @property
+    def trained(self) -> Task:
+        """What is trained with the mistake."""
+        return self.candidate or self.task
 
-
-def _keeps_its_shard(wrapper: nn.Module, cls: type[torch.optim.Optimizer], **options: Any) -> KeepsItsShard:
-    return KeepsItsShard(wrapper.parameters(), cls, wrapper.process_group, **options)
+    def mended(self) -> "Mistake":
+        """The healthy run beside it."""
+        return dataclasses.replace(self, wrap=None, optimizer=None, candidate=None, attention=None)
 
 
 _LM = language_model()
@@ -183,7 +372,7 @@ MISTAKES: dict[str, Mistake] = {
         Mistake("hook order", EQUALITY, "hardly any in the loss; layers get each other's gradients", "overlap",
                 HookOrder, task=Task(partial(_seeded, TwoExperts), tokens)),
         Mistake("shard not exchanged", VOLUME, "each rank trains half a model", "sharded-optimizer",
-                optimizer=_keeps_its_shard),
+                optimizer=lambda ddp, cls, **rest: KeepsItsShard(ddp.parameters(), cls, ddp.process_group, **rest)),
         Mistake("softmax without maximum", ATTENTION, "NaN, once scores pass 88", "flat",
                 task=language_model(attention=healthy_attention, logits=3e3),
                 candidate=language_model(attention=without_maximum, logits=3e3), attention=without_maximum,

@@ -72,7 +72,7 @@ def test_errors_tell_rounding_from_another_model(one_rank, monkeypatch):
         ({"batch": 0}, "batch=0"),
         ({"checkpointing": "some"}, "every-K"),
         ({"strategy": "magic"}, "allowed"),
-        ({"size": "huge"}, "choose one of"),
+        ({"size": "huge"}, "allowed: tiny"),
     ],
 )
 def test_bad_input_is_named(wrong, message):

@@ -80,7 +80,7 @@ def test_what_is_no_way_to_group_is_refused(capsys):
     [
         ({"dtype": "int8"}, "fp32, bf16"),
         ({"batch": 0}, "batch=0"),
-        ({"steps": 1, "rounds": 1}, "at least 3 steps"),
+        ({"steps": 1, "rounds": 1}, "at least 5 steps"),
     ],
 )
 def test_bad_input_is_named(wrong, message):

@@ -10,8 +10,9 @@ import torch
 from distlab.report import Record
 from distlab.report.run import Header, Run
 from experiments import attention_sweep as sweep
+from experiments import tune_flash_attention as tuning
 from experiments._attention import naive
-from experiments.tune_flash_attention import EXPERIMENT, Config, tuning
+from experiments.tune_flash_attention import EXPERIMENT, Config
 from kernels.flash_attention import table
 from kernels.flash_attention.configs import Choice, Tile
 from tests.experiments.frame import measured, refused
@@ -86,9 +87,10 @@ def test_peak_memory_is_what_a_call_takes_and_not_what_was_there(monkeypatch):
     """Workspaces of libraries and the float64 results lie beside the call's own tensors."""
     case = sweep.inputs((1, 1, 32, 16), "float32", "cpu")
     expected = sweep.exact(*case)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 10_000)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 10_700)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10_000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10_700)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"requested_bytes.all.peak": 0})
     times = iter(([1.0] * 3, [2.0] * 3))
     monkeypatch.setattr(sweep, "replay_ms", lambda run, repeats: next(times))
     monkeypatch.setattr(sweep, "build", lambda *_: naive)
@@ -104,8 +106,8 @@ def test_only_fp32_has_a_row_in_ieee_arithmetic(monkeypatch, tmp_path):
 def test_the_table_file_is_what_the_tuner_writes():
     """Writing the rows gives the file itself, and the fastest tiles replace a row. Run apart, as the tuner compiles."""
     script = """
-from experiments.tune_flash_attention.tuning import *
-from experiments.tune_flash_attention.tuning import candidates, chunked, configs, fields, merge, pairs, shape_of
+from experiments.tune_flash_attention import *
+from experiments.tune_flash_attention import candidates, chunked, configs, fields, merge, pairs, shape_of
 assert table_source(table.ROWS) == open(table.__file__, encoding="utf-8").read()
 case = Case(2048, 64, "bfloat16")
 tiles = [Tile(16, 16, warps) for warps in (2, 4, 8)]
@@ -149,7 +151,7 @@ def test_the_winners_of_a_family_are_rows(tmp_path):
                "sustained_ms": ms} for way, ms in (("in turn", 5.0), ("joint", 4.0))]
     found += [{"kernel": "dq", "length": 1024, "how": tiles[0], "ms": float("inf"), "why": "wrong"}]
     run = Run(Header("tune_flash_attention", {}, 1, {"device_name": "H100", "torch": "", "triton": ""}, None), tmp_path)
-    tuning.add_winners(run, "bfloat16:64", tuning.case_of("bfloat16:64", 1024), found)
+    tuning.add_winners(run, "bfloat16:64", tuning.Case(1024, 64, "bfloat16"), found)
     forward, backward = run.records
     assert forward.config["tiles"] == "16x16 w4 s2" and forward.metrics["registers"] == 9
     assert (backward.metrics["in_turn_ms"], backward.metrics["joint_ms"]) == (5.0, 4.0)

@@ -19,10 +19,9 @@ from distlab.parallel import NaiveDDP, strategies_on
 from distlab.report.record import Record, read_json
 from distlab.testing import run_ranks
 from experiments import ddp_bench
-from experiments.ddp_bench import DDPBenchConfig
-from experiments.ddp_bench.view import VIEW, draw_step_times
+from experiments.ddp_bench import VIEW, DDPBenchConfig, draw_step_times
 from tests.commands import ROOT, environment, python, torchrun
-from tests.experiments.frame import measured
+from tests.experiments.frame import measured, refused
 
 SMOKE = DDPBenchConfig(**ddp_bench.EXPERIMENT.preset("smoke", on_gpu=False))
 SMOKE_ARGUMENTS = ["--batch=1", "--context=16", "--warmup=1", "--steps=3", "--rounds=2", "--check-steps=1"]
@@ -90,8 +89,7 @@ def test_a_broken_synchronisation_is_printed_as_wrong():
 
 def out_of_memory_on_one_rank(context: RankContext) -> dict[str, bool]:
     """Rank 1's overlap row runs out of memory in backward; the others' rows go on."""
-    config = SMOKE.model()
-    bench = Workbench(context, config, batch_size=1)
+    bench = Workbench(context, SMOKE)
     original = timing.TrainStep.__call__
 
     def failing(self, batches):
@@ -122,7 +120,7 @@ def test_a_row_without_memory_says_so_and_the_sweep_goes_on():
 
 
 def steps_in_turn(context: RankContext) -> dict[str, int]:
-    bench = Workbench(context, SMOKE.model(), batch_size=1)
+    bench = Workbench(context, SMOKE)
     rows = variants(["local", "bucketed", "torch-ddp"], [1.0])
     timings = bench.time_in_turn(rows, warmup=1, steps=3)
     return {name: len(timing.phases["step"]) for name, timing in timings.items()}
@@ -175,6 +173,8 @@ BAD_INPUT = {
     "bucket": (["--bucket-size-mb", "0"], "0: give a finite number above 0"),
     "ranks": (["--nproc=3", "--backend=nccl"], "nccl"),
     "batch": (["--batch=0"], "0: give a whole number of at least 1"),
+}
+REFUSED_BY_RANKS = {
     "output": (["--nproc=2", "--backend=gloo", "--out=/dev/null/results"], "pass --out"),
     "memory": (
         ["--nproc=1", "--backend=gloo", "--batch=100000000", "--check-steps=0"],
@@ -183,16 +183,25 @@ BAD_INPUT = {
 }
 
 
+def left_in(folder):
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != "run.json"]
+
+
 @pytest.mark.parametrize("mistake", BAD_INPUT)
-def test_bad_input_gives_one_clear_message_and_a_non_zero_exit(mistake, tmp_path):
+def test_bad_input_gives_one_clear_message_before_ranks_are_started(mistake, tmp_path, capsys):
     arguments, expected = BAD_INPUT[mistake]
-    out = [] if mistake == "output" else [f"--out={tmp_path}"]
-    done = python("launch/ddp_bench.py", *arguments, *out)
+    assert expected in refused(capsys, "ddp_bench", *arguments, f"--out={tmp_path}")
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("mistake", REFUSED_BY_RANKS)
+def test_what_ranks_refuse_gives_one_clear_message_and_a_non_zero_exit(mistake, tmp_path):
+    arguments, expected = REFUSED_BY_RANKS[mistake]
+    done = python("launch/ddp_bench.py", f"--out={tmp_path}", *arguments)
     assert done.returncode != 0
     messages = [line for line in done.stderr.splitlines() if "error:" in line]
     assert len(messages) == 1 and expected in messages[0], done.stderr
-    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "run.json"]
-    assert left == []
+    assert left_in(tmp_path) == []
 
 
 def children(pid: int) -> list[int]:

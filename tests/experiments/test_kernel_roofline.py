@@ -10,12 +10,22 @@ from distlab.experiment import lone_context
 from distlab.measure import clock
 from distlab.report import Record, write_json
 from distlab.report.run import Header, Run
-from experiments.kernel_roofline import EXPERIMENT, PRESETS, Config, tuning
+from experiments.kernel_roofline import (
+    COMPARISON,
+    EXPERIMENT,
+    PRESETS,
+    Config,
+    beside_peers,
+    build,
+    exact,
+    headline,
+    tuning,
+    verdicts,
+    worst_error,
+)
 from experiments.kernel_roofline import cases as rows
-from experiments.kernel_roofline.measuring import build, exact, worst_error
 from experiments.kernel_roofline.prediction import KINDS, kind_of, naive_bytes, predicted
 from experiments.kernel_roofline.timing import fits
-from experiments.kernel_roofline.view import COMPARISON, beside_peers, headline, verdicts
 from kernels.cost import Cost
 from tests.experiments.frame import measured, refused
 
@@ -37,7 +47,8 @@ def test_the_error_of_linear_cross_entropy_in_chunks(chunks):
     """fp16, as the table measures it: one rounding of each gradient, of the largest element half of 2⁻¹⁰, and of dz."""
     names = {1: "linear_cross_entropy", 32: "linear_cross_entropy_256_rows"}
     case = next(c for c in rows.cases(small=True) if c.name == names[chunks])
-    inputs = case.inputs((64, 16, 100), torch.float16, "cpu")
+    case = dataclasses.replace(case, shape=(64, 16, 100), dtype="float16")
+    inputs = case.inputs("cpu")
     upstream = rows.upstream_of(rows.first(case.variants["ours"](*inputs)), "both")
     results = rows.runner(case.variants["ours"], rows.with_gradients(inputs), "both", upstream)()
     assert worst_error(results, exact(case, inputs, "both", upstream)) < 1.5e-3
@@ -93,7 +104,7 @@ def drifting(monkeypatch, tmp_path):
     REAL = rows.cases
     monkeypatch.setattr(rows, "cases", only_this)
     rates = (*(f"{kind}_gb_per_s" for kind in KINDS), "empty_kernel_ms", "cublas_tflop_per_s")
-    monkeypatch.setattr("experiments.kernel_roofline.measuring.ceilings", lambda *_: dict.fromkeys(rates, 1.0))
+    monkeypatch.setattr("experiments.kernel_roofline.ceilings", lambda *_: dict.fromkeys(rates, 1.0))
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def run():
@@ -110,7 +121,7 @@ def test_interleaved_a_drift_favours_nobody(drifting):
 
 
 def test_what_does_not_fit_is_timed_one_after_the_other(drifting, monkeypatch):
-    monkeypatch.setattr("experiments.kernel_roofline.measuring.fits", lambda held: False)
+    monkeypatch.setattr("experiments.kernel_roofline.fits", lambda held: False)
     found = drifting()
     assert "rounds" not in found["ours"] and "over_ours" not in found["builtin"]
     assert found["builtin"]["time_p50_ms"] / found["naive"]["time_p50_ms"] > 1.05  # the drift, here

@@ -32,7 +32,7 @@ def test_sharding_divides(records):
 
 
 def test_table_and_picture(records, tmp_path):
-    assert "fsdp2" in render(records, memory_breakdown.COLUMNS)
+    assert "fsdp2" in render(records, memory_breakdown.EXPERIMENT.view.columns)
     memory_breakdown.draw(records, tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 10_000
 

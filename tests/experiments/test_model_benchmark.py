@@ -12,7 +12,7 @@ from distlab.bench import timing as bench_timing
 from distlab.model import TransformerLM
 from distlab.report.record import read_json
 from distlab.testing import run_ranks
-from experiments.model_benchmark import EXPERIMENT, BenchmarkConfig, saved, work
+from experiments.model_benchmark import EXPERIMENT, BenchmarkConfig, taken_apart
 from tests.experiments.frame import on_rank, refused
 
 SMALL = {"batch": (1,), "context": (16,), "repeats": 4}
@@ -124,7 +124,7 @@ def test_what_forms_of_a_block_save(one_rank, tmp_path):
     assert whole["eager"] == saved_by["eager, all"]["predicted_saved_block_bytes"] + norms + mask
     assert saved_by["eager, 1"]["of_block_pct"] >= saved_by["eager, 5"]["of_block_pct"] > 0
     page = run.path / "parts" / "model_saved" / "report.html"
-    assert "made by" in page.read_text() and len(saved.saved_findings(found)) == 3
+    assert "made by" in page.read_text() and len(taken_apart.saved_findings(found)) == 3
 
 
 def test_the_tables_and_pictures_of_a_step_taken_apart(results):
@@ -144,7 +144,7 @@ def test_the_tables_and_pictures_of_a_step_taken_apart(results):
     assert sum(m["of_kernel_time_pct"] for m in kinds.values()) == pytest.approx(100)
     assert sum(m["of_flops_pct"] for m in kinds.values()) == pytest.approx(100)
     assert kinds["matrix products"]["of_flops_pct"] > 80
-    assert "timer's step" in work.work_findings(parts["model_work"])[0]
+    assert "timer's step" in taken_apart.work_findings(parts["model_work"])[0]
     assert {r.metrics["phase"] for r in parts["model_kernels"]} == {"forward", "backward", "optimizer"}
     # The buckets were there before the step, and hold the gradients of it.
     held = parts["model_memory"][0].metrics
@@ -174,10 +174,10 @@ def test_a_rank_that_is_not_there_cannot_be_profiled():
 
 
 def test_kernel_names_are_cut_to_what_says_something():
-    assert work.short_name("void cutlass::Kernel2<cutlass_80_tensorop(int)>(Params)") == "cutlass::Kernel2"
-    long = work.short_name("void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float>>")
+    assert taken_apart.short_name("void cutlass::Kernel2<cutlass_80_tensorop(int)>(Params)") == "cutlass::Kernel2"
+    long = taken_apart.short_name("void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float>>")
     assert long == "vectorized_elementwise_kernel<4, MulFunctor<float>>"
-    assert len(work.short_name("aten::" + "x" * 100)) == 64
+    assert len(taken_apart.short_name("aten::" + "x" * 100)) == 64
 
 
 def test_options_become_combinations():

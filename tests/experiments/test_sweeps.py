@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distlab.bench.bucket_size import best_bucket_size
 from distlab.bench.timing import Workbench, variants
 from distlab.comm import RankContext
 from distlab.experiment import lone_context
@@ -20,9 +19,8 @@ from distlab.theory.collective_time import CollectiveFit, Piece
 from experiments import allreduce_sweep, bucket_sweep, scaling_measured
 from experiments.allreduce_sweep import SweepConfig
 from experiments.bucket_sweep import BucketSweepConfig, optimum
-from experiments.bucket_sweep import prediction as bucket_prediction
-from experiments.scaling_measured import MeasureConfig, measuring, prediction
-from experiments.scaling_measured.prediction import Regime
+from experiments.ddp_bench import best_bucket_size
+from experiments.scaling_measured import MeasureConfig, Regime
 from tests.experiments.frame import on_rank, refused
 
 COLLECTIVES = {
@@ -87,7 +85,7 @@ KNOWN_FIT = CollectiveFit((Piece(0.0, 1e-4, 1e9),))
 
 
 def sweep_of_buckets(context, root, known):
-    taken_here = bucket_prediction._all_reduce_fit(context, 16384, None)
+    taken_here = bucket_sweep._all_reduce_fit(context, 16384, None)
     fields = {"bucket_sizes_mb": (1.0, None), "fit": (known,)}
     return on_rank(context, "bucket_sweep", root, "smoke", fields), taken_here.seconds(8192)
 
@@ -121,8 +119,9 @@ def test_bucket_sizes_are_predicted_measured_and_chosen(tmp_path):
     assert (tmp_path / "bucket_sweep" / "run" / "bucket_sweep.png").stat().st_size > 10_000
 
     here = {"device_name": records[0].environment["device_name"], "world_size": 2, "size": "tiny", "batch": 1}
+    here["num_parameters"] = records[0].config["num_parameters"]
     assert best_bucket_size(records, **here) == by_name[best].config["bucket_size_mb"]
-    for change in ({"world_size": 4}, {"size": "xl"}, {"device_name": "another"}):
+    for change in ({"world_size": 4}, {"size": "xl"}, {"num_parameters": 7}, {"device_name": "another"}):
         with pytest.raises(ValueError, match=r"no bucket sweep of .* run `distlab run bucket_sweep"):
             best_bucket_size(records, **here | change)
 
@@ -135,7 +134,7 @@ def test_gradients_that_are_written_in_place_are_not_packed():
             5,
         )  # as a layer that writes there does
 
-    assert bucket_prediction._declined(parameters, backward) == [True, False]
+    assert bucket_sweep._declined(parameters, backward) == [True, False]
     assert not any("gradient_target" in parameter.__dict__ for parameter in parameters)
 
 
@@ -154,10 +153,10 @@ SCALING = MeasureConfig(
 def scaling_in_two_parts(context, root):
     """A first run gets no further than one regime; the second goes on."""
     cut_off = scaling_measured.EXPERIMENT.open(SCALING, context, root, "run")
-    measuring.measure(replace(SCALING, regimes=SCALING.regimes[:1]), context, cut_off)
+    scaling_measured.measure(replace(SCALING, regimes=SCALING.regimes[:1]), context, cut_off)
     run = scaling_measured.EXPERIMENT.open(SCALING, context, root, "run")
     first = [record.to_dict() for record in run.records]
-    measuring.measure(SCALING, context, run)
+    scaling_measured.measure(SCALING, context, run)
     return first, run.records
 
 
@@ -178,7 +177,7 @@ def test_scaling_goes_on_where_it_was_cut_off(tmp_path):
     timed = {(r.config["regime"], r.config["world_size"], r.variant) for r in records}
     regimes = ("weak:tiny:1", "strong:tiny:4")
     assert timed == (
-        {("collectives", 2, f"fit {name}") for name in measuring.COLLECTIVES}
+        {("collectives", 2, f"fit {name}") for name in scaling_measured.COLLECTIVES}
         | {(regime, 1, "local") for regime in regimes}
         | {(regime, 2, name) for regime in regimes for name in ("local", "bucketed", "fsdp")}
     )
@@ -209,12 +208,12 @@ def test_scaling_goes_on_where_it_was_cut_off(tmp_path):
 
 
 def test_predictions_are_made_in_a_process_of_their_own():
-    assert prediction.in_own_process(sorted, [3, 1, 2]) == [1, 2, 3]
+    assert scaling_measured.in_own_process(sorted, [3, 1, 2]) == [1, 2, 3]
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        prediction.in_own_process(divmod, 1, 0)
+        scaling_measured.in_own_process(divmod, 1, 0)
     weak = replace(SCALING, regimes=SCALING.regimes[:1], strategies=("bucketed", "torch-ddp"))
-    assert prediction.predictions(replace(weak, predict_for=None), 2, "some CPU") == []
-    found = prediction.predictions(weak, 2, "some CPU")  # the device that the config names
+    assert scaling_measured.predictions(replace(weak, predict_for=None), 2, "some CPU") == []
+    found = scaling_measured.predictions(weak, 2, "some CPU")  # the device that the config names
     alone, local, bucketed, peer = (r.metrics for r in found)
     assert alone == local and bucketed == peer and bucketed["predicted_step_ms"] > local["predicted_step_ms"]
     expected = 100 * local["predicted_step_ms"] / bucketed["predicted_step_ms"]
@@ -225,10 +224,10 @@ def test_predictions_are_made_in_a_process_of_their_own():
 def different_ranks(context):
     """Ranks that never synchronised: local's."""
     (row,) = variants(["local"], [None])
-    bench = Workbench(context, SCALING.model(Regime.parse(SCALING.regimes[0])), batch_size=1)
+    bench = Workbench(context, SCALING.bench(Regime.parse(SCALING.regimes[0])))
     with bench.attached(row) as attached:
         attached()
-        return measuring.compare_ranks(context, row, attached)
+        return scaling_measured.compare_ranks(context, row, attached)
 
 
 def test_ranks_that_differ_are_seen():

@@ -5,8 +5,17 @@ import json
 import pytest
 
 from distlab.report import Record, read_json
-from experiments.train_curves import cost_is_noise, headline, verdicts
-from experiments.train_curves.runs import COST, KILLED, REFERENCE, ROUNDING, CurvesConfig, check_restarts
+from experiments.train_curves import (
+    COST,
+    KILLED,
+    REFERENCE,
+    ROUNDING,
+    CurvesConfig,
+    check_restarts,
+    cost_is_noise,
+    headline,
+    verdicts,
+)
 from tests.commands import python
 from tests.experiments.frame import refused
 

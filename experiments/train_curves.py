@@ -1,4 +1,14 @@
-"""The runs and their options: a loss curve per strategy, one that is killed and resumed, and what checkpoints cost."""
+"""Do all strategies train alike, does a killed run go on as if nothing had happened, and what do checkpoints cost?
+
+    distlab run train_curves --nproc 2 --max-restarts 1
+
+trains a model on bytes of text (by default this repository's own sources and pages) under every strategy, with one
+data order and one seed. Then the last rank of another such run kills itself in the middle; all ranks are started again
+(that is what `--max-restarts` allows), and the run resumes from its checkpoint. At last, blocks of steps with and
+without a checkpoint alternate. What has a row under this `--name` is not run again, so the same command with it
+continues where it was cut off; torchrun's own `--max-restarts` needs a `--name`. Wrong rows are printed as wrong, and
+the exit code stays 0: another would make the ranks start all over.
+"""
 
 import dataclasses
 import gc
@@ -8,7 +18,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,22 +30,33 @@ import torch.distributed as dist
 
 from distlab.comm import RankEnvironment, collectives
 from distlab.comm.rank_process import on_main
-from distlab.experiment import Options, RankContext, Run, option
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
 from distlab.measure import interleave, peak_memory
-from distlab.model.config import ModelConfig
 from distlab.parallel import strategies_on
+from distlab.report import TIE, Panel, lines, overlaid
 from distlab.train.config import TRAINABLE, TrainConfig
 from distlab.train.data import GlobalOrder, TokenWindows, open_tokens
 from distlab.train.loop import Trainer
 from distlab.train.metrics import StepMetrics
-from distlab.train.requirements import PlannedStep, require
+from distlab.train.requirements import require, training_step
 
+MOST_COST_PCT = 5  # of a step's time that checkpoints may take
 REFERENCE = "bucketed"
 ROUNDING, KILLED, COST = "bucketed, 2 micro-batches", "bucketed, killed", "checkpoints"
 LAST = 20  # steps whose mean loss is compared
 PARTS = ("curves", "kill", "cost")
 FOLDERS = ("distlab", "kernels", "experiments", "launch", "tests", "docs")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def compared_on(device_type: str) -> tuple[str, ...]:
@@ -61,7 +82,6 @@ class CurvesConfig(Options):
     cost_batch: int = option(64, "sequences of all ranks, for the cost of checkpoints")
     block: int = option(50, "steps of a block with or without a checkpoint", least=2)
     rounds: int = option(3, "pairs of blocks", least=1)
-    deterministic: bool = option(True, "ask torch for deterministic kernels: two runs are equal bit for bit")
     text_file: str | None = option(None, "a text file [this repository's sources and pages]", flag="--text")
 
     def __post_init__(self) -> None:
@@ -76,6 +96,10 @@ class CurvesConfig(Options):
         for strategy in self.strategies:
             self.training(strategy)
         self.training(REFERENCE, batch=self.cost_batch)
+
+    def compared(self) -> list[str]:
+        """The strategies of the curves, the reference first."""
+        return list(dict.fromkeys([REFERENCE, *self.strategies]))
 
     def training(self, strategy: str, **changes: object) -> TrainConfig:
         base = TrainConfig(
@@ -103,14 +127,32 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
     """
     place = RankEnvironment.read()
     check_restarts(config.parts, place.max_restarts)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds in any order; the flash kernel's does not
-        torch.utils.deterministic.fill_uninitialized_memory = False
+    # Deterministic kernels: two runs are equal bit for bit.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds in any order; the flash kernel's does not
+    torch.utils.deterministic.fill_uninitialized_memory = False
     read = partial(text_of_repository, ROOT) if config.text_file is None else partial(open_tokens, config.text_file)
     tokens = on_main(context, lambda: np.array(read()))  # one rank reads: somebody may be editing these files
-    Curves(config, context, run, tokens, place.restarts).run_parts()
+    curves = Curves(config, context, run, tokens)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {}
+    if "curves" in config.parts:
+        parts |= {name: partial(curves.curve, config.training(name)) for name in config.compared()}
+        parts[ROUNDING] = partial(curves.curve, config.training(REFERENCE, accumulate=2))
+    if "kill" in config.parts:
+        parts[KILLED] = partial(curves.killed_curve, place.restarts)
+    if "cost" in config.parts:
+        parts[COST] = curves.cost
+    for variant, part in parts.items():
+        if run.done(variant):
+            run.progress(f"{variant}: has its record")
+            continue
+        run.progress(variant)
+        metrics, reference = part(), run.done(REFERENCE)
+        if reference and "loss" in metrics:
+            metrics["mean_abs_loss_diff"] = distance(metrics, reference.metrics)
+        run.add(variant, metrics, **curves.shared)
+        dist.barrier(context.group)
 
 
 def check_restarts(parts: Sequence[str], max_restarts: int) -> None:
@@ -131,77 +173,42 @@ def text_of_repository(root: Path) -> np.ndarray:
 
 
 class Curves:
-    """Runs the parts, one row each.
+    """Trains what the parts need.
 
     Args:
         config: what to run.
         context: this rank.
         run: of rows and checkpoints; all ranks see its folder.
         tokens: bytes.
-        attempt: 0, or how often the ranks have been started again.
     """
 
-    def __init__(self, config: CurvesConfig, context: RankContext, run: Run, tokens: np.ndarray, attempt: int):
-        self.config, self.context, self.run, self.attempt = config, context, run, attempt
-        model = config.training(REFERENCE).model()
+    def __init__(self, config: CurvesConfig, context: RankContext, run: Run, tokens: np.ndarray):
+        self.config, self.context, self.run = config, context, run
+        model, ranks = config.training(REFERENCE).model(), context.world_size
         self.data = TokenWindows(tokens, 256, model.context_length)
-        place = {"rank": context.rank, "world_size": context.world_size}
+        place = {"rank": context.rank, "world_size": ranks}
         GlobalOrder(self.data.count, batch=config.batch, micro_batches=2, **place)  # refuses before hours of training
         GlobalOrder(self.data.count, batch=config.cost_batch, **place)
-        if config.parts != ("cost",):
-            self._require(model, dict.fromkeys([REFERENCE, *config.strategies]), config.batch)
-        if "cost" in config.parts:
-            self._require(model, [REFERENCE], config.cost_batch)
+        runs = [config.training(name) for name in config.compared() if config.parts != ("cost",)]
+        runs += [config.training(REFERENCE, batch=config.cost_batch)] if "cost" in config.parts else []
+        require([training_step(each, ranks) for each in runs], context.device, context)
         self.text = {"bytes": len(tokens), "sha256": hashlib.sha256(tokens.tobytes()).hexdigest()}
         self.shared = {"backend": context.backend, "text": self.text, "num_parameters": model.num_parameters}
         if any(record.config["text"] != self.text for record in run.records):
             raise ValueError(f"the text has changed since the rows in {run.path} were made: give another --name")
 
-    def _require(self, model: ModelConfig, strategies: Iterable[str], batch: int) -> None:
-        ranks, dtype = self.context.world_size, self.config.dtype
-        planned = [PlannedStep(model, batch // ranks, name, dtype, batch_option=ranks) for name in strategies]
-        require(planned, self.context.device, self.context)
-
-    def once(self, variant: str, part: Callable[[], dict[str, object]]) -> None:
-        """The row of a part, unless it is there already."""
-        if self.run.done(variant):
-            self.run.progress(f"{variant}: has its record")
-            return
-        self.run.progress(variant)
-        metrics = part()
-        reference = self.run.done(REFERENCE)
-        if reference and "loss" in metrics:
-            metrics["mean_abs_loss_diff"] = distance(metrics, reference.metrics)
-        self.run.add(variant, metrics, **self.shared)
-        dist.barrier(self.context.group)
-
-    # -- parts ---------------------------------------------------------------------------------------------
-
-    def run_parts(self) -> None:
-        """Everything that has no row yet; call it on every rank."""
-        parts = self.config.parts
-        if "curves" in parts:
-            for strategy in dict.fromkeys([REFERENCE, *self.config.strategies]):
-                self.once(strategy, lambda strategy=strategy: self.curve(self.config.training(strategy)))
-            self.once(ROUNDING, lambda: self.curve(self.config.training(REFERENCE, accumulate=2)))
-        if "kill" in parts:
-            self.once(KILLED, self.killed_curve)
-        if "cost" in parts:
-            self.once(COST, self.cost)
-
     def curve(
         self,
         config: TrainConfig,
         folder: Path | None = None,
-        after: Callable[[StepMetrics], None] | None = None,
+        after: Callable[[StepMetrics], None] = lambda step: None,
     ) -> dict[str, object]:
         """Train; the loss of every step, as it is and in hex."""
         reports: list[StepMetrics] = []
 
         def report(step: StepMetrics) -> None:
             reports.append(step)
-            if after is not None:
-                after(step)
+            after(step)
 
         with peak_memory(self.context.device) as memory:
             trainer = self.trainer(config, folder, report)
@@ -234,10 +241,10 @@ class Curves:
             progress=self.run.progress,
         )  # fmt: skip
 
-    def killed_curve(self) -> dict[str, object]:
+    def killed_curve(self, attempt: int) -> dict[str, object]:
         """The reference once more. In the first attempt the last rank dies by SIGKILL; the next one resumes."""
         config = self.config.training(REFERENCE, checkpoint_every=self.config.checkpoint_every)
-        victim = self.context.rank == self.context.world_size - 1 and self.attempt == 0
+        victim = self.context.rank == self.context.world_size - 1 and attempt == 0
 
         def die(report: StepMetrics) -> None:
             if victim and report.step == self.config.kill_at:
@@ -311,3 +318,110 @@ class Curves:
         dist.barrier(self.context.group)
         if self.context.device.type == "cuda":
             torch.cuda.synchronize()
+
+def cost_is_noise(record: Record) -> bool:
+    """Whether the blocks without checkpoints differ among themselves by more than checkpoints cost."""
+    cost, noise = record.metrics.get("checkpoint_cost_pct"), record.metrics.get("noise_floor_pct")
+    return cost is not None and noise is not None and abs(cost) <= noise
+
+
+def verdicts(records: Sequence[Record]) -> list[str]:
+    """What is not as it should be; empty if all is well."""
+    by_name = {record.variant: record.metrics for record in records}
+    problems = []
+    limit, reference = tolerance(records), by_name.get(REFERENCE, {})
+    for name, metrics in by_name.items():
+        apart = None if name == REFERENCE else distance(metrics, reference)
+        if limit and apart is not None and not apart <= limit:
+            problems.append(f"{name}: {apart:.4f} nats from {REFERENCE}'s curve, noise is {limit:.4f}")
+        if "loss" in metrics and not metrics["loss"][-1] < metrics["loss"][0] and metrics["first_step"] == 0:
+            problems.append(
+                f"{name}: the loss did not fall ({metrics['loss'][0]:.3f} → {metrics['loss'][-1]:.3f})"
+            )
+    killed = by_name.get(KILLED)
+    if killed and killed["first_step"] == 0:
+        problems.append(f"{KILLED}: was not resumed from a checkpoint")
+    cost = by_name.get(COST)
+    if cost and cost["checkpoint_cost_pct"] > max(MOST_COST_PCT, cost.get("noise_floor_pct", 0.0)):
+        problems.append(
+            f"checkpoints cost {cost['checkpoint_cost_pct']:.1f} % of step time, more than {MOST_COST_PCT:g} %"
+        )
+    return problems
+
+
+def tolerance(records: Sequence[Record]) -> float | None:
+    """How far curves may lie apart: twice what rounding alone does (the same mathematics in two micro-batches), and
+    at least 0.01 nats.
+    """
+    by_name = {record.variant: record.metrics for record in records}
+    if REFERENCE not in by_name or ROUNDING not in by_name:
+        return None
+    return max(0.01, 2 * distance(by_name[ROUNDING], by_name[REFERENCE]))
+
+headline = headline_from(
+    "{size} ({num_parameters:M} parameters), bytes, batch {batch} (checkpoints: {cost_batch}), {steps} steps, {dtype}, "
+    "{world_size} × {device_name} ({backend}), torch {torch}{noise}",
+    noise=lambda records: "" if (limit := tolerance(records)) is None else f"; noise {limit:.3f} nats",
+)
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """All loss curves on one picture, and where one run was killed."""
+    series, events = {}, []
+    for record in records:
+        if "loss" in record.metrics:
+            first = record.metrics["first_step"]
+            losses = record.metrics["loss"]
+            series[record.variant] = (range(first + 1, first + len(losses) + 1), losses)
+        if record.variant == KILLED:
+            events = [(record.config["kill_at"], "killed"), (record.metrics["first_step"], "resumed from")]
+    if series:
+        label = "training loss (nats per byte)"
+        panel = Panel("", "step", label, overlaid(series), log_x=None, from_zero=False, events=events)
+        lines(path, [panel], title=f"Loss of every strategy: {headline(records)}")
+
+
+VIEW = View(
+    columns=[
+        Column("variant", "run"),
+        Column("metrics.first_step", "from step", "d"),
+        Column("metrics.final_loss", f"loss, last {LAST}", ".4f"),
+        Column("metrics.mean_abs_loss_diff", "mean |Δloss|", ".4f"),
+        Column("metrics.max_abs_loss_diff", "max |Δloss|", ".1e"),
+        Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
+        Column("metrics.step_with_checkpoints_ms", "with checkpoints", ".1f"),
+        Column("metrics.checkpoint_cost_pct", "cost %", ".2f", note=lambda r: TIE if cost_is_noise(r) else ""),
+        Column("metrics.save_p50_ms", "save() ms", ".1f"),
+        Column("metrics.wait_p50_ms", "wait ms", ".0f"),
+        Column("metrics.checkpoint_bytes", "GB", ".2f", scale=1e-9),
+        Column("metrics.host_bytes_per_rank", "host GiB/rank", ".2f", scale=2**-30),
+        Column("metrics.added_device_bytes", "+ device MiB", ".1f", scale=2**-20),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+    ],
+    headline=headline,
+    terminal=("variant", "final_loss", "mean_abs_loss_diff", "step_p50_ms", "checkpoint_cost_pct"),
+    pictures={"loss.png": draw},
+    findings=lambda records: [f"WRONG: {problem}" for problem in verdicts(records)],
+    reading="All runs have one data order and one seed, so their curves may differ by rounding only; "
+    "the reference in two micro-batches shows how much that is. The killed run continues from its checkpoint: its "
+    "first "
+    "step is the one after that. The cost of checkpoints comes from interleaved blocks of steps with and without one.",
+    noise="The headline has the noise of the curves: the difference that two micro-batches make to the same "
+    "mathematics.",
+)
+EXPERIMENT = Experiment(
+    CurvesConfig, measure, VIEW,
+    presets={
+        "gpu": {"size": "medium", "context": 512, "dtype": "bf16", "strategies": compared_on("cuda")},
+        "cpu": {"steps": 60, "kill_at": 35, "checkpoint_every": 15},
+        "quick": {
+            "size": "tiny", "context": None, "dtype": "fp32", "steps": 12, "kill_at": 6, "checkpoint_every": 3,
+            "rounds": 1, "block": 2, "strategies": ("naive", "flat"),
+        },
+        "smoke": {
+            "size": "tiny", "context": 16, "dtype": "fp32", "steps": 4, "kill_at": 3, "checkpoint_every": 2, "batch": 4,
+            "cost_batch": 4, "rounds": 1, "block": 2, "strategies": ("flat",), "parts": ("curves", "cost"),
+        },
+    },
+    ranks="many",
+)  # fmt: skip

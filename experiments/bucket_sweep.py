@@ -1,0 +1,369 @@
+"""Which bucket size is best here, and could one have known? Step time against bucket size, measured and predicted.
+
+    distlab run bucket_sweep                                           all GPUs, or two CPU ranks
+    distlab run bucket_sweep --nproc 2 --size xl --batch 2
+
+Before anything is timed with buckets, the parts are: when backward has made each gradient, what all-reduces cost
+(a fit, from records of allreduce_sweep or taken here), how backward and an all-reduce slow each other down, and what
+packing costs. From these the step with every bucket size is predicted, then it is measured, and torch DDP's beside.
+"""
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distlab.bench.timing import BenchOptions, Timing, Variant, synthetic_batches, variants
+from distlab.comm import collectives
+from distlab.experiment import (
+    Column,
+    Experiment,
+    RankContext,
+    Record,
+    Run,
+    TimingOptions,
+    View,
+    headline_from,
+    option,
+)
+from distlab.measure import (
+    MIN_SAMPLES,
+    Disturbance,
+    GradientReadyTimes,
+    clock,
+    disturb,
+    percentiles,
+    slowest_rank,
+    time_collective,
+)
+from distlab.model import TransformerLM
+from distlab.parallel.buckets import MIB, plan_buckets
+from distlab.precision import DTYPES, autocast
+from distlab.report import NOISE, TIE, Panel, Series, is_number, lines, measured, noise_of, read_json, tied
+from distlab.simulate.calibrate import MeasuredLinks, measured_links
+from distlab.theory.collective_time import CollectiveFit, fit_collective
+from distlab.theory.step_time import pipeline
+from distlab.train.step import loss_function
+
+OURS, PEER, PARTS, OPTIMUM = "bucketed", "torch-ddp-tuned", "parts", "optimum"
+LARGEST_MESSAGE = 2**30  # fits are extrapolated beyond
+
+
+@dataclass(frozen=True)
+class BucketSweepConfig(BenchOptions, TimingOptions):
+    """What to sweep. Raises ValueError for a value that is not allowed; the message says what is."""
+
+    bucket_sizes_mb: tuple[float | None, ...] = option(
+        (1.0, 10.0, 25.0, 100.0, 400.0, 1000.0, None),
+        "MiB per bucket; none for unbounded",
+        above=0,
+        words={"none": None},
+        flag="--bucket-size-mb",
+    )
+    compile: str = "off"  # backward's parts are those of an eager one that recomputes nothing
+    checkpointing: str = "none"
+    fit: tuple[str, ...] = option((), "records of allreduce_sweep on this kind of machine [timed here]", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.bucket_sizes_mb) < 2:
+            raise ValueError(f"bucket sizes {self.bucket_sizes_mb}: give two or more to compare")
+        if self.steps * self.rounds < MIN_SAMPLES:
+            raise ValueError(f"steps={self.steps}, rounds={self.rounds}: time at least {MIN_SAMPLES} steps")
+
+    def rows(self) -> list[Variant]:
+        """local, ours and torch's with every bucket size."""
+        return variants(["local", OURS, PEER], self.bucket_sizes_mb)
+
+
+def measure_parts(
+    config: BucketSweepConfig, context: RankContext, local: Timing, links: MeasuredLinks | None
+) -> dict[str, Any]:
+    """What predictions need, measured without any bucket, as metrics of a record. Every rank calls it.
+
+    Returns:
+        Per trainable parameter `ready_ms`, from the start of an undisturbed backward until its gradient is there, and
+        `packed`, whether it is copied into the bucket (some layers write it there themselves); `backward_ms` of that
+        backward; `forward_backward_ms` and `optimizer_ms` of the local step; how fast packing is; at which rates
+        backward and an all-reduce run beside each other; and `pieces`, the fit of all-reduces.
+    """
+    ready_ms, packed, backward_ms, disturbance = _backward_alone_and_disturbed(config, context)
+    gc.collect()  # hooks and graph form cycles; the next tensors need their memory
+    return {
+        **{f"{phase}_ms": percentiles(local.phases[phase])["p50"] for phase in ("forward_backward", "optimizer")},
+        "backward_ms": backward_ms,
+        "first_gradient_ms": min(ready_ms),
+        "pack_gb_per_s": 1e-6 * _message(config) / _pack_ms(context, _message(config)),
+        "packed_parameters": sum(packed),
+        "compute_rate": disturbance.compute_rate,
+        "communication_rate": disturbance.communication_rate,
+        "pieces": _all_reduce_fit(context, 4 * config.model().num_parameters, links).to_list(),
+        "ready_ms": ready_ms,
+        "packed": packed,
+    }
+
+
+def _message(config: BucketSweepConfig) -> int:
+    """Bytes of the all-reduces that run beside backward, and of the tensor whose packing is timed."""
+    return min(4 * config.model().num_parameters, 100 * MIB)
+
+
+def _backward_alone_and_disturbed(
+    config: BucketSweepConfig, context: RankContext
+) -> tuple[list[float], list[bool], float, Disturbance]:
+    """Ready times of the gradients in ms, whose gradients must be packed, the length of backward in ms, and what a
+    running all-reduce does to it.
+    """
+    model = TransformerLM(config.model(), device=context.device, seed=config.seed)
+    tokens, loss_fn = synthetic_batches(context, config)[0], loss_function(config.ops)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    ready = GradientReadyTimes(parameters, context.device)
+
+    def forward() -> torch.Tensor:
+        model.zero_grad(set_to_none=True)
+        with autocast(context.device, DTYPES[config.dtype]):
+            return loss_fn(model, tokens)
+
+    forward().backward()
+    packed = [True] * len(parameters)
+    if context.device.type == "cuda":  # elsewhere buckets offer no memory
+        packed = _declined(parameters, lambda: forward().backward())
+    with ready.recording():
+        for _ in range(5):
+            loss = forward()
+            ready.start()
+            loss.backward()
+            ready.stop()
+    kept = forward()
+
+    def backward() -> None:
+        model.zero_grad(set_to_none=True)
+        kept.backward(retain_graph=True)  # again and again, so that only backward runs beside the messages
+
+    disturbance = disturb(context, backward, _message(config))
+    times = slowest_rank([*ready.times_ms(), ready.backward_ms()], context.group, context.device)
+    return times[:-1], packed, times[-1], disturbance
+
+
+def _declined(parameters: Sequence[torch.nn.Parameter], backward: Callable[[], None]) -> list[bool]:
+    """For each parameter, whether its gradient is not written into the bucket's buffer, so that it must be copied.
+
+    All are offered the same memory: the gradients of this pass are not used.
+    """
+    scratch = torch.empty(max(p.numel() for p in parameters), device=parameters[0].device)
+    for parameter in parameters:
+        parameter.gradient_target = scratch[: parameter.numel()].view(parameter.shape)
+    backward()
+    return [parameter.__dict__.pop("gradient_target", None) is not None for parameter in parameters]
+
+
+def _all_reduce_fit(context: RankContext, num_bytes: int, links: MeasuredLinks | None) -> CollectiveFit:
+    largest = min(num_bytes, LARGEST_MESSAGE)
+    sizes = sorted({max(4096, largest // 2**k) for k in range(13)})
+    if links is not None:
+        times = [links.time("all_reduce", size, context.world_size) for size in sizes]
+    else:
+        timed = [time_collective(context, "all_reduce", size, repeats=8, budget_s=0.3) for size in sizes]
+        sizes, times = [timing.num_bytes for timing in timed], [timing.p50_s for timing in timed]
+    return fit_collective(sizes, times)
+
+
+def _pack_ms(context: RankContext, num_bytes: int) -> float:
+    """To copy a gradient of so many bytes, as packing does."""
+    source = torch.ones(num_bytes // 4, device=context.device)
+    target = torch.empty_like(source)
+    samples = clock.measure(lambda: target.copy_(source), warmup=1, repeats=5, device=context.device)
+    return percentiles(slowest_rank(samples, context.group, context.device))["p50"]
+
+
+def predict(config: BucketSweepConfig, parts: Mapping[str, Any], bucket_size_mb: float | None) -> dict[str, float]:
+    """The step with buckets of one size: when each is complete, what it costs, and how it disturbs backward."""
+    model = TransformerLM(config.model(), device="meta")
+    numels = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
+    # Packing is work of the computing stream: what is there was also copied, if it was not written in place.
+    ready_ms, packed, copied = parts["ready_ms"], {}, 0.0
+    for index in sorted(range(len(numels)), key=ready_ms.__getitem__):
+        copied += 4e-6 * numels[index] / parts["pack_gb_per_s"] * parts["packed"][index]
+        packed[index] = ready_ms[index] + copied
+    ready = [max(packed[index] for index in bucket.indices) / 1e3 for bucket in buckets]
+    messages = [CollectiveFit.from_list(parts["pieces"]).seconds(bucket.num_bytes) for bucket in buckets]
+    rates = {name: parts[name] for name in ("compute_rate", "communication_rate")}
+    together_s = pipeline(ready, messages, (parts["backward_ms"] + copied) / 1e3, **rates)
+    exposed_ms = 1e3 * together_s - parts["backward_ms"]
+    return {
+        "predicted_step_ms": parts["forward_backward_ms"] + parts["optimizer_ms"] + exposed_ms,
+        "predicted_exposed_comm_ms": exposed_ms,
+        "predicted_comm_ms": 1e3 * sum(messages),
+        "buckets": len(buckets),
+    }
+
+
+def measure(config: BucketSweepConfig, context: RankContext, run: Run) -> None:
+    """Predict, then measure; call it on every rank.
+
+    Raises:
+        MemoryError: the model with this batch does not fit.
+        OSError, ValueError: files of `fit` that cannot be read, or that are of another machine.
+    """
+    links = None
+    if config.fit:
+        known = [record for path in config.fit for record in read_json(path)]
+        links = measured_links(known, run.header.environment["device_name"], context.backend)
+    rows = config.rows()
+    bench = config.workbench(context, rows, some=True)
+    run.progress("timing the local step, backward's gradients, all-reduces and contention")
+    local = bench.time_rounds(rows[:1], rounds=1, warmup=config.warmup, steps=max(config.steps, 3))["local"]
+    parts = collectives.gather_objects(measure_parts(config, context, local, links), context.group)[0]
+    predicted = {row.name: predict(config, parts, row.bucket_size_mb) for row in rows if row.name != "local"}
+    timings = bench.time_rounds(
+        rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=run.progress
+    )
+    shared = config.facts(context) | {"fit_from_records": links is not None}
+    run.add(PARTS, parts, **shared)
+    for row in rows:
+        timing = timings[row.name]
+        metrics = timing.metrics()
+        metrics["noise_pct"] = noise_of(metrics)
+        if row.strategy.name == OURS:
+            metrics |= predicted[row.name]
+            if not timing.out_of_memory:
+                metrics["error_pct"] = 100 * (metrics["predicted_step_ms"] / metrics["step_p50_ms"] - 1)
+        bucket_size = row.bucket_size_mb if row.strategy.has_buckets else "none"
+        run.add(row.name, metrics, **shared, strategy=row.strategy.name, bucket_size_mb=bucket_size)
+    run.add(OPTIMUM, optimum(run.records), **shared)
+
+
+headline = headline_from(
+    "Bucket sizes: {size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, {dtype}, "
+    "{world_size} × {device_name} ({backend}), torch {torch}"
+)
+
+
+def optimum(records: Sequence[Record]) -> dict[str, Any]:
+    """The best bucket sizes, measured and predicted, and what following the prediction costs."""
+    done = [r for r in records if isinstance(r.metrics.get("step_p50_ms"), float)]
+    ours = [r for r in done if r.config.get("strategy") == OURS]
+    torchs = (r for r in done if r.config.get("strategy") == PEER)
+    if not ours:
+        return {}
+    best = min(ours, key=lambda r: r.metrics["step_p50_ms"])
+    choice = min(ours, key=lambda r: r.metrics["predicted_step_ms"])
+    found = {
+        "best_bucket_mb": _label(best),
+        "best_step_ms": best.metrics["step_p50_ms"],
+        "predicted_best_bucket_mb": _label(choice),
+        "step_at_predicted_best_ms": choice.metrics["step_p50_ms"],
+        "regret_pct": 100 * (choice.metrics["step_p50_ms"] / best.metrics["step_p50_ms"] - 1),
+        "largest_error_pct": max((r.metrics["error_pct"] for r in ours), key=abs),
+        "tied_with_best_mb": [_label(r) for r in ours if r is not best and tied(r.metrics, best.metrics)],
+    }
+    if peer := min(torchs, key=lambda r: r.metrics["step_p50_ms"], default=None):
+        found |= {"torch_best_bucket_mb": _label(peer), "torch_best_step_ms": peer.metrics["step_p50_ms"]}
+    return found
+
+
+def _label(record: Record) -> str:
+    size = record.config["bucket_size_mb"]
+    return "unbounded" if size is None else f"{size:g}"
+
+
+def findings(records: Sequence[Record]) -> list[str]:
+    """The optimum both ways, and the parts that the prediction is made of."""
+    lines = []
+    for record in records:
+        m = record.metrics
+        if record.variant == OPTIMUM and m:
+            tie = TIE if m["predicted_best_bucket_mb"] in m.get("tied_with_best_mb", ()) else ""
+            ties = f" (tie with {', '.join(m['tied_with_best_mb'])})" if m.get("tied_with_best_mb") else ""
+            lines.append(
+                f"Best measured: {m['best_bucket_mb']} MiB{ties}, {m['best_step_ms']:.1f} ms. Predicted best: "
+                f"{m['predicted_best_bucket_mb']} MiB, which takes {m['step_at_predicted_best_ms']:.1f} ms "
+                f"({m['regret_pct']:+.1f} %{tie}). Largest error of a prediction: "
+                f"{m['largest_error_pct']:+.1f} %."
+            )
+            if "torch_best_step_ms" in m:
+                lines.append(
+                    f"torch DDP's best: {m['torch_best_bucket_mb']} MiB, {m['torch_best_step_ms']:.1f} ms."
+                )
+        if record.variant == PARTS:
+            lines.append(
+                f"Parts: forward and backward {m['forward_backward_ms']:.1f} ms, of which backward "
+                f"{m['backward_ms']:.1f}; the first gradient after {m['first_gradient_ms']:.1f} ms; beside an "
+                f"all-reduce backward runs at {m['compute_rate']:.2f} of its speed and the all-reduce at "
+                f"{m['communication_rate']:.2f}; packing at {m['pack_gb_per_s']:.0f} GB/s, of "
+                f"{m.get('packed_parameters', len(m['ready_ms']))} of {len(m['ready_ms'])} parameters."
+            )
+    return lines
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Step time against bucket size: points measured, line predicted."""
+    rows = [r for r in records if r.config.get("strategy") in (OURS, PEER)]
+    sizes = [r.config["bucket_size_mb"] for r in rows]
+    finite = sorted({size for size in sizes if size is not None})
+    beyond = 4 * finite[-1] if finite else 1.0
+    ticks = [(size, f"{size:g}") for size in finite] + [(beyond, "all")] * (None in sizes)
+    series = []
+    for strategy, label in ((OURS, "bucketed, measured"), (PEER, "torch DDP, measured")):
+        mine = [r for r in rows if r.config["strategy"] == strategy and is_number(r.metrics["step_p50_ms"])]
+        x = [beyond if r.config["bucket_size_mb"] is None else r.config["bucket_size_mb"] for r in mine]
+        if mine:
+            peer = strategy == PEER
+            series += measured(label, x, mine, "step", "bucketed, predicted", "predicted_step_ms", hollow=peer)
+    local = next((r.metrics.get("step_p50_ms") for r in records if r.variant == "local"), None)
+    if isinstance(local, float):
+        series.append(Series("no communication", [min(finite or [1.0]), beyond], [local, local], line="--"))
+    panel = Panel("", "bucket size (MiB)", "step (ms)", series, log_x=10, x_ticks=ticks)
+    lines(path, [panel], title=headline(records))
+
+
+VIEW = View(
+    columns=[
+        Column("variant", "strategy"),
+        Column("metrics.buckets", "buckets", "d", missing=""),
+        Column("metrics.step_p20_ms", "step p20 ms", ".1f", missing=""),
+        Column("metrics.step_p50_ms", "p50", ".1f", missing=""),
+        Column("metrics.step_p80_ms", "p80", ".1f", missing=""),
+        NOISE,
+        Column("metrics.predicted_step_ms", "predicted ms", ".1f", missing=""),
+        Column("metrics.error_pct", "error %", "+.1f", missing=""),
+        Column("metrics.predicted_comm_ms", "predicted comm ms", ".1f", missing=""),
+        Column("metrics.predicted_exposed_comm_ms", "exposed", ".1f", missing=""),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, missing=""),
+    ],
+    headline=headline,
+    terminal=(
+        *("variant", "buckets", "step_p50_ms", "noise_pct", "predicted_step_ms", "error_pct"),
+        *("predicted_exposed_comm_ms", "peak_alloc_bytes"),
+    ),
+    pictures={"bucket_sweep.png": draw},
+    findings=findings,
+    reading="A small bucket is sent early and costs a latency; a large one is sent late, and the last is fully "
+    "exposed. "
+    "If communication takes longer than backward, it must above all start early and not be slowed. “all” is "
+    "one unbounded bucket: nothing overlaps.",
+    prediction="Every bucket is complete when its last gradient is computed and, unless it was written there, packed; "
+    "buckets are sent in order, each for the time of the fit; during a transfer, backward and the transfer run at the "
+    "rates measured beside each other (distlab.theory.step_time.pipeline). Nothing is fitted to a measured "
+    "step with buckets.",
+    noise="Error bars reach from p20 to p80 of the steps.",
+)
+
+QUICK = {
+    "size": "tiny", "dtype": "fp32", "batch": 2, "context": 32, "bucket_sizes_mb": (1.0, 4.0, None), "warmup": 1,
+    "steps": 4, "rounds": 1,
+}  # fmt: skip
+EXPERIMENT = Experiment(
+    BucketSweepConfig, measure, VIEW,
+    presets={
+        "gpu": {"size": "medium", "batch": 8, "dtype": "bf16", "warmup": 3, "steps": 8},
+        "cpu": {"steps": 5, "bucket_sizes_mb": (0.25, 1.0, 2.0, 4.0, 10.0, None)},
+        "quick": QUICK,
+        "smoke": QUICK | {"batch": 1, "context": 16, "bucket_sizes_mb": (1.0, None), "steps": 3},
+    },
+    ranks="many",
+)

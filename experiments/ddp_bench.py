@@ -1,0 +1,437 @@
+"""What does gradient synchronisation cost, and how much of it can be hidden?
+
+Times no communication at all (`local`), the hand-written strategies and torch's DDP in one run, in interleaved rounds
+so that clock drift affects all equally, and explains each: what it sent (checked against the closed form), how long
+communication ran and how much of that compute covered (from the profiler), and whether its result equals
+training in one process.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distlab.bench.reference import parameter_difference
+from distlab.bench.timing import BenchOptions, Timing, Variant, Workbench, peak_of, variants
+from distlab.experiment import (
+    Column,
+    Experiment,
+    RankContext,
+    Record,
+    Run,
+    TimingOptions,
+    View,
+    headline_from,
+    option,
+)
+from distlab.measure import (
+    MIN_PAIRS,
+    StepAccount,
+    account,
+    analyse,
+    closes,
+    explain,
+    exposed_all_gathers,
+    exposure_ratio,
+    idle_gaps,
+    is_out_of_memory,
+    lanes,
+    load_trace,
+    own_noise_floor,
+    paired_ratio,
+    percentiles,
+)
+from distlab.model import TransformerLM
+from distlab.parallel import STRATEGIES, strategies_on
+from distlab.precision import DTYPES
+from distlab.report import (
+    NOISE,
+    TIE,
+    interval_ties,
+    noise_by_row,
+    noise_of,
+    read_json,
+    stacked_bars,
+    timeline,
+)
+from distlab.theory.flops import mfu, step_flops
+from distlab.theory.volume import model_volume
+
+OOM = "OOM"
+SWEEPS = Path(__file__).parents[1] / "records" / "bucket_sweep"
+
+
+@dataclass(frozen=True)
+class DDPBenchConfig(BenchOptions, TimingOptions):
+    """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
+
+    strategies: tuple[str, ...] = option(strategies_on("cpu"), "what to compare", choices=tuple(STRATEGIES))
+    bucket_sizes_mb: tuple[Any, ...] = option(
+        (4.0,),
+        "MiB per bucket, one or several (a row each); none for unbounded, auto for a bucket sweep's best",
+        above=0,
+        words={"none": None, "auto": "auto"},
+        kind=float,
+        flag="--bucket-size-mb",
+    )
+    bucket_sweep: tuple[str, ...] = option((), "records of bucket_sweep for auto [records/bucket_sweep/*.json]")
+    in_turn: bool = option(False, "attach all variants at once, one step each in turn; takes the memory of all")
+    check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
+    profile_steps: int = option(1, "steps per trace, of which the median is shown; 0 for none", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps * self.rounds < MIN_PAIRS:
+            raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
+        if "auto" in self.bucket_sizes_mb and len(self.bucket_sizes_mb) > 1:
+            raise ValueError("--bucket-size-mb auto stands alone, or give sizes in MiB")
+
+
+def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
+    """Measure every variant; each rank writes its traces into the run's folder.
+
+    Raises:
+        MemoryError: the model with this batch does not fit even without communication.
+        ValueError: a strategy that needs a GPU, without one, or no sweep of bucket sizes for `auto`.
+    """
+    if context.world_size == 1:
+        run.progress("one rank: nothing is communicated. For more: --nproc 2")
+    sizes = config.bucket_sizes_mb
+    if sizes == ("auto",):
+        swept = config.bucket_sweep or sorted(map(str, SWEEPS.glob("*.json")))
+        asked = {"size": config.size, "num_parameters": config.model().num_parameters, "batch": config.batch}
+        known = [record for path in swept for record in read_json(path)]
+        sizes = (best_bucket_size(known, device_name=run.header.environment["device_name"],
+                                  world_size=context.world_size, **asked),)  # fmt: skip
+        run.progress(f"bucket size by the sweep: {sizes[0] or 'unbounded'}")
+    rows = variants(config.strategies, sizes)
+    bench = config.workbench(context, rows, some=True)
+    differences = {}
+    for variant in rows if config.check_steps else []:
+        if variant.strategy.synchronizes:
+            run.progress(f"checking {variant.name} against one process")
+            differences[variant.name] = parameter_difference(context, variant, steps=config.check_steps)
+    run.progress(f"building {config.size}: {bench.shape.num_parameters / 1e6:,.1f} M parameters")
+    timings = _timed(config, bench, rows, run)
+    steps = {name: timing.phases["step"] for name, timing in timings.items() if not timing.out_of_memory}
+    accounts: dict[str, StepAccount] = {}
+    drawn: dict[str, Any] = {}  # variant → one step of its trace, for the timeline
+    for variant in rows:
+        metrics = timings[variant.name].metrics()
+        if variant.name in steps:
+            run.progress(f"explaining {variant.name}")
+            metrics |= _rates(config, context, metrics["step_p50_ms"]) | against_others(variant.name, steps)
+            metrics["noise_floor_pct"] = own_noise_floor(steps[variant.name])
+            metrics["noise_pct"] = noise_of(metrics)
+            metrics |= sent(bench, variant)
+            metrics |= overlap(bench, variant, run.path, config.profile_steps, accounts, drawn)
+            metrics["max_abs_param_diff"] = differences.get(variant.name)
+        size = variant.bucket_size_mb if variant.strategy.has_buckets else None
+        run.add(variant.name, metrics, **config.facts(context), bucket_size_mb=size)
+    for record in run.records:
+        record.metrics.update(explanation(record, accounts))
+    run.save()
+    if context.is_main and drawn:
+        title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
+        timeline(run.path / "timeline.png", drawn, title=title)
+
+
+def _timed(config: DDPBenchConfig, bench: Workbench, rows: Sequence[Variant], run: Run) -> dict[str, Timing]:
+    """The times of all variants. Raises MemoryError if none of them fits, or, in turn, not all of them together."""
+    lengths = {"warmup": config.warmup, "progress": run.progress}
+    try:
+        if config.in_turn:
+            timings = bench.time_in_turn(rows, steps=config.rounds * config.steps, **lengths)
+        else:
+            timings = bench.time_rounds(rows, rounds=config.rounds, steps=config.steps, **lengths)
+        if all(timing.out_of_memory for timing in timings.values()):
+            raise torch.OutOfMemoryError
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(
+            f"{config.size} with batch {config.batch} × context {bench.shape.context_length} in {config.dtype} does "
+            f"not fit in the memory of {bench.context.device} on rank {bench.context.rank}: pass a smaller --batch, "
+            "--context or --size"
+        ) from error
+    return timings
+
+
+def best_bucket_size(
+    records: Sequence[Record], *, device_name: str, world_size: int, size: str, num_parameters: int, batch: int
+) -> float | None:
+    """The measured best bucket size in MiB (None: unbounded) for a model on a machine, for `--bucket-size-mb auto`.
+
+    Where this batch was not swept the nearest counts; another device, model or number of ranks never does.
+
+    Raises:
+        ValueError: nothing of the kind was swept; the message says what to run.
+    """
+    fitting = [
+        r
+        for r in records
+        if r.experiment == "bucket_sweep"
+        and r.config.get("strategy") == "bucketed"
+        and isinstance(r.metrics.get("step_p50_ms"), float)
+        and (r.environment["device_name"], r.config["world_size"], r.config["size"], r.config["num_parameters"])
+        == (device_name, world_size, size, num_parameters)
+    ]
+    if not fitting:
+        raise ValueError(
+            f"no bucket sweep of {size} on {world_size} × {device_name} is on record: run `distlab run bucket_sweep "
+            f"--size {size} --nproc {world_size}` here and name its records with --bucket-sweep, or give a size in MiB"
+        )
+    nearest = min({r.config["batch"] for r in fitting}, key=lambda known: (abs(known - batch), known))
+    best = min((r for r in fitting if r.config["batch"] == nearest), key=lambda r: r.metrics["step_p50_ms"])
+    return best.config["bucket_size_mb"]
+
+
+def _rates(config: DDPBenchConfig, context: RankContext, step_ms: float) -> dict[str, float | None]:
+    model = config.model()
+    share = mfu(step_flops(**model.sizes(config.batch)), step_ms / 1e3, peak_of(context.device, config.dtype))
+    tokens = config.batch * model.context_length * context.world_size
+    return {"tokens_per_s": tokens / (step_ms / 1e3), "mfu_pct": None if share is None else 100 * share}
+
+
+def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+    """What a row's step takes longer than without communication, and with 95 % intervals, of steps paired one by one,
+    its ratio to local's and to that of torch DDP's fastest row, and the ratio of the two's exposed communication.
+
+    Args:
+        name: of the row.
+        steps: times of every row that ran.
+    """
+    p50 = {row: percentiles(samples)["p50"] for row, samples in steps.items()}
+    peers = [row for row in steps if row.startswith("torch-ddp")]
+    mine, peer = steps[name], steps[min(peers, key=p50.__getitem__)] if peers else None
+    local = steps.get("local") if name != "local" else None
+    ratios = {
+        "vs_local": local and paired_ratio(mine, local),
+        "vs_torch_ddp": peer and paired_ratio(mine, peer),
+        "exposed_vs_torch_ddp": local and peer and exposure_ratio(mine, peer, local),
+    }
+    found = {"exposed_comm_ms": p50[name] - p50["local"] if "local" in p50 else None}
+    for ratio, interval in ratios.items():
+        if interval is not None:
+            found |= zip((ratio, f"{ratio}_low", f"{ratio}_high"), interval, strict=True)
+    return found
+
+
+def sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
+    """Collectives and bytes of one step, counted, beside the closed form."""
+    recorder = bench.record_collectives(variant)
+    expected = model_volume(
+        variant.strategy.name,
+        TransformerLM(bench.shape, device="meta").named_parameters(),
+        bucket_size_mb=variant.bucket_size_mb,
+        world_size=bench.context.world_size,
+        compute_itemsize=(DTYPES[bench.options.dtype] or torch.float32).itemsize,
+    )
+    seen, said = (recorder.count, recorder.total_bytes), expected and (expected.collectives, expected.bytes)
+    names = ("collectives_per_step", "comm_bytes_per_step")
+    closed = {f"predicted_{name}": value for name, value in zip(names, said or (None, None), strict=True)}
+    return dict(zip(names, seen, strict=True)) | closed | {"volume_as_predicted": said and seen == said}
+
+
+def overlap(
+    bench: Workbench,
+    variant: Variant,
+    folder: Path,
+    steps: int,
+    accounts: dict[str, StepAccount],
+    drawn: dict[str, Any],
+) -> dict[str, float | None]:
+    """Communication time and the share of it that compute covers, from this rank's trace; both are kept for later."""
+    if steps == 0:
+        return {"comm_ms": None, "comm_share_pct": None, "overlap_pct": None}
+    path = folder / f"trace_{variant.name}_rank{bench.context.rank}.json.gz"
+    bench.profile(variant, path, steps)
+    events = load_trace(path)
+    seen, gathers, gaps = analyse(events), exposed_all_gathers(events), idle_gaps(events)
+    accounts[variant.name], drawn[variant.name] = account(events), lanes(events)
+    return {
+        "exposed_all_gather_forward_ms": gathers[0],
+        "exposed_all_gather_backward_ms": gathers[1],
+        "comm_ms": seen.comm_ms,
+        "comm_share_pct": 100 * seen.comm_ms / seen.step_ms,
+        "overlap_pct": seen.overlap_pct,
+        "uncovered_comm_ms": seen.uncovered_comm_ms,
+        "profiled_step_ms": seen.step_ms,
+        "idle_ms": seen.idle_ms,
+        "longest_idle_ms": gaps[0][1] - gaps[0][0] if gaps else 0.0,
+    }
+
+
+def explanation(record: Record, accounts: dict[str, StepAccount]) -> dict[str, float | bool | None]:
+    """What the step takes longer than `local`'s, by cause, and what of the measured difference that leaves open."""
+    mine, local = accounts.get(record.variant), accounts.get("local")
+    exposed = record.metrics.get("exposed_comm_ms")
+    if mine is None or local is None or exposed is None:
+        return {}
+    found = explain(mine, local)
+    unexplained = exposed - found.explained_ms
+    return {
+        "exposed_uncovered_ms": found.uncovered_comm_ms,
+        "exposed_slowdown_ms": found.slowdown_ms,
+        "exposed_copies_ms": found.copies_ms,
+        "exposed_optimizer_ms": found.optimizer_ms,
+        "exposed_idle_ms": found.idle_ms,
+        "exposed_unexplained_ms": unexplained,
+        "exposed_closes": closes(unexplained, record.metrics["step_p50_ms"]),
+    }
+
+
+def _tie(ratio: str, record: Record) -> str:
+    """` tie` where the 95 % interval of a ratio contains 1."""
+    low, high = (record.metrics.get(f"{ratio}_{end}") for end in ("low", "high"))
+    return TIE if interval_ties(low, high) else ""
+
+
+headline = headline_from(
+    "{size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, {dtype}, "
+    "{world_size} × {device_name} ({backend}), torch {torch}{noise}",
+    noise=lambda records: f"; {noise}" if (noise := noise_by_row(records)) else "",
+)
+
+
+def unexplained_rows(records: Sequence[Record]) -> list[str]:
+    """Rows whose exposed communication the trace explains to less than 5 % of the step or 1 ms, one line each.
+
+    The account is of steps under the profiler, so a row within its noise is let pass.
+    """
+    return [
+        f"{record.variant}: {record.metrics['exposed_unexplained_ms']:+.1f} ms of "
+        f"{record.metrics['exposed_comm_ms']:.1f} ms exposed communication are in no part of its trace's account"
+        f"{_what_to_try(record)}"
+        for record in records
+        if record.metrics.get("exposed_closes") is False
+        and abs(record.metrics["exposed_unexplained_ms"])
+        > (noise_of(record.metrics) or 0.0) / 100 * record.metrics["step_p50_ms"]
+    ]
+
+
+def _what_to_try(record: Record) -> str:
+    """What usually closes an account, with the numbers of this run."""
+    config = record.config
+    more = {name: config[name] for name in ("profile_steps", "steps") if isinstance(config.get(name), int)}
+    options = " and ".join(f"--{name.replace('_', '-')} {2 * value + 1}" for name, value in more.items())
+    first = f"{options}, since the account is of the traced steps alone, then " if options else ""
+    return f"; try {first}a machine that does nothing else"
+
+
+def wrong_rows(records: Sequence[Record]) -> list[str]:
+    """What is wrong with the results, one line each: volumes off the closed form, parameters off the reference."""
+    problems = []
+    for record in records:
+        metrics = record.metrics
+        if metrics.get("volume_as_predicted") is False:
+            problems.append(
+                f"{record.variant}: sent {metrics['collectives_per_step']} collectives, "
+                f"{metrics['comm_bytes_per_step']} bytes; the closed form says "
+                f"{metrics['predicted_collectives_per_step']} and {metrics['predicted_comm_bytes_per_step']}"
+            )
+        difference = metrics.get("max_abs_param_diff")
+        if difference is not None and not difference < 1e-5:  # fp32 SGD at rate 0.1: some 1e-8 from rounding
+            problems.append(f"{record.variant}: parameters differ from one process by {difference:.1e}")
+    return problems
+
+
+def draw_step_times(records: Sequence[Record], path: Path) -> None:
+    """Stacked bars: compute, exposed communication, optimizer; whiskers from p20 to p80 of the step."""
+    compute_ms = next((r.metrics.get("forward_backward_p50_ms") for r in records if r.variant == "local"), None)
+
+    def cells(metrics: Mapping[str, Any]) -> list[float | str | None]:
+        if metrics["step_p50_ms"] == OOM or compute_ms is None:
+            return [OOM if metrics["step_p50_ms"] == OOM else None] * 3
+        return [compute_ms, metrics["forward_backward_p50_ms"] - compute_ms, metrics["optimizer_p50_ms"]]
+
+    rows = [cells(record.metrics) for record in records]
+    ends = [[record.metrics.get(f"step_{p}_ms") for p in ("p20", "p80")] for record in records]
+    stacked_bars(
+        path, [record.variant for record in records],
+        dict(zip(("compute", "exposed communication", "optimizer"), zip(*rows, strict=True), strict=True)),
+        title=f"Where a step's time goes: {headline(records)}", unit="ms",
+        whiskers=[None if row[0] in (OOM, None) else end for row, end in zip(rows, ends, strict=True)],
+    )  # fmt: skip
+
+
+VIEW = View(
+    columns=[
+        Column("variant", "strategy"),
+        Column("metrics.step_p20_ms", "step p20 ms", ".1f"),
+        Column("metrics.step_p50_ms", "p50", ".1f"),
+        Column("metrics.step_p80_ms", "p80", ".1f"),
+        NOISE,
+        Column("metrics.forward_backward_p50_ms", "fwd+bwd+sync ms", ".1f"),
+        Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f"),
+        Column("metrics.exposed_comm_ms", "exposed ms", ".1f", note=partial(_tie, "vs_local")),
+        Column("metrics.comm_ms", "comm ms", ".1f"),
+        Column("metrics.comm_share_pct", "of step %", ".0f"),
+        Column("metrics.overlap_pct", "overlap %", ".0f"),
+        Column("metrics.collectives_per_step", "calls", "d"),
+        Column("metrics.comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
+        Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
+        Column("metrics.mfu_pct", "MFU %", ".1f"),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+        Column("metrics.vs_torch_ddp", "÷ torch", ".3f", note=partial(_tie, "vs_torch_ddp")),
+        Column("metrics.vs_torch_ddp_high", "≤ (95 %)", ".3f"),
+        Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
+        Column(
+            "metrics.exposed_vs_torch_ddp", "exposed ÷ torch's", ".2f", optional=True,
+            note=partial(_tie, "exposed_vs_torch_ddp"),
+        ),
+        Column("metrics.exposed_vs_torch_ddp_high", "≤ (95 %)", ".2f", optional=True),
+        Column("metrics.exposed_all_gather_forward_ms", "all-gather alone fwd ms", ".1f", optional=True),
+        Column("metrics.exposed_all_gather_backward_ms", "bwd ms", ".1f", optional=True),
+        Column("metrics.exposed_uncovered_ms", "exposed: alone ms", ".1f", optional=True),
+        Column("metrics.exposed_slowdown_ms", "slower compute", ".1f", optional=True),
+        Column("metrics.exposed_copies_ms", "copies", ".1f", optional=True),
+        Column("metrics.exposed_optimizer_ms", "optimizer", "+.1f", optional=True),
+        Column("metrics.exposed_idle_ms", "idle", "+.1f", optional=True),
+        Column("metrics.exposed_unexplained_ms", "unexplained", "+.1f", optional=True),
+    ],
+    headline=headline,
+    terminal=(
+        *("variant", "step_p50_ms", "noise_pct", "exposed_comm_ms", "overlap_pct", "vs_torch_ddp", "peak_alloc_bytes"),
+        "max_abs_param_diff",
+    ),
+    pictures={"step_time.png": draw_step_times},
+    findings=lambda records: [
+        *(f"WRONG: {problem}" for problem in wrong_rows(records)),
+        *(f"UNEXPLAINED: {row}" for row in unexplained_rows(records)),
+    ],
+    reading="Exposed communication is what a step takes longer than the same step without communication (local). "
+    "Communication time and overlap, the share of it that compute covers, come from the profiler's trace of rank 0; "
+    "calls and bytes are counted at torch's dispatcher. The ratio to torch is over torch DDP's fastest row, paired "
+    "step by step; beside it stands the upper end of its 95 % bootstrap interval. The last column is the largest "
+    "difference of any parameter from training in one process after a few steps of fp32 SGD on the tiny preset. A tie "
+    "is a ratio whose 95 % interval contains 1, for the exposed time that of the step over local's; ± is the row's own "
+    "noise.\n\n"
+    "In the timeline compute is above, communication below; what compute does not hide is orange.",
+    prediction="Collectives and bytes per step in closed form (distlab.theory.volume). Step times are predicted "
+    "by `distlab run predict_steps`, before a measurement.",
+)
+
+QUICK = {
+    "strategies": ("local", "naive", "bucketed", "torch-ddp"),
+    "rounds": 2, "steps": 4, "check_steps": 2, "profile_steps": 1,
+}  # fmt: skip
+EXPERIMENT = Experiment(
+    DDPBenchConfig, measure, VIEW,
+    presets={
+        "gpu": {
+            "size": "medium", "dtype": "bf16", "bucket_sizes_mb": (100.0,), "warmup": 3, "steps": 8, "rounds": 3,
+            "strategies": strategies_on("cuda"),
+        },
+        "quick": QUICK,
+        "smoke": QUICK | {
+            "size": "tiny", "d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "batch": 1, "context": 16,
+            "bucket_sizes_mb": (0.05,), "warmup": 1, "steps": 5, "rounds": 1, "check_steps": 1,
+        },
+    },
+    ranks="many",
+    wrong=wrong_rows,
+)  # fmt: skip

@@ -1,0 +1,400 @@
+"""A step taken apart: kernels and kinds of work by time, memory by category, and what a block saves for backward."""
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from distlab.bench.timing import TrialConfig, compiled, described, opened
+from distlab.comm import collectives
+from distlab.experiment import Column, RankContext, Record, View
+from distlab.measure import (
+    MIN_SAMPLES,
+    FlopsByCategory,
+    PhaseTimer,
+    attempt,
+    emitter,
+    gradient_bytes,
+    memory_timeline,
+    named_ranges,
+    peak_memory,
+    percentiles,
+    saved_for_backward,
+)
+from distlab.measure.trace.capture import PHASES, Phases, load_trace, profile_steps
+from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summarise
+from distlab.report import environment, stacked_areas, stacked_bars
+from distlab.theory.memory.activations import PRECISIONS, block_activations
+from distlab.theory.model_shape import ModelShape
+
+Rows = list[tuple[str, dict[str, Any]]]  # variant and metrics, of one part
+
+def headline(records: Sequence[Record]) -> str:
+    """One line that says what the table below it was measured on."""
+    return described([record.config for record in records], records[0].environment)
+
+
+def of_each(records: Sequence[Record]) -> dict[str, Record]:
+    """The first record of every combination."""
+    found: dict[str, Record] = {}
+    for record in records:
+        found.setdefault(record.config["label"], record)
+    return found
+
+
+def prefix(label: str) -> str:
+    """What stands before the rows of the combination with this label."""
+    return f"{label}: " if label else ""
+
+
+def ms_column(metric: str, title: str) -> Column:
+    """A column of milliseconds."""
+    return Column(f"metrics.{metric}", title, ".2f")
+
+
+def mib_column(metric: str, title: str) -> Column:
+    """A column of MiB, from bytes."""
+    return Column(f"metrics.{metric}", title, ",.1f", scale=2**-20)
+
+
+KERNELS, WORK = "model_kernels", "model_work"
+
+
+def count_flops(context: RankContext, trial: TrialConfig) -> dict[str, int]:
+    """FLOPs of one full step by category, counted in eager mode on one rank's model."""
+    with opened(context, replace(trial, compile="off", strategy="local")) as plain:
+        plain("step")
+        with FlopsByCategory() as counted:
+            plain("step")
+    return dict(counted.flops)
+
+
+def profile(
+    context: RankContext,
+    config: TrialConfig,
+    ranks: Sequence[int],
+    traced: Sequence[int],
+    folder: Path,
+    slug: str,
+) -> dict[str, Rows]:
+    """Write the traces of these ranks; rows of kernels and of kinds of work, from the first of them.
+
+    Args:
+        traced: first and last step of the traces.
+    """
+    first, last = traced
+    flops = count_flops(context, config) if context.rank == ranks[0] else {}
+    phases, timer = Phases(), PhaseTimer(context.device)
+    found = None
+    with opened(context, config) as trial:
+
+        def step() -> None:
+            with phases.step():
+                trial("step", phases.mark)
+
+        for _ in range(first):
+            trial("step")
+        timer.synchronize()
+        for _ in timer.each(MIN_SAMPLES + 2):  # the same steps without the profiler
+            trial("step", timer.mark)
+        timer_ms = percentiles([sample["step"] for sample in timer.steps()])["p50"]
+        steps = last - first + 1
+        if context.rank in ranks:
+            path = folder / f"trace_{slug}_rank{context.rank}.json.gz"
+            profile_steps(
+                step, steps=steps, path=path, rank=context.rank, world_size=context.world_size,
+                device=context.device, finish=partial(dist.barrier, context.group),
+            )  # fmt: skip
+            found = summarise(load_trace(path))
+        else:
+            for _ in range(1 + steps):  # the profiler's own warm-up is a step too
+                step()
+            dist.barrier(context.group)
+    chosen, flops = collectives.gather_objects((found, flops), context.group)[ranks[0]]
+    return {KERNELS: _kernel_rows(chosen), WORK: _work_rows(chosen, timer_ms, flops)}
+
+
+def _kernel_rows(profile: Profile, most: int = 8) -> Rows:
+    return [
+        (short_name(kernel.name), {
+            "phase": phase, "category": kernel.category, "calls_per_step": kernel.count, "kernel_ms": kernel.ms,
+            "of_kernel_time_pct": 100 * kernel.ms / profile.kernel_ms,
+        })
+        for phase in PHASES for kernel in profile.top(phase, most)
+    ]  # fmt: skip
+
+
+def short_name(kernel: str, longest: int = 64) -> str:
+    """A kernel's name without its return type, template arguments and namespaces."""
+    name = (
+        readable(kernel)
+        .removeprefix("void ")
+        .replace("(anonymous namespace)::", "")
+        .replace("at::native::", "")
+    )
+    if "elementwise_kernel" in name:  # what it computes is in its arguments
+        inner = [word for word in ("Functor", "_kernel_cuda", "copy") if word in name]
+        name = name if not inner else name.replace("binary_internal::", "")
+    else:
+        name = name.split("<")[0].split("(")[0]
+    return name if len(name) <= longest else name[: longest - 1] + "…"
+
+
+def _work_rows(profile: Profile, timer_ms: float, flops: dict[str, int]) -> Rows:
+    times, all_flops = profile.category_ms(), sum(flops.values())
+    rows = []
+    for kind in CATEGORIES:
+        ms, operations = times.get(kind, 0.0), flops.get(kind, 0)
+        if ms or operations:
+            metrics = {
+                "kernel_ms": ms, "of_kernel_time_pct": 100 * ms / profile.kernel_ms, "flops": operations,
+                "of_flops_pct": 100 * operations / all_flops, "tflops_per_s": operations / ms / 1e9 if ms else None,
+                "profiler_step_ms": profile.step_ms, "profiler_busy_ms": profile.busy_ms,
+                "profiler_kernel_ms": profile.kernel_ms, "timer_step_ms": timer_ms,
+                "profiler_error_pct": 100 * (profile.step_ms / timer_ms - 1),
+            }  # fmt: skip
+            metrics |= {f"{phase}_kernel_ms": profile.phase_ms().get(phase, 0.0) for phase in PHASES}
+            rows.append((kind, metrics))
+    return rows
+
+
+def draw_work(records: Sequence[Record], path: Path) -> None:
+    """Shares of time beside shares of FLOPs, by kind of work."""
+    labels = list(dict.fromkeys(record.config["label"] for record in records))
+    known = {(r.config["label"], r.variant.removeprefix(prefix(r.config["label"]))): r.metrics for r in records}
+    shares = {"time": "of_kernel_time_pct", "FLOPs": "of_flops_pct"}
+    rows = [f"{label} {what}".strip() for label in labels for what in shares]
+    parts = {
+        kind: [known.get((label, kind), {}).get(share, 0.0) for label in labels for share in shares.values()]
+        for kind in CATEGORIES
+        if any((label, kind) in known for label in labels)
+    }
+    stacked_bars(path, rows, parts, title=f"Where time and arithmetic go: {headline(records)}", unit="%")
+
+
+def work_findings(records: Sequence[Record]) -> list[str]:
+    """The profiler's total beside the timer's."""
+    return [
+        f"{prefix(label)}the profiler's step takes {r.metrics['profiler_step_ms']:.2f} ms and its kernels "
+        f"{r.metrics['profiler_kernel_ms']:.2f} ms (forward {r.metrics['forward_kernel_ms']:.2f}, backward "
+        f"{r.metrics['backward_kernel_ms']:.2f}, optimizer {r.metrics['optimizer_kernel_ms']:.2f}); the timer's step, "
+        f"without the profiler, {r.metrics['timer_step_ms']:.2f} ms ({r.metrics['profiler_error_pct']:+.1f} %)."
+        for label, r in of_each(records).items()
+    ]
+
+
+_SHARE = Column("metrics.of_kernel_time_pct", "of time %", ".1f")
+KERNEL_VIEW = View(
+    name=KERNELS,
+    question="Which kernels take the time in forward, backward and optimizer?",
+    columns=[Column("metrics.phase", "phase", align="left"), Column("variant", "kernel"),
+     Column("metrics.category", "kind", align="left"), Column("metrics.calls_per_step", "calls", ",.0f"),
+     ms_column("kernel_ms", "ms per step"), _SHARE],
+    headline=headline,
+    reading="Kernels of the GPU by the phase in which the host launched them; without a GPU, operators and nodes of "
+    "autograd.",
+)  # fmt: skip
+WORK_VIEW = View(
+    name=WORK,
+    question="Which kind of work takes the time, and which does the arithmetic?",
+    columns=[Column("variant", "kind"), ms_column("kernel_ms", "ms per step"), _SHARE,
+     Column("metrics.flops", "GFLOP", ",.2f", scale=1e-9), Column("metrics.of_flops_pct", "of FLOPs %", ".2f"),
+     Column("metrics.tflops_per_s", "TFLOP/s", ",.2f")],
+    headline=headline,
+    pictures={"work.png": draw_work},
+    findings=work_findings,
+    reading="Kinds are determined by the names of kernels and of the operators that launched them. FLOPs are counted "
+    "in an "
+    "eager step at torch's dispatcher, matmuls and attention by formula, everything else per element. On a CPU torch "
+    "decomposes normalisation into simple operations, and its backward counts as element-wise.",
+)  # fmt: skip
+
+
+MEMORY = "model_memory"
+
+
+def memory(
+    context: RankContext, config: TrialConfig, folder: Path, slug: str, most: int = 8
+) -> dict[str, Rows]:
+    """Draw rank 0's memory over one step; its largest blocks at the peak as rows, with what is held then."""
+    device = context.device
+    on_cuda = device.type == "cuda"
+    with opened(context, config) as trial:
+        trial("step")  # the optimizer's state comes with the first
+        trial.model.zero_grad(set_to_none=True)
+        trial.optimizer.zero_grad(set_to_none=True)
+        trial.last_loss = None
+        if not context.is_main:
+            for _ in range(1 + on_cuda):
+                trial("step")
+            return {}
+        with tempfile.TemporaryDirectory(prefix="distlab-memory-") as temporary, ExitStack() as stack:
+            path = Path(temporary) / "trace.json"
+            stack.enter_context(named_ranges(trial.model, emitter("profiler"), trial.optimizer))
+            allocator = stack.enter_context(peak_memory(device))
+            held = memory_timeline.record_memory(partial(trial, "step"), trial.model, trial.optimizer, path, device)
+            timeline = memory_timeline.memory_timeline(path, held, device)
+        if on_cuda:
+            with memory_timeline.allocator_history(folder / f"memory_{slug}.pickle"):
+                trial("step")
+    where = described([asdict(config) | config.facts(context)], environment(device))
+    draw_memory(timeline, folder / f"memory_{slug}.png", f"Memory over one training step: {where}")
+    at, categories = timeline.peak()
+    total = sum(categories.values())
+    shared = {f"at_peak_{name.replace(' ', '_')}_bytes": size for name, size in categories.items()}
+    shared |= {"timeline_peak_bytes": total, "peak_alloc_bytes": allocator.peak_alloc_bytes, "peak_at_ms": at}
+    rows = [
+        (block.origin, {
+            "block_bytes": block.bytes, "of_peak_pct": 100 * block.bytes / total, "category": block.category,
+            "phase": block.phase, "from_ms": block.start_ms, "to_ms": block.end_ms,
+        } | shared)
+        for block in timeline.largest(most, at_peak=True)
+    ]  # fmt: skip
+    return {MEMORY: rows}
+
+
+def draw_memory(timeline: memory_timeline.MemoryTimeline, path: Path, title: str) -> None:
+    """Memory over one step by category."""
+    times, layers = timeline.curves()
+    at, categories = timeline.peak()
+    total = sum(categories.values())
+    unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+    stacked_areas(
+        path,
+        times,
+        {name: [value / size for value in values] for name, values in layers.items()},
+        title=title,
+        x_label="time since the start of the step (ms; stretched by the recording)",
+        y_label=f"held ({unit})",
+        end=timeline.step_ms,
+        spans=timeline.phases,
+        notes=[(at, total / size, f"peak {total / size:.1f} {unit}")],
+    )
+
+
+def memory_findings(records: Sequence[Record]) -> list[str]:
+    """What is held at the peak, by category, and whether the allocator says the same."""
+    lines = []
+    for label, record in of_each(records).items():
+        m = record.metrics
+        held = {name: m[f"at_peak_{name.replace(' ', '_')}_bytes"] for name in memory_timeline.CATEGORIES}
+        parts = [f"{name} {size / 2**20:,.1f}" for name, size in held.items()]
+        count = m["peak_alloc_bytes"]
+        allocator = f", by the allocator's count {count / 2**20:,.1f}" if count else ""
+        lines.append(
+            f"{prefix(label)}held at the peak, in MiB: {', '.join(parts)}; together "
+            f"{m['timeline_peak_bytes'] / 2**20:,.1f}{allocator}."
+        )
+    return lines
+
+
+MEMORY_VIEW = View(
+    name=MEMORY,
+    question="What holds the memory at the peak of a step, and where was it allocated?",
+    columns=[Column("variant", "allocated by"), mib_column("block_bytes", "MiB"),
+     Column("metrics.of_peak_pct", "of peak %", ".1f"), Column("metrics.category", "kind", align="left"),
+     Column("metrics.phase", "phase", align="left"), ms_column("from_ms", "from ms"), ms_column("to_ms", "to ms")],
+    headline=headline,
+    findings=memory_findings,
+    reading="The largest blocks at the peak. The origin is the named part of the model and the "
+    "operator that allocated the block. Activations are what forward leaves for backward; temporary blocks live within "
+    "a phase, or are made in backward; before is memory that existed at the start and is neither parameter nor state.",
+)  # fmt: skip
+
+
+SAVED = "model_saved"
+FORMS = {  # how the blocks are run, and with which operations
+    "eager": ("off", {"ops": "torch"}),
+    "compiled": ("blocks", {"ops": "torch"}),
+    "ours": ("off", {"ops": "triton"}),
+}
+
+
+def saved(context: RankContext, trial: TrialConfig, most: int = 5) -> dict[str, Rows]:
+    """What one block in the middle keeps for backward in each form, on rank 0: all of it, and the largest tensors."""
+    rows: Rows = []
+    for form, (how, changes) in FORMS.items() if context.is_main else ():
+        if form == "ours" and context.device.type == "cuda":
+            changes = changes | {"attention": "flash"}
+        config = replace(trial, compile="off", strategy="local", **changes)
+        found = attempt(partial(_saved_in_block, context, config, how))
+        if found["status"] != "ok":
+            rows.append((f"{form}, all", found))
+            continue
+        blocks = found["saved"]
+        name = f"blocks.{config.model().num_layers // 2}"
+        kept, total = blocks[name], sum(tensor.bytes for tensor in blocks[name])
+        whole = {
+            "status": "ok", "saved_block_bytes": total, "tensors": len(kept), "of_block_pct": 100.0,
+            "saved_all_bytes": sum(tensor.bytes for block in blocks.values() for tensor in block),
+            "gradient_block_bytes": found["gradients"][name],
+            "predicted_saved_block_bytes": predicted_saved(config) if form == "eager" else None,
+        }  # fmt: skip
+        rows.append((f"{form}, all", whole))
+        for rank, tensor in enumerate(kept[:most], 1):
+            metrics = {
+                "status": "ok", "saved_block_bytes": tensor.bytes, "of_block_pct": 100 * tensor.bytes / total,
+                "shape": "×".join(map(str, tensor.shape)), "dtype": str(tensor.dtype).removeprefix("torch."),
+                "made_by": tensor.made_by,
+            }  # fmt: skip
+            rows.append((f"{form}, {rank}", metrics))
+    return {SAVED: rows}
+
+
+def _saved_in_block(context: RankContext, config: TrialConfig, how: str) -> dict[str, Any]:
+    with opened(context, config) as trial:
+        # On a CPU the saved tensors are chosen as by `inductor`, without waiting for its C++ compiler.
+        compiled(trial.module, how, "inductor" if context.device.type == "cuda" else "aot_eager_decomp_partition")
+        blocks = {f"blocks.{index}": block for index, block in enumerate(trial.module.blocks)}
+        trial.forward().backward()  # what is compiled is compiled, and gradients are there
+        return {"saved": saved_for_backward(trial.forward, trial.module, blocks), "gradients": gradient_bytes(blocks)}
+
+
+def predicted_saved(config: TrialConfig) -> int | None:
+    """Bytes that the closed form says one eager block keeps, autocast's copies of its matrices included."""
+    if config.checkpointing != "none":
+        return None
+    model, precision = config.model(), "fp32" if config.dtype == "fp32" else "bf16-autocast"
+    kept = block_activations(
+        ModelShape.of(model), config.batch, model.context_length, PRECISIONS[precision], model.attention
+    )
+    copies = 2 * (4 * model.d_model**2 + 3 * model.d_model * model.d_ff) if config.dtype != "fp32" else 0
+    return kept + copies
+
+
+def saved_findings(records: Sequence[Record]) -> list[str]:
+    """One block and the whole step, in each form."""
+    lines = []
+    for record in records:
+        m = record.metrics
+        if not record.variant.endswith(", all") or m["status"] != "ok":
+            continue
+        predicted = m["predicted_saved_block_bytes"]
+        said = f" (predicted {predicted / 2**20:,.2f})" if predicted else ""
+        lines.append(
+            f"{record.variant.removesuffix(', all')}: one block saves {m['saved_block_bytes'] / 2**20:,.2f} MiB{said} "
+            f"in {m['tensors']} tensors, the whole model with its loss {m['saved_all_bytes'] / 2**20:,.2f} MiB; the "
+            f"gradients of a block take {m['gradient_block_bytes'] / 2**20:,.2f} MiB."
+        )
+    return lines
+
+
+SAVED_VIEW = View(
+    name=SAVED,
+    question="What does a block save for backward, eager, compiled and with this lab's kernels?",
+    columns=[Column("variant", "form"), mib_column("saved_block_bytes", "MiB"),
+     Column("metrics.of_block_pct", "of block %", ".1f"),
+     mib_column("predicted_saved_block_bytes", "predicted"), Column("metrics.shape", "shape"),
+     Column("metrics.dtype", "type"), Column("metrics.made_by", "made by", align="left"),
+     mib_column("gradient_block_bytes", "gradients MiB"), Column("metrics.status", "status", align="left")],
+    headline=headline,
+    findings=saved_findings,
+    prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices.",
+    reading="Tensors as they are handed to autograd, parameters left out, each storage once; the block is the one in "
+    "the middle. The operator that made a tensor is searched through views and casts.",
+)  # fmt: skip
