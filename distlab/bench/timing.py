@@ -26,7 +26,7 @@ from distlab.measure.clock import PhaseTimer, slowest_rank
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.measure.memory import peak_memory
 from distlab.measure.statistics import percentiles
-from distlab.measure.trace.capture import OptimizerRange, annotate_forward, profile_steps
+from distlab.measure.trace.capture import Phases, annotate_forward, profile_steps
 from distlab.measure.validity import is_out_of_memory
 from distlab.model.config import (
     COMPILE_CHOICES,
@@ -477,8 +477,8 @@ class Workbench:
 
     def profile(self, variant: Variant, path: Path, steps: int) -> None:
         """Write the profiler's trace of a few steps of this rank to `path`."""
-        optimizer = OptimizerRange()
-        with self.attached(variant, mark=optimizer.mark) as step:
+        phases = Phases(("forward_backward", "optimizer"))
+        with self.attached(variant, mark=phases.mark) as step:
             step()
             annotate_forward(step.model)
             profile_steps(

@@ -32,6 +32,11 @@ def elapsed_ms(begin: Instant, end: Instant) -> float:
     return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
 
 
+def synchronize(device: torch.device | str) -> None:
+    """Wait for the device; nothing to wait for on the CPU."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
 
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
@@ -135,9 +140,8 @@ class PhaseTimer:
         self._marks.clear()
 
     def synchronize(self) -> None:
-        """Wait for the device; nothing to wait for on the CPU."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Wait for the device."""
+        synchronize(self.device)
 
 
 def slowest_rank(

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from distlab.measure.clock import Instant, elapsed_ms, instant
+from distlab.measure.clock import Instant, elapsed_ms, instant, synchronize
 
 
 class GradientReadyTimes:
@@ -70,6 +70,5 @@ class GradientReadyTimes:
     def _median(self, what: int | str) -> float:
         if not self._passes:
             raise ValueError("no backward was recorded: call start() and stop() around it")
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return median(elapsed_ms(one["start"], one.get(what, one["stop"])) for one in self._passes)

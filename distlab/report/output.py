@@ -1,59 +1,13 @@
-"""Where results go: one folder per run, and files that are either whole or absent.
-
-Every file is written under a temporary name in its final folder, flushed to the disk and then renamed. A
-rename within one folder is atomic, so a reader (or a sweep that resumes) never finds half a file under a
-final name, whatever killed the writer.
-"""
-
-from __future__ import annotations
+"""Where results go: one folder per run."""
 
 import contextlib
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 from distlab.ending import results_go_to
-
-
-@contextlib.contextmanager
-def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; on a clean exit the file there becomes ``path``, else it is
-    removed.
-
-    The temporary name keeps the suffix, because libraries choose the format by it (``.png``, ``.gz``).
-
-    Raises:
-        OSError: the folder cannot be written, or nothing was written to the temporary path.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    try:
-        yield temporary
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_whole(path: str | os.PathLike, text: str) -> None:
-    """Write a text file in UTF-8, whole or not at all."""
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(text.encode("utf-8"))
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself survive a power cut, where the platform lets a folder be opened (POSIX)."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 class OutputFolder:

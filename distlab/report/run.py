@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from distlab.ending import how_to_continue
-from distlab.report.output import OutputFolder, write_whole
+from distlab.files import write_whole
+from distlab.report.output import OutputFolder
 from distlab.report.record import Record, plain, read_json, write_json
 
 HEADER = "run.json"

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distlab.files import write_whole
 from distlab.report import page as html
-from distlab.report.output import OutputFolder, write_whole
+from distlab.report.output import OutputFolder
 from distlab.report.record import Record, json_line, write_csv, write_json
 from distlab.report.table import Column, by_machine, grouped, render, render_for_terminal
 

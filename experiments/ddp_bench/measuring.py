@@ -17,12 +17,10 @@ from distlab.measure import (
     Ratio,
     StepAccount,
     account,
-    analyse,
     closes,
     explain,
     exposed_all_gathers,
     exposure_ratio,
-    idle_gaps,
     is_out_of_memory,
     lanes,
     load_trace,
@@ -220,8 +218,8 @@ def overlap(
     path = folder / f"trace_{variant.name}_rank{bench.context.rank}.json.gz"
     bench.profile(variant, path, steps)
     events = load_trace(path)
-    seen, gathers, gaps = analyse(events), exposed_all_gathers(events), idle_gaps(events)
-    accounts[variant.name], drawn[variant.name] = account(events), lanes(events)
+    seen, gathers = account(events), exposed_all_gathers(events)
+    accounts[variant.name], drawn[variant.name] = seen, lanes(events)
     return {
         "exposed_all_gather_forward_ms": gathers[0],
         "exposed_all_gather_backward_ms": gathers[1],
@@ -231,7 +229,7 @@ def overlap(
         "uncovered_comm_ms": seen.uncovered_comm_ms,
         "profiled_step_ms": seen.step_ms,
         "idle_ms": seen.idle_ms,
-        "longest_idle_ms": gaps[0][1] - gaps[0][0] if gaps else 0.0,
+        "longest_idle_ms": seen.longest_idle_ms,
     }
 
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from distlab.files import atomic_path, write_whole
 from distlab.report import OutputFolder
-from distlab.report.output import atomic_path, write_whole
 
 
 def test_each_run_gets_its_own_folder(tmp_path):
