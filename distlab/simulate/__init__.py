@@ -1,15 +1,14 @@
 """The real strategies on a world of any size, in one process, without memory and without a GPU."""
 
-from distlab.simulate.costs import Contention, DeviceModel, LinkModel
+from distlab.simulate.costs import DeviceModel, Machine
 from distlab.simulate.events import EventLog, MemoryMoment
 from distlab.simulate.run import SimulatedStep, simulate_step
 from distlab.simulate.timeline import Timeline, replay
 
 __all__ = [
-    "Contention",
     "DeviceModel",
     "EventLog",
-    "LinkModel",
+    "Machine",
     "MemoryMoment",
     "SimulatedStep",
     "Timeline",

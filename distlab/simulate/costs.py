@@ -1,10 +1,9 @@
-"""How long things take: operators on a device, collectives on links, and both at once."""
+"""How long things take: operators on a device, collectives on a network, and both at once."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from distlab.measure.collectives import CollectiveCall
 from distlab.simulate.events import Compute
-from distlab.theory.collective_time import further_hops
 
 
 @dataclass(frozen=True)
@@ -30,43 +29,31 @@ class DeviceModel:
         return self.launch_s + max(operator.flops / self.flops_per_s, operator.bytes / bytes_per_s)
 
 
-@dataclass(frozen=True)
-class LinkModel:
-    """Collectives on rings of `ranks`: latency plus volume per link over its bandwidth (α–β).
+class Collectives(Protocol):
+    """`distlab.theory.step_time.Network`, or collectives as measured (`calibrate.MeasuredLinks`)."""
 
-    A ring all-reduce of S bytes sends 2·(N−1)/N·S over every link, a reduce-scatter or all-gather half of it (S is
-    the whole, as the recorder counts), a pipelined broadcast S.
+    def seconds(self, num_bytes: float, ranks: int, *, operation: str) -> float:
+        """Time of one collective; 0 for a single rank."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of device, how they are connected, and how they disturb each other.
 
     Args:
-        bytes_per_s: W, of one link in one direction, as measured (the "bus bandwidth").
-        latency_s: α of one collective between two ranks.
-        hop_s: more latency per further rank on the ring; an all-reduce of many ranks takes a tree, 2·log₂N hops.
+        device: what one computes.
+        network: what they send.
+        contention: rates of computation and of communication while both run, relative to each alone (1: no
+            disturbance); both use SMs and memory bandwidth.
+
+    Raises:
+        ValueError: a rate outside (0, 1].
     """
 
-    bytes_per_s: float
-    latency_s: float = 0.0
-    hop_s: float = 0.0
-
-    def seconds(self, call: CollectiveCall, ranks: int) -> float:
-        """Time of one collective; 0 for a single rank."""
-        if ranks == 1:
-            return 0.0
-        hops = further_hops(ranks, all_reduce=call.op == "all_reduce")
-        passes = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(call.op, (ranks - 1) / ranks)
-        return self.latency_s + self.hop_s * hops + passes * call.bytes / self.bytes_per_s
-
-
-@dataclass(frozen=True)
-class Contention:
-    """Rates while computation and communication run at once, relative to each alone (1: no disturbance).
-
-    Both use SMs and memory bandwidth.
-    """
-
-    compute: float = 1.0
-    communication: float = 1.0
+    device: DeviceModel
+    network: Collectives
+    contention: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
-        for name in ("compute", "communication"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a rate in (0, 1]; 1 means no disturbance")
+        if not all(0 < rate <= 1 for rate in self.contention):
+            raise ValueError(f"contention={self.contention}: two rates in (0, 1]; 1 means no disturbance")

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from distlab.measure.collectives import CollectiveCall
 from distlab.parallel import ParallelModel, Strategy, get_strategy
-from distlab.simulate.events import Compute, EventLog, Issue, MemoryMoment, Wait
+from distlab.simulate.events import Compute, EventLog, MemoryMoment, Wait
 from distlab.simulate.world import fake_world
 
 Mark = Callable[[str], None]
@@ -37,7 +37,7 @@ class SimulatedStep:
     strategy: str
     world_size: int
     calls: tuple[CollectiveCall, ...]
-    items: tuple[Compute | Issue | Wait, ...]
+    items: tuple[Compute | CollectiveCall | Wait, ...]
     boundary: int
     memory: tuple[MemoryMoment, ...]
     after_init: dict[str, int]
@@ -56,10 +56,6 @@ class SimulatedStep:
     def operators(self) -> tuple[Compute, ...]:
         """The operators of the last step, in order."""
         return tuple(item for item in self.items[self.boundary :] if isinstance(item, Compute))
-
-    def flops(self, phase: str | None = None) -> int:
-        """FLOPs of the step, or of one of its phases `forward`, `backward`, `optimizer`."""
-        return sum(item.flops for item in self.operators if phase in (None, item.phase))
 
 
 def simulate_step(

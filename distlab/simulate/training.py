@@ -25,34 +25,32 @@ def simulate_training(
     dtype: str = "bf16",
     bucket_size_mb: float | None = 25.0,
     checkpointing: Checkpointing = False,
-    micro_batches: int = 1,
-    like_nccl: bool = True,
 ) -> SimulatedStep:
     """One step of what ddp_bench times: full-length sequences, fused AdamW, computation in `dtype`.
 
+    All is as on GPUs: NCCL's answers (see `fake_world`), and linear layers that write their weights' gradients in fp32
+    straight to where they are wanted (see `model.ops.linear`).
+
     Args:
         config: the model; sequences have its context length.
-        batch: sequences per rank and micro-batch.
+        batch: sequences per rank.
         dtype: `fp32`, or `bf16`/`fp16` over fp32 parameters.
         checkpointing: see `TransformerLM`'s `checkpoint_blocks`.
-        micro_batches: accumulated before the synchronisation.
-        like_nccl: as on GPUs: NCCL's answers (see `fake_world`), and linear layers that write their weights' gradients
-            in fp32 straight to where they are wanted (see `model.ops.linear`).
 
     Raises:
         ValueError: an unknown strategy or dtype, one of torch's strategies, a size below one.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
-    at_least_one(batch=batch, micro_batches=micro_batches)
+    at_least_one(batch=batch)
     compute_dtype = DTYPES[dtype]
 
     def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
         tokens = torch.zeros(batch, config.context_length, dtype=torch.int64)
         train = TrainStep(wrapper, optimizer, next_token_loss, mark=mark)
-        return lambda: train([(tokens, tokens)] * micro_batches)
+        return lambda: train([(tokens, tokens)])
 
-    with mock.patch.object(ops, "on_gpu", lambda x: like_nccl):
+    with mock.patch.object(ops, "on_gpu", lambda x: True):
         return simulate_step(
             strategy,
             lambda: TransformerLM(config, device="cpu", checkpoint_blocks=checkpointing),
@@ -60,5 +58,4 @@ def simulate_training(
             world_size=world_size,
             bucket_size_mb=bucket_size_mb,
             compute_dtype=compute_dtype,
-            like_nccl=like_nccl,
         )

@@ -58,6 +58,13 @@ def further_hops(ranks: int, *, all_reduce: bool) -> int:
     return min(ranks - 2, math.ceil(2 * math.log2(ranks))) if all_reduce else ranks - 2
 
 
+def link_share(operation: str, ranks: int) -> float:
+    """Share of a payload that the busiest link of a ring carries: all of a pipelined broadcast, two passes of
+    (N−1)/N of an all-reduce, one of every other collective.
+    """
+    return {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(operation, (ranks - 1) / ranks)
+
+
 def ring_all_gather(num_bytes: float, ranks: int, link: Link) -> float:
     """N−1 rounds, in each of which every rank passes a chunk of S/N on. A reduce-scatter costs the same."""
     _check(num_bytes, ranks)

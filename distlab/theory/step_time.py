@@ -34,9 +34,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distlab.theory.collective_time import further_hops
+from distlab.theory.collective_time import further_hops, link_share
 
-ALL_REDUCE, ONE_PASS = 2, 1
 PACKS = ("flat", "bucketed", "sharded-optimizer", "zero1")
 
 
@@ -74,8 +73,8 @@ class Network:
             return self.inside_bytes_per_s
         return min(self.inside_bytes_per_s, self.between_bytes_per_s * self.devices_per_node)
 
-    def seconds(self, num_bytes: float, ranks: int, messages: int = 1, passes: int = ALL_REDUCE) -> float:
-        """`messages` collectives of together `num_bytes`; an all-reduce passes twice, each other collective once.
+    def seconds(self, num_bytes: float, ranks: int, messages: int = 1, operation: str = "all_reduce") -> float:
+        """`messages` collectives of together `num_bytes`; 0 for a single rank.
 
         Latency grows along the ring; an all-reduce of many ranks goes up and down a tree instead, 2·log₂N hops.
         """
@@ -83,8 +82,8 @@ class Network:
             raise ValueError(f"ranks={ranks}, num_bytes={num_bytes}: at least one rank and no negative size")
         if ranks == 1:
             return 0.0
-        hops = further_hops(ranks, all_reduce=passes == ALL_REDUCE)
-        volume = passes * (ranks - 1) / ranks * num_bytes
+        hops = further_hops(ranks, all_reduce=operation == "all_reduce")
+        volume = link_share(operation, ranks) * num_bytes
         return messages * (self.latency_s + self.hop_s * hops) + volume / self.ring_bytes_per_s(ranks)
 
 
@@ -194,20 +193,19 @@ def step_time(
         comm, tail = network.seconds(size, n, count), network.seconds(size / count, n)
         exposed = beside(last, comm, tail)
         if strategy == "sharded-optimizer":
-            sending = network.seconds(size, n, messages.buckets, ONE_PASS)
+            # Broadcasts of different owners load the ring's links evenly, as an all-gather does.
+            sending = network.seconds(size, n, messages.buckets, "all_gather")
             optimizer, exposed, comm = optimizer / n, exposed + sending, comm + sending
     elif strategy == "zero1":
-        half, tail = (
-            network.seconds(size / k, n, c, ONE_PASS)
-            for k, c in ((1, messages.buckets), (messages.buckets, 1))
-        )
+        half = network.seconds(size, n, messages.buckets, "reduce_scatter")
+        tail = half / messages.buckets
         exposed = beside(compute.forward / m, half, tail) + beside(last, half, tail)
         optimizer, comm = compute.optimizer / n, 2 * half
     elif strategy in ("fsdp", "hsdp"):
         # HSDP shards inside a node, and all-reduces the shards' gradients between the nodes.
         inner = min(n, network.devices_per_node) if strategy == "hsdp" else n
-        gather = network.seconds(messages.parameter_bytes, inner, messages.units, ONE_PASS)
-        scatter = network.seconds(size, inner, messages.units, ONE_PASS)
+        gather = network.seconds(messages.parameter_bytes, inner, messages.units, "all_gather")
+        scatter = network.seconds(size, inner, messages.units, "reduce_scatter")
         if inner < n:
             across = Network(
                 network.between_bytes_per_s, network.between_bytes_per_s, 1, network.latency_s, network.hop_s

@@ -142,7 +142,7 @@ def _all_reduce_fit(context: RankContext, num_bytes: int, links: MeasuredLinks |
     largest = min(num_bytes, LARGEST_MESSAGE)
     sizes = sorted({max(4096, largest // 2**k) for k in range(13)})
     if links is not None:
-        times = [links.time("all_reduce", size, context.world_size) for size in sizes]
+        times = [links.seconds(size, context.world_size) for size in sizes]
     else:
         timed = [time_collective(context, "all_reduce", size, repeats=8, budget_s=0.3) for size in sizes]
         sizes, times = [timing.num_bytes for timing in timed], [timing.p50_s for timing in timed]
