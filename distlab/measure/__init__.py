@@ -12,7 +12,7 @@ from distlab.measure.bandwidth import (
 from distlab.measure.clock import PhaseTimer, cpu_threads, host_ms, replay_ms, slowest_rank
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.measure.flops import FlopsByCategory
-from distlab.measure.gradient_times import GradientReadyTimes
+from distlab.measure.gradient_times import gradient_ready_ms
 from distlab.measure.memory import (
     allocated_bytes,
     free_bytes,
@@ -58,7 +58,6 @@ __all__ = [
     "Disturbance",
     "Event",
     "FlopsByCategory",
-    "GradientReadyTimes",
     "Pace",
     "PhaseTimer",
     "Ratio",
@@ -78,6 +77,7 @@ __all__ = [
     "exposure_ratio",
     "free_bytes",
     "gradient_bytes",
+    "gradient_ready_ms",
     "host_ms",
     "interleave",
     "is_out_of_memory",

@@ -130,22 +130,13 @@ def named_ranges(
         yield
 
 
-def _parts(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The model and every module below it that is called, with their names; what is compiled is not entered."""
-    yield prefix, model
-    if (
-        "_orig_mod" in model._modules
-    ):  # from torch.compile(module); asking for its class would import all of dynamo
-        return
-    for name, child in model.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        if path == "module":  # a wrapper around the model
-            path = ""
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            for inner, module in child.named_children():
-                yield from _parts(module, f"{path}.{inner}")
-        else:
-            yield from _parts(child, path)
+    for path, module in model.named_modules():
+        words = path.split(".")
+        # `_orig_mod` from torch.compile(module); asking for its class would import all of dynamo.
+        if "_orig_mod" not in words and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield ".".join(word for word in words if word != "module"), module  # `module` in a wrapper around the model
 
 
 class _Ranges:

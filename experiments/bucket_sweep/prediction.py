@@ -12,8 +12,8 @@ from distlab.experiment import RankContext, TimingOptions, option
 from distlab.measure import (
     MIN_SAMPLES,
     Disturbance,
-    GradientReadyTimes,
     disturb,
+    gradient_ready_ms,
     percentiles,
     time_collective,
 )
@@ -98,7 +98,6 @@ def _backward_alone_and_disturbed(
     model = TransformerLM(shape, device=context.device, seed=config.seed)
     tokens = synthetic_batches(context, shape, config.batch, config.seed)[0]
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    ready = GradientReadyTimes(parameters, context.device)
 
     def forward() -> torch.Tensor:
         model.zero_grad(set_to_none=True)
@@ -109,12 +108,7 @@ def _backward_alone_and_disturbed(
     packed = [True] * len(parameters)
     if context.device.type == "cuda":  # elsewhere buckets offer no memory
         packed = _declined(parameters, lambda: forward().backward())
-    with ready.recording():
-        for _ in range(5):
-            loss = forward()
-            ready.start()
-            loss.backward()
-            ready.stop()
+    ready_ms, end_ms = gradient_ready_ms(forward, parameters, context.device)
     kept = forward()
 
     def backward() -> None:
@@ -122,7 +116,7 @@ def _backward_alone_and_disturbed(
         kept.backward(retain_graph=True)  # again and again, so that only backward runs beside the messages
 
     disturbance = disturb(context, backward, _message(config))
-    times = slowest_rank([*ready.times_ms(), ready.backward_ms()], context.group, context.device)
+    times = slowest_rank([*ready_ms, end_ms], context.group, context.device)
     return times[:-1], packed, times[-1], disturbance
 
 

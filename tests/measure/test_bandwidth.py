@@ -9,7 +9,7 @@ from torch import nn
 
 from distlab.comm import ring
 from distlab.measure.bandwidth import OPERATIONS, Disturbance, disturb, rate_beside, time_collective, traffic
-from distlab.measure.gradient_times import GradientReadyTimes
+from distlab.measure.gradient_times import gradient_ready_ms
 from distlab.testing import run_ranks
 
 
@@ -89,16 +89,8 @@ def test_gradients_are_ready_in_the_order_of_backward():
     layers = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
     unused = nn.Parameter(torch.ones(3))
     parameters = [*layers.parameters(), unused]
-    ready = GradientReadyTimes(parameters, "cpu")
-    with pytest.raises(ValueError, match="no backward was recorded"):
-        ready.times_ms()
-    with ready.recording():
-        for _ in range(3):
-            loss = layers(torch.randn(256, 64)).sum()
-            ready.start()
-            loss.backward()
-            ready.stop()
-    layers(torch.randn(2, 64)).sum().backward()  # no hook is left
-    times = ready.times_ms()
+    device = torch.device("cpu")
+    times, end = gradient_ready_ms(lambda: layers(torch.randn(256, 64)).sum(), parameters, device, passes=3)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in parameters)  # none is left
     assert times[:-1] == sorted(times[:-1], reverse=True) and min(times) > 0
-    assert times[-1] == ready.backward_ms() >= max(times)
+    assert times[-1] == end >= max(times)

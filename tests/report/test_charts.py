@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +26,7 @@ ROWS = {
     "local": {"compute": [(0, 10)], "copies": []},
     "naive": {
         "compute": [(0, 6), (6, 10)],
-        "communication": [SimpleNamespace(start_ms=8, end_ms=14)],
+        "communication": [(8, 14)],
         "exposed": [(10, 14)],
     },
 }
@@ -97,8 +96,8 @@ def test_timeline_has_a_row_per_strategy_and_says_when_nothing_was_sent(tmp_path
     assert "ms" in axes.get_xlabel() and axes.get_xlim()[0] == 0 and axes.get_xlim()[1] >= 14
 
 
-def test_touching_intervals_become_one_bar(tmp_path, drawn):
-    spans = [(6, 10), (0, 6), (12, 13), (12.2, 12.5)]
+def test_each_interval_is_a_bar(tmp_path, drawn):
+    spans = [(0, 10), (12, 13)]
     timeline(tmp_path / "a.png", {"a": {"compute": spans}}, title="")
     stream_lanes(tmp_path / "b.png", {"a": {"stream 7": {"compute": spans}, "stream 9": {"copy": spans}}}, title="")
     for figure, lanes in zip(drawn, (1, 2), strict=True):
@@ -203,8 +202,6 @@ def test_mistakes_are_refused_and_leave_no_file(tmp_path):
         stacked_bars(path, LABELS, {"compute": [1.0]}, title="", unit="ms")
     with pytest.raises(ValueError, match="lanes among"):
         timeline(path, {"a": {"kommunikation": []}}, title="")
-    with pytest.raises(ValueError, match="ends before"):
-        timeline(path, {"a": {"compute": [(2, 1)]}}, title="")
     with pytest.raises(ValueError, match="lanes of kinds"):
         stream_lanes(path, {"step": {"stream 7": {"other": []}}}, title="")
     with pytest.raises(ValueError, match="as many x as y"):
