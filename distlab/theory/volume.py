@@ -46,12 +46,9 @@ def naive(
     Raises:
         ValueError: lists of different lengths, or a negative size.
     """
-    dtypes = labels_of(numels, itemsizes, dtypes)
+    labels_of(numels, itemsizes, dtypes)
     count = len(numels)
-    if not count:
-        return CommunicationVolume(0, 0)
-    gradients = payload(numels, itemsizes)
-    return CommunicationVolume(count + 1, gradients + FLAG_BYTES * count)
+    return CommunicationVolume(count + bool(count), payload(numels, itemsizes) + FLAG_BYTES * count)
 
 
 overlap = naive  # only its time differs: the messages leave during backward
@@ -134,8 +131,7 @@ def torch_ddp(
         if filled[dtype] >= (later if closed[dtype] else first):
             closed[dtype] += 1
             del filled[dtype]
-    total = payload(numels, itemsizes)
-    return CommunicationVolume(sum(closed.values()) + len(filled), total)
+    return CommunicationVolume(sum(closed.values()) + len(filled), payload(numels, itemsizes))
 
 
 def zero1(
@@ -187,8 +183,7 @@ def sharded_optimizer(
         if key not in filled or filled[key] + size > message_mb * MIB:
             calls, filled[key] = calls + 1, 0
         filled[key] += size
-    parameters = payload(numels, itemsizes)
-    return CommunicationVolume(gradients.collectives + calls, gradients.bytes + parameters)
+    return CommunicationVolume(gradients.collectives + calls, gradients.bytes + payload(numels, itemsizes))
 
 
 def torch_zero(
@@ -209,8 +204,7 @@ def torch_zero(
     ddp = torch_ddp(
         numels, itemsizes, first_bucket_mb=bucket_cap_mb, bucket_cap_mb=bucket_cap_mb, dtypes=dtypes
     )
-    parameters = payload(numels, itemsizes)
-    return CommunicationVolume(ddp.collectives + len(numels), ddp.bytes + parameters)
+    return CommunicationVolume(ddp.collectives + len(numels), ddp.bytes + payload(numels, itemsizes))
 
 
 def fsdp(

@@ -40,7 +40,7 @@ def test_the_ridge_of_an_h100():
 def test_roofline_seconds_take_the_slower_of_both():
     roof = Roofline(peak=100.0, bandwidth=10.0)
     assert roof.seconds(Cost(1000, 1)) == 10 and roof.seconds(Cost(1, 1000)) == 100
-    assert roofline(H100_SXM, bandwidth=3.0e12, peak=7e14).ridge == pytest.approx(7e14 / 3e12)
+    assert Roofline(7e14, 3.0e12).ridge == pytest.approx(7e14 / 3e12)
 
 
 def test_roofline_refuses_what_it_does_not_know():
