@@ -23,7 +23,7 @@ tolerance, at the borders that make that sum smallest. α and 1/W are not negati
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -65,40 +65,27 @@ def link_share(operation: str, ranks: int) -> float:
     return {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(operation, (ranks - 1) / ranks)
 
 
-def ring_all_gather(num_bytes: float, ranks: int, link: Link) -> float:
-    """N−1 rounds, in each of which every rank passes a chunk of S/N on. A reduce-scatter costs the same."""
-    _check(num_bytes, ranks)
-    return (ranks - 1) * link.message(num_bytes / ranks)
+# Name → rounds on N ranks, and into how many chunks the tensor is cut, one of which a rank sends in each.
+ALGORITHMS: dict[str, Callable[[int], tuple[int, int]]] = {
+    "ring all-gather": lambda ranks: (ranks - 1, ranks),  # a reduce-scatter likewise
+    # N−1 rounds in which every rank passes a chunk to its neighbour, who adds its own; in N−1 more the finished chunks
+    # go round. Each link carries less than 2·S however many ranks there are: bandwidth-optimal, unlike its latency.
+    "ring all-reduce": lambda ranks: (2 * (ranks - 1), ranks),
+    # Every rank forwards whole tensors and adds what it receives. Wins where latency outweighs volume.
+    "whole-tensor ring": lambda ranks: (ranks - 1, 1),
+    "binomial tree": lambda ranks: (2 * math.ceil(math.log2(ranks)), 1),  # reduce up, broadcast down
+}
 
 
-ring_reduce_scatter = ring_all_gather
-
-
-def ring_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
-    """A reduce-scatter and an all-gather, in seconds: 2(N−1)·α + 2(N−1)/N · S/W, and 0 for a single rank.
-
-    The S bytes are cut into N chunks. In N−1 rounds every rank passes one chunk to its neighbour, who adds its own; in
-    N−1 more the finished chunks go round. All links are busy at once, and each carries less than 2·S however many
-    ranks there are: the ring is bandwidth-optimal, its latency is not.
+def collective_seconds(algorithm: str, num_bytes: float, ranks: int, link: Link) -> float:
+    """Seconds of one of `ALGORITHMS`, as in the table above; 0 for a single rank.
 
     Raises:
         ValueError: fewer than one rank, or negative bytes.
     """
-    return 2 * ring_all_gather(num_bytes, ranks, link)
-
-
-def whole_tensor_ring(num_bytes: float, ranks: int, link: Link) -> float:
-    """Every rank forwards whole tensors N−1 times and adds what it receives: half of a ring's rounds, and per link
-    (N−1)·S bytes, which is N/2 times as much. It wins for messages whose latency outweighs their volume.
-    """
     _check(num_bytes, ranks)
-    return (ranks - 1) * link.message(num_bytes)
-
-
-def tree_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
-    """Reduce up a binomial tree and broadcast down: few rounds, each with the whole tensor."""
-    _check(num_bytes, ranks)
-    return 2 * math.ceil(math.log2(ranks)) * link.message(num_bytes)
+    rounds, chunks = ALGORITHMS[algorithm](ranks)
+    return rounds * link.message(num_bytes / chunks)
 
 
 def tree_to_ring_bytes(ranks: int, link: Link) -> float:

@@ -47,7 +47,7 @@ def memory(
     shared = {f"at_peak_{name.replace(' ', '_')}_bytes": size for name, size in categories.items()}
     shared |= {"timeline_peak_bytes": total, "peak_alloc_bytes": allocator.peak_alloc_bytes, "peak_at_ms": at}
     rows = []
-    for block in timeline.largest(most, at_peak=True):
+    for block in timeline.largest(most):
         own = {
             "block_bytes": block.bytes,
             "of_peak_pct": 100 * block.bytes / total,

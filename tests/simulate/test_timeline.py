@@ -15,7 +15,7 @@ from distlab.simulate.events import Compute, Wait
 from distlab.simulate.run import SimulatedStep
 from distlab.simulate.timeline import replay
 from distlab.simulate.training import simulate_training
-from distlab.theory.collective_time import CollectiveFit, Link, Piece, ring_all_reduce
+from distlab.theory.collective_time import CollectiveFit, Link, Piece, collective_seconds
 from distlab.theory.step_time import Network
 
 DEVICE = DeviceModel(1e3, 1e9)  # 1 FLOP is 1 ms
@@ -99,7 +99,7 @@ def test_bounds(parts, rate, slowed):
 
 @given(st.integers(1, 64), st.integers(0, 10**6))
 def test_links_are_rings(ranks, size):
-    expected = ring_all_reduce(size, ranks, Link(5.0))
+    expected = collective_seconds("ring all-reduce", size, ranks, Link(5.0))
     assert Network(5.0, 5.0).seconds(size, ranks) == pytest.approx(expected)
 
 
