@@ -14,8 +14,6 @@ q = (C − (T − t))/t. Neither a second clock nor a separate stream is needed,
 way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -69,16 +67,12 @@ class CollectiveTiming:
     """Samples of one collective.
 
     Attributes:
-        operation: its name.
         num_bytes: S, as sent: a multiple of the ranks' number of elements.
-        ranks: of the group.
         samples_ms: each that of the slowest rank.
         max_abs_error: of the result against the expected one, over all ranks; values are small integers, so 0.
     """
 
-    operation: str
     num_bytes: int
-    ranks: int
     samples_ms: list[float]
     max_abs_error: float
 
@@ -119,7 +113,7 @@ def time_collective(
     (first,) = _slowest(measure(call, warmup=warmup, repeats=1, device=context.device), context)
     count = min(repeats, max(LEAST_REPEATS, int(budget_s * 1e3 / max(first, 1e-6))))
     samples = _slowest(measure(call, warmup=0, repeats=count, device=context.device), context)
-    return CollectiveTiming(operation, 4 * chunk * context.world_size, context.world_size, samples, error)
+    return CollectiveTiming(4 * chunk * context.world_size, samples, error)
 
 
 def _slowest(samples: list[float], context: RankContext) -> list[float]:

@@ -5,8 +5,6 @@ the end, so that timing a step adds no synchronisation to it. On the CPU it is `
 are in ms.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence

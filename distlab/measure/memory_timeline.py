@@ -18,8 +18,6 @@ state. `memory_timeline` makes an account of it, in which every byte has one of 
 `allocator_history` writes torch's own snapshot besides, for the public viewer (pytorch.org/memory_viz).
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -5,38 +5,20 @@ are timed one after the other, the drift decides which one wins; in interleaved 
 compared.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")
 
 
-def back_and_forth(number: int, names: Sequence[K]) -> Sequence[K]:
-    """Every other round in reverse: a linear drift cancels over two rounds."""
-    return names[::-1] if number % 2 else names
-
-
-def rotated(number: int, names: Sequence[K]) -> Sequence[K]:
-    """Each round begins with the next variant: nobody always runs first after a pause."""
-    shift = number % len(names)
-    return [*names[shift:], *names[:shift]]
-
-
 def interleave(
-    calls: Mapping[K, Callable[[], R]],
-    rounds: int,
-    *,
-    order: Callable[[int, Sequence[K]], Sequence[K]] = back_and_forth,
-    progress: Callable[[str], None] = lambda text: None,
+    calls: Mapping[K, Callable[[], R]], rounds: int, *, progress: Callable[[str], None] = lambda text: None
 ) -> dict[K, list[R]]:
-    """Call each of `calls` once per round.
+    """Call each of `calls` once per round, every other round in reverse: a linear drift cancels over two rounds.
 
     Args:
         calls: name → what measures this variant once; it may time a block of steps.
-        order: of a round, from its number and the names: `back_and_forth`, `rotated`, or any other.
         progress: takes a line before each call.
 
     Returns:
@@ -44,7 +26,7 @@ def interleave(
     """
     found: dict[K, list[R]] = {name: [] for name in calls}
     for number in range(rounds):
-        for name in order(number, list(calls)):
+        for name in reversed(calls) if number % 2 else calls:
             progress(f"round {number + 1}/{rounds}: {name}")
             found[name].append(calls[name]())
     return found

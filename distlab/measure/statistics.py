@@ -1,7 +1,5 @@
 """How sure a timing is: percentiles of samples, ratios of paired samples with their interval, and the noise floor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -11,8 +11,6 @@ A page holds a pair of markers, and what lies between them is made:
     <!-- end code -->
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap

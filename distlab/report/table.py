@@ -2,8 +2,6 @@
 for a report.
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Callable, Sequence

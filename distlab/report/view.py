@@ -5,8 +5,6 @@ An experiment declares its `View` once; `write` makes of records and view the wh
     records.json  records.csv  table.md  table.tex  report.html  and the pictures
 """
 
-from __future__ import annotations
-
 import string
 import sys
 import textwrap

@@ -141,18 +141,12 @@ class StepTime:
 
 
 def together(compute: float, communication: float, p: float = 1.0, q: float = 1.0) -> float:
-    """Seconds until both are done that start at once; see above.
+    """Seconds until both are done that start at once: a pipeline of one message that is ready at once; see above.
 
     Raises:
         ValueError: a rate outside (0, 1] or a negative time.
     """
-    if not (0 < p <= 1 and 0 < q <= 1) or compute < 0 or communication < 0:
-        raise ValueError(
-            f"compute={compute}, communication={communication}, rates {p}, {q}: see the docstring"
-        )
-    if communication / q <= compute / p:
-        return communication / q + compute - p * communication / q
-    return compute / p + communication - q * compute / p
+    return pipeline([0.0], [communication], compute, compute_rate=p, communication_rate=q)
 
 
 def step_time(
@@ -261,13 +255,6 @@ def best_buckets(
     if call_s == 0:
         return math.inf
     return max(1.0, math.sqrt(backward_s / call_s), (backward_s - total_bytes / bandwidth) / call_s)
-
-
-def best_bucket_bytes(
-    total_bytes: float, bandwidth: float, call_s: float, backward_s: float | None = None
-) -> float:
-    """S over the best number of buckets; √(S·w·o) where T = S/w."""
-    return total_bytes / best_buckets(total_bytes, bandwidth, call_s, backward_s)
 
 
 def pipeline(

@@ -12,8 +12,6 @@ shard it, where it is negative. All this is measured under the profiler. Compare
 the part that stays unexplained is an error of the measurement.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence

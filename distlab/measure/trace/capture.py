@@ -22,8 +22,6 @@ torch.profiler) into `Event`s of four kinds:
     Annotations named ``distlab:…``: ``distlab:step`` and the phases inside it.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

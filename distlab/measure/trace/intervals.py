@@ -4,8 +4,6 @@ An interval is ``(start, end)``, half-open, in ms. `union`, `intersect` and `sub
 ascending order, without empty ones and with touching ones joined; they accept any list in any order.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable

@@ -10,8 +10,6 @@ The names come from four worlds: operators (``aten::mm``), nodes of autograd (``
 are told by the operator that launched them.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import statistics
