@@ -33,6 +33,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -216,9 +217,8 @@ def _put_ranges_around_ops(module: nn.Module, name: str, ranges: _Ranges, undo: 
 
         return call
 
-    functions = {field: function for field, function in vars(ops).items() if callable(function)}
-    undo.callback(setattr, module, "ops", ops)
-    module.ops = dataclasses.replace(ops, **{field: wrapped(field, fn) for field, fn in functions.items()})
+    named = {field: wrapped(field, function) for field, function in vars(ops).items() if callable(function)}
+    undo.enter_context(mock.patch.object(module, "ops", dataclasses.replace(ops, **named)))
 
 
 class _AttentionParts(TorchFunctionMode):
@@ -263,14 +263,11 @@ def _put_ranges_around_messages(model: nn.Module, ranges: _Ranges, undo: ExitSta
         return call
 
     for name in MESSAGES:
-        function = getattr(collectives, name)
-        undo.callback(setattr, collectives, name, function)
-        setattr(collectives, name, wrapped(name, function))
-    finish = getattr(model, "finish_gradient_synchronization", None)
-    if finish is not None:
-        undo.callback(model.__dict__.pop, "finish_gradient_synchronization", None)
-        named = _range(ranges.emit, "finish_gradient_synchronization")  # as a decorator: a range at each call
-        model.__dict__["finish_gradient_synchronization"] = named(finish)
+        undo.enter_context(mock.patch.object(collectives, name, wrapped(name, getattr(collectives, name))))
+    finish = "finish_gradient_synchronization"
+    if hasattr(model, finish):
+        named = _range(ranges.emit, finish)(getattr(model, finish))  # as a decorator: a range at each call
+        undo.enter_context(mock.patch.object(model, finish, named))
 
 
 def nsys_command(script: str, arguments: Sequence[str], ranks: int, output: str) -> str | None:

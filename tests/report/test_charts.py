@@ -125,9 +125,9 @@ def test_measured_points_take_the_colour_of_their_line(tmp_path, drawn):
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [s.label for s in series]
 
 
-def test_small_panels_say_what_is_not_finite_and_stop_at_the_healthy_lines_height(tmp_path, drawn):
+def test_small_panels_say_what_is_not_finite(tmp_path, drawn):
     panels = [
-        Panel(name, "step", "loss", [Series("good", [1, 2], [2.0, 1.0], line="-"), bad], log_x=None, y_max=3.0)
+        Panel(name, "step", "loss", [Series("good", [1, 2], [2.0, 1.0], line="-"), bad], log_x=None)
         for name, bad in zip("abcde", [
             Series("bad", [1, 2], [math.nan] * 2), Series("bad", [], []), Series("bad", [1, 2], [1.0, 900.0]),
             *[Series("bad", [1, 2], [1.0, 2.0])] * 2], strict=True)
@@ -136,7 +136,7 @@ def test_small_panels_say_what_is_not_finite_and_stop_at_the_healthy_lines_heigh
     every = drawn[0].axes
     notes = [[text.get_text() for text in axes.texts] for axes in every]
     assert notes == [["bad: no finite value"], ["bad: no value"], [], [], []]
-    assert every[2].get_ylim()[1] == 3.0 and len(drawn[0].legends) == 1
+    assert len(drawn[0].legends) == 1
     assert [axes.get_xlabel() for axes in every] == ["", *["step"] * 4]  # the lowest of each column
     assert [axes.get_ylabel() for axes in every] == ["loss", "", "", "", "loss"]
 

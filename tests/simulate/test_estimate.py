@@ -7,7 +7,8 @@ import pytest
 from distlab.hardware import H100_SXM, H200_SXM
 from distlab.model import ModelConfig, preset
 from distlab.report.record import read_json
-from distlab.simulate import DeviceModel, Machine, replay
+from distlab.simulate import Machine, replay
+from distlab.simulate.costs import DeviceModel
 from distlab.simulate.estimate import compute_time, estimate_step, machine_of
 from distlab.simulate.training import simulate_training
 from distlab.theory.step_time import Network
