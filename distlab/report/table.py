@@ -52,8 +52,6 @@ class Column:
                 f"column key {self.key!r} points at nothing: use 'experiment', 'variant', 'commit', "
                 "'config.NAME', 'metrics.NAME' or 'environment.NAME'"
             )
-        if self.align not in (None, "left", "right"):
-            raise ValueError(f"align must be 'left', 'right' or None, got {self.align!r}")
 
     @property
     def stands_left(self) -> bool:

@@ -44,14 +44,13 @@ class Wait:
 
 @dataclass(frozen=True)
 class MemoryMoment:
-    """Bytes alive after item number `item`, by category (`CATEGORIES`).
+    """Bytes alive after an item of this phase, by category (`CATEGORIES`).
 
     `parameters`, `buckets` (made at construction) and `gathered` (made at construction, freed and refilled) are
     told apart by what they are; `activations`, `backward` (gradients and temporaries) and `optimizer` by when they
     were made.
     """
 
-    item: int
     phase: str
     by_category: dict[str, int]
 
@@ -125,8 +124,7 @@ class EventLog(CollectiveRecorder):
             self._see(tensor)
         if self._changed:
             self._changed = False
-            moment = MemoryMoment(len(self.items) - 1, self.current_phase, dict(self._alive))
-            self.memory.append(moment)
+            self.memory.append(MemoryMoment(self.current_phase, dict(self._alive)))
         return result
 
     def _add_operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:

@@ -25,7 +25,6 @@ class SimulatedStep:
     """A settled training step of one rank.
 
     Args:
-        strategy: its name.
         world_size: ranks.
         calls: the collectives of the step, in order.
         items: events of two consecutive settled steps (what the first leaves in flight, the second waits for).
@@ -34,7 +33,6 @@ class SimulatedStep:
         after_init: bytes by category once wrapped and before any step.
     """
 
-    strategy: str
     world_size: int
     calls: tuple[CollectiveCall, ...]
     items: tuple[Compute | CollectiveCall | Wait, ...]
@@ -116,7 +114,6 @@ def simulate_step(
         del step, wrapper, optimizer
     _, (first, _, _), (second, calls, moments) = begins
     return SimulatedStep(
-        entry.name,
         world_size,
         all_calls[calls:],
         items[first:],

@@ -22,7 +22,6 @@ class Timeline:
 
     Args:
         step_ms: from the end of the step before to the end of this one.
-        compute_ms: the computing stream ran.
         comm_ms: the communication stream ran.
         exposed_ms: what the step takes longer than the same operators without any communication.
         overlap_pct: share of `comm_ms` in which computation ran too; None without communication.
@@ -31,7 +30,6 @@ class Timeline:
     """
 
     step_ms: float
-    compute_ms: float
     comm_ms: float
     exposed_ms: float
     overlap_pct: float | None
@@ -56,7 +54,6 @@ def replay(step: SimulatedStep, machine: Machine) -> Timeline:
     lanes = {"compute": compute, "communication": comm, "exposed": exposed}
     return Timeline(
         step_ms=step_ms,
-        compute_ms=1e3 * total(compute),
         comm_ms=comm_ms,
         exposed_ms=step_ms - local_ms,
         overlap_pct=100 * (1 - 1e3 * total(exposed) / comm_ms) if comm_ms else None,

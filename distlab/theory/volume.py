@@ -346,11 +346,9 @@ def sharded_buffers(shapes: Sequence[Sequence[int]], world_size: int) -> list[in
     """
     at_least_one(world_size=world_size)
     matrices = [(_row(shape, world_size), math.prod(shape)) for shape in shapes]
-    by_row: dict[int, list[tuple[int, int]]] = {}
-    for matrix in matrices:
-        by_row.setdefault(matrix[0], []).append(matrix)
     together = _sharded_buffer(matrices, world_size)
-    apart = [_sharded_buffer(alike, world_size) for alike in by_row.values()]
+    lengths = dict.fromkeys(row for row, _ in matrices)
+    apart = [_sharded_buffer([m for m in matrices if m[0] == length], world_size) for length in lengths]
     worth = max(FSDP_WORTH_A_BUFFER, sum(numel for _, numel in matrices) / 64)
     return apart if together - sum(apart) > worth else [together]
 
@@ -365,12 +363,8 @@ def padded_parameters(shape: ModelShape, world_size: int) -> int:
 
 
 def _row(shape: Sequence[int], world_size: int) -> int:
-    rows = 1
-    for dim, size in enumerate(shape):
-        rows *= size
-        if rows >= world_size:
-            return max(1, math.prod(shape[dim + 1 :]))
-    return 1
+    dims = (dim for dim in range(1, len(shape) + 1) if math.prod(shape[:dim]) >= world_size)
+    return max(1, math.prod(shape[next(dims, len(shape)) :]))
 
 
 def _sharded_buffer(matrices: Sequence[tuple[int, int]], world_size: int) -> int:

@@ -33,7 +33,7 @@ def issue(number, ms):
 
 def step(*items, ranks=2):
     calls = tuple(item for item in items if isinstance(item, CollectiveCall))
-    return SimulatedStep("made up", ranks, calls, items + items, len(items), (), {})
+    return SimulatedStep(ranks, calls, items + items, len(items), (), {})
 
 
 def test_naive_stands_still_and_overlap_hides():
@@ -73,7 +73,7 @@ def test_contention_slows_both():
 def test_what_one_step_leaves_in_flight_the_next_waits_for():
     first = (Wait(99), compute(5, "forward"), compute(5), issue(0, 8))
     second = (Wait(0), compute(5, "forward"), compute(5), issue(1, 8))
-    zero1 = SimulatedStep("zero1", 2, (), first + second, len(first), (), {})
+    zero1 = SimulatedStep(2, (), first + second, len(first), (), {})
     line = replay(zero1, MACHINE)
     assert (line.step_ms, line.exposed_ms) == pytest.approx((18, 8))
     assert line.phases == pytest.approx({"forward": 5, "backward": 13})
