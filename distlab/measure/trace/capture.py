@@ -184,17 +184,15 @@ def _with_rank(trace: dict[str, Any], rank: int, world_size: int, backend: str |
     """The trace with rank information and without what tells of the machine it ran on."""
     for private in ("host_name", "traceName"):
         trace.pop(private, None)
-    info = trace.setdefault("distributedInfo", {})
-    for key, value in (("backend", backend), ("rank", rank), ("world_size", world_size)):
-        info.setdefault(key, value)
+    known = {"backend": backend, "rank": rank, "world_size": world_size}
+    trace["distributedInfo"] = known | trace.get("distributedInfo", {})  # which torch writes where it knows them
     for event in trace["traceEvents"]:
         if (pid := event.get("pid")) is not None:
             # Ranks on two hosts, or in two containers, may have the same process id. Linux ids end at 2**22.
             event["pid"] = pid + rank * 10_000_000 if isinstance(pid, int) else f"{pid} (rank {rank})"
-        if event.get("ph") == "M" and event.get("name") == "process_name":
-            event["args"]["name"] = f"rank {rank}: {event['args'].get('name', '')}"
-        if event.get("ph") == "M" and event.get("name") == "process_labels":
-            event["args"]["labels"] = f"rank {rank} {event['args'].get('labels', '')}".strip()
+        named = {"process_name": "name", "process_labels": "labels"}.get(event.get("name"))
+        if event.get("ph") == "M" and named:
+            event["args"][named] = f"rank {rank}: {event['args'].get(named, '')}"
     return trace
 
 
