@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Link:
@@ -255,18 +257,13 @@ def relative_errors(fit: CollectiveFit, sizes: Sequence[float], seconds: Sequenc
 
 
 def _piece(points: list[tuple[float, float]], start: int, stop: int) -> Piece:
-    mine = points[start:stop]
+    """Least squares of the relative error; where α or 1/W came out negative, without it."""
     begin = 0.0 if start == 0 else (points[start - 1][0] * points[start][0]) ** 0.5
-    a = [1 / time for _, time in mine]
-    b = [size / time for size, time in mine]
-    aa, ab, bb = (sum(x * y for x, y in zip(u, v, strict=True)) for u, v in ((a, a), (a, b), (b, b)))
-    determinant = aa * bb - ab * ab
-    latency = slope = -1.0
-    if determinant > 1e-12 * aa * bb:
-        latency = (sum(a) * bb - sum(b) * ab) / determinant
-        slope = (sum(b) * aa - sum(a) * ab) / determinant
+    sizes, times = np.array(points[start:stop]).T
+    a, b = 1 / times, sizes / sizes[-1] / times  # columns of one size, for the solver's sake
+    latency, slope = np.linalg.lstsq(np.stack([a, b], axis=1), np.ones(len(times)))[0]
     if slope < 0:  # nothing grows with the size: a constant
-        latency, slope = sum(a) / aa, 0.0
+        latency, slope = a.sum() / (a @ a), 0.0
     elif latency < 0:
-        latency, slope = 0.0, sum(b) / bb
-    return Piece(begin, latency, 1 / slope if slope > 0 else float("inf"))
+        latency, slope = 0.0, b.sum() / (b @ b)
+    return Piece(begin, float(latency), float(sizes[-1] / slope) if slope > 0 else math.inf)
