@@ -33,7 +33,7 @@ from distlab.model.config import PRESETS as MODELS
 from distlab.report import read_json, reading
 from distlab.simulate import Machine, SimulatedStep, replay
 from distlab.simulate.calibrate import NEEDED, calibrate, measured_links
-from distlab.simulate.training import simulate_training
+from distlab.simulate.run import simulate_training
 from distlab.train.requirements import PlannedStep
 
 ROOT = Path(__file__).resolve().parents[1]

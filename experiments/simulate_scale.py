@@ -19,7 +19,7 @@ from distlab.report import stacked_bars, timeline
 from distlab.simulate import replay
 from distlab.simulate.estimate import MachineOptions
 from distlab.simulate.events import CATEGORIES
-from distlab.simulate.training import simulate_training
+from distlab.simulate.run import simulate_training
 from distlab.theory.flops import mfu, step_flops
 
 

@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distlab.measure.bandwidth import LIBRARY, traffic
-from distlab.simulate.costs import DeviceModel, Machine
 from distlab.simulate.events import Compute
 from distlab.simulate.run import SimulatedStep
-from distlab.simulate.timeline import replay
+from distlab.simulate.timeline import DeviceModel, Machine, replay
 from distlab.theory.collective_time import CollectiveFit, further_hops, link_share
 from distlab.theory.step_time import Network
 

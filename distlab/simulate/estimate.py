@@ -15,9 +15,9 @@ from distlab.options import Options, option
 from distlab.parallel.buckets import plan_buckets
 from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
-from distlab.simulate.costs import DeviceModel, Machine
 from distlab.simulate.events import Compute
-from distlab.simulate.training import simulate_training
+from distlab.simulate.run import simulate_training
+from distlab.simulate.timeline import DeviceModel, Machine
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, step_time
 from distlab.theory.volume import padded_parameters, sharded_buffers

@@ -8,9 +8,9 @@ from distlab.hardware import H100_SXM, H200_SXM
 from distlab.model import ModelConfig, preset
 from distlab.report.record import read_json
 from distlab.simulate import Machine, replay
-from distlab.simulate.costs import DeviceModel
 from distlab.simulate.estimate import compute_time, estimate_step, machine_of
-from distlab.simulate.training import simulate_training
+from distlab.simulate.run import simulate_training
+from distlab.simulate.timeline import DeviceModel
 from distlab.theory.step_time import Network
 
 RECORDS = Path(__file__).parents[2] / "records" / "ddp_bench"

@@ -14,8 +14,7 @@ from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
 from distlab.parallel import STRATEGIES, get_strategy
 from distlab.parallel.elementwise import check_elementwise
 from distlab.simulate.events import Compute, Wait
-from distlab.simulate.run import simulate_step
-from distlab.simulate.training import simulate_training
+from distlab.simulate.run import simulate_step, simulate_training
 from distlab.simulate.world import fake_world
 from distlab.testing import run_ranks
 from distlab.theory.flops import forward_flops

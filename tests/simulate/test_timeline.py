@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from distlab.measure.collectives import CollectiveCall
 from distlab.model import ModelConfig
 from distlab.simulate.calibrate import NEEDED, MeasuredLinks, calibrate
-from distlab.simulate.costs import DeviceModel, Machine
 from distlab.simulate.events import Compute, Wait
-from distlab.simulate.run import SimulatedStep
-from distlab.simulate.timeline import replay
-from distlab.simulate.training import simulate_training
+from distlab.simulate.run import SimulatedStep, simulate_training
+from distlab.simulate.timeline import DeviceModel, Machine, replay
 from distlab.theory.collective_time import CollectiveFit, Link, Piece, collective_seconds
 from distlab.theory.step_time import Network
 
