@@ -174,8 +174,8 @@ def show(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
 
     def draw() -> int:
-        from distlab.report.output import OutputFolder
         from distlab.report.record import read_json, reading
+        from distlab.report.run import OutputFolder
         from distlab.report.view import check_records, say, write
 
         records = [record for source in args.files for record in read_json(source)]

@@ -15,7 +15,6 @@ from typing import Any
 
 from distlab.files import write_whole
 from distlab.report import page as html
-from distlab.report.output import OutputFolder
 from distlab.report.record import Record, json_line, write_csv, write_json
 from distlab.report.table import Column, by_machine, grouped, render, render_for_terminal
 
@@ -127,7 +126,7 @@ def _named(column: Column) -> str:
     return column.key.rpartition(".")[2]
 
 
-def write(view: View, records: Sequence[Record], folder: OutputFolder | Path) -> Path:
+def write(view: View, records: Sequence[Record], path: Path) -> Path:
     """Everything that a run leaves, into its folder; call it on one rank.
 
     Returns:
@@ -137,7 +136,6 @@ def write(view: View, records: Sequence[Record], folder: OutputFolder | Path) ->
         ValueError: no records, or records of another experiment.
     """
     check_records(view, records)
-    path = Path(getattr(folder, "path", folder))
     write_json(records, path / "records.json")
     write_csv(records, path / "records.csv")
     findings = [line for group in by_machine(records).values() for line in view.findings(group)]
