@@ -138,15 +138,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions and the groups they lead to."""
+    """The decisions and the groups they lead to, one kernel each."""
 
     decisions: tuple[Decision, ...]
     groups: tuple[tuple[Operator, ...], ...]
-
-    @property
-    def kernels(self) -> int:
-        """Launches of the plan: one per group."""
-        return len(self.groups)
 
 
 def chip_bytes(spec: GPUSpec) -> int:
@@ -245,5 +240,5 @@ def kernel_counts(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> dict[str,
         "eager": sum(op.eager_kernels for op in graph.operators),
         "compiled": compiled,
         "ours": ours,
-        "advised": advise(graph, spec, dtype).kernels,
+        "advised": len(advise(graph, spec, dtype).groups),
     }

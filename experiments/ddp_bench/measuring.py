@@ -240,13 +240,13 @@ def explanation(record: Record, accounts: dict[str, StepAccount]) -> dict[str, f
     if mine is None or local is None or exposed is None:
         return {}
     found = explain(mine, local)
-    unexplained = exposed - found.explained_ms
+    unexplained = exposed - sum(found.values())
     return {
-        "exposed_uncovered_ms": found.uncovered_comm_ms,
-        "exposed_slowdown_ms": found.slowdown_ms,
-        "exposed_copies_ms": found.copies_ms,
-        "exposed_optimizer_ms": found.optimizer_ms,
-        "exposed_idle_ms": found.idle_ms,
+        "exposed_uncovered_ms": found["uncovered_comm_ms"],
+        "exposed_slowdown_ms": found["slowdown_ms"],
+        "exposed_copies_ms": found["copies_ms"],
+        "exposed_optimizer_ms": found["optimizer_ms"],
+        "exposed_idle_ms": found["idle_ms"],
         "exposed_unexplained_ms": unexplained,
         "exposed_closes": closes(unexplained, record.metrics["step_p50_ms"]),
     }

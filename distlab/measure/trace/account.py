@@ -194,24 +194,10 @@ def _inside(events: Iterable[Event], kind: str, window: Interval) -> list[Interv
     return intersect(((event.start_ms, event.end_ms) for event in events if event.kind == kind), [window])
 
 
-@dataclass(frozen=True)
-class Exposure:
-    """What a step with communication takes longer than one without, by cause, in ms."""
-
-    uncovered_comm_ms: float
-    slowdown_ms: float
-    copies_ms: float
-    optimizer_ms: float
-    idle_ms: float
-
-    @property
-    def explained_ms(self) -> float:
-        """The sum: what the two profiled steps differ by."""
-        return self.uncovered_comm_ms + self.slowdown_ms + self.copies_ms + self.optimizer_ms + self.idle_ms
-
-
-def explain(step: StepAccount, local: StepAccount) -> Exposure:
-    """Where ``step``'s extra time against ``local``, the same without communication, comes from."""
+def explain(step: StepAccount, local: StepAccount) -> dict[str, float]:
+    """Where ``step``'s extra time against ``local``, the same without communication, comes from: cause → ms, which sum
+    to what the two profiled steps differ by.
+    """
     extra = 0.0
     for name in step.kernels.keys() | local.kernels.keys():
         count, ms = step.kernels.get(name, (0, 0.0))
@@ -219,13 +205,13 @@ def explain(step: StepAccount, local: StepAccount) -> Exposure:
         if count != count_local:
             extra += ms - ms_local
     optimizer_ms = step.optimizer_ms - local.optimizer_ms
-    return Exposure(
-        uncovered_comm_ms=step.uncovered_comm_ms - local.uncovered_comm_ms,
-        slowdown_ms=step.compute_ms - local.compute_ms - optimizer_ms - extra,
-        copies_ms=step.copy_ms - local.copy_ms + extra,
-        optimizer_ms=optimizer_ms,
-        idle_ms=step.idle_ms - local.idle_ms,
-    )
+    return {
+        "uncovered_comm_ms": step.uncovered_comm_ms - local.uncovered_comm_ms,
+        "slowdown_ms": step.compute_ms - local.compute_ms - optimizer_ms - extra,
+        "copies_ms": step.copy_ms - local.copy_ms + extra,
+        "optimizer_ms": optimizer_ms,
+        "idle_ms": step.idle_ms - local.idle_ms,
+    }
 
 
 def closes(unexplained_ms: float, step_ms: float) -> bool:
