@@ -151,26 +151,6 @@ def _case(
     return lambda: _CALLS[operation](whole, part, group), source, result, lambda: values(sent).add_(rank), expected
 
 
-@dataclass(frozen=True)
-class Disturbance:
-    """Milliseconds of one computation and one all-reduce, alone and beside each other."""
-
-    compute_alone_ms: float
-    compute_beside_ms: float
-    comm_alone_ms: float
-    comm_beside_ms: float
-
-    @property
-    def compute_rate(self) -> float:
-        """p in (0, 1]; 1 means undisturbed."""
-        return min(1.0, self.compute_alone_ms / self.compute_beside_ms)
-
-    @property
-    def communication_rate(self) -> float:
-        """q in (0, 1]."""
-        return min(1.0, self.comm_alone_ms / self.comm_beside_ms)
-
-
 def disturb(
     context: RankContext,
     compute: Callable[[], object],
@@ -178,8 +158,12 @@ def disturb(
     *,
     least_ms: float = 20.0,
     rounds: int = 3,
-) -> Disturbance:
+) -> dict[str, float]:
     """Time `compute()` and all-reduces of `num_bytes`, alone and together. Every rank calls it.
+
+    Returns:
+        As metrics: milliseconds of one computation and of one all-reduce, alone and beside each other, and with which
+        rate each runs beside the other, p and q in (0, 1]; 1 means undisturbed.
 
     Args:
         compute: queues work on the current stream; called often enough to last `least_ms`.
@@ -232,7 +216,14 @@ def disturb(
     runs = [queue(messages, beside=calls) for _ in range(rounds)]
     beside_ms = median(compute_ms for _, compute_ms in runs)
     rate = median(rate_beside(queue_ms, total_ms, compute_ms) for total_ms, compute_ms in runs)
-    return Disturbance(alone_ms / calls, beside_ms / calls, queue_ms / messages, queue_ms / messages / rate)
+    return {
+        "compute_alone_ms": alone_ms / calls,
+        "compute_beside_ms": beside_ms / calls,
+        "comm_alone_ms": queue_ms / messages,
+        "comm_beside_ms": queue_ms / messages / rate,
+        "compute_rate": min(1.0, alone_ms / beside_ms),
+        "communication_rate": rate,
+    }
 
 
 def rate_beside(alone_ms: float, total_ms: float, beside_ms: float) -> float:

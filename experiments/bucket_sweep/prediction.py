@@ -11,7 +11,6 @@ from distlab.bench.timing import BenchOptions, Timing, Variant, synthetic_batche
 from distlab.experiment import RankContext, TimingOptions, option
 from distlab.measure import (
     MIN_SAMPLES,
-    Disturbance,
     disturb,
     gradient_ready_ms,
     percentiles,
@@ -75,8 +74,8 @@ def measure_parts(
         "first_gradient_ms": min(ready_ms),
         "pack_gb_per_s": 1e-6 * _message(config) / _pack_ms(context, _message(config)),
         "packed_parameters": sum(packed),
-        "compute_rate": disturbance.compute_rate,
-        "communication_rate": disturbance.communication_rate,
+        "compute_rate": disturbance["compute_rate"],
+        "communication_rate": disturbance["communication_rate"],
         "pieces": _all_reduce_fit(context, 4 * config.model().num_parameters, links).to_list(),
         "ready_ms": ready_ms,
         "packed": packed,
@@ -90,7 +89,7 @@ def _message(config: BucketSweepConfig) -> int:
 
 def _backward_alone_and_disturbed(
     config: BucketSweepConfig, context: RankContext
-) -> tuple[list[float], list[bool], float, Disturbance]:
+) -> tuple[list[float], list[bool], float, dict[str, float]]:
     """Ready times of the gradients in ms, whose gradients must be packed, the length of backward in ms, and what a
     running all-reduce does to it.
     """
