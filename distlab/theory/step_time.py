@@ -7,7 +7,7 @@ rate p and communication at q (both in (0, 1], 1 without contention). They share
 
     B/q + A − p·B/q   if B/q ≤ A/p,   else   A/p + B − q·A/p
 
-`together` is this. A strategy says what runs beside what:
+`pipeline` of one message that is ready at once is this. A strategy says what runs beside what:
 
     naive, flat          all-reduce after backward
     overlap, bucketed    all-reduce beside backward, the last message alone
@@ -65,18 +65,12 @@ class Network:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be positive")
 
-    def ring_bytes_per_s(self, ranks: int) -> float:
-        """Bytes per second through the slowest place of the rings. Several rings run side by side, each leaving a node
-        through another device's link, so a node's links add up and meet those inside.
-        """
-        if ranks <= self.devices_per_node:
-            return self.inside_bytes_per_s
-        return min(self.inside_bytes_per_s, self.between_bytes_per_s * self.devices_per_node)
-
     def seconds(self, num_bytes: float, ranks: int, messages: int = 1, operation: str = "all_reduce") -> float:
         """`messages` collectives of together `num_bytes`; 0 for a single rank.
 
-        Latency grows along the ring; an all-reduce of many ranks goes up and down a tree instead, 2·log₂N hops.
+        Latency grows along the ring; an all-reduce of many ranks goes up and down a tree instead, 2·log₂N hops. Several
+        rings run side by side, each leaving a node through another device's link, so a node's links add up and meet
+        those inside; the slowest place decides.
         """
         if ranks < 1 or num_bytes < 0:
             raise ValueError(f"ranks={ranks}, num_bytes={num_bytes}: at least one rank and no negative size")
@@ -84,7 +78,8 @@ class Network:
             return 0.0
         hops = further_hops(ranks, all_reduce=operation == "all_reduce")
         volume = link_share(operation, ranks) * num_bytes
-        return messages * (self.latency_s + self.hop_s * hops) + volume / self.ring_bytes_per_s(ranks)
+        between = self.between_bytes_per_s * self.devices_per_node if ranks > self.devices_per_node else math.inf
+        return messages * (self.latency_s + self.hop_s * hops) + volume / min(self.inside_bytes_per_s, between)
 
 
 @dataclass(frozen=True)
@@ -140,15 +135,6 @@ class StepTime:
     communication: float
 
 
-def together(compute: float, communication: float, p: float = 1.0, q: float = 1.0) -> float:
-    """Seconds until both are done that start at once: a pipeline of one message that is ready at once; see above.
-
-    Raises:
-        ValueError: a rate outside (0, 1] or a negative time.
-    """
-    return pipeline([0.0], [communication], compute, compute_rate=p, communication_rate=q)
-
-
 def step_time(
     strategy: str,
     compute: ComputeTime,
@@ -177,7 +163,7 @@ def step_time(
 
     def beside(work: float, comm: float, tail: float = 0.0) -> float:
         """What communication adds to `work`; all of it except its last `tail` may run at the same time."""
-        return together(work, comm - tail, p, q) + tail - work
+        return pipeline([0.0], [comm - tail], work, compute_rate=p, communication_rate=q) + tail - work
 
     if strategy in ("local", "naive", "flat"):
         count = {"local": 0, "naive": messages.parameters, "flat": 1}[strategy]

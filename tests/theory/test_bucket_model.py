@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distlab.theory import step_time
-from distlab.theory.step_time import best_buckets, bucket_overhead, together
+from distlab.theory.step_time import best_buckets, bucket_overhead
 
 SIZES = st.floats(1e3, 1e10)
 BANDWIDTHS = st.floats(1e6, 1e12)
@@ -67,7 +67,7 @@ def test_contention_in_the_pipeline_is_that_of_two_streams(backward, message, p,
     """All is ready at once: cutting the message changes nothing."""
     rates = {"compute_rate": p, "communication_rate": q}
     found = step_time.pipeline([0.0] * pieces, [message / pieces] * pieces, backward, **rates)
-    assert found == pytest.approx(together(backward, message, p, q), abs=1e-9)
+    assert found == pytest.approx(step_time.pipeline([0.0], [message], backward, **rates), abs=1e-9)
 
 
 def test_a_pipeline_by_hand():
