@@ -38,11 +38,10 @@ def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     Raises:
         ValueError: unequal lengths, fewer than five pairs, or a sample that is not finite and positive.
     """
-    first, second = together = _series((a, b), "paired_ratio")
+    first, second = _series((a, b), "paired_ratio")
     if min(first.min(), second.min()) <= 0:
         raise ValueError("paired_ratio needs positive samples")
-    medians = _resampled(together)
-    return _ratio(np.median(first) / np.median(second), medians[0] / medians[1])
+    return exposure_ratio(first, second, np.zeros(len(first)))
 
 
 def exposure_ratio(a: Sequence[float], b: Sequence[float], without: Sequence[float]) -> Ratio | None:
@@ -58,12 +57,15 @@ def exposure_ratio(a: Sequence[float], b: Sequence[float], without: Sequence[flo
         ValueError: as `paired_ratio`.
     """
     together = _series((a, b, without), "exposure_ratio")
-    medians = _resampled(together)
+    count = len(together[0])
+    picks = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))  # the same ones in every run
+    medians = [np.median(samples[picks], axis=1) for samples in together]
     if (medians[1] <= medians[2]).any():
         return None
     first, second, base = (np.median(samples) for samples in together)
-    ratios = (medians[0] - medians[2]) / (medians[1] - medians[2])
-    return _ratio((first - base) / (second - base), ratios)
+    tail = (100 - CONFIDENCE_PCT) / 2
+    low, high = np.percentile((medians[0] - medians[2]) / (medians[1] - medians[2]), [tail, 100 - tail])
+    return Ratio(float((first - base) / (second - base)), float(low), float(high))
 
 
 def noise_floor(a: Sequence[float], b: Sequence[float]) -> float:
@@ -88,18 +90,6 @@ def _series(together: Sequence[Sequence[float]], who: str) -> list[np.ndarray]:
         kind = "pairs" if len(checked) == 2 else "triples"
         raise ValueError(f"{who} needs {kind}, got {', '.join(str(len(s)) for s in checked)} samples")
     return checked
-
-
-def _resampled(together: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Of each series the medians of its resamples, all drawn at the same positions, the same ones in every run."""
-    count = len(together[0])
-    picks = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
-    return [np.median(samples[picks], axis=1) for samples in together]
-
-
-def _ratio(middle: float, ratios: np.ndarray) -> Ratio:
-    low, high = np.percentile(ratios, [50 - CONFIDENCE_PCT / 2, 50 + CONFIDENCE_PCT / 2])
-    return Ratio(float(middle), float(low), float(high))
 
 
 def _checked(samples: Sequence[float], least: int, who: str) -> np.ndarray:
