@@ -67,8 +67,7 @@ def measure(
         fn()
     timer = PhaseTimer(device)
     timer.synchronize()  # what the warm-up queued must not be charged to the first repetition
-    for _ in range(repeats):
-        timer.start()
+    for _ in timer.each(repeats):
         fn()
         timer.mark("call")
     return [step["call"] for step in timer.steps()]

@@ -48,8 +48,8 @@ class Link:
                 "latency not negative"
             )
 
-    def message(self, num_bytes: float) -> float:
-        """Seconds of one message."""
+    def seconds(self, num_bytes: float) -> float:
+        """Time of one message."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
@@ -87,7 +87,7 @@ def collective_seconds(algorithm: str, num_bytes: float, ranks: int, link: Link)
     """
     _check(num_bytes, ranks)
     rounds, chunks = ALGORITHMS[algorithm](ranks)
-    return rounds * link.message(num_bytes / chunks)
+    return rounds * link.seconds(num_bytes / chunks)
 
 
 def tree_to_ring_bytes(ranks: int, link: Link) -> float:
@@ -154,16 +154,10 @@ LEAST_POINTS = 3  # two would be met exactly, and say nothing
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Valid from `from_bytes` on: `latency_s` α, and `bytes_per_s` W in payload bytes (inf for a constant time)."""
+class Piece(Link):
+    """α–β for payloads from `from_bytes` on; W is in payload bytes (inf for a constant time)."""
 
-    from_bytes: float
-    latency_s: float
-    bytes_per_s: float
-
-    def seconds(self, num_bytes: float) -> float:
-        """Time of a payload."""
-        return self.latency_s + num_bytes / self.bytes_per_s
+    from_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -266,4 +260,4 @@ def _piece(points: list[tuple[float, float]], start: int, stop: int) -> Piece:
         latency, slope = a.sum() / (a @ a), 0.0
     elif latency < 0:
         latency, slope = 0.0, b.sum() / (b @ b)
-    return Piece(begin, float(latency), float(sizes[-1] / slope) if slope > 0 else math.inf)
+    return Piece(float(sizes[-1] / slope) if slope > 0 else math.inf, float(latency), begin)

@@ -81,7 +81,7 @@ def test_a_broken_collective_is_printed_as_wrong(tmp_path):
     assert not [line for line in wrong if line.startswith("WRONG: all_reduce")]
 
 
-KNOWN_FIT = CollectiveFit((Piece(0.0, 1e-4, 1e9),))
+KNOWN_FIT = CollectiveFit((Piece(1e9, 1e-4),))
 
 
 def sweep_of_buckets(context, root, known):

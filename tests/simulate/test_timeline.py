@@ -53,7 +53,7 @@ def test_waiting_for_the_last_waits_for_all_before_it():
 
 
 def test_measured_collectives_can_stand_for_the_link():
-    fit = CollectiveFit((Piece(0, 1e-3, 1e3), Piece(10, 5e-3, 4e3)))  # 1 ms and 1 byte per ms; then 5 ms and 4 bytes
+    fit = CollectiveFit((Piece(1e3, 1e-3), Piece(4e3, 5e-3, 10)))  # 1 ms and 1 byte per ms; then 5 ms and 4 bytes
     links = MeasuredLinks({("all_reduce", 2): fit}, hop_s=1e-3)
     two = replay(step(issue(0, 4), issue(1, 40), Wait(1)), Machine(DEVICE, links))
     assert two.comm_ms == pytest.approx((1 + 4) + (5 + 10))

@@ -24,7 +24,7 @@ class Wires:
         self.link, self.seconds, self.sent = link, 0.0, 0.0
 
     def round(self, sizes):
-        self.seconds += max(self.link.message(size) for size in sizes)
+        self.seconds += max(self.link.seconds(size) for size in sizes)
         self.sent += max(sizes)
 
 
