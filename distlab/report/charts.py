@@ -277,8 +277,7 @@ def stacked_bars(
             axes.annotate(total, (ends[row], row), (6, 0), textcoords="offset points", va="center", bbox=_BEHIND,
                           style="normal" if own else "italic")  # fmt: skip
         axes.set_yticks(range(len(labels)), labels)
-        axes.set_ylim(len(labels) - 0.5, -0.5)
-        axes.set_xlabel(unit)
+        axes.set(ylim=(len(labels) - 0.5, -0.5), xlabel=unit)
         axes.margins(x=0.12)
         axes.set_xlim(left=0)
         horizontal(axes)

@@ -27,6 +27,7 @@ import json
 import math
 import os
 import re
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -129,11 +130,11 @@ def profile_steps(
         finish()
         synchronize(device)
     path, backend = Path(path), dist.get_backend() if dist.is_initialized() else None
-    with atomic_path(path) as temporary:
-        profiler.export_chrome_trace(str(temporary))
-        raw = json.loads(_content(temporary).decode("utf-8", errors="replace"))
-        trace = json.dumps(_with_rank(raw, rank, world_size, backend), separators=(",", ":")).encode()
-        temporary.write_bytes(gzip.compress(trace, compresslevel=5, mtime=0) if path.suffix == ".gz" else trace)
+    with tempfile.NamedTemporaryFile(suffix=".json") as raw, atomic_path(path) as temporary:
+        profiler.export_chrome_trace(raw.name)
+        trace = json.loads(Path(raw.name).read_text(encoding="utf-8", errors="replace"))
+        data = json.dumps(_with_rank(trace, rank, world_size, backend), separators=(",", ":")).encode()
+        temporary.write_bytes(gzip.compress(data, compresslevel=5, mtime=0) if path.suffix == ".gz" else data)
 
 
 def annotate_forward(module: nn.Module) -> list[RemovableHandle]:
@@ -198,12 +199,8 @@ def _with_rank(trace: dict[str, Any], rank: int, world_size: int, backend: str |
 
 def read_trace_file(path: str | os.PathLike) -> Any:
     """What a ``.json`` or ``.json.gz`` holds; raises OSError, and what gzip and json do where it is truncated."""
-    return json.loads(_content(Path(path)))
-
-
-def _content(path: Path) -> bytes:
-    data = path.read_bytes()
-    return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    data = Path(path).read_bytes()
+    return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
 
 
 def load_trace(path: str | os.PathLike) -> list[Event]:
