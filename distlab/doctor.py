@@ -14,17 +14,18 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from distlab.ending import until_stopped
 
 OK, LIMITED, MISSING = "ok", "limited", "missing"
 SIGNS = {OK: "+", LIMITED: "~", MISSING: "-"}
 PYTHON_LEAST, TORCH_LEAST, TRITON_LEAST = (3, 11), (2, 11), (3, 6)
+SHM = "/dev/shm"
 INSTALL = "pip install -e '.[test]'"
 
 
@@ -92,29 +93,20 @@ def package(name: str, least: tuple[int, int], advice: str) -> Finding:
     return checked(name, version_tuple(version) >= least, version, f"older than {needed}: {INSTALL}")
 
 
-def find_python() -> Finding:
-    """The interpreter, which must be 3.11 or newer."""
+def find_host() -> list[Finding]:
+    """The interpreter, cores this process may use and memory, and /dev/shm, through which NCCL's ranks talk."""
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    return checked("Python", sys.version_info[:2] >= PYTHON_LEAST, found, "needs 3.11 or newer", MISSING)
-
-
-def find_cpu() -> Finding:
-    """Cores this process may use, and memory."""
+    python = checked("Python", sys.version_info[:2] >= PYTHON_LEAST, found, "needs 3.11 or newer", MISSING)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = f"{cores} cores"
     with contextlib.suppress(ValueError, OSError, AttributeError):
         found += f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB memory"
-    return checked("CPU", cores >= 2, found, "two ranks share a core: timings say little")
-
-
-def find_shared_memory() -> Finding:
-    """/dev/shm, through which ranks of one host talk on NCCL."""
-    folder = Path("/dev/shm")
-    if not folder.exists():
-        return Finding("shared memory", LIMITED, "no /dev/shm", "NCCL between GPUs of one host needs it")
-    free = shutil.disk_usage(folder).free
-    found = f"{free / 2**20:,.0f} MiB free in /dev/shm"
-    return checked("shared memory", free >= 2**28, found, "NCCL may fail: start the container with --shm-size=1g")
+    cpu = checked("CPU", cores >= 2, found, "two ranks share a core: timings say little")
+    if not os.path.exists(SHM):
+        return [python, cpu, Finding("shared memory", LIMITED, f"no {SHM}", "NCCL between GPUs of one host needs it")]
+    free = shutil.disk_usage(SHM).free
+    found, advice = f"{free / 2**20:,.0f} MiB free in {SHM}", "NCCL may fail: start the container with --shm-size=1g"
+    return [python, cpu, checked("shared memory", free >= 2**28, found, advice)]
 
 
 def find_gpus() -> list[Finding]:
@@ -150,12 +142,11 @@ def find_gpus() -> list[Finding]:
 
 def parse_topology(matrix: str) -> str | None:
     """What `nvidia-smi topo -m`'s text calls the connection of GPU 0 and GPU 1 (NV18, PIX, SYS, …), or None."""
-    for line in matrix.splitlines():
-        cells = line.split()
-        if len(cells) > 2 and cells[0] == "GPU0" and cells[1] == "X":
-            kind = "NVLink" if cells[2].startswith("NV") else "PCIe or the host's bus"
-            return f"GPU 0 – GPU 1: {cells[2]} ({kind})"
-    return None
+    found = re.search(r"^\s*GPU0\s+X\s+(\S+)", matrix, re.MULTILINE)
+    if found is None:
+        return None
+    kind = "NVLink" if found[1].startswith("NV") else "PCIe or the host's bus"
+    return f"GPU 0 – GPU 1: {found[1]} ({kind})"
 
 
 def find_backends() -> list[Finding]:
@@ -225,7 +216,7 @@ def examine(start_ranks: bool = True) -> list[Finding]:
     needed = (("torch", TORCH_LEAST, "nothing runs without it"),
               ("matplotlib", (0, 0), "no pictures"), ("tabulate", (0, 0), "no tables"))  # fmt: skip
     packages = [package(name, least, f"{advice}: {INSTALL}") for name, least, advice in needed]
-    findings = [find_python(), find_cpu(), find_shared_memory(), *packages]
+    findings = [*find_host(), *packages]
     if packages[0].state == MISSING:
         return findings
     findings += [*find_triton(), *find_gpus(), *find_backends()]

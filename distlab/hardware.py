@@ -65,11 +65,6 @@ class GPUSpec:
         return self.peak["fp32"] / (self.sms * self.fp32_lanes_per_sm * 2)
 
     @property
-    def register_bytes_per_sm(self) -> int:
-        """Size of an SM's register file, larger than its shared memory."""
-        return 4 * self.registers_per_sm
-
-    @property
     def shared_bandwidth(self) -> float:
         """Bytes per second of all shared memories: 32 banks of 4 bytes per SM and clock (CUDA Programming Guide)."""
         return self.sms * 128 * self.clock

@@ -10,7 +10,7 @@ fits are records: `distlab.simulate.calibrate.measured_links` reads them for pre
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -128,9 +128,8 @@ def _measure_group(config: SweepConfig, context: RankContext, run: Run) -> None:
         run.progress(f"{context.world_size} ranks: contention")
         for name, compute in _computations(config, context.device).items():
             found = disturb(context, compute, config.contention_bytes)
-            rates = {"compute_rate": found.compute_rate, "communication_rate": found.communication_rate}
             own = shared | {"operation": "all_reduce", "num_bytes": config.contention_bytes}
-            run.add(CONTENTION + name, asdict(found) | rates, **own)
+            run.add(CONTENTION + name, found, **own)
 
 
 def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -> dict[str, object]:

@@ -31,10 +31,9 @@ from distlab.experiment import (
 )
 from distlab.measure import (
     MIN_SAMPLES,
-    Disturbance,
-    GradientReadyTimes,
     clock,
     disturb,
+    gradient_ready_ms,
     percentiles,
     slowest_rank,
     time_collective,
@@ -98,8 +97,8 @@ def measure_parts(
         "first_gradient_ms": min(ready_ms),
         "pack_gb_per_s": 1e-6 * _message(config) / _pack_ms(context, _message(config)),
         "packed_parameters": sum(packed),
-        "compute_rate": disturbance.compute_rate,
-        "communication_rate": disturbance.communication_rate,
+        "compute_rate": disturbance["compute_rate"],
+        "communication_rate": disturbance["communication_rate"],
         "pieces": _all_reduce_fit(context, 4 * config.model().num_parameters, links).to_list(),
         "ready_ms": ready_ms,
         "packed": packed,
@@ -113,14 +112,13 @@ def _message(config: BucketSweepConfig) -> int:
 
 def _backward_alone_and_disturbed(
     config: BucketSweepConfig, context: RankContext
-) -> tuple[list[float], list[bool], float, Disturbance]:
+) -> tuple[list[float], list[bool], float, dict[str, float]]:
     """Ready times of the gradients in ms, whose gradients must be packed, the length of backward in ms, and what a
     running all-reduce does to it.
     """
     model = TransformerLM(config.model(), device=context.device, seed=config.seed)
     tokens, loss_fn = synthetic_batches(context, config)[0], loss_function(config.ops)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    ready = GradientReadyTimes(parameters, context.device)
 
     def forward() -> torch.Tensor:
         model.zero_grad(set_to_none=True)
@@ -131,12 +129,7 @@ def _backward_alone_and_disturbed(
     packed = [True] * len(parameters)
     if context.device.type == "cuda":  # elsewhere buckets offer no memory
         packed = _declined(parameters, lambda: forward().backward())
-    with ready.recording():
-        for _ in range(5):
-            loss = forward()
-            ready.start()
-            loss.backward()
-            ready.stop()
+    ready_ms, end_ms = gradient_ready_ms(forward, parameters, context.device)
     kept = forward()
 
     def backward() -> None:
@@ -144,7 +137,7 @@ def _backward_alone_and_disturbed(
         kept.backward(retain_graph=True)  # again and again, so that only backward runs beside the messages
 
     disturbance = disturb(context, backward, _message(config))
-    times = slowest_rank([*ready.times_ms(), ready.backward_ms()], context.group, context.device)
+    times = slowest_rank([*ready_ms, end_ms], context.group, context.device)
     return times[:-1], packed, times[-1], disturbance
 
 
@@ -164,7 +157,7 @@ def _all_reduce_fit(context: RankContext, num_bytes: int, links: MeasuredLinks |
     largest = min(num_bytes, LARGEST_MESSAGE)
     sizes = sorted({max(4096, largest // 2**k) for k in range(13)})
     if links is not None:
-        times = [links.time("all_reduce", size, context.world_size) for size in sizes]
+        times = [links.seconds(size, context.world_size) for size in sizes]
     else:
         timed = [time_collective(context, "all_reduce", size, repeats=8, budget_s=0.3) for size in sizes]
         sizes, times = [timing.num_bytes for timing in timed], [timing.p50_s for timing in timed]

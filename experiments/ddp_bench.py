@@ -31,12 +31,10 @@ from distlab.measure import (
     MIN_PAIRS,
     StepAccount,
     account,
-    analyse,
     closes,
     explain,
     exposed_all_gathers,
     exposure_ratio,
-    idle_gaps,
     is_out_of_memory,
     lanes,
     load_trace,
@@ -250,8 +248,8 @@ def overlap(
     path = folder / f"trace_{variant.name}_rank{bench.context.rank}.json.gz"
     bench.profile(variant, path, steps)
     events = load_trace(path)
-    seen, gathers, gaps = analyse(events), exposed_all_gathers(events), idle_gaps(events)
-    accounts[variant.name], drawn[variant.name] = account(events), lanes(events)
+    seen, gathers = account(events), exposed_all_gathers(events)
+    accounts[variant.name], drawn[variant.name] = seen, lanes(events)
     return {
         "exposed_all_gather_forward_ms": gathers[0],
         "exposed_all_gather_backward_ms": gathers[1],
@@ -261,7 +259,7 @@ def overlap(
         "uncovered_comm_ms": seen.uncovered_comm_ms,
         "profiled_step_ms": seen.step_ms,
         "idle_ms": seen.idle_ms,
-        "longest_idle_ms": gaps[0][1] - gaps[0][0] if gaps else 0.0,
+        "longest_idle_ms": seen.longest_idle_ms,
     }
 
 
@@ -272,13 +270,13 @@ def explanation(record: Record, accounts: dict[str, StepAccount]) -> dict[str, f
     if mine is None or local is None or exposed is None:
         return {}
     found = explain(mine, local)
-    unexplained = exposed - found.explained_ms
+    unexplained = exposed - sum(found.values())
     return {
-        "exposed_uncovered_ms": found.uncovered_comm_ms,
-        "exposed_slowdown_ms": found.slowdown_ms,
-        "exposed_copies_ms": found.copies_ms,
-        "exposed_optimizer_ms": found.optimizer_ms,
-        "exposed_idle_ms": found.idle_ms,
+        "exposed_uncovered_ms": found["uncovered_comm_ms"],
+        "exposed_slowdown_ms": found["slowdown_ms"],
+        "exposed_copies_ms": found["copies_ms"],
+        "exposed_optimizer_ms": found["optimizer_ms"],
+        "exposed_idle_ms": found["idle_ms"],
         "exposed_unexplained_ms": unexplained,
         "exposed_closes": closes(unexplained, record.metrics["step_p50_ms"]),
     }

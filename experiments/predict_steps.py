@@ -31,9 +31,9 @@ from distlab.experiment import (
 from distlab.model import ModelConfig, preset
 from distlab.model.config import PRESETS as MODELS
 from distlab.report import is_number, read_json, reading
-from distlab.simulate import SimulatedStep, replay
-from distlab.simulate.calibrate import NEEDED, Calibration, calibrate, measured_links
-from distlab.simulate.training import simulate_training
+from distlab.simulate import Machine, SimulatedStep, replay
+from distlab.simulate.calibrate import NEEDED, calibrate, measured_links
+from distlab.simulate.run import simulate_training
 from distlab.train.requirements import PlannedStep
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,7 +101,7 @@ def predict_all(config: PredictConfig, run: Run) -> None:
     calibrated_on = " and ".join(file.removeprefix(f"{ROOT}/") for file in files)
     own = {"calibrated_on": calibrated_on, "dtype": settings["dtype"]} | asdict(calibration)
     if config.collectives:  # measured fits are in the records that they came from
-        own["link"] = "measured collectives"
+        own["network"] = "measured collectives"
     for size, batch in config.cases:
         model = preset(size, context_length=settings["context"])
         own |= {"size": size, "batch": batch, "context": model.context_length}
@@ -112,7 +112,7 @@ def predict_all(config: PredictConfig, run: Run) -> None:
                 run.add(row, metrics, world_size=ranks, **own)
 
 
-def fit(path: str, collectives: Sequence[str] = (), memory: str | None = None) -> tuple[Calibration, dict]:
+def fit(path: str, collectives: Sequence[str] = (), memory: str | None = None) -> tuple[Machine, dict]:
     """The machine's constants from a record, and its settings; `collectives` and `memory` as in `PredictConfig`.
 
     Raises:
@@ -130,8 +130,8 @@ def fit(path: str, collectives: Sequence[str] = (), memory: str | None = None) -
     calibration = calibrate({name: record.metrics for name, record in rows.items()}, steps, second)
     if collectives:
         known = [record for file in collectives for record in read_json(file)]
-        link = measured_links(known, rows["local"].environment["device_name"])
-        calibration = replace(calibration, link=link)
+        network = measured_links(known, rows["local"].environment["device_name"])
+        calibration = replace(calibration, network=network)
     return calibration, settings
 
 
@@ -143,14 +143,14 @@ def _simulated(settings: dict, strategy: str) -> SimulatedStep:
 
 
 def predict(
-    model: ModelConfig, row: str, batch: int, ranks: int, dtype: str, calibration: Calibration
+    model: ModelConfig, row: str, batch: int, ranks: int, dtype: str, calibration: Machine
 ) -> dict[str, float | int | str | None]:
     """The metrics of one row of ddp_bench."""
     strategy, bucket_size_mb = ROWS[row]
     step = simulate_training(
         model, strategy, batch=batch, world_size=ranks, dtype=dtype, bucket_size_mb=bucket_size_mb or 25.0
     )
-    line = replay(step, calibration.device, calibration.link, calibration.contention)
+    line = replay(step, calibration)
     memory = PlannedStep(model, batch, strategy, dtype).memory(ranks)
     return {
         "predicted_step_ms": line.step_ms,

@@ -16,10 +16,10 @@ from distlab.experiment import Column, Experiment, RankContext, Record, Run, Vie
 from distlab.hardware import by_alias
 from distlab.parallel import get_strategy
 from distlab.report import stacked_bars, timeline
-from distlab.simulate import Contention, LinkModel, replay
+from distlab.simulate import replay
 from distlab.simulate.estimate import MachineOptions
 from distlab.simulate.events import CATEGORIES
-from distlab.simulate.training import simulate_training
+from distlab.simulate.run import simulate_training
 from distlab.theory.flops import mfu, step_flops
 
 
@@ -47,8 +47,6 @@ class ScaleConfig(MachineOptions):
 def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
     """One row per strategy, and the timeline of all."""
     model, machine, gpu = config.shape(), config.machine(), config.gpu()
-    network = machine.network
-    link = LinkModel(network.ring_bytes_per_s(config.ranks), network.latency_s, network.hop_s)
     peak = gpu.peak["tf32" if config.dtype == "fp32" else config.dtype]
     lanes = {}
     for strategy in config.strategies:
@@ -63,7 +61,7 @@ def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
             bucket_size_mb=config.bucket_size_mb,
             checkpointing=config.checkpointing,
         )
-        line = replay(step, machine.device, link, Contention(*machine.contention))
+        line = replay(step, machine)
         lanes[strategy] = line.lanes
         metrics = {
             "predicted_step_ms": line.step_ms,
@@ -81,7 +79,7 @@ def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
             "simulation_s": time.perf_counter() - begin,
             "simulation_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
-        metrics |= {f"peak_{name}_bytes": size for name, size in step.peak.by_category().items()}
+        metrics |= {f"peak_{name}_bytes": size for name, size in step.peak.by_category.items()}
         run.add(strategy, metrics, num_parameters=model.num_parameters, context=model.context_length)
     timeline(run.path / "timeline.png", lanes, title=headline(run.records))
 

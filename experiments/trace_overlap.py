@@ -26,9 +26,7 @@ from distlab.measure import (
     Event,
     StepAccount,
     account,
-    analyse,
     explain,
-    idle_gaps,
     load_trace_and_origin,
     median_step,
     step_windows,
@@ -110,14 +108,15 @@ def _load(file: Path) -> tuple[list[Event], dict]:
 def _metrics(
     events: Sequence[Event], window: tuple[float, float], base: StepAccount | None
 ) -> dict[str, float | None]:
-    seen, gaps = analyse(events, window), idle_gaps(events, window)
-    metrics = asdict(seen) | {"longest_idle_ms": gaps[0][1] - gaps[0][0] if gaps else 0.0}
+    seen = account(events, window)
+    metrics = asdict(seen)
+    del metrics["kernels"]
     metrics["comm_share_pct"] = 100 * seen.comm_ms / seen.step_ms
     if base is not None:
-        found = explain(account(events, window), base)
-        metrics |= {f"exposed_{name}": value for name, value in asdict(found).items()}
-        metrics["exposed_ms"] = found.explained_ms
-        metrics["slowdown_pct"] = 100 * found.slowdown_ms / base.compute_ms if base.compute_ms else None
+        found = explain(seen, base)
+        metrics |= {f"exposed_{cause}": ms for cause, ms in found.items()} | {"exposed_ms": sum(found.values())}
+        computes_ms = base.compute_ms - base.optimizer_ms
+        metrics["slowdown_pct"] = 100 * found["slowdown_ms"] / computes_ms if computes_ms else None
     return metrics
 
 

@@ -73,7 +73,7 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
         title = f"{config.size}, {config.strategy}, {context.world_size} ranks"
         panel = Panel("", "step", "loss (nats per token)", overlaid(series), log_x=None, from_zero=False)
         lines(folder.path / "loss.png", [panel], title=title)
-        write(VIEW, [record], folder)
+        write(VIEW, [record], folder.path)
         if outcome.stopped_by is None:
             for step, loss in outcome.validation:
                 progress(f"validation loss after step {step}: {loss:.4f} nats per token")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from distlab.ending import message_of, until_stopped, what_is_saved
+from distlab.files import atomic_path
 from distlab.report import OutputFolder
-from distlab.report.output import atomic_path
 from tests.commands import ROOT, environment
 
 

@@ -65,7 +65,7 @@ def test_bandwidth_grows_towards_the_core():
         spec = lookup(name)
         assert spec.l2_bandwidth is None or spec.hbm_bandwidth < spec.l2_bandwidth < spec.shared_bandwidth
         assert spec.shared_bandwidth > 3 * spec.hbm_bandwidth
-        assert spec.register_bytes_per_sm == 256 * hardware.KIB
+        assert 4 * spec.registers_per_sm == 256 * hardware.KIB
         assert 1.2e9 < spec.clock < 2.1e9
     assert lookup("NVIDIA A100-SXM4-80GB").clock == pytest.approx(1.41e9, rel=2e-3)
     assert lookup("NVIDIA H100 80GB HBM3").shared_bandwidth == pytest.approx(33.4e12, rel=2e-2)

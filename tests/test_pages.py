@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from distlab.report.docs_tables import definition, embed_code, embed_tables, table_of
+from distlab.report.docs_tables import code_of, definition, embed, table_of
 from launch import sample, trainer
 from launch.__main__ import COMMANDS, load, view_of
 from tests.commands import ROOT
@@ -22,21 +22,22 @@ FILLED_IN = {r"local,<name>,": "local,naive,", r"run NAME": "run ddp_bench", r" 
 def test_tables_and_code_are_drawn_from_records_and_source(page):
     text = page.read_text(encoding="utf-8")
     tables = partial(table_of, view_of=view_of, root=ROOT)
-    assert embed_code(embed_tables(text, tables), ROOT) == text, "run make tables"
+    code = partial(code_of, root=ROOT)
+    assert embed(embed(text, "table", tables), "code", code) == text, "run make tables"
 
 
 def test_code_that_is_not_there_is_an_error():
     found = definition(ROOT / "distlab/parallel/naive.py", "NaiveDDP._synchronize")
     assert found.startswith("@torch.no_grad()")
     with pytest.raises(ValueError, match="defines no"):
-        embed_code("<!-- code distlab/parallel/naive.py NaiveDDP.gone -->\n<!-- end code -->", ROOT)
+        code_of("distlab/parallel/naive.py NaiveDDP.gone", ROOT)
     with pytest.raises(ValueError, match="end code"):
-        embed_code("<!-- code distlab/parallel/naive.py NaiveDDP -->\n", ROOT)
+        embed("<!-- code distlab/parallel/naive.py NaiveDDP -->\n", "code", lambda source: "")
 
 
 def test_a_marker_without_its_end_is_an_error():
     with pytest.raises(ValueError, match="end table"):
-        embed_tables("<!-- table a.json -->\n", lambda source: "")
+        embed("<!-- table a.json -->\n", "table", lambda source: "")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

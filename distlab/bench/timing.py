@@ -33,7 +33,7 @@ from distlab.measure import (
     slowest_rank,
 )
 from distlab.measure.rounds import interleave, rotated
-from distlab.measure.trace.capture import OptimizerRange, annotate_forward, profile_steps
+from distlab.measure.trace.capture import Phases, annotate_forward, profile_steps
 from distlab.model.config import OPS_CHOICES, ModelOptions, checkpoint_groups
 from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option
@@ -431,8 +431,8 @@ class Workbench:
 
     def profile(self, variant: Variant, path: Path, steps: int) -> None:
         """Write the profiler's trace of a few steps of this rank to `path`."""
-        optimizer = OptimizerRange()
-        with self.attached(variant, mark=optimizer.mark) as step:
+        phases = Phases(("forward_backward", "optimizer"))
+        with self.attached(variant, mark=phases.mark) as step:
             step()
             annotate_forward(step.model)
             profile_steps(

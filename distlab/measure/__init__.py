@@ -4,7 +4,6 @@ from distlab.measure.bandwidth import (
     BY_HAND,
     LIBRARY,
     OPERATIONS,
-    Disturbance,
     disturb,
     time_collective,
     traffic,
@@ -12,7 +11,7 @@ from distlab.measure.bandwidth import (
 from distlab.measure.clock import PhaseTimer, cpu_threads, host_ms, replay_ms, slowest_rank
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.measure.flops import FlopsByCategory
-from distlab.measure.gradient_times import GradientReadyTimes
+from distlab.measure.gradient_times import gradient_ready_ms
 from distlab.measure.memory import (
     allocated_bytes,
     free_bytes,
@@ -37,11 +36,9 @@ from distlab.measure.statistics import (
 from distlab.measure.trace.account import (
     StepAccount,
     account,
-    analyse,
     closes,
     explain,
     exposed_all_gathers,
-    idle_gaps,
     lanes,
     median_step,
     step_windows,
@@ -57,17 +54,14 @@ __all__ = [
     "MIN_SAMPLES",
     "OPERATIONS",
     "CollectiveRecorder",
-    "Disturbance",
     "Event",
     "FlopsByCategory",
-    "GradientReadyTimes",
     "Pace",
     "PhaseTimer",
     "Ratio",
     "StepAccount",
     "account",
     "allocated_bytes",
-    "analyse",
     "attempt",
     "check_clock",
     "check_speed",
@@ -81,8 +75,8 @@ __all__ = [
     "exposure_ratio",
     "free_bytes",
     "gradient_bytes",
+    "gradient_ready_ms",
     "host_ms",
-    "idle_gaps",
     "interleave",
     "is_out_of_memory",
     "lanes",

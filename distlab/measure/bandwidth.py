@@ -14,8 +14,6 @@ q = (C − (T − t))/t. Neither a second clock nor a separate stream is needed,
 way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -69,16 +67,12 @@ class CollectiveTiming:
     """Samples of one collective.
 
     Attributes:
-        operation: its name.
         num_bytes: S, as sent: a multiple of the ranks' number of elements.
-        ranks: of the group.
         samples_ms: each that of the slowest rank.
         max_abs_error: of the result against the expected one, over all ranks; values are small integers, so 0.
     """
 
-    operation: str
     num_bytes: int
-    ranks: int
     samples_ms: list[float]
     max_abs_error: float
 
@@ -119,7 +113,7 @@ def time_collective(
     (first,) = _slowest(measure(call, warmup=warmup, repeats=1, device=context.device), context)
     count = min(repeats, max(LEAST_REPEATS, int(budget_s * 1e3 / max(first, 1e-6))))
     samples = _slowest(measure(call, warmup=0, repeats=count, device=context.device), context)
-    return CollectiveTiming(operation, 4 * chunk * context.world_size, context.world_size, samples, error)
+    return CollectiveTiming(4 * chunk * context.world_size, samples, error)
 
 
 def _slowest(samples: list[float], context: RankContext) -> list[float]:
@@ -157,26 +151,6 @@ def _case(
     return lambda: _CALLS[operation](whole, part, group), source, result, lambda: values(sent).add_(rank), expected
 
 
-@dataclass(frozen=True)
-class Disturbance:
-    """Milliseconds of one computation and one all-reduce, alone and beside each other."""
-
-    compute_alone_ms: float
-    compute_beside_ms: float
-    comm_alone_ms: float
-    comm_beside_ms: float
-
-    @property
-    def compute_rate(self) -> float:
-        """p in (0, 1]; 1 means undisturbed."""
-        return min(1.0, self.compute_alone_ms / self.compute_beside_ms)
-
-    @property
-    def communication_rate(self) -> float:
-        """q in (0, 1]."""
-        return min(1.0, self.comm_alone_ms / self.comm_beside_ms)
-
-
 def disturb(
     context: RankContext,
     compute: Callable[[], object],
@@ -184,8 +158,12 @@ def disturb(
     *,
     least_ms: float = 20.0,
     rounds: int = 3,
-) -> Disturbance:
+) -> dict[str, float]:
     """Time `compute()` and all-reduces of `num_bytes`, alone and together. Every rank calls it.
+
+    Returns:
+        As metrics: milliseconds of one computation and of one all-reduce, alone and beside each other, and with which
+        rate each runs beside the other, p and q in (0, 1]; 1 means undisturbed.
 
     Args:
         compute: queues work on the current stream; called often enough to last `least_ms`.
@@ -238,7 +216,14 @@ def disturb(
     runs = [queue(messages, beside=calls) for _ in range(rounds)]
     beside_ms = median(compute_ms for _, compute_ms in runs)
     rate = median(rate_beside(queue_ms, total_ms, compute_ms) for total_ms, compute_ms in runs)
-    return Disturbance(alone_ms / calls, beside_ms / calls, queue_ms / messages, queue_ms / messages / rate)
+    return {
+        "compute_alone_ms": alone_ms / calls,
+        "compute_beside_ms": beside_ms / calls,
+        "comm_alone_ms": queue_ms / messages,
+        "comm_beside_ms": queue_ms / messages / rate,
+        "compute_rate": min(1.0, alone_ms / beside_ms),
+        "communication_rate": rate,
+    }
 
 
 def rate_beside(alone_ms: float, total_ms: float, beside_ms: float) -> float:

@@ -5,8 +5,6 @@ the end, so that timing a step adds no synchronisation to it. On the CPU it is `
 are in ms.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +29,11 @@ def elapsed_ms(begin: Instant, end: Instant) -> float:
     """Milliseconds between two instants of one device, which on a GPU must have passed: synchronise before."""
     return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
 
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait for the device; nothing to wait for on the CPU."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @contextmanager
@@ -64,8 +67,7 @@ def measure(
         fn()
     timer = PhaseTimer(device)
     timer.synchronize()  # what the warm-up queued must not be charged to the first repetition
-    for _ in range(repeats):
-        timer.start()
+    for _ in timer.each(repeats):
         fn()
         timer.mark("call")
     return [step["call"] for step in timer.steps()]
@@ -135,9 +137,8 @@ class PhaseTimer:
         self._marks.clear()
 
     def synchronize(self) -> None:
-        """Wait for the device; nothing to wait for on the CPU."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Wait for the device."""
+        synchronize(self.device)
 
 
 def slowest_rank(

@@ -5,8 +5,6 @@ FSDP2 issue the same ``c10d`` operators, so all are counted by the same rule. It
 `trace`).
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from dataclasses import dataclass

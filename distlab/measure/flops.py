@@ -6,8 +6,6 @@ transcendental operation being one: coarse, but it shows what matters, that thes
 tens of per cents of the time.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -7,8 +7,6 @@ by hand-written Functions and by compiled graphs alike, which is what makes the 
 out (they are there anyway), and a storage that several nodes save counts once, for the block that saved it first.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping

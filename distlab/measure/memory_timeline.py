@@ -18,8 +18,6 @@ state. `memory_timeline` makes an account of it, in which every byte has one of 
 `allocator_history` writes torch's own snapshot besides, for the public viewer (pytorch.org/memory_viz).
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
+from distlab.measure.clock import synchronize
 from distlab.measure.memory import storage_bytes
 from distlab.measure.trace.capture import PHASES, STEP, Phases, activities_on, read_trace_file
 from distlab.measure.trace.kernels import OUTSIDE, readable
@@ -92,14 +91,10 @@ class MemoryTimeline:
         at = max(range(len(times)), key=totals.__getitem__)
         return times[at], {name: values[at] for name, values in curves.items()}
 
-    def largest(self, count: int, *, at_peak: bool = False) -> list[Allocation]:
-        """The largest blocks of the step, those of before left out; only those held at the peak if asked."""
-        moment = self.peak()[0] if at_peak else None
-        mine = [
-            block
-            for block in self.allocations
-            if block.phase != "before" and (moment is None or block.start_ms <= moment < block.end_ms)
-        ]
+    def largest(self, count: int) -> list[Allocation]:
+        """The largest blocks that are held at the peak, those of before left out."""
+        moment = self.peak()[0]
+        mine = [b for b in self.allocations if b.phase != "before" and b.start_ms <= moment < b.end_ms]
         return sorted(mine, key=lambda block: -block.bytes)[:count]
 
 
@@ -129,7 +124,6 @@ def record_memory(
     Returns:
         what `memory_timeline` needs besides the trace.
     """
-    on_cuda = torch.device(device).type == "cuda"
     state = _addresses(_state(optimizer), "optimizer state")
     held = Holdings(start=state | _addresses(_parameters(model, optimizer), "parameters"))
     phases = Phases()
@@ -143,8 +137,7 @@ def record_memory(
     with profile(activities=activities_on(device), profile_memory=True, acc_events=True) as profiler:
         with record_function(STEP), phases.step():
             step(mark)
-        if on_cuda:
-            torch.cuda.synchronize(device)
+        synchronize(device)
     held.end = _addresses(_state(optimizer), "optimizer state")
     profiler.export_chrome_trace(str(path))
     return held

@@ -33,6 +33,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -130,22 +131,13 @@ def named_ranges(
         yield
 
 
-def _parts(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The model and every module below it that is called, with their names; what is compiled is not entered."""
-    yield prefix, model
-    if (
-        "_orig_mod" in model._modules
-    ):  # from torch.compile(module); asking for its class would import all of dynamo
-        return
-    for name, child in model.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        if path == "module":  # a wrapper around the model
-            path = ""
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            for inner, module in child.named_children():
-                yield from _parts(module, f"{path}.{inner}")
-        else:
-            yield from _parts(child, path)
+    for path, module in model.named_modules():
+        words = path.split(".")
+        # `_orig_mod` from torch.compile(module); asking for its class would import all of dynamo.
+        if "_orig_mod" not in words and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield ".".join(word for word in words if word != "module"), module  # `module` in a wrapper around the model
 
 
 class _Ranges:
@@ -225,9 +217,8 @@ def _put_ranges_around_ops(module: nn.Module, name: str, ranges: _Ranges, undo: 
 
         return call
 
-    functions = {field: function for field, function in vars(ops).items() if callable(function)}
-    undo.callback(setattr, module, "ops", ops)
-    module.ops = dataclasses.replace(ops, **{field: wrapped(field, fn) for field, fn in functions.items()})
+    named = {field: wrapped(field, function) for field, function in vars(ops).items() if callable(function)}
+    undo.enter_context(mock.patch.object(module, "ops", dataclasses.replace(ops, **named)))
 
 
 class _AttentionParts(TorchFunctionMode):
@@ -272,14 +263,11 @@ def _put_ranges_around_messages(model: nn.Module, ranges: _Ranges, undo: ExitSta
         return call
 
     for name in MESSAGES:
-        function = getattr(collectives, name)
-        undo.callback(setattr, collectives, name, function)
-        setattr(collectives, name, wrapped(name, function))
-    finish = getattr(model, "finish_gradient_synchronization", None)
-    if finish is not None:
-        undo.callback(model.__dict__.pop, "finish_gradient_synchronization", None)
-        named = _range(ranges.emit, "finish_gradient_synchronization")  # as a decorator: a range at each call
-        model.__dict__["finish_gradient_synchronization"] = named(finish)
+        undo.enter_context(mock.patch.object(collectives, name, wrapped(name, getattr(collectives, name))))
+    finish = "finish_gradient_synchronization"
+    if hasattr(model, finish):
+        named = _range(ranges.emit, finish)(getattr(model, finish))  # as a decorator: a range at each call
+        undo.enter_context(mock.patch.object(model, finish, named))
 
 
 def nsys_command(script: str, arguments: Sequence[str], ranks: int, output: str) -> str | None:

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 EVERY_S = 5.0
 
 
 class Pace:
-    """Called once per repetition, says a line now and then: `small: step: 40 of 500, 1 min 32 s left`.
+    """Called once per repetition, says a line now and then: `small: step: 40 of 500, 0:01:32 left`.
 
     What is left is estimated from the repetitions since the first, which compiles and allocates. A loop that is over
     within `every_s` seconds says nothing.
@@ -49,15 +50,5 @@ class Pace:
             return
         self._said = now
         rest_s = (now - self._first) / max(1, self.done - 1) * (self.total - self.done)
-        left = f", {duration(rest_s)} left" if self.done > 1 else ""
+        left = f", {timedelta(seconds=round(rest_s))} left" if self.done > 1 else ""
         self.say(f"{self.what}: {self.done} of {self.total}{left}")
-
-
-def duration(seconds: float) -> str:
-    """`8 s`, `3 min 20 s` or `2 h 5 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

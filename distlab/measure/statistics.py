@@ -1,7 +1,5 @@
 """How sure a timing is: percentiles of samples, ratios of paired samples with their interval, and the noise floor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +7,7 @@ import numpy as np
 
 MIN_SAMPLES = 3  # below that p20 and p80 describe nothing
 MIN_PAIRS = 5  # below that a bootstrap interval of a median hardly varies
+RESAMPLES, CONFIDENCE_PCT = 10_000, 95
 
 
 class Ratio(NamedTuple):
@@ -29,40 +28,23 @@ def percentiles(samples: Sequence[float]) -> dict[str, float]:
     return {f"p{percent}": float(np.percentile(values, percent)) for percent in (20, 50, 80)}
 
 
-def paired_ratio(
-    a: Sequence[float],
-    b: Sequence[float],
-    *,
-    confidence: float = 0.95,
-    resamples: int = 10_000,
-    seed: int = 0,
-) -> Ratio:
-    """median(a) / median(b) with its percentile bootstrap interval, where ``a[i]`` and ``b[i]`` form a pair.
+def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """median(a) / median(b) with its 95 % percentile bootstrap interval, where ``a[i]`` and ``b[i]`` form a pair.
 
     Pairs (two variants timed right after each other) are resampled jointly, so that drift of the machine,
     which hits both, does not widen the interval (Efron & Tibshirani, *An Introduction to the Bootstrap*, ch.
     13).
 
     Raises:
-        ValueError: unequal lengths, fewer than five pairs, a sample that is not finite and positive, a
-            ``confidence`` outside (0, 1), or fewer than 100 ``resamples``.
+        ValueError: unequal lengths, fewer than five pairs, or a sample that is not finite and positive.
     """
-    first, second = together = _series((a, b), "paired_ratio")
+    first, second = _series((a, b), "paired_ratio")
     if min(first.min(), second.min()) <= 0:
         raise ValueError("paired_ratio needs positive samples")
-    resampled = _resampled(together, confidence, resamples, seed)
-    return _ratio(np.median(first) / np.median(second), resampled[0] / resampled[1], confidence)
+    return exposure_ratio(first, second, np.zeros(len(first)))
 
 
-def exposure_ratio(
-    a: Sequence[float],
-    b: Sequence[float],
-    without: Sequence[float],
-    *,
-    confidence: float = 0.95,
-    resamples: int = 10_000,
-    seed: int = 0,
-) -> Ratio | None:
+def exposure_ratio(a: Sequence[float], b: Sequence[float], without: Sequence[float]) -> Ratio | None:
     """(median(a) − median(without)) / (median(b) − median(without)) with its bootstrap interval.
 
     The exposed communication of one variant over another's, where ``without`` are steps that send nothing;
@@ -75,20 +57,23 @@ def exposure_ratio(
         ValueError: as `paired_ratio`.
     """
     together = _series((a, b, without), "exposure_ratio")
-    medians = _resampled(together, confidence, resamples, seed)
+    count = len(together[0])
+    picks = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))  # the same ones in every run
+    medians = [np.median(samples[picks], axis=1) for samples in together]
     if (medians[1] <= medians[2]).any():
         return None
     first, second, base = (np.median(samples) for samples in together)
-    ratios = (medians[0] - medians[2]) / (medians[1] - medians[2])
-    return _ratio((first - base) / (second - base), ratios, confidence)
+    tail = (100 - CONFIDENCE_PCT) / 2
+    low, high = np.percentile((medians[0] - medians[2]) / (medians[1] - medians[2]), [tail, 100 - tail])
+    return Ratio(float((first - base) / (second - base)), float(low), float(high))
 
 
-def noise_floor(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, seed: int = 0) -> float:
+def noise_floor(a: Sequence[float], b: Sequence[float]) -> float:
     """The difference in % that two series of the *same* variant show: differences below it mean nothing.
 
     The largest distance from 1 of their `paired_ratio`'s interval. Raises ValueError as `paired_ratio` does.
     """
-    _, low, high = paired_ratio(a, b, confidence=confidence, seed=seed)
+    _, low, high = paired_ratio(a, b)
     return 100 * max(abs(high - 1), abs(1 - low))
 
 
@@ -105,23 +90,6 @@ def _series(together: Sequence[Sequence[float]], who: str) -> list[np.ndarray]:
         kind = "pairs" if len(checked) == 2 else "triples"
         raise ValueError(f"{who} needs {kind}, got {', '.join(str(len(s)) for s in checked)} samples")
     return checked
-
-
-def _resampled(
-    together: Sequence[np.ndarray], confidence: float, resamples: int, seed: int
-) -> list[np.ndarray]:
-    """Of each series the medians of its resamples, all drawn at the same positions."""
-    if not 0 < confidence < 1 or resamples < 100:
-        raise ValueError(f"need 0 < confidence < 1 and resamples >= 100, got {confidence} and {resamples}")
-    count = len(together[0])
-    picks = np.random.default_rng(seed).integers(count, size=(resamples, count))
-    return [np.median(samples[picks], axis=1) for samples in together]
-
-
-def _ratio(middle: float, ratios: np.ndarray, confidence: float) -> Ratio:
-    tail = 50 * (1 - confidence)
-    low, high = np.percentile(ratios, [tail, 100 - tail])
-    return Ratio(float(middle), float(low), float(high))
 
 
 def _checked(samples: Sequence[float], least: int, who: str) -> np.ndarray:

@@ -6,8 +6,6 @@ that computes nothing: zeros from a forgotten initialisation, NaNs, a graph that
 A measurement that fails is a row that says so, and not the end of the sweep.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence

@@ -15,12 +15,12 @@ from distlab.report.charts import (
     timeline,
 )
 from distlab.report.noise import NOISE, TIE, interval_ties, noise_by_row, noise_of, tied
-from distlab.report.output import OutputFolder
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, reading, write_csv, write_json
+from distlab.report.run import OutputFolder
 from distlab.report.style import GREYS, INK, OKABE_ITO, horizontal, picture
 from distlab.report.table import Column, grouped, is_number, render, render_for_terminal
-from distlab.report.view import View, say, write
+from distlab.report.view import View, write
 
 __all__ = [
     "GREYS",
@@ -52,7 +52,6 @@ __all__ = [
     "reading",
     "render",
     "render_for_terminal",
-    "say",
     "stacked_areas",
     "stacked_bars",
     "stream_lanes",

@@ -74,7 +74,6 @@ class Panel:
         log_x: base of the horizontal axis, None for linear.
         log_y: whether the vertical axis is logarithmic.
         from_zero: else, whether it begins at zero.
-        y_max: where the vertical axis ends at the latest.
         x_ticks: (place, text) where numbers would not do.
         events: (x, text), drawn as vertical lines.
     """
@@ -86,7 +85,6 @@ class Panel:
     log_x: int | None = 2
     log_y: bool = False
     from_zero: bool = True
-    y_max: float | None = None
     x_ticks: Sequence[tuple[float, str]] = field(default=())
     events: Sequence[tuple[float, str]] = field(default=())
 
@@ -149,8 +147,6 @@ def _dress(axes: Axes, panel: Panel) -> None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         if panel.from_zero:
             axes.set_ylim(bottom=0)
-    if panel.y_max is not None and axes.get_ylim()[1] > panel.y_max:
-        axes.set_ylim(0, panel.y_max)
     if panel.x_ticks:
         axes.set_xticks([place for place, _ in panel.x_ticks], [text for _, text in panel.x_ticks])
         axes.set_xticks([], minor=True)
@@ -281,8 +277,7 @@ def stacked_bars(
             axes.annotate(total, (ends[row], row), (6, 0), textcoords="offset points", va="center", bbox=_BEHIND,
                           style="normal" if own else "italic")  # fmt: skip
         axes.set_yticks(range(len(labels)), labels)
-        axes.set_ylim(len(labels) - 0.5, -0.5)
-        axes.set_xlabel(unit)
+        axes.set(ylim=(len(labels) - 0.5, -0.5), xlabel=unit)
         axes.margins(x=0.12)
         axes.set_xlim(left=0)
         horizontal(axes)
@@ -313,19 +308,18 @@ MOST_STREAMS = 8  # of one step; a CPU trace has a thread for everything
 
 
 def timeline(
-    path: str | os.PathLike, rows: Mapping[str, Mapping[str, Sequence[Any]]], *, title: str
+    path: str | os.PathLike, rows: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], *, title: str
 ) -> None:
     """Per strategy a compute lane and a communication lane, all on one axis of milliseconds.
 
     Args:
         path: a ``.png`` (or ``.svg``, ``.pdf``).
-        rows: strategy → lane → intervals. Lanes: ``compute`` and ``copies`` (upper row), ``communication``
-            and, over it in a strong colour, ``exposed``, the part that no compute covers (lower row). An
-            interval is ``(start_ms, end_ms)`` or has the attributes ``start_ms`` and ``end_ms``; 0 is the
-            start of the step.
+        rows: strategy → lane → disjoint intervals ``(start_ms, end_ms)`` from the start of the step. Lanes:
+            ``compute`` and ``copies`` (upper row), ``communication`` and, over it in a strong colour,
+            ``exposed``, the part that no compute covers (lower row).
 
     Raises:
-        ValueError: no rows, an unknown lane, or an interval that ends before it begins.
+        ValueError: no rows, or an unknown lane.
     """
     lanes = {lane for strategy in rows.values() for lane in strategy}
     if not rows or lanes - set(LANES):
@@ -353,8 +347,8 @@ def stream_lanes(
 
     Args:
         path: a ``.png`` (or ``.svg``, ``.pdf``), written atomically.
-        steps: name of the step → lane → kind (``compute``, ``communication``, ``copy``) → intervals in ms from the
-            start of the step; of each step the first eight lanes are drawn.
+        steps: name of the step → lane → kind (``compute``, ``communication``, ``copy``) → disjoint intervals in ms from
+            the start of the step; of each step the first eight lanes are drawn.
 
     Raises:
         ValueError: no lanes, or an unknown kind.
@@ -379,7 +373,7 @@ def _lanes(
     path: str | os.PathLike,
     title: str,
     height_in: float,
-    lanes: Sequence[tuple[float, Iterable[Any], str, str]],
+    lanes: Sequence[tuple[float, Sequence[tuple[float, float]], str, str]],
     *,
     names: Mapping[float, str],
     borders: Iterable[float],
@@ -397,8 +391,13 @@ def _lanes(
     """
     with picture(path, title, height_in) as figure:
         axes = figure.add_subplot()
-        for lane in lanes:
-            _spans(axes, *lane)
+        labels = {}  # legend → its first lane with something on it
+        for row, intervals, colour, legend in lanes:
+            if intervals:
+                bars = [(start, stop - start) for start, stop in intervals]
+                label = legend if labels.setdefault(legend, row) == row else None
+                # No edges and no snapping to pixels: at a thousand kernels per lane both would falsify the gaps.
+                axes.broken_barh(bars, (row - 0.42, 0.84), facecolors=colour, linewidth=0, snap=False, label=label)
         for row in silent:
             axes.annotate("no communication", (0, row), (4, 0), textcoords="offset points", va="center",
                           fontsize=7, color="#666666", style="italic", bbox=_BEHIND)  # fmt: skip
@@ -410,28 +409,6 @@ def _lanes(
         axes.set_xlim(left=0)
         horizontal(axes)
         _legend_above(axes)
-
-
-def _spans(axes: Axes, row: float, intervals: Iterable[Any], colour: str, legend: str) -> None:
-    """The intervals' union as bars: what touches becomes one, else a seam would show between them."""
-    bars: list[tuple[float, float]] = []  # start, length
-    for start, stop in sorted(map(_ends, intervals)):
-        if bars and start <= sum(bars[-1]):
-            bars[-1] = (bars[-1][0], max(stop - bars[-1][0], bars[-1][1]))
-        else:
-            bars.append((start, stop - start))
-    if bars:
-        known = axes.get_legend_handles_labels()[1]
-        # No edges and no snapping to pixels: at a thousand kernels per lane both would falsify the gaps.
-        axes.broken_barh(bars, (row - 0.42, 0.84), facecolors=colour, linewidth=0, snap=False,
-                         label=None if legend in known else legend)  # fmt: skip
-
-
-def _ends(interval: Any) -> tuple[float, float]:
-    start, stop = (interval.start_ms, interval.end_ms) if hasattr(interval, "start_ms") else interval
-    if stop < start:
-        raise ValueError(f"the interval ({start}, {stop}) ends before it begins")
-    return float(start), float(stop)
 
 
 def stacked_areas(

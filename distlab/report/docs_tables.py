@@ -11,8 +11,6 @@ A page holds a pair of markers, and what lies between them is made:
     <!-- end code -->
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap
@@ -34,7 +32,8 @@ def redraw_pages(pages: Sequence[Path], view_of: Callable[[str], View], root: Pa
     stale = False
     for page in pages:
         old = page.read_text(encoding="utf-8")
-        new = embed_code(embed_tables(old, partial(table_of, view_of=view_of, root=root)), root)
+        new = embed(old, "table", partial(table_of, view_of=view_of, root=root))
+        new = embed(new, "code", partial(code_of, root=root))
         if new != old:
             stale = True
             print(f"{page.relative_to(root)}: {'out of date; run make tables' if check else 'redrawn'}")
@@ -66,39 +65,22 @@ def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
     return f"{note}\n\n{view.table(records, 'markdown', only.split(',') if only else ())}"
 
 
-def embed_tables(page: str, table_of: Callable[[str], str]) -> str:
-    """The page with every marked table redrawn.
+def code_of(source: str, root: Path) -> str:
+    """The code block for a path and a name in it, such as `distlab/parallel/naive.py NaiveDDP._synchronize`.
 
-    Args:
-        page: Markdown.
-        table_of: from the source named in the marker to the Markdown to stand there.
+    Raises:
+        ValueError: the file does not define it.
+    """
+    path, name = source.split()
+    return f"```python\n{definition(root / path, name)}\n```"
+
+
+def embed(page: str, kind: str, made: Callable[[str], str]) -> str:
+    """The page with `made(source)` between the markers of a kind, `table` or `code`.
 
     Raises:
         ValueError: a begin marker without its end.
     """
-    return _embed(page, "table", lambda source: table_of(source).strip())
-
-
-def embed_code(page: str, root: Path) -> str:
-    """The page with every marked code block taken from the source again.
-
-    Args:
-        page: Markdown.
-        root: the folder that paths in markers start from.
-
-    Raises:
-        ValueError: a begin marker without its end, or a name that the file does not define.
-    """
-
-    def code(source: str) -> str:
-        path, name = source.split()
-        return f"```python\n{definition(root / path, name)}\n```"
-
-    return _embed(page, "code", code)
-
-
-def _embed(page: str, kind: str, made: Callable[[str], str]) -> str:
-    """The page with `made(source)` between the markers of this kind."""
     marked = re.compile(rf"(<!-- {kind} (\S[^\n]*?) -->\n).*?(<!-- end {kind} -->)", re.DOTALL)
     if page.count(f"<!-- {kind} ") != len(marked.findall(page)):
         raise ValueError(f"a '<!-- {kind} … -->' marker has no '<!-- end {kind} -->' after it")

@@ -6,8 +6,6 @@ row measured against itself (even against odd steps, say), and half of what its 
 that differ by less than the noise of the worse one are a tie; where samples were paired, their 95 % interval decides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.report.noise import noise_of
-from distlab.report.predictions import accuracy, compared
+from distlab.report.predictions import ACCURACY, COMPARED, accuracy, compared
 from distlab.report.record import Record
 from distlab.report.table import Column, by_machine, is_number, render
 
@@ -44,52 +44,25 @@ def page(
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         view=view, headline=view.headline_of(records), findings=findings, noises=_noises(records),
         setups=[_setup(machine, group) for machine, group in by_machine(records).items()],
-        tables=[_records_table(*each) for each in view.tables(records)],
+        tables=[
+            _table(group, columns) | {style: render(group, columns, style) for style in ("markdown", "latex")}
+            | {"title": title} for title, group, columns in view.tables(records)
+        ],
         pictures=[(caption, base64.b64encode(path.read_bytes()).decode()) for caption, path in pictures],
-        accuracy=_table(
-            ["quantity", "figures", "median |error| %", "worst error %", "worst at"],
-            [
-                [_cell(line.quantity), _cell(line.figures), _cell(line.median_error_pct, ".1f"),
-                 _cell(line.worst_error_pct, "+.1f"), _cell(line.worst_variant if line.worst_error_pct else "none")]
-                for line in accuracy(figures)
-            ],
-            left=(0, 4),
-        ),
-        compared=_table(
-            ["variant", "quantity", "predicted", "measured", "error %"],
-            [
-                [_cell(f.variant), _cell(f.quantity), *(_cell(v, _format(v)) for v in (f.predicted, f.measured)),
-                 _cell(f.error_pct, "+.1f")]
-                for f in (figures if len(figures) <= MOST_FIGURES else ())
-            ],
-            left=(0, 1),
-        ),
+        accuracy=_table(accuracy(figures), ACCURACY),
+        compared=_table(figures if len(figures) <= MOST_FIGURES else (), COMPARED),
     )  # fmt: skip
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence], left: Sequence[int]) -> dict[str, Any]:
+def _table(records: Sequence[Record], columns: Sequence[Column]) -> dict[str, Any]:
     """What the template makes a table of: (title, whether it stands left) of each column; cells are (text, number to
     sort by).
     """
-    return {"head": [(title, place in left) for place, title in enumerate(titles)], "rows": rows}
-
-
-def _cell(value: Any, spec: str = "") -> tuple[str, float | None]:
-    return "n/a" if value is None else format(value, spec), value if is_number(value) else None
-
-
-def _format(value: float) -> str:
-    return ",d" if isinstance(value, int) else ",.4g" if abs(value) < 1e4 else ",.0f"
-
-
-def _records_table(title: str, records: Sequence[Record], columns: Sequence[Column]) -> dict[str, Any]:
     rows = [
         [(c.text(record), value if is_number(value := c.value(record)) else None) for c in columns]
         for record in records
     ]
-    left = [place for place, column in enumerate(columns) if column.stands_left]
-    forms = {style: render(records, columns, style) for style in ("markdown", "latex")}
-    return {"title": title, **forms, **_table([column.title for column in columns], rows, left)}
+    return {"head": [(column.title, column.stands_left) for column in columns], "rows": rows}
 
 
 def _setup(machine: str, records: Sequence[Record]) -> dict[str, Any]:

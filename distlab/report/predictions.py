@@ -4,35 +4,41 @@
 `predicted_peak_bytes` to `peak_alloc_bytes`.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from distlab.report.record import Record
-from distlab.report.table import is_number
+from distlab.report.table import Column, grouped, is_number
 
 PREFIX = "predicted_"
 
 
-class Compared(NamedTuple):
-    """One figure of one record.
+def _figure(value: float) -> str:
+    return format(value, ",d" if isinstance(value, int) else ",.4g" if abs(value) < 1e4 else ",.0f")
 
-    Attributes:
-        quantity: name of the metric with its unit, without `predicted_`.
-        error_pct: predicted over measured, minus one; None where the measured figure is zero and the other is not.
+
+COMPARED = (
+    Column("variant", "variant"),
+    Column("config.quantity", "quantity", align="left"),
+    Column("metrics.predicted", "predicted", _figure),
+    Column("metrics.measured", "measured", _figure),
+    Column("metrics.error_pct", "error %", "+.1f"),
+)
+ACCURACY = (
+    Column("config.quantity", "quantity", align="left"),
+    Column("metrics.figures", "figures"),
+    Column("metrics.median_error_pct", "median |error| %", ".1f"),
+    Column("metrics.error_pct", "worst error %", "+.1f"),
+    Column("variant", "worst at"),
+)
+
+
+def compared(records: Sequence[Record]) -> list[Record]:
+    """A row per predicted figure whose measured one is in the same record; `error_pct` is predicted over measured,
+    minus one, and None where the measured figure is zero and the other is not.
     """
-
-    variant: str
-    quantity: str
-    predicted: float
-    measured: float
-    error_pct: float | None
-
-
-def compared(records: Sequence[Record]) -> list[Compared]:
-    """Every predicted figure whose measured one is in the same record."""
     found = []
     for record in records:
         for name, predicted in record.metrics.items():
@@ -40,30 +46,23 @@ def compared(records: Sequence[Record]) -> list[Compared]:
             measured = _measured(record.metrics, quantity)
             if name.startswith(PREFIX) and is_number(predicted) and measured is not None:
                 error = 100 * (predicted / measured - 1) if measured else None if predicted else 0.0
-                found.append(Compared(record.variant, quantity, predicted, measured, error))
+                metrics = {"predicted": predicted, "measured": measured, "error_pct": error}
+                found.append(replace(record, config={"quantity": quantity}, metrics=metrics))
     return found
 
 
-class Accuracy(NamedTuple):
-    """How good the predictions of one quantity are, over all records; errors in % of the measured figure."""
-
-    quantity: str
-    figures: int
-    median_error_pct: float
-    worst_error_pct: float
-    worst_variant: str
-
-
-def accuracy(figures: Sequence[Compared]) -> list[Accuracy]:
-    """One line per quantity, in order of appearance; figures without an error are left out."""
-    lines = []
-    for quantity in dict.fromkeys(figure.quantity for figure in figures):
-        known = [f for f in figures if f.quantity == quantity and f.error_pct is not None]
-        if known:
-            worst = max(known, key=lambda figure: abs(figure.error_pct))
-            median = statistics.median(abs(figure.error_pct) for figure in known)
-            lines.append(Accuracy(quantity, len(known), median, worst.error_pct, worst.variant))
-    return lines
+def accuracy(figures: Sequence[Record]) -> list[Record]:
+    """A row per quantity of `compared`'s, in order of appearance: its worst figure, with the median size of all errors;
+    figures without an error are left out.
+    """
+    known = [figure for figure in figures if figure.metrics["error_pct"] is not None]
+    rows = []
+    for group in grouped(known, lambda figure: figure.config["quantity"]).values():
+        worst = max(group, key=lambda figure: abs(figure.metrics["error_pct"]))
+        median = statistics.median(abs(figure.metrics["error_pct"]) for figure in group)
+        metrics = worst.metrics | {"figures": len(group), "median_error_pct": median}
+        rows.append(replace(worst, variant=worst.variant if worst.metrics["error_pct"] else "none", metrics=metrics))
+    return rows
 
 
 def _measured(metrics: Mapping[str, Any], quantity: str) -> float | None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from distlab.report.output import write_whole
+from distlab.files import write_whole
 
 FORMAT = "distlab-run-2"
 OLD_FORMAT = "distlab-records-1"  # environment and commit repeated in every row

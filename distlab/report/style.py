@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from distlab.report.output import atomic_path
+from distlab.files import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

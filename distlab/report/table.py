@@ -2,8 +2,6 @@
 for a report.
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -54,8 +52,6 @@ class Column:
                 f"column key {self.key!r} points at nothing: use 'experiment', 'variant', 'commit', "
                 "'config.NAME', 'metrics.NAME' or 'environment.NAME'"
             )
-        if self.align not in (None, "left", "right"):
-            raise ValueError(f"align must be 'left', 'right' or None, got {self.align!r}")
 
     @property
     def stands_left(self) -> bool:
@@ -93,9 +89,8 @@ def render(records: Sequence[Record], columns: Sequence[Column], style: str = "t
     """
     if style not in STYLES:
         raise ValueError(f"unknown table style {style!r}: use one of {', '.join(map(repr, STYLES))}")
-    tablefmt, escape = STYLES[style]
-    rows = [[escape(_cell(column, record)) for column in columns] for record in records]
-    return _tabulate(rows, columns, [escape(column.title) for column in columns], tablefmt)
+    rows = [[escaped(_cell(column, record), style) for column in columns] for record in records]
+    return _tabulate(rows, columns, [escaped(column.title, style) for column in columns], STYLES[style][0])
 
 
 def render_for_terminal(records: Sequence[Record], columns: Sequence[Column], width: int = 100) -> str:
@@ -149,11 +144,6 @@ def _cell(column: Column, record: Record) -> str:
         raise ValueError(f"column {column.key!r} of variant {record.variant!r}: {error}") from error
 
 
-def escape_markdown(text: str) -> str:
-    """``text`` with Markdown's special characters escaped, in one line: a line break would end the row."""
-    return " ".join(text.split()).translate(_MARKDOWN)
-
-
 _MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\|*<`"})
 # fmt: off
 _LATEX = str.maketrans({
@@ -167,16 +157,15 @@ _LATEX = str.maketrans({
 # fmt: on
 
 
-def escape_latex(text: str) -> str:
-    """``text`` with LaTeX's special characters escaped and the usual mathematical signs put into math mode.
+# name → (tabulate's, special characters → how they are written)
+STYLES = {"text": ("simple", {}), "markdown": ("pipe", _MARKDOWN), "latex": ("latex_raw", _LATEX)}
 
-    One pass over the characters, so that a replacement is never escaped again.
+
+def escaped(text: str, style: str) -> str:
+    """`text` in one line, since a line break would end a row, with a style's special characters escaped; for LaTeX the
+    usual mathematical signs are put into math mode. One pass, so that a replacement is never escaped again.
     """
-    return " ".join(text.split()).translate(_LATEX)
-
-
-# name → (tabulate's, what makes a text fit for it)
-STYLES = {"text": ("simple", str), "markdown": ("pipe", escape_markdown), "latex": ("latex_raw", escape_latex)}
+    return " ".join(text.split()).translate(STYLES[style][1])
 
 
 def is_number(value: Any) -> bool:

@@ -5,8 +5,6 @@ An experiment declares its `View` once; `write` makes of records and view the wh
     records.json  records.csv  table.md  table.tex  report.html  and the pictures
 """
 
-from __future__ import annotations
-
 import string
 import sys
 import textwrap
@@ -15,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distlab.files import write_whole
 from distlab.report import page as html
-from distlab.report.output import OutputFolder, write_whole
 from distlab.report.record import Record, json_line, write_csv, write_json
 from distlab.report.table import Column, by_machine, grouped, render, render_for_terminal
 
@@ -128,7 +126,7 @@ def _named(column: Column) -> str:
     return column.key.rpartition(".")[2]
 
 
-def write(view: View, records: Sequence[Record], folder: OutputFolder | Path) -> Path:
+def write(view: View, records: Sequence[Record], path: Path) -> Path:
     """Everything that a run leaves, into its folder; call it on one rank.
 
     Returns:
@@ -138,7 +136,6 @@ def write(view: View, records: Sequence[Record], folder: OutputFolder | Path) ->
         ValueError: no records, or records of another experiment.
     """
     check_records(view, records)
-    path = Path(getattr(folder, "path", folder))
     write_json(records, path / "records.json")
     write_csv(records, path / "records.csv")
     findings = [line for group in by_machine(records).values() for line in view.findings(group)]

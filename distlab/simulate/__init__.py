@@ -1,18 +1,6 @@
 """The real strategies on a world of any size, in one process, without memory and without a GPU."""
 
-from distlab.simulate.costs import Contention, DeviceModel, LinkModel
-from distlab.simulate.events import EventLog, MemoryMoment
-from distlab.simulate.run import SimulatedStep, simulate_step
-from distlab.simulate.timeline import Timeline, replay
+from distlab.simulate.run import SimulatedStep
+from distlab.simulate.timeline import Machine, replay
 
-__all__ = [
-    "Contention",
-    "DeviceModel",
-    "EventLog",
-    "LinkModel",
-    "MemoryMoment",
-    "SimulatedStep",
-    "Timeline",
-    "replay",
-    "simulate_step",
-]
+__all__ = ["Machine", "SimulatedStep", "replay"]

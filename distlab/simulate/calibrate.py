@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distlab.measure.bandwidth import LIBRARY, traffic
-from distlab.measure.collectives import CollectiveCall
-from distlab.simulate.costs import Contention, DeviceModel, LinkModel
 from distlab.simulate.events import Compute
 from distlab.simulate.run import SimulatedStep
-from distlab.simulate.timeline import replay
-from distlab.theory.collective_time import CollectiveFit, further_hops
+from distlab.simulate.timeline import DeviceModel, Machine, replay
+from distlab.theory.collective_time import CollectiveFit, further_hops, link_share
+from distlab.theory.step_time import Network
 
 NEEDED = ("local", "naive", "flat", "overlap")
 # Assumed, not fitted: what every operator takes beside its work, and a ring's latency per further rank.
@@ -32,24 +31,20 @@ LAUNCH_S, HOP_S = 3e-6, 3e-6
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """A `LinkModel` made of measured collectives: (operation, ranks) → fit.
+    """A network made of measured collectives: (operation, ranks) → fit.
 
     Numbers of ranks that were not measured are predicted from the nearest: the latency grows by `hop_s` per further
     rank of the ring, and what depends on the payload with the volume per link.
 
     Args:
         fits: of the library's collectives.
-        hop_s: see `LinkModel`.
+        hop_s: more latency per further rank of the ring.
     """
 
     fits: Mapping[tuple[str, int], CollectiveFit]
     hop_s: float = HOP_S
 
-    def seconds(self, call: CollectiveCall, ranks: int) -> float:
-        """Time of one collective; 0 for a single rank. Raises ValueError as `time` does."""
-        return self.time(call.op, call.bytes, ranks)
-
-    def time(self, operation: str, num_bytes: float, ranks: int) -> float:
+    def seconds(self, num_bytes: float, ranks: int, *, operation: str = "all_reduce") -> float:
         """Seconds of `operation` on a payload of `num_bytes`. Raises ValueError for an operation without a fit."""
         if ranks == 1:
             return 0.0
@@ -96,15 +91,6 @@ def measured_links(records: Iterable[Any], device_name: str, backend: str | None
     return MeasuredLinks(fits)
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """A machine's cost model."""
-
-    device: DeviceModel
-    link: LinkModel
-    contention: Contention
-
-
 def calibrate(
     measured: Mapping[str, Mapping[str, float]],
     steps: Mapping[str, SimulatedStep],
@@ -112,7 +98,7 @@ def calibrate(
     *,
     launch_s: float = LAUNCH_S,
     hop_s: float = HOP_S,
-) -> Calibration:
+) -> Machine:
     """Fit the cost model.
 
     Args:
@@ -142,17 +128,16 @@ def calibrate(
         device = _fit_flops(device, *first)
     else:
         device = _fit_both(device, first, (_operators(second[0], update=False), second[1]))
-    link = _fit_link(steps, {name: measured[name]["comm_ms"] / 1e3 for name in ("naive", "flat")}, hop_s)
+    network = _fit_network(steps, {name: measured[name]["comm_ms"] / 1e3 for name in ("naive", "flat")}, hop_s)
     overlap, seen = steps["overlap"], measured["overlap"]
-    alone_ms = 1e3 * sum(link.seconds(call, overlap.world_size) for call in overlap.calls)
+    alone_ms = 1e3 * sum(network.seconds(c.bytes, overlap.world_size, operation=c.op) for c in overlap.calls)
     slowed = min(1.0, alone_ms / seen["comm_ms"])
     exposed_ms = seen["step_p50_ms"] - measured["local"]["step_p50_ms"]
 
     def slow_enough(rate: float) -> bool:
-        return replay(overlap, device, link, Contention(rate, slowed)).exposed_ms >= exposed_ms
+        return replay(overlap, Machine(device, network, (rate, slowed))).exposed_ms >= exposed_ms
 
-    rate = _bisect(slow_enough, 0.05, 1.0)
-    return Calibration(device, link, Contention(rate, slowed))
+    return Machine(device, network, (_bisect(slow_enough, 0.05, 1.0), slowed))
 
 
 def _operators(step: SimulatedStep, *, update: bool) -> list[Compute]:
@@ -188,14 +173,11 @@ def _fit_both(
     return fitted(_bisect(takes_longer, low, high))
 
 
-def _fit_link(steps: Mapping[str, SimulatedStep], seconds: Mapping[str, float], hop_s: float) -> LinkModel:
-    """α and W from two equations: calls·α + volume/W = time, for many messages and for one."""
-    unit = LinkModel(1.0)  # seconds at one byte per second: the volume per link
+def _fit_network(steps: Mapping[str, SimulatedStep], seconds: Mapping[str, float], hop_s: float) -> Network:
+    """One node, with α and W from two equations: calls·α + volume/W = time, for many messages and for one."""
     calls = {name: len(steps[name].calls) for name in seconds}
-    volume = {
-        name: sum(unit.seconds(call, steps[name].world_size) for call in steps[name].calls)
-        for name in seconds
-    }
+    ranks = steps["naive"].world_size
+    volume = {name: sum(link_share(c.op, ranks) * c.bytes for c in steps[name].calls) for name in seconds}
     determinant = calls["naive"] * volume["flat"] - calls["flat"] * volume["naive"]
     latency = (seconds["naive"] * volume["flat"] - seconds["flat"] * volume["naive"]) / determinant
     per_byte = (calls["naive"] * seconds["flat"] - calls["flat"] * seconds["naive"]) / determinant
@@ -204,8 +186,7 @@ def _fit_link(steps: Mapping[str, SimulatedStep], seconds: Mapping[str, float], 
             f"naive took {seconds['naive']:.4f} s for {calls['naive']} messages and flat {seconds['flat']:.4f} s for "
             f"{calls['flat']}: no latency and bandwidth explain both; measure again"
         )
-    ranks = steps["naive"].world_size
-    return LinkModel(1 / per_byte, max(0.0, latency - hop_s * (ranks - 2)), hop_s)
+    return Network(1 / per_byte, 1 / per_byte, ranks, max(0.0, latency - hop_s * (ranks - 2)), hop_s)
 
 
 def _bisect(above: Callable[[float], bool], low: float, high: float) -> float:

@@ -15,9 +15,9 @@ from distlab.options import Options, option
 from distlab.parallel.buckets import plan_buckets
 from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
-from distlab.simulate.costs import DeviceModel
 from distlab.simulate.events import Compute
-from distlab.simulate.training import simulate_training
+from distlab.simulate.run import simulate_training
+from distlab.simulate.timeline import DeviceModel, Machine
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, step_time
 from distlab.theory.volume import padded_parameters, sharded_buffers
@@ -28,21 +28,6 @@ FP32 = 4
 # `distlab.simulate.calibrate`). MEMORY of operators, UPDATE of the optimizer. Other machines are assumed alike.
 FLOPS_SHARE, MEMORY_SHARE, UPDATE_SHARE, LINK_SHARE = 0.68, 0.56, 0.78, 0.79
 LATENCY_S, CONTENTION = 58e-6, (0.64, 0.73)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A kind of device, how they are connected, and how they disturb each other.
-
-    Args:
-        device: what one computes.
-        network: what they send.
-        contention: rates of computation and communication beside each other.
-    """
-
-    device: DeviceModel
-    network: Network
-    contention: tuple[float, float] = (1.0, 1.0)
 
 
 @lru_cache(maxsize=64)

@@ -36,13 +36,6 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Issue:
-    """A collective is handed to the communication stream; `call.sequence` is its number."""
-
-    call: CollectiveCall
-
-
-@dataclass(frozen=True)
 class Wait:
     """The computing stream waits for collective number `sequence`."""
 
@@ -51,25 +44,20 @@ class Wait:
 
 @dataclass(frozen=True)
 class MemoryMoment:
-    """Bytes alive after item number `item`, by category in the order of `CATEGORIES`.
+    """Bytes alive after an item of this phase, by category (`CATEGORIES`).
 
     `parameters`, `buckets` (made at construction) and `gathered` (made at construction, freed and refilled) are
     told apart by what they are; `activations`, `backward` (gradients and temporaries) and `optimizer` by when they
     were made.
     """
 
-    item: int
     phase: str
-    bytes: tuple[int, ...]
+    by_category: dict[str, int]
 
     @property
     def total(self) -> int:
         """Bytes of all categories."""
-        return sum(self.bytes)
-
-    def by_category(self) -> dict[str, int]:
-        """Category → bytes."""
-        return dict(zip(CATEGORIES, self.bytes, strict=True))
+        return sum(self.by_category.values())
 
 
 class EventLog(CollectiveRecorder):
@@ -77,14 +65,14 @@ class EventLog(CollectiveRecorder):
 
     Attributes:
         phase: `construction`, `forward` or `optimizer`, set by the caller; `backward` shows by itself.
-        items: `Compute`, `Issue` and `Wait` in order.
+        items: `Compute`, `CollectiveCall` (handed to the communication stream) and `Wait` in order.
         memory: a moment per item after which memory had changed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = "construction"
-        self.items: list[Compute | Issue | Wait] = []
+        self.items: list[Compute | CollectiveCall | Wait] = []
         self.memory: list[MemoryMoment] = []
         self._through_seam = False
         self._alive = dict.fromkeys(CATEGORIES, 0)
@@ -127,7 +115,7 @@ class EventLog(CollectiveRecorder):
         before = len(self.calls)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.calls) > before:
-            self.items.append(Issue(self.calls[-1]))
+            self.items.append(self.calls[-1])
             if not self._through_seam:  # nobody holds its handle: it blocks
                 self.items.append(Wait(self.calls[-1].sequence))
         else:
@@ -136,8 +124,7 @@ class EventLog(CollectiveRecorder):
             self._see(tensor)
         if self._changed:
             self._changed = False
-            moment = MemoryMoment(len(self.items) - 1, self.current_phase, tuple(self._alive.values()))
-            self.memory.append(moment)
+            self.memory.append(MemoryMoment(self.current_phase, dict(self._alive)))
         return result
 
     def _add_operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:

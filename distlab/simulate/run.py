@@ -1,19 +1,28 @@
-"""Run a few training steps of a real strategy in a fake world, and keep what the last ones did."""
+"""Run a few training steps of a real strategy in a fake world, and keep what the last ones did.
+
+`simulate_step` takes any model and step; `simulate_training` is the lab's own: the Transformer, `TrainStep` and AdamW.
+"""
 
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from distlab.measure.collectives import CollectiveCall
+from distlab.model import ModelConfig, TransformerLM, ops
+from distlab.model.config import Checkpointing
 from distlab.parallel import ParallelModel, Strategy, get_strategy
-from distlab.simulate.events import Compute, EventLog, Issue, MemoryMoment, Wait
+from distlab.precision import DTYPES
+from distlab.simulate.events import Compute, EventLog, MemoryMoment, Wait
 from distlab.simulate.world import fake_world
+from distlab.theory.checks import at_least_one
+from distlab.train.step import TrainStep, next_token_loss
 
 Mark = Callable[[str], None]
 MakeStep = Callable[[ParallelModel, Optimizer, Mark], Callable[[], Any]]
@@ -25,7 +34,6 @@ class SimulatedStep:
     """A settled training step of one rank.
 
     Args:
-        strategy: its name.
         world_size: ranks.
         calls: the collectives of the step, in order.
         items: events of two consecutive settled steps (what the first leaves in flight, the second waits for).
@@ -34,10 +42,9 @@ class SimulatedStep:
         after_init: bytes by category once wrapped and before any step.
     """
 
-    strategy: str
     world_size: int
     calls: tuple[CollectiveCall, ...]
-    items: tuple[Compute | Issue | Wait, ...]
+    items: tuple[Compute | CollectiveCall | Wait, ...]
     boundary: int
     memory: tuple[MemoryMoment, ...]
     after_init: dict[str, int]
@@ -56,10 +63,6 @@ class SimulatedStep:
     def operators(self) -> tuple[Compute, ...]:
         """The operators of the last step, in order."""
         return tuple(item for item in self.items[self.boundary :] if isinstance(item, Compute))
-
-    def flops(self, phase: str | None = None) -> int:
-        """FLOPs of the step, or of one of its phases `forward`, `backward`, `optimizer`."""
-        return sum(item.flops for item in self.operators if phase in (None, item.phase))
 
 
 def simulate_step(
@@ -120,7 +123,6 @@ def simulate_step(
         del step, wrapper, optimizer
     _, (first, _, _), (second, calls, moments) = begins
     return SimulatedStep(
-        entry.name,
         world_size,
         all_calls[calls:],
         items[first:],
@@ -128,6 +130,51 @@ def simulate_step(
         memory[moments:],
         after_init,
     )
+
+
+def simulate_training(
+    config: ModelConfig,
+    strategy: str,
+    *,
+    batch: int,
+    world_size: int,
+    dtype: str = "bf16",
+    bucket_size_mb: float | None = 25.0,
+    checkpointing: Checkpointing = False,
+) -> SimulatedStep:
+    """One step of what ddp_bench times: full-length sequences, fused AdamW, computation in `dtype`.
+
+    All is as on GPUs: NCCL's answers (see `fake_world`), and linear layers that write their weights' gradients in fp32
+    straight to where they are wanted (see `model.ops.linear`).
+
+    Args:
+        config: the model; sequences have its context length.
+        batch: sequences per rank.
+        dtype: `fp32`, or `bf16`/`fp16` over fp32 parameters.
+        checkpointing: see `TransformerLM`'s `checkpoint_blocks`.
+
+    Raises:
+        ValueError: an unknown strategy or dtype, one of torch's strategies, a size below one.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
+    at_least_one(batch=batch)
+    compute_dtype = DTYPES[dtype]
+
+    def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
+        tokens = torch.zeros(batch, config.context_length, dtype=torch.int64)
+        train = TrainStep(wrapper, optimizer, next_token_loss, mark=mark)
+        return lambda: train([(tokens, tokens)])
+
+    with mock.patch.object(ops, "on_gpu", lambda x: True):
+        return simulate_step(
+            strategy,
+            lambda: TransformerLM(config, device="cpu", checkpoint_blocks=checkpointing),
+            make_step,
+            world_size=world_size,
+            bucket_size_mb=bucket_size_mb,
+            compute_dtype=compute_dtype,
+        )
 
 
 @contextmanager

@@ -1,18 +1,73 @@
-"""From events to time: two streams, one that computes and one that communicates, which wait for and disturb each other.
+"""From events to time: what operators and collectives take on a machine, and two streams, one that computes and one
+that communicates, which wait for and disturb each other.
 
 The computing stream runs operators in order. A collective is ready when that stream reaches its issue, runs when those
 issued before it are done, and the stream stops at a wait until the collective is. While both streams run, each
-runs at its rate of `Contention`.
+runs at its rate of the machine's contention.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from distlab.measure.collectives import CollectiveCall
 from distlab.measure.trace.intervals import Interval, intersect, subtract, total, union
-from distlab.simulate.costs import Contention, DeviceModel, LinkModel
-from distlab.simulate.events import Compute, Issue, Wait
+from distlab.simulate.events import Compute, Wait
 from distlab.simulate.run import SimulatedStep
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """An operator takes the longer of its arithmetic and its memory traffic, and a launch.
+
+    Args:
+        flops_per_s: what matmuls reach (peak × efficiency).
+        bytes_per_s: what memory-bound operators reach.
+        launch_s: added to every operator: the gap before its kernel, the kernel's ramp and its tail.
+        update_bytes_per_s: of the optimizer, one long pass over contiguous tensors; None: as `bytes_per_s`.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    launch_s: float = 0.0
+    update_bytes_per_s: float | None = None
+
+    def seconds(self, operator: Compute) -> float:
+        """Time of one operator."""
+        updates = operator.phase == "optimizer" and self.update_bytes_per_s is not None
+        bytes_per_s = self.update_bytes_per_s if updates else self.bytes_per_s
+        return self.launch_s + max(operator.flops / self.flops_per_s, operator.bytes / bytes_per_s)
+
+
+class Collectives(Protocol):
+    """`distlab.theory.step_time.Network`, or collectives as measured (`calibrate.MeasuredLinks`)."""
+
+    def seconds(self, num_bytes: float, ranks: int, *, operation: str) -> float:
+        """Time of one collective; 0 for a single rank."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of device, how they are connected, and how they disturb each other.
+
+    Args:
+        device: what one computes.
+        network: what they send.
+        contention: rates of computation and of communication while both run, relative to each alone (1: no
+            disturbance); both use SMs and memory bandwidth.
+
+    Raises:
+        ValueError: a rate outside (0, 1].
+    """
+
+    device: DeviceModel
+    network: Collectives
+    contention: tuple[float, float] = (1.0, 1.0)
+
+    def __post_init__(self) -> None:
+        if not all(0 < rate <= 1 for rate in self.contention):
+            raise ValueError(f"contention={self.contention}: two rates in (0, 1]; 1 means no disturbance")
 
 
 @dataclass(frozen=True)
@@ -21,18 +76,14 @@ class Timeline:
 
     Args:
         step_ms: from the end of the step before to the end of this one.
-        local_ms: the same operators without any communication.
-        compute_ms: the computing stream ran.
         comm_ms: the communication stream ran.
-        exposed_ms: step − local.
+        exposed_ms: what the step takes longer than the same operators without any communication.
         overlap_pct: share of `comm_ms` in which computation ran too; None without communication.
         phases: time of the computing stream in `forward`, `backward`, `optimizer`, waits included.
         lanes: `compute`, `communication`, `exposed` as disjoint intervals; 0 is the start of the step.
     """
 
     step_ms: float
-    local_ms: float
-    compute_ms: float
     comm_ms: float
     exposed_ms: float
     overlap_pct: float | None
@@ -40,12 +91,9 @@ class Timeline:
     lanes: dict[str, list[Interval]] = field(repr=False)
 
 
-def replay(
-    step: SimulatedStep, device: DeviceModel, link: LinkModel, contention: Contention | None = None
-) -> Timeline:
+def replay(step: SimulatedStep, machine: Machine) -> Timeline:
     """Time the step; deterministic."""
-    contention = contention or Contention()
-    streams = _Streams(step.world_size, device, link, contention)
+    streams = _Streams(step.world_size, machine)
     streams.run(step.items[: step.boundary])
     begin = streams.now
     streams.phases.clear()
@@ -54,14 +102,12 @@ def replay(
     window = [(begin, end)]
     # The last step leaves in flight what its predecessor left in flight for it.
     compute, comm = intersect(streams.compute, window), intersect(streams.comm, window)
-    local_ms = 1e3 * sum(device.seconds(item) for item in step.operators)
+    local_ms = 1e3 * sum(machine.device.seconds(item) for item in step.operators)
     exposed, comm_ms = subtract(comm, compute), 1e3 * total(comm)
     step_ms = 1e3 * (end - begin)
     lanes = {"compute": compute, "communication": comm, "exposed": exposed}
     return Timeline(
         step_ms=step_ms,
-        local_ms=local_ms,
-        compute_ms=1e3 * total(compute),
         comm_ms=comm_ms,
         exposed_ms=step_ms - local_ms,
         overlap_pct=100 * (1 - 1e3 * total(exposed) / comm_ms) if comm_ms else None,
@@ -73,8 +119,8 @@ def replay(
 
 
 class _Streams:
-    def __init__(self, ranks: int, device: DeviceModel, link: LinkModel, contention: Contention):
-        self.ranks, self.device, self.link, self.contention = ranks, device, link, contention
+    def __init__(self, ranks: int, machine: Machine):
+        self.ranks, self.machine = ranks, machine
         self.now = 0.0
         self.queue: deque[list] = deque()  # [number, seconds left] of collectives issued and not done
         self.compute: list[Interval] = []
@@ -82,14 +128,15 @@ class _Streams:
         self.phases: dict[str, float] = {}
         self.phase = "forward"
 
-    def run(self, items: Sequence[Compute | Issue | Wait]) -> None:
+    def run(self, items: Sequence[Compute | CollectiveCall | Wait]) -> None:
         for item in items:
             begin = self.now
             if isinstance(item, Compute):
                 self.phase = item.phase
-                self._compute(self.device.seconds(item))
-            elif isinstance(item, Issue):
-                self.queue.append([item.call.sequence, self.link.seconds(item.call, self.ranks)])
+                self._compute(self.machine.device.seconds(item))
+            elif isinstance(item, CollectiveCall):
+                seconds = self.machine.network.seconds(item.bytes, self.ranks, operation=item.op)
+                self.queue.append([item.sequence, seconds])
             else:
                 while any(number == item.sequence for number, _ in self.queue):
                     self._communicate(self.queue[0][1])
@@ -98,12 +145,12 @@ class _Streams:
 
     def _compute(self, work: float) -> None:
         """Run an operator of `work` seconds, slowed while there is communication."""
-        begin = self.now
+        begin, (compute_rate, comm_rate) = self.now, self.machine.contention
         while work > 0 and self.queue:
-            share = min(work / self.contention.compute, self.queue[0][1] / self.contention.communication)
-            work -= share * self.contention.compute
+            share = min(work / compute_rate, self.queue[0][1] / comm_rate)
+            work -= share * compute_rate
             work = 0.0 if work < 1e-15 else work
-            self._communicate(share, self.contention.communication)
+            self._communicate(share, comm_rate)
         self.now += work
         if self.now > begin:
             self.compute.append((begin, self.now))

@@ -23,9 +23,11 @@ tolerance, at the borders that make that sum smallest. α and 1/W are not negati
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class Link:
                 "latency not negative"
             )
 
-    def message(self, num_bytes: float) -> float:
-        """Seconds of one message."""
+    def seconds(self, num_bytes: float) -> float:
+        """Time of one message."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
@@ -58,40 +60,34 @@ def further_hops(ranks: int, *, all_reduce: bool) -> int:
     return min(ranks - 2, math.ceil(2 * math.log2(ranks))) if all_reduce else ranks - 2
 
 
-def ring_all_gather(num_bytes: float, ranks: int, link: Link) -> float:
-    """N−1 rounds, in each of which every rank passes a chunk of S/N on. A reduce-scatter costs the same."""
-    _check(num_bytes, ranks)
-    return (ranks - 1) * link.message(num_bytes / ranks)
+def link_share(operation: str, ranks: int) -> float:
+    """Share of a payload that the busiest link of a ring carries: all of a pipelined broadcast, two passes of
+    (N−1)/N of an all-reduce, one of every other collective.
+    """
+    return {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(operation, (ranks - 1) / ranks)
 
 
-ring_reduce_scatter = ring_all_gather
+# Name → rounds on N ranks, and into how many chunks the tensor is cut, one of which a rank sends in each.
+ALGORITHMS: dict[str, Callable[[int], tuple[int, int]]] = {
+    "ring all-gather": lambda ranks: (ranks - 1, ranks),  # a reduce-scatter likewise
+    # N−1 rounds in which every rank passes a chunk to its neighbour, who adds its own; in N−1 more the finished chunks
+    # go round. Each link carries less than 2·S however many ranks there are: bandwidth-optimal, unlike its latency.
+    "ring all-reduce": lambda ranks: (2 * (ranks - 1), ranks),
+    # Every rank forwards whole tensors and adds what it receives. Wins where latency outweighs volume.
+    "whole-tensor ring": lambda ranks: (ranks - 1, 1),
+    "binomial tree": lambda ranks: (2 * math.ceil(math.log2(ranks)), 1),  # reduce up, broadcast down
+}
 
 
-def ring_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
-    """A reduce-scatter and an all-gather, in seconds: 2(N−1)·α + 2(N−1)/N · S/W, and 0 for a single rank.
-
-    The S bytes are cut into N chunks. In N−1 rounds every rank passes one chunk to its neighbour, who adds its own; in
-    N−1 more the finished chunks go round. All links are busy at once, and each carries less than 2·S however many
-    ranks there are: the ring is bandwidth-optimal, its latency is not.
+def collective_seconds(algorithm: str, num_bytes: float, ranks: int, link: Link) -> float:
+    """Seconds of one of `ALGORITHMS`, as in the table above; 0 for a single rank.
 
     Raises:
         ValueError: fewer than one rank, or negative bytes.
     """
-    return 2 * ring_all_gather(num_bytes, ranks, link)
-
-
-def whole_tensor_ring(num_bytes: float, ranks: int, link: Link) -> float:
-    """Every rank forwards whole tensors N−1 times and adds what it receives: half of a ring's rounds, and per link
-    (N−1)·S bytes, which is N/2 times as much. It wins for messages whose latency outweighs their volume.
-    """
     _check(num_bytes, ranks)
-    return (ranks - 1) * link.message(num_bytes)
-
-
-def tree_all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
-    """Reduce up a binomial tree and broadcast down: few rounds, each with the whole tensor."""
-    _check(num_bytes, ranks)
-    return 2 * math.ceil(math.log2(ranks)) * link.message(num_bytes)
+    rounds, chunks = ALGORITHMS[algorithm](ranks)
+    return rounds * link.seconds(num_bytes / chunks)
 
 
 def tree_to_ring_bytes(ranks: int, link: Link) -> float:
@@ -158,16 +154,10 @@ LEAST_POINTS = 3  # two would be met exactly, and say nothing
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Valid from `from_bytes` on: `latency_s` α, and `bytes_per_s` W in payload bytes (inf for a constant time)."""
+class Piece(Link):
+    """α–β for payloads from `from_bytes` on; W is in payload bytes (inf for a constant time)."""
 
-    from_bytes: float
-    latency_s: float
-    bytes_per_s: float
-
-    def seconds(self, num_bytes: float) -> float:
-        """Time of a payload."""
-        return self.latency_s + num_bytes / self.bytes_per_s
+    from_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -261,18 +251,13 @@ def relative_errors(fit: CollectiveFit, sizes: Sequence[float], seconds: Sequenc
 
 
 def _piece(points: list[tuple[float, float]], start: int, stop: int) -> Piece:
-    mine = points[start:stop]
+    """Least squares of the relative error; where α or 1/W came out negative, without it."""
     begin = 0.0 if start == 0 else (points[start - 1][0] * points[start][0]) ** 0.5
-    a = [1 / time for _, time in mine]
-    b = [size / time for size, time in mine]
-    aa, ab, bb = (sum(x * y for x, y in zip(u, v, strict=True)) for u, v in ((a, a), (a, b), (b, b)))
-    determinant = aa * bb - ab * ab
-    latency = slope = -1.0
-    if determinant > 1e-12 * aa * bb:
-        latency = (sum(a) * bb - sum(b) * ab) / determinant
-        slope = (sum(b) * aa - sum(a) * ab) / determinant
+    sizes, times = np.array(points[start:stop]).T
+    a, b = 1 / times, sizes / sizes[-1] / times  # columns of one size, for the solver's sake
+    latency, slope = np.linalg.lstsq(np.stack([a, b], axis=1), np.ones(len(times)))[0]
     if slope < 0:  # nothing grows with the size: a constant
-        latency, slope = sum(a) / aa, 0.0
+        latency, slope = a.sum() / (a @ a), 0.0
     elif latency < 0:
-        latency, slope = 0.0, sum(b) / bb
-    return Piece(begin, latency, 1 / slope if slope > 0 else float("inf"))
+        latency, slope = 0.0, b.sum() / (b @ b)
+    return Piece(float(sizes[-1] / slope) if slope > 0 else math.inf, float(latency), begin)

@@ -38,19 +38,6 @@ class TransformerFlops:
         """The sum of all parts."""
         return sum(vars(self).values())
 
-    def by_part(self) -> dict[str, int]:
-        """Part → FLOPs, with the embedding, which is a look-up and no matmul, as 0."""
-        return {
-            "embedding": 0,
-            "attention": self.attention_projections + self.attention_scores,
-            "feed-forward": self.feed_forward,
-            "head": self.head,
-        }
-
-    def times(self, factor: int) -> "TransformerFlops":
-        """Every part multiplied by `factor`."""
-        return TransformerFlops(*(part * factor for part in vars(self).values()))
-
 
 def forward_flops(
     *,
@@ -86,7 +73,7 @@ def step_flops(**sizes: int) -> int:
 
     The optimizer is left out: some ten operations per parameter, against six per parameter *and token*.
     """
-    return forward_flops(**sizes).times(3).total
+    return 3 * forward_flops(**sizes).total
 
 
 def hardware_flops(*, checkpointing: bool, **sizes: int) -> int:
@@ -98,19 +85,11 @@ def hardware_flops(*, checkpointing: bool, **sizes: int) -> int:
     return forward.total * 3 + checkpointing * (forward.total - forward.head)  # the head's input is kept
 
 
-def hfu(
-    seconds: float, peak: float | None, *, checkpointing: bool, causal: bool = True, **sizes: int
-) -> float | None:
-    """Hardware FLOPs utilisation: work done, recomputation included, over the peak, a fraction (Chowdhery et al. 2022).
-
-    MFU counts what the model needs, HFU what the hardware did: with full checkpointing HFU is about 4/3 of MFU.
-    Returns and raises as `mfu`.
-    """
-    return mfu(hardware_flops(checkpointing=checkpointing, causal=causal, **sizes), seconds, peak)
-
-
 def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
     """Model FLOPs utilisation: FLOPs done per second over the device's peak, a fraction (1.0 is the peak).
+
+    MFU counts what the model needs (`step_flops`). Of what the hardware did (`hardware_flops`) it is HFU, hardware
+    FLOPs utilisation (Chowdhery et al. 2022): with full checkpointing about 4/3 of MFU.
 
     Args:
         flops: on one device.

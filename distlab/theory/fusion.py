@@ -104,11 +104,9 @@ class Graph:
         leaving = {tensor for tensor in written if self.leaves(tensor, group)}
         return Cost(sum(op.flops for op in group), sum(self.sizes[t] for t in entering | leaving))
 
-    def speed_up(self, roof: Roofline, group: Sequence[Operator] | None = None, launch_s: float = 0.0) -> float:
-        """Predicted time unfused over time fused; `launch_s` is added for every kernel."""
-        group = self.operators if group is None else group
-        apart = sum(roof.seconds(self.alone(op)) + launch_s * op.eager_kernels for op in group)
-        return apart / (roof.seconds(self.fused(group)) + launch_s)
+    def speed_up(self, roof: Roofline) -> float:
+        """Predicted time unfused over time fused, launches left out."""
+        return sum(roof.seconds(self.alone(op)) for op in self.operators) / roof.seconds(self.fused())
 
 
 def pointwise_chain(count: int, elements: int, itemsize: int, flops_each: int = 1) -> Graph:
@@ -140,15 +138,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions and the groups they lead to."""
+    """The decisions and the groups they lead to, one kernel each."""
 
     decisions: tuple[Decision, ...]
     groups: tuple[tuple[Operator, ...], ...]
-
-    @property
-    def kernels(self) -> int:
-        """Launches of the plan: one per group."""
-        return len(self.groups)
 
 
 def chip_bytes(spec: GPUSpec) -> int:
@@ -247,5 +240,5 @@ def kernel_counts(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> dict[str,
         "eager": sum(op.eager_kernels for op in graph.operators),
         "compiled": compiled,
         "ours": ours,
-        "advised": advise(graph, spec, dtype).kernels,
+        "advised": len(advise(graph, spec, dtype).groups),
     }

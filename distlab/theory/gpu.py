@@ -52,19 +52,15 @@ class Roofline:
         return "memory" if cost.flops / self.peak < cost.bytes / self.bandwidth else "compute"
 
 
-def roofline(
-    spec: GPUSpec, dtype: str = "bf16", *, bandwidth: float | None = None, peak: float | None = None
-) -> Roofline:
-    """The roofline of a GPU by its datasheet, or with measured ceilings in place of it.
+def roofline(spec: GPUSpec, dtype: str = "bf16") -> Roofline:
+    """The roofline of a GPU by its datasheet.
 
     Raises:
         ValueError: the GPU has no peak for that dtype; the message lists those it has.
     """
-    if peak is None:
-        if dtype not in spec.peak:
-            raise ValueError(f"{spec.name} has no peak for {dtype!r}; choose one of {', '.join(spec.peak)}")
-        peak = spec.peak[dtype]
-    return Roofline(peak, spec.hbm_bandwidth if bandwidth is None else bandwidth)
+    if dtype not in spec.peak:
+        raise ValueError(f"{spec.name} has no peak for {dtype!r}; choose one of {', '.join(spec.peak)}")
+    return Roofline(spec.peak[dtype], spec.hbm_bandwidth)
 
 
 REGISTER_UNIT = 256

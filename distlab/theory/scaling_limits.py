@@ -56,7 +56,9 @@ class Block:
 
     @property
     def intensity(self) -> float:
-        """a = b·C/(2·W): tokens per device at which sending weights takes as long as using them."""
+        """a = b·C/(2·W): tokens per device at which sending weights takes as long as using them, the least B/X of DP
+        and FSDP alone. Forward and backward agree: twice the compute, twice the weights' passes.
+        """
         return self.element_bytes * self.flops_per_s / (2 * self.bytes_per_s)
 
 
@@ -112,11 +114,6 @@ def block_time(
     transfers = 3 if backward and not keeps_input else 2
     activations = transfers * b * tokens * d / (data * block.bytes_per_s) if tensor > 1 else 0.0
     return BlockTime(compute, weights, activations)
-
-
-def least_tokens_per_device(block: Block) -> float:
-    """B/X of DP and FSDP alone: a. Forward and backward agree: twice the compute, twice the weights' passes."""
-    return block.intensity
 
 
 def largest_data_parallel(block: Block, tokens: float) -> int:
@@ -182,13 +179,13 @@ def tricks(
       fast; only the gradients' shards, 1/`node` of the volume but twice over the wire, cross the slow links.
     - `FSDP × TP`, each axis with links of its own, and on shared ones.
     """
-    plain = least_tokens_per_device(block)
+    plain = block.intensity
     # Backward: gather and scatter inside the node, all-reduce of a shard across; twice the forward's FLOPs.
     hybrid = max(plain / node_speedup, (2 / node_speedup + 2 / node) * plain / 2)
     return {
         "DP or FSDP": plain,
         "DP with gradient accumulation": plain / accumulate,
-        "FSDP with quantized weights": least_tokens_per_device(replace(block, element_bytes=quantized_bytes)),
+        "FSDP with quantized weights": replace(block, element_bytes=quantized_bytes).intensity,
         "hybrid sharding": hybrid,
         "FSDP × TP": least_tokens_per_device_mixed(block),
         "FSDP × TP on shared links": least_tokens_per_device_mixed(block, shared_links=True),

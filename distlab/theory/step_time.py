@@ -7,7 +7,7 @@ rate p and communication at q (both in (0, 1], 1 without contention). They share
 
     B/q + A − p·B/q   if B/q ≤ A/p,   else   A/p + B − q·A/p
 
-`together` is this. A strategy says what runs beside what:
+`pipeline` of one message that is ready at once is this. A strategy says what runs beside what:
 
     naive, flat          all-reduce after backward
     overlap, bucketed    all-reduce beside backward, the last message alone
@@ -34,9 +34,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distlab.theory.collective_time import further_hops
+from distlab.theory.collective_time import further_hops, link_share
 
-ALL_REDUCE, ONE_PASS = 2, 1
 PACKS = ("flat", "bucketed", "sharded-optimizer", "zero1")
 
 
@@ -66,26 +65,21 @@ class Network:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be positive")
 
-    def ring_bytes_per_s(self, ranks: int) -> float:
-        """Bytes per second through the slowest place of the rings. Several rings run side by side, each leaving a node
-        through another device's link, so a node's links add up and meet those inside.
-        """
-        if ranks <= self.devices_per_node:
-            return self.inside_bytes_per_s
-        return min(self.inside_bytes_per_s, self.between_bytes_per_s * self.devices_per_node)
+    def seconds(self, num_bytes: float, ranks: int, messages: int = 1, operation: str = "all_reduce") -> float:
+        """`messages` collectives of together `num_bytes`; 0 for a single rank.
 
-    def seconds(self, num_bytes: float, ranks: int, messages: int = 1, passes: int = ALL_REDUCE) -> float:
-        """`messages` collectives of together `num_bytes`; an all-reduce passes twice, each other collective once.
-
-        Latency grows along the ring; an all-reduce of many ranks goes up and down a tree instead, 2·log₂N hops.
+        Latency grows along the ring; an all-reduce of many ranks goes up and down a tree instead, 2·log₂N hops. Several
+        rings run side by side, each leaving a node through another device's link, so a node's links add up and meet
+        those inside; the slowest place decides.
         """
         if ranks < 1 or num_bytes < 0:
             raise ValueError(f"ranks={ranks}, num_bytes={num_bytes}: at least one rank and no negative size")
         if ranks == 1:
             return 0.0
-        hops = further_hops(ranks, all_reduce=passes == ALL_REDUCE)
-        volume = passes * (ranks - 1) / ranks * num_bytes
-        return messages * (self.latency_s + self.hop_s * hops) + volume / self.ring_bytes_per_s(ranks)
+        hops = further_hops(ranks, all_reduce=operation == "all_reduce")
+        volume = link_share(operation, ranks) * num_bytes
+        between = self.between_bytes_per_s * self.devices_per_node if ranks > self.devices_per_node else math.inf
+        return messages * (self.latency_s + self.hop_s * hops) + volume / min(self.inside_bytes_per_s, between)
 
 
 @dataclass(frozen=True)
@@ -141,21 +135,6 @@ class StepTime:
     communication: float
 
 
-def together(compute: float, communication: float, p: float = 1.0, q: float = 1.0) -> float:
-    """Seconds until both are done that start at once; see above.
-
-    Raises:
-        ValueError: a rate outside (0, 1] or a negative time.
-    """
-    if not (0 < p <= 1 and 0 < q <= 1) or compute < 0 or communication < 0:
-        raise ValueError(
-            f"compute={compute}, communication={communication}, rates {p}, {q}: see the docstring"
-        )
-    if communication / q <= compute / p:
-        return communication / q + compute - p * communication / q
-    return compute / p + communication - q * compute / p
-
-
 def step_time(
     strategy: str,
     compute: ComputeTime,
@@ -184,7 +163,7 @@ def step_time(
 
     def beside(work: float, comm: float, tail: float = 0.0) -> float:
         """What communication adds to `work`; all of it except its last `tail` may run at the same time."""
-        return together(work, comm - tail, p, q) + tail - work
+        return pipeline([0.0], [comm - tail], work, compute_rate=p, communication_rate=q) + tail - work
 
     if strategy in ("local", "naive", "flat"):
         count = {"local": 0, "naive": messages.parameters, "flat": 1}[strategy]
@@ -194,20 +173,19 @@ def step_time(
         comm, tail = network.seconds(size, n, count), network.seconds(size / count, n)
         exposed = beside(last, comm, tail)
         if strategy == "sharded-optimizer":
-            sending = network.seconds(size, n, messages.buckets, ONE_PASS)
+            # Broadcasts of different owners load the ring's links evenly, as an all-gather does.
+            sending = network.seconds(size, n, messages.buckets, "all_gather")
             optimizer, exposed, comm = optimizer / n, exposed + sending, comm + sending
     elif strategy == "zero1":
-        half, tail = (
-            network.seconds(size / k, n, c, ONE_PASS)
-            for k, c in ((1, messages.buckets), (messages.buckets, 1))
-        )
+        half = network.seconds(size, n, messages.buckets, "reduce_scatter")
+        tail = half / messages.buckets
         exposed = beside(compute.forward / m, half, tail) + beside(last, half, tail)
         optimizer, comm = compute.optimizer / n, 2 * half
     elif strategy in ("fsdp", "hsdp"):
         # HSDP shards inside a node, and all-reduces the shards' gradients between the nodes.
         inner = min(n, network.devices_per_node) if strategy == "hsdp" else n
-        gather = network.seconds(messages.parameter_bytes, inner, messages.units, ONE_PASS)
-        scatter = network.seconds(size, inner, messages.units, ONE_PASS)
+        gather = network.seconds(messages.parameter_bytes, inner, messages.units, "all_gather")
+        scatter = network.seconds(size, inner, messages.units, "reduce_scatter")
         if inner < n:
             across = Network(
                 network.between_bytes_per_s, network.between_bytes_per_s, 1, network.latency_s, network.hop_s
@@ -263,13 +241,6 @@ def best_buckets(
     if call_s == 0:
         return math.inf
     return max(1.0, math.sqrt(backward_s / call_s), (backward_s - total_bytes / bandwidth) / call_s)
-
-
-def best_bucket_bytes(
-    total_bytes: float, bandwidth: float, call_s: float, backward_s: float | None = None
-) -> float:
-    """S over the best number of buckets; √(S·w·o) where T = S/w."""
-    return total_bytes / best_buckets(total_bytes, bandwidth, call_s, backward_s)
 
 
 def pipeline(

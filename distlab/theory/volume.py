@@ -46,12 +46,9 @@ def naive(
     Raises:
         ValueError: lists of different lengths, or a negative size.
     """
-    dtypes = labels_of(numels, itemsizes, dtypes)
+    labels_of(numels, itemsizes, dtypes)
     count = len(numels)
-    if not count:
-        return CommunicationVolume(0, 0)
-    gradients = payload(numels, itemsizes)
-    return CommunicationVolume(count + 1, gradients + FLAG_BYTES * count)
+    return CommunicationVolume(count + bool(count), payload(numels, itemsizes) + FLAG_BYTES * count)
 
 
 overlap = naive  # only its time differs: the messages leave during backward
@@ -134,8 +131,7 @@ def torch_ddp(
         if filled[dtype] >= (later if closed[dtype] else first):
             closed[dtype] += 1
             del filled[dtype]
-    total = payload(numels, itemsizes)
-    return CommunicationVolume(sum(closed.values()) + len(filled), total)
+    return CommunicationVolume(sum(closed.values()) + len(filled), payload(numels, itemsizes))
 
 
 def zero1(
@@ -187,8 +183,7 @@ def sharded_optimizer(
         if key not in filled or filled[key] + size > message_mb * MIB:
             calls, filled[key] = calls + 1, 0
         filled[key] += size
-    parameters = payload(numels, itemsizes)
-    return CommunicationVolume(gradients.collectives + calls, gradients.bytes + parameters)
+    return CommunicationVolume(gradients.collectives + calls, gradients.bytes + payload(numels, itemsizes))
 
 
 def torch_zero(
@@ -209,8 +204,7 @@ def torch_zero(
     ddp = torch_ddp(
         numels, itemsizes, first_bucket_mb=bucket_cap_mb, bucket_cap_mb=bucket_cap_mb, dtypes=dtypes
     )
-    parameters = payload(numels, itemsizes)
-    return CommunicationVolume(ddp.collectives + len(numels), ddp.bytes + parameters)
+    return CommunicationVolume(ddp.collectives + len(numels), ddp.bytes + payload(numels, itemsizes))
 
 
 def fsdp(
@@ -352,11 +346,9 @@ def sharded_buffers(shapes: Sequence[Sequence[int]], world_size: int) -> list[in
     """
     at_least_one(world_size=world_size)
     matrices = [(_row(shape, world_size), math.prod(shape)) for shape in shapes]
-    by_row: dict[int, list[tuple[int, int]]] = {}
-    for matrix in matrices:
-        by_row.setdefault(matrix[0], []).append(matrix)
     together = _sharded_buffer(matrices, world_size)
-    apart = [_sharded_buffer(alike, world_size) for alike in by_row.values()]
+    lengths = dict.fromkeys(row for row, _ in matrices)
+    apart = [_sharded_buffer([m for m in matrices if m[0] == length], world_size) for length in lengths]
     worth = max(FSDP_WORTH_A_BUFFER, sum(numel for _, numel in matrices) / 64)
     return apart if together - sum(apart) > worth else [together]
 
@@ -371,12 +363,8 @@ def padded_parameters(shape: ModelShape, world_size: int) -> int:
 
 
 def _row(shape: Sequence[int], world_size: int) -> int:
-    rows = 1
-    for dim, size in enumerate(shape):
-        rows *= size
-        if rows >= world_size:
-            return max(1, math.prod(shape[dim + 1 :]))
-    return 1
+    dims = (dim for dim in range(1, len(shape) + 1) if math.prod(shape[:dim]) >= world_size)
+    return max(1, math.prod(shape[next(dims, len(shape)) :]))
 
 
 def _sharded_buffer(matrices: Sequence[tuple[int, int]], world_size: int) -> int:

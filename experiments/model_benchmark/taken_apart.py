@@ -146,7 +146,7 @@ def short_name(kernel: str, longest: int = 64) -> str:
 
 
 def _work_rows(profile: Profile, timer_ms: float, flops: dict[str, int]) -> Rows:
-    times, all_flops = profile.category_ms(), sum(flops.values())
+    times, all_flops = profile.ms_by("category"), sum(flops.values())
     rows = []
     for kind in CATEGORIES:
         ms, operations = times.get(kind, 0.0), flops.get(kind, 0)
@@ -158,7 +158,7 @@ def _work_rows(profile: Profile, timer_ms: float, flops: dict[str, int]) -> Rows
                 "profiler_kernel_ms": profile.kernel_ms, "timer_step_ms": timer_ms,
                 "profiler_error_pct": 100 * (profile.step_ms / timer_ms - 1),
             }  # fmt: skip
-            metrics |= {f"{phase}_kernel_ms": profile.phase_ms().get(phase, 0.0) for phase in PHASES}
+            metrics |= {f"{phase}_kernel_ms": profile.ms_by("phase")[phase] for phase in PHASES}
             rows.append((kind, metrics))
     return rows
 
@@ -253,7 +253,7 @@ def memory(
             "block_bytes": block.bytes, "of_peak_pct": 100 * block.bytes / total, "category": block.category,
             "phase": block.phase, "from_ms": block.start_ms, "to_ms": block.end_ms,
         } | shared)
-        for block in timeline.largest(most, at_peak=True)
+        for block in timeline.largest(most)
     ]  # fmt: skip
     return {MEMORY: rows}
 

@@ -63,13 +63,11 @@ def test_collectives_are_timed_fitted_and_read_again(tmp_path):
     )
     (fit,) = (r for r in records if r.variant == "fit all_reduce" and r.config["world_size"] == 3)
     expected = fit.metrics["pieces"][0]["latency_s"] + 1000 / fit.metrics["pieces"][0]["bytes_per_s"]
-    assert links.time("all_reduce", 1000, 3) == pytest.approx(expected)
-    assert links.time("all_reduce", 1000, 1) == 0 < links.time("broadcast", 1000, 2)
-    assert links.time("all_reduce", 1e9, 8) > links.time(
-        "all_reduce", 1e9, 3
-    )  # 14/8 of a payload instead of 4/3
+    assert links.seconds(1000, 3) == pytest.approx(expected)
+    assert links.seconds(1000, 1) == 0 < links.seconds(1000, 2, operation="broadcast")
+    assert links.seconds(1e9, 8) > links.seconds(1e9, 3)  # 14/8 of a payload instead of 4/3
     with pytest.raises(ValueError, match="no fit of 'all_gather'"):
-        links.time("all_gather", 1000, 2)
+        links.seconds(1000, 2, operation="all_gather")
     with pytest.raises(ValueError, match="no collectives measured on 'another GPU'"):
         measured_links(records, "another GPU")
 
@@ -81,7 +79,7 @@ def test_a_broken_collective_is_printed_as_wrong(tmp_path):
     assert not [line for line in wrong if line.startswith("WRONG: all_reduce")]
 
 
-KNOWN_FIT = CollectiveFit((Piece(0.0, 1e-4, 1e9),))
+KNOWN_FIT = CollectiveFit((Piece(1e9, 1e-4),))
 
 
 def sweep_of_buckets(context, root, known):

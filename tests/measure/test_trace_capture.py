@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from distlab.measure.trace import capture
-from distlab.measure.trace.account import analyse, lanes, phases, step_windows
+from distlab.measure.trace.account import account, exposed_all_gathers, lanes, step_windows
 from distlab.measure.trace.capture import load_trace, profile_steps
 from distlab.measure.trace.intervals import total
 from distlab.testing import run_ranks
@@ -177,10 +177,10 @@ def test_a_real_trace_of_two_ranks(tmp_path):
             # Not more about their ends: DDP goes on when the result is there, and on a busy machine gloo's thread may
             # close its interval late, anywhere in the next step.
             assert len(begun) >= 2  # a step waits for its buckets, so they all began in it
-            found = analyse(events, window)
+            found = account(events, window)
             assert 0 < found.compute_ms < found.step_ms and 0 < found.comm_ms <= found.step_ms
             assert 0 <= found.overlap_pct <= 100 and found.copy_ms == 0
-            assert [name for name, *_ in phases(events, window)] == ["forward", "backward"]
+            assert exposed_all_gathers(events, window) == (None, None)
             assert total(lanes(events, window)["exposed"]) == pytest.approx(found.uncovered_comm_ms)
     assert not processes[0] & processes[1]  # opened together, the two ranks stay apart
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rank0.json.gz", "rank1.json.gz"]

@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +26,7 @@ ROWS = {
     "local": {"compute": [(0, 10)], "copies": []},
     "naive": {
         "compute": [(0, 6), (6, 10)],
-        "communication": [SimpleNamespace(start_ms=8, end_ms=14)],
+        "communication": [(8, 14)],
         "exposed": [(10, 14)],
     },
 }
@@ -97,8 +96,8 @@ def test_timeline_has_a_row_per_strategy_and_says_when_nothing_was_sent(tmp_path
     assert "ms" in axes.get_xlabel() and axes.get_xlim()[0] == 0 and axes.get_xlim()[1] >= 14
 
 
-def test_touching_intervals_become_one_bar(tmp_path, drawn):
-    spans = [(6, 10), (0, 6), (12, 13), (12.2, 12.5)]
+def test_each_interval_is_a_bar(tmp_path, drawn):
+    spans = [(0, 10), (12, 13)]
     timeline(tmp_path / "a.png", {"a": {"compute": spans}}, title="")
     stream_lanes(tmp_path / "b.png", {"a": {"stream 7": {"compute": spans}, "stream 9": {"copy": spans}}}, title="")
     for figure, lanes in zip(drawn, (1, 2), strict=True):
@@ -126,9 +125,9 @@ def test_measured_points_take_the_colour_of_their_line(tmp_path, drawn):
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [s.label for s in series]
 
 
-def test_small_panels_say_what_is_not_finite_and_stop_at_the_healthy_lines_height(tmp_path, drawn):
+def test_small_panels_say_what_is_not_finite(tmp_path, drawn):
     panels = [
-        Panel(name, "step", "loss", [Series("good", [1, 2], [2.0, 1.0], line="-"), bad], log_x=None, y_max=3.0)
+        Panel(name, "step", "loss", [Series("good", [1, 2], [2.0, 1.0], line="-"), bad], log_x=None)
         for name, bad in zip("abcde", [
             Series("bad", [1, 2], [math.nan] * 2), Series("bad", [], []), Series("bad", [1, 2], [1.0, 900.0]),
             *[Series("bad", [1, 2], [1.0, 2.0])] * 2], strict=True)
@@ -137,7 +136,7 @@ def test_small_panels_say_what_is_not_finite_and_stop_at_the_healthy_lines_heigh
     every = drawn[0].axes
     notes = [[text.get_text() for text in axes.texts] for axes in every]
     assert notes == [["bad: no finite value"], ["bad: no value"], [], [], []]
-    assert every[2].get_ylim()[1] == 3.0 and len(drawn[0].legends) == 1
+    assert len(drawn[0].legends) == 1
     assert [axes.get_xlabel() for axes in every] == ["", *["step"] * 4]  # the lowest of each column
     assert [axes.get_ylabel() for axes in every] == ["loss", "", "", "", "loss"]
 
@@ -203,8 +202,6 @@ def test_mistakes_are_refused_and_leave_no_file(tmp_path):
         stacked_bars(path, LABELS, {"compute": [1.0]}, title="", unit="ms")
     with pytest.raises(ValueError, match="lanes among"):
         timeline(path, {"a": {"kommunikation": []}}, title="")
-    with pytest.raises(ValueError, match="ends before"):
-        timeline(path, {"a": {"compute": [(2, 1)]}}, title="")
     with pytest.raises(ValueError, match="lanes of kinds"):
         stream_lanes(path, {"step": {"stream 7": {"other": []}}}, title="")
     with pytest.raises(ValueError, match="as many x as y"):

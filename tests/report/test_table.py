@@ -5,7 +5,7 @@ import math
 import pytest
 
 from distlab.report import Column, Record, render, render_for_terminal
-from distlab.report.table import escape_latex
+from distlab.report.table import escaped
 
 COLUMNS = [
     Column("variant", "variant"),
@@ -46,7 +46,7 @@ def test_markdown_escapes_what_would_break_the_row():
 
 
 def test_latex_escapes_every_special_character_once():
-    assert escape_latex(r"50 % of a_b & {x} #1 $~^\ <|Δ|>") == (
+    assert escaped(r"50 % of a_b & {x} #1 $~^\ <|Δ|>", "latex") == (
         r"50 \% of a\_b \& \{x\} \#1 \$\textasciitilde{}\textasciicircum{}\textbackslash{} "
         r"\textless{}\textbar{}$\Delta$\textbar{}\textgreater{}"
     )

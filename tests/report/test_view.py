@@ -171,17 +171,13 @@ def test_predictions_find_what_was_measured():
         record("c", None, predicted_step_ms=5.0),
     ]
     figures = compared(rows)
-    assert [(f.variant, f.quantity) for f in figures] == [
+    assert [(f.variant, f.config["quantity"]) for f in figures] == [
         ("a", "step_ms"), ("a", "peak_bytes"), ("b", "step_ms"), ("b", "calls")]  # fmt: skip
-    assert [f.error_pct and round(f.error_pct, 6) for f in figures] == [-20, -20, 10, None]
+    errors = [f.metrics["error_pct"] for f in figures]
+    assert [error and round(error, 6) for error in errors] == [-20, -20, 10, None]
     step, peak = accuracy(figures)
-    assert (step.quantity, step.figures, round(step.median_error_pct, 6), step.worst_variant) == (
-        "step_ms",
-        2,
-        15,
-        "a",
-    )
-    assert round(peak.worst_error_pct, 6) == -20
+    assert (step.config["quantity"], step.metrics["figures"], step.variant) == ("step_ms", 2, "a")
+    assert round(step.metrics["median_error_pct"], 6) == 15 and round(peak.metrics["error_pct"], 6) == -20
 
 
 def test_a_headline_is_filled_with_environment_configuration_and_what_follows_from_all_records():

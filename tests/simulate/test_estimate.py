@@ -7,19 +7,19 @@ import pytest
 from distlab.hardware import H100_SXM, H200_SXM
 from distlab.model import ModelConfig, preset
 from distlab.report.record import read_json
-from distlab.simulate import Contention, DeviceModel, LinkModel, replay
-from distlab.simulate.estimate import Machine, compute_time, estimate_step, machine_of
-from distlab.simulate.training import simulate_training
+from distlab.simulate import Machine, replay
+from distlab.simulate.estimate import compute_time, estimate_step, machine_of
+from distlab.simulate.run import simulate_training
+from distlab.simulate.timeline import DeviceModel
 from distlab.theory.step_time import Network
 
 RECORDS = Path(__file__).parents[2] / "records" / "ddp_bench"
 CONFIG = ModelConfig(1024, 4096, 4, 8, vocab_size=4000, context_length=256)
 MACHINE = Machine(DeviceModel(4e14, 3e12, 1e-6), Network(3e11, 3e11, 8, 5e-6, 1e-6), (0.6, 0.8))
-LINK = LinkModel(3e11, 5e-6, 1e-6)
 
 
 def test_two_layers_tell_of_four():
-    whole = replay(simulate_training(CONFIG, "local", batch=4, world_size=2), MACHINE.device, LINK)
+    whole = replay(simulate_training(CONFIG, "local", batch=4, world_size=2), MACHINE)
     found = compute_time(CONFIG, 4, MACHINE.device)
     assert 1e3 * found.forward == pytest.approx(whole.phases["forward"], rel=1e-6)
     assert 1e3 * found.backward == pytest.approx(whole.phases["backward"], rel=1e-6)
@@ -30,7 +30,7 @@ def test_two_layers_tell_of_four():
 def test_is_close_to_the_simulation(strategy):
     """The closed form assumes an even flow of messages; the simulation knows which comes when."""
     step = simulate_training(CONFIG, strategy, batch=4, world_size=4, bucket_size_mb=25.0)
-    line = replay(step, MACHINE.device, LINK, Contention(*MACHINE.contention))
+    line = replay(step, MACHINE)
     found = estimate_step(CONFIG, strategy, MACHINE, batch=4, ranks=4, bucket_size_mb=25.0)
     assert 1e3 * found.step == pytest.approx(line.step_ms, rel=0.08)
     assert 1e3 * found.exposed == pytest.approx(line.exposed_ms, rel=0.5, abs=0.08 * line.step_ms)

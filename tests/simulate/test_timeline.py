@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from distlab.measure.collectives import CollectiveCall
 from distlab.model import ModelConfig
 from distlab.simulate.calibrate import NEEDED, MeasuredLinks, calibrate
-from distlab.simulate.costs import Contention, DeviceModel, LinkModel
-from distlab.simulate.events import Compute, Issue, Wait
-from distlab.simulate.run import SimulatedStep
-from distlab.simulate.timeline import replay
-from distlab.simulate.training import simulate_training
-from distlab.theory.collective_time import CollectiveFit, Link, Piece, ring_all_reduce
+from distlab.simulate.events import Compute, Wait
+from distlab.simulate.run import SimulatedStep, simulate_training
+from distlab.simulate.timeline import DeviceModel, Machine, replay
+from distlab.theory.collective_time import CollectiveFit, Link, Piece, collective_seconds
+from distlab.theory.step_time import Network
 
 DEVICE = DeviceModel(1e3, 1e9)  # 1 FLOP is 1 ms
-LINK = LinkModel(1e3)  # over 2 ranks an all-reduce of 1 byte takes 1 ms
+NETWORK = Network(1e3, 1e3)  # over 2 ranks an all-reduce of 1 byte takes 1 ms
+MACHINE = Machine(DEVICE, NETWORK)
 
 
 def compute(ms, phase="backward"):
@@ -26,21 +26,21 @@ def compute(ms, phase="backward"):
 
 
 def issue(number, ms):
-    return Issue(CollectiveCall("all_reduce", ms, torch.uint8, ms, number))
+    return CollectiveCall("all_reduce", ms, torch.uint8, ms, number)
 
 
 def step(*items, ranks=2):
-    calls = tuple(item.call for item in items if isinstance(item, Issue))
-    return SimulatedStep("made up", ranks, calls, items + items, len(items), (), {})
+    calls = tuple(item for item in items if isinstance(item, CollectiveCall))
+    return SimulatedStep(ranks, calls, items + items, len(items), (), {})
 
 
 def test_naive_stands_still_and_overlap_hides():
-    naive = replay(step(compute(10), issue(0, 4), Wait(0), compute(5)), DEVICE, LINK)
+    naive = replay(step(compute(10), issue(0, 4), Wait(0), compute(5)), MACHINE)
     assert (naive.step_ms, naive.exposed_ms, naive.comm_ms) == pytest.approx((19, 4, 4))
     assert naive.overlap_pct == pytest.approx(0, abs=1e-9)
-    hidden = replay(step(compute(10), issue(0, 4), compute(5), Wait(0)), DEVICE, LINK)
+    hidden = replay(step(compute(10), issue(0, 4), compute(5), Wait(0)), MACHINE)
     assert (hidden.step_ms, hidden.exposed_ms, hidden.overlap_pct) == pytest.approx((15, 0, 100))
-    tail = replay(step(compute(10), issue(0, 4), issue(1, 4), compute(5), Wait(0), Wait(1)), DEVICE, LINK)
+    tail = replay(step(compute(10), issue(0, 4), issue(1, 4), compute(5), Wait(0), Wait(1)), MACHINE)
     assert (tail.step_ms, tail.exposed_ms, tail.comm_ms) == pytest.approx((18, 3, 8))
     assert tail.overlap_pct == pytest.approx(100 * 5 / 8)
     assert tail.lanes["communication"] == [pytest.approx((10, 18))]
@@ -48,31 +48,31 @@ def test_naive_stands_still_and_overlap_hides():
 
 
 def test_waiting_for_the_last_waits_for_all_before_it():
-    line = replay(step(issue(0, 4), issue(1, 4), issue(2, 4), Wait(1), compute(5), Wait(2)), DEVICE, LINK)
+    line = replay(step(issue(0, 4), issue(1, 4), issue(2, 4), Wait(1), compute(5), Wait(2)), MACHINE)
     assert (line.step_ms, line.comm_ms, line.exposed_ms) == pytest.approx((13, 12, 8))
 
 
 def test_measured_collectives_can_stand_for_the_link():
-    fit = CollectiveFit((Piece(0, 1e-3, 1e3), Piece(10, 5e-3, 4e3)))  # 1 ms and 1 byte per ms; then 5 ms and 4 bytes
+    fit = CollectiveFit((Piece(1e3, 1e-3), Piece(4e3, 5e-3, 10)))  # 1 ms and 1 byte per ms; then 5 ms and 4 bytes
     links = MeasuredLinks({("all_reduce", 2): fit}, hop_s=1e-3)
-    two = replay(step(issue(0, 4), issue(1, 40), Wait(1)), DEVICE, links)
+    two = replay(step(issue(0, 4), issue(1, 40), Wait(1)), Machine(DEVICE, links))
     assert two.comm_ms == pytest.approx((1 + 4) + (5 + 10))
     # On four ranks 4 bytes load a link as 6 do on two, and the ring has two more hops.
-    four = replay(step(issue(0, 4), Wait(0), ranks=4), DEVICE, links)
+    four = replay(step(issue(0, 4), Wait(0), ranks=4), Machine(DEVICE, links))
     assert four.comm_ms == pytest.approx(1 + 6 + 2)
 
 
 def test_contention_slows_both():
     # 4 ms of communication at half speed run 8 ms, in which compute at 3/4 does 6 of its 10; then 4 alone.
-    line = replay(step(issue(0, 4), compute(10), Wait(0)), DEVICE, LINK, Contention(0.75, 0.5))
+    line = replay(step(issue(0, 4), compute(10), Wait(0)), Machine(DEVICE, NETWORK, (0.75, 0.5)))
     assert (line.step_ms, line.comm_ms, line.exposed_ms) == pytest.approx((12, 8, 2))
 
 
 def test_what_one_step_leaves_in_flight_the_next_waits_for():
     first = (Wait(99), compute(5, "forward"), compute(5), issue(0, 8))
     second = (Wait(0), compute(5, "forward"), compute(5), issue(1, 8))
-    zero1 = SimulatedStep("zero1", 2, (), first + second, len(first), (), {})
-    line = replay(zero1, DEVICE, LINK)
+    zero1 = SimulatedStep(2, (), first + second, len(first), (), {})
+    line = replay(zero1, MACHINE)
     assert (line.step_ms, line.exposed_ms) == pytest.approx((18, 8))
     assert line.phases == pytest.approx({"forward": 5, "backward": 13})
 
@@ -87,28 +87,27 @@ def test_bounds(parts, rate, slowed):
     items = [item for n, (ms, comm) in enumerate(parts) for item in (compute(ms), issue(n, comm))]
     items += [Wait(n) for n in range(len(parts))]
     work, comm = sum(ms for ms, _ in parts), sum(comm for _, comm in parts)
-    line = replay(step(*items), DEVICE, LINK, Contention(rate, slowed))
+    line = replay(step(*items), Machine(DEVICE, NETWORK, (rate, slowed)))
     assert line.step_ms >= max(work, comm) * (1 - 1e-9)
     assert line.step_ms <= work / rate + comm / slowed + 1e-6
-    assert line.local_ms == pytest.approx(work)
-    undisturbed = replay(step(*items), DEVICE, LINK)
+    assert line.step_ms - line.exposed_ms == pytest.approx(work)
+    undisturbed = replay(step(*items), MACHINE)
     assert undisturbed.step_ms <= line.step_ms + 1e-6
 
 
 @given(st.integers(1, 64), st.integers(0, 10**6))
 def test_links_are_rings(ranks, size):
-    call = CollectiveCall("all_reduce", size, torch.uint8, size, 0)
-    expected = ring_all_reduce(size, ranks, Link(5.0))
-    assert LinkModel(5.0).seconds(call, ranks) == pytest.approx(expected)
+    expected = collective_seconds("ring all-reduce", size, ranks, Link(5.0))
+    assert Network(5.0, 5.0).seconds(size, ranks) == pytest.approx(expected)
 
 
 def test_calibration_finds_the_constants_it_was_given():
     config = ModelConfig(256, 1024, 2, 4, vocab_size=2000, context_length=64)
     steps = {name: simulate_training(config, name, batch=4, world_size=2) for name in NEEDED}
-    device, link = DeviceModel(4e13, 2e12, 1e-6), LinkModel(2e11, 3e-6)
-    contention, measured = Contention(0.7, 0.9), {}
+    device, network = DeviceModel(4e13, 2e12, 1e-6), Network(2e11, 2e11, latency_s=3e-6)
+    contention, measured = (0.7, 0.9), {}
     for name, one in steps.items():
-        line = replay(one, device, link, contention)
+        line = replay(one, Machine(device, network, contention))
         optimizer = line.phases["optimizer"]
         measured[name] = {
             "step_p50_ms": line.step_ms,
@@ -119,13 +118,13 @@ def test_calibration_finds_the_constants_it_was_given():
     found = calibrate(measured, steps, launch_s=1e-6, hop_s=0.0)
     assert found.device.flops_per_s == pytest.approx(4e13, rel=0.02)
     assert found.device.bytes_per_s == pytest.approx(2e12, rel=0.02)
-    assert found.link.bytes_per_s == pytest.approx(2e11, rel=0.01)
-    assert found.link.latency_s == pytest.approx(3e-6, rel=0.01)
+    assert found.network.inside_bytes_per_s == pytest.approx(2e11, rel=0.01)
+    assert found.network.latency_s == pytest.approx(3e-6, rel=0.01)
     slower = dataclasses.replace(device, bytes_per_s=1e12, update_bytes_per_s=2e12)
     small = ModelConfig(64, 256, 2, 4, vocab_size=500, context_length=64)
     other = simulate_training(small, "local", batch=4, world_size=2)
     for name, one in {**steps, "second": other}.items():
-        line = replay(one, slower, link, contention)
+        line = replay(one, Machine(slower, network, contention))
         measured.setdefault(name, {})["forward_backward_p50_ms"] = line.step_ms - line.phases["optimizer"]
     second = other, measured.pop("second")["forward_backward_p50_ms"] / 1e3
     both = calibrate(measured, steps, second, launch_s=1e-6, hop_s=0.0).device
@@ -134,7 +133,7 @@ def test_calibration_finds_the_constants_it_was_given():
     assert both.update_bytes_per_s == pytest.approx(2e12, rel=0.02)
     with pytest.raises(ValueError, match="less arithmetic per byte"):
         calibrate(measured, steps, (other, 1.0), launch_s=1e-6, hop_s=0.0)
-    again = replay(steps["overlap"], found.device, found.link, found.contention)
+    again = replay(steps["overlap"], found)
     assert again.step_ms == pytest.approx(measured["overlap"]["step_p50_ms"], rel=0.01)
     del measured["flat"]["comm_ms"]
     with pytest.raises(ValueError, match="measured and the simulated step of 'flat'"):
@@ -142,5 +141,5 @@ def test_calibration_finds_the_constants_it_was_given():
 
 
 def test_refuses_impossible_rates():
-    with pytest.raises(ValueError, match="compute=0"):
-        Contention(compute=0)
+    with pytest.raises(ValueError, match="two rates"):
+        Machine(DEVICE, NETWORK, (0, 1))

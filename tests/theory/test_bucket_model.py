@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distlab.theory import step_time
-from distlab.theory.step_time import best_bucket_bytes, best_buckets, bucket_overhead, together
+from distlab.theory.step_time import best_buckets, bucket_overhead
 
 SIZES = st.floats(1e3, 1e10)
 BANDWIDTHS = st.floats(1e6, 1e12)
@@ -41,7 +41,6 @@ def test_no_number_of_buckets_is_better(total, bandwidth, call, backward):
 def test_worked_example():
     """As long to make as to send: 1 GB at 100 GB/s, 100 µs a call → 10 buckets of 100 MB, 2 ms."""
     assert best_buckets(1e9, 100e9, 1e-4) == pytest.approx(10)
-    assert best_bucket_bytes(1e9, 100e9, 1e-4) == pytest.approx(1e8)
     assert bucket_overhead(1e9, 100e9, 1e-4, 10) == pytest.approx(2e-3)
     assert bucket_overhead(1e9, 100e9, 1e-4, 7) == pytest.approx(1e9 / (7 * 100e9) + 7 * 1e-4)
 
@@ -68,7 +67,7 @@ def test_contention_in_the_pipeline_is_that_of_two_streams(backward, message, p,
     """All is ready at once: cutting the message changes nothing."""
     rates = {"compute_rate": p, "communication_rate": q}
     found = step_time.pipeline([0.0] * pieces, [message / pieces] * pieces, backward, **rates)
-    assert found == pytest.approx(together(backward, message, p, q), abs=1e-9)
+    assert found == pytest.approx(step_time.pipeline([0.0], [message], backward, **rates), abs=1e-9)
 
 
 def test_a_pipeline_by_hand():

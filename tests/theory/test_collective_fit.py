@@ -18,7 +18,7 @@ def test_one_line_is_found_again(latency, bandwidth):
 
 
 def test_a_change_of_algorithm_takes_a_second_piece():
-    small, large = Piece(0, 1e-5, 1e9), Piece(1e6, 1e-4, 300e9)
+    small, large = Piece(1e9, 1e-5), Piece(300e9, 1e-4, 1e6)
     true = CollectiveFit((small, large))
     seconds = [true.seconds(size) for size in SIZES]
     fit = fit_collective(SIZES, seconds)

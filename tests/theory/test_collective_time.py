@@ -1,6 +1,7 @@
 """Every cost against its algorithm, walked message by message on numbers: right result, and the time it took."""
 
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,9 @@ from hypothesis import strategies as st
 from distlab.theory import collective_time as cost
 from distlab.theory.collective_time import Link
 
+ring_all_reduce, tree_all_reduce = (
+    partial(cost.collective_seconds, name) for name in ("ring all-reduce", "binomial tree")
+)
 LINK = Link(bytes_per_s=3.0, latency_s=0.25)
 RANKS = st.integers(1, 9)
 
@@ -20,7 +24,7 @@ class Wires:
         self.link, self.seconds, self.sent = link, 0.0, 0.0
 
     def round(self, sizes):
-        self.seconds += max(self.link.message(size) for size in sizes)
+        self.seconds += max(self.link.seconds(size) for size in sizes)
         self.sent += max(sizes)
 
 
@@ -50,8 +54,8 @@ def test_rings(ranks, piece, all_reduce):
     sums = [sum(row[p] for row in values) for p in range(ranks)]
     expected = [sums] * ranks if all_reduce else [sums[(r + 1) % ranks] for r in range(ranks)]
     assert result == expected
-    formula = cost.ring_all_reduce if all_reduce else cost.ring_reduce_scatter
-    assert formula(piece * ranks, ranks, LINK) == pytest.approx(wires.seconds)
+    algorithm = "ring all-reduce" if all_reduce else "ring all-gather"
+    assert cost.collective_seconds(algorithm, piece * ranks, ranks, LINK) == pytest.approx(wires.seconds)
 
 
 @given(RANKS, st.floats(0, 1e6))
@@ -59,7 +63,7 @@ def test_the_ring_is_its_closed_form(ranks, size):
     """2(N−1)·α + 2(N−1)/N · S/W, stated anew."""
     rounds = 2 * (ranks - 1)
     expected = rounds * LINK.latency_s + rounds / ranks * size / LINK.bytes_per_s
-    assert cost.ring_all_reduce(size, ranks, LINK) == pytest.approx(expected)
+    assert ring_all_reduce(size, ranks, LINK) == pytest.approx(expected)
 
 
 @given(st.integers(2, 64), st.integers(1, 10**6))
@@ -68,12 +72,12 @@ def test_ring_formula_counts_what_a_simulated_ring_sends(ranks, pieces):
     link, seconds = Link(1e9, 3e-6), 0.0
     for _ in range(2 * (ranks - 1)):
         seconds += link.latency_s + pieces / link.bytes_per_s
-    assert cost.ring_all_reduce(float(pieces * ranks), ranks, link) == pytest.approx(seconds)
+    assert ring_all_reduce(float(pieces * ranks), ranks, link) == pytest.approx(seconds)
 
 
 def test_published_ring():
     """2(N−1)/N · S/W: 8 ranks, 1 GB, 100 GB/s → 17.5 ms."""
-    assert cost.ring_all_reduce(1e9, 8, Link(100e9)) == pytest.approx(17.5e-3)
+    assert ring_all_reduce(1e9, 8, Link(100e9)) == pytest.approx(17.5e-3)
 
 
 @given(RANKS, st.integers(1, 50))
@@ -85,7 +89,7 @@ def test_ring_of_whole_tensors(ranks, size):
         total = [mine + other for mine, other in zip(total, passing, strict=True)]
         wires.round([size] * ranks)
     assert total == [sum(values)] * ranks
-    assert cost.whole_tensor_ring(size, ranks, LINK) == pytest.approx(wires.seconds)
+    assert cost.collective_seconds("whole-tensor ring", size, ranks, LINK) == pytest.approx(wires.seconds)
 
 
 @given(RANKS, st.integers(1, 50))
@@ -102,25 +106,25 @@ def test_tree(ranks, size):
             total[r + distance] = total[r]
         wires.round([size])
     assert total == [ranks * (ranks + 1) // 2] * ranks
-    assert cost.tree_all_reduce(size, ranks, LINK) == pytest.approx(wires.seconds)
+    assert tree_all_reduce(size, ranks, LINK) == pytest.approx(wires.seconds)
 
 
 @given(st.integers(3, 200))
 def test_where_tree_and_ring_cross(ranks):
     link = Link(1e9, 1e-5)
     size = cost.tree_to_ring_bytes(ranks, link)
-    assert cost.tree_all_reduce(size, ranks, link) >= cost.ring_all_reduce(size, ranks, link) * (1 - 1e-9)
+    assert tree_all_reduce(size, ranks, link) >= ring_all_reduce(size, ranks, link) * (1 - 1e-9)
     larger = size * 1.01 + 1
-    assert cost.ring_all_reduce(larger, ranks, link) < cost.tree_all_reduce(larger, ranks, link)
+    assert ring_all_reduce(larger, ranks, link) < tree_all_reduce(larger, ranks, link)
     if size > 2:
-        assert cost.tree_all_reduce(size / 1.01 - 1, ranks, link) < cost.ring_all_reduce(
+        assert tree_all_reduce(size / 1.01 - 1, ranks, link) < ring_all_reduce(
             size / 1.01 - 1, ranks, link
         )
 
 
 @given(st.integers(1, 64), st.floats(1, 1e9))
 def test_traffic(ranks, size):
-    ring_volume = cost.ring_all_reduce(size, ranks, Link(1.0))
+    ring_volume = ring_all_reduce(size, ranks, Link(1.0))
     assert cost.step_traffic("flat", size, ranks) == pytest.approx(ring_volume)
     assert cost.step_traffic("zero1", size, ranks) == pytest.approx(ring_volume)
     assert cost.step_traffic("fsdp", size, ranks) == pytest.approx(1.5 * ring_volume)
@@ -133,8 +137,8 @@ def test_traffic(ranks, size):
     [
         (lambda: Link(0.0), "bytes_per_s=0"),
         (lambda: Link(1.0, -1.0), "latency_s=-1"),
-        (lambda: cost.ring_all_reduce(1, 0, LINK), "ranks=0"),
-        (lambda: cost.ring_all_reduce(-1, 2, LINK), "num_bytes=-1"),
+        (lambda: ring_all_reduce(1, 0, LINK), "ranks=0"),
+        (lambda: ring_all_reduce(-1, 2, LINK), "num_bytes=-1"),
         (lambda: cost.step_traffic("zero9", 1, 2), "zero9"),
     ],
 )
@@ -144,5 +148,5 @@ def test_refusals(call, message):
 
 
 def test_lonely_rank_sends_nothing():
-    assert cost.ring_all_reduce(1e9, 1, LINK) == cost.tree_all_reduce(1e9, 1, LINK) == 0
+    assert ring_all_reduce(1e9, 1, LINK) == tree_all_reduce(1e9, 1, LINK) == 0
     assert math.isclose(cost.tree_to_ring_bytes(2, LINK), 0)

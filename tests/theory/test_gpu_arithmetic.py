@@ -40,7 +40,7 @@ def test_the_ridge_of_an_h100():
 def test_roofline_seconds_take_the_slower_of_both():
     roof = Roofline(peak=100.0, bandwidth=10.0)
     assert roof.seconds(Cost(1000, 1)) == 10 and roof.seconds(Cost(1, 1000)) == 100
-    assert roofline(H100_SXM, bandwidth=3.0e12, peak=7e14).ridge == pytest.approx(7e14 / 3e12)
+    assert Roofline(7e14, 3.0e12).ridge == pytest.approx(7e14 / 3e12)
 
 
 def test_roofline_refuses_what_it_does_not_know():
@@ -155,7 +155,6 @@ def test_traffic_of_a_pointwise_chain():
     assert graph.fused().bytes == 2 * 2000
     assert graph.fused().flops == graph.unfused().flops == 4000
     assert graph.speed_up(H100) == pytest.approx(4)
-    assert graph.speed_up(H100, launch_s=1.0) == pytest.approx(4)  # nothing but launches: four against one
     assert graph.unfused().bytes > graph.fused(graph.operators[:2]).bytes
 
 
@@ -177,7 +176,7 @@ def test_graphs_are_checked():
 
 def test_the_advisor_fuses_a_pointwise_chain():
     plan = advise(pointwise_chain(5, 10**6, 2), H100_SXM)
-    assert plan.kernels == 1
+    assert len(plan.groups) == 1
     assert [d.action for d in plan.decisions] == ["start", *["fuse"] * 4]
     assert plan.decisions[1].saving == pytest.approx(2)
 
@@ -225,7 +224,7 @@ def test_kernels_of_a_transformer_block():
     actions = {d.operator: d.action for d in plan.decisions}
     assert actions["multiply"] == "fuse" and actions["add2"] == "fuse"  # epilogues and element-wise pairs
     assert actions["gate_matmul"] == actions["attention"] == "split"
-    assert plan.kernels == counts["advised"] == sum(d.action != "fuse" for d in plan.decisions)
+    assert len(plan.groups) == counts["advised"] == sum(d.action != "fuse" for d in plan.decisions)
     with pytest.raises(ValueError, match="does not divide"):
         transformer_block(1, 1, 10, 10, 3)
     with pytest.raises(ValueError, match="batch=0"):

@@ -79,7 +79,7 @@ def test_least_batch_of_the_mixed_split(block, devices, shared):
 def test_published_rules():
     """Two matrices in bf16: B/X > C/W, Y < f·W/C, B/N > (C/W)²/f. TPU v5p: C/W = 4.59e14/9e10 = 2,550 per axis."""
     block = Block(4096, 16384, 4.59e14, 9e10 * 2)
-    assert limits.least_tokens_per_device(block) == pytest.approx(2550)
+    assert block.intensity == pytest.approx(2550)
     assert limits.largest_tensor_parallel(block) == 6
     assert limits.largest_tensor_parallel(block, backward=True) == 12
     assert limits.largest_tensor_parallel(block, backward=True, keeps_input=False) == 8

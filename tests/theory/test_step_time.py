@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.theory.step_time import ComputeTime, Messages, Network, step_time, together
+from distlab.theory.step_time import ComputeTime, Messages, Network, pipeline, step_time
 
 NETWORK = Network(100.0, 10.0, devices_per_node=4, latency_s=0.01, hop_s=0.001)
 RATES = st.floats(0.1, 1.0)
@@ -18,22 +18,24 @@ def test_together_is_two_streams(compute, communication, p, q):
     while a > 1e-9 and b > 1e-9:
         slice_s = min(a / p, b / q)
         a, b, now = a - p * slice_s, b - q * slice_s, now + slice_s
-    assert together(compute, communication, p, q) == pytest.approx(now + a + b, abs=1e-6)
-    assert together(compute, communication) == pytest.approx(max(compute, communication))
+    found = pipeline([0.0], [communication], compute, compute_rate=p, communication_rate=q)
+    assert found == pytest.approx(now + a + b, abs=1e-6)
+    assert pipeline([0.0], [communication], compute) == pytest.approx(max(compute, communication))
 
 
 @given(st.integers(1, 4), st.integers(1, 9), st.floats(1, 1e4))
 def test_network(ranks, messages, size):
     one = NETWORK.seconds(size, ranks)
     assert NETWORK.seconds(size * messages, ranks, messages) == pytest.approx(messages * one)
-    assert NETWORK.seconds(size, ranks, passes=1) <= one
+    assert NETWORK.seconds(size, ranks, operation="all_gather") <= one
     assert NETWORK.seconds(size, 1) == 0
 
 
 def test_rings_between_nodes_use_every_adapter():
-    assert NETWORK.ring_bytes_per_s(4) == 100
-    assert NETWORK.ring_bytes_per_s(5) == 40  # four adapters of 10 leave a node side by side
-    assert Network(100.0, 50.0, 4).ring_bytes_per_s(8) == 100
+    one = {"num_bytes": 1.0, "operation": "broadcast"}
+    assert Network(100.0, 10.0, 4).seconds(ranks=4, **one) == 1 / 100
+    assert Network(100.0, 10.0, 4).seconds(ranks=5, **one) == 1 / 40  # four adapters of 10 leave a node side by side
+    assert Network(100.0, 50.0, 4).seconds(ranks=8, **one) == 1 / 100
 
 
 COMPUTE = ComputeTime(forward=2.0, backward=4.0, optimizer=1.0, pack=0.5)
@@ -93,7 +95,7 @@ def test_refusals():
         step_time("zero9", COMPUTE, MESSAGES, NETWORK, 2)
     with pytest.raises(ValueError, match="inside_bytes_per_s=0"):
         Network(0, 1)
-    with pytest.raises(ValueError, match="rates 0"):
-        together(1, 1, 0, 1)
+    with pytest.raises(ValueError, match=r"rates \(0, 1\)"):
+        pipeline([0.0], [1], 1, compute_rate=0, communication_rate=1)
     with pytest.raises(ValueError, match="ranks=0"):
         NETWORK.seconds(1, 0)

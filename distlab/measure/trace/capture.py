@@ -22,17 +22,14 @@ torch.profiler) into `Event`s of four kinds:
     Annotations named ``distlab:…``: ``distlab:step`` and the phases inside it.
 """
 
-from __future__ import annotations
-
-import bisect
 import gzip
 import json
+import math
 import os
 import re
 import tempfile
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +39,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.hooks import RemovableHandle
+
+from distlab.files import atomic_path
+from distlab.measure.clock import synchronize
 
 STEP = "distlab:step"
 FORWARD = "distlab:forward"
@@ -120,28 +120,21 @@ def profile_steps(
     if steps < 1 or warmup < 0:
         raise ValueError(f"profile_steps needs steps >= 1 and warmup >= 0, got {steps} and {warmup}")
     on_cuda = torch.device(device).type == "cuda"
-    activities = activities_on(device)
-
-    def synchronize() -> None:
-        if on_cuda:
-            torch.cuda.synchronize(device)
-
-    with profile(activities=activities, acc_events=True) as profiler:
-        synchronize()
+    with profile(activities=activities_on(device), acc_events=True) as profiler:
+        synchronize(device)
         for name in ["distlab:warmup"] * warmup + [STEP] * steps + [NEXT] * (queued and on_cuda):
             with record_function(name):
                 step()
                 if not queued:
-                    synchronize()
+                    synchronize(device)
         finish()
-        synchronize()
-    with tempfile.TemporaryDirectory(prefix="distlab-trace-") as folder:
-        raw = os.path.join(folder, "trace.json")
-        profiler.export_chrome_trace(raw)
-        with open(raw, encoding="utf-8", errors="replace") as file:
-            trace = json.load(file)
-    backend = dist.get_backend() if dist.is_initialized() else None
-    _write_atomically(_with_rank(trace, rank, world_size, backend), Path(path))
+        synchronize(device)
+    path, backend = Path(path), dist.get_backend() if dist.is_initialized() else None
+    with tempfile.NamedTemporaryFile(suffix=".json") as raw, atomic_path(path) as temporary:
+        profiler.export_chrome_trace(raw.name)
+        trace = json.loads(Path(raw.name).read_text(encoding="utf-8", errors="replace"))
+        data = json.dumps(_with_rank(trace, rank, world_size, backend), separators=(",", ":")).encode()
+        temporary.write_bytes(gzip.compress(data, compresslevel=5, mtime=0) if path.suffix == ".gz" else data)
 
 
 def annotate_forward(module: nn.Module) -> list[RemovableHandle]:
@@ -188,43 +181,20 @@ class Phases:
             self._open.enter_context(record_function(f"distlab:{self._order[following]}"))
 
 
-class OptimizerRange(Phases):
-    """For `TrainStep`'s ``mark``: lets what runs after "forward_backward" be a range ``distlab:optimizer``."""
-
-    def __init__(self) -> None:
-        super().__init__(("forward_backward", "optimizer"))
-
-
 def _with_rank(trace: dict[str, Any], rank: int, world_size: int, backend: str | None) -> dict[str, Any]:
     """The trace with rank information and without what tells of the machine it ran on."""
     for private in ("host_name", "traceName"):
         trace.pop(private, None)
-    info = trace.setdefault("distributedInfo", {})
-    for key, value in (("backend", backend), ("rank", rank), ("world_size", world_size)):
-        info.setdefault(key, value)
+    known = {"backend": backend, "rank": rank, "world_size": world_size}
+    trace["distributedInfo"] = known | trace.get("distributedInfo", {})  # which torch writes where it knows them
     for event in trace["traceEvents"]:
         if (pid := event.get("pid")) is not None:
             # Ranks on two hosts, or in two containers, may have the same process id. Linux ids end at 2**22.
             event["pid"] = pid + rank * 10_000_000 if isinstance(pid, int) else f"{pid} (rank {rank})"
-        if event.get("ph") == "M" and event.get("name") == "process_name":
-            event["args"]["name"] = f"rank {rank}: {event['args'].get('name', '')}"
-        if event.get("ph") == "M" and event.get("name") == "process_labels":
-            event["args"]["labels"] = f"rank {rank} {event['args'].get('labels', '')}".strip()
+        named = {"process_name": "name", "process_labels": "labels"}.get(event.get("name"))
+        if event.get("ph") == "M" and named:
+            event["args"][named] = f"rank {rank}: {event['args'].get(named, '')}"
     return trace
-
-
-def _write_atomically(trace: dict[str, Any], path: Path) -> None:
-    """Write under a temporary name in the same folder, then rename: a trace is whole or absent."""
-    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    data = json.dumps(trace, separators=(",", ":")).encode()
-    try:
-        with open(temporary, "wb") as file:
-            file.write(gzip.compress(data, compresslevel=5, mtime=0) if path.suffix == ".gz" else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_trace_file(path: str | os.PathLike) -> Any:
@@ -265,89 +235,59 @@ def load_trace_and_origin(path: str | os.PathLike) -> tuple[list[Event], dict[st
         {key: info.get(key) for key in ("rank", "world_size", "backend")} if isinstance(info, dict) else {}
     )
     try:
-        spans = [_Span.read(entry) for entry in raw if entry.get("ph") == "X" and "cat" in entry]
+        return _events([entry for entry in raw if entry.get("ph") == "X" and "cat" in entry]), origin
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds an event that torch.profiler does not write: {error!r}") from None
-    return _outermost(_classified(spans)), origin
-
-
-class _Span(NamedTuple):
-    """A complete event of the file, times in µs."""
-
-    category: str
-    name: str
-    thread: int | str
-    start: float
-    end: float
-    correlation: int | None  # ties what runs on the GPU to the call that launched it
-    external: int | None  # and to the operator that made the call
-
-    @classmethod
-    def read(cls, entry: dict[str, Any]) -> _Span:
-        end = entry["ts"] + entry["dur"]
-        args = entry.get("args", {})
-        ties = args.get("correlation"), args.get("External id")
-        return cls(entry["cat"], entry["name"], entry["tid"], entry["ts"], end, *ties)
 
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def _classified(spans: list[_Span]) -> Iterable[Event]:
-    """Every span that is of one of the four kinds, as an event."""
-    origin = min((span.start for span in spans), default=0.0)
-    gpu_trace = any(span.category == "kernel" for span in spans)
-    launches = {s.correlation: s.start for s in spans if s.category in ("cuda_runtime", "cuda_driver")}
-    operators = {s.external: s.name for s in spans if s.category == "cpu_op"}
-    gloo_threads = {span.thread for span in spans if span.name.startswith("gloo:")}
-    c10d: dict[int | str, list[_Span]] = defaultdict(list)  # of each thread, by start
-    for span in sorted((s for s in spans if s.name.startswith("c10d::")), key=lambda span: span.start):
-        c10d[span.thread].append(span)
-    for span in spans:
-        on_gpu = span.category in _ON_GPU
-        kind = _kind(span)
+def _events(spans: list[dict[str, Any]]) -> list[Event]:
+    """Every complete event of the file (times in µs) that is of one of the four kinds, by start, without those inside
+    another of the same lane and kind; ranges are all kept.
+    """
+    origin = min((span["ts"] for span in spans), default=0.0)
+    gpu_trace = any(span["cat"] == "kernel" for span in spans)
+    launches = {_argument(s, "correlation"): s["ts"] for s in spans if s["cat"] in ("cuda_runtime", "cuda_driver")}
+    operators = {_argument(s, "External id"): s["name"] for s in spans if s["cat"] == "cpu_op"}
+    gloo_threads = {span["tid"] for span in spans if span["name"].startswith("gloo:")}
+    events: list[Event] = []
+    reach: dict[tuple[str, str], float] = {}  # lane and kind → end of the last event
+    for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
+        start, end = span["ts"], span["ts"] + span["dur"]
+        on_gpu, kind = span["cat"] in _ON_GPU, _kind(span)
+        lane = f"{'stream' if on_gpu else 'thread'} {span['tid']}"
+        covered = end <= reach.get((lane, kind), -math.inf)
         if kind == "compute" and not on_gpu:
-            computes = not gpu_trace and span.thread not in gloo_threads and not _within(span, c10d)
-            kind = kind if computes else None
-        if kind is not None:
-            launched = launches.get(span.correlation) if on_gpu else None
-            yield Event(
-                span.name,
-                kind,
-                f"{'stream' if on_gpu else 'thread'} {span.thread}",
-                (span.start - origin) / 1e3,
-                (span.end - origin) / 1e3,
+            covered |= gpu_trace or span["tid"] in gloo_threads or end <= reach.get((lane, "c10d"), -math.inf)
+        if kind is None or (covered and kind != "range"):
+            continue
+        reach[lane, kind] = end
+        if kind != "c10d":
+            launched = launches.get(_argument(span, "correlation")) if on_gpu else None
+            events.append(Event(
+                span["name"], kind, lane, (start - origin) / 1e3, (end - origin) / 1e3,
                 None if launched is None else (launched - origin) / 1e3,
-                operators.get(span.external) if on_gpu else None,
-            )
+                operators.get(_argument(span, "External id")) if on_gpu else None,
+            ))  # fmt: skip
+    return events
 
 
-def _kind(span: _Span) -> str | None:
-    on_gpu = span.category in _ON_GPU
-    if _GPU_COMMUNICATION.search(span.name) if on_gpu else span.name.startswith("gloo:"):
+def _argument(span: dict[str, Any], name: str) -> int | None:
+    """`correlation` ties what runs on the GPU to the call that launched it, `External id` to the call's operator."""
+    return span.get("args", {}).get(name)
+
+
+def _kind(span: dict[str, Any]) -> str | None:
+    """Of an event; `c10d` for the operators in which nothing counts as compute, None for what is left out."""
+    on_gpu, name = span["cat"] in _ON_GPU, span["name"]
+    if _GPU_COMMUNICATION.search(name) if on_gpu else name.startswith("gloo:"):
         return "communication"
     if on_gpu:
-        return "compute" if span.category == "kernel" else "copy"
-    if span.category == "user_annotation" and span.name.startswith("distlab:"):
+        return "compute" if span["cat"] == "kernel" else "copy"
+    if span["cat"] == "user_annotation" and name.startswith("distlab:"):
         return "range"
-    return "compute" if _CPU_COMPUTE.match(span.name) else None
-
-
-def _within(span: _Span, threads: dict[int | str, list[_Span]]) -> bool:
-    """Whether ``span`` lies inside one of its thread's spans, which do not overlap."""
-    candidates = threads.get(span.thread, [])
-    before = bisect.bisect_right(candidates, span.start, key=lambda candidate: candidate.start)
-    return before > 0 and span.end <= candidates[before - 1].end
-
-
-def _outermost(events: Iterable[Event]) -> list[Event]:
-    """Events by start, without those inside another of the same lane and kind; ranges are all kept."""
-    kept: list[Event] = []
-    reach: dict[tuple[str, str], float] = {}
-    for event in sorted(events, key=lambda event: (event.start_ms, -event.end_ms)):
-        key = (event.lane, event.kind)
-        if event.kind != "range" and event.end_ms <= reach.get(key, float("-inf")):
-            continue
-        reach[key] = event.end_ms
-        kept.append(event)
-    return kept
+    if name.startswith("c10d::"):
+        return "c10d"
+    return "compute" if _CPU_COMPUTE.match(name) else None

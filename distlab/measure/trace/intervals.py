@@ -4,8 +4,6 @@ An interval is ``(start, end)``, half-open, in ms. `union`, `intersect` and `sub
 ascending order, without empty ones and with touching ones joined; they accept any list in any order.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable
@@ -30,22 +28,16 @@ def total(intervals: Iterable[Interval]) -> float:
 
 
 def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """All points that lie in both ``a`` and ``b``."""
-    left, right = union(a), union(b)
-    common: list[Interval] = []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        if start < end:
-            common.append((start, end))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
+    """All points that lie in both ``a`` and ``b``: outside of neither."""
+    return _outside([*_outside(a), *_outside(b)])
 
 
 def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
     """All points of ``a`` that lie outside ``b``."""
-    edges = [-math.inf, *itertools.chain(*union(b)), math.inf]
-    return intersect(a, zip(edges[::2], edges[1::2], strict=True))
+    return _outside([*_outside(a), *b])
+
+
+def _outside(intervals: Iterable[Interval]) -> list[Interval]:
+    """All points of the line, from −∞ to ∞, that lie in none."""
+    edges = [-math.inf, *itertools.chain(*union(intervals)), math.inf]
+    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]

@@ -10,12 +10,10 @@ The names come from four worlds: operators (``aten::mm``), nodes of autograd (``
 are told by the operator that launched them.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,19 +65,12 @@ class Profile:
         """The kernels of a phase with the most time."""
         return [kernel for kernel in self.kernels if kernel.phase == phase][:count]
 
-    def phase_ms(self) -> dict[str, float]:
-        """Phase → ms of kernels, phases without any left out."""
-        found = dict.fromkeys(kernel.phase for kernel in self.kernels)
-        return {phase: sum(kernel.ms for kernel in self.kernels if kernel.phase == phase) for phase in found}
-
-    def category_ms(self) -> dict[str, float]:
-        """Category → ms of kernels, in the order of `CATEGORIES`, those without any left out."""
-        found = {kernel.category for kernel in self.kernels}
-        return {
-            name: sum(kernel.ms for kernel in self.kernels if kernel.category == name)
-            for name in CATEGORIES
-            if name in found
-        }
+    def ms_by(self, attribute: str) -> Counter[str]:
+        """Phase or category → ms of kernels."""
+        found: Counter[str] = Counter()
+        for kernel in self.kernels:
+            found[getattr(kernel, attribute)] += kernel.ms
+        return found
 
 
 def summarise(events: Sequence[Event]) -> Profile:

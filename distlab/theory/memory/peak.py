@@ -135,7 +135,7 @@ def devices_to_fit(total_bytes: float, device_bytes: float) -> int:
     return max(1, -(-int(total_bytes) // int(device_bytes)))
 
 
-def zero_paper_bytes(num_parameters: float, world_size: int, stage: int, *, state_bytes: int = 12) -> float:
+def zero_paper_bytes(num_parameters: float, world_size: int, stage: int) -> float:
     """Model states per rank in the accounting of the ZeRO paper: fp16 parameters and gradients, 2 bytes each, and
     K = 12 bytes of optimizer state (fp32 parameters and Adam's two moments) per parameter.
 
@@ -151,9 +151,7 @@ def zero_paper_bytes(num_parameters: float, world_size: int, stage: int, *, stat
         raise ValueError(f"stage={stage}: ZeRO has stages 1, 2 and 3; 0 is no sharding")
     if world_size < 1 or num_parameters < 0:
         raise ValueError(f"num_parameters={num_parameters}, world_size={world_size}: must be positive")
-    divided = [
-        size if stage < since else size / world_size for size, since in ((2, 3), (2, 2), (state_bytes, 1))
-    ]
+    divided = [size if stage < since else size / world_size for size, since in ((2, 3), (2, 2), (12, 1))]
     return sum(divided) * num_parameters
 
 

@@ -158,10 +158,8 @@ def in_place(setting: Setting) -> bool:
 
 def weight_copies(setting: Setting) -> int:
     """Autocast's copies of all matrices but the embedding, which is looked up and not multiplied."""
-    if not setting.precision.copies_weights:
-        return 0
     matrices = setting.shape.num_layers * sum(setting.shape.matrices_per_block) + setting.shape.embedding_parameters
-    return setting.precision.compute * matrices
+    return setting.precision.compute * matrices if setting.precision.copies_weights else 0
 
 
 def gathered(setting: Setting, numel: int) -> int:

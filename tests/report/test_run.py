@@ -1,11 +1,11 @@
-"""An output folder fails early and clearly, and holds whole files only."""
+"""A run's folder fails early and clearly."""
 
 import re
 
 import pytest
 
+from distlab.files import write_whole
 from distlab.report import OutputFolder
-from distlab.report.output import atomic_path, write_whole
 
 
 def test_each_run_gets_its_own_folder(tmp_path):
@@ -32,20 +32,3 @@ def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(tmp_path):
 def test_names_that_leave_the_folder_are_refused(tmp_path, experiment, stamp):
     with pytest.raises(ValueError, match="cannot name a folder"):
         OutputFolder(tmp_path, experiment, stamp)
-
-
-def test_nothing_half_written_is_left(tmp_path):
-    target = tmp_path / "a.json"
-    write_whole(target, "old")
-    with pytest.raises(RuntimeError), atomic_path(target) as temporary:
-        temporary.write_text("ne")
-        assert temporary.suffix == ".json" and target.read_text() == "old"
-        raise RuntimeError("killed in the middle")
-    assert target.read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
-
-
-def test_a_library_that_writes_nothing_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError), atomic_path(tmp_path / "a.png"):
-        pass
-    assert not list(tmp_path.iterdir())
