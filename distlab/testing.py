@@ -107,7 +107,8 @@ class _Rank:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        # The first optimizer of a process imports torch._dynamo, which takes as long as torch itself.
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
         self.pipe, theirs = context.Pipe()
         self.stacks = tempfile.NamedTemporaryFile(prefix="distlab-stacks-", mode="r")  # noqa: SIM115
         arguments = (theirs, list(sys.path), self.stacks.name)
