@@ -17,7 +17,9 @@ if not torch.cuda.is_available():
     # that when it is imported: here, before a test sets the variable otherwise.
     os.environ["TRITON_INTERPRET"] = "1"
     with contextlib.suppress(ImportError):
-        import triton  # noqa: F401
+        from tests.interpreter import patch_once_per_launch
+
+        patch_once_per_launch()
 
 from distlab.comm import rank_context
 

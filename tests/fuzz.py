@@ -41,6 +41,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -1357,9 +1358,11 @@ def examine(context: RankContext, jobs: Sequence[Job], journal: str, until_failu
         mine, digest = _examine_one(context, job, references)
         gathered = collectives.gather_objects((mine, digest), own_group)
         verdicts.append(_together(gathered))
-        # A rank that raised, in a documented way too, may have issued other collectives than its peers.
-        in_step = all(verdict.outcome in ("same", "differs", "invalid") for verdict, _ in gathered)
-        if not in_step or (until_failure and verdicts[-1].failed):
+        outcomes = {verdict.outcome for verdict, _ in gathered}
+        if outcomes == {"refused"}:  # ranks may have issued other collectives than their peers
+            timeout = timedelta(seconds=context.timeout_s)
+            context = replace(context, group=torch.distributed.new_group(timeout=timeout))
+        elif not outcomes <= {"same", "differs", "invalid"} or (until_failure and verdicts[-1].failed):
             break
     faulthandler.cancel_dump_traceback_later()
     os.close(journal_file)
