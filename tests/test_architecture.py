@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("launch", "experiments", "distlab", "kernels")
 
 # Unit of distlab → what it may import of distlab (and kernels), besides itself and what stands in COMMON.
-COMMON = "ending options precision hardware"
+COMMON = "ending files options precision hardware"
 ALLOWED = {
-    **dict.fromkeys(("ending", "options", "precision", "hardware"), ""),
+    **dict.fromkeys(("ending", "files", "options", "precision", "hardware"), ""),
     "grad_buffer": "",
     "comm": "",
     "report": "",

@@ -16,6 +16,7 @@ import torch
 
 from distlab.checkpoint.lock import hold
 from distlab.comm import RankContext, collectives
+from distlab.files import write_whole
 from distlab.hardware import peak_flops
 from distlab.measure.memory import peak_memory
 from distlab.precision import DTYPES
@@ -23,7 +24,7 @@ from distlab.theory.flops import mfu, step_flops
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.data import load
 from distlab.train.loop import Outcome, Trainer
-from distlab.train.metrics import Journal, StepMetrics, write_whole
+from distlab.train.metrics import Journal, StepMetrics
 from distlab.train.requirements import require, training_step
 
 Results = Callable[[TrainConfig, Outcome, dict[str, Any], list[dict[str, Any]]], None]

@@ -1,0 +1,49 @@
+"""Files that are either whole or absent.
+
+A file is written under a temporary name in its final folder, flushed to the disk and then renamed. A rename within one
+folder is atomic, so a reader (or a sweep that resumes) never finds half a file under a final name, whatever killed the
+writer.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; on a clean exit the file there becomes ``path``, else it is
+    removed.
+
+    The temporary name keeps the suffix, because libraries choose the format by it (``.png``, ``.gz``).
+
+    Raises:
+        OSError: the folder cannot be written, or nothing was written to the temporary path.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    try:
+        yield temporary
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: str | os.PathLike, text: str) -> None:
+    """Write a text file in UTF-8, whole or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(text.encode("utf-8"))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself survive a power cut, where the platform lets a folder be opened (POSIX)."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
