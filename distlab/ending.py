@@ -122,29 +122,21 @@ def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
             os.write(2, f"{name}: stopped by {_sender(number)} while starting; nothing was saved\n".encode())
         os._exit(128 + number)
 
-    with handled(end):
+    with answered(end):
         yield
 
 
 @contextlib.contextmanager
-def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def answered(
+    handler: Callable[[int, FrameType | None], None], hear: Callable[[int], None] = lambda number: None
+) -> Iterator[None]:
     """While the block runs, `handler` answers SIGINT and SIGTERM, those apart that are ignored: nohup stays nohup.
 
     In threads other than the main one, which get no signals, nothing happens.
+
+    Args:
+        hear: called with the number in a thread, at once, whatever the main thread is doing.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    wanted = [number for number in SIGNALS if is_main and signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in wanted}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, signal.SIG_DFL if old is None else old)
-
-
-@contextlib.contextmanager
-def heard(handler: Callable[[int, FrameType | None], None], hear: Callable[[int], None]) -> Iterator[None]:
-    """`handled`, and `hear(number)` is called in a thread at once, whatever the main thread is doing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -159,11 +151,14 @@ def heard(handler: Callable[[int, FrameType | None], None], hear: Callable[[int]
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     outer = signal.set_wakeup_fd(writer)  # written by the C-level handler
+    wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in wanted}
     try:
-        with handled(handler):
-            yield
+        yield
     finally:
         signal.set_wakeup_fd(outer)
+        for number, old in before.items():
+            signal.signal(number, signal.SIG_DFL if old is None else old)
         os.close(writer)
         listener.join()
         os.close(reader)
@@ -231,7 +226,7 @@ def _watched(run: _Run) -> Iterator[None]:
             os._exit(128 + number)
 
     shown, sys.unraisablehook = sys.unraisablehook, ignore_stopped
-    with heard(raise_once, end_unless_ended):
+    with answered(raise_once, end_unless_ended):
         try:
             yield
         finally:

@@ -98,13 +98,14 @@ class CheckpointFolder:
             shutil.rmtree(folder, ignore_errors=True)
         return [folder.name for folder in left]
 
-    def begin(self, step: int) -> None:
-        """Make an empty temporary folder for the files of all ranks."""
+    def begin(self, step: int) -> Path:
+        """An empty temporary folder for the files of all ranks."""
         temporary = self.temporary_path_of(step)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
+        return temporary
 
-    def commit(self, step: int, content: Mapping[str, Any]) -> None:
+    def commit(self, step: int, content: Mapping[str, Any]) -> Path:
         """Write the marker and give the folder its final name."""
         temporary, final = self.temporary_path_of(step), self.path_of(step)
         body = {"format": FORMAT, "step": step, **content}
@@ -122,6 +123,7 @@ class CheckpointFolder:
         temporary.rename(final)
         sync_folder(self.path)
         shutil.rmtree(aside, ignore_errors=True)
+        return final
 
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint so that it is neither read nor counted again; returns where it is."""

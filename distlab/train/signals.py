@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from distlab.ending import heard
+from distlab.ending import answered
 
 
 class StopSignals:
@@ -32,7 +32,7 @@ class StopSignals:
         """Catch them inside; the handlers before come back afterwards. In threads other than the main one,
         which get no signals, nothing happens.
         """
-        with heard(self._note, self._hear):
+        with answered(self._note, self._hear):
             yield self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
