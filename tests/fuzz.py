@@ -38,11 +38,11 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -689,7 +689,7 @@ class OneProcess:
         rank: int,
         *,
         masters: bool = False,
-        zeros: Sequence[set[str]] | None = None,
+        zeros: Sequence[Set[str]] = (),
         jitter: int = 0,
     ):
         self.case, self.rank, self.zeros, self.trace = case, rank, zeros, Trace()
@@ -781,7 +781,7 @@ class OneProcess:
                 parameter.grad = total.clone()
 
     def note(self) -> None:
-        if self.zeros is not None:
+        if self.zeros:
             for name in self.zeros[len(self.trace.present)]:
                 parameter = self.stepped[0][name]
                 if parameter.grad is None:
@@ -1346,16 +1346,13 @@ def examine(context: RankContext, jobs: Sequence[Job], journal: str, until_failu
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # its first use imports torch.compile's half of torch …
     gc.freeze()  # … through all of which FSDP would look for optimizers, each time
     journal_file = os.open(journal, os.O_WRONLY)
-    references: dict[tuple[Case, bool], Trace | Invalid] = {}
     verdicts: list[Verdict] = []
     for number, job in enumerate(jobs):
         # A collective that waits in vain fails after the group's timeout; what hangs otherwise ends the process.
         faulthandler.dump_traceback_later(3 * context.timeout_s, exit=True)
         if context.rank == 0:
             os.pwrite(journal_file, f"{number:9d}".encode(), 0)
-        if number == 0 or job.case != jobs[number - 1].case:
-            references.clear()
-        mine, digest = _examine_one(context, job, references)
+        mine, digest = _examine_one(context, job)
         gathered = collectives.gather_objects((mine, digest), own_group)
         verdicts.append(_together(gathered))
         outcomes = {verdict.outcome for verdict, _ in gathered}
@@ -1385,13 +1382,12 @@ def _together(gathered: list[tuple[Verdict, str]]) -> Verdict:
     return worst
 
 
-def _examine_one(
-    context: RankContext, job: Job, references: dict[tuple[Case, bool], Trace | Invalid]
-) -> tuple[Verdict, str]:
+def _examine_one(context: RankContext, job: Job) -> tuple[Verdict, str]:
     """This rank's verdict, and a digest of the parameters at the end."""
     case, strategy = job.case, job.strategy
     masters = strategy == "fsdp" and has(case, "around", "bfloat16")
-    expected = _reference(context, case, masters, references)
+    alone = partial(_trained_alone, case, context.world_size, context.rank, masters=masters)
+    expected = alone()
     if isinstance(expected, Invalid):
         return Verdict("invalid", str(expected)), ""
     try:
@@ -1402,11 +1398,11 @@ def _examine_one(
         if is_refusal(case, strategy, str(error)):
             return Verdict("refused", str(error)), ""
         return Verdict("raises", traceback.format_exc(limit=-6)), ""
-    mine, zeros = subject.trace, None
+    mine = subject.trace
     if strategy == "fsdp" and mine.present != expected.present:
-        zeros = _zeros(mine, expected)
-        expected = _trained_alone(context, case, masters=masters, zeros=zeros)
-    found = _differences(context, job, mine, expected, masters=masters, zeros=zeros)
+        alone = partial(alone, zeros=_zeros(mine, expected))
+        expected = alone()
+    found = _differences(mine, expected, None if is_exact(case, strategy, context.world_size) else alone)
     digest = hashlib.blake2b(digest_size=16)
     for value in mine.parameters.values():
         digest.update(_bits(value.contiguous()).numpy())
@@ -1416,52 +1412,50 @@ def _examine_one(
     return Verdict("same"), digest.hexdigest()
 
 
-def _differences(context: RankContext, job: Job, mine: Trace, expected: Trace, **options: Any) -> list[str]:
-    """Differences by the standard of `is_exact`, or by what rounding can do to this very value of this very case.
+def _differences(mine: Trace, expected: Trace, alone: Callable[..., Trace] | None) -> list[str]:
+    """Differences, bit for bit, or by what rounding can do to this very value of this very case.
 
     Training enlarges errors, each case in its own measure, and some values are errors and nothing else: a bias before
     a batch norm has a gradient of roundings, which AdamW takes for a direction. So where values lie further apart than
     a few roundings, one process is trained again with roundings added (`OneProcess`, jitter); ten times what that
     does to a value is allowed, to that value alone.
+
+    Args:
+        alone: trains one process with a `jitter`; None where bits must be equal.
     """
-    if is_exact(job.case, job.strategy, context.world_size):
+    if alone is None:
         return list(differences(mine, expected, None))
     values = values_of(expected)
     allowed = dict.fromkeys(values, ROUNDINGS)
     found = list(differences(mine, expected, allowed))
     if found:
         for number in range(JITTERS):
-            jittered = values_of(_trained_alone(context, job.case, jitter=number + 1, **options))
+            jittered = values_of(alone(jitter=number + 1))
             for what, value in values.items():
                 allowed[what] = max(allowed[what], 10 * _apart(jittered[what], value))
         found = list(differences(mine, expected, allowed))
     return found
 
 
-def _trained_alone(context: RankContext, case: Case, **options: Any) -> Trace:
-    """What one process shows, see `OneProcess`."""
-    reference = OneProcess(case, context.world_size, context.rank, **options)
-    train(case, reference)
-    return reference.trace
-
-
-def _reference(
-    context: RankContext, case: Case, masters: bool, references: dict[tuple[Case, bool], Trace | Invalid]
+@lru_cache(maxsize=16)  # the strategies of a case come one after the other
+def _trained_alone(
+    case: Case, world_size: int, rank: int, *, masters: bool, zeros: tuple[frozenset[str], ...] = (), jitter: int = 0
 ) -> Trace | Invalid:
-    if (case, masters) not in references:
-        try:
-            references[case, masters] = _trained_alone(context, case, masters=masters)
-        except Invalid as error:
-            references[case, masters] = error
-        except Exception as error:
-            references[case, masters] = Invalid(f"one process raises {type(error).__name__}: {error}")
-    return references[case, masters]
+    """What one process shows, see `OneProcess`; or why it cannot train this."""
+    try:
+        reference = OneProcess(case, world_size, rank, masters=masters, zeros=zeros, jitter=jitter)
+        train(case, reference)
+        return reference.trace
+    except Invalid as error:
+        return error
+    except Exception as error:
+        return Invalid(f"one process raises {type(error).__name__}: {error}")
 
 
-def _zeros(mine: Trace, expected: Trace) -> list[set[str]]:
+def _zeros(mine: Trace, expected: Trace) -> tuple[frozenset[str], ...]:
     """FSDP gives a matrix that no rank used a gradient of zero, if its unit ran: their names, step by step."""
     matrices = {name for name, value in mine.parameters.items() if value.dim() >= 2}
-    return [(a - b) & matrices for a, b in zip(mine.present, expected.present, strict=True)]
+    return tuple(frozenset(a - b) & matrices for a, b in zip(mine.present, expected.present, strict=True))
 
 
 def run_jobs(
