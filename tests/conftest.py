@@ -1,10 +1,13 @@
-"""Shared set-up: one thread per process, hardware markers that skip with a reason, hypothesis without a clock."""
+"""Shared set-up: one thread per process, compiled modules kept, hardware markers that skip with a reason, hypothesis without a clock."""
 
 import contextlib
 import os
 import signal
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the rank processes of hundreds of tests import the same modules
+sys.dont_write_bytecode = False
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; commands that we start would
     signal.signal(signal.SIGINT, signal.default_int_handler)  # inherit that, and tests send them Ctrl-C
 
