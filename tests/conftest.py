@@ -1,4 +1,4 @@
-"""Shared set-up: one thread per process, compiled modules kept, hardware markers that skip with a reason, hypothesis without a clock."""
+"""Shared set-up: one thread per process, markers that skip with a reason, hypothesis without a clock."""
 
 import contextlib
 import os
@@ -6,8 +6,7 @@ import signal
 import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the rank processes of hundreds of tests import the same modules
-sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # rank processes import the same modules again and again
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; commands that we start would
     signal.signal(signal.SIGINT, signal.default_int_handler)  # inherit that, and tests send them Ctrl-C
 
@@ -27,6 +26,7 @@ if not torch.cuda.is_available():
 from distlab.comm import rank_context
 
 torch.set_num_threads(1)
+sys.dont_write_bytecode = False  # as the variable above, which this process has read by now
 
 # A loaded two-core machine makes single examples slow; that is no failure of the property.
 settings.register_profile("distlab", deadline=None, derandomize=True)
