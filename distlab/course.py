@@ -15,11 +15,8 @@ under its own name in `distlab.parallel` and `kernels`.
 | 2026 | FlashAttention-2, DDP (`get_ddp`), FSDP, sharded optimizer |
 """
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from distlab.parallel import FSDP, BucketedDDP, OverlapDDP, ShardedOptimizer
@@ -90,41 +87,25 @@ def _rmsnorm_gradients(grad_output: Tensor, x: Tensor, g: Tensor) -> tuple[Tenso
 # -- data parallelism ------------------------------------------------------------------------------------------
 
 
-def get_ddp(module: nn.Module) -> OverlapDDP:
-    """Wrap a module: rank 0's parameters, and an all-reduce per gradient that overlaps with backward."""
-    return OverlapDDP(module)
-
-
 def ddp_on_after_backward(ddp_model: OverlapDDP | BucketedDDP, optimizer: Optimizer | None = None) -> None:
     """Call after backward, before the step: every `.grad` is then the mean over ranks."""
     ddp_model.finish_gradient_synchronization()
-
-
-get_ddp_individual_parameters = get_ddp
-ddp_individual_parameters_on_after_backward = ddp_on_after_backward
-
-
-def get_ddp_bucketed(module: nn.Module, bucket_size_mb: float | None) -> BucketedDDP:
-    """Wrap a module: gradients leave in buckets of `bucket_size_mb` MiB (None: one bucket)."""
-    return BucketedDDP(module, bucket_size_mb=bucket_size_mb)
 
 
 def ddp_bucketed_on_train_batch_start(ddp_model: BucketedDDP, optimizer: Optimizer | None = None) -> None:
     """Call before forward. Buckets reset themselves when a step is finished: nothing is left to do."""
 
 
-ddp_bucketed_on_after_backward = ddp_on_after_backward
-
+get_ddp = get_ddp_individual_parameters = OverlapDDP  # of a module: an all-reduce per gradient, under backward
+get_ddp_bucketed = BucketedDDP  # of a module and the MiB of a bucket; None: one bucket
+ddp_individual_parameters_on_after_backward = ddp_bucketed_on_after_backward = ddp_on_after_backward
 
 # -- sharding --------------------------------------------------------------------------------------------------
 
-
-def get_fsdp(module: nn.Module, compute_dtype: torch.dtype | None = None) -> FSDP:
-    """Shard a module; it computes in `compute_dtype`, its shards and their gradients stay fp32.
-
-    Build the optimizer from the wrapper's `parameters()`, which are this rank's shards.
-    """
-    return FSDP(module, compute_dtype)
+# Of a module and the dtype it computes in; its shards and their gradients stay fp32. Build the optimizer from the
+# wrapper's `parameters()`, which are this rank's shards.
+get_fsdp = FSDP
+get_sharded_optimizer = ShardedOptimizer  # of parameters, an optimizer's class and its options
 
 
 def fsdp_on_after_backward(fsdp_model: FSDP, optimizer: Optimizer | None = None) -> None:
@@ -135,10 +116,3 @@ def fsdp_on_after_backward(fsdp_model: FSDP, optimizer: Optimizer | None = None)
 def fsdp_gather_full_params(fsdp_model: FSDP) -> dict[str, Tensor]:
     """Every parameter in full under its original name, on every rank; call it on every rank."""
     return fsdp_model.gather_full_params()
-
-
-def get_sharded_optimizer(
-    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], optimizer_cls: type[Optimizer], **kwargs: Any
-) -> ShardedOptimizer:
-    """`optimizer_cls` over the parameters, its state divided among the ranks; kwargs are its options."""
-    return ShardedOptimizer(params, optimizer_cls, **kwargs)

@@ -91,8 +91,8 @@ def until_stopped(name: str, work: Callable[[], int], *, speaks: bool = True) ->
 def results_go_to(folder: Path) -> None:
     """Note the folder of the results, for the message of a stopped command; the first folder of a run counts."""
     run = _current.get()
-    if run is not None and run.folder is None:
-        run.folder = folder
+    if run is not None:
+        run.folder = run.folder or folder
 
 
 def how_to_continue(text: str) -> None:
@@ -100,6 +100,13 @@ def how_to_continue(text: str) -> None:
     run = _current.get()
     if run is not None:
         run.continues = text
+
+
+def hand_signals_over() -> None:
+    """From here on somebody else answers signals: torchrun's agent, which gives its ranks time to save."""
+    run = _current.get()
+    if run is not None:
+        run.ended.set()
 
 
 @contextlib.contextmanager
@@ -115,26 +122,50 @@ def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
             os.write(2, f"{name}: stopped by {_sender(number)} while starting; nothing was saved\n".encode())
         os._exit(128 + number)
 
+    with answered(end):
+        yield
+
+
+@contextlib.contextmanager
+def answered(
+    handler: Callable[[int, FrameType | None], None], hear: Callable[[int], None] = lambda number: None
+) -> Iterator[None]:
+    """While the block runs, `handler` answers SIGINT and SIGTERM, those apart that are ignored: nohup stays nohup.
+
+    In threads other than the main one, which get no signals, nothing happens.
+
+    Args:
+        hear: called with the number in a thread, at once, whatever the main thread is doing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {n: signal.signal(n, end) for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
+
+    def listen() -> None:
+        while arrived := os.read(reader, 1):
+            if arrived[0] in SIGNALS:
+                hear(arrived[0])
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    outer = signal.set_wakeup_fd(writer)  # written by the C-level handler
+    wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in wanted}
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(outer)
+        for number, old in before.items():
+            signal.signal(number, signal.SIG_DFL if old is None else old)
+        os.close(writer)
+        listener.join()
+        os.close(reader)
 
 
 def _sender(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-
-
-def hand_signals_over() -> None:
-    """From here on somebody else answers signals: torchrun's agent, which gives its ranks time to save."""
-    run = _current.get()
-    if run is not None:
-        run.ended.set()
 
 
 @dataclass
@@ -186,35 +217,21 @@ def _watched(run: _Run) -> Iterator[None]:
         if not issubclass(failure.exc_type, Stopped):  # raised where no exception can leave: the watcher ends us
             shown(failure)
 
-    shown, sys.unraisablehook = sys.unraisablehook, ignore_stopped
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays nohup
-    handlers = {number: signal.signal(number, raise_once) for number in wanted}
-    outer = signal.set_wakeup_fd(writer)  # written by the C-level handler, whatever the main thread does
-    watcher = threading.Thread(target=_watch, args=(run, reader), daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        run.ended.set()
-        sys.unraisablehook = shown
-        signal.set_wakeup_fd(outer)
-        for number, handler in handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        os.close(writer)
-        watcher.join()
-        os.close(reader)
-
-
-def _watch(run: _Run, reader: int) -> None:
-    while arrived := os.read(reader, 1):
-        if arrived[0] in SIGNALS and not run.ended.wait(GRACE_S):
-            run.asked = arrived[0]
+    def end_unless_ended(number: int) -> None:
+        if not run.ended.wait(GRACE_S):
+            run.asked = number
             run.say()
             _end_children()
             sys.stdout.flush()
-            os._exit(128 + arrived[0])
+            os._exit(128 + number)
+
+    shown, sys.unraisablehook = sys.unraisablehook, ignore_stopped
+    with answered(raise_once, end_unless_ended):
+        try:
+            yield
+        finally:
+            run.ended.set()
+            sys.unraisablehook = shown
 
 
 def _end_children() -> None:

@@ -40,6 +40,8 @@ import torch.distributed as dist
 
 from distlab.comm import rank_context
 
+# What the processes are forked with. A process's first optimizer imports torch._dynamo, for as long as torch itself.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo"]
 GRACE_S = 2.0  # after the first failure, time for the other ranks to report theirs
 
 
@@ -107,7 +109,7 @@ class _Rank:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(PRELOADED)
         self.pipe, theirs = context.Pipe()
         self.stacks = tempfile.NamedTemporaryFile(prefix="distlab-stacks-", mode="r")  # noqa: SIM115
         arguments = (theirs, list(sys.path), self.stacks.name)

@@ -1,10 +1,12 @@
-"""Shared set-up: one thread per process, hardware markers that skip with a reason, hypothesis without a clock."""
+"""Shared set-up: one thread per process, markers that skip with a reason, hypothesis without a clock."""
 
 import contextlib
 import os
 import signal
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # rank processes import the same modules again and again
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; commands that we start would
     signal.signal(signal.SIGINT, signal.default_int_handler)  # inherit that, and tests send them Ctrl-C
 
@@ -17,11 +19,14 @@ if not torch.cuda.is_available():
     # that when it is imported: here, before a test sets the variable otherwise.
     os.environ["TRITON_INTERPRET"] = "1"
     with contextlib.suppress(ImportError):
-        import triton  # noqa: F401
+        from tests.interpreter import patch_once_per_launch
+
+        patch_once_per_launch()
 
 from distlab.comm import rank_context
 
 torch.set_num_threads(1)
+sys.dont_write_bytecode = False  # as the variable above, which this process has read by now
 
 # A loaded two-core machine makes single examples slow; that is no failure of the property.
 settings.register_profile("distlab", deadline=None, derandomize=True)

@@ -38,10 +38,11 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from datetime import timedelta
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -60,6 +61,7 @@ DDPS = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP}
 BUCKETS_MB = (1e-5, 1e-4, 1e-3, 25.0)  # 10 bytes, 104 bytes, 1 kB, torch's default
 BATCH, LENGTH, VOCABULARY = 2, 3, 7
 ROUNDINGS = 2e-6  # a few roundings of fp32 numbers near 1
+JITTERS = 3  # trainings with roundings added, from which follows what roundings can do
 LOST = re.compile("[Tt]imeout|Timed out|Connection closed")  # what gloo says of a peer that does not come
 
 
@@ -675,7 +677,8 @@ class OneProcess:
     Args:
         masters: whether an optimizer steps fp32 copies of parameters of lower precision, as FSDP's does.
         zeros: for each step, names of parameters that get a gradient of zero where no rank has one.
-        jitter: a seed; then every mean gradient is about a rounding off.
+        jitter: a seed; then every forward and its backward see parameters that are a rounding off, and every mean
+            gradient is one off, too.
         rank: whose losses and buffers are kept.
     """
 
@@ -686,7 +689,7 @@ class OneProcess:
         rank: int,
         *,
         masters: bool = False,
-        zeros: Sequence[set[str]] | None = None,
+        zeros: Sequence[Set[str]] = (),
         jitter: int = 0,
     ):
         self.case, self.rank, self.zeros, self.trace = case, rank, zeros, Trace()
@@ -718,10 +721,35 @@ class OneProcess:
     def backward(self, step: int, number: int, *, synchronize: bool, zero_between: bool = False) -> None:
         for rank, replica in enumerate(self.replicas):
             between = partial(self._zero, rank) if zero_between else None
-            losses = _backward(replica, replica.moment, self.case, rank, step, number, between)
+            with self._jittered(replica):
+                losses = _backward(replica, replica.moment, self.case, rank, step, number, between)
             self._collect(rank)
             if rank == self.rank:
                 self.trace.losses += losses
+
+    @contextmanager
+    def _jittered(self, replica: nn.Module) -> Iterator[None]:
+        """Inside, a rounding is added to every parameter.
+
+        Sums then differ by roundings of their terms. So does a gradient whose terms cancel, such as that of a bias
+        before a batch norm: it is nothing but their roundings, and one that is off by a rounding of its own shows
+        nothing of what the order of a sum does to it.
+        """
+        if self.noise is None:
+            yield
+            return
+        named = [(name, p.data) for name, p in replica.named_parameters()]
+        exact = [data.clone() for _, data in named]
+        for name, data in named:
+            data *= self._noise(name, data)
+        yield
+        for (_, data), before in zip(named, exact, strict=True):
+            data.copy_(before)
+
+    def _noise(self, name: str, like: Tensor) -> Tensor:
+        """Factors that are about a rounding away from 1."""
+        noise = torch.randn(like.shape, generator=self.noise)
+        return 1 + 2 * _precision(self.replicas[0], name) * noise.to(like.dtype)
 
     def failing_backward(self, step: int, number: int) -> None:
         for rank, replica in enumerate(self.replicas):
@@ -748,13 +776,12 @@ class OneProcess:
                 total += gradient
             total /= len(same)
             if self.noise is not None:
-                noise = torch.randn(total.shape, generator=self.noise)
-                total *= 1 + 2 * _precision(self.replicas[0], name) * noise.to(total.dtype)
+                total *= self._noise(name, total)
             for parameter in same:
                 parameter.grad = total.clone()
 
     def note(self) -> None:
-        if self.zeros is not None:
+        if self.zeros:
             for name in self.zeros[len(self.trace.present)]:
                 parameter = self.stepped[0][name]
                 if parameter.grad is None:
@@ -1073,36 +1100,29 @@ def is_exact(case: Case, strategy: str, ranks: int) -> bool:
     return strategy != "fsdp" or not (regime.finishes > 1 or regime.backwards > 1 or regime.zero == "never")
 
 
-def differences(mine: Trace, expected: Trace, allowed: float | None) -> Iterator[str]:
-    """What is not as in one process, one line each.
+def values_of(trace: Trace) -> dict[str, Tensor]:
+    """All that is compared, each with what it is called in a message."""
+    found = {f"loss of forward {number}": loss for number, loss in enumerate(trace.losses)}
+    for step, gradients in enumerate(trace.gradients):
+        found |= {f"step {step}: gradient of '{name}'": gradient for name, gradient in gradients.items()}
+    found |= {f"parameter '{name}'": value for name, value in trace.parameters.items()}
+    return found | {f"buffer '{name}'": value for name, value in trace.buffers.items()}
+
+
+def differences(mine: Trace, expected: Trace, allowed: Mapping[str, float] | None) -> Iterator[str]:
+    """What is not as in one process, one line each; of gradients those that both have.
 
     Args:
-        allowed: how far apart values may lie, absolutely or, of values above 1, relatively; None for bit for bit.
+        allowed: how far apart each value may lie, absolutely or, above 1, relatively; None for bit for bit.
     """
-    for number, (a, b) in enumerate(zip(mine.losses, expected.losses, strict=True)):
-        yield from _difference(f"loss of forward {number}", a, b, allowed)
     for step, (a, b) in enumerate(zip(mine.present, expected.present, strict=True)):
         if a != b:
             only = f"{sorted(a - b)} have, {sorted(b - a)} lack"
             yield f"step {step}: {only} a gradient, other than in one process"
-    for step, (a, b) in enumerate(zip(mine.gradients, expected.gradients, strict=True)):
-        for name in a.keys() & b.keys():
-            yield from _difference(f"step {step}: gradient of '{name}'", a[name], b[name], allowed)
-    for kind, a, b in (
-        ("parameter", mine.parameters, expected.parameters),
-        ("buffer", mine.buffers, expected.buffers),
-    ):
-        for name, value in b.items():
-            yield from _difference(f"{kind} '{name}'", a[name], value, allowed)
-
-
-def distance(mine: Trace, expected: Trace) -> float:
-    """The largest difference of all that `differences` looks at."""
-    pairs = [*zip(mine.losses, expected.losses, strict=True)]
-    for a, b in [*zip(mine.gradients, expected.gradients, strict=True), (mine.parameters, expected.parameters),
-                 (mine.buffers, expected.buffers)]:  # fmt: skip
-        pairs += [(a[name], b[name]) for name in a.keys() & b.keys()]
-    return max(_apart(a, b) for a, b in pairs)
+    found = values_of(mine)
+    for what, value in values_of(expected).items():
+        if what in found or ": gradient of " not in what:
+            yield from _difference(what, found[what], value, None if allowed is None else allowed[what])
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
@@ -1326,21 +1346,20 @@ def examine(context: RankContext, jobs: Sequence[Job], journal: str, until_failu
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # its first use imports torch.compile's half of torch …
     gc.freeze()  # … through all of which FSDP would look for optimizers, each time
     journal_file = os.open(journal, os.O_WRONLY)
-    references: dict[tuple[Case, bool], Trace | Invalid] = {}
     verdicts: list[Verdict] = []
     for number, job in enumerate(jobs):
         # A collective that waits in vain fails after the group's timeout; what hangs otherwise ends the process.
         faulthandler.dump_traceback_later(3 * context.timeout_s, exit=True)
         if context.rank == 0:
             os.pwrite(journal_file, f"{number:9d}".encode(), 0)
-        if number == 0 or job.case != jobs[number - 1].case:
-            references.clear()
-        mine, digest = _examine_one(context, job, references)
+        mine, digest = _examine_one(context, job)
         gathered = collectives.gather_objects((mine, digest), own_group)
         verdicts.append(_together(gathered))
-        # A rank that raised, in a documented way too, may have issued other collectives than its peers.
-        in_step = all(verdict.outcome in ("same", "differs", "invalid") for verdict, _ in gathered)
-        if not in_step or (until_failure and verdicts[-1].failed):
+        outcomes = {verdict.outcome for verdict, _ in gathered}
+        if outcomes == {"refused"}:  # ranks may have issued other collectives than their peers
+            timeout = timedelta(seconds=context.timeout_s)
+            context = replace(context, group=torch.distributed.new_group(timeout=timeout))
+        elif not outcomes <= {"same", "differs", "invalid"} or (until_failure and verdicts[-1].failed):
             break
     faulthandler.cancel_dump_traceback_later()
     os.close(journal_file)
@@ -1363,13 +1382,12 @@ def _together(gathered: list[tuple[Verdict, str]]) -> Verdict:
     return worst
 
 
-def _examine_one(
-    context: RankContext, job: Job, references: dict[tuple[Case, bool], Trace | Invalid]
-) -> tuple[Verdict, str]:
+def _examine_one(context: RankContext, job: Job) -> tuple[Verdict, str]:
     """This rank's verdict, and a digest of the parameters at the end."""
     case, strategy = job.case, job.strategy
     masters = strategy == "fsdp" and has(case, "around", "bfloat16")
-    expected = _reference(context, case, masters, references)
+    alone = partial(_trained_alone, case, context.world_size, context.rank, masters=masters)
+    expected = alone()
     if isinstance(expected, Invalid):
         return Verdict("invalid", str(expected)), ""
     try:
@@ -1382,8 +1400,9 @@ def _examine_one(
         return Verdict("raises", traceback.format_exc(limit=-6)), ""
     mine = subject.trace
     if strategy == "fsdp" and mine.present != expected.present:
-        expected = _with_zeros(context, case, masters, mine, expected)
-    found = _differences(context, job, mine, expected, masters)
+        alone = partial(alone, zeros=_zeros(mine, expected))
+        expected = alone()
+    found = _differences(mine, expected, None if is_exact(case, strategy, context.world_size) else alone)
     digest = hashlib.blake2b(digest_size=16)
     for value in mine.parameters.values():
         digest.update(_bits(value.contiguous()).numpy())
@@ -1393,49 +1412,50 @@ def _examine_one(
     return Verdict("same"), digest.hexdigest()
 
 
-def _differences(
-    context: RankContext, job: Job, mine: Trace, expected: Trace, masters: bool
-) -> list[str]:
-    """Differences by the standard of `is_exact`, or by what rounding can do to this very case.
+def _differences(mine: Trace, expected: Trace, alone: Callable[..., Trace] | None) -> list[str]:
+    """Differences, bit for bit, or by what rounding can do to this very value of this very case.
 
-    Training enlarges errors, each case in its own measure: where values lie further apart than a few roundings,
-    one process is trained again with gradients that are a rounding off, and ten times what that changes is allowed.
+    Training enlarges errors, each case in its own measure, and some values are errors and nothing else: a bias before
+    a batch norm has a gradient of roundings, which AdamW takes for a direction. So where values lie further apart than
+    a few roundings, one process is trained again with roundings added (`OneProcess`, jitter); ten times what that
+    does to a value is allowed, to that value alone.
+
+    Args:
+        alone: trains one process with a `jitter`; None where bits must be equal.
     """
-    if is_exact(job.case, job.strategy, context.world_size):
+    if alone is None:
         return list(differences(mine, expected, None))
-    found = list(differences(mine, expected, ROUNDINGS))
+    values = values_of(expected)
+    allowed = dict.fromkeys(values, ROUNDINGS)
+    found = list(differences(mine, expected, allowed))
     if found:
-        apart = 0.0
-        for number in range(3):
-            jittered = OneProcess(job.case, context.world_size, context.rank, masters=masters, jitter=number + 1)
-            train(job.case, jittered)
-            apart = max(apart, distance(jittered.trace, expected))
-        found = list(differences(mine, expected, max(ROUNDINGS, 10 * apart)))
+        for number in range(JITTERS):
+            jittered = values_of(alone(jitter=number + 1))
+            for what, value in values.items():
+                allowed[what] = max(allowed[what], 10 * _apart(jittered[what], value))
+        found = list(differences(mine, expected, allowed))
     return found
 
 
-def _reference(
-    context: RankContext, case: Case, masters: bool, references: dict[tuple[Case, bool], Trace | Invalid]
+@lru_cache(maxsize=16)  # the strategies of a case come one after the other
+def _trained_alone(
+    case: Case, world_size: int, rank: int, *, masters: bool, zeros: tuple[frozenset[str], ...] = (), jitter: int = 0
 ) -> Trace | Invalid:
-    if (case, masters) not in references:
-        try:
-            reference = OneProcess(case, context.world_size, context.rank, masters=masters)
-            train(case, reference)
-            references[case, masters] = reference.trace
-        except Invalid as error:
-            references[case, masters] = error
-        except Exception as error:
-            references[case, masters] = Invalid(f"one process raises {type(error).__name__}: {error}")
-    return references[case, masters]
+    """What one process shows, see `OneProcess`; or why it cannot train this."""
+    try:
+        reference = OneProcess(case, world_size, rank, masters=masters, zeros=zeros, jitter=jitter)
+        train(case, reference)
+        return reference.trace
+    except Invalid as error:
+        return error
+    except Exception as error:
+        return Invalid(f"one process raises {type(error).__name__}: {error}")
 
 
-def _with_zeros(context: RankContext, case: Case, masters: bool, mine: Trace, expected: Trace) -> Trace:
-    """FSDP gives a matrix that no rank used a gradient of zero, if its unit ran: one process with the same."""
+def _zeros(mine: Trace, expected: Trace) -> tuple[frozenset[str], ...]:
+    """FSDP gives a matrix that no rank used a gradient of zero, if its unit ran: their names, step by step."""
     matrices = {name for name, value in mine.parameters.items() if value.dim() >= 2}
-    zeros = [(a - b) & matrices for a, b in zip(mine.present, expected.present, strict=True)]
-    reference = OneProcess(case, context.world_size, context.rank, masters=masters, zeros=zeros)
-    train(case, reference)
-    return reference.trace
+    return tuple(frozenset(a - b) & matrices for a, b in zip(mine.present, expected.present, strict=True))
 
 
 def run_jobs(

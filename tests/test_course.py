@@ -1,4 +1,5 @@
-"""The adapters as a course's suite uses them: two gloo ranks by `mp.spawn`, people's own layers, warnings as errors.
+"""The adapters as a course's suite uses them: two gloo ranks as `mp.spawn` starts them, people's own layers, warnings
+as errors.
 
 Behaviour, not any suite's text: every form is driven through its one-line adapter module, against one process that
 trains on all data.
@@ -6,6 +7,7 @@ trains on all data.
 
 import copy
 import importlib
+import multiprocessing
 import os
 import tempfile
 import warnings
@@ -19,6 +21,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from distlab import course
+from distlab.testing import PRELOADED
 from kernels import reference
 from tests.course_adapters import form_2024, form_2025, form_2026
 
@@ -130,9 +133,14 @@ OPTIMIZERS = {
 
 
 def spawn(fn, *args):
-    """`fn(rank, *args)` on two gloo ranks of `mp.spawn`; a warning on either is an error."""
+    """`fn(rank, *args)` on two gloo ranks; a warning on either is an error.
+
+    Suites call `mp.spawn`, whose processes import torch anew; those of the fork server have it.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(os.path.join(folder, "store"), fn, args), nprocs=WORLD_SIZE, join=True)
+        arguments = (os.path.join(folder, "store"), fn, args)
+        mp.start_processes(_rank, args=arguments, nprocs=WORLD_SIZE, start_method="forkserver")
 
 
 def _rank(rank, store, fn, args):

@@ -81,7 +81,7 @@ def test_the_handlers_before_come_back():
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     with pytest.raises(KeyError):
         until_stopped("bench", lambda: {}["missing"])
-    assert not any("_watch" in thread.name for thread in threading.enumerate())
+    assert not any("listen" in thread.name for thread in threading.enumerate())
 
 
 def test_what_fails_while_it_is_stopped_is_no_error_either(capsys):

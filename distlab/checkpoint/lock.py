@@ -99,19 +99,18 @@ class RunLock:
         folder: exists.
         refresh_s: seconds between two touches while it is held.
         stale_s: seconds without a touch after which a holder on another machine counts as dead.
+
+    Attributes:
+        path: of the lock file.
     """
 
     def __init__(self, folder: Path, *, refresh_s: float = REFRESH_S, stale_s: float = STALE_S):
         self.folder, self.refresh_s, self.stale_s = folder, refresh_s, stale_s
+        self.path = folder / NAME
         self._content = json.dumps(asdict(Holder.me())).encode()
         self._file: int | None = None  # descriptor, while the lock is held
         self._stop = threading.Event()
         self._watched: tuple[bytes, int, float] | None = None  # content, touched, first seen so at
-
-    @property
-    def path(self) -> Path:
-        """The lock file."""
-        return self.folder / NAME
 
     def try_take(self) -> bool:
         """Take the lock; False if its holder on another machine may be dead: ask again after `POLL_S`.

@@ -58,11 +58,6 @@ def naive_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
     return weights_BHTT.to(v_BHTD.dtype) @ v_BHTD
 
 
-def sdpa_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-    """Causal attention by `torch.nn.functional.scaled_dot_product_attention`, which picks its own kernel."""
-    return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
-
-
 def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang & Sennrich 2019), statistics in fp32.
 
@@ -300,7 +295,7 @@ def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
     Raises:
         ValueError: no such implementation, or one that cannot run here; the message says what to choose.
     """
-    plain = {"naive": naive_attention, "sdpa": sdpa_attention}
+    plain = {"naive": naive_attention, "sdpa": partial(F.scaled_dot_product_attention, is_causal=True)}
     for name, value, allowed in (("attention", attention, (*plain, "flash")), ("ops", ops, OPS_CHOICES)):
         if value not in allowed:
             raise ValueError(f"{name}={value!r}: choose one of {', '.join(allowed)}")

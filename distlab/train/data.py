@@ -218,26 +218,19 @@ def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
     """
     path = Path(path)
     if path.suffix == ".npy":
-        tokens = _open_array(path)
-        if tokens.ndim != 1 or tokens.dtype.name not in TOKEN_DTYPES:
-            raise ValueError(
-                f"{path} holds {tokens.dtype.name} of shape {tokens.shape}; allowed: one dimension of "
-                f"{', '.join(TOKEN_DTYPES)}"
-            )
-    else:
-        name = (dtype or "uint16") if path.suffix == ".bin" else "uint8"
-        if name not in TOKEN_DTYPES:
-            raise ValueError(f"token type {name!r} is unknown; allowed: {', '.join(TOKEN_DTYPES)}")
-        size, width = path.stat().st_size, np.dtype(TOKEN_DTYPES[name]).itemsize
-        if size % width:
-            raise ValueError(
-                f"{path} has {size} bytes, which is no multiple of {width} ({name}): it is truncated, or of another "
-                "type (--token-dtype)"
-            )
-        if size == 0:
-            raise ValueError(f"{path} is empty")
-        tokens = np.memmap(path, dtype=np.dtype(TOKEN_DTYPES[name]).newbyteorder("<"), mode="r")
-    return tokens
+        return _open_array(path)
+    name = (dtype or "uint16") if path.suffix == ".bin" else "uint8"
+    if name not in TOKEN_DTYPES:
+        raise ValueError(f"token type {name!r} is unknown; allowed: {', '.join(TOKEN_DTYPES)}")
+    size, width = path.stat().st_size, np.dtype(TOKEN_DTYPES[name]).itemsize
+    if size % width:
+        raise ValueError(
+            f"{path} has {size} bytes, which is no multiple of {width} ({name}): it is truncated, or of another "
+            "type (--token-dtype)"
+        )
+    if size == 0:
+        raise ValueError(f"{path} is empty")
+    return np.memmap(path, dtype=np.dtype(TOKEN_DTYPES[name]).newbyteorder("<"), mode="r")
 
 
 def _open_array(path: Path) -> np.ndarray:
@@ -247,7 +240,10 @@ def _open_array(path: Path) -> np.ndarray:
     reason = "its first bytes are not those of the format"
     if start == np.lib.format.MAGIC_PREFIX:
         try:
-            return np.load(path, mmap_mode="r", allow_pickle=False)
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            if tokens.ndim == 1 and tokens.dtype.name in TOKEN_DTYPES:
+                return tokens
+            reason = f"it holds {tokens.dtype.name} of shape {tokens.shape}"
         except (ValueError, EOFError) as error:
             objects = "object" in str(error).lower() or "pickle" in str(error).lower()
             said = str(error).splitlines()[0][:100]

@@ -11,7 +11,6 @@ at the same step: to stop because one was asked to, or because one has a NaN los
 import contextlib
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm import RankContext, collectives
+from distlab.files import write_whole
 from distlab.measure.clock import Instant, elapsed_ms, instant
 from distlab.train.signals import StopSignals
 
@@ -150,13 +150,6 @@ class Journal:
     def close(self) -> None:
         """Close the file; every line is on the disk already."""
         self._file.close()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A small file, whole or as it was before."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

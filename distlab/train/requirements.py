@@ -6,6 +6,7 @@ some share counts as certainly needed: a run that might fit is tried.
 """
 
 import socket
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -164,10 +165,10 @@ def shortage(
 def _what_fits(plan: PlannedStep, fits: Callable[[PlannedStep], bool]) -> str:
     """Which option helps, and how far it must go."""
     model = plan.model
-    batch = _largest(lambda size: fits(replace(plan, batch=size)), plan.batch)
-    length = _largest(
-        lambda size: fits(replace(plan, model=replace(model, context_length=size))), model.context_length
-    )
+    # Sizes from 1 on, those that fit before those that do not: bisection counts the former.
+    batch = bisect(range(1, plan.batch), False, key=lambda size: not fits(replace(plan, batch=size)))
+    lengths = range(1, model.context_length)
+    length = bisect(lengths, False, key=lambda n: not fits(replace(plan, model=replace(model, context_length=n))))
     options = {"--batch": batch * plan.batch_option, "--context": length if length < 128 else length // 64 * 64}
     if batch or length:
         return f"{' or '.join(f'{name} {size}' for name, size in options.items() if size)} would fit"
@@ -176,12 +177,3 @@ def _what_fits(plan: PlannedStep, fits: Callable[[PlannedStep], bool]) -> str:
     return (
         "The parameters and what is kept of each are too much alone: take a smaller --size, or fsdp on more GPUs"
     )
-
-
-def _largest(fits: Callable[[int], bool], below: int) -> int:
-    """The largest size from 1 to `below` − 1 that fits; 0 if none does."""
-    low, high = 0, below
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

@@ -16,6 +16,7 @@ import torch
 
 from distlab.checkpoint.lock import hold
 from distlab.comm import RankContext, collectives
+from distlab.files import write_whole
 from distlab.hardware import peak_flops
 from distlab.measure.memory import peak_memory
 from distlab.precision import DTYPES
@@ -23,7 +24,7 @@ from distlab.theory.flops import mfu, step_flops
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.data import load
 from distlab.train.loop import Outcome, Trainer
-from distlab.train.metrics import Journal, StepMetrics, write_whole
+from distlab.train.metrics import Journal, StepMetrics
 from distlab.train.requirements import require, training_step
 
 Results = Callable[[TrainConfig, Outcome, dict[str, Any], list[dict[str, Any]]], None]
@@ -138,9 +139,6 @@ def speed(config: TrainConfig, context: RankContext, step_ms: float) -> tuple[fl
     if context.device.type == "cuda":
         name = torch.cuda.get_device_name(context.device)
         peak = peak_flops(name, DTYPES[config.dtype] or torch.float32)
-    flops = step_flops(
-        batch=config.batch, context=model.context_length, vocab_size=model.vocab_size,
-        d_model=model.d_model, d_ff=model.d_ff, num_layers=model.num_layers,
-    )  # fmt: skip
+    flops = step_flops(**model.sizes(config.batch))
     share = mfu(flops / context.world_size, step_ms / 1e3, peak)
     return 1e3 * config.batch * model.context_length / step_ms, None if share is None else 100 * share

@@ -29,6 +29,7 @@ from kernels.flash_attention.options import Problem
 from .attention_reference import attention, in_float64, log_sum_exp, with_gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"  # for a CPU, inductor calls a C++ compiler: half a minute
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 BOTH = pytest.mark.parametrize("function", [FlashAttention2, FlashAttention2PyTorch], ids=["triton", "torch"])
 
@@ -363,7 +364,7 @@ def test_repeats_are_bit_identical():
 
 def test_compile_without_graph_break():
     q, k, v, do = inputs(1, 2, 2, 17, 17, 16)
-    compiled = torch.compile(FlashAttention2.apply, fullgraph=True)
+    compiled = torch.compile(FlashAttention2.apply, fullgraph=True, backend=BACKEND)
     ours = with_gradients(lambda q, k, v: compiled(q, k, v, True), q, k, v, do)
     eager = with_gradients(lambda q, k, v: FlashAttention2.apply(q, k, v, True), q, k, v, do)
     for x, y in zip(ours, eager, strict=True):
@@ -443,7 +444,8 @@ def test_without_data(function, device):
 def test_compiled_backward_is_the_same_function(causal):
     q, k, v, do = inputs(1, 2, 2, 20, 20, 16)
     torch._dynamo.reset()
-    ours = with_gradients(lambda *x: CompiledBackward.apply(*x, causal), q, k, v, do)
+    with torch.compiler.set_stance(force_backend=BACKEND):
+        ours = with_gradients(lambda *x: CompiledBackward.apply(*x, causal), q, k, v, do)
     for x, y in zip(ours, in_float64(q, k, v, do, causal=causal), strict=True):
         torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5)
 

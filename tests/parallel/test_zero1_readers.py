@@ -437,7 +437,7 @@ def frames_compiled(context: RankContext, how: str, backend: str, in_flight: boo
     return totals[2], totals[-1] - totals[2]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager"])  # the frames are the same under every backend
 @pytest.mark.parametrize("how", COMPILED)
 def test_compiled_code_reads_what_has_arrived_and_is_not_compiled_again_and_again(how, backend):
     """Where the wrapper's forward can wait before, parameters in flight cost no compilation; where it cannot, one."""
