@@ -107,7 +107,7 @@ MUTATIONS = (
     Mutation(
         "overlap sends in the order of the hooks",
         "distlab/parallel/overlap.py",
-        """        while len(self._in_flight) < len(self._order) and self._ready[self._order[len(self._in_flight)]]:
+        """        while len(self._in_flight) < len(self._order) and self._order[len(self._in_flight)] in self._ready:
             self._issue_next()
 """,
         """        self._order.remove(index)
@@ -119,23 +119,23 @@ MUTATIONS = (
     Mutation(
         "the last bucket is not sent",
         "distlab/parallel/bucketed.py",
-        "            work = collectives.all_reduce_mean(buffer, group, prescaled=True)\n",
+        "            work = collectives.all_reduce_mean(buffer, group)\n",
         """            is_last = number + 1 == len(self._buckets)
-            work = collectives.all_reduce_mean(buffer.clone() if is_last else buffer, group, prescaled=True)\n""",
+            work = collectives.all_reduce_mean(buffer.clone() if is_last else buffer, group)\n""",
         RANDOM_MODELS,
     ),
     Mutation(
-        "a gradient that lies in its bucket is not scaled",
-        "distlab/parallel/buckets.py",
-        "                view.mul_(self.scale)\n",
-        "                pass\n",
+        "gradients on gloo are summed",
+        "distlab/comm/collectives.py",
+        "        tensor.mul_(1.0 / group.size())\n",
+        "        pass\n",
         RANDOM_MODELS,
     ),
     Mutation(
-        "gradients are scaled twice",
+        "a gradient that was accumulated outside its bucket is not sent",
         "distlab/parallel/buckets.py",
-        "torch.mul(parameter.grad, self.scale, out=view)",
-        "torch.mul(parameter.grad, self.scale * self.scale, out=view)",
+        "    if not in_bucket or gradient.storage_offset() != view.storage_offset():\n",
+        "    if not in_bucket and gradient.storage_offset() != view.storage_offset():\n",
         RANDOM_MODELS,
     ),
     Mutation(
@@ -148,8 +148,8 @@ MUTATIONS = (
     Mutation(
         "what an earlier step has left in a bucket is sent",
         "distlab/parallel/buckets.py",
-        "            view.zero_()\n        elif",
-        "            pass\n        elif",
+        "                view.zero_()\n",
+        "                pass\n",
         RANDOM_MODELS,
     ),
     # -- sharded strategies --------------------------------------------------------------------------------
@@ -254,8 +254,8 @@ MUTATIONS = (
     Mutation(
         "a DDP's step without finish",
         "distlab/parallel/data_parallel.py",
-        "        if self._arrived:\n",
-        "        if self._arrived and False:\n",
+        "        if self._ready:\n",
+        "        if self._ready and False:\n",
         RANDOM_MODELS,
     ),
     Mutation(

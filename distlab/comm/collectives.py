@@ -4,9 +4,7 @@ Each returns a `Work` at once; `wait(work, group, what)` makes what follows see 
 on NCCL it makes the current CUDA stream wait and the host goes on. Until then neither the tensor may be changed.
 
 Averaging. NCCL averages in the reduction (`ReduceOp.AVG`, which multiplies before it adds). gloo knows only
-sums, and a sum of fp16 gradients can overflow where their mean does not, so there the sender divides first.
-A sender that copies its gradient anyway can do this division in the copy: it multiplies with `mean_scale()`
-and passes `prescaled=True`.
+sums, and a sum of fp16 gradients can overflow where their mean does not, so there the sender divides first, in place.
 """
 
 import functools
@@ -61,11 +59,6 @@ def averages_in_reduction(device: torch.device, group: ProcessGroup) -> bool:
     return group._get_backend(device).name() == "nccl"
 
 
-def mean_scale(device: torch.device, group: ProcessGroup) -> float:
-    """The factor a sender multiplies with before `all_reduce_mean(..., prescaled=True)`: 1 or 1/world size."""
-    return 1.0 if averages_in_reduction(device, group) else 1.0 / group.size()
-
-
 def shards_in_place(device: torch.device, group: ProcessGroup) -> bool:
     """Whether a reduce-scatter may write to its rank's slice of the input, and an all-gather read from its slice
     of the output. NCCL documents it; gloo gives wrong results without an error.
@@ -74,7 +67,10 @@ def shards_in_place(device: torch.device, group: ProcessGroup) -> bool:
 
 
 def all_reduce_mean(tensor: Tensor, group: ProcessGroup, *, prescaled: bool = False) -> Work:
-    """Replace `tensor` (contiguous, floating point, same shape on all ranks) by its mean over the ranks."""
+    """Replace `tensor` (contiguous, floating point, same shape on all ranks) by its mean over the ranks.
+
+    `prescaled`: it need not be divided on gloo, because the sender has done so, or does not care.
+    """
     return dist.all_reduce(tensor, _prepare(tensor, group, prescaled), group=group, async_op=True)
 
 

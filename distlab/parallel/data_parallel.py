@@ -62,10 +62,9 @@ class DataParallel(ParallelModel):
         collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
 
         self._synchronize_next_backward = True  # False inside no_sync()
-        self._pending = False  # a synchronised forward or backward happened and was not finished
-        self._arrived = False  # of that backward a gradient has arrived
+        self._pending = False  # a synchronised forward was not finished
+        self._ready: set[int] = set()  # gradients of synchronised backward passes that were not finished
         self._in_backward = False  # stays True after a backward that raised
-        self._ready = [False] * len(self.trainable)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(_call, weakref.ref(self), index))
             for index, parameter in enumerate(self.trainable)
@@ -114,14 +113,14 @@ class DataParallel(ParallelModel):
         Raises:
             ValueError: a parameter that was frozen at construction now requires a gradient.
         """
-        if not self._pending:
+        if not self._pending and not self._ready:
             return
         self._check_still_frozen()
         try:
             self._synchronize()
         finally:
-            self._pending = self._arrived = self._in_backward = False
-            self._ready = [False] * len(self.trainable)
+            self._pending = self._in_backward = False
+            self._ready.clear()
 
     def shards(self) -> list[Shard]:
         """All parameters, whole."""
@@ -134,7 +133,7 @@ class DataParallel(ParallelModel):
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if gradients of a synchronised backward have not been finished."""
-        if self._arrived:
+        if self._ready:
             raise RuntimeError(
                 f"{type(self).__name__}: this step would use gradients that are not averaged over the ranks yet: "
                 "call finish_gradient_synchronization() after backward, before optimizer.step()"
@@ -179,7 +178,7 @@ class DataParallel(ParallelModel):
                 f"the gradient of '{name}' is sparse; data parallelism here averages dense gradients: "
                 "build the embedding with sparse=False"
             )
-        if self._ready[index]:
+        if index in self._ready:
             raise RuntimeError(
                 f"the gradient of '{name}' became ready twice: call finish_gradient_synchronization() after "
                 "each synchronised backward, use no_sync() to accumulate, and checkpoint activations with "
@@ -194,8 +193,7 @@ class DataParallel(ParallelModel):
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-        self._pending = self._arrived = True
-        self._ready[index] = True
+        self._ready.add(index)  # a set: assigning an attribute of an nn.Module takes microseconds
         self._gradient_ready(index)
 
     def _backward_ended(self) -> None:
@@ -286,22 +284,22 @@ def refuse_shared_storage(module: nn.Module) -> None:
     Raises:
         ValueError: a trainable parameter overlaps another parameter; names both.
     """
-    on_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    on_storage: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
     for name, parameter in module.named_parameters():  # a tied parameter is listed once
         if parameter.numel() > 0:
-            on_storage.setdefault(parameter.untyped_storage()._cdata, []).append((name, parameter))
+            entry = (*_byte_range(parameter), name, parameter)
+            on_storage.setdefault(parameter.untyped_storage()._cdata, []).append(entry)
     for together in on_storage.values():
-        reaching: list[tuple[str, nn.Parameter]] = []  # those before that reach beyond the current one's start
-        for name, parameter in sorted(together, key=lambda entry: _byte_range(entry[1])):
-            start, _ = _byte_range(parameter)
-            reaching = [entry for entry in reaching if _byte_range(entry[1])[1] > start]
-            for other_name, other in reaching:
+        together.sort(key=lambda entry: entry[:2])
+        for number, (_, stop, name, parameter) in enumerate(together):
+            for start, _, other_name, other in together[number + 1 :]:
+                if start >= stop:
+                    break
                 if (parameter.requires_grad or other.requires_grad) and _overlap(parameter, other):
                     raise ValueError(
-                        f"'{other_name}' and '{name}' are two parameters on the same memory: to tie them, assign "
+                        f"'{name}' and '{other_name}' are two parameters on the same memory: to tie them, assign "
                         "one Parameter object to both names; to keep them apart, clone one"
                     )
-            reaching.append((name, parameter))
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
@@ -312,21 +310,12 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors on one storage, whose byte ranges overlap, have a byte in common."""
-    low = min(_byte_range(a)[0], _byte_range(b)[0])
-    high = max(_byte_range(a)[1], _byte_range(b)[1])
-    if all(stop - start == t.numel() * t.element_size() for t in (a, b) for start, stop in [_byte_range(t)]):
-        return True  # neither has holes
-    touched = torch.zeros(high - low, dtype=torch.bool, device="cpu")
-
-    def bytes_of(tensor: Tensor) -> Tensor:
-        size = tensor.element_size()
-        shape = [n if stride else 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        strides = [stride * size for stride in tensor.stride()]
-        return touched.as_strided((*shape, size), (*strides, 1), tensor.storage_offset() * size - low)
-
-    bytes_of(a).fill_(True)
-    return bool(bytes_of(b).any())
+    """Whether two tensors on one storage, whose byte ranges overlap, have an element in common: columns do not."""
+    if a.itemsize != b.itemsize:
+        return True
+    numbers = torch.arange(a.untyped_storage().nbytes() // a.itemsize, device="cpu")
+    mine, theirs = (numbers.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (a, b))
+    return bool(torch.isin(mine, theirs).any())
 
 
 def _kind_of(tensor: Tensor) -> str:

@@ -29,7 +29,7 @@ class NaiveDDP(DataParallel):
 
     @torch.no_grad()
     def _synchronize(self) -> None:
-        write_used_flags(self._flags, self.trainable, 1.0)
+        write_used_flags(self._flags, self.trainable)
         gradients = []
         for parameter in self.trainable:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

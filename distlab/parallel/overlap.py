@@ -33,7 +33,7 @@ class OverlapDDP(DataParallel):
         self._in_flight: list[tuple[int, Tensor, Tensor, Work]] = []
 
     def _gradient_ready(self, index: int) -> None:
-        while len(self._in_flight) < len(self._order) and self._ready[self._order[len(self._in_flight)]]:
+        while len(self._in_flight) < len(self._order) and self._order[len(self._in_flight)] in self._ready:
             self._issue_next()
 
     @torch.no_grad()
@@ -50,7 +50,7 @@ class OverlapDDP(DataParallel):
         while len(self._in_flight) < len(self._order):
             self._issue_next()
         in_flight, self._in_flight = self._in_flight, []
-        write_used_flags(self._flags, self.trainable, 1.0)
+        write_used_flags(self._flags, self.trainable)
         flags_work = collectives.all_reduce_mean(self._flags, self.process_group)
         gradients: list[Tensor] = [self._flags] * len(in_flight)
         for index, gradient, sent, work in in_flight:

@@ -11,7 +11,7 @@ parameter 5.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -111,7 +111,7 @@ class ShardedBuckets:
             if received is not mean:
                 mean.copy_(received)
         watched = self.gradients
-        write_used_flags(self._flags, watched.parameters, 1.0)
+        write_used_flags(self._flags, watched.parameters)
         work = collectives.all_reduce_mean(self._flags, self._group)
         collectives.wait(work, self._group, "averaging gradients")
         adopt_foreign_gradients(self._flags, watched.parameters, watched.views)
@@ -262,15 +262,15 @@ class PartialGradients:
         if self.parameters[index].grad is view and view._version == self._noted[index] + 1:
             self._raise_not_zeroed(index)
 
-    def check_sent_again(self, index: int) -> None:
-        """Called when the gradient of parameter `index` is sent though backward did not reach it.
+    def check_sent_again(self, reached: Container[int]) -> None:
+        """Called before all gradients are sent, those too that backward has not `reached`.
 
         Raises:
-            RuntimeError: it is one that was averaged before and not zeroed since.
+            RuntimeError: one of these was averaged before and not zeroed since.
         """
-        view = self.views[index]
-        if self.parameters[index].grad is view and view._version == self._noted[index]:
-            self._raise_not_zeroed(index)
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if index not in reached and parameter.grad is view and view._version == self._noted[index]:
+                self._raise_not_zeroed(index)
 
     def _raise_not_zeroed(self, index: int) -> None:
         raise RuntimeError(

@@ -521,8 +521,7 @@ class Replicated:
         self.trainable = [master for master in self.masters if master.requires_grad]
         numels, dtypes = [p.numel() for p in self.trainable], [p.dtype for p in self.trainable]
         plans = plan_gradient_buckets(numels, dtypes, None)
-        scale = collectives.mean_scale(device, group)
-        self._buckets = [GradientBucket(plan, self.trainable, scale) for plan in plans]
+        self._buckets = [GradientBucket(plan, self.trainable) for plan in plans]
 
     @torch.no_grad()
     def refresh(self) -> None:
