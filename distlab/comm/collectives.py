@@ -14,14 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, Work
 
 from distlab.comm.roll_call import wait, waiting
 
-# torch 2.13 renamed these and warns about the old names; torch 2.11 has only the old ones.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
+# A group's own methods, because the functions of torch.distributed around them take microseconds of every call for
+# checks. torch 2.13 renamed these; torch 2.11 has only the old names.
+_all_gather_single = getattr(ProcessGroup, "all_gather_single", None) or ProcessGroup._allgather_base
+_reduce_scatter_single = getattr(ProcessGroup, "reduce_scatter_single", None) or ProcessGroup._reduce_scatter_base
 
 COALESCED_BYTES = 25 * 2**20
 
@@ -78,13 +79,16 @@ def reduce_scatter_mean(
     output: Tensor, input: Tensor, group: ProcessGroup, *, prescaled: bool = False
 ) -> Work:
     """Give rank r the r-th of N equal slices of the mean of `input`: `(N·n,)` → `output` `(n,)`."""
-    op = _prepare(input, group, prescaled)
-    return _reduce_scatter_single(output, input, op, group=group, async_op=True)
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = _prepare(input, group, prescaled), True
+    return _reduce_scatter_single(group, output, input, options)
 
 
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
     """Concatenate every rank's `input` `(n,)` in rank order into `output` `(N·n,)`."""
-    return _all_gather_single(output, input, group=group, async_op=True)
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return _all_gather_single(group, output, input, options)
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Work:

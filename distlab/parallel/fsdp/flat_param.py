@@ -182,15 +182,11 @@ class Entry:
         for module, attribute in self.owners:
             module.__dict__[attribute] = parameter
 
-    def uninstall(self) -> None:
-        """Let the owners' attributes find what is registered again, not the full parameter."""
-        for module, attribute in self.owners:
-            module.__dict__.pop(attribute, None)
-
     def register(self, parameter: nn.Parameter, *, made_by_fsdp: bool = True) -> None:
-        """Make `parameter` what `parameters()` and `state_dict()` yield here."""
+        """Make `parameter` what `parameters()` and `state_dict()` yield here, and what the owners' attributes find."""
         parameter.made_by_fsdp = made_by_fsdp
         for module, attribute in self.owners:
+            module.__dict__.pop(attribute, None)
             module._parameters[attribute] = parameter
 
 
@@ -301,6 +297,22 @@ def _walk(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 # -- memory ----------------------------------------------------------------------------------------------------
 
 
+class Memory:
+    """The memory of a tensor, which comes and goes while the tensor and the views of it stay."""
+
+    def __init__(self, tensor: Tensor):
+        self._storage, self._nbytes = tensor.untyped_storage(), tensor.nbytes
+        self.free()
+
+    def allocate(self) -> None:
+        """Take it, with any values, unless it is there."""
+        self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        """Give it back."""
+        self._storage.resize_(0)
+
+
 class FlatParam:
     """Parameters of one unit that share a buffer: this rank's slice of the masters, and the buffer to gather into.
 
@@ -333,12 +345,14 @@ class FlatParam:
         # `.data` gives each full parameter a version counter of its own, which no gather moves.
         self.full = [nn.Parameter(view.data, self.trainable) for view in self._views(self.buffer)]
         self.shards = [nn.Parameter(view, self.trainable) for view in self._slices(self.master)]
-        self._storage = self.buffer.untyped_storage()
-        self._nbytes = self.buffer.nbytes
-        self._storage.resize_(0)
+        self._memory = Memory(self.buffer)
         self._gathering: tuple[Work, Tensor] | None = None
-        self._unsent: Tensor | None = None  # full gradients that no_sync() left, in the master's dtype
-        self._reducing: tuple[Work, Tensor, Tensor] | None = None
+        self._reducing: tuple[Work, Tensor] | None = None
+        self.has_gradient = False  # the flat gradient, in the master's dtype, holds what has not been sent
+        if self.trainable:
+            self._gradient = torch.empty(layout.numel, dtype=self.master.dtype, device=device)
+            self._gradient_views = self._views(self._gradient)
+            self._gradient_memory = Memory(self._gradient)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """`(layout.numel,)` → one view per parameter, of its shape."""
@@ -366,10 +380,9 @@ class FlatParam:
 
     # -- parameters ----------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def unshard(self) -> None:
         """Allocate the buffer and start to gather it, cast to the compute dtype before it is sent."""
-        self._storage.resize_(self._nbytes)
+        self._memory.allocate()
         sent = self.master.to(self.buffer.dtype)
         self._gathering = (collectives.all_gather(self.buffer, sent, self.group), sent)
 
@@ -382,7 +395,7 @@ class FlatParam:
     def reshard(self) -> None:
         """Give the buffer's memory back; tensors that are views of it become valid again with the next gather."""
         self.wait_for_unshard()  # the collective may still be writing
-        self._storage.resize_(0)
+        self._memory.free()
 
     # -- gradients -----------------------------------------------------------------------------------------
 
@@ -394,11 +407,10 @@ class FlatParam:
 
         Raises TypeError for a sparse gradient, with the parameter's name.
         """
-        fresh = self._unsent is None
-        if self._unsent is None:
-            self._unsent = torch.empty(self.layout.numel, dtype=self.master.dtype, device=self.master.device)
+        fresh, self.has_gradient = not self.has_gradient, True
+        self._gradient_memory.allocate()
         targets, gradients = [], []
-        for entry, parameter, view in zip(self.entries, self.full, self._views(self._unsent), strict=True):
+        for entry, parameter, view in zip(self.entries, self.full, self._gradient_views, strict=True):
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 if fresh:
@@ -416,24 +428,22 @@ class FlatParam:
         elif targets:
             torch._foreach_add_(targets, gradients)
 
-    @torch.no_grad()
     def reduce_scatter(self) -> None:
         """Start to send the flat gradient, if there is one; this rank will receive its slice of the mean."""
         assert self._reducing is None, "one reduce-scatter of a flat parameter at a time"
-        if self._unsent is None:
-            return
-        received = torch.empty_like(self.master)
-        work = collectives.reduce_scatter_mean(received, self._unsent, self.group)
-        self._reducing, self._unsent = (work, received, self._unsent), None
+        if self.has_gradient:
+            received = torch.empty_like(self.master)
+            self._reducing = (collectives.reduce_scatter_mean(received, self._gradient, self.group), received)
+            self.has_gradient = False
 
-    @torch.no_grad()
     def wait_for_reduce_scatter(self) -> None:
         """Wait, and put the means into the shards' `.grad` (added to what is there)."""
         if self._reducing is None:
             return
-        work, received, _ = self._reducing
+        work, received = self._reducing
         collectives.wait(work, self.group, "averaging gradients")
         self._reducing = None
+        self._gradient_memory.free()
         for shard, gradient in zip(self.shards, self._slices(received), strict=True):
             if shard.grad is None:
                 shard.grad = gradient
@@ -442,7 +452,9 @@ class FlatParam:
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not sent (after an exception, or on zero_grad)."""
-        self._unsent = None
+        if self.has_gradient:
+            self.has_gradient = False
+            self._gradient_memory.free()
         for parameter in self.full:
             parameter.grad = None
 

@@ -328,7 +328,6 @@ class FSDP(ParallelModel):
         self._runtime.close()
         self._load_check.remove()
         for entry, _ in self._loaders() if restore else ():
-            entry.uninstall()
             owner, attribute = entry.owners[0]
             whole = nn.Parameter(full[entry.name], owner._parameters[attribute].requires_grad)
             entry.register(whole, made_by_fsdp=False)

@@ -74,11 +74,15 @@ class Unit:
         ]
         self.trainable = [param for param in self.params if param.trainable]
         self.storages = {param.buffer.untyped_storage()._cdata for param in self.params}
-        self._full = [pair for param in self.params for pair in zip(param.entries, param.full, strict=True)]
         self._trained = [full for param in self.trainable for full in param.full]
-        self._not_gathered = [
-            (entry, NotGathered(entry.parameter, entry.compute_dtype, device, self._read_outside(entry)))
-            for entry, _ in self._full
+        self._places = [  # of the parameters, what is found there when they are gathered, and when they are not
+            (owner, attribute, full, not_gathered)
+            for param in self.params
+            for entry, full in zip(param.entries, param.full, strict=True)
+            for not_gathered in [
+                NotGathered(entry.parameter, entry.compute_dtype, device, self._read_outside(entry))
+            ]
+            for owner, attribute in entry.owners
         ]
         self._watching = False  # forward is running: attributes must not find shards
         self.state = State.SHARDED
@@ -98,14 +102,10 @@ class Unit:
                 entry.register(shard)
 
     def unshard(self) -> None:
-        """Start to gather the full parameters, unless they are here or on their way."""
-        if self.state is State.SHARDED:
-            self.state = State.UNSHARDING
-            try:
-                for param in self.params:
-                    param.unshard()
-            except RuntimeError as error:
-                self._raise_gathering_failed(error)
+        """Start to gather the full parameters."""
+        self.state = State.UNSHARDING
+        for param in self.params:
+            param.unshard()
 
     def wait_for_unshard(self) -> None:
         """Make the full parameters usable, and what the module's attributes find."""
@@ -115,18 +115,17 @@ class Unit:
             for param in self.params:
                 param.wait_for_unshard()
         except RuntimeError as error:
-            self._raise_gathering_failed(error)
-        for entry, full in self._full:
-            entry.install(full)
+            raise RuntimeError(f"FSDP: gathering unit '{self.name}' failed: {error}") from error
+        for owner, attribute, full, _ in self._places:
+            owner.__dict__[attribute] = full
         self.state = State.UNSHARDED
 
     def reshard(self) -> None:
         """Give the full parameters' memory back, after which the module's attributes do not find them."""
-        if self.state is not State.SHARDED:
-            self.state = State.SHARDED
-            self._uninstall()  # first: reading a freed buffer would end the process, not raise
-            for param in self.params:
-                param.reshard()
+        self.state = State.SHARDED
+        self._uninstall()  # first: reading a freed buffer would end the process, not raise
+        for param in self.params:
+            param.reshard()
 
     def watch(self, watching: bool) -> None:
         """From now on let the module's attributes find, while nothing is gathered, an error (or shards again)."""
@@ -135,11 +134,11 @@ class Unit:
             self._uninstall()
 
     def _uninstall(self) -> None:
-        for entry, not_gathered in self._not_gathered:
+        for owner, attribute, _, not_gathered in self._places:
             if self._watching:
-                entry.install(not_gathered)
+                owner.__dict__[attribute] = not_gathered
             else:
-                entry.uninstall()
+                owner.__dict__.pop(attribute, None)
 
     def refuse_lost_gradients(self) -> None:
         """Raise RuntimeError if a parameter has a gradient that backward did not bring through the unit's outputs."""
@@ -156,9 +155,6 @@ class Unit:
             "of the module that owns it, or let the module that reads it own it too (reader.weight = owner.weight, "
             "before wrapping), and it is gathered for the whole pass"
         )
-
-    def _raise_gathering_failed(self, error: RuntimeError) -> None:
-        raise RuntimeError(f"FSDP: gathering unit '{self.name}' failed: {error}") from error
 
 
 class Runtime:
@@ -178,6 +174,7 @@ class Runtime:
         self._order = UnitOrder([unit.name for unit in units], group)
         self._backward_order = UnitOrder([unit.name for unit in units], group)
         self._in_forward = False
+        self._gathered: list[Unit] = []  # units that have memory, those that are being gathered too
         self._running: list[Unit] = []  # units whose forward has begun and not ended, the innermost last
         self._backward_task: int | None = None  # autograd's number of the backward that is running
         self._ran: list[int] = []  # units run with gradients since the last backward began
@@ -251,7 +248,7 @@ class Runtime:
         while self._running.pop() is not unit:  # a nested unit whose exception the module has caught
             pass
         if unit not in self._running:  # else it runs inside itself
-            unit.reshard()
+            self._reshard(unit)
         if torch.is_grad_enabled() and self._announce(_Call(unit, self._running), outputs):
             unit.uses += 1
             self._ran.append(unit.index)
@@ -270,16 +267,26 @@ class Runtime:
 
     def _unshard(self, unit: Unit, following: int | None) -> None:
         """Wait for `unit`'s parameters, and start to fetch those of the unit that follows."""
-        unit.unshard()
+        self._begin_unshard(unit)
         unit.wait_for_unshard()
         if following is not None:
-            self.units[following].unshard()
+            self._begin_unshard(self.units[following])
+
+    def _begin_unshard(self, unit: Unit) -> None:
+        if unit.state is State.SHARDED:
+            self._gathered.append(unit)
+            unit.unshard()
+
+    def _reshard(self, unit: Unit) -> None:
+        if unit.state is not State.SHARDED:
+            self._gathered.remove(unit)
+            unit.reshard()
 
     def reshard(self) -> None:
         """Let go of all gathered parameters, except of units that run, as in a backward inside of forward."""
-        for unit in self.units:
+        for unit in tuple(self._gathered):
             if unit not in self._running:
-                unit.reshard()
+                self._reshard(unit)
 
     # -- backward ------------------------------------------------------------------------------------------
 
@@ -311,11 +318,11 @@ class Runtime:
         # this one's has ended, and units whose forward is running, if this backward runs inside of it.
         stay = {unit.index, following, *call.around, *(running.index for running in self._running)}
         # Every other unit that has memory is done: backward passes through the calls in the reverse order of forward.
-        done = [u for u in self.units if u.state is not State.SHARDED and u.index not in stay]
+        done = [other for other in self._gathered if other.index not in stay]
         # Freed first, so that at most two units are gathered at any time. On CUDA the gather waits, by the stream, for
         # the kernels that still read this memory.
         for other in done:
-            other.reshard()
+            self._reshard(other)
         # The gather before the reduce-scatter: what comes next waits for the parameters, nobody for the gradients.
         self._unshard(unit, following)
         for other in done:
@@ -370,6 +377,7 @@ class Runtime:
             self._reduce_scatter(unit)
 
     def _reduce_scatter(self, unit: Unit) -> None:
+        self.wait_for_reduce_scatter()
         for param in unit.trainable:
             param.reduce_scatter()
         self._in_flight = unit
@@ -391,7 +399,6 @@ class Runtime:
             unit.refuse_lost_gradients()
         self.pending = self.unfinished = False
         for unit in self.units:
-            self.wait_for_reduce_scatter()
             self._reduce_scatter(unit)
             unit.uses = 0
         self.wait_for_reduce_scatter()
@@ -516,8 +523,9 @@ def plan_casts(owners: Iterable[nn.Module], compute_dtype: torch.dtype) -> dict[
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    kwargs = {name: _cast(dtype, value) for name, value in kwargs.items()}
-    return tuple(_cast(dtype, value) for value in args), kwargs
+    if kwargs:
+        kwargs = {name: _cast(dtype, value) for name, value in kwargs.items()}
+    return tuple([_cast(dtype, value) for value in args]), kwargs
 
 
 def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
@@ -527,7 +535,9 @@ def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any)
 
 
 def _cast(dtype: torch.dtype, value: Any) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    if not isinstance(value, Tensor) or value.dtype is dtype or not value.is_floating_point():
+        return value
+    return value.to(dtype)
 
 
 # -- order -----------------------------------------------------------------------------------------------------
