@@ -233,14 +233,14 @@ MUTATIONS = (
     Mutation(
         "ZeroOptimizer adds to gradients that were not zeroed",
         "distlab/parallel/bucketed.py",
-        "            self._sharded.gradients.check_added(index)\n",
+        "            self._sharded.check_added(index)\n",
         "            pass\n",
         RANDOM_MODELS,
     ),
     Mutation(
         "ZeroOptimizer steps gradients that torch has clipped",
         "distlab/parallel/zero1.py",
-        "        self._sharded.gradients.check_unedited()\n",
+        "        self._sharded.check_unedited()\n",
         "",
         ("tests/experiments/test_sabotage.py", "-k", "clipping"),
     ),

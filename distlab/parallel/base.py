@@ -63,6 +63,10 @@ class ParallelModel(nn.Module, ABC):
     def check_gradients(self) -> None:
         """Raise RuntimeError if `.grad` is not what `finish_gradient_synchronization()` left."""
 
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Called before any optimizer steps a trainable parameter of this wrapper; raises RuntimeError."""
+        self.check_gradients()
+
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """The 2-norm of the whole mean gradient, over all ranks' shards. Call it on every rank after finish.

@@ -87,7 +87,7 @@ class BucketedDDP(DataParallel):
     def shard(self) -> ShardedBuckets:
         """From now on reduce-scatter the buckets, and keep this rank's slices of the parameters (`ZeroOptimizer`).
 
-        Each rank gets its slice of every mean and nothing else: see `ShardedBuckets` and `PartialGradients`.
+        Each rank gets its slice of every mean and nothing else: see `ShardedBuckets`.
         """
         if self._sharded is not None:
             self._sharded.close()
@@ -127,13 +127,13 @@ class BucketedDDP(DataParallel):
         """See `ZeroOptimizer.elementwise_gradient_edits`."""
         if self._sharded is None:
             return super().elementwise_gradient_edits()
-        return self._sharded.gradients.elementwise_edits()
+        return self._sharded.elementwise_edits()
 
     def check_step(self, optimizer: Optimizer) -> None:
         """See `DataParallel.check_step`; also raises for an optimizer that takes a part of the mean for the whole."""
         super().check_step(optimizer)
         if self._sharded is not None:
-            self._sharded.gradients.check_optimizer(optimizer)
+            self._sharded.check_optimizer(optimizer)
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook; see `DataParallel.close`."""
@@ -151,7 +151,7 @@ class BucketedDDP(DataParallel):
 
     def _on_gradient(self, index: int) -> None:
         if self._sharded is not None:
-            self._sharded.gradients.check_added(index)
+            self._sharded.check_added(index)
         super()._on_gradient(index)
 
     def _gradient_ready(self, index: int) -> None:
@@ -176,7 +176,7 @@ class BucketedDDP(DataParallel):
     def _synchronize(self) -> None:
         self.allocate()
         if self._sharded is not None:
-            self._sharded.gradients.check_sent_again(self._ready)
+            self._sharded.check_sent_again(self._ready)
         while len(self._in_flight) < len(self._buckets):
             self._issue_next()
         in_flight, self._in_flight = self._in_flight, []

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from distlab.comm import collectives
 from distlab.parallel import step_guard
@@ -127,10 +126,6 @@ class DataParallel(ParallelModel):
         named = [*zip(self.trainable_names, self.trainable, strict=True), *self._frozen]
         return [whole(name, parameter) for name, parameter in named]
 
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Called before any optimizer steps a trainable parameter of this wrapper; raises RuntimeError."""
-        self.check_gradients()
-
     def check_gradients(self) -> None:
         """Raise RuntimeError if gradients of a synchronised backward have not been finished."""
         if self._ready:
@@ -144,7 +139,7 @@ class DataParallel(ParallelModel):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        step_guard.release(self.trainable)
+        step_guard.release(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DataParallel":
         """What `to()`, `half()`, `cuda()` and the like end in: nothing may change, as buckets and ranks rely on it."""

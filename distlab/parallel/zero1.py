@@ -12,6 +12,7 @@ Parameters live in flat buffers laid out like the gradient buckets; a rank has t
 optimizer sees 1-D shards of the parameters in its slices, which is why it must be element-wise.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -73,7 +74,7 @@ class ZeroOptimizer(LocalOptimizer):
         self._ddp = ddp
         self._group = ddp.process_group
         self._sharded = ddp.shard()
-        self._sharded.gradients.belong_to(self)
+        self._sharded.optimizer = weakref.ref(self)
         super().__init__(ddp.trainable if params is None else params, optimizer_cls, kwargs)
 
     @torch.no_grad()
@@ -99,7 +100,7 @@ class ZeroOptimizer(LocalOptimizer):
         self.synchronize()
         if "found_inf" in self.__dict__ and self._overflowed():  # inside of GradScaler.step()
             return loss
-        self._sharded.gradients.check_unedited()
+        self._sharded.check_unedited()
         self._sharded.point_gradients()
         if self.__dict__.get("grad_scale") is not None:
             for shard in self._sharded.shards.values():

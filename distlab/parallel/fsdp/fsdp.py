@@ -16,7 +16,7 @@ it stage 3. `docs/learn/fsdp.md` states memory, precision and limits.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -170,9 +170,9 @@ class FSDP(ParallelModel):
         arrived = self._runtime.unfinished
         self._runtime.finish()
         self._replicated.average()
-        note_gradients(self._replicated.trainable)
+        step_guard.note_gradients(self._replicated.trainable)
         if arrived:  # else the shards' gradients are those of before, and an edit of them is one still
-            note_gradients(parameter for _, parameter in self._named_shards)
+            step_guard.note_gradients(parameter for _, parameter in self._named_shards)
 
     @contextmanager
     def elementwise_gradient_edits(self) -> Iterator[None]:
@@ -186,7 +186,7 @@ class FSDP(ParallelModel):
             RuntimeError: gradients that are not synchronized, or have been edited already.
         """
         self.check_gradients()
-        forget_gradients(self.trainable)  # left by an exception, they are half edited
+        step_guard.forget_gradients(self.trainable)  # left by an exception, they are half edited
         self._overflow = OverflowOfAllRanks(self.process_group)
         self._editing = True
         try:
@@ -194,7 +194,7 @@ class FSDP(ParallelModel):
                 yield
         finally:
             self._editing = False
-        note_gradients(self.trainable)
+        step_guard.note_gradients(self.trainable)
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Runs before every step of an optimizer that holds parameters of this wrapper.
@@ -217,14 +217,14 @@ class FSDP(ParallelModel):
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if `.grad` is not what the last synchronization left."""
-        replicated = find_edited(self._named_replicated)
+        replicated = step_guard.find_edited(self._named_replicated)
         edited = replicated is not None and not self._editing
         if self._runtime.unfinished or (edited and self._runtime.pending):
             raise RuntimeError(
                 "FSDP: call finish_gradient_synchronization() after backward, before optimizer.step(); backward passes "
                 "under no_sync() are sent by the next one outside it"
             )
-        name = None if self._editing else find_edited(self._named_shards) or replicated
+        name = None if self._editing else step_guard.find_edited(self._named_shards) or replicated
         if name is not None:
             raise RuntimeError(
                 f"FSDP: the gradient of '{name}' was edited or replaced after finish_gradient_synchronization(), by "
@@ -233,7 +233,7 @@ class FSDP(ParallelModel):
             )
 
     def _note_scaled(self) -> None:
-        note_gradients(self.trainable)
+        step_guard.note_gradients(self.trainable)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """See `gather_full_params`."""
@@ -314,7 +314,7 @@ class FSDP(ParallelModel):
         super().zero_grad(set_to_none)
         for param in self._flat_params:
             param.drop_gradients()
-        note_gradients(self.trainable)
+        step_guard.note_gradients(self.trainable)
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook, and give the module full parameters again, in the masters' dtype (on every rank).
@@ -322,7 +322,7 @@ class FSDP(ParallelModel):
         Parameters that were frozen or unfrozen since then stay so, also when the module is wrapped again.
         """
         full = self.gather_full_params() if restore else {}
-        step_guard.release(self.trainable)
+        step_guard.release(self)
         if restore:  # may wait for communication
             self._runtime.reshard()
         self._runtime.close()
@@ -364,37 +364,13 @@ class _AfterStep:
         if fsdp is not None:
             if fsdp._runtime.unfinished:  # a closure's backward
                 fsdp.check_gradients()
-            note_gradients(fsdp.trainable)
+            step_guard.note_gradients(fsdp.trainable)
 
 
 # -- edits of synchronized gradients ---------------------------------------------------------------------------
 #
 # A rank holds a shard of each matrix' gradient. What is computed of all elements here, such as a norm or whether one of
 # them overflowed, differs from rank to rank, and the replicated parameters, stepped by it, would diverge.
-
-
-def note_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Remember the gradients as they are now, each in an attribute of its own: the version of its values."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            gradient.synchronized_version = gradient._version  # operations in place count it up
-
-
-def forget_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Undo `note_gradients`: whatever they are now counts as edited."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.synchronized_version = None
-
-
-def find_edited(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """The name of a parameter whose gradient was changed or replaced since, or None; to drop one is no edit."""
-    for name, parameter in named:
-        gradient = parameter.grad
-        if gradient is not None and getattr(gradient, "synchronized_version", None) != gradient._version:
-            return name
-    return None
 
 
 def stepped_by_scaler(optimizer: Optimizer) -> bool:
