@@ -78,9 +78,9 @@ MUTATIONS = (
     ),
     Mutation(
         "nested no_sync ends the outer one",
-        "distlab/parallel/data_parallel.py",
-        "            self._synchronize_next_backward = before\n",
-        "            self._synchronize_next_backward = True\n",
+        "distlab/parallel/base.py",
+        "            self._set_synchronizes(before)\n",
+        "            self._set_synchronizes(True)\n",
         RANDOM_MODELS,
     ),
     Mutation(
@@ -177,15 +177,15 @@ MUTATIONS = (
     Mutation(
         "FSDP2's no_sync not restored",
         "distlab/parallel/torch_peers.py",
-        "            self.module.set_requires_gradient_sync(before)\n",
-        "            pass\n",
+        "        self.module.set_requires_gradient_sync(synchronizes)\n",
+        "        self.module.set_requires_gradient_sync(False)\n",
         ("tests/parallel/test_accumulation.py", "-k", "no_sync"),
     ),
     Mutation(
-        "FSDP's nested no_sync ends the outer one",
+        "FSDP's no_sync sends what it accumulates",
         "distlab/parallel/fsdp/fsdp.py",
-        "            self._runtime.synchronize = before\n",
-        "            self._runtime.synchronize = True\n",
+        "        self._runtime.synchronize = synchronizes\n",
+        "        self._runtime.synchronize = True\n",
         RANDOM_MODELS,
     ),
     Mutation(
@@ -276,11 +276,11 @@ MUTATIONS = (
         "micro-batches after a failed backward are dropped",
         "distlab/parallel/data_parallel.py",
         """                self._recover()
-            if self._synchronize_next_backward:
+            if self._synchronizes:
 """,
-        """                if self._synchronize_next_backward:
+        """                if self._synchronizes:
                     self._recover()
-            if self._synchronize_next_backward:
+            if self._synchronizes:
 """,
         RANDOM_MODELS,
     ),

@@ -163,33 +163,23 @@ def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
 
 
 def all_ranks_agree(condition: bool, device: torch.device, group: ProcessGroup) -> bool:
-    """True on every rank if `condition` is true on every rank, else False on every rank. Blocks.
-
-    An explicit flag is reduced because a NaN need not survive `ReduceOp.MAX` or `MIN` of the values themselves.
-    """
-    flag = torch.tensor([int(condition)], dtype=torch.int32, device=device)
-    _all_reduce(flag, dist.ReduceOp.MIN, group)
-    return bool(flag.item())
+    """True on every rank if `condition` is true on every rank, else False on every rank. Blocks."""
+    return sum_over_ranks(float(condition), device, group) == group.size()
 
 
 def sum_tensor(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """The element-wise sum over the ranks, as a new tensor; the host waits on gloo, the stream on NCCL."""
     total = tensor.clone()
-    _all_reduce(total, dist.ReduceOp.SUM, group)
+    if group.name() == "gloo":
+        wait(dist.all_reduce(total, group=group, async_op=True), group, "summing a number")
+    else:  # on NCCL without a stream of its own
+        dist.all_reduce(total, group=group)
     return total
 
 
 def sum_over_ranks(value: float, device: torch.device, group: ProcessGroup) -> float:
     """The sum of a number over the ranks, in float64. Blocks."""
     return float(sum_tensor(torch.tensor([value], dtype=torch.float64, device=device), group).item())
-
-
-def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup) -> None:
-    """In place; waits as `Work.wait()` does. On NCCL without a stream of its own."""
-    if group.name() == "gloo":
-        wait(dist.all_reduce(tensor, op, group=group, async_op=True), group, "summing a number")
-    else:
-        dist.all_reduce(tensor, op, group=group)
 
 
 def _prepare(tensor: Tensor, group: ProcessGroup, prescaled: bool) -> dist.ReduceOp.RedOpType:

@@ -5,8 +5,8 @@ on a rank: a model's shards are stored and stepped; `stepped()` says which of th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class ParallelModel(nn.Module, ABC):
     compute_dtype: torch.dtype | None = None
     casts_parameters: bool = False
     bytes_outside_allocator: int = 0
+    _synchronizes = True  # False inside no_sync()
     _shards_gradients = False  # True: each rank has the mean gradient of its shards only
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,9 +50,21 @@ class ParallelModel(nn.Module, ABC):
 
     # -- gradients -----------------------------------------------------------------------------------------
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate locally; the next one outside sends the sum."""
-        return nullcontext()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate locally; the next one outside sends the sum.
+
+        Sharded strategies keep full gradients for it, as large as their masters.
+        """
+        before = self._synchronizes
+        self._set_synchronizes(False)
+        try:
+            yield
+        finally:
+            self._set_synchronizes(before)
+
+    def _set_synchronizes(self, synchronizes: bool) -> None:
+        self._synchronizes = synchronizes
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until the gradients are means over ranks. Call it on every rank after backward, before the step."""

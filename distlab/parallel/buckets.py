@@ -217,18 +217,9 @@ def _pack(parameter: nn.Parameter, view: Tensor) -> None:
 
 
 def view_like(flat: Tensor, parameter: Tensor) -> Tensor:
-    """View `flat` with the parameter's shape, and its strides where these cover the memory without holes.
+    """View `flat` with the parameter's shape, and its strides, or their order where they leave holes in the memory.
 
     autograd accumulates in place only into a gradient that is laid out like its parameter.
     """
-    if parameter.is_contiguous():
-        return flat.view(parameter.shape)
-    strides_inner_first = sorted(
-        (stride, size) for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1
-    )
-    expected = 1
-    for stride, size in strides_inner_first:
-        if stride != expected:
-            return flat.view(parameter.shape)
-        expected *= size
-    return flat.as_strided(parameter.shape, parameter.stride())
+    dense = torch.empty_like(parameter, device="meta")
+    return flat.as_strided(dense.shape, dense.stride())

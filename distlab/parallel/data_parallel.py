@@ -13,8 +13,7 @@ missing gradient (None) counts as zero; a parameter that no rank used keeps `.gr
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -60,7 +59,6 @@ class DataParallel(ParallelModel):
         self.device = self.trainable[0].device
         collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
 
-        self._synchronize_next_backward = True  # False inside no_sync()
         self._pending = False  # a synchronised forward was not finished
         self._ready: set[int] = set()  # gradients of synchronised backward passes that were not finished
         self._in_backward = False  # stays True after a backward that raised
@@ -91,18 +89,9 @@ class DataParallel(ParallelModel):
         if torch.is_grad_enabled():
             if self._in_backward and torch._C._current_graph_task_id() == -1:  # not inside of that backward
                 self._recover()
-            if self._synchronize_next_backward:
+            if self._synchronizes:
                 self._pending = True
         return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate locally; the next one outside sends the sum."""
-        before, self._synchronize_next_backward = self._synchronize_next_backward, False
-        try:
-            yield
-        finally:
-            self._synchronize_next_backward = before
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every `.grad` is the mean over ranks. Call it on every rank after backward, before step.
@@ -165,7 +154,7 @@ class DataParallel(ParallelModel):
     def _on_gradient(self, index: int) -> None:
         """Called by autograd after it has accumulated the gradient of `trainable[index]`."""
         gradient = self.trainable[index].grad
-        if not self._synchronize_next_backward or gradient is None:
+        if not self._synchronizes or gradient is None:
             return
         name = self.trainable_names[index]
         if gradient.layout is not torch.strided:

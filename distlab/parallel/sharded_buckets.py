@@ -48,6 +48,7 @@ class ShardedBuckets:
         buckets: of its gradients.
 
     Attributes:
+        named: the trainable parameters and their names.
         shards: by parameter, this rank's shard: 1-D (0-D of a scalar, as its optimizer's state must be), a
             view of the flat buffer, perhaps empty, and a parameter to the optimizer.
         starts: by parameter, its shard's first element, counted in the order of the parameter's memory.
@@ -59,7 +60,7 @@ class ShardedBuckets:
         self._group = ddp.process_group
         self._rank = self._group.rank()
         self._buckets = buckets
-        self._named = list(zip(ddp.trainable_names, ddp.trainable, strict=True))
+        self.named = list(zip(ddp.trainable_names, ddp.trainable, strict=True))
         self._views = {p: view for bucket in buckets for p, view in zip(bucket.parameters, bucket.views, strict=True)}
         self.optimizer: weakref.ref[Optimizer] | None = None
         self._gathering: dict[int, Work] = {}
@@ -70,7 +71,7 @@ class ShardedBuckets:
         self._flat = [self._move(number, bucket, values) for number, bucket in enumerate(buckets)]
         self.shards = {
             p: Shard(plain_name(name), p.shape, self.starts[p] if p.is_contiguous() else None, values[p])
-            for name, p in self._named
+            for name, p in self.named
         }
         self._means_in_buckets = [bucket.buffer[bucket.plan.slice_of(self._rank)] for bucket in buckets]
         self._in_place = collectives.shards_in_place(ddp.device, self._group)
@@ -180,7 +181,7 @@ class ShardedBuckets:
         Raises:
             RuntimeError: to one that was averaged before and not zeroed since: the addition is the only change.
         """
-        name, parameter = self._named[index]
+        name, parameter = self.named[index]
         if step_guard.changes_since(parameter.grad) == 1:
             raise _not_zeroed(name)
 
@@ -190,7 +191,7 @@ class ShardedBuckets:
         Raises:
             RuntimeError: one of these was averaged before and not zeroed since.
         """
-        for index, (name, parameter) in enumerate(self._named):
+        for index, (name, parameter) in enumerate(self.named):
             if index not in reached and step_guard.changes_since(parameter.grad) == 0:
                 raise _not_zeroed(name)
 
@@ -200,7 +201,7 @@ class ShardedBuckets:
         Raises:
             RuntimeError: a gradient was edited or replaced since it was averaged.
         """
-        name = step_guard.find_edited(self._named)
+        name = step_guard.find_edited(self.named)
         if name is not None:
             raise RuntimeError(
                 f"the gradient of '{name}' is not as finish_gradient_synchronization() left it; only this "

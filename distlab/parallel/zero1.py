@@ -160,7 +160,7 @@ class ZeroOptimizer(LocalOptimizer):
         starts, shards = self._sharded.starts, self._sharded.shards
         mine = [
             (name, starts[parameter], to_cpu(self.state[shards[parameter].tensor]))
-            for name, parameter in self._named()
+            for name, parameter in self._sharded.named
             if shards[parameter].tensor in self.state
         ]
         parts: dict[str, list[tuple[int, dict[str, Any]]]] = {}
@@ -168,7 +168,7 @@ class ZeroOptimizer(LocalOptimizer):
             entry for rank in collectives.gather_objects(mine, self._group) for entry in rank
         ):
             parts.setdefault(name, []).append((start, state))
-        state = {name: _join(parts[name], parameter) for name, parameter in self._named() if name in parts}
+        state = {name: _join(parts[name], parameter) for name, parameter in self._sharded.named if name in parts}
         return {"state": state, "param_groups": self._groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ class ZeroOptimizer(LocalOptimizer):
                 "the saved groups hold other parameters, or in another order, than this optimizer's"
             )
         state = {}
-        for name, parameter in self._named():
+        for name, parameter in self._sharded.named:
             if name in state_dict["state"]:
                 tensor, start = self._sharded.shards[parameter].tensor, self._sharded.starts[parameter]
                 part = slice(start, start + tensor.numel())
@@ -206,11 +206,8 @@ class ZeroOptimizer(LocalOptimizer):
             "params": [shard.tensor for shard in self.shards(shards[p] for p in group["params"])]
         }
 
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return list(zip(self._ddp.trainable_names, self._ddp.trainable, strict=True))
-
     def _groups_by_name(self) -> list[dict[str, Any]]:
-        name_of = {parameter: name for name, parameter in self._named()}
+        name_of = {parameter: name for name, parameter in self._sharded.named}
         return [
             options_of(group) | {"params": [name_of[parameter] for parameter in group["params"]]}
             for group in self.param_groups

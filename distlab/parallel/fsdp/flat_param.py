@@ -24,9 +24,9 @@ gathered into at once, and memory that a collective uses is freed only after `wa
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -254,7 +254,7 @@ def plan_units(module: nn.Module, entries: Sequence[Entry]) -> list[UnitPlan]:
     by the root, and those tied across units, form the root's unit, gathered for the whole forward.
     """
     sharded = [entry for entry in entries if entry.is_sharded]
-    paths = {name: list(_walk(module, name)) for entry in sharded for name in entry.names}
+    paths = {name: _walk(module, name) for entry in sharded for name in entry.names}
     owning = {id(steps[_last_called(steps)][1]) for steps in paths.values()}
     plans: dict[int, UnitPlan] = {}
     for entry in sharded:
@@ -284,14 +284,11 @@ def _unit_of(steps: Sequence[tuple[str, nn.Module]], owning: set[int]) -> tuple[
     return steps[next(iter([*children, *owners]), 0)]
 
 
-def _walk(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def _walk(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """The modules on the way from the root to the owner of the parameter called `name`."""
-    path, module = "", root
-    yield path, module
-    for part in name.split(".")[:-1]:
-        path = f"{path}.{part}" if path else part
-        module = module._modules[part]
-        yield path, module
+    parts = name.split(".")
+    paths = [".".join(parts[:depth]) for depth in range(len(parts))]
+    return [(path, root.get_submodule(path)) for path in paths]
 
 
 # -- memory ----------------------------------------------------------------------------------------------------
@@ -527,7 +524,7 @@ class Replicated:
             if entry.compute_dtype != master.dtype:
                 copy = nn.Parameter(master.detach().to(entry.compute_dtype), master.requires_grad)
                 if copy.requires_grad:
-                    copy.register_post_accumulate_grad_hook(_MoveGradient(master))
+                    copy.register_post_accumulate_grad_hook(partial(_move_gradient, master))
                 entry.install(copy)
                 self._casts.append((copy, master))
         self.trainable = [master for master in self.masters if master.requires_grad]
@@ -548,12 +545,7 @@ class Replicated:
         average(self._buckets, self.group)
 
 
-class _MoveGradient:
+def _move_gradient(master: nn.Parameter, copy: nn.Parameter) -> None:
     """A hook: adds the gradient of a low-precision copy to its master's and drops it."""
-
-    def __init__(self, master: nn.Parameter):
-        self.master = master
-
-    def __call__(self, copy: nn.Parameter) -> None:
-        gradient, copy.grad = copy.grad.to(self.master.dtype), None
-        self.master.grad = gradient if self.master.grad is None else self.master.grad + gradient
+    gradient, copy.grad = copy.grad.to(master.dtype), None
+    master.grad = gradient if master.grad is None else master.grad + gradient

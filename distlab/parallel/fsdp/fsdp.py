@@ -40,7 +40,7 @@ from distlab.parallel.data_parallel import (
 )
 from distlab.parallel.elementwise import check_elementwise
 from distlab.parallel.fsdp import checks
-from distlab.parallel.fsdp.flat_param import Entry, FlatParam, Replicated, list_entries, plan_units
+from distlab.parallel.fsdp.flat_param import Entry, Replicated, list_entries, plan_units
 from distlab.parallel.fsdp.runtime import Runtime, Unit, in_backward, plan_casts
 from distlab.parallel.meta import initialize_in_turn, materialize_buffers
 from distlab.parallel.shard import Shard, plain_name, whole
@@ -107,6 +107,9 @@ class FSDP(ParallelModel):
             Unit(index, plan, self.device, self.process_group) for index, plan in enumerate(plans)
         ]
         self._flat_params = [param for unit in self._units for param in unit.params]
+        self._sharded = [  # every sharded parameter, and where it lies
+            (entry, param, index) for param in self._flat_params for index, entry in enumerate(param.entries)
+        ]
         small = [entry for entry in entries if not entry.is_sharded]
         self._replicated = Replicated(small, self.device, self.process_group)
         if deferred:
@@ -135,22 +138,17 @@ class FSDP(ParallelModel):
         """Call the wrapped module; any arguments, any result. Without gradients it needs no finish."""
         if in_backward():  # this very call is being recomputed
             return self.module(*args, **kwargs)
-        if self._runtime.backward_failed:
-            self._recover()
+        if self._runtime.backward_task is not None:
+            # It raised. All ranks must have failed at one place, else those that wait fail within the group's timeout.
+            self._runtime.recover()
+            self.zero_grad()
         self._replicated.refresh()
         with self._runtime.forward_pass(self.module.training):
             return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside keep full gradients here (as large as the masters); the next one outside
-        sends the sum.
-        """
-        before, self._runtime.synchronize = self._runtime.synchronize, False
-        try:
-            yield
-        finally:
-            self._runtime.synchronize = before
+    def _set_synchronizes(self, synchronizes: bool) -> None:
+        super()._set_synchronizes(synchronizes)
+        self._runtime.synchronize = synchronizes
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until the `.grad` of every shard and every replicated parameter is the mean over ranks.
@@ -213,7 +211,7 @@ class FSDP(ParallelModel):
             )
         if optimizer not in self._stepped_by:
             self._stepped_by.add(optimizer)
-            optimizer.register_step_post_hook(_AfterStep(self))
+            optimizer.register_step_post_hook(partial(_after_step, weakref.ref(self)))
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if `.grad` is not what the last synchronization left."""
@@ -235,10 +233,6 @@ class FSDP(ParallelModel):
     def _note_scaled(self) -> None:
         step_guard.note_gradients(self.trainable)
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        """See `gather_full_params`."""
-        return self.gather_full_params()
-
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
         """Every parameter in full on every rank: original names and shapes, masters' dtype (fp32), no padding.
@@ -253,6 +247,8 @@ class FSDP(ParallelModel):
         for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
             found.update(dict.fromkeys(entry.names, master.detach().clone()))
         return {name: found[name] for name in self._names}
+
+    full_parameters = gather_full_params
 
     @torch.no_grad()
     def load_full_params(self, parameters: Mapping[str, Tensor]) -> None:
@@ -276,7 +272,7 @@ class FSDP(ParallelModel):
         return self._held
 
     def _find_shards(self) -> Iterator[Shard]:
-        for entry, param, index in self._sharded():
+        for entry, param, index in self._sharded:
             # Rows of a matrix that is not in row-major order are no contiguous part of its elements.
             in_order = list(entry.memory_order) == sorted(entry.memory_order)
             start = param.layout.shard_range(index, param.rank)[0] if in_order else None
@@ -285,20 +281,14 @@ class FSDP(ParallelModel):
             yield whole(entry.name, master)
 
     def _stand_ins(self) -> Iterator[tuple[str, nn.Parameter, Callable[[Tensor], None]]]:
-        for entry, param, index in self._sharded():
+        for entry, param, index in self._sharded:
             full = torch.empty_like(entry.parameter, device=self.device)
             stand_in = nn.Parameter(full, entry.parameter.requires_grad)
             entry.register(stand_in)
             yield entry.name, stand_in, partial(param.load, index)
 
-    def _sharded(self) -> Iterator[tuple[Entry, FlatParam, int]]:
-        """Every sharded parameter, and where it lies: (parameter, flat parameter, its number there)."""
-        for param in self._flat_params:
-            for index, entry in enumerate(param.entries):
-                yield entry, param, index
-
     def _loaders(self) -> Iterator[tuple[Entry, Callable[[Tensor], Any]]]:
-        for entry, param, index in self._sharded():
+        for entry, param, index in self._sharded:
             yield entry, partial(param.load, index)
         for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
             yield entry, master.copy_
@@ -344,27 +334,15 @@ class FSDP(ParallelModel):
 
     __getstate__ = DataParallel.__getstate__
 
-    def _recover(self) -> None:
-        """After a backward that raised: forget it and its gradients. All ranks must have failed at one place;
-        otherwise those that wait fail within the group's timeout.
-        """
-        self._runtime.recover()
-        self.zero_grad()
 
-
-class _AfterStep:
+@torch._disable_dynamo
+def _after_step(owner: weakref.ref[FSDP], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """An optimizer's hook: what its step has done to gradients is no edit (SGD with Nesterov momentum adds to them)."""
-
-    def __init__(self, fsdp: FSDP):
-        self._fsdp = weakref.ref(fsdp)
-
-    @torch._disable_dynamo
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        fsdp = self._fsdp()
-        if fsdp is not None:
-            if fsdp._runtime.unfinished:  # a closure's backward
-                fsdp.check_gradients()
-            step_guard.note_gradients(fsdp.trainable)
+    fsdp = owner()
+    if fsdp is not None:
+        if fsdp._runtime.unfinished:  # a closure's backward
+            fsdp.check_gradients()
+        step_guard.note_gradients(fsdp.trainable)
 
 
 # -- edits of synchronized gradients ---------------------------------------------------------------------------

@@ -164,6 +164,7 @@ class Runtime:
         synchronize: whether gradients are sent (False inside `no_sync()`, where they are kept in full).
         pending: whether a synchronised forward or backward waits for `finish()`.
         unfinished: whether a backward, synchronised or not, has reached a unit since the last `finish()`.
+        backward_task: autograd's number of the backward that has begun and not ended; it stays if that raises.
     """
 
     def __init__(self, units: Sequence[Unit], group: ProcessGroup):
@@ -171,12 +172,12 @@ class Runtime:
         self.synchronize = True
         self.pending = False
         self.unfinished = False
+        self.backward_task: int | None = None
         self._order = UnitOrder([unit.name for unit in units], group)
         self._backward_order = UnitOrder([unit.name for unit in units], group)
         self._in_forward = False
         self._gathered: list[Unit] = []  # units that have memory, those that are being gathered too
         self._running: list[Unit] = []  # units whose forward has begun and not ended, the innermost last
-        self._backward_task: int | None = None  # autograd's number of the backward that is running
         self._ran: list[int] = []  # units run with gradients since the last backward began
         self._in_flight: Unit | None = None  # whose gradients are being reduce-scattered
         self._handles = []
@@ -339,7 +340,7 @@ class Runtime:
 
         def refuse(gradients: Any) -> None:
             # Operations of the first graph, too, if the unit returns its input.
-            if self._backward_task == task != torch._C._current_graph_task_id():
+            if self.backward_task == task != torch._C._current_graph_task_id():
                 raise RuntimeError(
                     f"unit '{unit.name}' is recomputed in backward but ran without gradients in forward: checkpoint "
                     "activations with use_reentrant=False"
@@ -350,8 +351,8 @@ class Runtime:
                 node.register_prehook(refuse)
 
     def _enter_backward(self, task: int) -> None:
-        if self._backward_task != task:
-            self._backward_task = task
+        if self.backward_task != task:
+            self.backward_task = task
             self.unfinished = True
             self._backward_order.begin(tuple(self._ran))
             self._ran = []
@@ -364,7 +365,7 @@ class Runtime:
         for unit in self.units:
             if unit.touched:
                 self._post_backward(unit)
-        self._backward_task = None
+        self.backward_task = None
 
     def _post_backward(self, unit: Unit) -> None:
         """The unit's gradients are complete: put them together, and send them unless inside no_sync()."""
@@ -403,14 +404,9 @@ class Runtime:
             unit.uses = 0
         self.wait_for_reduce_scatter()
 
-    @property
-    def backward_failed(self) -> bool:
-        """Whether the last backward began and did not end."""
-        return self._backward_task is not None
-
     def recover(self) -> None:
         """Forget a backward that raised."""
-        self._backward_task = None
+        self.backward_task = None
         self.unfinished = False
         self.reshard()
         self.wait_for_reduce_scatter()
@@ -456,32 +452,29 @@ def _tensors(value: Any, unit: str) -> Iterator[Tensor]:
 
     Raises TypeError for a function or an iterator, which may compute with the parameters later.
     """
-    seen: set[int] = set()  # objects may refer to each other
+    seen: dict[int, Any] = {}  # objects may refer to each other
 
     def walk(value: Any) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             yield value
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                yield from walk(item)
-        elif isinstance(value, list | tuple | set | frozenset):
-            for item in value:
-                yield from walk(item)
-        elif isinstance(value, nn.Module | type) or id(value) in seen:
+        if isinstance(value, Tensor | nn.Module | type) or id(value) in seen:
             return
-        elif is_dataclass(value):
-            seen.add(id(value))
-            for each in fields(value):
-                yield from walk(getattr(value, each.name, None))
-        elif isinstance(value, Iterator) or isroutine(value) or isinstance(value, partial):
+        seen[id(value)] = value
+        if isinstance(value, Iterator | partial) or isroutine(value):
             raise TypeError(
                 f"FSDP: unit '{unit}' returns a {type(value).__name__}, which may use its parameters when they are "
                 "freed: return tensors, alone or in lists, tuples, dicts or objects"
             )
-        elif hasattr(value, "__dict__"):
-            seen.add(id(value))
-            for item in vars(value).values():
-                yield from walk(item)
+        if isinstance(value, Mapping):
+            inside = value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            inside = value
+        elif is_dataclass(value):
+            inside = [getattr(value, each.name, None) for each in fields(value)]
+        else:
+            inside = getattr(value, "__dict__", {}).values()
+        for item in inside:
+            yield from walk(item)
 
     return walk(value)
 
