@@ -91,16 +91,9 @@ MUTATIONS = (
         RANDOM_MODELS,
     ),
     Mutation(
-        "naive does not wait",
+        "naive and overlap do not wait",
         "distlab/parallel/naive.py",
-        "self._wait(collectives.all_reduce_mean(sent, self.process_group))",
-        "collectives.all_reduce_mean(sent, self.process_group)",
-        RANDOM_MODELS,
-    ),
-    Mutation(
-        "overlap does not wait",
-        "distlab/parallel/overlap.py",
-        "            self._wait(work)\n",
+        "        self._wait(work)\n",
         "",
         RANDOM_MODELS,
     ),

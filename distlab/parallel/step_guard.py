@@ -74,6 +74,7 @@ def changes_since(gradient: Tensor | None) -> int | None:
 def find_edited(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
     """The name of a parameter whose gradient was changed or replaced since, or None; to drop one is no edit."""
     for name, parameter in named:
-        if parameter.grad is not None and changes_since(parameter.grad) != 0:
+        gradient = parameter.grad
+        if gradient is not None and getattr(gradient, "synchronized_version", None) != gradient._version:
             return name
     return None

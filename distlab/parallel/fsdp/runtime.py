@@ -12,7 +12,7 @@ unit that returns another unit's output) begin at the same operation; then the l
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from inspect import isroutine
@@ -189,11 +189,11 @@ class Runtime:
 
     def cast(self, casts: "Mapping[nn.Module, Casts]") -> None:
         """Give these modules their floating-point tensors, and take their outputs, in the dtypes stated."""
-        for module, dtypes in casts.items():
-            hook = partial(_cast_inputs, dtypes.inputs)
+        for module, (inputs, outputs) in casts.items():
+            hook = partial(_cast_inputs, inputs)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            if dtypes.outputs is not None:
-                self._handles.append(module.register_forward_hook(partial(_cast_outputs, dtypes.outputs)))
+            if outputs is not None:
+                self._handles.append(module.register_forward_hook(partial(_cast_outputs, outputs)))
 
     def close(self) -> None:
         """Detach every hook."""
@@ -482,16 +482,11 @@ def _tensors(value: Any, unit: str) -> Iterator[Tensor]:
 # -- dtypes ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Casts:
-    """Dtypes of the floating-point tensors that a module is given and that it returns; None leaves them alone."""
-
-    inputs: torch.dtype
-    outputs: torch.dtype | None = None
+Casts = tuple[torch.dtype, torch.dtype | None]
 
 
 def plan_casts(owners: Iterable[nn.Module], compute_dtype: torch.dtype) -> dict[nn.Module, Casts]:
-    """What each module that owns parameters is given and returns.
+    """Dtypes of the floating-point tensors that each module with parameters is given, and returns (None: as they are).
 
     A module that holds vectors only computes in their dtype, because most of torch's operations refuse operands of two
     dtypes, and returns the compute dtype. One whose class says `takes_mixed_dtypes = True` gets its inputs in the
@@ -507,11 +502,11 @@ def plan_casts(owners: Iterable[nn.Module], compute_dtype: torch.dtype) -> dict[
         if not dtypes:
             continue
         if isinstance(owner, _BatchNorm):
-            casts[owner] = Casts(dtypes[0])
+            casts[owner] = (dtypes[0], None)
         elif compute_dtype in dtypes or getattr(owner, "takes_mixed_dtypes", False):
-            casts[owner] = Casts(compute_dtype)
+            casts[owner] = (compute_dtype, None)
         else:
-            casts[owner] = Casts(dtypes[0], compute_dtype)
+            casts[owner] = (dtypes[0], compute_dtype)
     return casts
 
 
