@@ -35,7 +35,6 @@ class OverlapDDP(NaiveDDP):
         while len(self._in_flight) < len(self._order) and self._order[len(self._in_flight)] in self._ready:
             self._issue_next()
 
-    @torch.no_grad()
     def _issue_next(self) -> None:
         self._in_flight.append(self._send(self.trainable[self._order[len(self._in_flight)]]))
 

@@ -396,7 +396,6 @@ class FlatParam:
 
     # -- gradients -----------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def accumulate_gradients(self) -> None:
         """Add the full parameters' gradients to the flat gradient, in the masters' dtype, and drop them.
 
