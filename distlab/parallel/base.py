@@ -253,16 +253,13 @@ def load_shards(
     if isinstance(optimizer, LocalOptimizer):
         optimizer.load_shards(groups, state)
         return
-    loaded: dict[str, Any] = {"state": {}, "param_groups": []}
-    count = 0
-    for group, changed in zip(optimizer.param_groups, groups, strict=True):
-        numbers = list(range(count, count + len(group["params"])))
-        count += len(numbers)
-        loaded["param_groups"].append(group | options_of(changed) | {"params": numbers})
-        for number, parameter in zip(numbers, group["params"], strict=True):
-            if parameter in state:
-                loaded["state"][number] = state[parameter]
-    optimizer.load_state_dict(loaded)
+    packed = optimizer.state_dict()  # whose groups number the parameters
+    numbers = [number for group in packed["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    packed["state"] = {n: state[p] for n, p in zip(numbers, parameters, strict=True) if p in state}
+    for group, changed in zip(packed["param_groups"], groups, strict=True):
+        group.update(options_of(changed))
+    optimizer.load_state_dict(packed)
 
 
 def optimizer_name(optimizer: Optimizer) -> str:

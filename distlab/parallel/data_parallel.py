@@ -13,7 +13,7 @@ missing gradient (None) counts as zero; a parameter that no rank used keeps `.gr
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,6 @@ class DataParallel(ParallelModel):
         check_ranks_agree(module, self.process_group)
         refuse_shared_storage(module)
         self._check_trainable()
-        self.device = self.trainable[0].device
         collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
 
         self._pending = False  # a synchronised forward was not finished
@@ -199,12 +198,7 @@ class DataParallel(ParallelModel):
             raise ValueError(
                 f"{type(self).__name__}: the module has no parameter that requires a gradient; nothing to average"
             )
-        devices = {parameter.device for parameter in self.trainable}
-        if len(devices) > 1:
-            raise ValueError(
-                f"{type(self).__name__}: trainable parameters lie on {sorted(map(str, devices))}; "
-                "move the module to one device first"
-            )
+        self.device = the_device(self.trainable, type(self).__name__)
         for name, parameter in zip(self.trainable_names, self.trainable, strict=True):
             if not parameter.is_floating_point():
                 raise ValueError(
@@ -222,6 +216,16 @@ class DataParallel(ParallelModel):
                     f"'{name}' was frozen when the module was wrapped and requires a gradient now, which would "
                     "not be averaged: close() this wrapper and wrap the module again"
                 )
+
+
+def the_device(parameters: Iterable[Tensor], strategy: str) -> torch.device:
+    """The one device of all parameters; raises ValueError if there are several."""
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{strategy}: parameters lie on {sorted(map(str, devices))}; move the module to one device first"
+        )
+    return devices.pop()
 
 
 def check_ranks_agree(module: nn.Module, group: ProcessGroup) -> None:
