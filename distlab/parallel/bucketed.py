@@ -155,8 +155,7 @@ class BucketedDDP(DataParallel):
         super()._on_gradient(index)
 
     def _gradient_ready(self, index: int) -> None:
-        if not self._buckets:
-            self.allocate()  # the module was called without this wrapper
+        self.allocate()  # the module was called without this wrapper
         number, position = self._place[index]
         self._buckets[number].add(position)
         while len(self._in_flight) < len(self._buckets) and not self._buckets[len(self._in_flight)].missing:
