@@ -78,9 +78,9 @@ MUTATIONS = (
     ),
     Mutation(
         "nested no_sync ends the outer one",
-        "distlab/parallel/data_parallel.py",
-        "            self._synchronize_next_backward = before\n",
-        "            self._synchronize_next_backward = True\n",
+        "distlab/parallel/base.py",
+        "            self._set_synchronizes(before)\n",
+        "            self._set_synchronizes(True)\n",
         RANDOM_MODELS,
     ),
     Mutation(
@@ -91,23 +91,16 @@ MUTATIONS = (
         RANDOM_MODELS,
     ),
     Mutation(
-        "naive does not wait",
+        "naive and overlap do not wait",
         "distlab/parallel/naive.py",
-        "self._wait(collectives.all_reduce_mean(sent, self.process_group))",
-        "collectives.all_reduce_mean(sent, self.process_group)",
-        RANDOM_MODELS,
-    ),
-    Mutation(
-        "overlap does not wait",
-        "distlab/parallel/overlap.py",
-        "            self._wait(work)\n",
+        "        self._wait(work)\n",
         "",
         RANDOM_MODELS,
     ),
     Mutation(
         "overlap sends in the order of the hooks",
         "distlab/parallel/overlap.py",
-        """        while len(self._in_flight) < len(self._order) and self._ready[self._order[len(self._in_flight)]]:
+        """        while len(self._in_flight) < len(self._order) and self._order[len(self._in_flight)] in self._ready:
             self._issue_next()
 """,
         """        self._order.remove(index)
@@ -119,23 +112,23 @@ MUTATIONS = (
     Mutation(
         "the last bucket is not sent",
         "distlab/parallel/bucketed.py",
-        "            work = collectives.all_reduce_mean(buffer, group, prescaled=True)\n",
+        "            work = collectives.all_reduce_mean(buffer, group)\n",
         """            is_last = number + 1 == len(self._buckets)
-            work = collectives.all_reduce_mean(buffer.clone() if is_last else buffer, group, prescaled=True)\n""",
+            work = collectives.all_reduce_mean(buffer.clone() if is_last else buffer, group)\n""",
         RANDOM_MODELS,
     ),
     Mutation(
-        "a gradient that lies in its bucket is not scaled",
-        "distlab/parallel/buckets.py",
-        "                view.mul_(self.scale)\n",
-        "                pass\n",
+        "gradients on gloo are summed",
+        "distlab/comm/collectives.py",
+        "        tensor.mul_(1.0 / group.size())\n",
+        "        pass\n",
         RANDOM_MODELS,
     ),
     Mutation(
-        "gradients are scaled twice",
+        "a gradient that was accumulated outside its bucket is not sent",
         "distlab/parallel/buckets.py",
-        "torch.mul(parameter.grad, self.scale, out=view)",
-        "torch.mul(parameter.grad, self.scale * self.scale, out=view)",
+        "    if not in_bucket or gradient.storage_offset() != view.storage_offset():\n",
+        "    if not in_bucket and gradient.storage_offset() != view.storage_offset():\n",
         RANDOM_MODELS,
     ),
     Mutation(
@@ -148,8 +141,8 @@ MUTATIONS = (
     Mutation(
         "what an earlier step has left in a bucket is sent",
         "distlab/parallel/buckets.py",
-        "            view.zero_()\n        elif",
-        "            pass\n        elif",
+        "                view.zero_()\n",
+        "                pass\n",
         RANDOM_MODELS,
     ),
     # -- sharded strategies --------------------------------------------------------------------------------
@@ -177,15 +170,15 @@ MUTATIONS = (
     Mutation(
         "FSDP2's no_sync not restored",
         "distlab/parallel/torch_peers.py",
-        "            self.module.set_requires_gradient_sync(before)\n",
-        "            pass\n",
+        "        self.module.set_requires_gradient_sync(synchronizes)\n",
+        "        self.module.set_requires_gradient_sync(False)\n",
         ("tests/parallel/test_accumulation.py", "-k", "no_sync"),
     ),
     Mutation(
-        "FSDP's nested no_sync ends the outer one",
+        "FSDP's no_sync sends what it accumulates",
         "distlab/parallel/fsdp/fsdp.py",
-        "            self._runtime.synchronize = before\n",
-        "            self._runtime.synchronize = True\n",
+        "        self._runtime.synchronize = synchronizes\n",
+        "        self._runtime.synchronize = True\n",
         RANDOM_MODELS,
     ),
     Mutation(
@@ -233,14 +226,14 @@ MUTATIONS = (
     Mutation(
         "ZeroOptimizer adds to gradients that were not zeroed",
         "distlab/parallel/bucketed.py",
-        "            self._sharded.gradients.check_added(index)\n",
+        "            self._sharded.check_added(index)\n",
         "            pass\n",
         RANDOM_MODELS,
     ),
     Mutation(
         "ZeroOptimizer steps gradients that torch has clipped",
         "distlab/parallel/zero1.py",
-        "        self._sharded.gradients.check_unedited()\n",
+        "        self._sharded.check_unedited()\n",
         "",
         ("tests/experiments/test_sabotage.py", "-k", "clipping"),
     ),
@@ -254,8 +247,8 @@ MUTATIONS = (
     Mutation(
         "a DDP's step without finish",
         "distlab/parallel/data_parallel.py",
-        "        if self._arrived:\n",
-        "        if self._arrived and False:\n",
+        "        if self._ready:\n",
+        "        if self._ready and False:\n",
         RANDOM_MODELS,
     ),
     Mutation(
@@ -276,11 +269,11 @@ MUTATIONS = (
         "micro-batches after a failed backward are dropped",
         "distlab/parallel/data_parallel.py",
         """                self._recover()
-            if self._synchronize_next_backward:
+            if self._synchronizes:
 """,
-        """                if self._synchronize_next_backward:
+        """                if self._synchronizes:
                     self._recover()
-            if self._synchronize_next_backward:
+            if self._synchronizes:
 """,
         RANDOM_MODELS,
     ),

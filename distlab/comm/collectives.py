@@ -4,9 +4,7 @@ Each returns a `Work` at once; `wait(work, group, what)` makes what follows see 
 on NCCL it makes the current CUDA stream wait and the host goes on. Until then neither the tensor may be changed.
 
 Averaging. NCCL averages in the reduction (`ReduceOp.AVG`, which multiplies before it adds). gloo knows only
-sums, and a sum of fp16 gradients can overflow where their mean does not, so there the sender divides first.
-A sender that copies its gradient anyway can do this division in the copy: it multiplies with `mean_scale()`
-and passes `prescaled=True`.
+sums, and a sum of fp16 gradients can overflow where their mean does not, so there the sender divides first, in place.
 """
 
 import functools
@@ -16,14 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, Work
 
 from distlab.comm.roll_call import wait, waiting
 
-# torch 2.13 renamed these and warns about the old names; torch 2.11 has only the old ones.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
+# A group's own methods, because the functions of torch.distributed around them take microseconds of every call for
+# checks. torch 2.13 renamed these; torch 2.11 has only the old names.
+_all_gather_single = getattr(ProcessGroup, "all_gather_single", None) or ProcessGroup._allgather_base
+_reduce_scatter_single = getattr(ProcessGroup, "reduce_scatter_single", None) or ProcessGroup._reduce_scatter_base
 
 COALESCED_BYTES = 25 * 2**20
 
@@ -61,11 +60,6 @@ def averages_in_reduction(device: torch.device, group: ProcessGroup) -> bool:
     return group._get_backend(device).name() == "nccl"
 
 
-def mean_scale(device: torch.device, group: ProcessGroup) -> float:
-    """The factor a sender multiplies with before `all_reduce_mean(..., prescaled=True)`: 1 or 1/world size."""
-    return 1.0 if averages_in_reduction(device, group) else 1.0 / group.size()
-
-
 def shards_in_place(device: torch.device, group: ProcessGroup) -> bool:
     """Whether a reduce-scatter may write to its rank's slice of the input, and an all-gather read from its slice
     of the output. NCCL documents it; gloo gives wrong results without an error.
@@ -74,7 +68,10 @@ def shards_in_place(device: torch.device, group: ProcessGroup) -> bool:
 
 
 def all_reduce_mean(tensor: Tensor, group: ProcessGroup, *, prescaled: bool = False) -> Work:
-    """Replace `tensor` (contiguous, floating point, same shape on all ranks) by its mean over the ranks."""
+    """Replace `tensor` (contiguous, floating point, same shape on all ranks) by its mean over the ranks.
+
+    `prescaled`: it need not be divided on gloo, because the sender has done so, or does not care.
+    """
     return dist.all_reduce(tensor, _prepare(tensor, group, prescaled), group=group, async_op=True)
 
 
@@ -82,13 +79,16 @@ def reduce_scatter_mean(
     output: Tensor, input: Tensor, group: ProcessGroup, *, prescaled: bool = False
 ) -> Work:
     """Give rank r the r-th of N equal slices of the mean of `input`: `(N·n,)` → `output` `(n,)`."""
-    op = _prepare(input, group, prescaled)
-    return _reduce_scatter_single(output, input, op, group=group, async_op=True)
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = _prepare(input, group, prescaled), True
+    return _reduce_scatter_single(group, output, input, options)
 
 
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
     """Concatenate every rank's `input` `(n,)` in rank order into `output` `(N·n,)`."""
-    return _all_gather_single(output, input, group=group, async_op=True)
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return _all_gather_single(group, output, input, options)
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Work:
@@ -163,33 +163,23 @@ def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
 
 
 def all_ranks_agree(condition: bool, device: torch.device, group: ProcessGroup) -> bool:
-    """True on every rank if `condition` is true on every rank, else False on every rank. Blocks.
-
-    An explicit flag is reduced because a NaN need not survive `ReduceOp.MAX` or `MIN` of the values themselves.
-    """
-    flag = torch.tensor([int(condition)], dtype=torch.int32, device=device)
-    _all_reduce(flag, dist.ReduceOp.MIN, group)
-    return bool(flag.item())
+    """True on every rank if `condition` is true on every rank, else False on every rank. Blocks."""
+    return sum_over_ranks(float(condition), device, group) == group.size()
 
 
 def sum_tensor(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """The element-wise sum over the ranks, as a new tensor; the host waits on gloo, the stream on NCCL."""
     total = tensor.clone()
-    _all_reduce(total, dist.ReduceOp.SUM, group)
+    if group.name() == "gloo":
+        wait(dist.all_reduce(total, group=group, async_op=True), group, "summing a number")
+    else:  # on NCCL without a stream of its own
+        dist.all_reduce(total, group=group)
     return total
 
 
 def sum_over_ranks(value: float, device: torch.device, group: ProcessGroup) -> float:
     """The sum of a number over the ranks, in float64. Blocks."""
     return float(sum_tensor(torch.tensor([value], dtype=torch.float64, device=device), group).item())
-
-
-def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup) -> None:
-    """In place; waits as `Work.wait()` does. On NCCL without a stream of its own."""
-    if group.name() == "gloo":
-        wait(dist.all_reduce(tensor, op, group=group, async_op=True), group, "summing a number")
-    else:
-        dist.all_reduce(tensor, op, group=group)
 
 
 def _prepare(tensor: Tensor, group: ProcessGroup, prescaled: bool) -> dist.ReduceOp.RedOpType:

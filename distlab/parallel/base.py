@@ -5,8 +5,8 @@ on a rank: a model's shards are stored and stepped; `stepped()` says which of th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class ParallelModel(nn.Module, ABC):
     compute_dtype: torch.dtype | None = None
     casts_parameters: bool = False
     bytes_outside_allocator: int = 0
+    _synchronizes = True  # False inside no_sync()
     _shards_gradients = False  # True: each rank has the mean gradient of its shards only
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,9 +50,21 @@ class ParallelModel(nn.Module, ABC):
 
     # -- gradients -----------------------------------------------------------------------------------------
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate locally; the next one outside sends the sum."""
-        return nullcontext()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate locally; the next one outside sends the sum.
+
+        Sharded strategies keep full gradients for it, as large as their masters.
+        """
+        before = self._synchronizes
+        self._set_synchronizes(False)
+        try:
+            yield
+        finally:
+            self._set_synchronizes(before)
+
+    def _set_synchronizes(self, synchronizes: bool) -> None:
+        self._synchronizes = synchronizes
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until the gradients are means over ranks. Call it on every rank after backward, before the step."""
@@ -62,6 +75,10 @@ class ParallelModel(nn.Module, ABC):
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if `.grad` is not what `finish_gradient_synchronization()` left."""
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Called before any optimizer steps a trainable parameter of this wrapper; raises RuntimeError."""
+        self.check_gradients()
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
@@ -236,16 +253,13 @@ def load_shards(
     if isinstance(optimizer, LocalOptimizer):
         optimizer.load_shards(groups, state)
         return
-    loaded: dict[str, Any] = {"state": {}, "param_groups": []}
-    count = 0
-    for group, changed in zip(optimizer.param_groups, groups, strict=True):
-        numbers = list(range(count, count + len(group["params"])))
-        count += len(numbers)
-        loaded["param_groups"].append(group | options_of(changed) | {"params": numbers})
-        for number, parameter in zip(numbers, group["params"], strict=True):
-            if parameter in state:
-                loaded["state"][number] = state[parameter]
-    optimizer.load_state_dict(loaded)
+    packed = optimizer.state_dict()  # whose groups number the parameters
+    numbers = [number for group in packed["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    packed["state"] = {n: state[p] for n, p in zip(numbers, parameters, strict=True) if p in state}
+    for group, changed in zip(packed["param_groups"], groups, strict=True):
+        group.update(options_of(changed))
+    optimizer.load_state_dict(packed)
 
 
 def optimizer_name(optimizer: Optimizer) -> str:

@@ -6,7 +6,7 @@
 Few large messages (bandwidth instead of latency) that hide behind backward. What stays exposed is the last
 bucket, which can only leave when backward ends, and whatever communication backward was too short to cover.
 
-Each hook scales its gradient and copies it once into the bucket, and `.grad` becomes the view of it: letting
+Each hook copies its gradient once into the bucket, and `.grad` becomes the view of it: letting
 autograd make the gradient and copying costs two passes over memory, a view set beforehand would cost four
 (zero it, read it, add, write). On a GPU our linear layers avoid even the copy: they write their weight's gradient
 directly into the bucket (`model.ops.gradient_target`). Buckets leave in plan order on every rank, whatever order the
@@ -82,13 +82,12 @@ class BucketedDDP(DataParallel):
             self._buckets = self._take_memory()
 
     def _take_memory(self) -> list[GradientBucket]:
-        scale = collectives.mean_scale(self.device, self.process_group)
-        return [GradientBucket(bucket, self.trainable, scale) for bucket in self.plan]
+        return [GradientBucket(bucket, self.trainable) for bucket in self.plan]
 
     def shard(self) -> ShardedBuckets:
         """From now on reduce-scatter the buckets, and keep this rank's slices of the parameters (`ZeroOptimizer`).
 
-        Each rank gets its slice of every mean and nothing else: see `ShardedBuckets` and `PartialGradients`.
+        Each rank gets its slice of every mean and nothing else: see `ShardedBuckets`.
         """
         if self._sharded is not None:
             self._sharded.close()
@@ -128,13 +127,13 @@ class BucketedDDP(DataParallel):
         """See `ZeroOptimizer.elementwise_gradient_edits`."""
         if self._sharded is None:
             return super().elementwise_gradient_edits()
-        return self._sharded.gradients.elementwise_edits()
+        return self._sharded.elementwise_edits()
 
     def check_step(self, optimizer: Optimizer) -> None:
         """See `DataParallel.check_step`; also raises for an optimizer that takes a part of the mean for the whole."""
         super().check_step(optimizer)
         if self._sharded is not None:
-            self._sharded.gradients.check_optimizer(optimizer)
+            self._sharded.check_optimizer(optimizer)
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook; see `DataParallel.close`."""
@@ -152,14 +151,14 @@ class BucketedDDP(DataParallel):
 
     def _on_gradient(self, index: int) -> None:
         if self._sharded is not None:
-            self._sharded.gradients.check_added(index)
+            self._sharded.check_added(index)
         super()._on_gradient(index)
 
     def _gradient_ready(self, index: int) -> None:
         self.allocate()  # the module was called without this wrapper
         number, position = self._place[index]
-        self._buckets[number].pack(position)
-        while len(self._in_flight) < len(self._buckets) and self._buckets[len(self._in_flight)].is_full:
+        self._buckets[number].add(position)
+        while len(self._in_flight) < len(self._buckets) and not self._buckets[len(self._in_flight)].missing:
             self._issue_next()
 
     def _issue_next(self) -> None:
@@ -167,18 +166,16 @@ class BucketedDDP(DataParallel):
         number = len(self._in_flight)
         buffer, group = self._buckets[number].seal(), self.process_group
         if self._sharded is None:
-            work = collectives.all_reduce_mean(buffer, group, prescaled=True)
+            work = collectives.all_reduce_mean(buffer, group)
         else:
             received = self._sharded.received[number]
-            work = collectives.reduce_scatter_mean(received, buffer, group, prescaled=True)
+            work = collectives.reduce_scatter_mean(received, buffer, group)
         self._in_flight.append(work)
 
     def _synchronize(self) -> None:
         self.allocate()
         if self._sharded is not None:
-            for index, ready in enumerate(self._ready):
-                if not ready:
-                    self._sharded.gradients.check_sent_again(index)
+            self._sharded.check_sent_again(self._ready)
         while len(self._in_flight) < len(self._buckets):
             self._issue_next()
         in_flight, self._in_flight = self._in_flight, []

@@ -11,9 +11,6 @@ kernels otherwise. The GPUs must be on one host and reach each other's memory.
 
 from typing import Any
 
-from torch import nn
-from torch.distributed import ProcessGroup
-
 from distlab.comm.copy_engine import CopyEngineAllReduce, check_copy_engines
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.buckets import GradientBucket
@@ -25,22 +22,12 @@ class CopyEngineDDP(BucketedDDP):
 
     Args:
         module: the model to wrap, on a GPU; see `DataParallel` for checks and errors.
-        bucket_size_mb: MiB of gradients per bucket; larger than with NCCL, because a transfer costs several launches.
+        bucket_size_mb: MiB of gradients per bucket; a transfer costs several launches, so larger ones may be faster.
         process_group: default: the default group.
 
     Raises:
         ValueError: a bucket size that is not positive, no GPU, or GPUs that do not reach each other's memory.
     """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        bucket_size_mb: float | None = 100.0,
-        *,
-        process_group: ProcessGroup | None = None,
-    ):
-        super().__init__(module, bucket_size_mb, process_group=process_group)
-        self.allocate()  # here, where all ranks are, because they map each other's memory
 
     @property
     def bytes_outside_allocator(self) -> int:
@@ -58,12 +45,13 @@ class CopyEngineDDP(BucketedDDP):
     def _lay_out(self, **padding: Any) -> None:
         check_copy_engines(self.device, self.process_group)
         super()._lay_out(world_size=self.process_group.size(), **padding)
+        self.allocate()  # here, where all ranks are, because they map each other's memory
 
     def _take_memory(self) -> list[GradientBucket]:
         numels, dtypes = [bucket.numel for bucket in self.plan], [bucket.dtype for bucket in self.plan]
         self._exchange = CopyEngineAllReduce(numels, dtypes, self.device, self.process_group)
         return [
-            GradientBucket(bucket, self.trainable, 1.0, buffer)
+            GradientBucket(bucket, self.trainable, buffer)
             for bucket, buffer in zip(self.plan, self._exchange.tensors, strict=True)
         ]
 

@@ -120,9 +120,9 @@ def plan_buckets(
     )
 
 
-def write_used_flags(flags: Tensor, parameters: Sequence[nn.Parameter], scale: float) -> None:
-    """Mark in `flags` `(P,)` which of the P parameters have a gradient here: `scale` if so, else 0."""
-    flags.fill_(scale)
+def write_used_flags(flags: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Mark in `flags` `(P,)` which of the P parameters have a gradient here: 1 if so, else 0."""
+    flags.fill_(1.0)
     for i, parameter in enumerate(parameters):
         if parameter.grad is None:
             flags[i] = 0
@@ -146,70 +146,50 @@ class GradientBucket:
     Args:
         plan: the layout.
         parameters: all planned parameters; the plan picks those of this bucket.
-        scale: factor applied in the copy (`collectives.mean_scale`), so that averaging needs no extra pass.
         buffer: `(plan.numel,)` zeros that the caller allocated; default: allocated here.
+
+    Attributes:
+        missing: gradients that have not arrived in this step.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        parameters: Sequence[nn.Parameter],
-        scale: float,
-        buffer: Tensor | None = None,
-    ):
+    def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], buffer: Tensor | None = None):
         self.plan = plan
         self.parameters = [parameters[index] for index in plan.indices]
-        self.scale = scale
         if buffer is None:
             buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=self.parameters[0].device)
         self.buffer = buffer
         # `.data`: each with a version counter of its own, so that changes of one gradient can be told from the rest.
         self.views = [view.data for view in plan.views(self.buffer, self.parameters)]
         self.flags = self.buffer[plan.payload : plan.payload + len(plan.indices)] if plan.has_flags else None
-        self._packed = [False] * len(plan.indices)
-        self._offer_targets()
+        self._await()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether every gradient has arrived."""
-        return all(self._packed)
-
-    @torch.no_grad()
-    def pack(self, position: int) -> None:
-        """Scale the gradient at `position` of the plan, copy it into the buffer, make `.grad` the view."""
-        parameter, view = self.parameters[position], self.views[position]
-        self._packed[position] = True
-        if parameter.grad is None:
-            view.zero_()
-        elif _same_place(parameter.grad, view):  # accumulated or written in place
-            parameter.grad = view
-            if self.scale != 1.0:
-                view.mul_(self.scale)
-        elif self.scale == 1.0:
-            parameter.grad = view.copy_(parameter.grad)
-        else:
-            parameter.grad = torch.mul(parameter.grad, self.scale, out=view)
+    def add(self, position: int) -> None:
+        """The gradient at `position` of the plan has arrived."""
+        self.missing -= 1
+        _pack(self.parameters[position], self.views[position])
 
     @torch.no_grad()
     def seal(self) -> Tensor:
         """Pack what has not arrived, write the flags, and return the buffer, ready to be sent."""
-        for position, packed in enumerate(self._packed):
-            if not packed:
-                self.pack(position)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                _pack(parameter, view)
         if self.flags is not None:
-            write_used_flags(self.flags, self.parameters, self.scale)
+            write_used_flags(self.flags, self.parameters)
         return self.buffer
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """After the mean has arrived: adopt gradients of parameters that only other ranks used; reset."""
+        """After the mean has arrived: adopt gradients of parameters that only other ranks used; await the next ones."""
         if self.flags is not None:
             adopt_foreign_gradients(self.flags, self.parameters, self.views)
-        self._packed = [False] * len(self._packed)
-        self._offer_targets()
+        self._await()
 
-    def _offer_targets(self) -> None:
+    def _await(self) -> None:
         """Let who computes a gradient write it straight into the bucket, if it can (`model.ops.gradient_target`)."""
+        self.missing = len(self.views)
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.gradient_target = view
 
@@ -221,31 +201,25 @@ class GradientBucket:
 
 def average(buckets: Sequence[GradientBucket], group: ProcessGroup) -> None:
     """Send all buckets at once, and leave the means over ranks in `.grad`. Blocks on gloo."""
-    works = [collectives.all_reduce_mean(bucket.seal(), group, prescaled=True) for bucket in buckets]
+    works = [collectives.all_reduce_mean(bucket.seal(), group) for bucket in buckets]
     for bucket, work in zip(buckets, works, strict=True):
         collectives.wait(work, group, "averaging gradients")
         bucket.unpack()
 
 
-def _same_place(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape are views of the same elements."""
-    same_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    return same_storage and a.storage_offset() == b.storage_offset()
+def _pack(parameter: nn.Parameter, view: Tensor) -> None:
+    """Make `.grad` the view of the bucket, with its values, unless they were written or accumulated there."""
+    gradient = parameter.grad
+    in_bucket = gradient.untyped_storage()._cdata == view.untyped_storage()._cdata
+    if not in_bucket or gradient.storage_offset() != view.storage_offset():
+        view.copy_(gradient)
+    parameter.grad = view
 
 
 def view_like(flat: Tensor, parameter: Tensor) -> Tensor:
-    """View `flat` with the parameter's shape, and its strides where these cover the memory without holes.
+    """View `flat` with the parameter's shape, and its strides, or their order where they leave holes in the memory.
 
     autograd accumulates in place only into a gradient that is laid out like its parameter.
     """
-    if parameter.is_contiguous():
-        return flat.view(parameter.shape)
-    strides_inner_first = sorted(
-        (stride, size) for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1
-    )
-    expected = 1
-    for stride, size in strides_inner_first:
-        if stride != expected:
-            return flat.view(parameter.shape)
-        expected *= size
-    return flat.as_strided(parameter.shape, parameter.stride())
+    dense = torch.empty_like(parameter, device="meta")
+    return flat.as_strided(dense.shape, dense.stride())

@@ -13,8 +13,7 @@ missing gradient (None) counts as zero; a parameter that no rank used keeps `.gr
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from distlab.comm import collectives
 from distlab.parallel import step_guard
@@ -58,14 +56,11 @@ class DataParallel(ParallelModel):
         check_ranks_agree(module, self.process_group)
         refuse_shared_storage(module)
         self._check_trainable()
-        self.device = self.trainable[0].device
         collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
 
-        self._synchronize_next_backward = True  # False inside no_sync()
-        self._pending = False  # a synchronised forward or backward happened and was not finished
-        self._arrived = False  # of that backward a gradient has arrived
+        self._pending = False  # a synchronised forward was not finished
+        self._ready: set[int] = set()  # gradients of synchronised backward passes that were not finished
         self._in_backward = False  # stays True after a backward that raised
-        self._ready = [False] * len(self.trainable)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(_call, weakref.ref(self), index))
             for index, parameter in enumerate(self.trainable)
@@ -93,18 +88,9 @@ class DataParallel(ParallelModel):
         if torch.is_grad_enabled():
             if self._in_backward and torch._C._current_graph_task_id() == -1:  # not inside of that backward
                 self._recover()
-            if self._synchronize_next_backward:
+            if self._synchronizes:
                 self._pending = True
         return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate locally; the next one outside sends the sum."""
-        before, self._synchronize_next_backward = self._synchronize_next_backward, False
-        try:
-            yield
-        finally:
-            self._synchronize_next_backward = before
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every `.grad` is the mean over ranks. Call it on every rank after backward, before step.
@@ -114,27 +100,23 @@ class DataParallel(ParallelModel):
         Raises:
             ValueError: a parameter that was frozen at construction now requires a gradient.
         """
-        if not self._pending:
+        if not self._pending and not self._ready:
             return
         self._check_still_frozen()
         try:
             self._synchronize()
         finally:
-            self._pending = self._arrived = self._in_backward = False
-            self._ready = [False] * len(self.trainable)
+            self._pending = self._in_backward = False
+            self._ready.clear()
 
     def shards(self) -> list[Shard]:
         """All parameters, whole."""
         named = [*zip(self.trainable_names, self.trainable, strict=True), *self._frozen]
         return [whole(name, parameter) for name, parameter in named]
 
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Called before any optimizer steps a trainable parameter of this wrapper; raises RuntimeError."""
-        self.check_gradients()
-
     def check_gradients(self) -> None:
         """Raise RuntimeError if gradients of a synchronised backward have not been finished."""
-        if self._arrived:
+        if self._ready:
             raise RuntimeError(
                 f"{type(self).__name__}: this step would use gradients that are not averaged over the ranks yet: "
                 "call finish_gradient_synchronization() after backward, before optimizer.step()"
@@ -145,7 +127,7 @@ class DataParallel(ParallelModel):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        step_guard.release(self.trainable)
+        step_guard.release(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DataParallel":
         """What `to()`, `half()`, `cuda()` and the like end in: nothing may change, as buckets and ranks rely on it."""
@@ -171,7 +153,7 @@ class DataParallel(ParallelModel):
     def _on_gradient(self, index: int) -> None:
         """Called by autograd after it has accumulated the gradient of `trainable[index]`."""
         gradient = self.trainable[index].grad
-        if not self._synchronize_next_backward or gradient is None:
+        if not self._synchronizes or gradient is None:
             return
         name = self.trainable_names[index]
         if gradient.layout is not torch.strided:
@@ -179,7 +161,7 @@ class DataParallel(ParallelModel):
                 f"the gradient of '{name}' is sparse; data parallelism here averages dense gradients: "
                 "build the embedding with sparse=False"
             )
-        if self._ready[index]:
+        if index in self._ready:
             raise RuntimeError(
                 f"the gradient of '{name}' became ready twice: call finish_gradient_synchronization() after "
                 "each synchronised backward, use no_sync() to accumulate, and checkpoint activations with "
@@ -194,8 +176,7 @@ class DataParallel(ParallelModel):
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-        self._pending = self._arrived = True
-        self._ready[index] = True
+        self._ready.add(index)  # a set: assigning an attribute of an nn.Module takes microseconds
         self._gradient_ready(index)
 
     def _backward_ended(self) -> None:
@@ -217,12 +198,7 @@ class DataParallel(ParallelModel):
             raise ValueError(
                 f"{type(self).__name__}: the module has no parameter that requires a gradient; nothing to average"
             )
-        devices = {parameter.device for parameter in self.trainable}
-        if len(devices) > 1:
-            raise ValueError(
-                f"{type(self).__name__}: trainable parameters lie on {sorted(map(str, devices))}; "
-                "move the module to one device first"
-            )
+        self.device = the_device(self.trainable, type(self).__name__)
         for name, parameter in zip(self.trainable_names, self.trainable, strict=True):
             if not parameter.is_floating_point():
                 raise ValueError(
@@ -240,6 +216,16 @@ class DataParallel(ParallelModel):
                     f"'{name}' was frozen when the module was wrapped and requires a gradient now, which would "
                     "not be averaged: close() this wrapper and wrap the module again"
                 )
+
+
+def the_device(parameters: Iterable[Tensor], strategy: str) -> torch.device:
+    """The one device of all parameters; raises ValueError if there are several."""
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{strategy}: parameters lie on {sorted(map(str, devices))}; move the module to one device first"
+        )
+    return devices.pop()
 
 
 def check_ranks_agree(module: nn.Module, group: ProcessGroup) -> None:
@@ -286,22 +272,22 @@ def refuse_shared_storage(module: nn.Module) -> None:
     Raises:
         ValueError: a trainable parameter overlaps another parameter; names both.
     """
-    on_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    on_storage: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
     for name, parameter in module.named_parameters():  # a tied parameter is listed once
         if parameter.numel() > 0:
-            on_storage.setdefault(parameter.untyped_storage()._cdata, []).append((name, parameter))
+            entry = (*_byte_range(parameter), name, parameter)
+            on_storage.setdefault(parameter.untyped_storage()._cdata, []).append(entry)
     for together in on_storage.values():
-        reaching: list[tuple[str, nn.Parameter]] = []  # those before that reach beyond the current one's start
-        for name, parameter in sorted(together, key=lambda entry: _byte_range(entry[1])):
-            start, _ = _byte_range(parameter)
-            reaching = [entry for entry in reaching if _byte_range(entry[1])[1] > start]
-            for other_name, other in reaching:
+        together.sort(key=lambda entry: entry[:2])
+        for number, (_, stop, name, parameter) in enumerate(together):
+            for start, _, other_name, other in together[number + 1 :]:
+                if start >= stop:
+                    break
                 if (parameter.requires_grad or other.requires_grad) and _overlap(parameter, other):
                     raise ValueError(
-                        f"'{other_name}' and '{name}' are two parameters on the same memory: to tie them, assign "
+                        f"'{name}' and '{other_name}' are two parameters on the same memory: to tie them, assign "
                         "one Parameter object to both names; to keep them apart, clone one"
                     )
-            reaching.append((name, parameter))
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
@@ -312,21 +298,12 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors on one storage, whose byte ranges overlap, have a byte in common."""
-    low = min(_byte_range(a)[0], _byte_range(b)[0])
-    high = max(_byte_range(a)[1], _byte_range(b)[1])
-    if all(stop - start == t.numel() * t.element_size() for t in (a, b) for start, stop in [_byte_range(t)]):
-        return True  # neither has holes
-    touched = torch.zeros(high - low, dtype=torch.bool, device="cpu")
-
-    def bytes_of(tensor: Tensor) -> Tensor:
-        size = tensor.element_size()
-        shape = [n if stride else 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        strides = [stride * size for stride in tensor.stride()]
-        return touched.as_strided((*shape, size), (*strides, 1), tensor.storage_offset() * size - low)
-
-    bytes_of(a).fill_(True)
-    return bool(bytes_of(b).any())
+    """Whether two tensors on one storage, whose byte ranges overlap, have an element in common: columns do not."""
+    if a.itemsize != b.itemsize:
+        return True
+    numbers = torch.arange(a.untyped_storage().nbytes() // a.itemsize, device="cpu")
+    mine, theirs = (numbers.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (a, b))
+    return bool(torch.isin(mine, theirs).any())
 
 
 def _kind_of(tensor: Tensor) -> str:

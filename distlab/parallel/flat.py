@@ -9,7 +9,6 @@ One large message runs at the link's full bandwidth, yet all of it is still expo
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from distlab.comm import collectives
 from distlab.parallel.buckets import GradientBucket, average, plan_buckets
 from distlab.parallel.data_parallel import DataParallel
 
@@ -29,8 +28,7 @@ class FlatDDP(DataParallel):
             [parameter.dtype for parameter in self.trainable],
             bucket_size_mb=None,
         )
-        scale = collectives.mean_scale(self.device, self.process_group)
-        self._buckets = [GradientBucket(bucket, self.trainable, scale) for bucket in plan]
+        self._buckets = [GradientBucket(bucket, self.trainable) for bucket in plan]
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook; see `DataParallel.close`."""

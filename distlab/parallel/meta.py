@@ -79,59 +79,52 @@ def initialize_in_turn(
     mode.finish()
 
 
-class _Waiting:
-    """A stand-in whose memory is allocated only between its first operator and the next parameter's."""
-
-    def __init__(self, name: str, parameter: nn.Parameter, keep: Callable[[Tensor], None]):
-        self.name, self.parameter, self.keep = name, parameter, keep
-        self.storage = parameter.untyped_storage()
-        self.size = self.storage.nbytes()
-        self.storage.resize_(0)
-        self.done = False
-
-
 class _InTurn(TorchDispatchMode):
+    """Allocates a stand-in's memory at its first operator, and keeps and frees it at the next parameter's."""
+
     def __init__(self, stand_ins: Iterable[tuple[str, nn.Parameter, Callable[[Tensor], None]]]) -> None:
         super().__init__()
-        waiting = (_Waiting(*each) for each in stand_ins)
-        self._waiting = {each.storage._cdata: each for each in waiting}  # by the address of the storage object
-        self._current: _Waiting | None = None
+        self._waiting: dict[int, tuple[str, nn.Parameter, Callable[[Tensor], None], int]] = {}
+        for name, parameter, keep in stand_ins:
+            storage = parameter.untyped_storage()
+            self._waiting[storage._cdata] = (name, parameter, keep, storage.nbytes())
+            storage.resize_(0)
+        self._current: int | None = None  # by the address of the storage object, as above
+        self._done: set[int] = set()
 
     def finish(self) -> None:
         """Keep the last one, and see that none was left out."""
         self._keep_current()
-        missing = [waiting.name for waiting in self._waiting.values() if not waiting.done]
+        missing = [name for storage, (name, *_) in self._waiting.items() if storage not in self._done]
         if missing:
             raise RuntimeError(f"init_fn left {missing} uninitialised: it must write every parameter")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        touched = {
-            leaf.untyped_storage()._cdata
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self._waiting
-        }
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        touched = {tensor.untyped_storage()._cdata for tensor in tensors} & self._waiting.keys()
         if len(touched) > 1:
-            names = sorted(self._waiting[storage].name for storage in touched)
+            names = sorted(self._waiting[storage][0] for storage in touched)
             raise RuntimeError(f"init_fn uses {names} in one operator ({func}); only one exists at a time")
-        for storage in touched:
-            self._turn_to(self._waiting[storage])
+        for storage in touched - {self._current}:
+            self._turn_to(storage)
         return func(*args, **kwargs)
 
-    def _turn_to(self, waiting: _Waiting) -> None:
-        if waiting is self._current:
-            return
+    def _turn_to(self, storage: int) -> None:
         self._keep_current()
-        if waiting.done:
+        name, parameter, _, size = self._waiting[storage]
+        if storage in self._done:
             raise RuntimeError(
-                f"init_fn returns to '{waiting.name}' after another parameter: only one is held at a time; "
+                f"init_fn returns to '{name}' after another parameter: only one is held at a time; "
                 "finish each before the next"
             )
-        waiting.storage.resize_(waiting.size)
-        self._current = waiting
+        parameter.untyped_storage().resize_(size)
+        self._current = storage
 
     def _keep_current(self) -> None:
         if self._current is not None:
-            self._current.keep(self._current.parameter.detach())
-            self._current.storage.resize_(0)
-            self._current.done, self._current = True, None
+            _, parameter, keep, _ = self._waiting[self._current]
+            keep(parameter.detach())
+            parameter.untyped_storage().resize_(0)
+            self._done.add(self._current)
+            self._current = None

@@ -7,8 +7,8 @@ Nothing overlaps, and each small message pays the full latency: the baseline tha
 """
 
 import torch
-from torch import nn
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
 
 from distlab.comm import collectives
 from distlab.parallel.buckets import adopt_foreign_gradients, write_used_flags
@@ -29,14 +29,19 @@ class NaiveDDP(DataParallel):
 
     @torch.no_grad()
     def _synchronize(self) -> None:
-        write_used_flags(self._flags, self.trainable, 1.0)
-        gradients = []
-        for parameter in self.trainable:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            sent = gradient.contiguous()
-            self._wait(collectives.all_reduce_mean(sent, self.process_group))
-            if sent is not gradient:
-                gradient.copy_(sent)
-            gradients.append(gradient)
+        write_used_flags(self._flags, self.trainable)
+        gradients = [self._receive(*self._send(parameter)) for parameter in self.trainable]
         self._wait(collectives.all_reduce_mean(self._flags, self.process_group))
         adopt_foreign_gradients(self._flags, self.trainable, gradients)
+
+    def _send(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Work]:
+        """Start to average a gradient, zeros if it is missing; returns it, what is sent of it, and what to wait for."""
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        sent = gradient.contiguous()
+        return gradient, sent, collectives.all_reduce_mean(sent, self.process_group)
+
+    def _receive(self, gradient: Tensor, sent: Tensor, work: Work) -> Tensor:
+        self._wait(work)
+        if sent is not gradient:
+            gradient.copy_(sent)
+        return gradient

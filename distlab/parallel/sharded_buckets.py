@@ -11,7 +11,7 @@ parameter 5.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from distlab.comm import collectives
+from distlab.parallel import step_guard
 from distlab.parallel.buckets import GradientBucket, adopt_foreign_gradients, write_used_flags
 from distlab.parallel.in_flight import in_flight_class
 from distlab.parallel.shard import Shard, plain_name
@@ -37,22 +38,31 @@ class ShardedBuckets:
     Between `start_gathering()` and `wait()` a parameter is in flight (`in_flight.py`): reading it in Python waits.
     Hooks wait before that, module by module.
 
+    After a reduce-scatter a parameter's `.grad` holds the mean in this rank's shard, and leftovers elsewhere.
+    Element-wise edits do no harm. A function of the whole gradient (`torch.nn.utils.clip_grad_norm_`) gives another
+    result on each rank, and a backward that adds to it mixes means with leftovers. Both are noticed, see `step_guard`:
+    each gradient here has its own version counter, and `.grad` is the very view of its bucket once it is averaged.
+
     Args:
         ddp: the wrapper; its plan is padded to equal slices and has no flags, which are sent separately.
         buckets: of its gradients.
 
     Attributes:
+        named: the trainable parameters and their names.
         shards: by parameter, this rank's shard: 1-D (0-D of a scalar, as its optimizer's state must be), a
             view of the flat buffer, perhaps empty, and a parameter to the optimizer.
         starts: by parameter, its shard's first element, counted in the order of the parameter's memory.
         received: where this rank's slice of each bucket's mean arrives.
-        gradients: watches `.grad`, which holds the mean in this rank's shard and leftovers elsewhere.
+        optimizer: which alone knows what part of the gradients to use.
     """
 
     def __init__(self, ddp: BucketedDDP, buckets: Sequence[GradientBucket]):
         self._group = ddp.process_group
         self._rank = self._group.rank()
         self._buckets = buckets
+        self.named = list(zip(ddp.trainable_names, ddp.trainable, strict=True))
+        self._views = {p: view for bucket in buckets for p, view in zip(bucket.parameters, bucket.views, strict=True)}
+        self.optimizer: weakref.ref[Optimizer] | None = None
         self._gathering: dict[int, Work] = {}
         self._bucket_of: dict[nn.Parameter, int] = {}
         self._owned: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []  # with a shard that is not empty, its mean
@@ -61,7 +71,7 @@ class ShardedBuckets:
         self._flat = [self._move(number, bucket, values) for number, bucket in enumerate(buckets)]
         self.shards = {
             p: Shard(plain_name(name), p.shape, self.starts[p] if p.is_contiguous() else None, values[p])
-            for name, p in zip(ddp.trainable_names, ddp.trainable, strict=True)
+            for name, p in self.named
         }
         self._means_in_buckets = [bucket.buffer[bucket.plan.slice_of(self._rank)] for bucket in buckets]
         self._in_place = collectives.shards_in_place(ddp.device, self._group)
@@ -69,8 +79,6 @@ class ShardedBuckets:
             mean if self._in_place else torch.empty_like(mean) for mean in self._means_in_buckets
         ]
         self._flags = torch.empty(len(ddp.trainable), device=ddp.device)
-        views = {p: view for bucket in buckets for p, view in zip(bucket.parameters, bucket.views, strict=True)}
-        self.gradients = PartialGradients(ddp.trainable_names, ddp.trainable, [views[p] for p in ddp.trainable])
         self._classes = [self._in_flight_classes(number) for number in range(len(self._flat))]
         self._wait_outside_graph = torch.compiler.disable(self.wait)
         self._compiled: set[nn.Module] = set()  # compiled modules that a hook waits for
@@ -97,12 +105,10 @@ class ShardedBuckets:
 
     def _in_flight_classes(self, number: int) -> list[tuple[nn.Parameter, type, type | None]]:
         """Of a bucket: (parameter, its class, its class in flight). All of one class share their class in flight."""
-        arrive = partial(self.wait, {number})
-        made: dict[type, type | None] = {}
-        for parameter in (p for p, bucket in self._bucket_of.items() if bucket == number):
-            if type(parameter) not in made:
-                made[type(parameter)] = in_flight_class(parameter, arrive)
-        return [(p, type(p), made[type(p)]) for p, bucket in self._bucket_of.items() if bucket == number]
+        arrive, parameters = partial(self.wait, {number}), self._buckets[number].parameters
+        one_of_each = {type(parameter): parameter for parameter in parameters}
+        made = {kind: in_flight_class(parameter, arrive) for kind, parameter in one_of_each.items()}
+        return [(parameter, type(parameter), made[type(parameter)]) for parameter in parameters]
 
     @torch.no_grad()
     def take_means(self) -> None:
@@ -110,12 +116,12 @@ class ShardedBuckets:
         for mean, received in zip(self._means_in_buckets, self.received, strict=True):
             if received is not mean:
                 mean.copy_(received)
-        watched = self.gradients
-        write_used_flags(self._flags, watched.parameters, 1.0)
+        parameters, views = [*self._views], [*self._views.values()]
+        write_used_flags(self._flags, parameters)
         work = collectives.all_reduce_mean(self._flags, self._group)
         collectives.wait(work, self._group, "averaging gradients")
-        adopt_foreign_gradients(self._flags, watched.parameters, watched.views)
-        watched.note()
+        adopt_foreign_gradients(self._flags, parameters, views)
+        self.note_gradients()
 
     def point_gradients(self) -> None:
         """Let each shard's `.grad` be its part of the mean, or None where no rank used the parameter."""
@@ -153,6 +159,71 @@ class ShardedBuckets:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    # -- gradients that are means in this rank's shard only ------------------------------------------------
+
+    def note_gradients(self) -> None:
+        """The gradients are as they should be now."""
+        step_guard.note_gradients(self._views)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError if another one is about to use them."""
+        if self.optimizer is not None and self.optimizer() is not optimizer:
+            raise RuntimeError(
+                "these gradients are reduce-scattered, and each rank has the mean of a part only: step with the "
+                f"ZeroOptimizer that was made last for this wrapper, not with {type(optimizer).__name__}; for "
+                "another optimizer close() the wrapper and wrap the module again"
+            )
+
+    def check_added(self, index: int) -> None:
+        """Called when a backward has added to the gradient of parameter `index`.
+
+        Raises:
+            RuntimeError: to one that was averaged before and not zeroed since: the addition is the only change.
+        """
+        name, parameter = self.named[index]
+        if step_guard.changes_since(parameter.grad) == 1:
+            raise _not_zeroed(name)
+
+    def check_sent_again(self, reached: Container[int]) -> None:
+        """Called before all gradients are sent, those too that backward has not `reached`.
+
+        Raises:
+            RuntimeError: one of these was averaged before and not zeroed since.
+        """
+        for index, (name, parameter) in enumerate(self.named):
+            if index not in reached and step_guard.changes_since(parameter.grad) == 0:
+                raise _not_zeroed(name)
+
+    def check_unedited(self) -> None:
+        """Called before a step. What `GradScaler.unscale_` does, a multiplication, torch does not count as a change.
+
+        Raises:
+            RuntimeError: a gradient was edited or replaced since it was averaged.
+        """
+        name = step_guard.find_edited(self.named)
+        if name is not None:
+            raise RuntimeError(
+                f"the gradient of '{name}' is not as finish_gradient_synchronization() left it; only this "
+                "rank's part of it is the mean, so that torch.nn.utils.clip_grad_norm_ and the like see a part "
+                "of the whole: clip by ZeroOptimizer.clip_grad_norm_(max_norm), and make edits that are right "
+                "element by element inside `with optimizer.elementwise_gradient_edits():`"
+            )
+
+    @contextmanager
+    def elementwise_edits(self) -> Iterator[None]:
+        """Changes inside are right element by element. A gradient that was replaced is copied to its place.
+
+        Raises:
+            RuntimeError: a gradient was edited before.
+        """
+        self.check_unedited()
+        yield
+        with torch.no_grad():
+            for parameter, view in self._views.items():
+                if parameter.grad is not None and parameter.grad is not view:
+                    parameter.grad = view.copy_(parameter.grad)
+        self.note_gradients()
 
     # -- when forward waits --------------------------------------------------------------------------------
 
@@ -208,107 +279,15 @@ class ShardedBuckets:
         return False
 
 
+def _not_zeroed(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"the gradient of '{name}' was not zeroed since the last finish_gradient_synchronization(), "
+        "and the mean that it holds is that of this rank's part only, which cannot be added to: call zero_grad() "
+        "before every step's first backward, and use no_sync() for all but the last backward of a step to "
+        "accumulate"
+    )
+
+
 def _is_compiled_form(module: nn.Module) -> bool:
     """Whether it is what `torch.compile(module)` returns."""
     return "_orig_mod" in module._modules
-
-
-class PartialGradients:
-    """Gradients that are the mean in this rank's shard only: notices edits and additions that this makes wrong.
-
-    After a reduce-scatter a parameter's `.grad` holds the mean in this rank's shard, and leftovers elsewhere.
-    Element-wise edits do no harm. A function of the whole gradient (`torch.nn.utils.clip_grad_norm_`) gives another
-    result on each rank, and a backward that adds to it mixes means with leftovers. Both are noticed at no cost in
-    memory traffic: torch counts a tensor's in-place changes in its `_version`, and each gradient here has its own
-    counter.
-
-    Args:
-        names, parameters: of what is trained.
-        views: where each parameter's gradient lies, with a version counter of its own (`tensor.data`); `.grad` is
-            this very object once it has been averaged.
-    """
-
-    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], views: Sequence[Tensor]):
-        self.names = names
-        self.parameters = parameters
-        self.views = views
-        self._stepped_by: weakref.ref[Optimizer] | None = None
-        self._noted = [-2] * len(views)  # versions as they should be; none is as low at first
-
-    def note(self) -> None:
-        """The gradients are as they should be now."""
-        self._noted = [view._version for view in self.views]
-
-    def belong_to(self, optimizer: Optimizer) -> None:
-        """Only `optimizer` knows which part of them to use."""
-        self._stepped_by = weakref.ref(optimizer)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise RuntimeError if another one is about to use them."""
-        if self._stepped_by is not None and self._stepped_by() is not optimizer:
-            raise RuntimeError(
-                "these gradients are reduce-scattered, and each rank has the mean of a part only: step with the "
-                f"ZeroOptimizer that was made last for this wrapper, not with {type(optimizer).__name__}; for "
-                "another optimizer close() the wrapper and wrap the module again"
-            )
-
-    def check_added(self, index: int) -> None:
-        """Called when a backward has added to the gradient of parameter `index`.
-
-        Raises:
-            RuntimeError: to one that was averaged before and not zeroed since: the addition is the only change.
-        """
-        view = self.views[index]
-        if self.parameters[index].grad is view and view._version == self._noted[index] + 1:
-            self._raise_not_zeroed(index)
-
-    def check_sent_again(self, index: int) -> None:
-        """Called when the gradient of parameter `index` is sent though backward did not reach it.
-
-        Raises:
-            RuntimeError: it is one that was averaged before and not zeroed since.
-        """
-        view = self.views[index]
-        if self.parameters[index].grad is view and view._version == self._noted[index]:
-            self._raise_not_zeroed(index)
-
-    def _raise_not_zeroed(self, index: int) -> None:
-        raise RuntimeError(
-            f"the gradient of '{self.names[index]}' was not zeroed since the last finish_gradient_synchronization(), "
-            "and the mean that it holds is that of this rank's part only, which cannot be added to: call zero_grad() "
-            "before every step's first backward, and use no_sync() for all but the last backward of a step to "
-            "accumulate"
-        )
-
-    def check_unedited(self) -> None:
-        """Called before a step. What `GradScaler.unscale_` does, a multiplication, torch does not count as a change.
-
-        Raises:
-            RuntimeError: a gradient was edited or replaced since it was averaged.
-        """
-        for name, parameter, view, noted in zip(
-            self.names, self.parameters, self.views, self._noted, strict=True
-        ):
-            gradient = parameter.grad
-            if gradient is not None and (gradient is not view or view._version != noted):
-                raise RuntimeError(
-                    f"the gradient of '{name}' is not as finish_gradient_synchronization() left it; only this "
-                    "rank's part of it is the mean, so that torch.nn.utils.clip_grad_norm_ and the like see a part "
-                    "of the whole: clip by ZeroOptimizer.clip_grad_norm_(max_norm), and make edits that are right "
-                    "element by element inside `with optimizer.elementwise_gradient_edits():`"
-                )
-
-    @contextmanager
-    def elementwise_edits(self) -> Iterator[None]:
-        """Changes inside are right element by element. A gradient that was replaced is copied to its place.
-
-        Raises:
-            RuntimeError: a gradient was edited before.
-        """
-        self.check_unedited()
-        yield
-        with torch.no_grad():
-            for parameter, view in zip(self.parameters, self.views, strict=True):
-                if parameter.grad is not None and parameter.grad is not view:
-                    parameter.grad = view.copy_(parameter.grad)
-        self.note()

@@ -3,71 +3,78 @@
 An optimizer knows nothing of the wrapper whose gradients it applies: a step before the gradients are averaged, or
 after something has edited only this rank's part of them, would let the ranks diverge without an error. So one
 global hook asks the wrapper: `wrapper.check_step(optimizer)` raises what is wrong.
+
+Edits are noticed at no cost in memory traffic: torch counts a tensor's in-place changes in its `_version`, which is
+compared with what it was after the synchronization.
 """
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from distlab.parallel.base import ParallelModel
+
+_guarded: "weakref.WeakKeyDictionary[ParallelModel, set[int]]" = weakref.WeakKeyDictionary()  # by their ids
 
 
-class ChecksStep(Protocol):
-    """A wrapper that checks before its parameters are stepped."""
-
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Raise if stepping now would be wrong."""
+def guard(parameters: Iterable[Tensor], wrapper: ParallelModel) -> None:
+    """From now on `wrapper`, which holds these, is asked before an optimizer that holds one of them steps."""
+    _guarded[wrapper] = {id(parameter) for parameter in parameters}
 
 
-_wrapper_of = WeakTensorKeyDictionary()  # parameter → weak reference to its wrapper
-_changes = 0  # how often the dictionary above was changed
-_found: "weakref.WeakKeyDictionary[Optimizer, tuple[Any, list[weakref.ref]]]" = weakref.WeakKeyDictionary()
-
-
-def guard(parameters: Iterable[Tensor], wrapper: ChecksStep) -> None:
-    """From now on `wrapper.check_step(optimizer)` runs before an optimizer that holds one of these steps."""
-    global _changes
-    reference = weakref.ref(wrapper)
-    for parameter in parameters:
-        _wrapper_of[parameter] = reference
-    _changes += 1
-
-
-def release(parameters: Iterable[Tensor]) -> None:
+def release(wrapper: ParallelModel) -> None:
     """Undo `guard`."""
-    global _changes
-    for parameter in parameters:
-        _wrapper_of.pop(parameter, None)
-    _changes += 1
+    _guarded.pop(wrapper, None)
 
 
 def is_guarded(parameter: Tensor) -> bool:
     """Whether a wrapper that is still there guards it."""
-    reference = _wrapper_of.get(parameter)
-    return reference is not None and reference() is not None
+    return any(id(parameter) in guarded for guarded in _guarded.values())
 
 
 @torch._disable_dynamo  # a compiled step runs the checks each time, instead of what they found when it was traced
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for reference in _wrappers(optimizer):
-        wrapper = reference()
-        if wrapper is not None:
+    for wrapper, guarded in list(_guarded.items()):
+        if any(id(p) in guarded for group in optimizer.param_groups for p in group["params"]):
             wrapper.check_step(optimizer)
 
 
-def _wrappers(optimizer: Optimizer) -> list[weakref.ref]:
-    """The wrappers of an optimizer's parameters, looked up again only when either may have changed."""
-    state = (_changes, [len(group["params"]) for group in optimizer.param_groups])
-    known = _found.get(optimizer)
-    if known is None or known[0] != state:
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        references = {_wrapper_of[p] for p in parameters if p in _wrapper_of}
-        known = _found[optimizer] = (state, list(references))
-    return known[1]
-
-
 register_optimizer_step_pre_hook(_before_step)
+
+
+# -- edits of synchronized gradients ---------------------------------------------------------------------------
+
+
+def note_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Remember the gradients as they are now, each in an attribute of its own: the version of its values."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            gradient.synchronized_version = gradient._version  # operations in place count it up
+
+
+def forget_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Undo `note_gradients`: whatever they are now counts as edited."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.synchronized_version = None
+
+
+def changes_since(gradient: Tensor | None) -> int | None:
+    """How often a gradient was changed in place since it was noted; None if it never was."""
+    noted = getattr(gradient, "synchronized_version", None)
+    return None if noted is None else gradient._version - noted
+
+
+def find_edited(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
+    """The name of a parameter whose gradient was changed or replaced since, or None; to drop one is no edit."""
+    for name, parameter in named:
+        gradient = parameter.grad
+        if gradient is not None and getattr(gradient, "synchronized_version", None) != gradient._version:
+            return name
+    return None

@@ -1,8 +1,7 @@
 """torch's DDP, ZeroRedundancyOptimizer and FSDP2 behind the interface of our strategies: one loop drives all."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -127,18 +126,10 @@ class TorchFSDP2(ParallelModel):
             if unit is not module:
                 fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(module, mesh=mesh, mp_policy=policy)
-        self._synchronizes = True  # False inside no_sync()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside keep full gradients; the next one outside sends the sum."""
-        before, self._synchronizes = self._synchronizes, False
-        self.module.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self._synchronizes = before
-            self.module.set_requires_gradient_sync(before)
+    def _set_synchronizes(self, synchronizes: bool) -> None:
+        super()._set_synchronizes(synchronizes)
+        self.module.set_requires_gradient_sync(synchronizes)
 
     def shards(self) -> list[Shard]:
         """The DTensors that the optimizer steps.

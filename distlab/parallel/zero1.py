@@ -12,6 +12,7 @@ Parameters live in flat buffers laid out like the gradient buckets; a rank has t
 optimizer sees 1-D shards of the parameters in its slices, which is why it must be element-wise.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -73,7 +74,7 @@ class ZeroOptimizer(LocalOptimizer):
         self._ddp = ddp
         self._group = ddp.process_group
         self._sharded = ddp.shard()
-        self._sharded.gradients.belong_to(self)
+        self._sharded.optimizer = weakref.ref(self)
         super().__init__(ddp.trainable if params is None else params, optimizer_cls, kwargs)
 
     @torch.no_grad()
@@ -99,7 +100,7 @@ class ZeroOptimizer(LocalOptimizer):
         self.synchronize()
         if "found_inf" in self.__dict__ and self._overflowed():  # inside of GradScaler.step()
             return loss
-        self._sharded.gradients.check_unedited()
+        self._sharded.check_unedited()
         self._sharded.point_gradients()
         if self.__dict__.get("grad_scale") is not None:
             for shard in self._sharded.shards.values():
@@ -159,7 +160,7 @@ class ZeroOptimizer(LocalOptimizer):
         starts, shards = self._sharded.starts, self._sharded.shards
         mine = [
             (name, starts[parameter], to_cpu(self.state[shards[parameter].tensor]))
-            for name, parameter in self._named()
+            for name, parameter in self._sharded.named
             if shards[parameter].tensor in self.state
         ]
         parts: dict[str, list[tuple[int, dict[str, Any]]]] = {}
@@ -167,7 +168,7 @@ class ZeroOptimizer(LocalOptimizer):
             entry for rank in collectives.gather_objects(mine, self._group) for entry in rank
         ):
             parts.setdefault(name, []).append((start, state))
-        state = {name: _join(parts[name], parameter) for name, parameter in self._named() if name in parts}
+        state = {name: _join(parts[name], parameter) for name, parameter in self._sharded.named if name in parts}
         return {"state": state, "param_groups": self._groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -182,7 +183,7 @@ class ZeroOptimizer(LocalOptimizer):
                 "the saved groups hold other parameters, or in another order, than this optimizer's"
             )
         state = {}
-        for name, parameter in self._named():
+        for name, parameter in self._sharded.named:
             if name in state_dict["state"]:
                 tensor, start = self._sharded.shards[parameter].tensor, self._sharded.starts[parameter]
                 part = slice(start, start + tensor.numel())
@@ -205,11 +206,8 @@ class ZeroOptimizer(LocalOptimizer):
             "params": [shard.tensor for shard in self.shards(shards[p] for p in group["params"])]
         }
 
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return list(zip(self._ddp.trainable_names, self._ddp.trainable, strict=True))
-
     def _groups_by_name(self) -> list[dict[str, Any]]:
-        name_of = {parameter: name for name, parameter in self._named()}
+        name_of = {parameter: name for name, parameter in self._sharded.named}
         return [
             options_of(group) | {"params": [name_of[parameter] for parameter in group["params"]]}
             for group in self.param_groups

@@ -16,7 +16,8 @@ def means(context: RankContext) -> None:
     collectives.all_reduce_mean(plain, group).wait()
     assert torch.allclose(plain, torch.full_like(plain, mean))
 
-    scaled = torch.full((5,), (context.rank + 1.0) * collectives.mean_scale(device, group), device=device)
+    scale = 1.0 if collectives.averages_in_reduction(device, group) else 1.0 / n
+    scaled = torch.full((5,), (context.rank + 1.0) * scale, device=device)
     collectives.all_reduce_mean(scaled, group, prescaled=True).wait()
     assert torch.equal(scaled, plain)
 

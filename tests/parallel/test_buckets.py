@@ -63,40 +63,27 @@ def test_a_bucket_size_must_be_positive(size):
         plan_buckets([1], [torch.float32], size)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_packing_scales_once_and_makes_the_gradient_a_view(scale):
+def test_packing_makes_the_gradient_a_view():
     weights = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))]
     (plan,) = plan_buckets([6, 4], [torch.float32] * 2, None)
-    bucket = GradientBucket(plan, weights, scale)
+    bucket = GradientBucket(plan, weights)
     weights[1].grad = torch.full((4,), 8.0)
-    bucket.pack(0)  # position 0 is the last registered parameter
+    bucket.add(0)  # position 0 is the last registered parameter
     assert weights[1].grad is bucket.views[0]
-    assert torch.equal(weights[1].grad, torch.full((4,), 8.0 * scale))
-    assert not bucket.is_full
+    assert torch.equal(weights[1].grad, torch.full((4,), 8.0))
+    assert bucket.missing == 1
     sent = bucket.seal()  # weights[0] has no gradient: zeros, and a flag of 0
-    assert torch.equal(sent, torch.tensor([8.0 * scale] * 4 + [0.0] * 6 + [scale, 0.0]))
+    assert torch.equal(sent, torch.tensor([8.0] * 4 + [0.0] * 6 + [1.0, 0.0]))
     bucket.flags.copy_(torch.tensor([1.0, 0.5]))  # as if another rank had used weights[0]
     bucket.unpack()
     assert weights[0].grad is bucket.views[1]
-
-
-def test_a_gradient_that_is_the_view_already_is_scaled_in_place_once_per_step():
-    weight = nn.Parameter(torch.zeros(2))
-    (plan,) = plan_buckets([2], [torch.float32], None)
-    bucket = GradientBucket(plan, [weight], 0.5)
-    for expected in (0.5, 0.75):  # 1·½, then (0.5 + 1)·½
-        weight.grad = torch.ones(2) if weight.grad is None else weight.grad.add_(1)
-        bucket.pack(0)
-        bucket.seal()
-        assert weight.grad.tolist() == [expected] * 2
-        bucket.unpack()
 
 
 def test_views_take_over_a_dense_parameter_s_strides_and_no_others():
     transposed = nn.Parameter(torch.zeros(3, 2).t())
     holey = nn.Parameter(torch.zeros(2, 6)[:, ::2])
     plan = plan_buckets([6, 6], [torch.float32] * 2, None)
-    bucket = GradientBucket(plan[0], [transposed, holey], 1.0)
+    bucket = GradientBucket(plan[0], [transposed, holey])
     by_parameter = dict(zip(plan[0].indices, bucket.views, strict=True))
     assert by_parameter[0].stride() == transposed.stride()
     assert by_parameter[1].is_contiguous()

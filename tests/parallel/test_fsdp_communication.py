@@ -98,7 +98,7 @@ def watch_memory(context: RankContext, options: dict) -> tuple[list[int], list[i
     held: dict[str, list[int]] = {"forward": [], "backward": []}
 
     def flat_gradients() -> int:
-        return sum((s._unsent is not None) + (s._reducing is not None) for s in fsdp._flat_params)
+        return sum(s.has_gradient + (s._reducing is not None) for s in fsdp._flat_params)
 
     def count(when: str):
         return lambda *_: held[when].append(sum(size > 0 for size in bytes_held(fsdp)))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distlab.parallel.data_parallel import the_device
 from distlab.parallel.fsdp.flat_param import Entry, FlatParam, UnitPlan, is_called
 
 
@@ -37,12 +38,7 @@ def find_device(
     Raises:
         ValueError: several devices, a module on meta without `init_fn` and `device`, or these for another.
     """
-    devices = {entry.parameter.device for entry in entries}
-    if len(devices) > 1:
-        raise ValueError(
-            f"FSDP: parameters lie on {sorted(map(str, devices))}; move the module to one device first"
-        )
-    found = devices.pop()
+    found = the_device([entry.parameter for entry in entries], "FSDP")
     if found.type == "meta":
         if init_fn is None or device is None:
             raise ValueError(

@@ -24,9 +24,9 @@ gathered into at once, and memory that a collective uses is freed only after `wa
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -182,15 +182,11 @@ class Entry:
         for module, attribute in self.owners:
             module.__dict__[attribute] = parameter
 
-    def uninstall(self) -> None:
-        """Let the owners' attributes find what is registered again, not the full parameter."""
-        for module, attribute in self.owners:
-            module.__dict__.pop(attribute, None)
-
     def register(self, parameter: nn.Parameter, *, made_by_fsdp: bool = True) -> None:
-        """Make `parameter` what `parameters()` and `state_dict()` yield here."""
+        """Make `parameter` what `parameters()` and `state_dict()` yield here, and what the owners' attributes find."""
         parameter.made_by_fsdp = made_by_fsdp
         for module, attribute in self.owners:
+            module.__dict__.pop(attribute, None)
             module._parameters[attribute] = parameter
 
 
@@ -258,7 +254,7 @@ def plan_units(module: nn.Module, entries: Sequence[Entry]) -> list[UnitPlan]:
     by the root, and those tied across units, form the root's unit, gathered for the whole forward.
     """
     sharded = [entry for entry in entries if entry.is_sharded]
-    paths = {name: list(_walk(module, name)) for entry in sharded for name in entry.names}
+    paths = {name: _walk(module, name) for entry in sharded for name in entry.names}
     owning = {id(steps[_last_called(steps)][1]) for steps in paths.values()}
     plans: dict[int, UnitPlan] = {}
     for entry in sharded:
@@ -288,17 +284,30 @@ def _unit_of(steps: Sequence[tuple[str, nn.Module]], owning: set[int]) -> tuple[
     return steps[next(iter([*children, *owners]), 0)]
 
 
-def _walk(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def _walk(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """The modules on the way from the root to the owner of the parameter called `name`."""
-    path, module = "", root
-    yield path, module
-    for part in name.split(".")[:-1]:
-        path = f"{path}.{part}" if path else part
-        module = module._modules[part]
-        yield path, module
+    parts = name.split(".")
+    paths = [".".join(parts[:depth]) for depth in range(len(parts))]
+    return [(path, root.get_submodule(path)) for path in paths]
 
 
 # -- memory ----------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """The memory of a tensor, which comes and goes while the tensor and the views of it stay."""
+
+    def __init__(self, tensor: Tensor):
+        self._storage, self._nbytes = tensor.untyped_storage(), tensor.nbytes
+        self.free()
+
+    def allocate(self) -> None:
+        """Take it, with any values, unless it is there."""
+        self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        """Give it back."""
+        self._storage.resize_(0)
 
 
 class FlatParam:
@@ -333,12 +342,14 @@ class FlatParam:
         # `.data` gives each full parameter a version counter of its own, which no gather moves.
         self.full = [nn.Parameter(view.data, self.trainable) for view in self._views(self.buffer)]
         self.shards = [nn.Parameter(view, self.trainable) for view in self._slices(self.master)]
-        self._storage = self.buffer.untyped_storage()
-        self._nbytes = self.buffer.nbytes
-        self._storage.resize_(0)
+        self._memory = Memory(self.buffer)
         self._gathering: tuple[Work, Tensor] | None = None
-        self._unsent: Tensor | None = None  # full gradients that no_sync() left, in the master's dtype
-        self._reducing: tuple[Work, Tensor, Tensor] | None = None
+        self._reducing: tuple[Work, Tensor] | None = None
+        self.has_gradient = False  # the flat gradient, in the master's dtype, holds what has not been sent
+        if self.trainable:
+            self._gradient = torch.empty(layout.numel, dtype=self.master.dtype, device=device)
+            self._gradient_views = self._views(self._gradient)
+            self._gradient_memory = Memory(self._gradient)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """`(layout.numel,)` → one view per parameter, of its shape."""
@@ -366,10 +377,9 @@ class FlatParam:
 
     # -- parameters ----------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def unshard(self) -> None:
         """Allocate the buffer and start to gather it, cast to the compute dtype before it is sent."""
-        self._storage.resize_(self._nbytes)
+        self._memory.allocate()
         sent = self.master.to(self.buffer.dtype)
         self._gathering = (collectives.all_gather(self.buffer, sent, self.group), sent)
 
@@ -382,11 +392,10 @@ class FlatParam:
     def reshard(self) -> None:
         """Give the buffer's memory back; tensors that are views of it become valid again with the next gather."""
         self.wait_for_unshard()  # the collective may still be writing
-        self._storage.resize_(0)
+        self._memory.free()
 
     # -- gradients -----------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def accumulate_gradients(self) -> None:
         """Add the full parameters' gradients to the flat gradient, in the masters' dtype, and drop them.
 
@@ -394,11 +403,10 @@ class FlatParam:
 
         Raises TypeError for a sparse gradient, with the parameter's name.
         """
-        fresh = self._unsent is None
-        if self._unsent is None:
-            self._unsent = torch.empty(self.layout.numel, dtype=self.master.dtype, device=self.master.device)
+        fresh, self.has_gradient = not self.has_gradient, True
+        self._gradient_memory.allocate()
         targets, gradients = [], []
-        for entry, parameter, view in zip(self.entries, self.full, self._views(self._unsent), strict=True):
+        for entry, parameter, view in zip(self.entries, self.full, self._gradient_views, strict=True):
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 if fresh:
@@ -416,24 +424,22 @@ class FlatParam:
         elif targets:
             torch._foreach_add_(targets, gradients)
 
-    @torch.no_grad()
     def reduce_scatter(self) -> None:
         """Start to send the flat gradient, if there is one; this rank will receive its slice of the mean."""
         assert self._reducing is None, "one reduce-scatter of a flat parameter at a time"
-        if self._unsent is None:
-            return
-        received = torch.empty_like(self.master)
-        work = collectives.reduce_scatter_mean(received, self._unsent, self.group)
-        self._reducing, self._unsent = (work, received, self._unsent), None
+        if self.has_gradient:
+            received = torch.empty_like(self.master)
+            self._reducing = (collectives.reduce_scatter_mean(received, self._gradient, self.group), received)
+            self.has_gradient = False
 
-    @torch.no_grad()
     def wait_for_reduce_scatter(self) -> None:
         """Wait, and put the means into the shards' `.grad` (added to what is there)."""
         if self._reducing is None:
             return
-        work, received, _ = self._reducing
+        work, received = self._reducing
         collectives.wait(work, self.group, "averaging gradients")
         self._reducing = None
+        self._gradient_memory.free()
         for shard, gradient in zip(self.shards, self._slices(received), strict=True):
             if shard.grad is None:
                 shard.grad = gradient
@@ -442,7 +448,9 @@ class FlatParam:
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not sent (after an exception, or on zero_grad)."""
-        self._unsent = None
+        if self.has_gradient:
+            self.has_gradient = False
+            self._gradient_memory.free()
         for parameter in self.full:
             parameter.grad = None
 
@@ -515,14 +523,13 @@ class Replicated:
             if entry.compute_dtype != master.dtype:
                 copy = nn.Parameter(master.detach().to(entry.compute_dtype), master.requires_grad)
                 if copy.requires_grad:
-                    copy.register_post_accumulate_grad_hook(_MoveGradient(master))
+                    copy.register_post_accumulate_grad_hook(partial(_move_gradient, master))
                 entry.install(copy)
                 self._casts.append((copy, master))
         self.trainable = [master for master in self.masters if master.requires_grad]
         numels, dtypes = [p.numel() for p in self.trainable], [p.dtype for p in self.trainable]
         plans = plan_gradient_buckets(numels, dtypes, None)
-        scale = collectives.mean_scale(device, group)
-        self._buckets = [GradientBucket(plan, self.trainable, scale) for plan in plans]
+        self._buckets = [GradientBucket(plan, self.trainable) for plan in plans]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -537,12 +544,7 @@ class Replicated:
         average(self._buckets, self.group)
 
 
-class _MoveGradient:
+def _move_gradient(master: nn.Parameter, copy: nn.Parameter) -> None:
     """A hook: adds the gradient of a low-precision copy to its master's and drops it."""
-
-    def __init__(self, master: nn.Parameter):
-        self.master = master
-
-    def __call__(self, copy: nn.Parameter) -> None:
-        gradient, copy.grad = copy.grad.to(self.master.dtype), None
-        self.master.grad = gradient if self.master.grad is None else self.master.grad + gradient
+    gradient, copy.grad = copy.grad.to(master.dtype), None
+    master.grad = gradient if master.grad is None else master.grad + gradient

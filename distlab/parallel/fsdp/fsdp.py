@@ -16,7 +16,7 @@ it stage 3. `docs/learn/fsdp.md` states memory, precision and limits.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ from distlab.parallel.data_parallel import (
 )
 from distlab.parallel.elementwise import check_elementwise
 from distlab.parallel.fsdp import checks
-from distlab.parallel.fsdp.flat_param import Entry, FlatParam, Replicated, list_entries, plan_units
+from distlab.parallel.fsdp.flat_param import Entry, Replicated, list_entries, plan_units
 from distlab.parallel.fsdp.runtime import Runtime, Unit, in_backward, plan_casts
 from distlab.parallel.meta import initialize_in_turn, materialize_buffers
 from distlab.parallel.shard import Shard, plain_name, whole
@@ -107,6 +107,9 @@ class FSDP(ParallelModel):
             Unit(index, plan, self.device, self.process_group) for index, plan in enumerate(plans)
         ]
         self._flat_params = [param for unit in self._units for param in unit.params]
+        self._sharded = [  # every sharded parameter, and where it lies
+            (entry, param, index) for param in self._flat_params for index, entry in enumerate(param.entries)
+        ]
         small = [entry for entry in entries if not entry.is_sharded]
         self._replicated = Replicated(small, self.device, self.process_group)
         if deferred:
@@ -135,22 +138,17 @@ class FSDP(ParallelModel):
         """Call the wrapped module; any arguments, any result. Without gradients it needs no finish."""
         if in_backward():  # this very call is being recomputed
             return self.module(*args, **kwargs)
-        if self._runtime.backward_failed:
-            self._recover()
+        if self._runtime.backward_task is not None:
+            # It raised. All ranks must have failed at one place, else those that wait fail within the group's timeout.
+            self._runtime.recover()
+            self.zero_grad()
         self._replicated.refresh()
         with self._runtime.forward_pass(self.module.training):
             return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside keep full gradients here (as large as the masters); the next one outside
-        sends the sum.
-        """
-        before, self._runtime.synchronize = self._runtime.synchronize, False
-        try:
-            yield
-        finally:
-            self._runtime.synchronize = before
+    def _set_synchronizes(self, synchronizes: bool) -> None:
+        super()._set_synchronizes(synchronizes)
+        self._runtime.synchronize = synchronizes
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until the `.grad` of every shard and every replicated parameter is the mean over ranks.
@@ -170,9 +168,9 @@ class FSDP(ParallelModel):
         arrived = self._runtime.unfinished
         self._runtime.finish()
         self._replicated.average()
-        note_gradients(self._replicated.trainable)
+        step_guard.note_gradients(self._replicated.trainable)
         if arrived:  # else the shards' gradients are those of before, and an edit of them is one still
-            note_gradients(parameter for _, parameter in self._named_shards)
+            step_guard.note_gradients(parameter for _, parameter in self._named_shards)
 
     @contextmanager
     def elementwise_gradient_edits(self) -> Iterator[None]:
@@ -186,7 +184,7 @@ class FSDP(ParallelModel):
             RuntimeError: gradients that are not synchronized, or have been edited already.
         """
         self.check_gradients()
-        forget_gradients(self.trainable)  # left by an exception, they are half edited
+        step_guard.forget_gradients(self.trainable)  # left by an exception, they are half edited
         self._overflow = OverflowOfAllRanks(self.process_group)
         self._editing = True
         try:
@@ -194,7 +192,7 @@ class FSDP(ParallelModel):
                 yield
         finally:
             self._editing = False
-        note_gradients(self.trainable)
+        step_guard.note_gradients(self.trainable)
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Runs before every step of an optimizer that holds parameters of this wrapper.
@@ -213,18 +211,18 @@ class FSDP(ParallelModel):
             )
         if optimizer not in self._stepped_by:
             self._stepped_by.add(optimizer)
-            optimizer.register_step_post_hook(_AfterStep(self))
+            optimizer.register_step_post_hook(partial(_after_step, weakref.ref(self)))
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if `.grad` is not what the last synchronization left."""
-        replicated = find_edited(self._named_replicated)
+        replicated = step_guard.find_edited(self._named_replicated)
         edited = replicated is not None and not self._editing
         if self._runtime.unfinished or (edited and self._runtime.pending):
             raise RuntimeError(
                 "FSDP: call finish_gradient_synchronization() after backward, before optimizer.step(); backward passes "
                 "under no_sync() are sent by the next one outside it"
             )
-        name = None if self._editing else find_edited(self._named_shards) or replicated
+        name = None if self._editing else step_guard.find_edited(self._named_shards) or replicated
         if name is not None:
             raise RuntimeError(
                 f"FSDP: the gradient of '{name}' was edited or replaced after finish_gradient_synchronization(), by "
@@ -233,11 +231,7 @@ class FSDP(ParallelModel):
             )
 
     def _note_scaled(self) -> None:
-        note_gradients(self.trainable)
-
-    def full_parameters(self) -> dict[str, Tensor]:
-        """See `gather_full_params`."""
-        return self.gather_full_params()
+        step_guard.note_gradients(self.trainable)
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
@@ -253,6 +247,8 @@ class FSDP(ParallelModel):
         for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
             found.update(dict.fromkeys(entry.names, master.detach().clone()))
         return {name: found[name] for name in self._names}
+
+    full_parameters = gather_full_params
 
     @torch.no_grad()
     def load_full_params(self, parameters: Mapping[str, Tensor]) -> None:
@@ -276,7 +272,7 @@ class FSDP(ParallelModel):
         return self._held
 
     def _find_shards(self) -> Iterator[Shard]:
-        for entry, param, index in self._sharded():
+        for entry, param, index in self._sharded:
             # Rows of a matrix that is not in row-major order are no contiguous part of its elements.
             in_order = list(entry.memory_order) == sorted(entry.memory_order)
             start = param.layout.shard_range(index, param.rank)[0] if in_order else None
@@ -285,20 +281,14 @@ class FSDP(ParallelModel):
             yield whole(entry.name, master)
 
     def _stand_ins(self) -> Iterator[tuple[str, nn.Parameter, Callable[[Tensor], None]]]:
-        for entry, param, index in self._sharded():
+        for entry, param, index in self._sharded:
             full = torch.empty_like(entry.parameter, device=self.device)
             stand_in = nn.Parameter(full, entry.parameter.requires_grad)
             entry.register(stand_in)
             yield entry.name, stand_in, partial(param.load, index)
 
-    def _sharded(self) -> Iterator[tuple[Entry, FlatParam, int]]:
-        """Every sharded parameter, and where it lies: (parameter, flat parameter, its number there)."""
-        for param in self._flat_params:
-            for index, entry in enumerate(param.entries):
-                yield entry, param, index
-
     def _loaders(self) -> Iterator[tuple[Entry, Callable[[Tensor], Any]]]:
-        for entry, param, index in self._sharded():
+        for entry, param, index in self._sharded:
             yield entry, partial(param.load, index)
         for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
             yield entry, master.copy_
@@ -314,7 +304,7 @@ class FSDP(ParallelModel):
         super().zero_grad(set_to_none)
         for param in self._flat_params:
             param.drop_gradients()
-        note_gradients(self.trainable)
+        step_guard.note_gradients(self.trainable)
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook, and give the module full parameters again, in the masters' dtype (on every rank).
@@ -322,13 +312,12 @@ class FSDP(ParallelModel):
         Parameters that were frozen or unfrozen since then stay so, also when the module is wrapped again.
         """
         full = self.gather_full_params() if restore else {}
-        step_guard.release(self.trainable)
+        step_guard.release(self)
         if restore:  # may wait for communication
             self._runtime.reshard()
         self._runtime.close()
         self._load_check.remove()
         for entry, _ in self._loaders() if restore else ():
-            entry.uninstall()
             owner, attribute = entry.owners[0]
             whole = nn.Parameter(full[entry.name], owner._parameters[attribute].requires_grad)
             entry.register(whole, made_by_fsdp=False)
@@ -345,57 +334,21 @@ class FSDP(ParallelModel):
 
     __getstate__ = DataParallel.__getstate__
 
-    def _recover(self) -> None:
-        """After a backward that raised: forget it and its gradients. All ranks must have failed at one place;
-        otherwise those that wait fail within the group's timeout.
-        """
-        self._runtime.recover()
-        self.zero_grad()
 
-
-class _AfterStep:
+@torch._disable_dynamo
+def _after_step(owner: weakref.ref[FSDP], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """An optimizer's hook: what its step has done to gradients is no edit (SGD with Nesterov momentum adds to them)."""
-
-    def __init__(self, fsdp: FSDP):
-        self._fsdp = weakref.ref(fsdp)
-
-    @torch._disable_dynamo
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        fsdp = self._fsdp()
-        if fsdp is not None:
-            if fsdp._runtime.unfinished:  # a closure's backward
-                fsdp.check_gradients()
-            note_gradients(fsdp.trainable)
+    fsdp = owner()
+    if fsdp is not None:
+        if fsdp._runtime.unfinished:  # a closure's backward
+            fsdp.check_gradients()
+        step_guard.note_gradients(fsdp.trainable)
 
 
 # -- edits of synchronized gradients ---------------------------------------------------------------------------
 #
 # A rank holds a shard of each matrix' gradient. What is computed of all elements here, such as a norm or whether one of
 # them overflowed, differs from rank to rank, and the replicated parameters, stepped by it, would diverge.
-
-
-def note_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Remember the gradients as they are now, each in an attribute of its own: the version of its values."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            gradient.synchronized_version = gradient._version  # operations in place count it up
-
-
-def forget_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Undo `note_gradients`: whatever they are now counts as edited."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.synchronized_version = None
-
-
-def find_edited(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """The name of a parameter whose gradient was changed or replaced since, or None; to drop one is no edit."""
-    for name, parameter in named:
-        gradient = parameter.grad
-        if gradient is not None and getattr(gradient, "synchronized_version", None) != gradient._version:
-            return name
-    return None
 
 
 def stepped_by_scaler(optimizer: Optimizer) -> bool:

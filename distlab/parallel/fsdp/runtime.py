@@ -12,7 +12,7 @@ unit that returns another unit's output) begin at the same operation; then the l
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from inspect import isroutine
@@ -74,11 +74,15 @@ class Unit:
         ]
         self.trainable = [param for param in self.params if param.trainable]
         self.storages = {param.buffer.untyped_storage()._cdata for param in self.params}
-        self._full = [pair for param in self.params for pair in zip(param.entries, param.full, strict=True)]
         self._trained = [full for param in self.trainable for full in param.full]
-        self._not_gathered = [
-            (entry, NotGathered(entry.parameter, entry.compute_dtype, device, self._read_outside(entry)))
-            for entry, _ in self._full
+        self._places = [  # of the parameters, what is found there when they are gathered, and when they are not
+            (owner, attribute, full, not_gathered)
+            for param in self.params
+            for entry, full in zip(param.entries, param.full, strict=True)
+            for not_gathered in [
+                NotGathered(entry.parameter, entry.compute_dtype, device, self._read_outside(entry))
+            ]
+            for owner, attribute in entry.owners
         ]
         self._watching = False  # forward is running: attributes must not find shards
         self.state = State.SHARDED
@@ -98,14 +102,10 @@ class Unit:
                 entry.register(shard)
 
     def unshard(self) -> None:
-        """Start to gather the full parameters, unless they are here or on their way."""
-        if self.state is State.SHARDED:
-            self.state = State.UNSHARDING
-            try:
-                for param in self.params:
-                    param.unshard()
-            except RuntimeError as error:
-                self._raise_gathering_failed(error)
+        """Start to gather the full parameters."""
+        self.state = State.UNSHARDING
+        for param in self.params:
+            param.unshard()
 
     def wait_for_unshard(self) -> None:
         """Make the full parameters usable, and what the module's attributes find."""
@@ -115,18 +115,17 @@ class Unit:
             for param in self.params:
                 param.wait_for_unshard()
         except RuntimeError as error:
-            self._raise_gathering_failed(error)
-        for entry, full in self._full:
-            entry.install(full)
+            raise RuntimeError(f"FSDP: gathering unit '{self.name}' failed: {error}") from error
+        for owner, attribute, full, _ in self._places:
+            owner.__dict__[attribute] = full
         self.state = State.UNSHARDED
 
     def reshard(self) -> None:
         """Give the full parameters' memory back, after which the module's attributes do not find them."""
-        if self.state is not State.SHARDED:
-            self.state = State.SHARDED
-            self._uninstall()  # first: reading a freed buffer would end the process, not raise
-            for param in self.params:
-                param.reshard()
+        self.state = State.SHARDED
+        self._uninstall()  # first: reading a freed buffer would end the process, not raise
+        for param in self.params:
+            param.reshard()
 
     def watch(self, watching: bool) -> None:
         """From now on let the module's attributes find, while nothing is gathered, an error (or shards again)."""
@@ -135,11 +134,11 @@ class Unit:
             self._uninstall()
 
     def _uninstall(self) -> None:
-        for entry, not_gathered in self._not_gathered:
+        for owner, attribute, _, not_gathered in self._places:
             if self._watching:
-                entry.install(not_gathered)
+                owner.__dict__[attribute] = not_gathered
             else:
-                entry.uninstall()
+                owner.__dict__.pop(attribute, None)
 
     def refuse_lost_gradients(self) -> None:
         """Raise RuntimeError if a parameter has a gradient that backward did not bring through the unit's outputs."""
@@ -157,9 +156,6 @@ class Unit:
             "before wrapping), and it is gathered for the whole pass"
         )
 
-    def _raise_gathering_failed(self, error: RuntimeError) -> None:
-        raise RuntimeError(f"FSDP: gathering unit '{self.name}' failed: {error}") from error
-
 
 class Runtime:
     """Watches the units of one FSDP and moves their parameters and gradients in time.
@@ -168,6 +164,7 @@ class Runtime:
         synchronize: whether gradients are sent (False inside `no_sync()`, where they are kept in full).
         pending: whether a synchronised forward or backward waits for `finish()`.
         unfinished: whether a backward, synchronised or not, has reached a unit since the last `finish()`.
+        backward_task: autograd's number of the backward that has begun and not ended; it stays if that raises.
     """
 
     def __init__(self, units: Sequence[Unit], group: ProcessGroup):
@@ -175,11 +172,12 @@ class Runtime:
         self.synchronize = True
         self.pending = False
         self.unfinished = False
+        self.backward_task: int | None = None
         self._order = UnitOrder([unit.name for unit in units], group)
         self._backward_order = UnitOrder([unit.name for unit in units], group)
         self._in_forward = False
+        self._gathered: list[Unit] = []  # units that have memory, those that are being gathered too
         self._running: list[Unit] = []  # units whose forward has begun and not ended, the innermost last
-        self._backward_task: int | None = None  # autograd's number of the backward that is running
         self._ran: list[int] = []  # units run with gradients since the last backward began
         self._in_flight: Unit | None = None  # whose gradients are being reduce-scattered
         self._handles = []
@@ -191,11 +189,11 @@ class Runtime:
 
     def cast(self, casts: "Mapping[nn.Module, Casts]") -> None:
         """Give these modules their floating-point tensors, and take their outputs, in the dtypes stated."""
-        for module, dtypes in casts.items():
-            hook = partial(_cast_inputs, dtypes.inputs)
+        for module, (inputs, outputs) in casts.items():
+            hook = partial(_cast_inputs, inputs)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            if dtypes.outputs is not None:
-                self._handles.append(module.register_forward_hook(partial(_cast_outputs, dtypes.outputs)))
+            if outputs is not None:
+                self._handles.append(module.register_forward_hook(partial(_cast_outputs, outputs)))
 
     def close(self) -> None:
         """Detach every hook."""
@@ -251,7 +249,7 @@ class Runtime:
         while self._running.pop() is not unit:  # a nested unit whose exception the module has caught
             pass
         if unit not in self._running:  # else it runs inside itself
-            unit.reshard()
+            self._reshard(unit)
         if torch.is_grad_enabled() and self._announce(_Call(unit, self._running), outputs):
             unit.uses += 1
             self._ran.append(unit.index)
@@ -270,16 +268,26 @@ class Runtime:
 
     def _unshard(self, unit: Unit, following: int | None) -> None:
         """Wait for `unit`'s parameters, and start to fetch those of the unit that follows."""
-        unit.unshard()
+        self._begin_unshard(unit)
         unit.wait_for_unshard()
         if following is not None:
-            self.units[following].unshard()
+            self._begin_unshard(self.units[following])
+
+    def _begin_unshard(self, unit: Unit) -> None:
+        if unit.state is State.SHARDED:
+            self._gathered.append(unit)
+            unit.unshard()
+
+    def _reshard(self, unit: Unit) -> None:
+        if unit.state is not State.SHARDED:
+            self._gathered.remove(unit)
+            unit.reshard()
 
     def reshard(self) -> None:
         """Let go of all gathered parameters, except of units that run, as in a backward inside of forward."""
-        for unit in self.units:
+        for unit in tuple(self._gathered):
             if unit not in self._running:
-                unit.reshard()
+                self._reshard(unit)
 
     # -- backward ------------------------------------------------------------------------------------------
 
@@ -311,11 +319,11 @@ class Runtime:
         # this one's has ended, and units whose forward is running, if this backward runs inside of it.
         stay = {unit.index, following, *call.around, *(running.index for running in self._running)}
         # Every other unit that has memory is done: backward passes through the calls in the reverse order of forward.
-        done = [u for u in self.units if u.state is not State.SHARDED and u.index not in stay]
+        done = [other for other in self._gathered if other.index not in stay]
         # Freed first, so that at most two units are gathered at any time. On CUDA the gather waits, by the stream, for
         # the kernels that still read this memory.
         for other in done:
-            other.reshard()
+            self._reshard(other)
         # The gather before the reduce-scatter: what comes next waits for the parameters, nobody for the gradients.
         self._unshard(unit, following)
         for other in done:
@@ -332,7 +340,7 @@ class Runtime:
 
         def refuse(gradients: Any) -> None:
             # Operations of the first graph, too, if the unit returns its input.
-            if self._backward_task == task != torch._C._current_graph_task_id():
+            if self.backward_task == task != torch._C._current_graph_task_id():
                 raise RuntimeError(
                     f"unit '{unit.name}' is recomputed in backward but ran without gradients in forward: checkpoint "
                     "activations with use_reentrant=False"
@@ -343,8 +351,8 @@ class Runtime:
                 node.register_prehook(refuse)
 
     def _enter_backward(self, task: int) -> None:
-        if self._backward_task != task:
-            self._backward_task = task
+        if self.backward_task != task:
+            self.backward_task = task
             self.unfinished = True
             self._backward_order.begin(tuple(self._ran))
             self._ran = []
@@ -357,7 +365,7 @@ class Runtime:
         for unit in self.units:
             if unit.touched:
                 self._post_backward(unit)
-        self._backward_task = None
+        self.backward_task = None
 
     def _post_backward(self, unit: Unit) -> None:
         """The unit's gradients are complete: put them together, and send them unless inside no_sync()."""
@@ -370,6 +378,7 @@ class Runtime:
             self._reduce_scatter(unit)
 
     def _reduce_scatter(self, unit: Unit) -> None:
+        self.wait_for_reduce_scatter()
         for param in unit.trainable:
             param.reduce_scatter()
         self._in_flight = unit
@@ -391,19 +400,13 @@ class Runtime:
             unit.refuse_lost_gradients()
         self.pending = self.unfinished = False
         for unit in self.units:
-            self.wait_for_reduce_scatter()
             self._reduce_scatter(unit)
             unit.uses = 0
         self.wait_for_reduce_scatter()
 
-    @property
-    def backward_failed(self) -> bool:
-        """Whether the last backward began and did not end."""
-        return self._backward_task is not None
-
     def recover(self) -> None:
         """Forget a backward that raised."""
-        self._backward_task = None
+        self.backward_task = None
         self.unfinished = False
         self.reshard()
         self.wait_for_reduce_scatter()
@@ -449,32 +452,29 @@ def _tensors(value: Any, unit: str) -> Iterator[Tensor]:
 
     Raises TypeError for a function or an iterator, which may compute with the parameters later.
     """
-    seen: set[int] = set()  # objects may refer to each other
+    seen: dict[int, Any] = {}  # objects may refer to each other
 
     def walk(value: Any) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             yield value
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                yield from walk(item)
-        elif isinstance(value, list | tuple | set | frozenset):
-            for item in value:
-                yield from walk(item)
-        elif isinstance(value, nn.Module | type) or id(value) in seen:
+        if isinstance(value, Tensor | nn.Module | type) or id(value) in seen:
             return
-        elif is_dataclass(value):
-            seen.add(id(value))
-            for each in fields(value):
-                yield from walk(getattr(value, each.name, None))
-        elif isinstance(value, Iterator) or isroutine(value) or isinstance(value, partial):
+        seen[id(value)] = value
+        if isinstance(value, Iterator | partial) or isroutine(value):
             raise TypeError(
                 f"FSDP: unit '{unit}' returns a {type(value).__name__}, which may use its parameters when they are "
                 "freed: return tensors, alone or in lists, tuples, dicts or objects"
             )
-        elif hasattr(value, "__dict__"):
-            seen.add(id(value))
-            for item in vars(value).values():
-                yield from walk(item)
+        if isinstance(value, Mapping):
+            inside = value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            inside = value
+        elif is_dataclass(value):
+            inside = [getattr(value, each.name, None) for each in fields(value)]
+        else:
+            inside = getattr(value, "__dict__", {}).values()
+        for item in inside:
+            yield from walk(item)
 
     return walk(value)
 
@@ -482,16 +482,11 @@ def _tensors(value: Any, unit: str) -> Iterator[Tensor]:
 # -- dtypes ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Casts:
-    """Dtypes of the floating-point tensors that a module is given and that it returns; None leaves them alone."""
-
-    inputs: torch.dtype
-    outputs: torch.dtype | None = None
+Casts = tuple[torch.dtype, torch.dtype | None]
 
 
 def plan_casts(owners: Iterable[nn.Module], compute_dtype: torch.dtype) -> dict[nn.Module, Casts]:
-    """What each module that owns parameters is given and returns.
+    """Dtypes of the floating-point tensors that each module with parameters is given, and returns (None: as they are).
 
     A module that holds vectors only computes in their dtype, because most of torch's operations refuse operands of two
     dtypes, and returns the compute dtype. One whose class says `takes_mixed_dtypes = True` gets its inputs in the
@@ -507,17 +502,18 @@ def plan_casts(owners: Iterable[nn.Module], compute_dtype: torch.dtype) -> dict[
         if not dtypes:
             continue
         if isinstance(owner, _BatchNorm):
-            casts[owner] = Casts(dtypes[0])
+            casts[owner] = (dtypes[0], None)
         elif compute_dtype in dtypes or getattr(owner, "takes_mixed_dtypes", False):
-            casts[owner] = Casts(compute_dtype)
+            casts[owner] = (compute_dtype, None)
         else:
-            casts[owner] = Casts(dtypes[0], compute_dtype)
+            casts[owner] = (dtypes[0], compute_dtype)
     return casts
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    kwargs = {name: _cast(dtype, value) for name, value in kwargs.items()}
-    return tuple(_cast(dtype, value) for value in args), kwargs
+    if kwargs:
+        kwargs = {name: _cast(dtype, value) for name, value in kwargs.items()}
+    return tuple([_cast(dtype, value) for value in args]), kwargs
 
 
 def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
@@ -527,7 +523,9 @@ def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any)
 
 
 def _cast(dtype: torch.dtype, value: Any) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    if not isinstance(value, Tensor) or value.dtype is dtype or not value.is_floating_point():
+        return value
+    return value.to(dtype)
 
 
 # -- order -----------------------------------------------------------------------------------------------------
