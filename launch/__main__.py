@@ -167,8 +167,8 @@ def show(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
     args = parser.parse_args(arguments)
 
-    from distlab.report import OutputFolder, read_json, reading, say, write
-    from distlab.report.view import check_records
+    from distlab.report import OutputFolder, read_json, reading
+    from distlab.report.view import check_records, say, write
 
     records = [record for source in args.files for record in read_json(source)]
     if not records:
