@@ -27,6 +27,7 @@ from torch import Tensor
 from distlab.experiment import Column, Experiment, Options, RankContext, Run, View, headline_from, option
 from distlab.measure import attempt, replay_ms
 from distlab.model import ops as plain
+from distlab.model.ops import get_ops
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def cases(small: bool) -> Iterator[Case]:
 
     for batch, heads, length, dim in ((4, 32, 1024, 64), (2, 32, 2048, 128), (4, 32, 512, 80), (1, 8, 128, 64)):
         shape = (1, 2, 32, 16) if small else (batch, heads, length, dim)
-        yield Case("attention", (shape,) * 3, attention, plain.sdpa_attention, ops)
+        yield Case("attention", (shape,) * 3, attention, get_ops("sdpa").attention, ops)
     x, w = matrix(2048, 2560), matrix(2048, 2560)[1:]
     yield Case("rms_norm", (x, w), rmsnorm.rms_norm, lambda x, w: plain.rms_norm(x, w, 1e-5), rmsnorm)
     yield Case("layer_norm", (x, w, w), layernorm.layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), layernorm)

@@ -51,15 +51,16 @@ def samples(context: RankContext, options: argparse.Namespace, strategy: str) ->
     """Step times in ms of one attachment, by whichever tree is imported now."""
     from distlab.model.config import preset
 
-    bench_module = importlib.import_module("distlab.bench.timing")
-    if hasattr(bench_module, "workbench"):  # an older tree
+    try:
+        bench_module = importlib.import_module("distlab.bench.timing")
+        config = bench_module.BenchOptions(size=options.size, batch=options.batch, dtype=options.dtype)
+        bench = bench_module.Workbench(context, config)
+    except ModuleNotFoundError:  # an older tree
+        bench_module = importlib.import_module("distlab.train.workbench")
         dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
         bench = bench_module.Workbench(
             context, preset(options.size), batch_size=options.batch, compute_dtype=dtype
         )
-    else:
-        config = bench_module.BenchOptions(size=options.size, batch=options.batch, dtype=options.dtype)
-        bench = bench_module.Workbench(context, config)
     row = bench_module.variants([strategy], [options.bucket_size_mb])
     return bench.time_rounds(row, rounds=1, warmup=options.warmup, steps=options.steps)[row[0].name].phases[
         "step"

@@ -147,8 +147,11 @@ def test_gradients_of_products_beyond_fp16(epilogue, size):
     y = matmul.matmul(a, b, epilogue=epilogue)
     exact = [t.detach().double().requires_grad_() for t in (a, b)]
     z = reference.matmul(*exact, None, epilogue)
-    upstream = torch.where(y.isfinite(), 1e-3 * gpu(size, cols, seed=2), 0.0)
-    assert (exact[0] @ exact[1]).abs().max() > 65504 and upstream.any()
+    product = exact[0] @ exact[1]
+    # Beside 0, where the slope of leaky ReLU jumps, fp32 and float64 may lie on different sides.
+    clear = y.isfinite() & (product.abs() > 1)
+    upstream = torch.where(clear, 1e-3 * gpu(size, cols, seed=2), 0.0)
+    assert product.abs().max() > 65504 and upstream.any()
     grads = torch.autograd.grad(y, (a, b), upstream.to(y.dtype))
     for x, e in zip(grads, torch.autograd.grad(z, exact, upstream.to(y.dtype).double()), strict=True):
         assert x.isfinite().all()
