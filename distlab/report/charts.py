@@ -74,6 +74,7 @@ class Panel:
         log_x: base of the horizontal axis, None for linear.
         log_y: whether the vertical axis is logarithmic.
         from_zero: else, whether it begins at zero.
+        y_max: where the vertical axis ends at the latest.
         x_ticks: (place, text) where numbers would not do.
         events: (x, text), drawn as vertical lines.
     """
@@ -85,6 +86,7 @@ class Panel:
     log_x: int | None = 2
     log_y: bool = False
     from_zero: bool = True
+    y_max: float | None = None
     x_ticks: Sequence[tuple[float, str]] = field(default=())
     events: Sequence[tuple[float, str]] = field(default=())
 
@@ -147,6 +149,8 @@ def _dress(axes: Axes, panel: Panel) -> None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         if panel.from_zero:
             axes.set_ylim(bottom=0)
+    if panel.y_max is not None and axes.get_ylim()[1] > panel.y_max:
+        axes.set_ylim(0, panel.y_max)
     if panel.x_ticks:
         axes.set_xticks([place for place, _ in panel.x_ticks], [text for _, text in panel.x_ticks])
         axes.set_xticks([], minor=True)

@@ -34,7 +34,7 @@ from distlab.parallel import (
     ZeroOptimizer,
 )
 from distlab.train.data import SyntheticTokens
-from kernels.flash_attention import FlashAttention2PyTorch, function, tiled
+from kernels.flash_attention import FlashAttention2PyTorch, ops, tiled
 
 BATCH = 4
 MODEL = ModelConfig(32, 64, 2, 2, vocab_size=32, context_length=32)
@@ -227,8 +227,8 @@ def sees_one_ahead(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         lo, hi = original(*args)
         return lo, hi + 1
 
-    original = function.band
-    with patch.object(function, "band", shifted):
+    original = ops.band
+    with patch.object(ops, "band", shifted):
         return healthy_attention(q, k, v)
 
 
