@@ -1417,8 +1417,8 @@ def _differences(mine: Trace, expected: Trace, alone: Callable[..., Trace] | Non
 
     Training enlarges errors, each case in its own measure, and some values are errors and nothing else: a bias before
     a batch norm has a gradient of roundings, which AdamW takes for a direction. So where values lie further apart than
-    a few roundings, one process is trained again with roundings added (`OneProcess`, jitter); ten times what that
-    does to a value is allowed, to that value alone.
+    a few roundings, in fp32 or in the value's own dtype, one process is trained again with roundings added
+    (`OneProcess`, jitter); ten times what that does to a value is allowed, to that value alone.
 
     Args:
         alone: trains one process with a `jitter`; None where bits must be equal.
@@ -1426,7 +1426,7 @@ def _differences(mine: Trace, expected: Trace, alone: Callable[..., Trace] | Non
     if alone is None:
         return list(differences(mine, expected, None))
     values = values_of(expected)
-    allowed = dict.fromkeys(values, ROUNDINGS)
+    allowed = {what: max(ROUNDINGS, _spacing(value)) for what, value in values.items()}
     found = list(differences(mine, expected, allowed))
     if found:
         for number in range(JITTERS):
@@ -1435,6 +1435,13 @@ def _differences(mine: Trace, expected: Trace, alone: Callable[..., Trace] | Non
                 allowed[what] = max(allowed[what], 10 * _apart(jittered[what], value))
         found = list(differences(mine, expected, allowed))
     return found
+
+
+def _spacing(value: Tensor) -> float:
+    """How far a number of this dtype and size lies from the next, to which any rounding may flip it."""
+    if not value.is_floating_point() or not value.numel():
+        return 0.0
+    return torch.finfo(value.dtype).eps * min(1.0, value.detach().abs().max().item())
 
 
 @lru_cache(maxsize=16)  # the strategies of a case come one after the other
