@@ -66,13 +66,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if _triton.compiled is not None:
         _triton.compiled.append(kernel.warmup(*args, grid=grid, **options))
         return
+    recorder = getattr(_thread, "recorder", None)
     tensors = (getattr(x, "base", x) for x in args)  # a descriptor's tensor is its base
     device = next((x.device for x in tensors if isinstance(x, Tensor)), None)
     if device is not None and device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):  # Triton launches on torch's current device, wherever the tensors are
             kernel[grid](*args, **options)
+        if recorder is not None:
+            recorder.repeatable = False
         return
-    recorder = getattr(_thread, "recorder", None)
     if recorder is None:
         kernel[grid](*args, **options)
         return
