@@ -24,6 +24,7 @@ QUICK = {
     r"^make bench$": "ARGS='--preset smoke'",
     r"^make test$": "ARGS=tests/test_hardware.py",
     r"^make test-(commands|gpu)$": "ARGS=--collect-only",
+    r"train --ops triton": "--name triton --size tiny --steps 4 --log-every 1",  # the default name is the run's before
     r"(distlab|launch|launch/train\.py) train|launch/train\.py": "--size tiny --steps 4 --log-every 1",
     r"distlab sample|launch/sample\.py": "--tokens 5",
     r"-m tests\.kill_runs": "--moments 1 --series same",
@@ -48,7 +49,9 @@ def runnable() -> dict[str, str]:
             text = filled_in(command.text)
             words = shlex.split(text)
             ours = arguments_of(words)
-            if ours[:1] == ["run"]:
+            if ours == ["show"]:
+                continue  # named on a page, not to be run without a file
+            if ours[:1] == ["run"] and ours[1] != "calculator":
                 restarts = "--max-restarts 1 --name page " if "--max-restarts" in words else ""
                 text = f"python -m launch run {ours[1]} {restarts}--preset smoke"
             else:
