@@ -23,7 +23,7 @@ lint: install
 	$(BIN)/ruff check .
 
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not commands" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not commands" $(ARGS)
 
 test-commands: install
 	$(BIN)/python -m pytest -m commands $(ARGS)
