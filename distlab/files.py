@@ -28,7 +28,8 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        with contextlib.suppress(OSError):  # not every platform lets a folder be opened
+            sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -39,11 +40,10 @@ def write_whole(path: str | os.PathLike, text: str) -> None:
         temporary.write_bytes(text.encode("utf-8"))
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself survive a power cut, where the platform lets a folder be opened (POSIX)."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries (names, renames) to the disk, so that they survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

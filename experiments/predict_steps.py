@@ -230,12 +230,15 @@ HOW = (
     "Each strategy's own code runs on fake tensors; five constants of the machine, fitted to one record of ddp_bench, "
     "put times to what it did. Peaks are the closed form of distlab.theory.memory."
 )
+STEP = (
+    Column("config.size", "model", align="left"),
+    Column("config.batch", "batch"),
+    Column("config.world_size", "ranks"),
+    Column("variant", "strategy"),
+)
 VIEW = View(
     columns=[
-        Column("config.size", "model", align="left"),
-        Column("config.batch", "batch"),
-        Column("config.world_size", "ranks"),
-        Column("variant", "strategy"),
+        *STEP,
         Column("metrics.predicted_step_ms", "step ms", ".1f"),
         Column("metrics.predicted_exposed_comm_ms", "exposed ms", ".1f"),
         Column("metrics.predicted_comm_ms", "comm ms", ".1f"),
@@ -260,10 +263,7 @@ COMPARISON_VIEW = View(
     name=COMPARISON,
     question="How good were the predictions?",
     columns=[
-        Column("config.size", "model", align="left"),
-        Column("config.batch", "batch"),
-        Column("config.world_size", "ranks"),
-        Column("variant", "strategy"),
+        *STEP,
         Column("metrics.predicted_step_ms", "predicted step ms", ".1f"),
         Column("metrics.measured_step_p50_ms", "measured p50", ".1f"),
         Column("metrics.step_error_pct", "error %", "+.1f"),

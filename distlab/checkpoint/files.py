@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distlab.files import sync_folder
+
 FORMAT = 3
 MARKER = "checkpoint.json"
 _NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})", re.ASCII)
@@ -337,12 +339,3 @@ def _size_of(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise OSError("not a regular file")
     return found.st_size
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries (names, renames) to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
