@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -66,6 +67,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if _triton.compiled is not None:
         _triton.compiled.append(kernel.warmup(*args, grid=grid, **options))
         return
+    if getattr(_thread, "traced", False):
+        torch.library.wrap_triton(kernel)[grid](*args, **options)
+        return
     recorder = getattr(_thread, "recorder", None)
     tensors = (getattr(x, "base", x) for x in args)  # a descriptor's tensor is its base
     device = next((x.device for x in tensors if isinstance(x, Tensor)), None)
@@ -83,13 +87,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     recorder.launched(kernel, compiled, grid, args, options)
 
 
-def operator(name: str, check: Callable[..., None] | None = None, mutates_args: tuple[str, ...] = ()) -> Callable:
+def operator(name: str, check: Callable[..., None] | None = None, mutates_args: tuple[str, ...] = (), *,
+             opaque: bool = False) -> Callable:
     """Decorator: makes a function the operator `distlab_kernels::name` of torch, called as this module says.
 
     Args:
         name: of the operator.
         check: called with the arguments before anything is done with such for the first time; raises for what is wrong.
         mutates_args: names of the arguments that are written to.
+        opaque: whether torch.compile calls the operator instead of launching its kernels from its own code: where the
+            function reads addresses, encodes descriptors of tensors, or measures. Calls of lengths that torch.compile
+            keeps variable are opaque too, and all calls on a CPU.
 
     The function is annotated as `torch.library.custom_op` wants it and called with positional arguments. For tensors
     without data, of simulations and torch.compile, it is called too: it then returns once the results are allocated,
@@ -140,6 +148,8 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
 
         registered = torch.library.custom_op(f"distlab_kernels::{name}", from_torch, mutates_args=mutates_args)
         registered.register_fake(looks)
+        if not opaque:
+            registered.register_torch_dispatch(FunctionalTensorMode, functools.partial(_as_launches, function))
         mutated = [list(inspect.signature(function).parameters).index(x) for x in mutates_args]
 
         @functools.wraps(function)
@@ -160,6 +170,21 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
         return call
 
     return decorate
+
+
+def _as_launches(function: Callable, mode: FunctionalTensorMode, op: Any, types: Any, args: tuple,
+                 kwargs: dict) -> Any:
+    """What torch.compile traces of an operator: its allocations and launches, which Inductor then plans and writes."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    fixed = all(isinstance(size, int) for x in tensors for size in (*x.shape, *x.stride()))
+    if not fixed or not all(x.is_cuda and x.numel() for x in tensors):
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+    before, _thread.traced = getattr(_thread, "traced", False), True
+    try:
+        with mode:
+            return function(*args, **kwargs)
+    finally:
+        _thread.traced = before
 
 
 def _written(function: Callable, check: Callable | None, kept: dict, args: tuple, tensors: list[Tensor], key: tuple,

@@ -14,11 +14,13 @@ from ._rows import Launch, chosen
 
 
 @triton.jit
-def column_sum_kernel(parts_ptr, out_ptr, second_ptr, count, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def column_sum_kernel(parts_ptr, out_ptr, second_ptr, count, cols, TWO: tl.constexpr, ROWS: tl.constexpr,
+                      BLOCK: tl.constexpr):
     """BLOCK columns of out (cols) = Σ over the rows of parts (count, cols) fp32; program_id(1) = 1: of the second."""
     parts_ptr += tl.program_id(1).to(tl.int64) * count * cols
-    if tl.program_id(1) == 1:
-        out_ptr = second_ptr
+    if TWO:
+        if tl.program_id(1) == 1:
+            out_ptr = second_ptr
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.arange(0, ROWS)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -36,6 +38,7 @@ def sum_columns(parts: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
     out = [torch.empty(cols, dtype=written, device=parts.device) for _ in range(kinds)]
     # Few columns per program: the matrix is small, and what counts is that all SMs take part.
     launch = chosen("column_sum", Launch(block=16, rows=64, warps=4))
-    _dispatch.launch(column_sum_kernel, (triton.cdiv(cols, launch.block), kinds), parts, out[0], out[-1], count, cols,
-                     ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
+    second = out[1] if kinds == 2 else None
+    _dispatch.launch(column_sum_kernel, (triton.cdiv(cols, launch.block), kinds), parts, out[0], second, count, cols,
+                     TWO=kinds == 2, ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
     return [x.to(dtype) for x, dtype in zip(out, dtypes, strict=True)]

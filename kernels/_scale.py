@@ -25,7 +25,7 @@ def scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
             tl.store(x_ptr + offsets, x.to(x_ptr.dtype.element_ty), mask=inside)
 
 
-@_dispatch.operator("scale_", mutates_args=("x",))
+@_dispatch.operator("scale_", mutates_args=("x",), opaque=True)
 def scale_(x: Tensor, factor: Tensor) -> None:
     """x *= factor, in place; x contiguous, of any shape, factor one element of any floating dtype on its device.
 

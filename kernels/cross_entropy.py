@@ -205,7 +205,7 @@ def _check(z: object, targets: object, ignore_index: object, smoothing: object, 
     check_arguments(z.shape[0], z, targets, ignore_index, smoothing, reduction)
 
 
-@_dispatch.operator("cross_entropy_forward", _check)
+@_dispatch.operator("cross_entropy_forward", _check, opaque=True)
 def forward_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
                reduction: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """z (N, V), targets (N) → the loss, m and s (N) fp32, and what each row's loss was multiplied by."""
@@ -225,7 +225,7 @@ def forward_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
     return _reduced(loss, scale, reduction), largest, total, scale
 
 
-@_dispatch.operator("cross_entropy_both", _check)
+@_dispatch.operator("cross_entropy_both", _check, opaque=True)
 def both_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
             reduction: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As the forward, and dz (N, V) for an upstream of 1; not for reduction "none"."""
@@ -242,7 +242,7 @@ def both_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
     return loss, largest, total, scale, dz
 
 
-@_dispatch.operator("cross_entropy_gradient")
+@_dispatch.operator("cross_entropy_gradient", opaque=True)
 def gradient_op(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, scale: Tensor,
                 ignore_index: int, smoothing: float) -> Tensor:
     """dz (N, V), contiguous, in z's dtype."""

@@ -101,7 +101,7 @@ def _plain_mask(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return drawn >= levels(p)[0]
 
 
-@_dispatch.operator("dropout_forward")
+@_dispatch.operator("dropout_forward", opaque=True)
 def forward_op(x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: bool) -> Tensor:
     """y, contiguous, in x's dtype."""
     x = x.contiguous()
@@ -115,7 +115,7 @@ def forward_op(x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: boo
     return y
 
 
-@_dispatch.operator("dropout_backward")
+@_dispatch.operator("dropout_backward", opaque=True)
 def backward_op(dy: Tensor, x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: bool) -> Tensor:
     """dx, contiguous; x is read only with gelu."""
     dy = dy.contiguous()

@@ -54,7 +54,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-@_dispatch.operator("linear_cross_entropy")
+@_dispatch.operator("linear_cross_entropy", opaque=True)
 def forward_op(x: Tensor, w: Tensor, targets: Tensor, ignore_index: int, smoothing: float, mean: bool, need_dx: bool,
                need_dw: bool, chunk_bytes: int, dw_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, dx and dw (in dw_dtype) for an upstream gradient of 1; gradients that are not needed are empty."""

@@ -245,7 +245,7 @@ def _check(a: object, b: object, bias: object, epilogue: object, precision: obje
         raise ValueError(f"precision is {precision!r}; allowed: {', '.join(PRECISIONS)}")
 
 
-@_dispatch.operator("matmul", _check)
+@_dispatch.operator("matmul", _check, opaque=True)
 def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: str | None, precision: str,
               fp32: bool = False) -> Tensor:
     """(M, K), (K, N), (N) → (M, N) in a's dtype or in fp32, contiguous."""
@@ -262,7 +262,7 @@ def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: str | None, p
     return y
 
 
-@_dispatch.operator("matmul_slope")
+@_dispatch.operator("matmul_slope", opaque=True)
 def slope_op(dy: Tensor, h: Tensor, epilogue: str) -> Tensor:
     """dy·f′(h) (M, N) in dy's dtype, contiguous, in plain torch: a small part of what the matmuls around it cost."""
     return reference.epilogue_backward(dy.contiguous(), h, epilogue).to(dy.dtype)

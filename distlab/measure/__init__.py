@@ -44,7 +44,7 @@ from distlab.measure.trace.account import (
     step_windows,
     streams,
 )
-from distlab.measure.trace.capture import Event, load_trace, load_trace_and_origin
+from distlab.measure.trace.capture import Event, busy_ms, load_trace, load_trace_and_origin
 from distlab.measure.validity import attempt, check_clock, check_speed, check_work, is_out_of_memory
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "account",
     "allocated_bytes",
     "attempt",
+    "busy_ms",
     "check_clock",
     "check_speed",
     "check_work",

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from distlab.options import Options, option
 from distlab.precision import DTYPES
 
-ATTENTION_CHOICES = ("naive", "sdpa", "flash")
-OPS_CHOICES = ("torch", "triton")
+ATTENTION_CHOICES = ("naive", "sdpa", "flash", "auto")
+OPS_CHOICES = ("torch", "triton", "auto")
 COMPILE_CHOICES = ("off", "model", "blocks")
 
 Checkpointing = bool | int | str | tuple[int, ...]
@@ -64,7 +64,7 @@ class ModelConfig:
         norm_eps: added to the mean square inside RMSNorm.
         dropout: probability of dropping an element of the embedding and of each block's two outputs.
         attention: which implementation, see `distlab.model.ops.get_ops`.
-        ops: which implementation of the other operations, `torch` or this lab's `triton` kernels.
+        ops: which implementation of the other operations: `torch`, this lab's `triton` kernels, or `auto`.
 
     Raises:
         ValueError: a value outside its range; says what was given, what is allowed and what to do.
@@ -183,8 +183,12 @@ class ModelOptions(Options):
     d_ff: int | None = option(None, "inner width of SwiGLU (default: the preset's)", least=1)
     layers: int | None = option(None, "blocks (default: the preset's)", least=1)
     heads: int | None = option(None, "attention heads (default: the preset's)", least=1)
-    attention: str = option("sdpa", "naive, torch's sdpa, or flash: this lab's kernel", choices=ATTENTION_CHOICES)
-    ops: str = option("torch", "torch, or triton: this lab's kernels, AdamW too", choices=OPS_CHOICES)
+    attention: str = option(
+        "sdpa", "naive, torch's sdpa, flash (this lab's kernel), or auto: the faster", choices=ATTENTION_CHOICES
+    )
+    ops: str = option(
+        "torch", "torch, triton (this lab's kernels, AdamW too), or auto: the faster of each", choices=OPS_CHOICES
+    )
     dtype: str = option("fp32", "fp32, or bf16 or fp16 over fp32 parameters", choices=tuple(DTYPES))
     compile: str = option("off", "off, the model as one graph, or its blocks", choices=COMPILE_CHOICES)
     checkpointing: str = option("none", "what backward recomputes: none, each block, every-K or every-K-J")

@@ -9,7 +9,7 @@ Shapes: `B` batch, `T` sequence, `V` vocabulary, `H` heads, `D` width of a head,
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -283,23 +283,57 @@ def _triton_ops(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Ops:
     return Ops(attention, rmsnorm.rms_norm, rmsnorm.add_rms_norm, swiglu.swiglu, rope.rope, *losses)
 
 
+# Operations whose launches torch.compile replaces by its own: fused with what stands around them they cost nothing.
+# Measured by `distlab run model_comparison`, see docs/results/kernels.md.
+INDUCTORS = ("rms_norm", "add_rms_norm", "swiglu", "rope")
+
+
+def _auto(name: str, ours: Callable, torchs: Callable) -> Callable:
+    """Ours on a GPU, except in compiled code if Inductor's is the faster; torch's elsewhere."""
+    left_to_inductor = name in INDUCTORS
+
+    def operation(x: Tensor, *args: object) -> object:
+        if not x.is_cuda or (left_to_inductor and torch.compiler.is_compiling()):
+            return torchs(x, *args)
+        return ours(x, *args)
+
+    return operation
+
+
+def sources(attention: str, ops: str, compile: str) -> dict[str, str]:
+    """Where each operation of a model on a GPU comes from with these options: naive, sdpa, torch, inductor or ours."""
+    torchs = {name: "torch" if compile == "off" else "inductor" for name in INDUCTORS}
+    ours = dict.fromkeys((*INDUCTORS, "cross_entropy"), "ours")
+    chosen = {"torch": torchs | {"cross_entropy": "torch"}, "triton": ours}
+    chosen["auto"] = ours if compile == "off" else ours | torchs
+    named = {"flash": "ours", "auto": "sdpa"}
+    return {"attention": named.get(attention, attention)} | chosen[ops]
+
+
 def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
     """The operations for a model.
 
     Args:
-        attention: `naive` (plain torch, the reference), `sdpa` (torch's fused kernels) or `flash`
-            (`kernels.flash_attention`; CUDA, or Triton's interpreter).
-        ops: `torch`, or `triton` for the fused kernels of `kernels` in place of norms, SwiGLU, RoPE and the
-            loss; fp32, fp16 and bf16. On a CPU these compute in plain torch.
+        attention: `naive` (plain torch, the reference), `sdpa` (torch's fused kernels), `flash`
+            (`kernels.flash_attention`; CUDA, or Triton's interpreter), or `auto` for the one that is known to be faster.
+        ops: `torch`, `triton` for the fused kernels of `kernels` in place of norms, SwiGLU, RoPE and the
+            loss (fp32, fp16 and bf16; on a CPU these compute in plain torch), or `auto` for whichever is known to be
+            faster, of each operation; `sources` says which that is.
 
     Raises:
         ValueError: no such implementation, or one that cannot run here; the message says what to choose.
     """
-    plain = {"naive": naive_attention, "sdpa": partial(F.scaled_dot_product_attention, is_causal=True)}
-    for name, value, allowed in (("attention", attention, (*plain, "flash")), ("ops", ops, OPS_CHOICES)):
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+    attentions = {"naive": naive_attention, "sdpa": sdpa, "auto": sdpa}
+    for name, value, allowed in (("attention", attention, (*attentions, "flash")), ("ops", ops, OPS_CHOICES)):
         if value not in allowed:
             raise ValueError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
-    function = plain.get(attention) or _flash_attention()
+    function = attentions.get(attention) or _flash_attention()
+    torchs = Ops(function, rms_norm, add_rms_norm, swiglu, rope, cross_entropy, linear_cross_entropy)
+    if ops == "torch":
+        return torchs
+    ours = _triton_ops(function)
     if ops == "triton":
-        return _triton_ops(function)
-    return Ops(function, rms_norm, add_rms_norm, swiglu, rope, cross_entropy, linear_cross_entropy)
+        return ours
+    names = [field.name for field in fields(Ops) if field.name != "attention"]
+    return Ops(function, **{name: _auto(name, getattr(ours, name), getattr(torchs, name)) for name in names})

@@ -74,7 +74,7 @@ class PlannedStep:
         """Bytes that a rank certainly needs."""
         memory = self.memory(world_size, on_gpu=on_gpu)
         moments = dict(memory.moments)
-        if self.model.ops == "triton":  # the loss is computed in the head, without whole logits
+        if self.model.ops != "torch":  # the loss is computed in the head, without whole logits
             moments = {phase: moment for phase, moment in moments.items() if phase not in LOSS_PHASES}
         if self.mode == "inference":
             held = memory.after_init.parameters + max(moment.temporary for moment in moments.values())

@@ -27,12 +27,12 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def loss_function(ops: str) -> LossFunction:
-    """The loss of a `TransformerLM` with these operations (`torch` or `triton`).
+    """The loss of a `TransformerLM` with these operations (`torch`, `triton` or `auto`).
 
-    Triton's compute it in the head, without holding all logits. Torch's hold them anyway, and their loss is taken
-    outside: in the head, FSDP would keep the head's weight beside them.
+    Triton's loss is computed in the head, without holding all logits. Torch's holds them anyway, and is taken outside:
+    in the head, FSDP would keep the head's weight beside them.
     """
-    return (lambda model, batch: model(*batch)) if ops == "triton" else next_token_loss
+    return next_token_loss if ops == "torch" else lambda model, batch: model(*batch)
 
 
 def adamw(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:
@@ -41,7 +41,7 @@ def adamw(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:
     Both update all parameters in a few launches; the state has the same names, so that a checkpoint of one is
     loaded by the other.
     """
-    if ops == "torch":
+    if ops != "triton":
         return torch.optim.AdamW, {"fused": True}
     from kernels.adamw import AdamW
 

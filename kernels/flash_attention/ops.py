@@ -59,7 +59,7 @@ def problem_of(q: Tensor, k: Tensor, causal: bool, scale: float | None, window: 
     return Problem(band(q.shape[-2], k.shape[-2], causal, window, alignment), factor, precision, doc_first, doc_last)
 
 
-@_dispatch.operator("flash_attention_forward", check_call)
+@_dispatch.operator("flash_attention_forward", check_call, opaque=True)
 def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None, alignment: str,
                precision: str, doc_first: Tensor | None, doc_last: Tensor | None) -> tuple[Tensor, Tensor]:
     """q (B, H, Tq, D), k and v (B, Hk, Tk, D), or without heads → o like q, lse (B, H, Tq) fp32."""
@@ -92,7 +92,7 @@ def _launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, pro
         o.copy_(out[..., :head_dim])
 
 
-@_dispatch.operator("flash_attention_backward")
+@_dispatch.operator("flash_attention_backward", opaque=True)
 def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float | None,
                 window: int | None, alignment: str, precision: str, doc_first: Tensor | None, doc_last: Tensor | None,
                 fused: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ what `limit` allows, besides what sums of many terms add.
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.utils import run_and_get_code
 
 from kernels import (
     cross_entropy,
@@ -25,6 +26,7 @@ from kernels.dropout import dropout
 from kernels.linear_cross_entropy import linear_cross_entropy
 
 from .fused import compare
+from .test_every_operation import OPERATIONS, results
 
 pytestmark = pytest.mark.gpu
 
@@ -309,6 +311,35 @@ def test_compiled_by_inductor_under_autocast():
     torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-1)
     ours.backward()
     assert x.grad.isfinite().all() and w.grad.dtype is torch.float32
+
+
+OPAQUE = ("matmul", "matmul_gelu", "cross_entropy", "cross_entropies", "linear_cross_entropy", "linear_gelu_dropout",
+          "dropout", "seeded_dropout")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - {"RMSNormPyTorch"}))
+def test_inductor_launches_the_kernels_from_its_own_code(name, dtype):
+    function, _, *shapes = OPERATIONS[name]
+    torch.compiler.reset()
+    inputs = [gpu(*s, dtype=dtype, seed=i).requires_grad_() for i, s in enumerate(shapes)]
+    ours, sources = run_and_get_code(lambda: results(torch.compile(function, fullgraph=True, dynamic=False), inputs))
+    assert any("torch.ops.distlab_kernels" in source for source in sources) == (name in OPAQUE)
+    assert all(torch.equal(x, y) for x, y in zip(ours, results(function, inputs), strict=True))
+
+
+def test_inductor_keeps_what_two_sums_over_rows_wrote_apart():
+    x, w, b = gpu(300, 256).requires_grad_(), gpu(256).requires_grad_(), gpu(256).requires_grad_()
+    for function, inputs in ((layernorm.layer_norm, (x, w, b)), (rmsnorm.rms_norm, (x, w))):
+        compiled = results(torch.compile(function, fullgraph=True), inputs)
+        assert all(torch.equal(a, b) for a, b in zip(compiled, results(function, inputs), strict=True))
+
+
+def test_lengths_that_inductor_keeps_variable():
+    compiled, w = torch.compile(rmsnorm.rms_norm, fullgraph=True, dynamic=True), gpu(256)
+    for rows in (3, 64, 100):
+        x = gpu(rows, 256)
+        assert torch.equal(compiled(x, w), rmsnorm.rms_norm(x, w))
 
 
 @pytest.mark.multigpu

@@ -42,6 +42,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distlab.files import atomic_path
 from distlab.measure.clock import synchronize
+from distlab.measure.trace.intervals import total, union
 
 STEP = "distlab:step"
 FORWARD = "distlab:forward"
@@ -135,6 +136,20 @@ def profile_steps(
         trace = json.loads(Path(raw.name).read_text(encoding="utf-8", errors="replace"))
         data = json.dumps(_with_rank(trace, rank, world_size, backend), separators=(",", ":")).encode()
         temporary.write_bytes(gzip.compress(data, compresslevel=5, mtime=0) if path.suffix == ".gz" else data)
+
+
+def busy_ms(step: Callable[[], object], steps: int = 2) -> tuple[float, float]:
+    """Time per step in which a GPU works, in ms, and the kernels and copies that a step starts.
+
+    Kernels take as long while the host is slow, or slowed down by the profiler: beside the time of a step that nobody
+    traced, this says for how long the GPU waits. `step` must be warm.
+    """
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    events = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return total(union((e.start, e.end) for e in events)) / 1e3 / steps, len(events) / steps
 
 
 def annotate_forward(module: nn.Module) -> list[RemovableHandle]:

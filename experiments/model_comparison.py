@@ -1,0 +1,234 @@
+"""What do this lab's operations bring to a whole training step: eager, compiled, and with both?
+
+    distlab run model_comparison --size medium --batch 8 --context 1024     # on a GPU
+    distlab run model_comparison --preset smoke                             # on a CPU: plain torch, nothing compiled
+
+One model and one optimizer are run in several ways, which share every parameter: with torch's operations or ours, as
+they are written, with compiled blocks, or whole in CUDA graphs. Rounds of some steps each are interleaved, so that the
+machine's drift hits all ways alike. Each way's gradients are held against fp32 with torch's operations.
+
+GPU idle is the part of a step in which no kernel runs: where it is large the host decides, and a slower host is slower.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distlab.bench.timing import BenchOptions, synthetic_batches
+from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
+from distlab.measure import (
+    MIN_PAIRS,
+    PhaseTimer,
+    attempt,
+    busy_ms,
+    interleave,
+    paired_ratio,
+    peak_memory,
+    percentiles,
+)
+from distlab.model import TransformerLM
+from distlab.model.ops import sources
+from distlab.precision import DTYPES, autocast
+from distlab.report import NOISE, stacked_bars
+from distlab.train.step import compiled, loss_function
+
+# name → (ops, attention, how it is compiled)
+WAYS = {
+    "torch": ("torch", "sdpa", "off"),
+    "ours": ("triton", "flash", "off"),
+    "auto": ("auto", "auto", "off"),
+    "torch, compiled": ("torch", "sdpa", "blocks"),
+    "ours, compiled": ("triton", "flash", "blocks"),
+    "our operations, sdpa, compiled": ("triton", "sdpa", "blocks"),
+    "auto, compiled": ("auto", "auto", "blocks"),
+    "torch, CUDA graphs": ("torch", "sdpa", "graphs"),
+    "auto, CUDA graphs": ("auto", "auto", "graphs"),
+    "ours, CUDA graphs": ("triton", "flash", "graphs"),
+}
+BASELINE = "torch, compiled"
+
+
+@dataclass(frozen=True)
+class Config(BenchOptions):
+    """Which model, which ways, and how long. Raises ValueError for a value that is not allowed."""
+
+    ways: tuple[str, ...] = option(tuple(WAYS), "of running the model", choices=tuple(WAYS))
+    dtype: str = option("bf16", "fp32, or bf16 over fp32 parameters", choices=("fp32", "bf16"))
+    rounds: int = option(8, "interleaved", least=1)
+    steps: int = option(4, "timed per round, after one that is not", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, default in (("ops", "torch"), ("attention", "sdpa"), ("compile", "off")):
+            if getattr(self, name) != default:
+                raise ValueError(f"{name}={getattr(self, name)!r}: the ways to run the model differ in it; give --ways")
+
+
+def sharing(model: TransformerLM, base: TransformerLM) -> TransformerLM:
+    """`model`, made on meta, with the parameters of `base` themselves."""
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, parameter)
+    return model
+
+
+class Way:
+    """A training step of the shared parameters; calling it runs one."""
+
+    def __init__(
+        self, name: str, config: Config, base: TransformerLM, optimizer: torch.optim.Optimizer, batches: list[Any]
+    ):
+        ops, attention, how = WAYS[name]
+        shape = replace(base.config, ops=ops, attention=attention)
+        model: nn.Module = sharing(TransformerLM(shape, device="meta", checkpoint_blocks=config.checkpointing), base)
+        on_gpu = base.embedding.weight.is_cuda
+        if on_gpu:
+            model = torch.compile(model, mode="reduce-overhead") if how == "graphs" else compiled(model, how)
+        self.loss: Callable[[Any], Tensor] = partial(loss_function(ops), model)
+        self.autocast = partial(autocast, base.embedding.weight.device, DTYPES[config.dtype])
+        self.optimizer, self.batches, self.calls = optimizer, batches, 0
+
+    def backward(self, batch: Any) -> Tensor:
+        """Leave the gradients of a batch; returns its loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.compiler.cudagraph_mark_step_begin()
+        with self.autocast():
+            loss = self.loss(batch)
+        loss.backward()
+        return loss.detach()
+
+    def gradients(self) -> list[Tensor]:
+        """As the last backward left them."""
+        return [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def __call__(self) -> None:
+        self.backward(self.batches[self.calls % len(self.batches)])
+        self.optimizer.step()
+        self.calls += 1
+
+
+class Reference:
+    """Loss and gradients of a way's first batch."""
+
+    def __init__(self, way: Way) -> None:
+        self.loss, self.gradients = way.backward(way.batches[0]).item(), way.gradients()
+
+    def errors(self, way: Way) -> dict[str, float]:
+        """Relative distances of another way's from these."""
+        loss = way.backward(way.batches[0]).item()
+        pairs = list(zip(way.gradients(), self.gradients, strict=True))
+        difference = sum((a - b).square().sum(dtype=torch.float64) for a, b in pairs)
+        norm = sum(b.square().sum(dtype=torch.float64) for _, b in pairs)
+        return {"loss_rel_error": abs(loss / self.loss - 1), "grad_rel_error": float((difference / norm) ** 0.5)}
+
+
+def first_steps(name: str, ways: dict[str, Way], make: Callable[[], Way], reference: Reference) -> dict[str, Any]:
+    """Compile and check a way, which is then kept in `ways`."""
+    way = make()
+    found = reference.errors(way)
+    with peak_memory(way.batches[0][0].device) as memory:
+        way.backward(way.batches[1])
+    ways[name] = way
+    return found | {"peak_alloc_bytes": memory.peak_alloc_bytes}
+
+
+def block(way: Way, timer: PhaseTimer, steps: int) -> list[float]:
+    """Milliseconds of each of some steps."""
+    for _ in timer.each(steps, warmup=1):
+        way()
+        timer.mark("all")
+    times = [step["step"] for step in timer.steps()]
+    timer.clear()
+    return times
+
+
+def measure(config: Config, context: RankContext, run: Run) -> None:
+    """A row for each way; one that does not run says why."""
+    device = context.device
+    base = TransformerLM(config.model(), device=device, seed=config.seed)
+    optimizer = torch.optim.AdamW(base.parameters(), lr=1e-5, fused=True)
+    batches = synthetic_batches(context, config)
+    plain = Way("torch", replace(config, dtype="fp32", checkpointing="block"), base, optimizer, batches)
+    reference = Reference(plain)
+    ways: dict[str, Way] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for name in config.ways:
+        run.progress(f"first steps: {name}")
+        make = partial(Way, name, config, base, optimizer, batches)
+        rows[name] = attempt(partial(first_steps, name, ways, make, reference))
+    del reference
+    timer = PhaseTimer(device)
+    running = {name: partial(block, ways[name], timer, config.steps) for name in rows if rows[name]["status"] == "ok"}
+    taken = interleave(running, config.rounds, progress=run.progress)
+    times = {name: list(itertools.chain(*found)) for name, found in taken.items()}
+    for name, found in rows.items():
+        if name in times:
+            found |= compare(name, times) | (waits(ways[name], found) if device.type == "cuda" else {})
+        ops, attention, how = WAYS[name]
+        origin = ", ".join(f"{operation} {source}" for operation, source in sources(attention, ops, how).items())
+        run.add(name, found, operations=origin, how=how, num_parameters=base.config.num_parameters)
+
+
+def compare(name: str, times: dict[str, list[float]]) -> dict[str, float]:
+    """Percentiles of a way's steps, beside compiled torch's; of an eager way also what it recovers."""
+    found = {f"step_{p}_ms": ms for p, ms in percentiles(times[name]).items()}
+    if BASELINE in times and len(times[name]) >= MIN_PAIRS:
+        ratio, low, high = paired_ratio(times[name], times[BASELINE])
+        found |= {"over_compiled": ratio, "over_compiled_low": low, "over_compiled_high": high}
+        if WAYS[name][2] == "off" and "torch" in times:
+            eager, best, mine = (percentiles(times[n])["p20"] for n in ("torch", BASELINE, name))
+            found["recovered_pct"] = 100 * (eager - mine) / (eager - best)
+    return found
+
+
+def waits(way: Way, found: dict[str, Any]) -> dict[str, float]:
+    """How much of a step the GPU is idle, and what the host launches in one."""
+    busy, launches = busy_ms(way)
+    return {"gpu_idle_pct": 100 * max(0.0, 1 - busy / found["step_p50_ms"]), "busy_ms": busy, "launches": launches}
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """A bar per way: the GPU's time of a step, and the time in which it waits."""
+    rows = [record for record in records if record.metrics.get("busy_ms") is not None]
+    if rows:
+        busy = [record.metrics["busy_ms"] for record in rows]
+        waiting = [max(0.0, r.metrics["step_p50_ms"] - work) for r, work in zip(rows, busy, strict=True)]
+        ends = [(r.metrics["step_p20_ms"], r.metrics["step_p80_ms"]) for r in rows]
+        parts, unit = {"GPU works": busy, "GPU waits": waiting}, "ms per step (median; whiskers p20 to p80)"
+        stacked_bars(path, [r.variant for r in rows], parts, title=VIEW.headline(rows), unit=unit, whiskers=ends)
+
+
+VIEW = View(
+    columns=[
+        Column("variant", "way"),
+        Column("metrics.step_p20_ms", "p20 ms", ".1f"), Column("metrics.step_p50_ms", "p50", ".1f"),
+        Column("metrics.step_p80_ms", "p80", ".1f"), NOISE,
+        Column("metrics.over_compiled", "÷ compiled", ".3f"), Column("metrics.over_compiled_low", "low", ".3f"),
+        Column("metrics.over_compiled_high", "high", ".3f"),
+        Column("metrics.recovered_pct", "recovered %", ".0f", missing=""),
+        Column("metrics.gpu_idle_pct", "GPU idle %", ".0f"), Column("metrics.busy_ms", "GPU ms", ".1f"),
+        Column("metrics.launches", "launches", ",.0f"),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+        Column("metrics.loss_rel_error", "loss error", ".0e"),
+        Column("metrics.grad_rel_error", "gradient error", ".1e"),
+        Column("config.operations", "operations", align="left"), Column("metrics.status", "status", align="left"),
+    ],
+    headline=headline_from(
+        "{size} ({num_parameters:M} parameters), batch {batch}, context {context}, {dtype}; {device_name}, torch {torch}"
+    ),
+    terminal=("variant", "step_p20_ms", "noise_pct", "over_compiled", "recovered_pct", "gpu_idle_pct", "launches",
+              "grad_rel_error", "status"),
+    pictures={"steps.png": draw},
+    reading="÷ compiled is the step beside that of torch's operations with compiled blocks, with the 95 % interval of "
+    "the paired steps; recovered is the share of compiled torch's gain over eager torch that a way has without a "
+    "compiler. Errors are relative, of loss and all gradients of one batch, against fp32.",
+    prediction="None: see ddp_bench, plan and the calculator for predicted steps.",
+)  # fmt: skip
+SMOKE = {"ways": ("torch", "auto", "torch, compiled"), "rounds": 1, "context": 16, "batch": 1, "dtype": "fp32"}
+EXPERIMENT = Experiment(Config, measure, VIEW, presets={"quick": {"rounds": 2}, "smoke": SMOKE}, gpus=1)
