@@ -3,10 +3,10 @@
     distlab run attention_sweep --quick              # two minutes on a GPU; on a CPU one short length
     distlab run attention_sweep --name full          # all; the same command resumes a cut-off run
 
-Causal attention, batch 1, one head, every length × head dim × dtype. For each variant: device time of forward and of
-forward+backward as replays of a CUDA graph (backward is their difference), host time to issue one forward+backward,
-peak memory of such a call with its inputs, TFLOP/s by convention (causal pairs only, backward 2.5 × forward), and the
-largest error of output and gradients against float64. fp32 peers multiply in torch's default, IEEE fp32; ours in
+Causal attention, batch 1, one head, every length × head dim × dtype. For each variant: time of a forward+backward
+called in a loop, as a model calls it (wall, and the host's part); device time of forward and of forward+backward as
+replays of a CUDA graph (backward is their difference); peak memory of such a call with its inputs; TFLOP/s by
+convention (causal pairs only, backward 2.5 × forward); and the largest error of output and gradients against float64. fp32 peers multiply in torch's default, IEEE fp32; ours in
 "emulated", three TF32 matmuls or six of bf16 on the tensor cores that are as accurate (see the error columns),
 "ours-ieee" like them. The L2 is warm in graph replays; shapes up to a length of about 65,536 fit in it for every
 variant alike.
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
-from distlab.measure import Pace, allocated_bytes, attempt, host_ms, peak_memory, percentiles, replay_ms
-from distlab.report import TIE, grouped, tied
+from distlab.measure import Pace, allocated_bytes, attempt, call_ms, peak_memory, percentiles, replay_ms
+from distlab.report import TIE, grouped, host_bound, tied
 from experiments._attention import (
     VARIANTS,
     Attention,
@@ -62,7 +62,7 @@ def both(fn: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Te
 
 
 def speed(case: list[Tensor], expected: tuple[Tensor, ...], variant: str, repeats: int, device: str) -> dict[str, Any]:
-    """All metrics of one row of the length sweep; without a GPU only errors and host time.
+    """All metrics of one row of the length sweep; without a GPU only errors and the times of calls.
 
     Args:
         case: [q, k, v, dO], of (1, 1, T, D).
@@ -72,7 +72,8 @@ def speed(case: list[Tensor], expected: tuple[Tensor, ...], variant: str, repeat
     metrics: dict[str, Any] = errors(both(fn, *case), expected)  # the first call, which compiles what has to be
     before = allocated_bytes(device)  # libraries keep workspaces, far larger than a short call's tensors
     with peak_memory(device) as memory:
-        metrics |= {f"host_{p}_ms": ms for p, ms in percentiles(host_ms(lambda: both(fn, *case), repeats)).items()}
+        for clock, times in call_ms(lambda: both(fn, *case), repeats).items():
+            metrics |= {f"{clock}_{p}_ms": ms for p, ms in percentiles(times).items()}
     if before is None:
         return metrics
     metrics["peak_bytes"] = memory.peak_alloc_bytes - before + sum(x.nbytes for x in case)
@@ -141,21 +142,25 @@ def warm(config: Config, device: str) -> None:
 def beside_best_peer(records: list[Record]) -> list[Record]:
     """One record per dtype, head dim and length: forward+backward of ours and of the fastest other variant.
 
-    `code` is the commit at which that shape was measured: a file may hold shapes of several runs.
+    By the wall's time; by the device's in records that hold no other. `code` is the commit at which that shape was
+    measured: a file may hold shapes of several runs.
     """
     found = []
     timed = [r for r in records if r.metrics.get("fwd_bwd_device_p50_ms") is not None]
+    quantity = "wall" if all("wall_p50_ms" in r.metrics for r in timed) else "fwd_bwd_device"
+    median = f"{quantity}_p50_ms"
     for shape, rows in sorted(grouped(timed, shape_of).items()):
         ours = next((r for r in rows if r.variant == "ours"), None)
         peers = [r for r in rows if not r.variant.startswith("ours")]
         if ours is None or not peers:
             continue
-        best = min(peers, key=lambda r: r.metrics["fwd_bwd_device_p50_ms"])
-        ms, peer_ms = (r.metrics["fwd_bwd_device_p50_ms"] for r in (ours, best))
+        best = min(peers, key=lambda r: r.metrics[median])
+        ms, peer_ms = (r.metrics[median] for r in (ours, best))
         config = dict(zip(("dtype", "head_dim", "length"), shape, strict=True))
         config["code"] = (ours.commit or "unknown")[:7]
         metrics = {"ours_ms": ms, "peer": best.variant, "peer_ms": peer_ms, "ours_over_peer": ms / peer_ms}
-        if tied(ours.metrics, best.metrics, "fwd_bwd_device"):
+        metrics["device_ratio"] = ours.metrics["fwd_bwd_device_p50_ms"] / best.metrics["fwd_bwd_device_p50_ms"]
+        if tied(ours.metrics, best.metrics, quantity):
             metrics["is_tie"] = True
         found.append(Record(COMPARISON.name, "ours", config, metrics, ours.environment, ours.commit))
     return found
@@ -184,7 +189,7 @@ def crossovers(records: list[Record]) -> list[str]:
 
 
 headline = headline_from(
-    "Batch 1, one head, causal, forward + backward, device time, {device_name}, torch {torch}, triton {triton}"
+    "Batch 1, one head, causal, forward + backward, {device_name}, torch {torch}, triton {triton}"
 )
 
 
@@ -196,6 +201,7 @@ COMPARISON = View(
         Column("metrics.ours_ms", "ours ms", ".4f"), Column("metrics.peer", "fastest peer"),
         Column("metrics.peer_ms", "its ms", ".4f"),
         Column("metrics.ours_over_peer", "ours / peer", ".2f", note=lambda r: TIE if r.metrics.get("is_tie") else ""),
+        Column("metrics.device_ratio", "on the device", ".2f", missing="", optional=True),
         Column("config.code", "code"),
     ],
     headline=lambda records: headline(records) + "; each shape by the code in the last column",
@@ -204,26 +210,27 @@ COMPARISON = View(
 VIEW = View(
     columns=[
         Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
-        Column("variant", "variant"), Column("metrics.fwd_device_p50_ms", "fwd ms", ".4f"),
-        Column("metrics.bwd_device_p50_ms", "bwd ms", ".4f"), Column("metrics.fwd_bwd_device_p50_ms", "f+b ms", ".4f"),
+        Column("variant", "variant"),
+        Column("metrics.wall_p50_ms", "wall ms", ".4f", optional=True, note=host_bound),
+        Column("metrics.fwd_device_p50_ms", "fwd ms", ".4f"), Column("metrics.bwd_device_p50_ms", "bwd ms", ".4f"),
+        Column("metrics.fwd_bwd_device_p50_ms", "f+b ms", ".4f"),
         Column("metrics.fwd_bwd_tflop_per_s", "TFLOP/s", ".1f"), Column("metrics.host_p50_ms", "host ms", ".3f"),
         Column("metrics.peak_bytes", "peak MiB", ".1f", scale=2**-20),
         Column("metrics.max_abs_error", "max |Δo|", ".1e"), Column("metrics.max_abs_grad_error", "max |Δgrad|", ".1e"),
         Column("metrics.status", "status"),
     ],
-    headline=lambda records: headline(records) if records[0].environment.get("cuda") else "A CPU: host time only",
-    terminal=("dtype", "head_dim", "length", "variant", "fwd_bwd_device_p50_ms",
-              "fwd_bwd_tflop_per_s", "host_p50_ms", "status"),
+    headline=lambda records: headline(records) if records[0].environment.get("cuda") else "A CPU: no device times",
+    terminal=("dtype", "head_dim", "length", "variant", "wall_p50_ms", "fwd_bwd_device_p50_ms", "host_p50_ms",
+              "fwd_bwd_tflop_per_s", "status"),
     pictures={
         "time.png": lines_over_length("fwd_bwd_device_p50_ms", "forward + backward, ms"),
         "tflops.png": lines_over_length("fwd_bwd_tflop_per_s", "TFLOP/s"),
         "memory.png": lines_over_length("peak_bytes", "peak bytes"),
     },
     findings=crossovers,
-    reading="Device times are replays of a CUDA graph with a warm L2; backward is forward + backward minus forward. "
-    "Host time is the time that Python needs to issue one forward and backward; it decides for short lengths. In the "
-    "memory "
-    "picture naive attention grows with the square of the length, all others with the length.",
+    reading="Wall is one forward and backward of many in a loop; host is until Python has issued it, and decides where "
+    "it exceeds the device's: such rows are marked. Device times are replays of a CUDA graph with a warm L2; backward "
+    "is forward + backward minus forward. In the memory picture naive attention grows with the square of the length, all others with the length.",
 )
 SMOKE = {"lengths": (32,), "head_dims": (16,), "dtypes": ("float32",), "variants": ("naive", "sdpa", "ours"),
          "repeats": 3}  # fmt: skip

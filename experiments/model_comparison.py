@@ -43,15 +43,15 @@ WAYS = {
     "torch": ("torch", "sdpa", "off"),
     "ours": ("triton", "flash", "off"),
     "auto": ("auto", "auto", "off"),
-    "torch, compiled": ("torch", "sdpa", "blocks"),
-    "ours, compiled": ("triton", "flash", "blocks"),
-    "our operations, sdpa, compiled": ("triton", "sdpa", "blocks"),
-    "auto, compiled": ("auto", "auto", "blocks"),
-    "torch, CUDA graphs": ("torch", "sdpa", "graphs"),
-    "auto, CUDA graphs": ("auto", "auto", "graphs"),
-    "ours, CUDA graphs": ("triton", "flash", "graphs"),
+    "torch-compiled": ("torch", "sdpa", "blocks"),
+    "ours-compiled": ("triton", "flash", "blocks"),
+    "ours-sdpa-compiled": ("triton", "sdpa", "blocks"),
+    "auto-compiled": ("auto", "auto", "blocks"),
+    "torch-graphs": ("torch", "sdpa", "graphs"),
+    "auto-graphs": ("auto", "auto", "graphs"),
+    "ours-graphs": ("triton", "flash", "graphs"),
 }
-BASELINE = "torch, compiled"
+BASELINE = "torch-compiled"
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,8 @@ VIEW = View(
         Column("config.operations", "operations", align="left"), Column("metrics.status", "status", align="left"),
     ],
     headline=headline_from(
-        "{size} ({num_parameters:M} parameters), batch {batch}, context {context}, {dtype}; {device_name}, torch {torch}"
+        "{size} ({num_parameters:M} parameters), batch {batch}, context {context}, {dtype}; "
+        "{device_name}, torch {torch}"
     ),
     terminal=("variant", "step_p20_ms", "noise_pct", "over_compiled", "recovered_pct", "gpu_idle_pct", "launches",
               "grad_rel_error", "status"),
@@ -230,5 +231,5 @@ VIEW = View(
     "compiler. Errors are relative, of loss and all gradients of one batch, against fp32.",
     prediction="None: see ddp_bench, plan and the calculator for predicted steps.",
 )  # fmt: skip
-SMOKE = {"ways": ("torch", "auto", "torch, compiled"), "rounds": 1, "context": 16, "batch": 1, "dtype": "fp32"}
+SMOKE = {"ways": ("torch", "auto", "torch-compiled"), "rounds": 1, "context": 16, "batch": 1, "dtype": "fp32"}
 EXPERIMENT = Experiment(Config, measure, VIEW, presets={"quick": {"rounds": 2}, "smoke": SMOKE}, gpus=1)

@@ -8,7 +8,7 @@ from distlab.measure.bandwidth import (
     time_collective,
     traffic,
 )
-from distlab.measure.clock import PhaseTimer, cpu_threads, host_ms, replay_ms, slowest_rank
+from distlab.measure.clock import PhaseTimer, call_ms, cpu_threads, replay_ms, slowest_rank
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.measure.flops import FlopsByCategory
 from distlab.measure.gradient_times import gradient_ready_ms
@@ -64,6 +64,7 @@ __all__ = [
     "allocated_bytes",
     "attempt",
     "busy_ms",
+    "call_ms",
     "check_clock",
     "check_speed",
     "check_work",
@@ -77,7 +78,6 @@ __all__ = [
     "free_bytes",
     "gradient_bytes",
     "gradient_ready_ms",
-    "host_ms",
     "interleave",
     "is_out_of_memory",
     "lanes",

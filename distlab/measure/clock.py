@@ -230,13 +230,23 @@ def replay_ms(
     return [a.elapsed_time(b) / count for a, b in itertools.pairwise(marks)]
 
 
-def host_ms(run: Callable[[], object], repeats: int) -> list[float]:
-    """Time in ms that the host needs to issue `run` once, the device left to follow."""
-    times = []
-    for _ in range(repeats):
+def call_ms(run: Callable[[], object], repeats: int = 5, block_ms: float = 10.0) -> dict[str, list[float]]:
+    """`wall` and `host`: ms per call of `run`, called again and again as a model calls its operations; `repeats` of each.
+
+    Each time is that of a block of calls that take about `block_ms`, begun with nothing left to do: until the device has
+    finished it, and until the host is free. Where the two are alike, the device waited for the host.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def block(calls: int) -> tuple[float, float]:
+        synchronize(device)
         begin = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - begin))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    return times
+        for _ in range(calls):
+            run()
+        host = time.perf_counter()
+        synchronize(device)
+        return 1e3 * (time.perf_counter() - begin) / calls, 1e3 * (host - begin) / calls
+
+    count = max(1, min(100, int(block_ms / max(1e-3, block(3)[0]))))
+    wall, host = zip(*(block(count) for _ in range(repeats)), strict=True)
+    return {"wall": list(wall), "host": list(host)}

@@ -315,7 +315,7 @@ def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
 
     Args:
         attention: `naive` (plain torch, the reference), `sdpa` (torch's fused kernels), `flash`
-            (`kernels.flash_attention`; CUDA, or Triton's interpreter), or `auto` for the one that is known to be faster.
+            (`kernels.flash_attention`; CUDA, or Triton's interpreter), or `auto`, the one known to be faster.
         ops: `torch`, `triton` for the fused kernels of `kernels` in place of norms, SwiGLU, RoPE and the
             loss (fp32, fp16 and bf16; on a CPU these compute in plain torch), or `auto` for whichever is known to be
             faster, of each operation; `sources` says which that is.

@@ -14,7 +14,7 @@ from distlab.report.charts import (
     stream_lanes,
     timeline,
 )
-from distlab.report.noise import NOISE, TIE, interval_ties, noise_by_row, noise_of, tied
+from distlab.report.noise import NOISE, TIE, host_bound, interval_ties, noise_by_row, noise_of, tied
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, reading, write_csv, write_json
 from distlab.report.run import OutputFolder
@@ -38,6 +38,7 @@ __all__ = [
     "environment",
     "grouped",
     "horizontal",
+    "host_bound",
     "interval_ties",
     "is_number",
     "json_line",

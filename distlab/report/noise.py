@@ -49,5 +49,12 @@ def noise_by_row(records: Sequence[Record], quantity: str = "step") -> str:
     return f"noise by row {low} %" if low == high else f"noise by row {low} to {high} %"
 
 
+def host_bound(record: Record) -> str:
+    """A mark for a row whose calls keep the host longer than the device; empty where either was not measured."""
+    host = record.metrics.get("host_p50_ms")
+    device = record.metrics.get("fwd_bwd_device_p50_ms", record.metrics.get("time_p50_ms"))
+    return " host" if is_number(host) and is_number(device) and host > device else ""
+
+
 NOISE = Column("metrics.noise_pct", "± %", ".1f", missing="", derived=lambda record: noise_of(record.metrics))
 

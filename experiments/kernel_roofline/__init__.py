@@ -7,7 +7,8 @@
 
 Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's own, compile: the
 naive form through torch.compile, template: of matmuls, the best of Inductor's Triton templates with cuBLAS left out,
-liger: Liger Kernel where it is installed). Median device time of a CUDA graph's replays with the L2 flushed in between;
+liger: Liger Kernel where it is installed). Wall: the time of a call in a loop, as a model calls it, and the host's part
+of it. Device: the median of a CUDA graph's replays with the L2 flushed in between;
 GB/s of the *least* traffic and its share of the copy bandwidth of this run; TFLOP/s and its share of cuBLAS in this
 run; launched kernels; registers and spills of ours; the largest error against float64, relative to the largest value
 (none where results are random, and of the optimizer). Beside the measured speed-up over the naive form stands the
@@ -25,6 +26,7 @@ The rows are in `cases`, clocks and ceilings in `timing`, the prediction in `pre
 import dataclasses
 import gc
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,8 +37,8 @@ from torch import Tensor
 
 from distlab.experiment import Column, Experiment, Options, RankContext, Record, Run, View, option
 from distlab.hardware import lookup
-from distlab.measure import allocated_bytes, attempt, peak_memory
-from distlab.report import GREYS, INK, OKABE_ITO, TIE, grouped, horizontal, picture
+from distlab.measure import allocated_bytes, attempt, call_ms, peak_memory
+from distlab.report import GREYS, INK, OKABE_ITO, TIE, grouped, horizontal, host_bound, picture
 
 from . import cases as table
 from .cases import VARIANTS, Case, Function, first, leaves, runner, upstream_of, with_gradients
@@ -155,7 +157,15 @@ class Row:
             self._time_interleaved()
         else:
             self._time_one_by_one()
+        if self.device == "cuda":
+            for variant in self.functions:
+                self._add(variant, partial(self._called, variant))
         return self.found
+
+    def _called(self, variant: str) -> dict[str, float]:
+        """Times of one variant called in a loop, as a model calls it."""
+        times = call_ms(self._maker(self.functions[variant])())
+        return {f"{clock}_p50_ms": statistics.median(found) for clock, found in times.items()}
 
     def _add(self, variant: str, work: Callable[[], dict[str, Any]]) -> None:
         """Add what `work` measures; a peer that is missing, refuses or needs too much memory says so in `status`."""
@@ -309,12 +319,12 @@ def _limit(records: Sequence[Record], name: str) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _ratio_to_best(rows: Mapping[str, Record]) -> tuple[str, float] | None:
+def _ratio_to_best(rows: Mapping[str, Record], clock: str = "time") -> tuple[str, float] | None:
     """The fastest peer that was timed, and its time over ours; None without one, or without ours."""
-    timed = {name: r.metrics for name, r in rows.items() if r.metrics.get("time_p50_ms")}
+    timed = {name: r.metrics for name, r in rows.items() if r.metrics.get(f"{clock}_p50_ms")}
     if "ours" not in timed:
         return None
-    ratios = {name: over_ours(metrics, timed["ours"]) for name, metrics in timed.items() if name != "ours"}
+    ratios = {name: over_ours(metrics, timed["ours"], clock) for name, metrics in timed.items() if name != "ours"}
     return min(ratios.items(), key=lambda pair: pair[1], default=None)
 
 
@@ -340,7 +350,20 @@ def verdicts(records: Sequence[Record]) -> list[str]:
     errors = [abs(r.metrics["prediction_error_pct"]) for r in records if "prediction_error_pct" in r.metrics]
     if errors:
         lines.append(f"predicted speed-ups: {sum(e <= 15 for e in errors)} of {len(errors)} within 15 % of measured")
-    return lines + lost
+    return lines + _called_slower(records) + lost
+
+
+def _called_slower(records: Sequence[Record]) -> list[str]:
+    """The rows in which a peer's calls in a loop take less time, with the host's part of ours."""
+    best = {row: (_ratio_to_best(rows, "wall"), rows) for row, rows in by_row(records).items()}
+    compared = {row: (*found, rows["ours"].metrics) for row, (found, rows) in best.items() if found}
+    waits = {row: ", host-bound" * (mine["host_p50_ms"] > mine["time_p50_ms"]) for row, (_, _, mine) in compared.items()}
+    slower = [f"{label} {direction} ({peer} {ratio:.2f} ×{waits[label, direction]})"
+              for (label, direction), (peer, ratio, _) in compared.items() if ratio < 1 - EQUAL_PCT / 100]
+    if not compared:
+        return []
+    which = f": {', '.join(slower)}" if slower else ""
+    return [f"called in a loop, no peer is faster in {len(compared) - len(slower)} of {len(compared)} rows{which}"]
 
 
 def beside_peers(records: Sequence[Record]) -> list[Record]:
@@ -354,14 +377,16 @@ def beside_peers(records: Sequence[Record]) -> list[Record]:
             times = {f"{peer}_ms": rows[peer].metrics.get("time_p50_ms") if peer in rows else None for peer in PEERS}
             metrics = {name: ours.metrics.get(name) for name in KEPT} | times
             metrics["peer_over_ours"] = best[1] if best else None
+            if called := _ratio_to_best(rows, "wall"):
+                metrics["peer_over_ours_wall"] = called[1]
             found.append(
                 Record(COMPARISON.name, ours.config["operation"], ours.config, metrics, ours.environment, ours.commit)
             )
     return found
 
 
-KEPT = ("time_p50_ms", "noise_pct", "of_copy_pct", "of_cublas_pct", "peak_alloc_bytes", "error", "speed_up",
-        "predicted_speed_up", "rounds", "copy_gb_per_s", "cublas_tflop_per_s")
+KEPT = ("wall_p50_ms", "host_p50_ms", "time_p50_ms", "noise_pct", "of_copy_pct", "of_cublas_pct",
+        "peak_alloc_bytes", "error", "speed_up", "predicted_speed_up", "rounds", "copy_gb_per_s", "cublas_tflop_per_s")
 
 
 def _tie(record: Record) -> str:
@@ -371,6 +396,8 @@ def _tie(record: Record) -> str:
 
 COMPARISON_COLUMNS = [
     Column("config.label", "operation", align="left"), Column("config.direction", ""),
+    Column("metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, missing="", optional=True, note=host_bound),
+    Column("metrics.peer_over_ours_wall", "best peer / ours, wall", ".2f", missing="", optional=True),
     Column("metrics.time_p50_ms", "ours µs", ",.1f", scale=1000), Column("metrics.noise_pct", "± %", ".1f"),
     *(Column(f"metrics.{peer}_ms", peer, ",.1f", scale=1000, missing="", optional=True) for peer in PEERS),
     Column("metrics.peer_over_ours", "best peer / ours", ".2f", note=_tie),
@@ -461,7 +488,9 @@ def _bars(axes: "Axes", rows: list[tuple[str, dict[str, Record]]]) -> None:
 VIEW = View(
     columns=[
         Column("config.label", "operation", align="left"), Column("config.direction", ""), Column("variant", "variant"),
-        Column("metrics.time_p50_ms", "p50 µs", ".1f", scale=1000),
+        Column("metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, optional=True, note=host_bound),
+        Column("metrics.host_p50_ms", "host µs", ",.1f", scale=1000, optional=True),
+        Column("metrics.time_p50_ms", "device µs", ",.1f", scale=1000),
         Column("metrics.noise_pct", "noise %", ".1f", missing=""), Column("metrics.rounds", "rounds", missing=""),
         Column("metrics.gb_per_s", "GB/s", ",.0f"),
         Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
@@ -473,7 +502,7 @@ VIEW = View(
         Column("metrics.predicted_speed_up", "predicted", ".2f", missing=""), Column("metrics.status", "status"),
     ],
     headline=headline,
-    terminal=("label", "direction", "variant", "time_p50_ms", "of_copy_pct", "status"),
+    terminal=("label", "direction", "variant", "wall_p50_ms", "time_p50_ms", "of_copy_pct", "status"),
     pictures={"roofline.png": plot_roofline, "bars.png": plot_bars},
     findings=verdicts,
     reading="For memory-bound operations GB/s is the least traffic over the time; its share of the copy's bandwidth "
@@ -496,10 +525,10 @@ COMPARISON = View(
     question="Ours beside every peer, one row per operation and direction",
     columns=COMPARISON_COLUMNS,
     headline=headline,
-    terminal=("label", "direction", "time_p50_ms", "noise_pct", "peer_over_ours", "of_copy_pct"),
-    reading="Times in µs. Above 1 in `best peer / ours` ours is faster; ± is the difference between two timings of "
-    "ours, one "
-    "before and one after the peers. If `rounds` has a number, all were interleaved in so many rounds: "
+    terminal=("label", "direction", "wall_p50_ms", "peer_over_ours_wall", "time_p50_ms", "noise_pct", "peer_over_ours",
+              "of_copy_pct"),
+    reading="Times in µs; wall is of calls in a loop, the others on the device. Above 1 in `best peer / ours` ours is "
+    "faster; ± is the difference between two timings of ours, one before and one after the peers. If `rounds` has a number, all were interleaved in so many rounds: "
     "the ratio is the median over rounds, and ± how far the 95 % interval of ours over ours reaches.",
 )
 EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1, parts=(COMPARISON,))

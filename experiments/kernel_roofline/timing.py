@@ -120,9 +120,10 @@ def summary(times: Rounds) -> dict[str, dict[str, float]]:
     return found
 
 
-def over_ours(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> float:
-    """A peer's time over ours: that of the rounds where they were interleaved."""
-    return theirs.get("over_ours") or theirs["time_p50_ms"] / ours["time_p50_ms"]
+def over_ours(theirs: Mapping[str, Any], ours: Mapping[str, Any], clock: str = "time") -> float:
+    """A peer's time over ours: on the device (`time`) that of the rounds where they were interleaved."""
+    interleaved = theirs.get("over_ours") if clock == "time" else None
+    return interleaved or theirs[f"{clock}_p50_ms"] / ours[f"{clock}_p50_ms"]
 
 
 def fits(held: Sequence[int]) -> bool:

@@ -63,7 +63,7 @@ def test_crossovers_name_the_peer_that_wins():
     ]
     assert "fastest at every length" in sweep.crossovers(records[2:])[0]
     (row, _) = sweep.beside_best_peer(records)
-    assert row.metrics == {"ours_ms": 2.0, "peer": "naive", "peer_ms": 1.0, "ours_over_peer": 2.0}
+    assert row.metrics == {"ours_ms": 2.0, "peer": "naive", "peer_ms": 1.0, "ours_over_peer": 2.0, "device_ratio": 2.0}
     assert row.config == {"dtype": "float32", "head_dim": 16, "length": 128, "code": "unknown"}
     assert "no device times" in sweep.crossovers([record("ours", 128, None)])[0]
 

@@ -105,10 +105,17 @@ def test_replays_of_a_graph_take_what_the_device_takes(tidy):
     assert (x == 1).all()
 
 
-def test_the_host_time_is_what_a_call_takes_to_return(monkeypatch):
-    now = iter([0.0, 0.002, 1.0, 1.003])
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    assert clock.host_ms(lambda: None, 2) == pytest.approx([2, 3])
+def test_a_call_in_a_loop_has_a_time_of_the_host_and_one_until_the_device_is_done(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def advance(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(clock, "synchronize", lambda device: advance(0.010))
+    found = clock.call_ms(lambda: advance(0.002), repeats=3, block_ms=17.0)
+    calls = int(17 / (2 + 10 / 3))
+    assert found["host"] == pytest.approx([2.0] * 3) and found["wall"] == pytest.approx([2 + 10 / calls] * 3)
 
 
 def test_a_series_has_a_noise_floor_of_its_own():
