@@ -6,7 +6,8 @@
 Causal attention, batch 1, one head, every length × head dim × dtype. For each variant: time of a forward+backward
 called in a loop, as a model calls it (wall, and the host's part); device time of forward and of forward+backward as
 replays of a CUDA graph (backward is their difference); peak memory of such a call with its inputs; TFLOP/s by
-convention (causal pairs only, backward 2.5 × forward); and the largest error of output and gradients against float64. fp32 peers multiply in torch's default, IEEE fp32; ours in
+convention (causal pairs only, backward 2.5 × forward); and the largest error of output and gradients against
+float64. fp32 peers multiply in torch's default, IEEE fp32; ours in
 "emulated", three TF32 matmuls or six of bf16 on the tensor cores that are as accurate (see the error columns),
 "ours-ieee" like them. The L2 is warm in graph replays; shapes up to a length of about 65,536 fit in it for every
 variant alike.
@@ -230,7 +231,8 @@ VIEW = View(
     findings=crossovers,
     reading="Wall is one forward and backward of many in a loop; host is until Python has issued it, and decides where "
     "it exceeds the device's: such rows are marked. Device times are replays of a CUDA graph with a warm L2; backward "
-    "is forward + backward minus forward. In the memory picture naive attention grows with the square of the length, all others with the length.",
+    "is forward + backward minus forward. In the memory picture naive attention grows with the square of the length, "
+    "all others with the length.",
 )
 SMOKE = {"lengths": (32,), "head_dims": (16,), "dtypes": ("float32",), "variants": ("naive", "sdpa", "ours"),
          "repeats": 3}  # fmt: skip

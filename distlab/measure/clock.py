@@ -231,10 +231,10 @@ def replay_ms(
 
 
 def call_ms(run: Callable[[], object], repeats: int = 5, block_ms: float = 10.0) -> dict[str, list[float]]:
-    """`wall` and `host`: ms per call of `run`, called again and again as a model calls its operations; `repeats` of each.
+    """`wall` and `host`: ms per call of `run`, called again and again as a model calls its operations.
 
-    Each time is that of a block of calls that take about `block_ms`, begun with nothing left to do: until the device has
-    finished it, and until the host is free. Where the two are alike, the device waited for the host.
+    Each of the `repeats` times is that of a block of calls that take about `block_ms`, begun with nothing left to do:
+    until the device has finished it, and until the host is free. Where the two are alike, the device waited for the host.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
 

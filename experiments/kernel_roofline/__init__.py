@@ -357,7 +357,7 @@ def _called_slower(records: Sequence[Record]) -> list[str]:
     """The rows in which a peer's calls in a loop take less time, with the host's part of ours."""
     best = {row: (_ratio_to_best(rows, "wall"), rows) for row, rows in by_row(records).items()}
     compared = {row: (*found, rows["ours"].metrics) for row, (found, rows) in best.items() if found}
-    waits = {row: ", host-bound" * (mine["host_p50_ms"] > mine["time_p50_ms"]) for row, (_, _, mine) in compared.items()}
+    waits = {row: ", host-bound" * (m["host_p50_ms"] > m["time_p50_ms"]) for row, (_, _, m) in compared.items()}
     slower = [f"{label} {direction} ({peer} {ratio:.2f} ×{waits[label, direction]})"
               for (label, direction), (peer, ratio, _) in compared.items() if ratio < 1 - EQUAL_PCT / 100]
     if not compared:
@@ -528,7 +528,7 @@ COMPARISON = View(
     terminal=("label", "direction", "wall_p50_ms", "peer_over_ours_wall", "time_p50_ms", "noise_pct", "peer_over_ours",
               "of_copy_pct"),
     reading="Times in µs; wall is of calls in a loop, the others on the device. Above 1 in `best peer / ours` ours is "
-    "faster; ± is the difference between two timings of ours, one before and one after the peers. If `rounds` has a number, all were interleaved in so many rounds: "
-    "the ratio is the median over rounds, and ± how far the 95 % interval of ours over ours reaches.",
+    "faster; ± is the difference between two timings of ours, one before and one after the peers. If `rounds` has a "
+    "number, all were interleaved in so many rounds: the ratio is the median over rounds, and ± how far the 95 % interval of ours over ours reaches.",
 )
 EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1, parts=(COMPARISON,))
