@@ -54,6 +54,7 @@ from distlab.report import (
     read_json,
     stacked_bars,
     timeline,
+    waiting,
 )
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.volume import model_volume
@@ -126,6 +127,8 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
             metrics["noise_pct"] = noise_of(metrics)
             metrics |= sent(bench, variant)
             metrics |= overlap(bench, variant, run.path, config.profile_steps, accounts, drawn)
+            if context.device.type == "cuda" and "busy_ms" in metrics:
+                metrics["gpu_idle_pct"] = 100 * max(0.0, 1 - metrics["busy_ms"] / metrics["step_p50_ms"])
             metrics["max_abs_param_diff"] = differences.get(variant.name)
         size = variant.bucket_size_mb if variant.strategy.has_buckets else None
         run.add(variant.name, metrics, **config.facts(context), bucket_size_mb=size)
@@ -258,6 +261,7 @@ def overlap(
         "overlap_pct": seen.overlap_pct,
         "uncovered_comm_ms": seen.uncovered_comm_ms,
         "profiled_step_ms": seen.step_ms,
+        "busy_ms": seen.step_ms - seen.idle_ms,
         "idle_ms": seen.idle_ms,
         "longest_idle_ms": seen.longest_idle_ms,
     }
@@ -290,8 +294,9 @@ def _tie(ratio: str, record: Record) -> str:
 
 headline = headline_from(
     "{size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, {dtype}, "
-    "{world_size} × {device_name} ({backend}), torch {torch}{noise}",
+    "{world_size} × {device_name} ({backend}), torch {torch}{noise}{waiting}",
     noise=lambda records: f"; {noise}" if (noise := noise_by_row(records)) else "",
+    waiting=lambda records: waiting([r for r in records if r.variant == "local"]),
 )
 
 
@@ -369,6 +374,7 @@ VIEW = View(
         Column("metrics.comm_ms", "comm ms", ".1f"),
         Column("metrics.comm_share_pct", "of step %", ".0f"),
         Column("metrics.overlap_pct", "overlap %", ".0f"),
+        Column("metrics.gpu_idle_pct", "GPU idle %", ".0f", optional=True),
         Column("metrics.collectives_per_step", "calls", "d"),
         Column("metrics.comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
         Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
@@ -408,6 +414,7 @@ VIEW = View(
     "difference of any parameter from training in one process after a few steps of fp32 SGD on the tiny preset. A tie "
     "is a ratio whose 95 % interval contains 1, for the exposed time that of the step over local's; ± is the row's own "
     "noise.\n\n"
+    "GPU idle is the part of an untraced step for which the trace shows no work on the GPU. "
     "In the timeline compute is above, communication below; what compute does not hide is orange.",
     prediction="Collectives and bytes per step in closed form (distlab.theory.volume). Step times are predicted "
     "by `distlab run predict_steps`, before a measurement.",
@@ -423,6 +430,13 @@ EXPERIMENT = Experiment(
         "gpu": {
             "size": "medium", "dtype": "bf16", "bucket_sizes_mb": (100.0,), "warmup": 3, "steps": 8, "rounds": 3,
             "strategies": strategies_on("cuda"),
+        },
+        # As many parameters and modules as xl has and next to nothing to compute: what a step takes longer than
+        # local's is what the strategy costs the host.
+        "host": {
+            "size": "xl", "d_model": 64, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16, "batch": 1,
+            "bucket_sizes_mb": (1.0,), "rounds": 6, "steps": 20, "check_steps": 0, "profile_steps": 0,
+            "strategies": strategies_on("cpu"),
         },
         "quick": QUICK,
         "smoke": QUICK | {

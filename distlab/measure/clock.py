@@ -234,7 +234,7 @@ def call_ms(run: Callable[[], object], repeats: int = 5, block_ms: float = 10.0)
     """`wall` and `host`: ms per call of `run`, called again and again as a model calls its operations.
 
     Each of the `repeats` times is that of a block of calls that take about `block_ms`, begun with nothing left to do:
-    until the device has finished it, and until the host is free. Where the two are alike, the device waited for the host.
+    until the device has finished it, and until the host is free. Where these are alike, the device waited.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -14,7 +14,7 @@ from distlab.report.charts import (
     stream_lanes,
     timeline,
 )
-from distlab.report.noise import NOISE, TIE, host_bound, interval_ties, noise_by_row, noise_of, tied
+from distlab.report.noise import NOISE, TIE, host_bound, interval_ties, noise_by_row, noise_of, tied, waiting
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, reading, write_csv, write_json
 from distlab.report.run import OutputFolder
@@ -58,6 +58,7 @@ __all__ = [
     "stream_lanes",
     "tied",
     "timeline",
+    "waiting",
     "write",
     "write_csv",
     "write_json",

@@ -56,5 +56,12 @@ def host_bound(record: Record) -> str:
     return " host" if is_number(host) and is_number(device) and host > device else ""
 
 
+def waiting(records: Sequence[Record]) -> str:
+    """For a headline: which rows leave the GPU idle for more than a tenth of their step; empty for none."""
+    idle = {record.variant: record.metrics.get("gpu_idle_pct") or 0.0 for record in records}
+    found = [f"{variant} {share:.0f} %" for variant, share in idle.items() if share > 10]
+    return f"; the GPU waits for the host: {', '.join(found)} of the step" if found else ""
+
+
 NOISE = Column("metrics.noise_pct", "± %", ".1f", missing="", derived=lambda record: noise_of(record.metrics))
 

@@ -529,6 +529,7 @@ COMPARISON = View(
               "of_copy_pct"),
     reading="Times in µs; wall is of calls in a loop, the others on the device. Above 1 in `best peer / ours` ours is "
     "faster; ± is the difference between two timings of ours, one before and one after the peers. If `rounds` has a "
-    "number, all were interleaved in so many rounds: the ratio is the median over rounds, and ± how far the 95 % interval of ours over ours reaches.",
+    "number, all were interleaved in so many rounds: the ratio is the median over rounds, and ± how far the 95 % "
+    "interval of ours over ours reaches.",
 )
 EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1, parts=(COMPARISON,))

@@ -38,6 +38,7 @@ from distlab.measure import (
     Pace,
     PhaseTimer,
     attempt,
+    busy_ms,
     check_clock,
     check_speed,
     check_work,
@@ -51,7 +52,7 @@ from distlab.measure import (
 )
 from distlab.measure.trace.capture import PHASES
 from distlab.options import SEED
-from distlab.report import NOISE, Panel, lines, noise_of, overlaid, stacked_bars
+from distlab.report import NOISE, Panel, lines, noise_of, overlaid, stacked_bars, waiting
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.requirements import require, shortage
 
@@ -308,13 +309,15 @@ def time_mode(
     slowest = partial(slowest_rank, group=context.group, device=context.device)
     phases = {name: slowest([sample[name] for sample in samples]) for name in samples[0]}
     peak = slowest([memory.peak_alloc_bytes or 0])[0]
+    busy = busy_ms(partial(trial, mode))[0] if context.device.type == "cuda" else None
     # From here on nothing is communicated, so a rank may raise.
     covered = check_clock([sample["step"] for sample in samples], wall_ms, context.device)
     check_work(trial.last_loss, trial.gradients() if mode in ("forward_backward", "step") else None)
     shared = {"peak_alloc_bytes": int(peak) or None, "clock_covered_pct": 100 * covered}
-    return {
-        warmup: _metrics(trial, mode, phases, warmup, config.repeats) | shared for warmup in config.warmups
-    }
+    rows = {warmup: _metrics(trial, mode, phases, warmup, config.repeats) | shared for warmup in config.warmups}
+    for row in rows.values() if busy is not None else ():
+        row["gpu_idle_pct"] = 100 * max(0.0, 1 - busy / row["step_p50_ms"])
+    return rows
 
 
 def _metrics(
@@ -383,10 +386,11 @@ VIEW = View(
         ms_column("backward_p50_ms", "backward"), ms_column("optimizer_p50_ms", "optimizer"),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30),
         Column("metrics.tokens_per_s", "tokens/s", ",.0f"), Column("metrics.tflops_per_s", "TFLOP/s", ",.2f"),
-        Column("metrics.mfu_pct", "MFU %", ".1f"), Column("metrics.grad_rel_error", "gradient error", ".0e"),
+        Column("metrics.mfu_pct", "MFU %", ".1f"), Column("metrics.gpu_idle_pct", "GPU idle %", ".0f", optional=True),
+        Column("metrics.grad_rel_error", "gradient error", ".0e"),
         NOISE, Column("metrics.status", "status", align="left"),
     ],
-    headline=headline,
+    headline=lambda records: headline(records) + waiting(records),
     terminal=("variant", "step_p50_ms", "noise_pct", "peak_alloc_bytes", "tokens_per_s", "mfu_pct", "status"),
     pictures={"steps.png": draw_steps, "warmup.png": draw_warmup},
     reading="Inference is a forward without gradients; forward keeps what backward needs and stops there; "
