@@ -18,6 +18,7 @@ while recording; such calls have no program and run as written every time.
 """
 
 import functools
+import importlib
 import inspect
 import math
 import threading
@@ -305,19 +306,31 @@ class _Recorder(TorchDispatchMode):
             given = ", ".join([*(self.expression(x) for x in args), *named])
             self.lines.append(f"{self._constant(kernel[grid])}({given})")
             return
+        # Triton's launcher in C, without the Python around it, which encodes every descriptor again in every call.
+        run = compiled.run
+        inside = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
+        self.repeatable &= not (run.global_scratch_size or run.profile_scratch_size)
+        encodings = iter(inside.get("tensordesc_meta", ()))
         given = []
         for value in (*args, *(options[name] for name in kernel.arg_names[len(args) :])):
             if isinstance(value, Tensor):
                 given.append(self._address(value))
             elif isinstance(getattr(value, "base", None), Tensor):
-                given.append(f"{self._constant(_Descriptor(value))}.at({self._address(value.base)})")
+                given.append(f"*{self._constant(_Encoded(value, next(encodings)))}[{self._address(value.base)}]")
             else:
                 given.append(self.expression(value))
         sizes, index = (*grid, 1, 1)[:3], torch.cuda.current_device()
         self.constants["stream"] = torch._C._cuda_getCurrentRawStream
-        fixed = self._constant((compiled.function, compiled.packed_metadata, None, None, None))
-        run = f"{self._constant(compiled.run)}({', '.join(map(str, sizes))}, stream({index}), *{fixed}"
-        self.lines.append(f"{run}, {', '.join(given)})")
+        fixed: tuple[Any, ...] = compiled.function, run.launch_cooperative_grid, run.launch_pdl
+        arguments = ", ".join(given)
+        if hasattr(run, "kernel_signature"):  # Triton 3.7
+            fixed += compiled.packed_metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature
+            arguments = f"({arguments},)"
+        else:
+            fixed += None, None, compiled.packed_metadata, None, None, None
+        launcher = self._constant(inside.get("launcher", run.launch))
+        first = ", ".join(map(str, sizes))
+        self.lines.append(f"{launcher}({first}, stream({index}), *{self._constant(fixed)}, {arguments})")
 
     def _address(self, tensor: Tensor) -> str:
         number, offset = self._place(tensor)
@@ -341,18 +354,31 @@ class _Recorder(TorchDispatchMode):
         return made
 
 
+class _Encoded(dict):
+    """What Triton's launcher in C is given for a TensorDescriptor: address → the encoded descriptor, shape, strides.
+
+    Encoded once per address: those of activations come back in every step, as the allocator gives them again.
+    """
+
+    def __init__(self, like: Any, encoding: Any) -> None:
+        super().__init__()
+        self.like, self.encoding = like, encoding
+        self.make = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
+
+    def __missing__(self, address: int) -> tuple:
+        if len(self) >= MOST_PROGRAMS:
+            self.clear()
+        self[address] = made = tuple(self.make(_Descriptor(self.like, address), self.encoding))
+        return made
+
+
 class _Descriptor:
     """A TensorDescriptor of Triton's at whatever address: what its launcher reads of one."""
 
-    __slots__ = ("address", "base", "padding", "shape", "strides")
-
-    def __init__(self, like: Any, address: int = 0) -> None:
+    def __init__(self, like: Any, address: int) -> None:
         self.shape, self.strides, self.padding = like.shape, like.strides, like.padding
+        self.round_f32_to_tf32 = getattr(like, "round_f32_to_tf32", False)
         self.address, self.base = address, self
-
-    def at(self, address: int) -> "_Descriptor":
-        """The same at an address; a new object, because another thread may be launching with this one."""
-        return _Descriptor(self, address)
 
     def data_ptr(self) -> int:
         """The address, for which the launcher asks `base`."""
