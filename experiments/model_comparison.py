@@ -169,7 +169,9 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     times = {name: list(itertools.chain(*found)) for name, found in taken.items()}
     for name, found in rows.items():
         if name in times:
-            found |= compare(name, times) | (waits(ways[name], found) if device.type == "cuda" else {})
+            found |= compare(name, times)
+            if device.type == "cuda":
+                found |= waits(ways[name], found["step_p50_ms"])
         ops, attention, how = WAYS[name]
         origin = ", ".join(f"{operation} {source}" for operation, source in sources(attention, ops, how).items())
         run.add(name, found, operations=origin, how=how, num_parameters=base.config.num_parameters)
@@ -187,10 +189,10 @@ def compare(name: str, times: dict[str, list[float]]) -> dict[str, float]:
     return found
 
 
-def waits(way: Way, found: dict[str, Any]) -> dict[str, float]:
+def waits(way: Way, step_ms: float) -> dict[str, float]:
     """How much of a step the GPU is idle, and what the host launches in one."""
     busy, launches = busy_ms(way)
-    return {"gpu_idle_pct": 100 * max(0.0, 1 - busy / found["step_p50_ms"]), "busy_ms": busy, "launches": launches}
+    return {"gpu_idle_pct": 100 * max(0.0, 1 - busy / step_ms), "busy_ms": busy, "launches": launches}
 
 
 def draw(records: Sequence[Record], path: Path) -> None:

@@ -314,7 +314,7 @@ def test_compiled_by_inductor_under_autocast():
 
 
 # Inductor has Triton contract products and sums in another way than Triton by itself, and its own cosine.
-LAST_BITS = {"rtol": 2e-6, "atol": 2e-6}
+LAST_BITS = {"rtol": 2e-6, "atol": 1e-5}  # sums over rows
 OPAQUE = ("matmul", "matmul_gelu", "cross_entropy", "cross_entropies", "linear_cross_entropy", "linear_gelu_dropout",
           "seeded_dropout")
 
