@@ -319,10 +319,11 @@ class _Recorder(TorchDispatchMode):
 class _Descriptor:
     """A TensorDescriptor of Triton's at whatever address: what its launcher reads of one."""
 
-    __slots__ = ("address", "base", "padding", "shape", "strides")
+    __slots__ = ("address", "base", "padding", "round_f32_to_tf32", "shape", "strides")
 
     def __init__(self, like: Any, address: int = 0) -> None:
         self.shape, self.strides, self.padding = like.shape, like.strides, like.padding
+        self.round_f32_to_tf32 = getattr(like, "round_f32_to_tf32", False)  # from Triton 3.7 on
         self.address, self.base = address, self
 
     def at(self, address: int) -> "_Descriptor":
