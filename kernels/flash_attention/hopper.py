@@ -89,11 +89,11 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, prob
 
     `consumers` is 2 or 3, warpgroups of 64 queries each; `stages` the buffers of K and V.
     """
-    from .hopper_forward import forward_kernel
+    from .hopper_forward import hopper_forward_kernel
 
     batch, heads, query_count, _ = q.shape
     _dispatch.launch(
-        forward_kernel, (cdiv(query_count, 64 * consumers) * batch * heads,),
+        hopper_forward_kernel, (cdiv(query_count, 64 * consumers) * batch * heads,),
         _descriptor(q, 64), _descriptor(k, KEYS), _descriptor(v, KEYS), _descriptor(o, 64), lse,
         heads, heads // k.shape[1], query_count, k.shape[2], _last_seen(problem, k.shape[2]), problem.scale * LOG2_E,
         CONSUMERS=consumers, STAGES=stages, REGISTERS=CONSUMER_REGISTERS[consumers], num_warps=4)
@@ -103,14 +103,14 @@ def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do:
                     dv: Tensor, problem: Problem) -> None:
     """Fill dq, dk and dv: tensors as in backward.py that `serves` takes, do, dk and dv among them."""
     from .backward_launch import launch_delta
-    from .hopper_backward import backward_kernel, cast_kernel
+    from .hopper_backward import cast_kernel, hopper_backward_kernel
 
     batch, heads, query_count, head_dim = q.shape
     rows, queries = batch * heads * query_count, 64 if head_dim == 128 else 128
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     saved = launch_delta(q, k, v, o, lse, do, dq_sum)
     _dispatch.launch(
-        backward_kernel, (cdiv(k.shape[2], KEYS) * batch * k.shape[1],),
+        hopper_backward_kernel, (cdiv(k.shape[2], KEYS) * batch * k.shape[1],),
         _descriptor(q, queries), _descriptor(k, 64), _descriptor(v, 64), _descriptor(do, queries),
         _flat_descriptor(saved.lse2, queries), _flat_descriptor(saved.delta, queries),
         _descriptor(dq_sum, 64, 64), _descriptor(dk, 64), _descriptor(dv, 64),

@@ -194,7 +194,7 @@ def _consumer(given, operands, others, W: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["heads", "kv_group", "query_count", "key_count", "padded_count", "hi"])
-def backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_desc, dk_desc, dv_desc,
+def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_desc, dk_desc, dv_desc,
                     heads, kv_group, query_count, key_count, padded_count, hi, scale, scale_log2):
     """One program: dK and dV of 128 keys of one key head, and their share of dQ / scale; long key tiles come first."""
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]

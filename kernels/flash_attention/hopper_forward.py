@@ -212,8 +212,8 @@ def _consumer(given, W: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["heads", "kv_group", "query_count", "key_count", "hi"])
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, kv_group, query_count, key_count, hi, scale_log2,
-                   CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+def hopper_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, kv_group, query_count, key_count, hi,
+                          scale_log2, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr):
     """One program: O and LSE of CONSUMERS · 64 queries of one head; the last queries of a head, the longest, first."""
     q = ring(q_desc, CONSUMERS, 1)
     k = ring(k_desc, STAGES, CONSUMERS)
