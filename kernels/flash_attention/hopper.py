@@ -34,6 +34,13 @@ def installed() -> bool:
         return False
 
 
+def unavailable(index: int | None) -> str | None:
+    """Why no call on this CUDA device takes these kernels, in words; None if they run there."""
+    if (gpu := generation(index)) != "sm_90":
+        return f"those for Hopper need sm_90, this is {gpu}"
+    return None if installed() else "this Triton has no Gluon, which came with 3.6"
+
+
 def serves(direction: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *more: Tensor) -> bool:
     """Whether the Hopper kernel takes this call: (B, H, T, D) tensors with contiguous rows, `more` likewise.
 
@@ -48,7 +55,7 @@ def serves(direction: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *m
         and owned.shape[0] * owned.shape[1] * owned.shape[2] >= LEAST_ROWS
         and max(padded_rows, q.shape[2] + k.shape[2] + KEYS) < LARGEST
         and all(_described(x) for x in (q, k, v, *more))
-        and generation(q.device.index) == "sm_90" and installed() and not configs.forces()
+        and unavailable(q.device.index) is None and not configs.forces()
     )
 
 

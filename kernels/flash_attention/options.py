@@ -81,8 +81,9 @@ def backward_passes(backward: str | None, deterministic: bool | None) -> str:
     if deterministic not in (None, True, False):
         raise TypeError(f"deterministic must be True, False or None, got {deterministic!r}")
     if backward is not None:
-        warnings.warn("backward= is deprecated, and gone in the next version; say deterministic=True for two passes",
-                      DeprecationWarning, stacklevel=4)
+        if not torch.compiler.is_compiling():  # which cannot trace a warning
+            warnings.warn("backward= is deprecated, and gone in the next version; say deterministic=True for two passes",
+                          DeprecationWarning, stacklevel=4)
         if deterministic and backward == "fused":
             raise ValueError("backward is 'fused', which is not deterministic, and deterministic True; leave one out")
     if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:

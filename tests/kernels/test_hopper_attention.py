@@ -86,9 +86,11 @@ def test_machines_that_take_the_triton_path(monkeypatch):
     for generation in ("sm_80", "sm_100", "interpreter"):
         monkeypatch.setattr(hopper, "generation", lambda index, generation=generation: generation)
         assert not served(q)
+        assert hopper.unavailable(0) == f"those for Hopper need sm_90, this is {generation}"
     monkeypatch.setattr(hopper, "generation", lambda index: "sm_90")
     monkeypatch.setattr(hopper, "installed", lambda: False)
     assert not served(q)
+    assert "no Gluon" in hopper.unavailable(0)
 
 
 def test_forced_tiles_are_those_of_triton(on_hopper):
