@@ -82,7 +82,7 @@ def backward_passes(backward: str | None, deterministic: bool | None) -> str:
         raise TypeError(f"deterministic must be True, False or None, got {deterministic!r}")
     if backward is not None:
         if not torch.compiler.is_compiling():  # which cannot trace a warning
-            warnings.warn("backward= is deprecated, and gone in the next version; say deterministic=True for two passes",
+            warnings.warn("backward= is deprecated and gone in the next version; deterministic=True means two passes",
                           DeprecationWarning, stacklevel=4)
         if deterministic and backward == "fused":
             raise ValueError("backward is 'fused', which is not deterministic, and deterministic True; leave one out")

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,6 +133,22 @@ def test_what_deterministic_means():
         backward_passes("fused", True)
     with pytest.raises(TypeError, match="deterministic must be True, False or None, got 'yes'"):
         backward_passes(None, "yes")
+
+
+@pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
+def test_a_recorded_descriptor_is_what_the_launcher_reads(monkeypatch):
+    import triton
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    class Utils:
+        def __getattr__(self, name):
+            return lambda *args: (name, *args)
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=Utils()))
+    made = hopper._descriptor(torch.zeros(2, 3, 70, 128, dtype=torch.float16), 64)
+    recorded = _dispatch._Descriptor(made).at(made.base.data_ptr())
+    metadata = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 64, 64], "fp4_padded": False}
+    assert make_tensordesc_arg(recorded, metadata) == make_tensordesc_arg(made, metadata)
 
 
 COMPILE = r"""
