@@ -202,12 +202,15 @@ def find_triton() -> list[Finding]:
     import torch
 
     from kernels._triton import interpreted
+    from kernels.flash_attention import hopper
 
     how = (LIMITED, "plain torch on the CPU", "TRITON_INTERPRET=1 runs the Triton code, slowly")
     if interpreted():
         how = (LIMITED, "interpreted (TRITON_INTERPRET=1)", "correct in fp32 and fp16, not fast")
     elif torch.cuda.device_count():
-        how = (OK, "compiled for the GPU", "")
+        why = hopper.unavailable(None)
+        attention = "those for Hopper" if why is None else f"in plain Triton, as {why}"
+        how = (OK, f"compiled for the GPU; attention's: {attention}", "")
     return [triton, Finding("kernels", *how)]
 
 

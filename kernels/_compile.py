@@ -59,7 +59,7 @@ def compile_for(capability: int = 90) -> Iterator[list[Any]]:
 
 
 def resources(compiled: Any) -> dict[str, int]:
-    """Registers per thread, bytes spilled and bytes of shared memory of a compiled kernel.
+    """Of a compiled kernel: registers per thread, bytes spilled, bytes of shared memory, wgmma that ptxas serialized.
 
     On a GPU of the generation it is compiled for the driver is asked; elsewhere the kernel's PTX goes through Triton's
     own ptxas once more.
@@ -68,7 +68,7 @@ def resources(compiled: Any) -> dict[str, int]:
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == divmod(arch, 10):
         compiled._init_handles()
         return {"registers": compiled.n_regs, "spill_bytes": 4 * compiled.n_spills,
-                "shared_bytes": compiled.metadata.shared}
+                "shared_bytes": compiled.metadata.shared, "serialized": 0}  # the driver does not say
     import triton
 
     binary = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
@@ -86,4 +86,5 @@ def resources(compiled: Any) -> dict[str, int]:
         "registers": number(r"Used (\d+) registers"),
         "spill_bytes": number(r"(\d+) bytes spill stores"),
         "shared_bytes": compiled.metadata.shared,
+        "serialized": report.count("wgmma.mma_async instructions are serialized"),
     }

@@ -43,10 +43,13 @@ def load_lse2(base, rows, query_count):
 
 
 @triton.jit(do_not_specialize=["heads", "query_count", "padded_count"])
-def delta_kernel(o_ptr, do_ptr, lse_ptr, delta_ptr, lse2_ptr,
+def delta_kernel(o_ptr, do_ptr, lse_ptr, delta_ptr, lse2_ptr, dq_sum_ptr,
                  stride_ob, stride_oh, stride_ot, stride_gb, stride_gh, stride_gt, heads, query_count, padded_count,
                  HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Δ = rowsum(dO ∘ O) and LSE·log2(e) of all rows; what `load_lse2` says of padding holds in memory too."""
+    """Δ = rowsum(dO ∘ O) and LSE·log2(e) of all rows; what `load_lse2` says of padding holds in memory too.
+
+    Also clears the (B, H, Tq, D) tensor at dq_sum_ptr, unless that is None.
+    """
     tiles = padded_count // BLOCK_M  # one grid dimension: only the first may exceed 65,535
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     bh = tl.program_id(0) // tiles
@@ -62,6 +65,10 @@ def delta_kernel(o_ptr, do_ptr, lse_ptr, delta_ptr, lse2_ptr,
     lse2 = load_lse2(lse_ptr + bh.to(tl.int64) * query_count, rows, query_count)
     tl.store(delta_ptr + bh.to(tl.int64) * padded_count + rows, delta)
     tl.store(lse2_ptr + bh.to(tl.int64) * padded_count + rows, lse2)
+    if dq_sum_ptr is not None:
+        to = dq_sum_ptr + (bh.to(tl.int64) * query_count + wide)[:, None] * HEAD_DIM + offs_d[None, :]
+        tl.store(to, tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+                 mask=(rows < query_count)[:, None] & (offs_d < HEAD_DIM)[None, :])
 
 
 @triton.jit

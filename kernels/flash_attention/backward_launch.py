@@ -53,8 +53,8 @@ def _constants(saved: Saved, problem: Problem) -> dict[str, int | bool | str]:
 
 
 def launch_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-                 do: torch.Tensor) -> Saved:
-    """Run `delta_kernel` on what the forward saved: q, k, v, o, lse as in forward.py, do like o.
+                 do: torch.Tensor, dq_sum: torch.Tensor | None = None) -> Saved:
+    """Run `delta_kernel` on what the forward saved: q, k, v, o, lse as in forward.py, do like o; clear dq_sum.
 
     Last dimensions are contiguous, and nothing is empty.
     """
@@ -63,7 +63,7 @@ def launch_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Ten
     delta = torch.empty((batch, heads, padded_count), dtype=torch.float32, device=q.device)
     lse2 = torch.empty_like(delta)
     rows = SHORT_DELTA_ROWS if delta.numel() <= FEW_ROWS else LONG_DELTA_ROWS
-    launch(delta_kernel, (padded_count // rows * batch * heads,), o, do, lse, delta, lse2,
+    launch(delta_kernel, (padded_count // rows * batch * heads,), o, do, lse, delta, lse2, dq_sum,
            *o.stride()[:3], *do.stride()[:3], heads, query_count, padded_count,
            HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), BLOCK_M=rows)
     return Saved(q, k, v, do, delta, lse2)

@@ -148,6 +148,11 @@ def forced(**choices: Tile | str) -> Iterator[None]:
         _dispatch.forget()
 
 
+def forces() -> bool:
+    """Whether tests or measurements force tiles of the Triton kernels."""
+    return bool(_forced)
+
+
 def key_of(q: torch.Tensor, problem: Problem, gpu: str | None = None) -> Key:
     """The key of a call with this q; `gpu` is that of q's device unless given."""
     batch, heads, count, head_dim = q.shape

@@ -14,13 +14,22 @@ from .._autograd import first_order
 from .._rows import autocast
 from ..cost import Cost
 from . import ops, tiled
-from .options import BACKWARDS, DTYPES, band, check_call, check_documents, document_bounds, visible_pairs
+from .options import (
+    DTYPES,
+    backward_passes,
+    band,
+    check_call,
+    check_documents,
+    document_bounds,
+    visible_pairs,
+)
 
 
 class FlashAttention2(Function):
     """Triton FlashAttention-2: `apply(q, k, v, is_causal=False)` → o, of q's shape.
 
-    Further positional options: scale, window, alignment, precision, document_ids, backward; see `flash_attention`.
+    Further positional options: scale, window, alignment, precision, document_ids, backward, deterministic; see
+    `flash_attention`.
     Where Triton cannot run the plain-torch tiles are used instead. Saved: q, k, v, o, and the log-sum-exp of shape
     `q.shape[:-1]`.
 
@@ -29,15 +38,16 @@ class FlashAttention2(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
-                document_ids=None, backward="two-pass"):
+                document_ids=None, backward=None, deterministic=None):
         cast = autocast(q, k, v)
         options = is_causal, scale, window, alignment, precision
         if document_ids is not None:  # else the operator checks, once for all calls alike
             check_call(*cast, *options)
-        documents = _documents(*cast[:2], document_ids, backward)
+        passes = backward_passes(backward, deterministic)
+        documents = _documents(*cast[:2], document_ids)
         o, lse = ops.forward_op(*cast, *options, *documents)
         ctx.save_for_backward(*cast, o, lse)
-        ctx.options = *options, *documents, backward == "fused"
+        ctx.options = *options, *documents, passes
         ctx.input_dtypes = q.dtype, k.dtype, v.dtype
         return o
 
@@ -47,14 +57,12 @@ class FlashAttention2(Function):
         q, k, v, o, lse = ctx.saved_tensors
         grads = ops.backward_op(q, k, v, o, lse, do.to(o.dtype), *ctx.options)
         dq, dk, dv = (g.to(dtype) for g, dtype in zip(grads, ctx.input_dtypes, strict=True))
-        return dq, dk, dv, *[None] * 7
+        return dq, dk, dv, *[None] * 8
 
 
-def _documents(q: Tensor, k: Tensor, document_ids: Tensor | None,
-               backward: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def _documents(q: Tensor, k: Tensor,
+               document_ids: Tensor | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """The bounds of each position's document; checks what the operator is not given."""
-    if backward not in BACKWARDS:
-        raise ValueError(f"backward is {backward!r}; allowed: {', '.join(BACKWARDS)}")
     if document_ids is None:
         return None, None
     check_documents(q, k, document_ids)
@@ -66,11 +74,12 @@ class FlashAttention2PyTorch(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
-                document_ids=None, backward="two-pass"):
+                document_ids=None, backward=None, deterministic=None):
         cast = autocast(q, k, v)
         options = is_causal, scale, window, alignment, precision
         check_call(*cast, *options, dtypes=(*DTYPES, torch.float64))
-        documents = _documents(*cast[:2], document_ids, backward)
+        backward_passes(backward, deterministic)  # checks them; the tiles are summed in one order always
+        documents = _documents(*cast[:2], document_ids)
         ctx.problem = ops.problem_of(*cast[:2], *options, *documents)
         o, lse = tiled.forward(*ops.four_d(*cast), ctx.problem)
         o, lse = o.view(q.shape), lse.view(q.shape[:-1])
@@ -86,12 +95,13 @@ class FlashAttention2PyTorch(Function):
         grads = tiled.backward(*ops.four_d(q, k, v, o), lse, *ops.four_d(do), ctx.problem)
         dq, dk, dv = (g.view(x.shape).to(dtype)
                       for g, x, dtype in zip(grads, (q, k, v), ctx.input_dtypes, strict=True))
-        return dq, dk, dv, *[None] * 7
+        return dq, dk, dv, *[None] * 8
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
                     window: int | None = None, alignment: str = "top-left", precision: str = "emulated",
-                    document_ids: Tensor | None = None, backward: str = "two-pass") -> Tensor:
+                    document_ids: Tensor | None = None, backward: str | None = None,
+                    deterministic: bool | None = None) -> Tensor:
     """softmax(scale · q kᵀ + mask) v, without the (T, T) matrix in memory; differentiable in q, k and v.
 
     Args:
@@ -109,8 +119,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
             not depend on it.
         document_ids: (B, T) integers for packed sequences, Tq = Tk: positions see each other only within one run of
             equal ids.
-        backward: "two-pass", bit-identical from run to run, or "fused", five matmuls instead of seven with dQ summed
-            by atomic additions, so that its last bits change.
+        backward: deprecated: "two-pass" is deterministic=True; "fused" is one pass with atomic additions to dQ.
+        deterministic: True for gradients that are bit-identical from run to run. False takes the fastest kernels, whose
+            sums of dQ may come in any order, so that its last bits change (those for Hopper do that; o, dk and dv are
+            bit-identical always). None follows `torch.use_deterministic_algorithms`.
 
     Returns:
         (B, T, D) or (B, H, T, D) in q's dtype (autocast's under autocast). Rows that see no key are 0.
@@ -121,7 +133,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
     Source: Dao, FlashAttention-2 (2023). On CUDA tensors, and with TRITON_INTERPRET=1, the Triton kernels run; on other
     devices the plain-torch tiles. `create_graph=True` raises: the gradient of a gradient is not defined.
     """
-    return FlashAttention2.apply(q, k, v, causal, scale, window, alignment, precision, document_ids, backward)
+    return FlashAttention2.apply(q, k, v, causal, scale, window, alignment, precision, document_ids, backward,
+                                 deterministic)
 
 
 def cost(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: torch.dtype, *, causal: bool = False,

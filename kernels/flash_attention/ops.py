@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import _dispatch, _triton
-from . import configs, tiled
+from . import configs, hopper, tiled
 from .options import Problem, band, check_call, visible_pairs
 
 if TYPE_CHECKING:
@@ -84,6 +84,9 @@ def _launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, pro
 
     head_dim = q.shape[-1]
     q, k, v = _aligned(q, k, v)
+    if hopper.serves("forward", q, k, v, problem, o):
+        hopper.launch_forward(q, k, v, o, lse, problem)
+        return
     problem = configs.settled(q, problem)
     out = o if head_dim == q.shape[-1] else torch.empty_like(q)
     run = partial(launch_forward, q, k, v, out, lse, problem)
@@ -95,8 +98,8 @@ def _launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, pro
 @_dispatch.operator("flash_attention_backward", opaque=True)
 def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float | None,
                 window: int | None, alignment: str, precision: str, doc_first: Tensor | None, doc_last: Tensor | None,
-                fused: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v from what the forward saved and do, like o, in two passes or `fused` in one."""
+                passes: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v from what the forward saved and do, like o; `passes` as `backward_passes` says."""
     problem = problem_of(q, k, causal, scale, window, alignment, precision, doc_first, doc_last)
     shapes = q.shape, k.shape, v.shape
     q, k, v = (_rows_contiguous(x) for x in four_d(q, k, v))
@@ -110,21 +113,24 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
         for grad, made in zip(grads, tiled.backward(q, k, v, o, lse, do, problem), strict=True):
             grad.copy_(made)
     else:
-        _launch_backward(q, k, v, o, lse, do, grads, problem, fused)
+        _launch_backward(q, k, v, o, lse, do, grads, problem, passes)
     dq, dk, dv = (grad.view(shape) for grad, shape in zip(grads, shapes, strict=True))
     return dq, dk, dv
 
 
 def _launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, grads: tuple[Tensor, ...],
-                     problem: Problem, fused: bool) -> None:
+                     problem: Problem, passes: str) -> None:
     from .backward_launch import launch_backward, launch_delta, launch_dkdv, launch_dq
 
     head_dim = q.shape[-1]
     q, k, v, o, do = _aligned(q, k, v, o, do)
-    problem = configs.settled(q, problem, fused)
+    if passes == "fastest" and hopper.serves("backward", q, k, v, problem, do, *grads):
+        hopper.launch_backward(q, k, v, o, lse, do, *grads, problem)
+        return
+    problem = configs.settled(q, problem, passes == "fused")
     outs = grads if head_dim == q.shape[-1] else tuple(torch.empty_like(x) for x in (q, k, v))
     saved = launch_delta(q, k, v, o, lse, do)
-    if fused:
+    if passes == "fused":
         _launch_fused(saved, *outs, problem)
     elif at_once := configs.concurrent(q, k.shape[2], problem):
         launch_backward(saved, *outs, problem, at_once.passes, at_once.dkdv, at_once.dq)

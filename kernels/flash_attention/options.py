@@ -1,5 +1,6 @@
 """What one attention call means: the mask as a band, the scale, the arithmetic; and the checks on what users pass."""
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,26 @@ def band(query_count: int, key_count: int, causal: bool, window: int | None,
     lo = None if window is None else window - shift
     hi = shift if causal else (None if window is None else window + shift)
     return lo, hi
+
+
+def backward_passes(backward: str | None, deterministic: bool | None) -> str:
+    """What the backward operator is asked for: "two-pass", "fused", or "fastest" where the caller leaves it open.
+
+    `deterministic` None follows torch.use_deterministic_algorithms.
+    """
+    if backward not in (None, *BACKWARDS):
+        raise ValueError(f"backward is {backward!r}; allowed: {', '.join(BACKWARDS)}")
+    if deterministic not in (None, True, False):
+        raise TypeError(f"deterministic must be True, False or None, got {deterministic!r}")
+    if backward is not None:
+        if not torch.compiler.is_compiling():  # which cannot trace a warning
+            warnings.warn("backward= is deprecated and gone in the next version; deterministic=True means two passes",
+                          DeprecationWarning, stacklevel=4)
+        if deterministic and backward == "fused":
+            raise ValueError("backward is 'fused', which is not deterministic, and deterministic True; leave one out")
+    if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:
+        return "two-pass"
+    return backward or "fastest"
 
 
 def visible_pairs(query_count: int, key_count: int, lo: int | None, hi: int | None) -> int:

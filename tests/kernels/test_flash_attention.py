@@ -46,11 +46,11 @@ def inputs(batch, heads, kv_heads, query_count, key_count, head_dim, dtype=torch
 
 
 def apply(function, *, causal=False, scale=None, window=None, alignment="top-left", document_ids=None,
-          backward="two-pass"):
+          backward=None):
     return lambda q, k, v: function.apply(q, k, v, causal, scale, window, alignment, "ieee", document_ids, backward)
 
 
-def check(function, tensors, backward="two-pass", **options):
+def check(function, tensors, backward=None, **options):
     """Output and gradients against float64."""
     ours = with_gradients(apply(function, backward=backward, **options), *tensors)
     expected = in_float64(*tensors, **options)

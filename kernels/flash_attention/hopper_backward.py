@@ -1,0 +1,238 @@
+"""FlashAttention-3 backward for Hopper in Gluon: one pass of five matmuls, dQ summed in memory by the TMA unit.
+
+The math, shapes and results are those of backward.py, with Δ and LSE·log2(e) from its `delta_kernel`. Where its two
+passes compute seven matmuls per tile, a program here owns 128 keys of a key head, walks over the query tiles that see
+them, of one query head that reads this key head after the other, and computes every product once:
+
+    Sᵀ = K Qᵀ    dPᵀ = V dOᵀ    Pᵀ = exp2(scale·log2(e)·Sᵀ − LSE₂)    dSᵀ = Pᵀ ∘ (dPᵀ − Δ)
+    dV += Pᵀ dO    dK += dSᵀ Q    dQ += dS K
+
+Each of two consumer warpgroups owns 64 of the keys, with their dK and dV in registers. Pᵀ and dSᵀ are left operands
+of the next matmul from registers too; dS crosses to the other consumer in shared memory, because each computes half of
+the tile's dQ over all 128 keys: half of its columns at D = 128 (tiles of 64 queries), half of its rows at D = 64 (128).
+That half leaves as fp32 by a TMA reduction: other programs add to the same rows, in whatever order they come, so the
+last bits of dQ differ from run to run. dK and dV are bit-identical.
+
+    producer     K V Q₀ dO₀ │ Q₁ dO₁ │ ⋯                       (waits until the buffers of two tiles ago are read)
+    consumer 0   │ dPᵀ │ exp2: P │ dV │ dS → shared, dK │ wait ds_full │ dQ │ Sᵀ of the next tile │ dQ → shared → TMA │
+    consumer 1   │ the same for the other 64 keys                ⋮                                                    │
+
+Sᵀ of the next tile is issued before dQ of this one is stored: the store overlaps it. dS has two buffers: a consumer
+that passes `ds_full` of a tile knows that the other is done with dQ of the tile before.
+
+Registers per thread of a consumer: dK and dV D/2 each, Sᵀ and dPᵀ Q/2 each, where Q is the queries of a tile, dQ 32 and
+the operands Q/4 each: 256 at D = 128, of which not all live at once, in the 240 that `setmaxnreg` leaves.
+Shared memory, KiB, at D = 128 | 64: K, V 32 | 16 each, Q, dO 2 · 16 each, dS 32 | 64, dQ 32, LSE and Δ 1 | 2.
+
+Saved for backward, dtypes and the meaning of a row without keys: as in backward.py. Besides its results the pass needs
+4 bytes · B · H · Tq · D for dQ in fp32, which `delta_kernel` clears and `cast_kernel` rounds.
+
+Source: Shah et al., FlashAttention-3 (2024).
+"""
+
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper_forward import barriers, copy_out, ring
+
+KEYS = gl.constexpr(64)  # of one consumer: the rows of one wgmma
+STAGES = gl.constexpr(2)
+NEVER = gl.constexpr(2**31 - 1)
+
+
+@builtin
+def reduce_add(desc, coordinates, source, _semantic=None):
+    """memory += source, by the TMA unit; `hopper.tma` has no call for it, its builder has."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, source.handle)
+
+
+@gluon.jit
+def _producer(given):
+    """Loads: K and V once, then Q, LSE, dO and Δ of the query tiles as their buffers come free."""
+    (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch, kv_head, heads, kv_group,
+     first_key, first_query, tiles, padded_count) = given
+    QUERIES: gl.constexpr = q_desc.block_type.shape[2]
+    for i in gl.static_range(2):
+        k.acquire(i, k_desc.block_type.nbytes)
+        k.copy(i, k_desc, batch, kv_head, first_key + i * KEYS)
+    for j in range(tiles * kv_group):
+        head = kv_head * kv_group + j // tiles
+        row = first_query + j % tiles * QUERIES
+        stats = (batch * heads + head) * padded_count + row
+        q.acquire(j, q_desc.block_type.nbytes + lse2_desc.block_type.nbytes)
+        q.copy(j, q_desc, batch, head, row)
+        tma.async_copy_global_to_shared(lse2_desc, [stats], q.full.index(j % STAGES), lse2.index(j % STAGES))
+        if j == 0:
+            for i in gl.static_range(2):
+                v.acquire(i, v_desc.block_type.nbytes)
+                v.copy(i, v_desc, batch, kv_head, first_key + i * KEYS)
+        do.acquire(j, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+        do.copy(j, do_desc, batch, head, row)
+        tma.async_copy_global_to_shared(delta_desc, [stats], do.full.index(j % STAGES), delta.index(j % STAGES))
+
+
+@gluon.jit
+def _issue_dq(b, k, ds, W: gl.constexpr):
+    """This consumer's half of dQ = dS K, over the keys of both: of the columns, or of the queries."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    dq = gl.zeros([64, 64], gl.float32, LAYOUT)
+    for i in gl.static_range(2):
+        if k.tiles.shape[2] == 128:
+            left, right = ds.index(2 * b + i), k.tile(i).slice(64 * W, 64, dim=1)
+        else:
+            left, right = ds.index(2 * b + i).slice(64 * W, 64, dim=1), k.tile(i)
+        dq = warpgroup_mma(left.permute((1, 0)), right, dq, use_acc=i > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, more, first_seen, scale_log2, W: gl.constexpr,
+          MASKED: gl.constexpr):
+    """Tile j, whose Sᵀ is there already; leaves Sᵀ of the next one, where there is `more`."""
+    k, v, q = operands
+    do, lse2, delta, ds, ds_full, dq_tiles = others
+    S_LAYOUT: gl.constexpr = st.type.layout
+    QUERIES: gl.constexpr = st.shape[1]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    DTYPE: gl.constexpr = q.tiles.dtype
+    zeros = gl.zeros([KEYS, QUERIES], gl.float32, S_LAYOUT)
+    do.wait_full(j)
+    dpt = warpgroup_mma(v.tile(W), do.tile(j).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    pt = gl.exp2(st * scale_log2 - lse2.index(j % STAGES).load(COLUMN)[None, :])
+    if MASKED:
+        queries = row + gl.arange(0, QUERIES, COLUMN)
+        pt = gl.where(queries[None, :] >= first_seen[:, None], pt, 0.0)
+    p_left = gl.convert_layout(pt.to(DTYPE), LEFT)
+    dpt = warpgroup_mma_wait(0, deps=[dpt])
+    dv = warpgroup_mma(p_left, do.tile(j), dv, is_async=True)
+    # loaded after the wait: live before it, Δ would push other values out of the registers
+    dst = (pt * (dpt - delta.index(j % STAGES).load(COLUMN)[None, :])).to(DTYPE)
+    b = j & 1
+    ds.index(2 * b + W).store(dst)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(b), count=1)
+    ds_left = gl.convert_layout(dst, LEFT)
+    dk = warpgroup_mma(ds_left, q.tile(j), dk, is_async=True)
+    mbarrier.wait(ds_full.index(b), (j // 2) & 1)
+    dq = _issue_dq(b, k, ds, W)
+    dv, p_left = warpgroup_mma_wait(3, deps=[dv, p_left])  # in flight: dK and two of dQ
+    do.release(j)
+    dk, ds_left = warpgroup_mma_wait(2, deps=[dk, ds_left])
+    q.release(j)
+    q.wait_full(j + 1, pred=more)
+    # after the last tile this multiplies what lies there, and nobody reads the result
+    st = warpgroup_mma(k.tile(W), q.tile(j + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    tma.store_wait(0)  # the last reduction has read its buffer
+    dq = warpgroup_mma_wait(1, deps=[dq])
+    tile = dq_tiles.index(W)
+    tile.store(dq)
+    fence_async_shared()
+    tile = tile._reinterpret(gl.float32, dq_desc.block_type.shape, dq_desc.layout)
+    if QUERIES == 64:
+        reduce_add(dq_desc, [batch, head, row, 64 * W], tile)
+    else:
+        reduce_add(dq_desc, [batch, head, row + 64 * W, 0], tile)
+    # a wgmma in flight across the loop's back edge would make ptxas serialise all of them
+    st = warpgroup_mma_wait(0, deps=[st])
+    return st, dk, dv
+
+
+@gluon.jit
+def _consumer(given, operands, others, W: gl.constexpr):
+    """All products for 64 keys, the W-th of the program."""
+    (dq_desc, dk_desc, dv_desc, batch, kv_head, kv_group, first_key, key_count, hi, first_query, tiles, scale,
+     scale_log2) = given
+    k, v, q = operands
+    QUERIES: gl.constexpr = q.tiles.shape[1]
+    D: gl.constexpr = q.tiles.shape[2]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    key0 = first_key + W * KEYS
+    keys = key0 + gl.arange(0, KEYS, gl.SliceLayout(1, S_LAYOUT))
+    # past the last key P is anything, even infinite, and would reach dQ as a NaN
+    first_seen = gl.where(keys < key_count, keys - hi, NEVER)
+    masked = gl.maximum((key0 + KEYS - 1 - hi - first_query + QUERIES - 1) // QUERIES, 0)
+    if key0 + KEYS > key_count:
+        masked = tiles
+    masked = gl.minimum(masked, tiles)
+    dk = gl.zeros([KEYS, D], gl.float32, SUM_LAYOUT)
+    dv = gl.zeros([KEYS, D], gl.float32, SUM_LAYOUT)
+    total = tiles * kv_group
+    k.wait_full(0)
+    k.wait_full(1)
+    q.wait_full(0, pred=total > 0)
+    zeros = gl.zeros([KEYS, QUERIES], gl.float32, S_LAYOUT)
+    st = warpgroup_mma(k.tile(W), q.tile(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    st = warpgroup_mma_wait(0, deps=[st])
+    v.wait_full(W, pred=total > 0)
+    for member in range(kv_group):
+        head = kv_head * kv_group + member
+        for i in range(masked):
+            j = member * tiles + i
+            st, dk, dv = _step(j, st, dk, dv, dq_desc, operands, others, batch, head, first_query + i * QUERIES,
+                               j + 1 < total, first_seen, scale_log2, W, True)
+        for i in range(masked, tiles):
+            j = member * tiles + i
+            st, dk, dv = _step(j, st, dk, dv, dq_desc, operands, others, batch, head, first_query + i * QUERIES,
+                               j + 1 < total, first_seen, scale_log2, W, False)
+    tma.store_wait(0)
+    copy_out(dv_desc, batch, kv_head, key0, v.tile(W), dv)
+    copy_out(dk_desc, batch, kv_head, key0, v.tile(W), dk * scale)
+
+
+@gluon.jit(do_not_specialize=["heads", "kv_group", "query_count", "key_count", "padded_count", "hi"])
+def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_desc, dk_desc, dv_desc,
+                    heads, kv_group, query_count, key_count, padded_count, hi, scale, scale_log2):
+    """One program: dK and dV of 128 keys of one key head, and their share of dQ / scale; long key tiles come first."""
+    QUERIES: gl.constexpr = q_desc.block_type.shape[2]
+    k = ring(k_desc, 2, 2)
+    v = ring(v_desc, 2, 1)
+    q = ring(q_desc, STAGES, 2)
+    do = ring(do_desc, STAGES, 2)
+    lse2 = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], lse2_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], delta_desc.layout)
+    ds = gl.allocate_shared_memory(q_desc.dtype, [4, KEYS, QUERIES], gl.NVMMASharedLayout(128, 16, rank=2))
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, 64], gl.NVMMASharedLayout(128, 32, rank=2))
+    ds_full = barriers(2, 2)
+    fence_async_shared()
+    key_tiles = (key_count + 2 * KEYS - 1) // (2 * KEYS)
+    kv_heads = heads // kv_group
+    pid = gl.program_id(0)
+    batch = pid // key_tiles // kv_heads
+    kv_head = pid // key_tiles % kv_heads
+    first_key = pid % key_tiles * (2 * KEYS)
+    first_query = gl.maximum(first_key - hi, 0) // QUERIES * QUERIES
+    tiles = gl.maximum((query_count - first_query + QUERIES - 1) // QUERIES, 0)
+    given = (dq_desc, dk_desc, dv_desc, batch, kv_head, kv_group, first_key, key_count, hi, first_query, tiles, scale,
+             scale_log2)
+    operands, others = (k, v, q), (do, lse2, delta, ds, ds_full, dq_tiles)
+    to_load = (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch, kv_head, heads,
+               kv_group, first_key, first_query, tiles, padded_count)
+    gl.warp_specialize([(_consumer, (given, operands, others, 0)), (_consumer, (given, operands, others, 1)),
+                        (_producer, (to_load,))], [4, 1], [240, 24])
+
+
+@triton.jit(do_not_specialize=["heads", "query_count", "rows"])
+def cast_kernel(sum_ptr, dq_ptr, stride_b, stride_h, stride_t, heads, query_count, rows, scale,
+                HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
+    """dQ = scale · its sum in fp32, for ROWS of the B · H · Tq rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, HEAD_DIM)
+    inside = (row < rows)[:, None]
+    total = tl.load(sum_ptr + row[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
+    bh = row // query_count
+    to = bh // heads * stride_b + bh % heads * stride_h + row % query_count * stride_t
+    tl.store(dq_ptr + to[:, None] + columns[None, :], (total * scale).to(dq_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,238 @@
+"""FlashAttention-3 forward for Hopper in Gluon: loads, matmuls and softmax overlap, each in warps of its own.
+
+The math, shapes and results are those of forward.py: O = softmax(s) V and LSE = log Σ exp s with s = scale · Q Kᵀ,
+key k visible to query q iff k ≤ q + hi and k < Tk. Inputs are fp16 or bf16, D is 64 or 128, sums are fp32.
+
+A program owns QUERIES · CONSUMERS queries of one head and walks over key tiles of KEYS from the last to the first, so
+that the mask cuts the first tiles only. One warp, the producer, issues TMA copies; each consumer, a warpgroup of four
+warps, multiplies for 64 queries by wgmma. K and V have STAGES buffers each, with a pair of barriers: `full`, on which
+TMA counts arrived bytes, and `empty`, at which every consumer arrives once it has read the tile.
+
+    producer     Q Q K V │ K V │ K V │ ⋯                       (waits for `empty`)
+    consumer 0   S₀ softmax₀ ├ S₁ → P₀V₀ ┬ softmax₁ ┬ rescale ├ S₂ → P₁V₁ ┬ softmax₂ ┬ ⋯ ┤ PV, divide, store
+    tensor core               ═══════════╧══════════╝          ═══════════╧══════════╝
+    consumer 1   the same, at its own pace: its matmuls fill the time of the other's softmax
+
+S of the next tile is issued before P·V of this one, and the softmax runs while P·V does: wgmma is asynchronous, and
+`warpgroup_mma_wait(n)` waits until at most the n latest are in flight. P stays in registers as the left operand.
+
+Registers per thread of a consumer (128 threads): O 64·D/128 = D/2, S and P 64·128/128 = 64 and 32 (two elements to a
+register), so 160 of 240 at D = 128. `setmaxnreg` gives a consumer 240 of two (160 of three), the producer 24.
+Shared memory: Q 2·64·D·CONSUMERS, K and V 2·128·D·STAGES each, in bytes: 160 KiB at D = 128, 80 KiB at D = 64.
+
+TMA sees q, k, v, o as (B, H, T, D) of any strides: what a tile has past a head's last row is read as zero and not
+written. Bytes, FLOPs and what is saved are forward.py's. No reduction crosses programs: results are bit-identical.
+
+Source: Shah et al., FlashAttention-3 (2024).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+LN_2 = gl.constexpr(0.6931471805599453)
+QUERIES = gl.constexpr(64)  # of one consumer: the rows of one wgmma
+KEYS = gl.constexpr(128)
+
+
+@aggregate
+class Ring:
+    """A buffer for each stage, with its barriers `full` and `empty`; tile j lies in buffer j mod stages."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty, stages):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+        self.stages = gl.constexpr(stages)  # taken out of its constexpr on the way here
+
+    @gluon.jit
+    def tile(self, j):
+        """The buffer of tile j."""
+        return self.tiles.index(j % self.stages)
+
+    @gluon.jit
+    def wait_full(self, j, pred=True):
+        """Until tile j has arrived."""
+        mbarrier.wait(self.full.index(j % self.stages), (j // self.stages) & 1, pred=pred)
+
+    @gluon.jit
+    def release(self, j):
+        """This consumer has read tile j."""
+        mbarrier.arrive(self.empty.index(j % self.stages), count=1)
+
+    @gluon.jit
+    def acquire(self, j, BYTES: gl.constexpr):
+        """Until tile j's buffer has been read; `full` then waits for BYTES."""
+        mbarrier.wait(self.empty.index(j % self.stages), ((j // self.stages) & 1) ^ 1)
+        mbarrier.expect(self.full.index(j % self.stages), BYTES)
+
+    @gluon.jit
+    def copy(self, j, desc, batch, head, row):
+        """Start the copy of a head's rows from `row` on to tile j."""
+        stage = j % self.stages
+        # the buffers are matrices to wgmma and four-dimensional to the descriptor; the bytes are the same
+        to = self.tiles.index(stage)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+        tma.async_copy_global_to_shared(desc, [batch, head, row, 0], self.full.index(stage), to)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers that open after ARRIVALS arrivals; a `fence_async_shared` has to follow."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """A `Ring` for tiles of a (B, H, T, D) descriptor, each read by READERS consumers."""
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    D: gl.constexpr = desc.block_type.shape[3]
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, ROWS, D], gl.NVMMASharedLayout(128, 16, rank=2))
+    return Ring(tiles, barriers(STAGES, 1), barriers(STAGES, READERS), STAGES)
+
+
+@gluon.jit
+def copy_out(desc, batch, head, row, tile, value):
+    """Write `value` to a head's rows from `row` on, by way of the buffer `tile`."""
+    tile.store(value.to(desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [batch, head, row, 0],
+                                    tile._reinterpret(desc.dtype, desc.block_type.shape, desc.layout))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _producer(given, CONSUMERS: gl.constexpr):
+    """Loads: Q once, then K and V tiles as their buffers come free."""
+    q_desc, k_desc, v_desc, q, k, v, batch, head, kv_head, first_query, tiles = given
+    for i in gl.static_range(CONSUMERS):
+        q.acquire(i, q_desc.block_type.nbytes)
+        q.copy(i, q_desc, batch, head, first_query + i * QUERIES)
+    for j in range(tiles):
+        row = (tiles - 1 - j) * KEYS
+        k.acquire(j, k_desc.block_type.nbytes)
+        k.copy(j, k_desc, batch, kv_head, row)
+        v.acquire(j, v_desc.block_type.nbytes)
+        v.copy(j, v_desc, batch, kv_head, row)
+
+
+@gluon.jit
+def _softmax(s, row_max, row_sum, scale_log2, rows, first_key, key_count, hi, MASKED: gl.constexpr):
+    """One step of the online softmax: (P, row maxima, row sums, factor of what was summed so far)."""
+    if MASKED:
+        cols = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout))
+        end = gl.minimum(rows + hi + 1, key_count)
+        s = gl.where(cols[None, :] < end[:, None], s, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    shift = new_max * scale_log2
+    if MASKED:  # a row that has seen no key yet: any finite shift keeps exp2(-inf - shift) = 0
+        shift = gl.where(new_max == float("-inf"), 0.0, shift)
+    p = gl.exp2(s * scale_log2 - shift[:, None])
+    shrink = gl.exp2(row_max * scale_log2 - shift)
+    return p, new_max, row_sum * shrink + gl.sum(p, 1), shrink
+
+
+@gluon.jit
+def _step(j, q_tile, k, v, acc, row_max, row_sum, p, scale_log2, rows, first_key, key_count, hi, MASKED: gl.constexpr):
+    """S of tile j, P·V of the tile before, and the softmax of S meanwhile."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    zeros = gl.zeros([QUERIES, KEYS], gl.float32, S_LAYOUT)
+    k.wait_full(j)
+    s = warpgroup_mma(q_tile, k.tile(j).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    v.wait_full(j - 1)
+    acc = warpgroup_mma(p, v.tile(j - 1), acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    k.release(j)
+    new_p, row_max, row_sum, shrink = _softmax(s, row_max, row_sum, scale_log2, rows, first_key, key_count, hi, MASKED)
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    v.release(j - 1)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, row_max, row_sum, gl.convert_layout(new_p.to(p.dtype), p.type.layout)
+
+
+@gluon.jit
+def _consumer(given, W: gl.constexpr):
+    """The softmax and the two matmuls for 64 queries, the W-th of the program; `given` is the same for each W."""
+    o_desc, lse_ptr, q, k, v, batch, head, heads, first_query, query_count, key_count, hi, tiles, scale_log2 = given
+    D: gl.constexpr = o_desc.block_type.shape[3]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    row0 = first_query + W * QUERIES
+    rows = row0 + gl.arange(0, QUERIES, ROW)
+    acc = gl.zeros([QUERIES, D], gl.float32, O_LAYOUT)
+    row_max = gl.full([QUERIES], float("-inf"), gl.float32, ROW)
+    row_sum = gl.full([QUERIES], 0.0, gl.float32, ROW)
+
+    q.wait_full(W)
+    k.wait_full(0)
+    q_tile = q.tile(W)
+    zeros = gl.zeros([QUERIES, KEYS], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(q_tile, k.tile(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    k.release(0)
+    p, row_max, row_sum, _ = _softmax(s, row_max, row_sum, scale_log2, rows, (tiles - 1) * KEYS, key_count, hi, True)
+    p = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
+
+    full = gl.maximum(gl.minimum(row0 + hi + 1, key_count), 0) // KEYS  # tiles that every row sees whole
+    unmasked = gl.minimum(gl.maximum(tiles - full, 1), tiles)
+    for j in range(1, unmasked):
+        acc, row_max, row_sum, p = _step(j, q_tile, k, v, acc, row_max, row_sum, p, scale_log2, rows,
+                                         (tiles - 1 - j) * KEYS, key_count, hi, True)
+    for j in range(unmasked, tiles):
+        acc, row_max, row_sum, p = _step(j, q_tile, k, v, acc, row_max, row_sum, p, scale_log2, rows,
+                                         (tiles - 1 - j) * KEYS, key_count, hi, False)
+
+    v.wait_full(tiles - 1)
+    acc = warpgroup_mma(p, v.tile(tiles - 1), acc, is_async=True)
+    safe_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
+    lse = gl.where(row_sum == 0.0, float("-inf"), (row_max * scale_log2 + gl.log2(safe_sum)) * LN_2)
+    gl.store(lse_ptr + (batch * heads + head).to(gl.int64) * query_count + rows, lse, mask=rows < query_count)
+    factor = gl.convert_layout(1.0 / safe_sum, gl.SliceLayout(1, O_LAYOUT))
+    unseen = gl.convert_layout(row_sum == 0.0, gl.SliceLayout(1, O_LAYOUT))
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    o = gl.where(unseen[:, None], 0.0, acc * factor[:, None])  # V may hold a NaN
+    copy_out(o_desc, batch, head, row0, q_tile, o)
+
+
+@gluon.jit(do_not_specialize=["heads", "kv_group", "query_count", "key_count", "hi"])
+def hopper_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, kv_group, query_count, key_count, hi,
+                          scale_log2, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr):
+    """One program: O and LSE of CONSUMERS · 64 queries of one head; the last queries of a head, the longest, first."""
+    q = ring(q_desc, CONSUMERS, 1)
+    k = ring(k_desc, STAGES, CONSUMERS)
+    v = ring(v_desc, STAGES, CONSUMERS)
+    fence_async_shared()
+    query_tiles = (query_count + CONSUMERS * QUERIES - 1) // (CONSUMERS * QUERIES)
+    pid = gl.program_id(0)
+    batch = pid // query_tiles // heads
+    head = pid // query_tiles % heads
+    first_query = (query_tiles - 1 - pid % query_tiles) * (CONSUMERS * QUERIES)
+    last_query = gl.minimum(first_query + CONSUMERS * QUERIES, query_count) - 1
+    # one tile at the least: what its mask leaves of a row without keys is O = 0, LSE = -inf
+    tiles = gl.maximum((gl.minimum(last_query + hi + 1, key_count) + KEYS - 1) // KEYS, 1)
+    given = (o_desc, lse_ptr, q, k, v, batch, head, heads, first_query, query_count, key_count, hi, tiles, scale_log2)
+    to_load = (q_desc, k_desc, v_desc, q, k, v, batch, head, head // kv_group, first_query, tiles)
+    if CONSUMERS == 2:
+        gl.warp_specialize([(_consumer, (given, 0)), (_consumer, (given, 1)), (_producer, (to_load, CONSUMERS))],
+                           [4, 1], [REGISTERS, 24])
+    else:
+        gl.static_assert(CONSUMERS == 3)
+        gl.warp_specialize([(_consumer, (given, 0)), (_consumer, (given, 1)), (_consumer, (given, 2)),
+                            (_producer, (to_load, CONSUMERS))], [4, 4, 1], [REGISTERS, REGISTERS, 24])

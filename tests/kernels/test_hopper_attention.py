@@ -1,0 +1,367 @@
+"""Hopper's attention kernels: which calls they take, that they compile for sm_90, and on a GPU what they compute.
+
+Gluon has no interpreter: without a GPU the kernels are compiled only, and the rest is the way to them. On a GPU, errors
+are judged by the rule of test_flash_attention_gpu.py.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import _dispatch
+from kernels.flash_attention import configs, flash_attention, hopper, ops
+from kernels.flash_attention.options import Problem, backward_passes
+
+from .attention_reference import attention, in_float64, rms, with_gradients
+from .test_flash_attention_gpu import inputs, judge
+
+CAUSAL = Problem((None, 0), 0.125)
+
+
+def tensor(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(hopper, "generation", lambda index: "sm_90")
+
+
+def served(q, k=None, problem=CAUSAL, direction="backward"):
+    k = q if k is None else k
+    return hopper.serves(direction, q, k, k, problem, q)
+
+
+@pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
+def test_what_the_hopper_kernels_take(on_hopper):
+    q = tensor(2, 32, 4096, 128)
+    assert served(q)
+    assert served(q, problem=Problem((None, None), 0.125))
+    assert served(q, tensor(2, 8, 1111, 128), Problem((None, 1111 - 4096), 0.125))
+    assert served(tensor(2, 4096, 32, 128, dtype=torch.float16).transpose(1, 2))
+    assert served(tensor(2, 4096, 3, 32, 128)[:, :, 1].transpose(1, 2))  # of a fused projection
+    assert served(q, direction="forward")
+    assert served(tensor(2, 32, 4096, 64))
+    assert not served(tensor(2, 32, 4096, 64), direction="forward")  # where the Triton kernel is faster
+
+
+@pytest.mark.parametrize("problem", [Problem((5, 0), 0.125), Problem((None, 0), 0.125, "ieee", *[tensor(2, 4096)] * 2)],
+                         ids=["window", "documents"])
+def test_masks_that_the_hopper_kernels_leave_to_triton(on_hopper, problem):
+    assert not served(tensor(2, 32, 4096, 128), problem=problem)
+
+
+@pytest.mark.parametrize(
+    "q",
+    [
+        tensor(2, 32, 4096, 128, dtype=torch.float32),
+        tensor(2, 32, 4096, 80),
+        tensor(2, 32, 4096, 256),
+        tensor(1, 1, 8192, 128),  # too few rows for a GPU
+        tensor(2, 1, 4096, 128).expand(2, 32, 4096, 128),
+        tensor(2, 32, 4096, 132)[..., :128],  # rows 264 bytes apart
+        tensor(2**17, 8, 2**11, 64),  # more rows than coordinates count
+    ],
+    ids=["fp32", "head dim 80", "head dim 256", "short", "expanded", "unaligned strides", "too many rows"],
+)
+def test_tensors_that_the_hopper_kernels_leave_to_triton(on_hopper, q):
+    assert not served(q)
+
+
+def test_a_tensor_at_an_unaligned_address_is_left_to_triton(on_hopper):
+    q = torch.empty(2 * 32 * 512 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 32, 512, 64)
+    assert q.data_ptr() % 16
+    assert not served(q)
+    assert served(q.clone()) == hopper.installed()
+
+
+def test_machines_that_take_the_triton_path(monkeypatch):
+    q = tensor(2, 32, 4096, 128)
+    for generation in ("sm_80", "sm_100", "interpreter"):
+        monkeypatch.setattr(hopper, "generation", lambda index, generation=generation: generation)
+        assert not served(q)
+        assert hopper.unavailable(0) == f"those for Hopper need sm_90, this is {generation}"
+    monkeypatch.setattr(hopper, "generation", lambda index: "sm_90")
+    monkeypatch.setattr(hopper, "installed", lambda: False)
+    assert not served(q)
+    assert "no Gluon" in hopper.unavailable(0)
+
+
+def test_forced_tiles_are_those_of_triton(on_hopper):
+    with configs.forced(dq=configs.Tile(64, 64)):
+        assert not served(tensor(2, 32, 4096, 128))
+
+
+def test_the_operators_launch_what_serves_says(monkeypatch):
+    """The backward only where nothing asks for two passes."""
+    launched = []
+    monkeypatch.setattr(ops._triton, "runs_triton", lambda x: True)
+    monkeypatch.setattr(hopper, "serves", lambda *_: True)
+    monkeypatch.setattr(hopper, "launch_forward", lambda *_: launched.append("forward"))
+    monkeypatch.setattr(hopper, "launch_backward", lambda *_: launched.append("backward"))
+    monkeypatch.setattr(ops, "_launch_fused", lambda *_: launched.append("fused"))
+    monkeypatch.setattr("kernels.flash_attention.backward_launch.launch_delta", lambda *_: None)
+    monkeypatch.setattr(configs, "concurrent", lambda *_: configs.Choice(*[configs.Tile(16, 16)] * 3))
+    monkeypatch.setattr("kernels.flash_attention.backward_launch.launch_backward", lambda *_: launched.append("passes"))
+    q, lse, problem = torch.zeros(1, 1, 16, 64, dtype=torch.float16), torch.zeros(1, 1, 16), CAUSAL
+    ops._launch_forward(q, q, q, q, lse, problem)
+    for passes in ("fastest", "two-pass", "fused"):
+        ops._launch_backward(q, q, q, q, lse, q, (q, q, q), problem, passes)
+    assert launched == ["forward", "backward", "passes", "fused"]
+
+
+def test_what_deterministic_means():
+    assert backward_passes(None, None) == "fastest"
+    assert backward_passes(None, True) == "two-pass"
+    assert backward_passes(None, False) == "fastest"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert backward_passes(None, None) == "two-pass"
+        assert backward_passes(None, False) == "fastest"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with pytest.warns(DeprecationWarning, match="deterministic=True"):
+        assert backward_passes("two-pass", None) == "two-pass"
+    with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match="leave one out"):
+        backward_passes("fused", True)
+    with pytest.raises(TypeError, match="deterministic must be True, False or None, got 'yes'"):
+        backward_passes(None, "yes")
+
+
+@pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
+def test_a_recorded_descriptor_is_what_the_launcher_reads(monkeypatch):
+    import triton
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    class Utils:
+        def __getattr__(self, name):
+            return lambda *args: (name, *args)
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=Utils()))
+    made = hopper._descriptor(torch.zeros(2, 3, 70, 128, dtype=torch.float16), 64)
+    recorded = _dispatch._Descriptor(made).at(made.base.data_ptr())
+    metadata = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 64, 64], "fp4_padded": False}
+    assert make_tensordesc_arg(recorded, metadata) == make_tensordesc_arg(made, metadata)
+
+
+COMPILE = r"""
+import json, sys, torch
+from kernels._compile import compile_for, resources
+from kernels.flash_attention import hopper
+from kernels.flash_attention.options import Problem
+
+found = []
+for dtype in (torch.bfloat16, torch.float16):
+    for head_dim in (64, 128):
+        q, k = (torch.empty(2, heads, 1000, head_dim, dtype=dtype, device="meta") for heads in (4, 2))
+        lse = torch.empty(2, 4, 1000, device="meta")
+        problem = Problem((None, 0), 0.125)
+        assert hopper.installed()
+        with compile_for(90) as compiled:
+            hopper.launch_forward(q, k, k, q, lse, problem)
+            hopper.launch_backward(q, k, k, q, lse, q, q, k, k, problem)
+        found += [(head_dim, kernel) for kernel in compiled]
+json.dump([{"name": kernel.metadata.name, "head_dim": head_dim, "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
+            "reductions": kernel.asm["ptx"].count("cp.reduce.async.bulk.tensor")} | resources(kernel)
+           for head_dim, kernel in found], sys.stdout)
+"""
+
+
+@pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
+def test_the_kernels_compile_within_their_registers_and_shared_memory():
+    """Spilled are addresses and counters of loops, a few bytes; a spilled accumulator would take 256 bytes each."""
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = json.loads(done.stdout)
+    assert len(kernels) == 4 * 4
+    for kernel in kernels:
+        matmuls = kernel["name"].startswith("hopper")
+        assert kernel["serialized"] == 0, kernel
+        assert kernel["registers"] <= (168 if matmuls else 128), kernel  # 65,536 for three groups of 128 threads
+        assert kernel["spill_bytes"] <= SPILLS.get((kernel["name"], kernel["head_dim"]), 0), kernel
+        assert kernel["shared_bytes"] <= 227 * 1024, kernel
+        assert (kernel["wgmma"] > 50) == matmuls
+        assert (kernel["reductions"] > 0) == (kernel["name"] == "hopper_backward_kernel")
+
+
+SPILLS = {("hopper_backward_kernel", 64): 288, ("hopper_backward_kernel", 128): 144}
+
+
+@pytest.fixture
+def everything(monkeypatch):
+    """The Hopper kernels take all that they can, however short."""
+    if not torch.cuda.is_available() or configs.generation(torch.cuda.current_device()) != "sm_90":
+        pytest.skip("needs a GPU of compute capability 9.0")
+    monkeypatch.setattr(hopper, "HEAD_DIMS", dict.fromkeys(hopper.HEAD_DIMS, (64, 128)))
+    monkeypatch.setattr(hopper, "LEAST_ROWS", 0)
+    _dispatch.forget()
+    yield
+    _dispatch.forget()
+
+
+def beside_eager(tensors, **options):
+    exact = in_float64(*tensors, **options)
+    peer = with_gradients(lambda *x: attention(*x, **options), *tensors)
+    judge(with_gradients(lambda *x: flash_attention(*x, **options), *tensors), peer, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_random_shapes(everything, head_dim, dtype):
+    """A hundred, with lengths on either side of the tiles, rows without keys and keys without queries."""
+    draw = random.Random(f"{head_dim} {dtype}")
+    lengths = [1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 384, 1000, 1024, 1025, 4097]
+    for seed in range(25):
+        kv_heads = draw.choice([1, 2])
+        sizes = (draw.choice([1, 2]), kv_heads * draw.choice([1, 2, 3]), kv_heads, draw.choice(lengths),
+                 draw.choice(lengths))
+        options = {"causal": draw.random() < 0.6, "alignment": draw.choice(["top-left", "bottom-right"])}
+        if draw.random() < 0.2:
+            options["scale"] = draw.choice([0.01, 0.3])
+        beside_eager(inputs(*sizes, head_dim, dtype, seed), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("key_count", [1, 3, 127, 128, 129, 4097, 65537])
+def test_key_lengths(everything, key_count, head_dim):
+    for causal in (False, True):
+        beside_eager(inputs(1, 2, 1, 129, key_count, head_dim, torch.bfloat16), causal=causal, alignment="bottom-right")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_accuracy_beside_sdpa(everything, causal, head_dim, dtype):
+    tensors = inputs(2, 4, 4, 2048, 2048, head_dim, dtype)
+    exact = in_float64(*tensors, causal=causal)
+    peer = with_gradients(lambda *x: F.scaled_dot_product_attention(*x, is_causal=causal), *tensors)
+    judge(with_gradients(lambda *x: flash_attention(*x, causal=causal), *tensors), peer, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_strided_inputs(everything, head_dim):
+    """Heads innermost, slices of a fused projection, and a gradient of another layout than the output."""
+    q, k, v, do = inputs(2, 4, 4, 300, 300, head_dim, torch.bfloat16)
+    fused = torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2)
+    views = [fused[:, :, i].transpose(1, 2) for i in range(3)]
+    turned = do.transpose(1, 2).contiguous().transpose(1, 2)
+    packed = with_gradients(lambda *x: flash_attention(*x, causal=True), q, k, v, do)
+    strided = with_gradients(lambda *x: flash_attention(*x, causal=True), *views, turned)
+    assert [torch.equal(x, y) for x, y in zip(packed, strided, strict=True) if x is not packed[1]] == [True] * 3
+    exact = in_float64(q, k, v, do, causal=True)
+    for x, y in zip(strided, exact, strict=True):
+        assert rms(x.double() - y) <= 1e-2 * rms(y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_large_inputs_and_those_that_are_not_finite(everything, head_dim):
+    """As SDPA: a NaN in a query reaches its row only; one in a key or value every row that sees it."""
+    q, k, v, do = inputs(1, 2, 2, 300, 300, head_dim, torch.bfloat16)
+    results = with_gradients(lambda *x: flash_attention(*x, causal=True), q * 30, k * 30, v, do)
+    assert all(x.isfinite().all() for x in results)
+    for position in range(3):
+        for value in (float("nan"), float("inf")):
+            spoilt = [x.clone() for x in (q, k, v)]
+            spoilt[position][0, 0, 130] = value
+            ours = flash_attention(*spoilt, causal=True)
+            peer = attention(*spoilt, causal=True)
+            assert torch.equal(ours[:, 1].isfinite(), peer[:, 1].isfinite())
+            assert ours[0, 0, :128].isfinite().all()
+            assert torch.equal(ours[0, 0, 130:].isnan().any(-1), peer[0, 0, 130:].isnan().any(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_hundred_repeats(everything, head_dim):
+    """None hangs; o, dk and dv are bit-identical, dq is too where it is asked for."""
+    tensors = inputs(2, 4, 2, 1000, 1000, head_dim, torch.bfloat16)
+    for deterministic in (False, True):
+        call = lambda *x: flash_attention(*x, causal=True, deterministic=deterministic)  # noqa: B023, E731
+        first = with_gradients(call, *tensors)
+        for _ in range(100):
+            again = with_gradients(call, *tensors)
+            same = [torch.equal(x, y) for x, y in zip(first, again, strict=True)]
+            assert same == [True, same[1] or not deterministic, True, True]
+            torch.testing.assert_close(again[1], first[1], atol=1e-2, rtol=1.6e-2)
+
+
+@pytest.mark.gpu
+def test_the_global_switch_is_deterministic(everything):
+    tensors = inputs(4, 4, 4, 2048, 2048, 128, torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, again = (with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_two_streams_at_once(everything):
+    calls = [inputs(1, 8, 8, 2048, 2048, d, torch.bfloat16, d) for d in (64, 128)]
+    expected = [with_gradients(lambda *x: flash_attention(*x, causal=True), *c) for c in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    results = [[], []]
+    for _ in range(20):
+        for i, (stream, call) in enumerate(zip(streams, calls, strict=True)):
+            with torch.cuda.stream(stream):
+                results[i].append(with_gradients(lambda *x: flash_attention(*x, causal=True), *call))
+    torch.cuda.synchronize()
+    for found, wanted in zip(results, expected, strict=True):
+        for result in found:
+            for x, y in zip(result, wanted, strict=True):
+                torch.testing.assert_close(x, y, atol=1e-2, rtol=1.6e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_cuda_graph_capture(everything, head_dim):
+    tensors = inputs(1, 2, 1, 257, 300, head_dim, torch.bfloat16)
+    q, k, v = (x.requires_grad_() for x in tensors[:3])
+    expected = with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = flash_attention(q, k, v, causal=True)
+        grads = torch.autograd.grad(o, (q, k, v), tensors[3])
+    for _ in range(2):
+        graph.replay()
+        for x, y in zip((o, *grads), expected, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-2, rtol=1.6e-2)
+
+
+@pytest.mark.gpu
+def test_torch_compile(everything):
+    tensors = inputs(2, 4, 2, 300, 300, 128, torch.bfloat16)
+    call = lambda *x: flash_attention(*x, causal=True)  # noqa: E731
+    expected = with_gradients(call, *tensors)
+    for x, y in zip(with_gradients(torch.compile(call, fullgraph=True), *tensors), expected, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-2, rtol=1.6e-2)
+
+
+@pytest.mark.gpu
+def test_programs_are_recorded(everything):
+    """Descriptors of Gluon's are filled with the addresses of each call."""
+    tensors = inputs(2, 4, 2, 300, 300, 128, torch.bfloat16)
+    first = with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors)
+    recorded = [x for x in _dispatch.programs() if x.startswith("# flash_attention")]
+    assert len(recorded) == 2
+    assert all(".at(" in x for x in recorded)
+    for scale in (1.0, -1.0):  # other addresses, other values
+        q, k, v, do = (x.clone() for x in tensors)
+        o, _, _, dv = with_gradients(lambda *x: flash_attention(*x, causal=True), q, k, v * scale, do)
+        assert torch.equal(o, first[0] * scale)
+        torch.testing.assert_close(dv, first[3])
