@@ -76,6 +76,9 @@ class DDPBenchConfig(BenchOptions, TimingOptions):
         flag="--bucket-size-mb",
     )
     bucket_sweep: tuple[str, ...] = option((), "records of bucket_sweep for auto [records/bucket_sweep/*.json]")
+    shard_size: int | None = option(
+        None, "ranks that share one model, for hsdp, torch-hsdp and bucketed-two-level [those of a host]", least=1
+    )
     in_turn: bool = option(False, "attach all variants at once, one step each in turn; takes the memory of all")
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
     profile_steps: int = option(1, "steps per trace, of which the median is shown; 0 for none", least=0)
@@ -105,7 +108,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         sizes = (best_bucket_size(known, device_name=run.header.environment["device_name"],
                                   world_size=context.world_size, **asked),)  # fmt: skip
         run.progress(f"bucket size by the sweep: {sizes[0] or 'unbounded'}")
-    rows = variants(config.strategies, sizes)
+    rows = variants(config.strategies, sizes, config.shard_size)
     bench = config.workbench(context, rows, some=True)
     differences = {}
     for variant in rows if config.check_steps else []:
@@ -226,6 +229,7 @@ def sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
         TransformerLM(bench.shape, device="meta").named_parameters(),
         bucket_size_mb=variant.bucket_size_mb,
         world_size=bench.context.world_size,
+        shard_size=variant.shard_size,
         compute_itemsize=(DTYPES[bench.options.dtype] or torch.float32).itemsize,
     )
     seen, said = (recorder.count, recorder.total_bytes), expected and (expected.collectives, expected.bytes)
