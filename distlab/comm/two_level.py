@@ -16,7 +16,6 @@ for a step that began when the message before was started.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ def all_reduce_on(groups: MeshGroups) -> "Callable[[Tensor], Work | Message]":
     In two levels where there are two: with one group, or groups of one rank, all ranks are one level.
     """
     if groups.replicate is None or groups.shard.size() == 1:
-        return partial(collectives.all_reduce_mean, group=groups.world)
+        return lambda tensor: collectives.all_reduce_mean(tensor, groups.world)
     return TwoLevelAllReduce(groups).start
 
 

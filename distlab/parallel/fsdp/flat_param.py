@@ -529,7 +529,7 @@ class Replicated:
 
     def __init__(self, entries: Sequence[Entry], device: torch.device, group: ProcessGroup):
         self.entries = list(entries)
-        self._all_reduce, self.group = partial(collectives.all_reduce_mean, group=group), group
+        self.group = group
         self.masters: list[nn.Parameter] = []
         self._casts: list[tuple[nn.Parameter, nn.Parameter]] = []
         for entry in entries:
@@ -562,7 +562,7 @@ class Replicated:
 
     def average(self) -> None:
         """Replace every `.grad` by its mean over ranks; None stays where no rank has a gradient. Blocks."""
-        average(self._buckets, self._all_reduce, self.group)
+        average(self._buckets, lambda flat: collectives.all_reduce_mean(flat, self.group), self.group)
 
 
 def _move_gradient(master: nn.Parameter, copy: nn.Parameter) -> None:
