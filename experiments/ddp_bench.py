@@ -66,7 +66,9 @@ SWEEPS = Path(__file__).parents[1] / "records" / "bucket_sweep"
 class DDPBenchConfig(BenchOptions, TimingOptions):
     """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
 
-    strategies: tuple[str, ...] = option(strategies_on("cpu"), "what to compare", choices=tuple(STRATEGIES))
+    strategies: tuple[str, ...] = option(
+        strategies_on("cpu", meshes=False), "what to compare", choices=tuple(STRATEGIES)
+    )
     bucket_sizes_mb: tuple[Any, ...] = option(
         (4.0,),
         "MiB per bucket, one or several (a row each); none for unbounded, auto for a bucket sweep's best",
@@ -426,7 +428,7 @@ EXPERIMENT = Experiment(
     presets={
         "gpu": {
             "size": "medium", "dtype": "bf16", "bucket_sizes_mb": (100.0,), "warmup": 3, "steps": 8, "rounds": 3,
-            "strategies": strategies_on("cuda"),
+            "strategies": strategies_on("cuda", meshes=False),
         },
         "quick": QUICK,
         "smoke": QUICK | {

@@ -175,6 +175,27 @@ MUTATIONS = (
         ("tests/parallel/test_accumulation.py", "-k", "no_sync"),
     ),
     Mutation(
+        "hybrid sharding does not average between replicas",
+        "distlab/parallel/fsdp/flat_param.py",
+        "        if self.replicate is None:\n",
+        "        if True:\n",
+        ("tests/parallel/test_fsdp.py", "-k", "hybrid"),
+    ),
+    Mutation(
+        "the gradient's norm counts every replica",
+        "distlab/parallel/base.py",
+        "squares if self.replicas == 1 else squares / self.replicas",
+        "squares",
+        ("tests/parallel/test_build.py", "-k", "mesh"),
+    ),
+    Mutation(
+        "an all-reduce in two levels leaves out the last message's last step",
+        "distlab/comm/two_level.py",
+        "        while self._steps_left > 1:\n",
+        "        while self._steps_left > 2:\n",
+        ("tests/parallel/test_contract.py", "-k", "mesh"),
+    ),
+    Mutation(
         "FSDP's no_sync sends what it accumulates",
         "distlab/parallel/fsdp/fsdp.py",
         "        self._runtime.synchronize = synchronizes\n",

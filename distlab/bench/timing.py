@@ -109,11 +109,11 @@ class BenchOptions(ModelOptions):
     batch: int = option(4, "sequences per rank", least=1)
     seed: int = option(0, "of parameters and data", **SEED)
 
-    def planned(self, strategy: str = "local", mode: str = "step") -> PlannedStep:
+    def planned(self, strategy: str = "local", mode: str = "step", shard_size: int | None = None) -> PlannedStep:
         """What a step under this strategy, or less of one, asks of the machine."""
         return PlannedStep(
             self.model(), self.batch, strategy, self.dtype, checkpointing=checkpoint_groups(self.checkpointing),
-            compiled=self.compile != "off", mode=mode,
+            compiled=self.compile != "off", mode=mode, shard_size=shard_size,
         )  # fmt: skip
 
     def facts(self, context: RankContext) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class BenchOptions(ModelOptions):
             ValueError: a strategy that needs a GPU, without one.
             MemoryError: the model with this batch does not fit.
         """
-        planned = [self.planned(row.strategy.name) for row in rows]
+        planned = [self.planned(row.strategy.name, shard_size=row.shard_size) for row in rows]
         require(planned, context.device, context, some=some and context.device.type == "cuda")
         return Workbench(context, self)
 

@@ -91,7 +91,7 @@ class MeshGroups:
 
 
 def resolve_mesh(mesh: DeviceMesh | None, process_group: ProcessGroup | None) -> MeshGroups:
-    """The groups of a two-dimensional mesh, (replicate, shard) as in torch's FSDP2; without one all ranks are one group.
+    """The groups of a two-dimensional mesh, (replicate, shard) as in FSDP2; without one all ranks are one group.
 
     Args:
         process_group: all ranks of the mesh; default: the default group.

@@ -109,7 +109,8 @@ class Strategy:
                 default those of a host; ignored by strategies without buckets, or without a mesh.
 
         Raises:
-            ValueError: a `shard_size` that does not divide the ranks; a module on meta without a device, or `init` or `device` for one that has its values.
+            ValueError: a `shard_size` that does not divide the ranks, a module on meta without a device, or `init` or
+                `device` for one that has its values.
         """
         if not self.has_buckets:
             options.pop("bucket_size_mb", None)
@@ -166,10 +167,14 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-def strategies_on(device_type: str) -> tuple[str, ...]:
-    """The names of all strategies that run on `cuda` or `cpu`."""
+def strategies_on(device_type: str, *, meshes: bool = True) -> tuple[str, ...]:
+    """The names of all strategies that run on `cuda` or `cpu`; with `meshes=False` of those without a mesh: on one host
+    they do what those with one do.
+    """
     return tuple(
-        name for name, strategy in STRATEGIES.items() if device_type == "cuda" or not strategy.needs_gpu
+        name
+        for name, strategy in STRATEGIES.items()
+        if (device_type == "cuda" or not strategy.needs_gpu) and (meshes or not strategy.takes_mesh)
     )
 
 

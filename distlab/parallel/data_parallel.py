@@ -39,15 +39,15 @@ class DataParallel(ParallelModel):
 
     Args:
         module: any `nn.Module` whose trainable parameters lie on one device.
-        mesh: (replicas, ranks of a shard group), such as hosts and their GPUs: gradients are averaged in two levels, see
-            `distlab.comm.two_level`; default: in one.
+        mesh: (replicas, ranks of a shard group), such as hosts and their GPUs: gradients are averaged in two levels
+            (`distlab.comm.two_level`); default: in one.
         process_group: all ranks; default: the default group.
 
     Raises:
         TypeError: a mesh that is no DeviceMesh.
-        ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), nothing to train, parameters on several devices, an uninitialized parameter, two parameters
-            that share memory, a model that is wrapped already, or ranks that disagree on names, shapes, dtypes,
-            strides or `requires_grad` (then on every rank).
+        ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), nothing to train, parameters on several
+            devices, an uninitialized parameter, two parameters that share memory, a model that is wrapped already, or
+            ranks that disagree on names, shapes, dtypes, strides or `requires_grad` (then on every rank).
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class TrainConfig(ModelOptions):
     dropout: float = option(0.0, "probability", least=0)
     strategy: str = option("bucketed", f"one of {', '.join(TRAINABLE)}")
     bucket_size_mb: float = option(25.0, "MiB, for strategies with buckets")
-    shard_size: int | None = option(None, "ranks that share one model, for strategies with a mesh [those of a host]", least=1)
+    shard_size: int | None = option(None, "ranks that share a model, for strategies with a mesh [a host's]", least=1)
     batch: int = option(8, "sequences per step over all ranks", least=1)
     accumulate: int = option(1, "micro-batches per step; gradients are synchronised once", least=1)
     steps: int = option(100, "optimizer steps", least=1)

@@ -53,7 +53,7 @@ def order_of_a_step(context: RankContext) -> list[tuple[str, int]]:
 
 
 def test_replicas_average_their_shards_behind_backward():
-    """A unit's slice leaves for the other group when its reduce-scatter is through, while the unit after it computes."""
+    """A unit's slice leaves for the other group after its reduce-scatter, while the next unit computes."""
     calls = run_ranks(order_of_a_step, 4)[0]
     E, B = 84, 364  # elements of the flat buffers at two ranks, see test_fsdp_communication
     assert [call for call in calls if call[0] != "all_gather"] == [

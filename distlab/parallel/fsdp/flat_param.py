@@ -437,8 +437,8 @@ class FlatParam:
             self.has_gradient = False
 
     def wait_for_reduce_scatter(self) -> None:
-        """Wait, and put the means into the shards' `.grad` (added to what is there); those of a shard group are on their
-        way to its replicas first.
+        """Wait, and put the means into the shards' `.grad` (added to what is there); those of a shard group are sent to
+        its replicas first.
         """
         if self._reducing is None:
             return

@@ -71,9 +71,10 @@ class FSDP(ParallelModel):
 
     Raises:
         TypeError: a mesh that is no DeviceMesh.
-        ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), no parameters, an uninitialized one, two that share memory, several devices, a compute dtype that
-            is no float, a module wrapped already, an optimizer that holds its parameters, a module on meta without
-            `init_fn` and `device`, or ranks that disagree on the model (then on every rank).
+        ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), no parameters, an uninitialized one, two
+            that share memory, several devices, a compute dtype that is no float, a module wrapped already, an optimizer
+            that holds its parameters, a module on meta without `init_fn` and `device`, or ranks that disagree on the
+            model (then on every rank).
     """
 
     casts_parameters = True
