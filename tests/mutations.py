@@ -112,9 +112,9 @@ MUTATIONS = (
     Mutation(
         "the last bucket is not sent",
         "distlab/parallel/bucketed.py",
-        "            work = collectives.all_reduce_mean(buffer, group)\n",
+        "            work = self._all_reduce(buffer)\n",
         """            is_last = number + 1 == len(self._buckets)
-            work = collectives.all_reduce_mean(buffer.clone() if is_last else buffer, group)\n""",
+            work = self._all_reduce(buffer.clone() if is_last else buffer)\n""",
         RANDOM_MODELS,
     ),
     Mutation(
@@ -329,8 +329,8 @@ MUTATIONS = (
     Mutation(
         "FSDP's norm counts vectors once per rank",
         "distlab/parallel/base.py",
-        "total = collectives.sum_tensor(square_sum(sharded, self.device), self.process_group) + total",
-        "total = collectives.sum_tensor(square_sum(sharded, self.device) + total, self.process_group)",
+        "collectives.sum_tensor(square_sum(sharded, self.device), self.process_group)",
+        "collectives.sum_tensor(square_sum(sharded, self.device) + total, self.process_group) - total",
         RANDOM_MODELS,
     ),
     Mutation(

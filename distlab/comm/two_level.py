@@ -61,16 +61,16 @@ class Message:
     """One tensor that is being averaged; `wait()` has the meaning of `Work.wait()`."""
 
     def __init__(self, tensor: Tensor, groups: MeshGroups, advance_all: Callable[[], None]):
-        self._tensor, self._advance_all = tensor, advance_all
+        self._flat, self._advance_all = tensor.view(-1), advance_all
         self._steps_left = 3
-        self._steps = self._plan(tensor.view(-1), groups)
+        self._steps = self._plan(groups)
         self._work, self._group = next(self._steps)
 
     @torch.no_grad()
-    def _plan(self, flat: Tensor, groups: MeshGroups) -> Iterator[tuple[Work, ProcessGroup]]:
-        """The three collectives, each issued when the one before is waited for."""
+    def _plan(self, groups: MeshGroups) -> Iterator[tuple[Work, ProcessGroup]]:
+        """The three collectives, each issued when the one before has been waited for."""
         assert groups.replicate is not None
-        shard = groups.shard
+        flat, shard = self._flat, groups.shard
         ranks, numel = shard.size(), flat.numel()
         self._padded = flat if numel % ranks == 0 else flat.new_zeros(-(-numel // ranks) * ranks)
         if self._padded is not flat:
@@ -84,7 +84,7 @@ class Message:
 
     def advance(self) -> bool:
         """Wait for a step and start the next; False once the last has been started."""
-        with _side_stream(self._tensor.device):
+        with _side_stream(self._flat.device):
             self._wait_for_step()
             self._work, self._group = next(self._steps)
         self._steps_left -= 1
@@ -96,8 +96,8 @@ class Message:
         while self._steps_left > 1:
             self._advance_all()
         self._wait_for_step()
-        if self._padded.data_ptr() != self._tensor.data_ptr():
-            self._tensor.view(-1).copy_(self._padded[: self._tensor.numel()])
+        if self._padded is not self._flat:
+            self._flat.copy_(self._padded[: self._flat.numel()])
 
     def _wait_for_step(self) -> None:
         collectives.wait(self._work, self._group, "averaging gradients")
