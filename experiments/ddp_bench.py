@@ -43,7 +43,7 @@ from distlab.measure import (
     percentiles,
 )
 from distlab.model import TransformerLM
-from distlab.parallel import STRATEGIES, strategies_on
+from distlab.parallel import STRATEGIES, check_shard_size, strategies_on
 from distlab.precision import DTYPES
 from distlab.report import (
     NOISE,
@@ -87,6 +87,7 @@ class DDPBenchConfig(BenchOptions, TimingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_shard_size(self.shard_size, self.strategies)
         if self.steps * self.rounds < MIN_PAIRS:
             raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
         if "auto" in self.bucket_sizes_mb and len(self.bucket_sizes_mb) > 1:

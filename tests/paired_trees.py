@@ -5,9 +5,10 @@
 
     torchrun --standalone --nproc-per-node 2 -m tests.paired_trees . --strategies fsdp --now hsdp --size xl --dtype bf16
 
-Not part of the test suite. The second line compares two strategies of this version. Each round attaches every strategy with the code of the other tree and with that of this
-one, in alternating order, and times a block of steps of each; sample i of both form a pair. Clock drift between two
-runs, which is larger than the differences that matter here, hits both.
+Not part of the test suite. The second line compares two strategies of this version. Each round attaches every strategy
+with the code of the other tree and with that of this one, in alternating order, and times a block of steps of each;
+sample i of both form a pair. Clock drift between two runs, which is larger than the differences that matter here, hits
+both.
 """
 
 import argparse

@@ -4,7 +4,7 @@ A new strategy is a file in this folder and an entry in `STRATEGIES`; everything
 then knows it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ __all__ = [
     "TorchDDP",
     "TorchFSDP2",
     "ZeroOptimizer",
+    "check_shard_size",
     "get_strategy",
     "stepped",
     "strategies_on",
@@ -176,6 +177,15 @@ def strategies_on(device_type: str, *, meshes: bool = True) -> tuple[str, ...]:
         for name, strategy in STRATEGIES.items()
         if (device_type == "cuda" or not strategy.needs_gpu) and (meshes or not strategy.takes_mesh)
     )
+
+
+def check_shard_size(shard_size: int | None, strategies: Iterable[str]) -> None:
+    """Raises ValueError for a size of shard groups that none of the strategies would use."""
+    if shard_size is not None and not any(STRATEGIES[name].takes_mesh for name in strategies):
+        taking = ", ".join(name for name, strategy in STRATEGIES.items() if strategy.takes_mesh)
+        raise ValueError(
+            f"--shard-size {shard_size} is for strategies with a mesh: choose one of {taking}, or leave it out"
+        )
 
 
 def get_strategy(name: str) -> Strategy:

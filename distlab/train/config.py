@@ -6,7 +6,7 @@ from typing import Any
 
 from distlab.model.config import ModelConfig, ModelOptions
 from distlab.options import SEED, Options, option
-from distlab.parallel import STRATEGIES
+from distlab.parallel import STRATEGIES, check_shard_size
 from distlab.train.schedule import WarmupCosine
 
 # the ranks of local diverge; ZeroRedundancyOptimizer keeps its state where no checkpoint could find it.
@@ -78,6 +78,7 @@ class TrainConfig(ModelOptions):
             allowed = (f"{name} (GPUs only)" if STRATEGIES[name].needs_gpu else name for name in TRAINABLE)
             raise ValueError(f"strategy {self.strategy!r} cannot train; allowed: {', '.join(allowed)}")
         super().__post_init__()
+        check_shard_size(self.shard_size, [self.strategy])
         if not self.beta2 < 1:
             raise ValueError(f"beta2={self.beta2}: must be at least 0 and below 1")
 

@@ -16,6 +16,7 @@ from distlab.checkpoint import files, tensors
 from distlab.checkpoint.checkpointer import CheckpointError
 from distlab.checkpoint.files import MARKER, CheckpointFolder, Damaged, OtherFormat, digest_of
 from distlab.comm import RankContext
+from distlab.parallel import STRATEGIES as REGISTRY
 from distlab.testing import RanksFailed, run_ranks
 from distlab.train.loop import Trainer
 from tests.train.cases import STRATEGIES, Run, draw_from_all_generators
@@ -40,7 +41,8 @@ def train_and_save(context: RankContext, root: str, strategies: list[str], chang
 def resume(context: RankContext, pairs: list[tuple[str, str]], root: str, changes: dict) -> list[dict]:
     found = []
     for written, strategy in pairs:
-        run = Run(context, f"{root}/{written}", strategy=strategy, **changes)
+        options = {} if REGISTRY[strategy].takes_mesh else {"shard_size": None}
+        run = Run(context, f"{root}/{written}", **changes | options, strategy=strategy)
         assert run.trainer.resume() and run.trainer.step == CUT
         run.trainer.checkpoints = None
         run.trainer.run()

@@ -174,6 +174,10 @@ BAD_INPUT = {
     "batch": (["--batch=0"], "0: give a whole number of at least 1"),
 }
 REFUSED_BY_RANKS = {
+    "shard size": (
+        ["--nproc=2", "--backend=gloo", "--strategies=hsdp", "--shard-size=3", *SMOKE_ARGUMENTS],
+        "shard_size=3 does not divide the 2 ranks; allowed: [1, 2]",
+    ),
     "output": (["--nproc=2", "--backend=gloo", "--out=/dev/null/results"], "pass --out"),
     "memory": (
         ["--nproc=1", "--backend=gloo", "--batch=100000000", "--check-steps=0"],

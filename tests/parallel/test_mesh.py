@@ -187,6 +187,23 @@ def test_a_forgotten_finish_raises_and_buffers_come_from_the_first_rank_of_all()
     run_ranks(forgotten_finish, 4)
 
 
+def two_meshes(context: RankContext) -> None:
+    """Each half of the job trains a model of its own on a mesh of its two ranks, replicated."""
+    halves = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    meshes = [DeviceMesh("cpu", [[first], [first + 1]]) for first in (0, 2)]
+    mine, mesh = halves[context.rank // 2], meshes[context.rank // 2]
+    for make in (FSDP, NaiveDDP):
+        model = make(build("plain", context.rank, context.device), mesh=mesh, process_group=mine)
+        CASES["plain"].loss(model, context.rank, 0, context.device).backward()
+        model.finish_gradient_synchronization()
+        norms = collectives.gather_objects(model.grad_norm().item(), context.group)
+        assert norms[0] == norms[1] != norms[2] == norms[3]
+
+
+def test_a_mesh_of_some_ranks_is_theirs():
+    run_ranks(two_meshes, 4)
+
+
 def different_models(context: RankContext) -> str:
     width = 3 if context.rank == 3 else 2
     with pytest.raises(ValueError, match="ranks hold different models") as caught:
