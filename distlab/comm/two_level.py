@@ -15,7 +15,6 @@ for a step that began when the message before was started.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ class Message:
 
     def advance(self) -> bool:
         """Wait for a step and start the next; False once the last has been started."""
-        with _side_stream(self._flat.device):
+        with collectives.side_stream(self._flat.device):
             self._wait_for_step()
             self._work, self._group = next(self._steps)
         self._steps_left -= 1
@@ -101,9 +100,3 @@ class Message:
 
     def _wait_for_step(self) -> None:
         collectives.wait(self._work, self._group, "averaging gradients")
-
-
-def _side_stream(device: torch.device) -> AbstractContextManager:
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(collectives.communication_stream(device))

@@ -284,7 +284,7 @@ class FSDP(ParallelModel):
             # Rows of a matrix that is not in row-major order are no contiguous part of its elements.
             in_order = list(entry.memory_order) == sorted(entry.memory_order)
             start = param.layout.shard_range(index, param.rank)[0] if in_order else None
-            copies = (param.replicate.rank() if param.replicate else 0, self.replicas)
+            copies = (0 if param.replicate is None else param.replicate.rank(), self.replicas)
             yield Shard(plain_name(entry.name), entry.parameter.shape, start, param.shards[index], copies=copies)
         for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
             yield whole(entry.name, master)
