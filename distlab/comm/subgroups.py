@@ -124,7 +124,8 @@ def resolve_mesh(mesh: DeviceMesh | None, process_group: ProcessGroup | None) ->
 
 
 _EXAMPLE = 'init_device_mesh("cuda", (hosts, gpus_per_host))'
-_known: "WeakKeyDictionary[ProcessGroup, dict[int, list[ProcessGroup]]]" = WeakKeyDictionary()
+# By group and shard size; None where it is the group itself, which would then never be let go.
+_known: "WeakKeyDictionary[ProcessGroup, dict[int, list[ProcessGroup | None]]]" = WeakKeyDictionary()
 
 
 def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMesh:
@@ -155,13 +156,18 @@ def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMes
     if size not in made:
         options = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")).options
         timeout = getattr(options, "_timeout", None)  # a fake group has none
-        of_columns = [_new_group(column, backend, timeout) for column in zip(*rows, strict=True)]
-        of_rows = [_new_group(row, backend, timeout) for row in rows]
+        of_columns, of_rows = (
+            [None] if len(parts) == 1 else [_new_group(part, backend, timeout) for part in parts]
+            for parts in ([*zip(*rows, strict=True)], rows)
+        )
         place = ranks.index(dist.get_rank())
         made[size] = [of_columns[place % size], of_rows[place // size]]
     with _disable_current_modes():  # a simulation's: the mesh is an ordinary tensor
         return DeviceMesh.from_group(
-            made[size], "cuda" if backend == "nccl" else "cpu", mesh=rows, mesh_dim_names=("replicate", "shard")
+            [group if each is None else each for each in made[size]],
+            "cuda" if backend == "nccl" else "cpu",
+            mesh=rows,
+            mesh_dim_names=("replicate", "shard"),
         )
 
 
