@@ -11,7 +11,8 @@ at the same time, so both kinds of links are busy. Starting one moves all earlie
     between   │                  │ all-reduce 0     │ all-reduce 1                   │ all-reduce 2 │
 
 On NCCL a side stream waits for the step before, and neither the host nor the computation does. On gloo the host does,
-for a step that began when the message before was started.
+for a step that began when the message before was started: there a rank waits in backward for ranks that start a message
+in `finish_gradient_synchronization()` only, because they did not use a parameter.
 """
 
 from collections.abc import Callable, Iterator
