@@ -43,7 +43,7 @@ from distlab.measure import (
     percentiles,
 )
 from distlab.model import TransformerLM
-from distlab.parallel import STRATEGIES, strategies_on
+from distlab.parallel import STRATEGIES, check_shard_size, strategies_on
 from distlab.precision import DTYPES
 from distlab.report import (
     NOISE,
@@ -67,7 +67,9 @@ SWEEPS = Path(__file__).parents[1] / "records" / "bucket_sweep"
 class DDPBenchConfig(BenchOptions, TimingOptions):
     """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
 
-    strategies: tuple[str, ...] = option(strategies_on("cpu"), "what to compare", choices=tuple(STRATEGIES))
+    strategies: tuple[str, ...] = option(
+        strategies_on("cpu", meshes=False), "what to compare", choices=tuple(STRATEGIES)
+    )
     bucket_sizes_mb: tuple[Any, ...] = option(
         (4.0,),
         "MiB per bucket, one or several (a row each); none for unbounded, auto for a bucket sweep's best",
@@ -77,12 +79,16 @@ class DDPBenchConfig(BenchOptions, TimingOptions):
         flag="--bucket-size-mb",
     )
     bucket_sweep: tuple[str, ...] = option((), "records of bucket_sweep for auto [records/bucket_sweep/*.json]")
+    shard_size: int | None = option(
+        None, "ranks that share one model, for hsdp, torch-hsdp and bucketed-two-level [those of a host]", least=1
+    )
     in_turn: bool = option(False, "attach all variants at once, one step each in turn; takes the memory of all")
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
     profile_steps: int = option(1, "steps per trace, of which the median is shown; 0 for none", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_shard_size(self.shard_size, self.strategies)
         if self.steps * self.rounds < MIN_PAIRS:
             raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
         if "auto" in self.bucket_sizes_mb and len(self.bucket_sizes_mb) > 1:
@@ -106,7 +112,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         sizes = (best_bucket_size(known, device_name=run.header.environment["device_name"],
                                   world_size=context.world_size, **asked),)  # fmt: skip
         run.progress(f"bucket size by the sweep: {sizes[0] or 'unbounded'}")
-    rows = variants(config.strategies, sizes)
+    rows = variants(config.strategies, sizes, config.shard_size)
     bench = config.workbench(context, rows, some=True)
     differences = {}
     for variant in rows if config.check_steps else []:
@@ -229,6 +235,7 @@ def sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
         TransformerLM(bench.shape, device="meta").named_parameters(),
         bucket_size_mb=variant.bucket_size_mb,
         world_size=bench.context.world_size,
+        shard_size=variant.shard_size,
         compute_itemsize=(DTYPES[bench.options.dtype] or torch.float32).itemsize,
     )
     seen, said = (recorder.count, recorder.total_bytes), expected and (expected.collectives, expected.bytes)
@@ -429,7 +436,7 @@ EXPERIMENT = Experiment(
     presets={
         "gpu": {
             "size": "medium", "dtype": "bf16", "bucket_sizes_mb": (100.0,), "warmup": 3, "steps": 8, "rounds": 3,
-            "strategies": strategies_on("cuda"),
+            "strategies": strategies_on("cuda", meshes=False),
         },
         # As many parameters and modules as xl has and next to nothing to compute: what a step takes longer than
         # local's is what the strategy costs the host.

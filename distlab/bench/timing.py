@@ -60,11 +60,13 @@ class Variant:
         name: of the row; the strategy's, with the bucket size appended where several are compared.
         strategy: how the model is wrapped.
         bucket_size_mb: MiB; ignored by strategies without buckets.
+        shard_size: ranks of a shard group, None for those of a host; ignored by strategies without a mesh.
     """
 
     name: str
     strategy: Strategy
     bucket_size_mb: float | None = 25.0
+    shard_size: int | None = None
 
     def build(
         self,
@@ -74,14 +76,16 @@ class Variant:
         optimizer_options: Mapping[str, Any] | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> tuple[ParallelModel, torch.optim.Optimizer]:
-        """The strategy's model and optimizer, with this row's bucket size."""
+        """The strategy's model and optimizer, with this row's bucket and shard sizes."""
         return self.strategy.build(
             module, group, optimizer_cls, optimizer_options,
-            compute_dtype=compute_dtype, bucket_size_mb=self.bucket_size_mb,
+            compute_dtype=compute_dtype, bucket_size_mb=self.bucket_size_mb, shard_size=self.shard_size,
         )  # fmt: skip
 
 
-def variants(strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None]) -> list[Variant]:
+def variants(
+    strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None], shard_size: int | None = None
+) -> list[Variant]:
     """Every strategy by name, those with buckets once per bucket size (`bucketed-100` where several are given).
 
     Raises:
@@ -93,7 +97,7 @@ def variants(strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None])
         for size in sizes:
             label = "unbounded" if size is None else f"{size:g}"
             name = f"{strategy.name}-{label}" if len(sizes) > 1 else strategy.name
-            rows.append(Variant(name, strategy, size))
+            rows.append(Variant(name, strategy, size, shard_size))
     return rows
 
 
@@ -105,11 +109,11 @@ class BenchOptions(ModelOptions):
     batch: int = option(4, "sequences per rank", least=1)
     seed: int = option(0, "of parameters and data", **SEED)
 
-    def planned(self, strategy: str = "local", mode: str = "step") -> PlannedStep:
+    def planned(self, strategy: str = "local", mode: str = "step", shard_size: int | None = None) -> PlannedStep:
         """What a step under this strategy, or less of one, asks of the machine."""
         return PlannedStep(
             self.model(), self.batch, strategy, self.dtype, checkpointing=checkpoint_groups(self.checkpointing),
-            compiled=self.compile != "off", mode=mode,
+            compiled=self.compile != "off", mode=mode, shard_size=shard_size,
         )  # fmt: skip
 
     def facts(self, context: RankContext) -> dict[str, Any]:
@@ -128,7 +132,7 @@ class BenchOptions(ModelOptions):
             ValueError: a strategy that needs a GPU, without one.
             MemoryError: the model with this batch does not fit.
         """
-        planned = [self.planned(row.strategy.name) for row in rows]
+        planned = [self.planned(row.strategy.name, shard_size=row.shard_size) for row in rows]
         require(planned, context.device, context, some=some and context.device.type == "cuda")
         return Workbench(context, self)
 

@@ -106,6 +106,7 @@ class Trainer:
             options,
             compute_dtype=DTYPES[config.dtype],
             bucket_size_mb=config.bucket_size_mb,
+            shard_size=config.shard_size,
         )
         self.train_step = TrainStep(
             self.wrapper,

@@ -24,6 +24,8 @@ from distlab.train.config import TrainConfig
 GIB = 2**30
 CERTAIN = 0.9  # of a predicted peak; predictions of eager steps were within 2 % of it (docs/learn/theory/simulation.md)
 CERTAIN_COMPILED = 0.5  # a compiler keeps less for backward than the closed form counts
+# The strategy whose memory one on a mesh takes, on as many ranks as a shard group has.
+IN_A_SHARD_GROUP = {"hsdp": "fsdp", "torch-hsdp": "fsdp2", "bucketed-two-level": "bucketed"}
 LOSS_PHASES = ("loss", "backward of loss", "backward of head")
 
 
@@ -41,6 +43,7 @@ class PlannedStep:
         compiled: the model or its blocks.
         mode: `step`, or less of one: `forward_backward`, `forward`, `inference`.
         batch_option: what `--batch` would be for one sequence at once on each rank.
+        shard_size: ranks of a shard group, for strategies on a mesh; None: not known, at most all.
     """
 
     model: ModelConfig
@@ -52,17 +55,19 @@ class PlannedStep:
     compiled: bool = False
     mode: str = "step"
     batch_option: int = 1
+    shard_size: int | None = None
 
     def memory(self, world_size: int, *, on_gpu: bool = True) -> StepMemory:
         """The closed form of a rank's memory in a full step; libraries take theirs on a GPU."""
         casts = STRATEGIES[self.strategy].casts_parameters
+        strategy = IN_A_SHARD_GROUP.get(self.strategy, self.strategy)
         precision = "fp32" if self.dtype == "fp32" else "bf16" if casts else "bf16-autocast"
         return step_memory(
             ModelShape.of(self.model),
             batch=self.batch,
             context=self.model.context_length,
-            strategy=self.strategy if self.strategy in FORMULAS else "naive",  # a new one takes at least as much
-            world_size=world_size,
+            strategy=strategy if strategy in FORMULAS else "naive",  # a new one takes at least as much
+            world_size=world_size if strategy == self.strategy else self.shard_size or world_size,
             precision=precision,
             attention=self.model.attention,
             checkpointing=self.checkpointing,
@@ -101,6 +106,7 @@ def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
         accumulates=config.accumulate > 1,
         compiled=config.compile != "off",
         batch_option=parts,
+        shard_size=config.shard_size,
     )
 
 

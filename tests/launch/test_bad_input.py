@@ -23,6 +23,7 @@ MISTAKES = {
         (["--bucket-size-mb", "inf"], "--bucket-size-mb: inf: give a finite number above 0, or none, or auto"),
         (["--seed", str(10**26)], "--seed: 100000000000000000000000000: give a whole number"),
         (["--strategies", "naive,buckted"], "'buckted' is unknown; allowed: local, naive"),
+        (["--strategies", "fsdp,naive", "--shard-size", "2"], "--shard-size 2 is for strategies with a mesh"),
     ],
     "show": [
         (["bare.json"], "bare.json: a record lacks what is needed of it (KeyError: 'size')"),
@@ -40,6 +41,7 @@ MISTAKES = {
         (["--lr", "inf"], "--lr: inf: give a finite number above 0"),
         (["--beta2", "1"], "beta2=1.0: must be at least 0 and below 1"),
         (["--seed", str(10**26)], "--seed: 100000000000000000000000000: give a whole number"),
+        (["--strategy", "fsdp", "--shard-size", "2"], "choose one of bucketed-two-level, hsdp, torch-hsdp"),
         (["--strategy", "zero3"], "strategy 'zero3' cannot train; allowed: naive, flat"),
     ],
 }

@@ -79,6 +79,13 @@ def test_less_than_the_closed_form_is_certain_and_parts_of_a_step_need_less(stra
     assert without_logits.least_bytes(2, on_gpu=False) <= step
 
 
+@pytest.mark.parametrize(("strategy", "sharded"), [("hsdp", "fsdp"), ("torch-hsdp", "fsdp2")])
+def test_hybrid_sharding_needs_what_full_sharding_needs_on_the_ranks_of_a_group(strategy, sharded):
+    hybrid = training_step(TrainConfig(strategy=strategy, shard_size=2), 8)
+    full = replace(hybrid, strategy=sharded)
+    assert hybrid.least_bytes(8, on_gpu=False) == full.least_bytes(2, on_gpu=False) > full.least_bytes(8, on_gpu=False)
+
+
 def test_one_that_fits_is_enough_where_rows_may_fail(free):
     planned = [PlannedStep(TINY, 4), PlannedStep(LONG, 4)]
     require(planned, "cpu", some=True)
