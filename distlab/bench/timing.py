@@ -34,14 +34,14 @@ from distlab.measure import (
 )
 from distlab.measure.rounds import interleave, rotated
 from distlab.measure.trace.capture import Phases, annotate_forward, profile_steps
-from distlab.model.config import OPS_CHOICES, ModelOptions, checkpoint_groups
+from distlab.model.config import OPS_CHOICES, ModelOptions
 from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option
 from distlab.parallel import STRATEGIES, ParallelModel, Strategy, get_strategy
 from distlab.parallel.shard import local_part
 from distlab.precision import DTYPES
 from distlab.train.data import SyntheticTokens
-from distlab.train.requirements import PlannedStep, require
+from distlab.train.requirements import PlannedStep, require, settled
 from distlab.train.scaler import LossScaler
 from distlab.train.step import TrainStep, compiled, loss_function
 
@@ -72,13 +72,12 @@ class Variant:
         group: dist.ProcessGroup,
         optimizer_cls: type[torch.optim.Optimizer],
         optimizer_options: Mapping[str, Any] | None = None,
-        compute_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> tuple[ParallelModel, torch.optim.Optimizer]:
-        """The strategy's model and optimizer, with this row's bucket size."""
+        """The strategy's model and optimizer, with this row's bucket size; options as of `Strategy.build`."""
         return self.strategy.build(
-            module, group, optimizer_cls, optimizer_options,
-            compute_dtype=compute_dtype, bucket_size_mb=self.bucket_size_mb,
-        )  # fmt: skip
+            module, group, optimizer_cls, optimizer_options, bucket_size_mb=self.bucket_size_mb, **options
+        )
 
 
 def variants(strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None]) -> list[Variant]:
@@ -108,7 +107,7 @@ class BenchOptions(ModelOptions):
     def planned(self, strategy: str = "local", mode: str = "step") -> PlannedStep:
         """What a step under this strategy, or less of one, asks of the machine."""
         return PlannedStep(
-            self.model(), self.batch, strategy, self.dtype, checkpointing=checkpoint_groups(self.checkpointing),
+            self.model(), self.batch, strategy, self.dtype, checkpointing=self.checkpointing,
             compiled=self.compile != "off", mode=mode,
         )  # fmt: skip
 
@@ -176,15 +175,15 @@ class Subject:
         mark: Callable[[str], None] | None = None,
     ) -> None:
         self.context, self.options, self.shape = context, options, options.model()
-        self.module = TransformerLM(
-            self.shape, device=context.device, seed=options.seed, checkpoint_blocks=options.checkpointing
-        )
+        keeps = settled(options.planned(variant.strategy.name), context)
+        self.module = module = TransformerLM(self.shape, device="meta", checkpoint_blocks=keeps)
         # A small rate: hundreds of steps on the same few batches must not let the loss run away.
         self.model, self.optimizer = variant.build(
-            compiled(self.module, options.compile), context.group, torch.optim.AdamW, {"lr": 1e-5, "fused": True},
+            compiled(module, options.compile), context.group, torch.optim.AdamW, {"lr": 1e-5, "fused": True},
+            init=lambda _: module.reset_parameters(options.seed), device=context.device,
             compute_dtype=DTYPES[options.dtype],
         )  # fmt: skip
-        self._loss = loss_function(options.ops)
+        self._loss = loss_function(self.shape)
         self._scaler = LossScaler() if scaled else None
         self._train = TrainStep(
             self.model, self.optimizer, self._loss, scaler=self._scaler, context=context, mark=mark
