@@ -49,7 +49,7 @@ T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
 MODES = ("inference", "forward", "forward_backward", "step")
 BATCHES = 4  # different ones, used one after the other
-PHASES = ("forward_backward", "optimizer", "step")
+PHASES = ("forward", "backward", "forward_backward", "optimizer", "step")
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,13 @@ class Variant:
         name: of the row; the strategy's, with the bucket size appended where several are compared.
         strategy: how the model is wrapped.
         bucket_size_mb: MiB; ignored by strategies without buckets.
+        options: of the model, where they are not the bench's.
     """
 
     name: str
     strategy: Strategy
     bucket_size_mb: float | None = 25.0
+    options: BenchOptions | None = None
 
     def build(
         self,
@@ -287,7 +289,8 @@ def opened(context: RankContext, config: TrialConfig) -> Iterator[Subject]:
 class Timing:
     """Samples in ms, each that of the slowest rank, in the order in which they were taken.
 
-    `phases` maps `forward_backward` (synchronisation included), `optimizer` and `step` to equally long lists.
+    `phases` maps `forward`, `backward` (synchronisation included), both together as `forward_backward`, `optimizer`
+    and `step` to equally long lists.
     """
 
     phases: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
@@ -311,7 +314,8 @@ class Workbench:
 
     def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> AbstractContextManager[Subject]:
         """Build, wrap and optimize the model; yields what trains one step when called; frees it all at the end."""
-        return closing(Subject(self.context, self.options, variant, self._batches, mark=mark))
+        options = variant.options or self.options
+        return closing(Subject(self.context, options, variant, self._batches, mark=mark))
 
     def time_rounds(
         self,
@@ -352,10 +356,7 @@ class Workbench:
         timings = {variant.name: Timing() for variant in rows}
         with ExitStack() as stack:
             timers = {variant.name: PhaseTimer(self.context.device) for variant in rows}
-            attached = {
-                variant.name: stack.enter_context(self.attached(variant, mark=timers[variant.name].mark))
-                for variant in rows
-            }
+            attached = {variant.name: stack.enter_context(self.attached(variant)) for variant in rows}
             for number in range(warmup + steps):
                 progress(f"step {number + 1}/{warmup + steps} of each variant, interleaved")
                 if number == warmup:
@@ -364,7 +365,7 @@ class Workbench:
                 for name, step in attached.items():
                     dist.barrier(self.context.group)
                     timers[name].start()
-                    step()
+                    step("step", timers[name].mark)
             for name, timer in timers.items():
                 self._add_samples(timings[name], timer.steps())
         return timings
@@ -382,9 +383,9 @@ class Workbench:
         timer = PhaseTimer(self.context.device)
         with ExitStack() as stack:
             with peak_memory(self.context.device) as memory:
-                step = self._if_it_fits(lambda: stack.enter_context(self.attached(variant, mark=timer.mark)))
+                step = self._if_it_fits(lambda: stack.enter_context(self.attached(variant)))
                 timer.start()
-                if step is None or self._if_it_fits(lambda: step() or True) is None:
+                if step is None or self._if_it_fits(lambda: step("step", timer.mark) or True) is None:
                     timing.out_of_memory = True
                     return
                 for number in range(1, warmup + steps):
@@ -392,7 +393,7 @@ class Workbench:
                         dist.barrier(self.context.group)
                         timer.clear()
                     timer.start()
-                    step()
+                    step("step", timer.mark)
                 samples = timer.steps()
                 outside = step.model.bytes_outside_allocator  # symmetric memory, say
             if inspect is not None:  # its memory is not the step's
@@ -402,6 +403,8 @@ class Workbench:
         self._add_samples(timing, samples)
 
     def _add_samples(self, timing: Timing, samples: list[dict[str, float]]) -> None:
+        for sample in samples:
+            sample["forward_backward"] = sample["forward"] + sample["backward"]
         for phase in PHASES:
             mine = [sample[phase] for sample in samples]
             timing.phases[phase].extend(slowest_rank(mine, self.context.group, self.context.device))

@@ -266,17 +266,15 @@ class ModelOptions(Options):
         if self.checkpointing != "auto":
             kept_levels(self.checkpointing, model.num_layers)
 
+    def base(self) -> ModelConfig:
+        """The preset."""
+        return PRESETS[self.size]
+
     def model(self) -> ModelConfig:
         """The preset with the overrides."""
-        return preset(
-            self.size,
-            context_length=self.context,
-            vocab_size=self.vocab,
-            d_model=self.d_model,
-            d_ff=self.d_ff,
-            num_layers=self.layers,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            attention=self.attention,
-            ops=self.ops,
-        )
+        given = {
+            "context_length": self.context, "vocab_size": self.vocab, "d_model": self.d_model, "d_ff": self.d_ff,
+            "num_layers": self.layers, "num_heads": self.heads, "num_kv_heads": self.kv_heads,
+            "attention": self.attention, "ops": self.ops,
+        }  # fmt: skip
+        return replace(self.base(), **{name: value for name, value in given.items() if value is not None})
