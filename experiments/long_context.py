@@ -13,7 +13,7 @@ communication nothing covers. Memory and time of each were predicted before anyt
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -35,7 +35,6 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.hardware import lookup
 from distlab.measure import (
     MIN_PAIRS,
     account,
@@ -48,12 +47,12 @@ from distlab.measure import (
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
 from distlab.report import NOISE, TIE, Panel, interval_ties, lines, overlaid, stacked_bars
-from distlab.simulate.estimate import estimate_step, machine_of
+from distlab.simulate.plan import Plan, plan_step
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.config import TrainConfig
 from distlab.train.data import SyntheticSequences
 from distlab.train.loop import Trainer
-from distlab.train.requirements import require, settled
+from distlab.train.requirements import require
 
 TOKENS = 1024  # of the vocabulary that occur in the data: enough steps are few
 SAME_LOSS = 0.02  # relative; two honest bf16 computations of one step
@@ -130,11 +129,11 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
     variants = [config.variant(row) for row in config.rows]
     plans = [v.options.planned(v.strategy.name) for v in variants]
     require(plans, context.device, context, some=context.device.type == "cuda")
-    for variant in variants:
+    for variant, step in zip(variants, plans, strict=True):
         if not run.done(variant.name):
-            metrics = predicted(variant, context)
-            run.add(variant.name, metrics, **config.facts(context) | {"keeps": metrics["keeps"]})
-            run.progress(said(variant.name, metrics))
+            plan = plan_step(step, context)
+            run.add(variant.name, predicted(plan), **config.facts(context))
+            run.progress(f"plan of {variant.name}: {plan}")
     for name, work in parts(config, context, run, variants):
         late = time.monotonic() - begin > 60 * config.minutes
         if not collectives.all_ranks_agree(not late, context.device, context.group):
@@ -170,31 +169,16 @@ def parts(
             yield f"profiling {variant.name}", partial(profile, config, bench, variant, record, run)
 
 
-def predicted(variant: Variant, context: RankContext) -> dict[str, Any]:
-    """What the plan says before anything is allocated: what blocks keep, memory, and time where the GPU is known."""
-    options, on_gpu = variant.options, context.device.type == "cuda"
-    plan = options.planned(variant.strategy.name)
-    keeps = settled(plan, context)
-    memory = replace(plan, checkpointing=keeps).memory(context.world_size, on_gpu=on_gpu)
-    spec = lookup(torch.cuda.get_device_name(context.device)) if on_gpu else None
-    found = {"keeps": keeps, "predicted_peak_bytes": memory.peak.total, "predicted_peak_phase": memory.peak_phase}
-    if spec is not None:
-        step = estimate_step(
-            options.model(), "fsdp", machine_of(spec, dtype=options.dtype), batch=options.batch,
-            ranks=context.world_size, dtype=options.dtype, checkpointing=keeps,
-        )  # fmt: skip
+def predicted(plan: Plan) -> dict[str, Any]:
+    """What a plan says, as metrics."""
+    memory, step = plan.memory, plan.time
+    found = {
+        "keeps": plan.step.checkpointing, "predicted_peak_bytes": memory.peak.total,
+        "predicted_peak_phase": memory.peak_phase,
+    }  # fmt: skip
+    if step is not None:
         found |= {"predicted_step_ms": 1e3 * step.step, "predicted_exposed_comm_ms": 1e3 * step.exposed}
     return found
-
-
-def said(row: str, metrics: Mapping[str, Any]) -> str:
-    """A plan as one line."""
-    step = metrics.get("predicted_step_ms")
-    time_ = "" if step is None else f", a step of {step:,.0f} ms"
-    return (
-        f"plan of {row}: keeps {metrics['keeps']}, {metrics['predicted_peak_bytes'] / 2**30:.1f} GiB at most "
-        f"({metrics['predicted_peak_phase']}){time_}"
-    )
 
 
 def train(config: LongContextConfig, context: RankContext, record: Record) -> None:
@@ -298,7 +282,8 @@ def findings(records: Sequence[Record]) -> list[str]:
     for record in records:
         metrics = record.metrics
         if metrics.get("status") == "OOM":
-            found.append(f"{record.variant} ran out of memory: the plan was {said(record.variant, metrics)}")
+            peak = metrics["predicted_peak_bytes"] / 2**30
+            found.append(f"{record.variant} ran out of memory: the plan was {peak:.1f} GiB, keeping {metrics['keeps']}")
         if metrics.get("loss"):
             found.append(
                 f"{len(metrics['loss'])} steps of the trainer: loss {metrics['first_loss']:.3f} to "

@@ -92,6 +92,8 @@ class Trainer:
         self.scaler = LossScaler() if config.dtype == "fp16" else None
         train_state.seed_rank(config.seed, context.rank)
         keeps = settled(training_step(config, context.world_size), context)
+        if config.checkpointing == "auto":
+            progress(f"checkpointing auto: blocks keep {keeps}")
         model = TransformerLM(config.model(), device="meta", checkpoint_blocks=keeps)
         optimizer_cls, options = adamw(config.ops)
         options |= {"lr": config.lr, "betas": (0.9, config.beta2), "weight_decay": config.weight_decay}

@@ -153,7 +153,7 @@ def shortage(
     if allowed is None:
         return None
 
-    def fits(changed: PlannedStep) -> bool:
+    def fits(changed: PlannedStep, ranks: int = ranks) -> bool:
         return changed.least_bytes(ranks, on_gpu=on_gpu) <= allowed
 
     if fits(plan):
@@ -214,7 +214,7 @@ def least_recomputation(plan: PlannedStep, ranks: int, allowed: int | None, *, o
     return found
 
 
-def _what_fits(plan: PlannedStep, fits: Callable[[PlannedStep], bool]) -> str:
+def _what_fits(plan: PlannedStep, fits: Callable[..., bool]) -> str:
     """Which option helps, and how far it must go."""
     model = plan.model
     if plan.checkpointing not in ("auto", "block") and fits(replace(plan, checkpointing="block")):
@@ -236,6 +236,7 @@ def _what_fits(plan: PlannedStep, fits: Callable[[PlannedStep], bool]) -> str:
         return f"{' or '.join(f'{name} {size}' for name, size in options.items() if size)} would fit"
     if fits(replace(plan, batch=1, model=replace(model, context_length=1))):
         return "A smaller --batch and a smaller --context together would fit"
-    return (
-        "The parameters and what is kept of each are too much alone: take a smaller --size, or fsdp on more GPUs"
-    )
+    sharded = replace(plan, strategy="fsdp", checkpointing="block")
+    enough = (ranks for ranks in (2**k for k in range(1, 11)) if fits(sharded, ranks))
+    more = f"--strategy fsdp --checkpointing block on {n} ranks with as much each" if (n := next(enough, 0)) else "fsdp"
+    return f"The parameters and what is kept of each are too much alone: take a smaller --size, or {more}"
