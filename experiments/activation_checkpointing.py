@@ -95,7 +95,7 @@ def measure(config: CheckpointingConfig, context: RankContext, run: Run) -> None
         MemoryError: on a CPU a way that does not fit, on a GPU all of them.
     """
     plain = config.planned(mode="forward_backward")
-    planned = [replace(plain, checkpointing=checkpoint_groups(choice)) for choice in config.choices()]
+    planned = [replace(plain, checkpointing=choice) for choice in config.choices()]
     require(planned, context.device, some=context.device.type == "cuda")
     bench = Bench(config, context.device)
     with cpu_threads(config.threads):

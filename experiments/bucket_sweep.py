@@ -117,7 +117,7 @@ def _backward_alone_and_disturbed(
     running all-reduce does to it.
     """
     model = TransformerLM(config.model(), device=context.device, seed=config.seed)
-    tokens, loss_fn = synthetic_batches(context, config)[0], loss_function(config.ops)
+    tokens, loss_fn = synthetic_batches(context, config)[0], loss_function(config.model())
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def forward() -> torch.Tensor:

@@ -109,7 +109,7 @@ def _choices(
 def _memory(config: PlanConfig, strategy: str, micro: int, checkpointing: bool) -> dict[str, object]:
     gpu, ranks = config.fleet()
     model, accumulates = config.shape(), config.batch // ranks > micro
-    blocks = (1,) if checkpointing else ()
+    blocks = "block" if checkpointing else "none"
     planned = PlannedStep(model, micro, strategy, config.dtype, checkpointing=blocks, accumulates=accumulates)
     memory = planned.memory(ranks)
     return {

@@ -121,7 +121,7 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
     expected.backward()
     scale = LossScaler().scale if config.dtype == "fp16" else 1.0
     with autocast(device, DTYPES[config.dtype]):
-        found = loss_function(config.ops)(compiled(candidate, config.compile), batch)
+        found = loss_function(shape)(compiled(candidate, config.compile), batch)
     (found * scale).backward()
     difference = norm = 0.0
     for mine, theirs in zip(candidate.parameters(), reference.parameters(), strict=True):

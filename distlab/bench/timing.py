@@ -34,14 +34,14 @@ from distlab.measure import (
 )
 from distlab.measure.rounds import interleave, rotated
 from distlab.measure.trace.capture import Phases, annotate_forward, profile_steps
-from distlab.model.config import OPS_CHOICES, ModelOptions, checkpoint_groups
+from distlab.model.config import OPS_CHOICES, ModelOptions
 from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option
 from distlab.parallel import STRATEGIES, ParallelModel, Strategy, get_strategy
 from distlab.parallel.shard import local_part
 from distlab.precision import DTYPES
 from distlab.train.data import SyntheticTokens
-from distlab.train.requirements import PlannedStep, require
+from distlab.train.requirements import PlannedStep, require, settled
 from distlab.train.scaler import LossScaler
 from distlab.train.step import TrainStep, compiled, loss_function
 
@@ -49,7 +49,7 @@ T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
 MODES = ("inference", "forward", "forward_backward", "step")
 BATCHES = 4  # different ones, used one after the other
-PHASES = ("forward_backward", "optimizer", "step")
+PHASES = ("forward", "backward", "forward_backward", "optimizer", "step")
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,14 @@ class Variant:
         strategy: how the model is wrapped.
         bucket_size_mb: MiB; ignored by strategies without buckets.
         shard_size: ranks of a shard group, None for those of a host; ignored by strategies without a mesh.
+        options: of the model, where they are not the bench's.
     """
 
     name: str
     strategy: Strategy
     bucket_size_mb: float | None = 25.0
     shard_size: int | None = None
+    options: BenchOptions | None = None
 
     def build(
         self,
@@ -74,12 +76,12 @@ class Variant:
         group: dist.ProcessGroup,
         optimizer_cls: type[torch.optim.Optimizer],
         optimizer_options: Mapping[str, Any] | None = None,
-        compute_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> tuple[ParallelModel, torch.optim.Optimizer]:
-        """The strategy's model and optimizer, with this row's bucket and shard sizes."""
+        """The strategy's model and optimizer, with this row's bucket and shard sizes; options of `Strategy.build`."""
         return self.strategy.build(
             module, group, optimizer_cls, optimizer_options,
-            compute_dtype=compute_dtype, bucket_size_mb=self.bucket_size_mb, shard_size=self.shard_size,
+            bucket_size_mb=self.bucket_size_mb, shard_size=self.shard_size, **options,
         )  # fmt: skip
 
 
@@ -112,7 +114,7 @@ class BenchOptions(ModelOptions):
     def planned(self, strategy: str = "local", mode: str = "step", shard_size: int | None = None) -> PlannedStep:
         """What a step under this strategy, or less of one, asks of the machine."""
         return PlannedStep(
-            self.model(), self.batch, strategy, self.dtype, checkpointing=checkpoint_groups(self.checkpointing),
+            self.model(), self.batch, strategy, self.dtype, checkpointing=self.checkpointing,
             compiled=self.compile != "off", mode=mode, shard_size=shard_size,
         )  # fmt: skip
 
@@ -180,15 +182,15 @@ class Subject:
         mark: Callable[[str], None] | None = None,
     ) -> None:
         self.context, self.options, self.shape = context, options, options.model()
-        self.module = TransformerLM(
-            self.shape, device=context.device, seed=options.seed, checkpoint_blocks=options.checkpointing
-        )
+        keeps = settled(options.planned(variant.strategy.name), context)
+        self.module = module = TransformerLM(self.shape, device="meta", checkpoint_blocks=keeps)
         # A small rate: hundreds of steps on the same few batches must not let the loss run away.
         self.model, self.optimizer = variant.build(
-            compiled(self.module, options.compile), context.group, torch.optim.AdamW, {"lr": 1e-5, "fused": True},
+            compiled(module, options.compile), context.group, torch.optim.AdamW, {"lr": 1e-5, "fused": True},
+            init=lambda _: module.reset_parameters(options.seed), device=context.device,
             compute_dtype=DTYPES[options.dtype],
         )  # fmt: skip
-        self._loss = loss_function(options.ops)
+        self._loss = loss_function(self.shape)
         self._scaler = LossScaler() if scaled else None
         self._train = TrainStep(
             self.model, self.optimizer, self._loss, scaler=self._scaler, context=context, mark=mark
@@ -292,7 +294,8 @@ def opened(context: RankContext, config: TrialConfig) -> Iterator[Subject]:
 class Timing:
     """Samples in ms, each that of the slowest rank, in the order in which they were taken.
 
-    `phases` maps `forward_backward` (synchronisation included), `optimizer` and `step` to equally long lists.
+    `phases` maps `forward`, `backward` (synchronisation included), both together as `forward_backward`, `optimizer`
+    and `step` to equally long lists.
     """
 
     phases: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
@@ -316,7 +319,8 @@ class Workbench:
 
     def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> AbstractContextManager[Subject]:
         """Build, wrap and optimize the model; yields what trains one step when called; frees it all at the end."""
-        return closing(Subject(self.context, self.options, variant, self._batches, mark=mark))
+        options = variant.options or self.options
+        return closing(Subject(self.context, options, variant, self._batches, mark=mark))
 
     def time_rounds(
         self,
@@ -357,10 +361,7 @@ class Workbench:
         timings = {variant.name: Timing() for variant in rows}
         with ExitStack() as stack:
             timers = {variant.name: PhaseTimer(self.context.device) for variant in rows}
-            attached = {
-                variant.name: stack.enter_context(self.attached(variant, mark=timers[variant.name].mark))
-                for variant in rows
-            }
+            attached = {variant.name: stack.enter_context(self.attached(variant)) for variant in rows}
             for number in range(warmup + steps):
                 progress(f"step {number + 1}/{warmup + steps} of each variant, interleaved")
                 if number == warmup:
@@ -369,7 +370,7 @@ class Workbench:
                 for name, step in attached.items():
                     dist.barrier(self.context.group)
                     timers[name].start()
-                    step()
+                    step("step", timers[name].mark)
             for name, timer in timers.items():
                 self._add_samples(timings[name], timer.steps())
         return timings
@@ -387,9 +388,9 @@ class Workbench:
         timer = PhaseTimer(self.context.device)
         with ExitStack() as stack:
             with peak_memory(self.context.device) as memory:
-                step = self._if_it_fits(lambda: stack.enter_context(self.attached(variant, mark=timer.mark)))
+                step = self._if_it_fits(lambda: stack.enter_context(self.attached(variant)))
                 timer.start()
-                if step is None or self._if_it_fits(lambda: step() or True) is None:
+                if step is None or self._if_it_fits(lambda: step("step", timer.mark) or True) is None:
                     timing.out_of_memory = True
                     return
                 for number in range(1, warmup + steps):
@@ -397,7 +398,7 @@ class Workbench:
                         dist.barrier(self.context.group)
                         timer.clear()
                     timer.start()
-                    step()
+                    step("step", timer.mark)
                 samples = timer.steps()
                 outside = step.model.bytes_outside_allocator  # symmetric memory, say
             if inspect is not None:  # its memory is not the step's
@@ -407,6 +408,8 @@ class Workbench:
         self._add_samples(timing, samples)
 
     def _add_samples(self, timing: Timing, samples: list[dict[str, float]]) -> None:
+        for sample in samples:
+            sample["forward_backward"] = sample["forward"] + sample["backward"]
         for phase in PHASES:
             mine = [sample[phase] for sample in samples]
             timing.phases[phase].extend(slowest_rank(mine, self.context.group, self.context.device))

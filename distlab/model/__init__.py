@@ -7,6 +7,7 @@ from distlab.model.config import (
     PRESETS,
     ModelConfig,
     checkpoint_groups,
+    kept_levels,
     preset,
 )
 from distlab.model.ops import Ops, cross_entropy, get_ops
@@ -23,5 +24,6 @@ __all__ = [
     "checkpoint_groups",
     "cross_entropy",
     "get_ops",
+    "kept_levels",
     "preset",
 ]

@@ -93,7 +93,8 @@ class TrainConfig(ModelOptions):
     def identity(self, data: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint must share with the run that continues it."""
         lasting = {name: getattr(self, name) for name in LASTING}
-        return {"model": asdict(self.model()), "data": data, **lasting}
+        model = {name: value for name, value in asdict(self.model()).items() if value is not None}
+        return {"model": model, "data": data, **lasting}
 
 
 def refuse_other_run(saved: Any, mine: dict[str, Any], where: str) -> None:

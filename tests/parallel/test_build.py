@@ -19,6 +19,7 @@ from distlab.parallel import (
     strategies_on,
 )
 from distlab.parallel.shard import FlatLayout, Shard, whole
+from distlab.simulate.events import EventLog
 from distlab.testing import run_ranks
 from tests.parallel.cases import CASES, Reference, build
 
@@ -185,3 +186,45 @@ def test_slices_of_a_layout_divide_every_parameter():
     assert (layout.offsets, layout.payload, layout.slice_numel, layout.numel) == ([0, 6, 8], 12, 5, 15)
     assert [layout.shard_range(2, rank) for rank in range(3)] == [(0, 0), (0, 2), (2, 4)]
     assert [layout.place(2, rank) for rank in range(3)] == [(0, 0), (3, 5), (0, 2)]
+
+
+def most_while_built(context: RankContext) -> None:
+    """Peaks of live bytes while each strategy makes a model from meta, counted storage by storage."""
+    config = preset("tiny", num_layers=8, vocab_size=64)
+    parameters = 4 * config.num_parameters
+    for name, state in (("fsdp", 4 * parameters / 2), ("bucketed", 4 * parameters), ("zero1", 3 * parameters)):
+        module, log = TransformerLM(config, device="meta"), EventLog()
+        unit = 4 * sum(p.numel() for p in module.blocks[0].parameters())
+        with log.recording():
+            model, optimizer = get_strategy(name).build(
+                module, context.group, torch.optim.AdamW, init=lambda m: m.reset_parameters(0), device="cpu"
+            )
+        peak = max(moment.total for moment in log.memory)
+        assert peak <= state, name  # of training: parameters, gradients and AdamW's two moments of what a rank holds
+        if name == "fsdp":  # its shards, and at most one unit in full
+            assert parameters / 2 < peak < 1.02 * parameters / 2 + unit
+        model.close(restore=False)
+        del model, optimizer
+
+
+def test_construction_takes_no_more_than_training():
+    """Nothing is ever whole under FSDP, and twice under none."""
+    run_ranks(most_while_built, 2)
+
+
+@pytest.mark.multigpu
+def test_construction_takes_no_more_than_training_on_gpus():
+    """The same by the allocator."""
+    run_ranks(most_on_gpus, 2, backend="nccl")
+
+
+def most_on_gpus(context: RankContext) -> None:
+    """FSDP's peak while it makes 0.4 billion parameters from meta."""
+    config = preset("medium")
+    torch.cuda.reset_peak_memory_stats(context.device)
+    module = TransformerLM(config, device="meta")
+    model, _ = get_strategy("fsdp").build(
+        module, context.group, torch.optim.AdamW, init=lambda m: m.reset_parameters(0), device=context.device
+    )
+    assert torch.cuda.max_memory_allocated(context.device) < 4 * 4 * config.num_parameters / 2
+    model.close(restore=False)
