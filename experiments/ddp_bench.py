@@ -122,6 +122,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         if variant.name in steps:
             run.progress(f"explaining {variant.name}")
             metrics |= _rates(config, context, metrics["step_p50_ms"]) | against_others(variant.name, steps)
+            metrics["step_samples_ms"] = steps[variant.name]
             metrics["noise_floor_pct"] = own_noise_floor(steps[variant.name])
             metrics["noise_pct"] = noise_of(metrics)
             metrics |= sent(bench, variant)

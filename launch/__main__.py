@@ -4,7 +4,9 @@
     distlab list                                  every experiment: its question, and what it needs
     distlab run NAME [--nproc N] [options]        measure; `distlab run NAME --help` lists the options
     torchrun --nproc-per-node N -m launch run NAME [options]
-    distlab show FILE… [--out FOLDER]             redraw saved runs: table, pictures, page
+    distlab show FILE… [--table STYLE]            redraw saved runs: table, pictures, page
+    distlab runs [WORD…]                          the runs there are, with what they found; outputs/index.html
+    distlab compare RUN RUN… [--fail-above 5%]    what changed from the first run to the last, beyond the noise
     distlab tables [--check]                      redraw the tables of the README and the pages from records/
     distlab train | sample [options]              train a model; continue a text by a trained one
     distlab doctor                                what this machine has, and what runs on it
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING
 from distlab.ending import USAGE_ERROR, ended_at_once, message_of, until_stopped
 
 if TYPE_CHECKING:
+    from distlab.comm import RankContext
     from distlab.experiment import Experiment
     from distlab.report.view import View
 
@@ -135,6 +138,7 @@ def run(arguments: Sequence[str]) -> int:
         return module.main(list(arguments[1:]))
     from distlab.comm import RankEnvironment
     from distlab.experiment import lone_context
+    from launch.notebook import refresh_index
     from launch.ranks import run_on_ranks
 
     experiment: Experiment = module.EXPERIMENT
@@ -144,11 +148,18 @@ def run(arguments: Sequence[str]) -> int:
             raise ValueError("torchrun's --max-restarts needs a --name, under which restarted ranks resume")
         if frame.max_restarts:
             arguments = [*arguments, "--name", datetime.now(UTC).strftime("%Y%m%d-%H%M%S")]
+
+    def listed(context: RankContext) -> int:
+        code = experiment.run(config, context, frame)
+        if context.is_main:
+            refresh_index(frame.out)
+        return code
+
     if experiment.ranks != "many":
         device = "cpu" if experiment.ranks == "none" else frame.device
-        return experiment.run(config, lone_context(device), frame)
+        return listed(lone_context(device))
     return run_on_ranks(
-        lambda context: experiment.run(config, context, frame),
+        listed,
         ["run", *arguments],
         frame,
         experiment.nproc,
@@ -211,6 +222,16 @@ def tables(arguments: Sequence[str]) -> int:
     return redraw_pages(pages, view_of, ROOT, check=check)
 
 
+def runs(arguments: Sequence[str]) -> int:
+    """The runs there are."""
+    return importlib.import_module("launch.notebook").runs(list(arguments))
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """What changed between runs."""
+    return importlib.import_module("launch.notebook").compare(list(arguments))
+
+
 def train(arguments: Sequence[str]) -> int:
     """Train a model."""
     return importlib.import_module("launch.trainer").main(list(arguments))
@@ -230,6 +251,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_experiments,
     "run": run,
     "show": show,
+    "runs": runs,
+    "compare": compare,
     "tables": tables,
     "train": train,
     "sample": sample,

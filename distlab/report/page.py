@@ -21,7 +21,6 @@ from distlab.report.table import Column, by_machine, is_number, render
 if TYPE_CHECKING:
     from distlab.report.view import View
 
-TEMPLATE = Path(__file__).with_name("page.html.j2")
 MOST_FIGURES = 500  # rows of the table that has every prediction; beyond that the summary stands alone
 
 
@@ -35,14 +34,10 @@ def page(
         pictures: caption and file (`.png`) of each.
         findings: sentences that follow from these records.
     """
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
     figures = compared(records)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        view=view, headline=view.headline_of(records), findings=findings, noises=_noises(records),
+    return rendered(
+        "page.html.j2", title=view.name, view=view, headline=view.headline_of(records), findings=findings,
+        noises=_noises(records),
         setups=[_setup(machine, group) for machine, group in by_machine(records).items()],
         tables=[
             _table(group, columns) | {style: render(group, columns, style) for style in ("markdown", "latex")}
@@ -52,6 +47,17 @@ def page(
         accuracy=_table(accuracy(figures), ACCURACY),
         compared=_table(figures if len(figures) <= MOST_FIGURES else (), COMPARED),
     )  # fmt: skip
+
+
+def rendered(template: str, **values: Any) -> str:
+    """One of the templates beside this file, filled in."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    return environment.get_template(template).render(**values)
 
 
 def _table(records: Sequence[Record], columns: Sequence[Column]) -> dict[str, Any]:

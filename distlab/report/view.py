@@ -191,10 +191,16 @@ def say(
         print(f"{_filled(view.headline_of(records))}\n\n{view.short_table(records)}\n")
         for group in by_machine(records).values():
             for finding in view.findings(group):
-                print(_filled(finding))
+                print(highlighted(_filled(finding)))
         print(f"report: {page}")
     if line and (quiet or not sys.stdout.isatty()):
         print(json_line(view.name, records, page.parent), flush=True)
+
+
+def highlighted(text: str) -> str:
+    """A line that begins with a word of capitals (`WRONG: …`), in red where stdout is a terminal."""
+    alarms = text.partition(":")[0].isupper() and sys.stdout.isatty()
+    return f"\033[31m{text}\033[0m" if alarms else text
 
 
 def _filled(text: str) -> str:
