@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from distlab.bench.reference import parameter_difference
+from distlab.bench.task import OwnModel
 from distlab.bench.timing import BenchOptions, Timing, Variant, Workbench, peak_of, variants
 from distlab.experiment import (
     Column,
@@ -58,12 +59,12 @@ from distlab.report import (
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.volume import model_volume
 
-OOM = "OOM"
+OOM, REFUSED = "OOM", "refused"
 SWEEPS = Path(__file__).parents[1] / "records" / "bucket_sweep"
 
 
 @dataclass(frozen=True)
-class DDPBenchConfig(BenchOptions, TimingOptions):
+class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
     """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
 
     strategies: tuple[str, ...] = option(strategies_on("cpu"), "what to compare", choices=tuple(STRATEGIES))
@@ -107,12 +108,20 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         run.progress(f"bucket size by the sweep: {sizes[0] or 'unbounded'}")
     rows = variants(config.strategies, sizes)
     bench = config.workbench(context, rows, some=True)
+    facts = config.facts(context)
+    refused = config.refusals(context, rows)
+    for name, reason in refused.items():
+        run.progress(f"{name} is left out: {reason}")
+    rows = [row for row in rows if row.name not in refused]
+    task = None if config.factory is None else config.task()
     differences = {}
     for variant in rows if config.check_steps else []:
         if variant.strategy.synchronizes:
             run.progress(f"checking {variant.name} against one process")
-            differences[variant.name] = parameter_difference(context, variant, steps=config.check_steps)
-    run.progress(f"building {config.size}: {bench.shape.num_parameters / 1e6:,.1f} M parameters")
+            differences[variant.name] = parameter_difference(
+                context, variant, steps=config.check_steps, task=task
+            )
+    run.progress(f"building {config.factory or config.size}: {facts['num_parameters'] / 1e6:,.1f} M parameters")
     timings = _timed(config, bench, rows, run)
     steps = {name: timing.phases["step"] for name, timing in timings.items() if not timing.out_of_memory}
     accounts: dict[str, StepAccount] = {}
@@ -129,7 +138,9 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
             metrics |= overlap(bench, variant, run.path, config.profile_steps, accounts, drawn)
             metrics["max_abs_param_diff"] = differences.get(variant.name)
         size = variant.bucket_size_mb if variant.strategy.has_buckets else None
-        run.add(variant.name, metrics, **config.facts(context), bucket_size_mb=size)
+        run.add(variant.name, metrics, **facts, bucket_size_mb=size)
+    for name, reason in refused.items():
+        run.add(name, {"step_p50_ms": REFUSED, "refusal": reason}, **facts, bucket_size_mb=None)
     for record in run.records:
         record.metrics.update(explanation(record, accounts))
     run.save()
@@ -152,7 +163,7 @@ def _timed(config: DDPBenchConfig, bench: Workbench, rows: Sequence[Variant], ru
         if not is_out_of_memory(error):
             raise
         raise MemoryError(
-            f"{config.size} with batch {config.batch} × context {bench.shape.context_length} in {config.dtype} does "
+            f"{config.factory or config.size} with batch {config.batch} in {config.dtype} does "
             f"not fit in the memory of {bench.context.device} on rank {bench.context.rank}: pass a smaller --batch, "
             "--context or --size"
         ) from error
@@ -189,10 +200,13 @@ def best_bucket_size(
 
 
 def _rates(config: DDPBenchConfig, context: RankContext, step_ms: float) -> dict[str, float | None]:
+    examples = {"examples_per_s": config.batch * context.world_size / (step_ms / 1e3)}
+    if config.factory is not None:  # whose operations and tokens nobody counts
+        return examples
     model = config.model()
     share = mfu(step_flops(**model.sizes(config.batch)), step_ms / 1e3, peak_of(context.device, config.dtype))
     tokens = config.batch * model.context_length * context.world_size
-    return {"tokens_per_s": tokens / (step_ms / 1e3), "mfu_pct": None if share is None else 100 * share}
+    return examples | {"tokens_per_s": tokens / (step_ms / 1e3), "mfu_pct": None if share is None else 100 * share}
 
 
 def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
@@ -222,6 +236,8 @@ def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str,
 def sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
     """Collectives and bytes of one step, counted, beside the closed form."""
     recorder = bench.record_collectives(variant)
+    if bench.options.factory is not None:
+        return {"collectives_per_step": recorder.count, "comm_bytes_per_step": recorder.total_bytes}
     expected = model_volume(
         variant.strategy.name,
         TransformerLM(bench.shape, device="meta").named_parameters(),
@@ -289,9 +305,16 @@ def _tie(ratio: str, record: Record) -> str:
     return TIE if interval_ties(low, high) else ""
 
 
+def examples_of(records: Sequence[Record]) -> str:
+    """Batch, and context where there is one, in a few words."""
+    config = records[0].config
+    return f"batch {config['batch']}" + (f" × context {config['context']}" if config["context"] else "")
+
+
 headline = headline_from(
-    "{size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, {dtype}, "
+    "{size} ({num_parameters:M} parameters), {examples} per rank, {dtype}, "
     "{world_size} × {device_name} ({backend}), torch {torch}{noise}",
+    examples=examples_of,
     noise=lambda records: f"; {noise}" if (noise := noise_by_row(records)) else "",
 )
 
@@ -343,8 +366,8 @@ def draw_step_times(records: Sequence[Record], path: Path) -> None:
     compute_ms = next((r.metrics.get("forward_backward_p50_ms") for r in records if r.variant == "local"), None)
 
     def cells(metrics: Mapping[str, Any]) -> list[float | str | None]:
-        if metrics["step_p50_ms"] == OOM or compute_ms is None:
-            return [OOM if metrics["step_p50_ms"] == OOM else None] * 3
+        if isinstance(metrics["step_p50_ms"], str) or compute_ms is None:
+            return [metrics["step_p50_ms"] if isinstance(metrics["step_p50_ms"], str) else None] * 3
         return [compute_ms, metrics["forward_backward_p50_ms"] - compute_ms, metrics["optimizer_p50_ms"]]
 
     rows = [cells(record.metrics) for record in records]
@@ -353,7 +376,7 @@ def draw_step_times(records: Sequence[Record], path: Path) -> None:
         path, [record.variant for record in records],
         dict(zip(("compute", "exposed communication", "optimizer"), zip(*rows, strict=True), strict=True)),
         title=f"Where a step's time goes: {headline(records)}", unit="ms",
-        whiskers=[None if row[0] in (OOM, None) else end for row, end in zip(rows, ends, strict=True)],
+        whiskers=[None if row[0] in (OOM, REFUSED, None) else end for row, end in zip(rows, ends, strict=True)],
     )  # fmt: skip
 
 
@@ -373,6 +396,7 @@ VIEW = View(
         Column("metrics.collectives_per_step", "calls", "d"),
         Column("metrics.comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
         Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
+        Column("metrics.examples_per_s", "examples/s", ",.1f", optional=True),
         Column("metrics.mfu_pct", "MFU %", ".1f"),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
         Column("metrics.vs_torch_ddp", "÷ torch", ".3f", note=partial(_tie, "vs_torch_ddp")),
@@ -401,6 +425,7 @@ VIEW = View(
     findings=lambda records: [
         *(f"WRONG: {problem}" for problem in wrong_rows(records)),
         *(f"UNEXPLAINED: {row}" for row in unexplained_rows(records)),
+        *(f"Left out: {record.metrics['refusal']}." for record in records if record.metrics.get("refusal")),
     ],
     reading="Exposed communication is what a step takes longer than the same step without communication (local). "
     "Communication time and overlap, the share of it that compute covers, come from the profiler's trace of rank 0; "
