@@ -65,8 +65,8 @@ PARTS = {"optimizer": "optimizer_state", "backward": "temporary"}  # category �
 
 
 def peaks(name: str, strategies: Iterable[str], batch: int, ranks: int, dtype: str) -> dict[str, dict[str, Any]]:
-    """Strategy → bytes `after_init`, those of the `peak` by category, and its `phase`, of `simulated` steps, which need a
-    process without a process group and so have their own; what cannot be simulated is left out.
+    """Strategy → bytes `after_init`, those of the `peak` by category, and its `phase`, of `simulated` steps, which need
+    a process without a process group and so have their own; what cannot be simulated is left out.
     """
     command = [sys.executable, "-m", "experiments._own_model", name, str(batch), str(ranks), dtype, *strategies]
     path = os.pathsep.join(filter(None, sys.path))

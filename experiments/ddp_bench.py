@@ -6,6 +6,7 @@ communication ran and how much of that compute covered (from the profiler), and 
 training in one process.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +29,10 @@ from distlab.experiment import (
     headline_from,
     option,
 )
+from distlab.files import write_whole
 from distlab.measure import (
     MIN_PAIRS,
+    CollectiveRecorder,
     StepAccount,
     account,
     closes,
@@ -42,7 +45,9 @@ from distlab.measure import (
     own_noise_floor,
     paired_ratio,
     percentiles,
+    within,
 )
+from distlab.measure.trace.capture import Event
 from distlab.model import TransformerLM
 from distlab.parallel import STRATEGIES, strategies_on
 from distlab.precision import DTYPES
@@ -56,6 +61,8 @@ from distlab.report import (
     stacked_bars,
     timeline,
 )
+from distlab.report.spans import FILE as ZOOMABLE
+from distlab.report.spans import Span, zoomable
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.volume import model_volume
 
@@ -126,6 +133,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     steps = {name: timing.phases["step"] for name, timing in timings.items() if not timing.out_of_memory}
     accounts: dict[str, StepAccount] = {}
     drawn: dict[str, Any] = {}  # variant → one step of its trace, for the timeline
+    spans: dict[str, list[Span]] = {}  # variant → the same, span by span, for the page
     for variant in rows:
         metrics = timings[variant.name].metrics()
         if variant.name in steps:
@@ -134,8 +142,11 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
             metrics["step_samples_ms"] = steps[variant.name]
             metrics["noise_floor_pct"] = own_noise_floor(steps[variant.name])
             metrics["noise_pct"] = noise_of(metrics)
-            metrics |= sent(bench, variant)
+            recorder = bench.record_collectives(variant)
+            metrics |= sent(bench, variant, recorder)
             metrics |= overlap(bench, variant, run.path, config.profile_steps, accounts, drawn)
+            if config.profile_steps:
+                spans[variant.name] = named_spans(drawn[variant.name][1], recorder, variant)
             metrics["max_abs_param_diff"] = differences.get(variant.name)
         size = variant.bucket_size_mb if variant.strategy.has_buckets else None
         run.add(variant.name, metrics, **facts, bucket_size_mb=size)
@@ -146,7 +157,8 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     run.save()
     if context.is_main and drawn:
         title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
-        timeline(run.path / "timeline.png", drawn, title=title)
+        timeline(run.path / "timeline.png", {name: seen for name, (seen, _) in drawn.items()}, title=title)
+        write_whole(run.path / ZOOMABLE, json.dumps(zoomable(spans), separators=(",", ":")))
 
 
 def _timed(config: DDPBenchConfig, bench: Workbench, rows: Sequence[Variant], run: Run) -> dict[str, Timing]:
@@ -200,13 +212,12 @@ def best_bucket_size(
 
 
 def _rates(config: DDPBenchConfig, context: RankContext, step_ms: float) -> dict[str, float | None]:
-    examples = {"examples_per_s": config.batch * context.world_size / (step_ms / 1e3)}
     if config.factory is not None:  # whose operations and tokens nobody counts
-        return examples
+        return {"examples_per_s": config.batch * context.world_size / (step_ms / 1e3)}
     model = config.model()
     share = mfu(step_flops(**model.sizes(config.batch)), step_ms / 1e3, peak_of(context.device, config.dtype))
     tokens = config.batch * model.context_length * context.world_size
-    return examples | {"tokens_per_s": tokens / (step_ms / 1e3), "mfu_pct": None if share is None else 100 * share}
+    return {"tokens_per_s": tokens / (step_ms / 1e3), "mfu_pct": None if share is None else 100 * share}
 
 
 def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
@@ -233,9 +244,8 @@ def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str,
     return found
 
 
-def sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
+def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> dict[str, int | bool | None]:
     """Collectives and bytes of one step, counted, beside the closed form."""
-    recorder = bench.record_collectives(variant)
     if bench.options.factory is not None:
         return {"collectives_per_step": recorder.count, "comm_bytes_per_step": recorder.total_bytes}
     expected = model_volume(
@@ -266,7 +276,7 @@ def overlap(
     bench.profile(variant, path, steps)
     events = load_trace(path)
     seen, gathers = account(events), exposed_all_gathers(events)
-    accounts[variant.name], drawn[variant.name] = seen, lanes(events)
+    accounts[variant.name], drawn[variant.name] = seen, (lanes(events), within(events))
     return {
         "exposed_all_gather_forward_ms": gathers[0],
         "exposed_all_gather_backward_ms": gathers[1],
@@ -278,6 +288,18 @@ def overlap(
         "idle_ms": seen.idle_ms,
         "longest_idle_ms": seen.longest_idle_ms,
     }
+
+
+def named_spans(events: Sequence[Event], recorder: CollectiveRecorder, variant: Variant) -> list[Span]:
+    """A step's events as spans; its messages with their bytes where the trace has as many as were recorded."""
+    messages = sorted((event for event in events if event.kind == "communication"), key=lambda event: event.start_ms)
+    calls = recorder.calls if len(recorder.calls) == len(messages) else []
+    what = "bucket" if variant.strategy.name == "bucketed" else "message"
+    more = {
+        message: f"{what} {number} of {len(calls)}, {call.bytes / 1e6:,.3g} MB"
+        for number, (message, call) in enumerate(zip(messages, calls, strict=False), 1)
+    }
+    return [Span(event.kind, event.name, event.start_ms, event.end_ms, more.get(event, "")) for event in events]
 
 
 def explanation(record: Record, accounts: dict[str, StepAccount]) -> dict[str, float | bool | None]:
@@ -416,6 +438,7 @@ VIEW = View(
         Column("metrics.exposed_idle_ms", "idle", "+.1f", optional=True),
         Column("metrics.exposed_unexplained_ms", "unexplained", "+.1f", optional=True),
     ],
+    next=("distlab run memory_breakdown", "distlab run bucket_sweep"),
     headline=headline,
     terminal=(
         *("variant", "step_p50_ms", "noise_pct", "exposed_comm_ms", "overlap_pct", "vs_torch_ddp", "peak_alloc_bytes"),

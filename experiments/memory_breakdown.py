@@ -8,7 +8,7 @@ themselves, the moments of a step (after construction, before and after the opti
 Beside each stands what `theory.memory` predicts from the widths of the model alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,6 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
     refused = config.refusals(context, rows)
     for name, reason in refused.items():
         run.progress(f"{name} is left out: {reason}")
-    simulations = _simulated(config, context, rows)
     for variant in [row for row in rows if row.name not in refused]:
         if run.done(variant.name):
             continue
@@ -82,15 +81,23 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
         ranks = collectives.gather_objects(_measure(bench, variant, config.steps), context.group)
         fullest = {name: None if None in (rank[name] for rank in ranks) else max(rank[name] for rank in ranks)
                    for name in ranks[0]}  # fmt: skip
-        if config.factory is None:
-            metrics = fullest | _predicted(config, context, variant)
-        else:
-            metrics = fullest | simulations.get(variant.strategy.name, {})
-        for name in (*STATES, *MOMENTS, "peak_alloc"):
-            predicted, found = metrics.get(f"predicted_{name}_bytes"), metrics[f"{name}_bytes"]
-            known = found and predicted is not None
-            metrics[f"{name}_error_pct"] = 100 * (predicted / found - 1) if known else None
-        run.add(variant.name, metrics, **config.facts(context))
+        run.add(variant.name, fullest, **config.facts(context))
+    if context.is_main:  # the others need not wait for it
+        predictions = _simulated(config, context, rows) if config.factory is not None else None
+        for record in run.records:
+            strategy = next(row.strategy.name for row in rows if row.name == record.variant)
+            known = _predicted(config, context, strategy) if predictions is None else predictions.get(strategy, {})
+            record.metrics.update(known | _errors(record.metrics | known))
+        run.save()
+
+
+def _errors(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """Predicted over measured, minus one, in %; None where either is not known."""
+    found = {}
+    for name in (*STATES, *MOMENTS, "peak_alloc"):
+        said, is_there = metrics.get(f"predicted_{name}_bytes"), metrics[f"{name}_bytes"]
+        found[f"{name}_error_pct"] = 100 * (said / is_there - 1) if is_there and said is not None else None
+    return found
 
 
 def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | float | None]:
@@ -126,9 +133,9 @@ def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> lis
     return [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
 
 
-def _predicted(config: MemoryConfig, context: RankContext, variant: Variant) -> dict[str, int | str]:
+def _predicted(config: MemoryConfig, context: RankContext, strategy: str) -> dict[str, int | str]:
     """What `theory.memory` says of this variant."""
-    expected = config.planned(variant.strategy.name).memory(context.world_size, on_gpu=context.device.type == "cuda")
+    expected = config.planned(strategy).memory(context.world_size, on_gpu=context.device.type == "cuda")
     states = expected.before_step
     peak = {f"predicted_peak_{each.name}_bytes": getattr(expected.peak, each.name) for each in fields(Breakdown)}
     moments = {f"predicted_{moment}_bytes": getattr(expected, moment).total for moment in MOMENTS}
@@ -145,10 +152,8 @@ def _simulated(config: MemoryConfig, context: RankContext, rows: Sequence[Varian
     """Strategy → what a step of a user's model takes in the fake world; nothing for torch's peers, nor for a model that
     reads values.
     """
-    found: dict[str, dict[str, Any]] = {}
-    if config.factory is not None and context.is_main:
-        strategies = dict.fromkeys(row.strategy.name for row in rows)
-        found = peaks(config.factory, strategies, config.batch, context.world_size, config.dtype)
+    strategies = dict.fromkeys(row.strategy.name for row in rows)
+    found = peaks(config.factory, strategies, config.batch, context.world_size, config.dtype)
     return {
         name: {f"predicted_peak_{each.name}_bytes": known["peak"].get(each.name, 0) for each in fields(Breakdown)}
         | {
@@ -156,7 +161,7 @@ def _simulated(config: MemoryConfig, context: RankContext, rows: Sequence[Varian
             "predicted_peak_alloc_bytes": sum(known["peak"].values()),
             "predicted_peak_phase": known["phase"],
         }
-        for name, known in collectives.gather_objects(found, context.group)[0].items()
+        for name, known in found.items()
     }
 
 
@@ -215,6 +220,7 @@ VIEW = View(
         Column("metrics.predicted_peak_phase", "peak in"),
         Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
     ],
+    next=("distlab run model_benchmark --memory-snapshot", "distlab run activation_checkpointing"),
     headline=headline,
     terminal=(
         *("variant", "parameters_bytes", "gradients_bytes", "optimizer_state_bytes", "peak_alloc_bytes"),

@@ -176,9 +176,12 @@ def show(arguments: Sequence[str]) -> int:
     parser.add_argument("files", nargs="+", metavar="FILE", help="records.json of a run, or a file of records/")
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
+    parser.add_argument("--table", choices=("text", "markdown", "latex", "typst"), help="print the table alone, so")
+    parser.add_argument("--cite", action="store_true", help="print an entry for BibTeX alone")
     args = parser.parse_args(arguments)
 
     from distlab.report import OutputFolder, read_json, reading
+    from distlab.report.page import citation
     from distlab.report.view import check_records, say, write
 
     records = [record for source in args.files for record in read_json(source)]
@@ -188,9 +191,13 @@ def show(arguments: Sequence[str]) -> int:
     check_records(view, records)
     with reading(args.files):  # before there is a folder
         view.headline_of(records), view.table(records)
+        if args.table or args.cite:
+            print(view.table(records, args.table) if args.table else citation(records))
+            return 0
     folder = OutputFolder(args.out, view.name)
-    for picture in sorted(Path(args.files[0]).parent.glob("*.png")) if len(args.files) == 1 else []:
-        shutil.copy(picture, folder.path)
+    beside = Path(args.files[0]).parent
+    for file in [*sorted(beside.glob("*.png")), *beside.glob("timeline.json")] if len(args.files) == 1 else []:
+        shutil.copy(file, folder.path)
     with reading(args.files):
         say(view, records, write(view, records, folder.path), quiet=args.json)
     return 0
