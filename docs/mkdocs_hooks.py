@@ -1,4 +1,4 @@
-"""What mkdocs needs beyond docs/: README and the like as pages, the reference, and links to sources that lead somewhere."""
+"""What mkdocs needs beyond docs/: README and the like as pages, the reference, links to sources, an offline search."""
 
 import os
 import posixpath
@@ -20,8 +20,8 @@ REFERENCE = {
     "distlab.experiment": "Experiment",
     "kernels.flash_attention": "FlashAttention2 FlashAttention2PyTorch flash_attention",
     **{f"kernels.{name}": "" for name in (
-        "rmsnorm", "layernorm", "softmax", "swiglu", "rope", "matmul", "dropout", "cross_entropy", "linear_cross_entropy",
-        "adamw")},
+        "rmsnorm", "layernorm", "softmax", "swiglu", "rope", "matmul", "dropout", "cross_entropy", "adamw",
+        "linear_cross_entropy")},
 }  # fmt: skip
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 _linked: set[Path] = set()
@@ -43,6 +43,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _relinked(markdown, Path(page.file.abs_src_path), page.file.src_uri)
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """The theme would fetch what lets the search run without a server; ours lies in assets/."""
+    worker = posixpath.relpath("assets/worker.js", posixpath.dirname(page.file.dest_uri) or ".")
+    return re.sub(r'<script src="https://unpkg\.com/iframe-worker/shim"', f'<script src="{worker}"', output)
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same on the page of errors."""
+    return output_content.replace("https://unpkg.com/iframe-worker/shim", "assets/worker.js")
+
+
 def on_post_build(config: MkDocsConfig) -> None:
     """Sources that pages link to lie beside the site, as text that a browser shows."""
     for path in _linked:
@@ -52,7 +63,7 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def _reference() -> str:
-    lines = ["# Reference", "", "The names that scripts and course submissions import, and what each takes and returns."]
+    lines = ["# Reference", "", "What scripts and course submissions import, and what each takes and returns."]
     for module, names in REFERENCE.items():
         lines += ["", *(f"::: {module}.{name}" for name in names.split())] if names else ["", f"::: {module}"]
     return "\n".join(lines) + "\n"

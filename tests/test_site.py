@@ -77,3 +77,23 @@ def test_a_browser_shows_it(site, tmp_path, page, words):
     )  # fmt: skip
     assert words in shown.stdout and 'data-md-color-scheme="' in shown.stdout
     assert not [line for line in shown.stderr.splitlines() if "CONSOLE" in line and "rror" in line]
+
+
+SEARCH = """<script>addEventListener("load", () => setTimeout(() => {
+  const input = document.querySelector("input.md-search__input");
+  input.focus(); input.value = "BucketedDDP"; input.dispatchEvent(new Event("input", {bubbles: true}));
+  input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true, key: "P"}));
+}, 1500))</script></body>"""
+
+
+@pytest.mark.skipif(chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH")
+def test_the_search_finds_from_a_file(site, tmp_path):
+    page = site / "searched.html"
+    page.write_text((site / "index.html").read_text(encoding="utf-8").replace("</body>", SEARCH), encoding="utf-8")
+    shown = subprocess.run(
+        [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path}",
+         "--virtual-time-budget=20000", page.as_uri()],
+        capture_output=True, text=True, timeout=90, check=False,
+    ).stdout  # fmt: skip
+    page.unlink()
+    assert re.search(r'md-search-result__link"[^>]*reference\.html', shown.replace("\n", " "))
