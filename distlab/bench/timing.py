@@ -13,15 +13,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.bench.task import BATCHES, Examined, OwnModel, Task, examined, own_task
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
 from distlab.measure import (
@@ -34,21 +35,21 @@ from distlab.measure import (
 )
 from distlab.measure.rounds import interleave, rotated
 from distlab.measure.trace.capture import Phases, annotate_forward, profile_steps
-from distlab.model.config import OPS_CHOICES, ModelOptions
+from distlab.model.config import OPS_CHOICES, ModelOptions, preset
 from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option
 from distlab.parallel import STRATEGIES, ParallelModel, Strategy, get_strategy
 from distlab.parallel.shard import local_part
-from distlab.precision import DTYPES
+from distlab.precision import DTYPES, autocast
 from distlab.train.data import SyntheticTokens
 from distlab.train.requirements import PlannedStep, require, settled
 from distlab.train.scaler import LossScaler
-from distlab.train.step import TrainStep, compiled, loss_function
+from distlab.train.step import LossFunction, TrainStep, compiled, loss_function
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
 MODES = ("inference", "forward", "forward_backward", "step")
-BATCHES = 4  # different ones, used one after the other
+_EXAMINED: dict[tuple, Examined] = {}  # of this process: a user's model is tried once
 PHASES = ("forward", "backward", "forward_backward", "optimizer", "step")
 
 
@@ -107,9 +108,56 @@ def variants(
 class BenchOptions(ModelOptions):
     """The model and the data that a benchmark steps. Raises ValueError for a value that is not allowed."""
 
+    factory: ClassVar[str | None] = None  # of a user's model, see `OwnModel`
     ops: str = option("torch", "of the model: torch, or triton for this lab's kernels", choices=OPS_CHOICES)
     batch: int = option(4, "sequences per rank", least=1)
     seed: int = option(0, "of parameters and data", **SEED)
+
+    def task(self) -> Task:
+        """What is stepped: the Transformer of these options on synthetic tokens, or the user's model on their data.
+
+        Raises:
+            ValueError: a factory that fails or returns something else, see `distlab.bench.task`.
+        """
+        if self.factory is not None:
+            return own_task(self.factory, self.batch, self.seed)
+        shape = self.model()
+
+        def batches(rank: int, step: int, device: torch.device) -> list[Batch]:
+            sizes = (shape.vocab_size, self.batch, shape.context_length)
+            return [SyntheticTokens(*sizes, seed=self.seed, rank=rank, device=device).batch(step)]
+
+        return Task(
+            lambda seed, device: TransformerLM(shape, device=device, seed=seed, checkpoint_blocks=self.checkpointing),
+            batches, loss_function(shape),
+        )  # fmt: skip
+
+    def examined(self, context: RankContext) -> Examined:
+        """The user's model, tried once on every rank; the first call is a collective."""
+        key = (self.factory, self.batch, self.seed)
+        if key not in _EXAMINED:
+            _EXAMINED[key] = examined(self.factory, self.task(), context, self.seed)
+        return _EXAMINED[key]
+
+    def refusals(self, context: RankContext, rows: Sequence[Variant]) -> dict[str, str]:
+        """Row → why its strategy refuses the user's model, in a sentence; call it on every rank."""
+        if self.factory is None:
+            return {}
+        found, batches = {}, synthetic_batches(context, self)
+        for row in rows:
+            refusal = self.examined(context).refusal(row.strategy)
+            if refusal is None:
+                try:
+                    with closing(Subject(context, self, row, batches)) as subject:
+                        subject()
+                except Exception as error:  # alike on every rank: it is about the model's structure and dtypes
+                    if not is_out_of_memory(error):
+                        said = (str(error).splitlines() or [type(error).__name__])[0]
+                        refusal = f"{row.strategy.name} cannot train it: {said}"
+            refusal = next(filter(None, collectives.gather_objects(refusal, context.group)), None)
+            if refusal is not None:
+                found[row.name] = refusal
+        return found
 
     def planned(self, strategy: str = "local", mode: str = "step", shard_size: int | None = None) -> PlannedStep:
         """What a step under this strategy, or less of one, asks of the machine."""
@@ -122,6 +170,8 @@ class BenchOptions(ModelOptions):
         """What a record's configuration holds of the model and the ranks, beside the options."""
         model = self.model()
         sizes = {"num_parameters": model.num_parameters, "context": model.context_length}
+        if self.factory is not None:
+            sizes = {"num_parameters": self.examined(context).num_parameters, "context": None, "size": self.factory}
         return sizes | {"world_size": context.world_size, "backend": context.backend}
 
     def workbench(self, context: RankContext, rows: Sequence[Variant], *, some: bool = False) -> Workbench:
@@ -135,12 +185,15 @@ class BenchOptions(ModelOptions):
             MemoryError: the model with this batch does not fit.
         """
         planned = [self.planned(row.strategy.name, shard_size=row.shard_size) for row in rows]
+        if self.factory is not None:
+            self.examined(context)
+            planned = [replace(plan, model=preset("tiny"), batch=1) for plan in planned]  # nobody knows what it takes
         require(planned, context.device, context, some=some and context.device.type == "cuda")
         return Workbench(context, self)
 
 
 @dataclass(frozen=True)
-class TrialConfig(BenchOptions):
+class TrialConfig(OwnModel, BenchOptions):
     """A benchmark of one strategy, with `bucket_size_mb` MiB per bucket if it has any; fp16 with a scaled loss."""
 
     strategy: str = option("local", "how ranks train together", choices=tuple(STRATEGIES))
@@ -182,15 +235,21 @@ class Subject:
         mark: Callable[[str], None] | None = None,
     ) -> None:
         self.context, self.options, self.shape = context, options, options.model()
-        keeps = settled(options.planned(variant.strategy.name), context)
-        self.module = module = TransformerLM(self.shape, device="meta", checkpoint_blocks=keeps)
+        task = options.task()
+        if options.factory is None:
+            keeps = settled(options.planned(variant.strategy.name), context)
+            self.module = module = TransformerLM(self.shape, device="meta", checkpoint_blocks=keeps)
+            built = {"init": lambda _: module.reset_parameters(options.seed), "device": context.device}
+        else:
+            self.module, built = task.build(options.seed, context.device), {}
         # A small rate: hundreds of steps on the same few batches must not let the loss run away.
         self.model, self.optimizer = variant.build(
-            compiled(module, options.compile), context.group, torch.optim.AdamW, {"lr": 1e-5, "fused": True},
-            init=lambda _: module.reset_parameters(options.seed), device=context.device,
-            compute_dtype=DTYPES[options.dtype],
+            compiled(self.module, options.compile), context.group, torch.optim.AdamW, {"lr": 1e-5, "fused": True},
+            compute_dtype=DTYPES[options.dtype], **built,
         )  # fmt: skip
-        self._loss = loss_function(self.shape)
+        self._loss = task.loss_fn
+        if options.factory is not None and self.model.casts_parameters:  # a user's inputs have a dtype of their own
+            self._loss = under_autocast(task.loss_fn, context.device, DTYPES[options.dtype])
         self._scaler = LossScaler() if scaled else None
         self._train = TrainStep(
             self.model, self.optimizer, self._loss, scaler=self._scaler, context=context, mark=mark
@@ -262,6 +321,16 @@ class Subject:
         gc.collect()
 
 
+def under_autocast(loss_fn: LossFunction, device: torch.device, dtype: torch.dtype | None) -> LossFunction:
+    """A loss whose operators cast their inputs to the dtype that the parameters have."""
+
+    def cast(model: nn.Module, batch: Any) -> Tensor:
+        with autocast(device, dtype):
+            return loss_fn(model, batch)
+
+    return cast
+
+
 def peak_of(device: torch.device, dtype: str) -> float | None:
     """FLOP/s of this device in `fp32`, with TF32 if that is allowed, `bf16` or `fp16`; None where it is unknown."""
     if device.type != "cuda":
@@ -272,9 +341,8 @@ def peak_of(device: torch.device, dtype: str) -> float | None:
 
 def synthetic_batches(context: RankContext, options: BenchOptions) -> list[Batch]:
     """A few batches of this rank, on its device."""
-    shape, place = options.model(), {"rank": context.rank, "device": context.device}
-    data = SyntheticTokens(shape.vocab_size, options.batch, shape.context_length, seed=options.seed, **place)
-    return [data.batch(step) for step in range(BATCHES)]
+    task = options.task()
+    return [task.batches(context.rank, step, context.device)[0] for step in range(BATCHES)]
 
 
 @contextmanager
@@ -460,6 +528,7 @@ def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, An
     shared = {k: v for k, v in configs[0].items() if all(config.get(k) == v for config in configs)}
     count = f" ({shared['num_parameters'] / 1e6:,.1f} M parameters)" if "num_parameters" in shared else ""
     named = ("batch", "context", "dtype", "strategy", "attention", "ops", "compile", "checkpointing")
+    named = named if shared.get("factory") is None else ("batch", "dtype", "strategy", "compile")
     plain = ("dtype", "strategy")  # values that say what they are
     texts = [str(shared[name]) if name in plain else f"{name} {shared[name]}" for name in named if name in shared]
     parts = [f"{shared.get('size', 'several sizes')}{count}", *texts]
