@@ -46,7 +46,7 @@ from distlab.measure import (
 )
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
-from distlab.report import NOISE, TIE, Panel, interval_ties, lines, overlaid, stacked_bars
+from distlab.report import NOISE, TIE, Panel, interval_ties, lines, memory_areas, overlaid, stacked_bars
 from distlab.report.run import same_run
 from distlab.simulate.plan import Plan, plan_step
 from distlab.theory.flops import forward_flops, mfu
@@ -159,6 +159,8 @@ def parts(
     if config.train_steps and ours is not None and "loss" not in ours.metrics:
         yield f"training for {config.train_steps} steps", partial(train, config, context, ours)
     bench = Workbench(context, config)
+    if config.profile_steps and ours is not None and "memory_peak_phase" not in ours.metrics:
+        yield f"memory over one step of {OURS}", partial(memory, config, bench, ours, run)
     for number in range(config.rounds):
         for variant in (*variants[number % len(variants) :], *variants[: number % len(variants)]):
             record = run.done(variant.name)
@@ -248,6 +250,18 @@ def profile(config: LongContextConfig, bench: Workbench, variant: Variant, recor
         uncovered_comm_ms=seen.uncovered_comm_ms, overlap_pct=seen.overlap_pct, copy_ms=seen.copy_ms,
         idle_ms=seen.idle_ms,
     )  # fmt: skip
+
+
+def memory(config: LongContextConfig, bench: Workbench, record: Record, run: Run) -> None:
+    """A picture of this lab's memory over one step, and in which phase it was highest."""
+    with bench.attached(config.variant(OURS)) as subject:
+        timeline = subject.memory_timeline()
+    record.metrics["memory_peak_phase"] = None
+    if timeline is not None:
+        at, _ = timeline.peak()
+        inside = [phase for phase, (start, end) in timeline.phases.items() if start <= at <= end]
+        record.metrics["memory_peak_phase"] = inside[0] if inside else None
+        memory_areas(run.path / "memory.png", timeline, title=f"Memory over a step of {OURS}: {headline(run.records)}")
 
 
 def compare(records: Sequence[Record]) -> None:
