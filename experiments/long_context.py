@@ -46,7 +46,8 @@ from distlab.measure import (
 )
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
-from distlab.report import NOISE, TIE, Panel, interval_ties, lines, overlaid, stacked_bars
+from distlab.report import NOISE, TIE, Panel, interval_ties, lines, memory_areas, overlaid, stacked_bars
+from distlab.report.run import same_run
 from distlab.simulate.plan import Plan, plan_step
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.config import TrainConfig
@@ -142,10 +143,11 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
         run.progress(name)
         work()
         gc.collect()
-        torch.compiler.reset()  # what was compiled holds on to its model
+        if any(variant.options.compile != "off" for variant in variants):
+            torch.compiler.reset()  # what was compiled holds on to its model
         if context.device.type == "cuda":
             torch.cuda.empty_cache()
-        compare(run)
+        compare(run.records)
         run.save()
 
 
@@ -157,6 +159,8 @@ def parts(
     if config.train_steps and ours is not None and "loss" not in ours.metrics:
         yield f"training for {config.train_steps} steps", partial(train, config, context, ours)
     bench = Workbench(context, config)
+    if config.profile_steps and ours is not None and "memory_peak_phase" not in ours.metrics:
+        yield f"memory over one step of {OURS}", partial(memory, config, bench, ours, run)
     for number in range(config.rounds):
         for variant in (*variants[number % len(variants) :], *variants[: number % len(variants)]):
             record = run.done(variant.name)
@@ -248,9 +252,21 @@ def profile(config: LongContextConfig, bench: Workbench, variant: Variant, recor
     )  # fmt: skip
 
 
-def compare(run: Run) -> None:
+def memory(config: LongContextConfig, bench: Workbench, record: Record, run: Run) -> None:
+    """A picture of this lab's memory over one step, and in which phase it was highest."""
+    with bench.attached(config.variant(OURS)) as subject:
+        timeline = subject.memory_timeline()
+    record.metrics["memory_peak_phase"] = None
+    if timeline is not None:
+        at, _ = timeline.peak()
+        inside = [phase for phase, (start, end) in timeline.phases.items() if start <= at <= end]
+        record.metrics["memory_peak_phase"] = inside[0] if inside else None
+        memory_areas(run.path / "memory.png", timeline, title=f"Memory over a step of {OURS}: {headline(run.records)}")
+
+
+def compare(records: Sequence[Record]) -> None:
     """Each row beside the fastest of torch's, and its loss beside ours."""
-    timed = {r.variant: r.metrics for r in run.records if r.metrics.get("status") == "ok"}
+    timed = {r.variant: r.metrics for r in records if r.metrics.get("status") == "ok"}
     peers = [name for name in timed if name.startswith("fsdp2")]
     best = min(peers, key=lambda name: timed[name]["step_p50_ms"], default=None)
     for metrics in timed.values():
@@ -370,4 +386,5 @@ EXPERIMENT = Experiment(
     },
     ranks="many",
     wrong=wrong_rows,
+    same_run=lambda before, now: [line for line in same_run(before, now) if not line.startswith("option minutes ")],
 )  # fmt: skip
