@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from distlab.bench.task import made, own_task
@@ -49,10 +51,13 @@ def simulated(name: str, strategy: str, batch: int, ranks: int, dtype: str = "fp
         train = TrainStep(wrapper, optimizer, loss_fn, mark=mark)
         return lambda: train(examples)
 
+    # A copied layer (`nn.TransformerEncoder` copies its own) must stay in the same fake world.
+    same_world = mock.patch.object(FakeTensorMode, "__deepcopy__", lambda self, memo: self, create=True)
     try:
-        return simulate_step(
-            strategy, lambda: made(name)[0], make_step, world_size=ranks, compute_dtype=DTYPES[dtype]
-        )
+        with same_world:
+            return simulate_step(
+                strategy, lambda: made(name)[0], make_step, world_size=ranks, compute_dtype=DTYPES[dtype]
+            )
     except Exception as error:
         said = message_of(error) or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         raise ValueError(

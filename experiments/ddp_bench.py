@@ -341,7 +341,7 @@ def _tie(ratio: str, record: Record) -> str:
 def examples_of(records: Sequence[Record]) -> str:
     """Batch, and context where there is one, in a few words."""
     config = records[0].config
-    return f"batch {config['batch']}" + (f" × context {config['context']}" if config["context"] else "")
+    return f"batch {config.get('batch')}" + (f" × context {c}" if (c := config.get("context")) else "")
 
 
 headline = headline_from(

@@ -172,7 +172,7 @@ def _gib(metric: str, title: str) -> Column:
 headline = headline_from(
     "{size} ({num_parameters:M} parameters), batch {batch}{length} per rank, {dtype}, buckets of "
     "{bucket_size_mb:g} MiB, {world_size} × {device_name} ({backend}), torch {torch}; err: predicted over measured",
-    length=lambda records: f" × context {c}" if (c := records[0].config["context"]) else "",
+    length=lambda records: f" × context {c}" if (c := records[0].config.get("context")) else "",
 )
 
 

@@ -243,6 +243,10 @@ headline = headline_from(
 )
 
 
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def answer(records: Sequence[Record]) -> str:
     """The answer in words; `recomputed` means activation checkpointing of every block."""
     config = PlanConfig.of(records[0].config)
@@ -264,7 +268,7 @@ def answer(records: Sequence[Record]) -> str:
     else:
         rate, total = f"{known['predicted_examples_per_s']:,.0f} examples/s", ""
     text = (
-        f"Fastest: {best.variant}: {known['predicted_step_ms']:,.3g} ms per step, {rate}, "
+        f"Fastest: {best.variant}: {_ms(known['predicted_step_ms'])} ms per step, {rate}, "
         f"MFU {known['predicted_mfu_pct']:.0f} %{total}; most of the step is {known['limited_by']}."
     )
     others = [record for record in fitting if record.config["strategy"] != best.config["strategy"]]
@@ -291,8 +295,8 @@ VIEW = View(
         Column("metrics.fits", "fits", align="left"),
         Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
         Column("metrics.predicted_peak_phase", "at", align="left"),
-        Column("metrics.predicted_step_ms", "step ms", ",.4g"),
-        Column("metrics.predicted_exposed_comm_ms", "exposed ms", ",.3g"),
+        Column("metrics.predicted_step_ms", "step ms", _ms),
+        Column("metrics.predicted_exposed_comm_ms", "exposed ms", _ms),
         Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f", optional=True),
         Column("metrics.predicted_examples_per_s", "examples/s", ",.0f", optional=True),
         Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),

@@ -96,4 +96,4 @@ def test_the_search_finds_from_a_file(site, tmp_path):
         capture_output=True, text=True, timeout=90, check=False,
     ).stdout  # fmt: skip
     page.unlink()
-    assert re.search(r'md-search-result__link"[^>]*reference\.html', shown.replace("\n", " "))
+    assert re.search(r'href="[^"]*reference\.html[^"]*" class="md-search-result__link"', shown)

@@ -63,15 +63,11 @@ class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True) for _ in range(2)
-        )
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)  # copies the layer
 
     def forward(self, tokens, padding):
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, src_key_padding_mask=padding)
-        return self.head(x)
+        return self.head(self.encoder(self.embedding(tokens), src_key_padding_mask=padding))
 
 
 def bert():
