@@ -47,6 +47,7 @@ from distlab.measure import (
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
 from distlab.report import NOISE, TIE, Panel, interval_ties, lines, overlaid, stacked_bars
+from distlab.report.run import same_run
 from distlab.simulate.plan import Plan, plan_step
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.config import TrainConfig
@@ -142,10 +143,11 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
         run.progress(name)
         work()
         gc.collect()
-        torch.compiler.reset()  # what was compiled holds on to its model
+        if any(variant.options.compile != "off" for variant in variants):
+            torch.compiler.reset()  # what was compiled holds on to its model
         if context.device.type == "cuda":
             torch.cuda.empty_cache()
-        compare(run)
+        compare(run.records)
         run.save()
 
 
@@ -248,9 +250,9 @@ def profile(config: LongContextConfig, bench: Workbench, variant: Variant, recor
     )  # fmt: skip
 
 
-def compare(run: Run) -> None:
+def compare(records: Sequence[Record]) -> None:
     """Each row beside the fastest of torch's, and its loss beside ours."""
-    timed = {r.variant: r.metrics for r in run.records if r.metrics.get("status") == "ok"}
+    timed = {r.variant: r.metrics for r in records if r.metrics.get("status") == "ok"}
     peers = [name for name in timed if name.startswith("fsdp2")]
     best = min(peers, key=lambda name: timed[name]["step_p50_ms"], default=None)
     for metrics in timed.values():
@@ -370,4 +372,5 @@ EXPERIMENT = Experiment(
     },
     ranks="many",
     wrong=wrong_rows,
+    same_run=lambda before, now: [line for line in same_run(before, now) if not line.startswith("option minutes ")],
 )  # fmt: skip

@@ -7,6 +7,7 @@ from distlab.model.config import (
     PRESETS,
     ModelConfig,
     checkpoint_groups,
+    checkpoint_plan,
     kept_levels,
     preset,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "Ops",
     "TransformerLM",
     "checkpoint_groups",
+    "checkpoint_plan",
     "cross_entropy",
     "get_ops",
     "kept_levels",

@@ -49,6 +49,12 @@ def kept_levels(choice: Checkpointing, num_layers: int) -> tuple[str, ...]:
     return tuple(level for (level, *_), count in zip(parts, counts, strict=True) for _ in range(count))
 
 
+def checkpoint_plan(choice: Checkpointing, num_layers: int) -> tuple[int, ...] | tuple[str, ...]:
+    """What `theory.memory` takes: the groups of several blocks, else what each block keeps."""
+    groups = checkpoint_groups(choice)
+    return groups if groups not in ((), (1,)) else kept_levels(choice, num_layers)
+
+
 def checkpoint_groups(choice: Checkpointing) -> tuple[int, ...]:
     """How many consecutive blocks are recomputed together in backward, outermost level first.
 

@@ -20,8 +20,7 @@ from distlab.model.config import (
     LOGITS_AT_ONCE,
     LOGITS_CHUNK,
     ModelConfig,
-    checkpoint_groups,
-    kept_levels,
+    checkpoint_plan,
 )
 from distlab.parallel import STRATEGIES
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory
@@ -70,6 +69,7 @@ class PlannedStep:
         casts = STRATEGIES[self.strategy].casts_parameters
         strategy = IN_A_SHARD_GROUP.get(self.strategy, self.strategy)
         precision = "fp32" if self.dtype == "fp32" else "bf16" if casts else "bf16-autocast"
+        choice = "block" if self.checkpointing == "auto" else self.checkpointing
         return step_memory(
             ModelShape.of(self.model),
             batch=self.batch,
@@ -78,7 +78,7 @@ class PlannedStep:
             world_size=world_size if strategy == self.strategy else self.shard_size or world_size,
             precision=precision,
             attention=self.model.attention,
-            checkpointing=self._kept_by_blocks(),
+            checkpointing=checkpoint_plan(choice, self.model.num_layers),
             loss_chunk=LOGITS_CHUNK if self.model.loss_in_head else None,
             accumulates=self.accumulates,
             workspace_bytes=CUBLAS_WORKSPACES if on_gpu else 0,
@@ -92,11 +92,6 @@ class PlannedStep:
         else:
             held = memory.peak.total - (0 if self.mode == "step" else memory.after_step.optimizer_state)
         return int(held * (CERTAIN_COMPILED if self.compiled else CERTAIN))
-
-    def _kept_by_blocks(self) -> tuple[int, ...] | tuple[str, ...]:
-        choice = "block" if self.checkpointing == "auto" else self.checkpointing
-        groups = checkpoint_groups(choice)
-        return groups if groups not in ((), (1,)) else kept_levels(choice, self.model.num_layers)
 
     def __str__(self) -> str:
         batch, context = self.batch * self.batch_option, self.model.context_length
