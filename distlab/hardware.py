@@ -41,6 +41,7 @@ class GPUSpec:
         fp32_lanes_per_sm: fp32 multiply-adds per clock without tensor cores.
         l2_bytes_per_clock: read bandwidth of the whole L2 where the maker states one.
         watts: power limit of the board.
+        full_watts: of the same chip where it runs at its stated peak; None where that is `watts`.
     """
 
     name: str
@@ -60,6 +61,7 @@ class GPUSpec:
     fp32_lanes_per_sm: int = 128
     l2_bytes_per_clock: int | None = None
     watts: int | None = None
+    full_watts: int | None = None
 
     @property
     def clock(self) -> float:
@@ -134,6 +136,7 @@ H100_SXM_96GB = replace(
     hbm_bytes=96 * GB,
     hbm_bandwidth=2400 * GB,
     watts=500,
+    full_watts=700,
     source="Grattafiori et al. 2024, The Llama 3 Herd of Models, and torchtitan's performance page: the Grand Teton "
     "platform's H100s have 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W; the chip is the H100's",
 )

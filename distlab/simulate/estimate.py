@@ -1,25 +1,25 @@
-"""The step of a model on a machine in a fraction of a second: compute by two simulated layers, the rest in closed form.
+"""The step of a model on a machine in milliseconds: operators in closed form, and two streams in closed form.
 
-Operators take their time one after the other, so a model's time is linear in its number of layers: simulating one
-layer and two gives it for any number, exactly.
+The operators are those of `distlab.theory.operators`, which a test holds against the ones that the simulated model
+runs; their times are those of `timeline.DeviceModel`, and `distlab.theory.step_time` says what runs beside what.
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from typing import Any
 
 import torch
 
-from distlab.hardware import NETWORK_LINKS, GPUSpec, by_alias
+from distlab.hardware import NETWORK_LINKS, ClusterSpec, GPUSpec, by_alias
 from distlab.model import ModelConfig, preset
 from distlab.options import Options, option
 from distlab.parallel.buckets import plan_buckets
 from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
-from distlab.simulate.events import Compute
-from distlab.simulate.run import simulate_training
 from distlab.simulate.timeline import DeviceModel, Machine
+from distlab.theory.memory.activations import PRECISIONS
 from distlab.theory.model_shape import ModelShape
-from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, step_time
+from distlab.theory.operators import Workload
+from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, sharding_group, step_time
 from distlab.theory.volume import padded_parameters, sharded_buffers
 
 FP32 = 4
@@ -30,49 +30,52 @@ FLOPS_SHARE, MEMORY_SHARE, UPDATE_SHARE, LINK_SHARE = 0.68, 0.56, 0.78, 0.79
 LATENCY_S, CONTENTION = 58e-6, (0.64, 0.73)
 
 
-@lru_cache(maxsize=64)
-def _operators(
-    config: ModelConfig, batch: int, dtype: str, checkpointing: bool, casts_parameters: bool
-) -> tuple[Compute, ...]:
-    strategy = "fsdp" if casts_parameters else "local"
-    return simulate_training(
-        config, strategy, batch=batch, world_size=1, dtype=dtype, checkpointing=checkpointing
-    ).operators
+# Of the bf16 peak that fused attention reaches, by backend and head width, forward and backward together, causal, one
+# head of 65,536 tokens (records/attention/sweep_h100.json): cuDNN's kernels, and FlashAttention-2's, which do not use
+# Hopper's own instructions; on other devices these reach what cuDNN's do on Hopper.
+ATTENTION_SHARE = {"cudnn": {64: 0.44, 128: 0.57}, "flash": {64: 0.28, 128: 0.32}}
+# A matmul is limited by power: of a chip below its full limit the rate falls as the square root of what is left for
+# switching, between a voltage that follows the clock (power ~ clock³) and one that is at its floor (power ~ clock);
+# a seventh of the full limit is assumed for leakage and memory.
+STATIC_POWER_SHARE, POWER_EXPONENT = 1 / 7, 0.5
 
 
 def compute_time(
-    config: ModelConfig,
+    config: Any,
     batch: int,
     device: DeviceModel,
     *,
     dtype: str = "bf16",
-    checkpointing: bool = False,
-    casts_parameters: bool = False,
+    checkpointing: bool | str = False,
+    shards: int | None = None,
+    kernels: str = "eager",
+    fused_loss: bool = False,
 ) -> ComputeTime:
     """Forward, backward and optimizer of one micro-batch without communication.
 
     Args:
-        casts_parameters: the strategy hands the model parameters in `dtype` (FSDP), so that nothing is cast.
+        config: a `ModelConfig`, or a `ModelShape` with a `context_length`.
+        checkpointing: False, True or `full` for every block, or `selective`.
+        shards: over which the strategy shards parameters, which then arrive in `dtype` (FSDP); None if it does not.
+        kernels, fused_loss: see `distlab.theory.operators.Workload`.
     """
-    phases = []
-    for layers in (1, 2):
-        smaller = replace(config, num_layers=layers)
-        spent = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        for operator in _operators(smaller, batch, dtype, checkpointing, casts_parameters):
-            spent[operator.phase] += device.seconds(operator)
-        phases.append(spent)
-    one, two = phases
-    seconds = {phase: one[phase] + (config.num_layers - 1) * (two[phase] - one[phase]) for phase in one}
-    copied = config.num_parameters
+    shape = ModelShape.of(config)
+    recompute = checkpointing if isinstance(checkpointing, str) else "full" if checkpointing else "none"
+    precision = PRECISIONS["fp32" if dtype == "fp32" else "bf16-autocast" if shards is None else "bf16"]
+    work = Workload(shape, batch, config.context_length, precision, kernels, recompute, fused_loss, shards)
+    spent = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    for operators, times in ((work.outside(), 1), (work.block(), shape.num_layers)):
+        for operator in operators:
+            spent[operator.phase] += times * device.seconds(operator)
+    copied = shape.num_parameters
     if DTYPES[dtype] is not None:  # linear layers write theirs into the buffers (`model.ops.linear`)
-        shape = ModelShape.of(config)
-        head = 0 if config.tie_embeddings else shape.embedding_parameters
-        copied -= config.num_layers * sum(shape.matrices_per_block) + head
-    return ComputeTime(**seconds, pack=2 * FP32 * copied / device.bytes_per_s)  # read and written
+        head = 0 if shape.tie_embeddings else shape.embedding_parameters
+        copied -= shape.num_layers * sum(shape.matrices_per_block) + head
+    return ComputeTime(**spent, pack=2 * FP32 * copied / device.bytes_per_s)  # read and written
 
 
 def estimate_step(
-    config: ModelConfig,
+    config: Any,
     strategy: str,
     machine: Machine,
     *,
@@ -80,42 +83,48 @@ def estimate_step(
     ranks: int,
     dtype: str = "bf16",
     bucket_size_mb: float | None = 25.0,
-    checkpointing: bool = False,
+    checkpointing: bool | str = False,
     micro_batches: int = 1,
+    group: int | None = None,
+    kernels: str = "eager",
+    fused_loss: bool = False,
 ) -> StepTime:
-    """The time of a step.
+    """The time of a step; arguments as `compute_time`, and
 
     Args:
         batch: sequences per rank and micro-batch.
         ranks: data-parallel size.
         micro_batches: accumulated in a step.
+        group: of `hsdp`, ranks that share a copy of the parameters; default a node.
 
     Raises:
-        ValueError: an unknown strategy or dtype, or a size below one.
+        ValueError: an unknown strategy or dtype, a size below one, or a group that does not divide the ranks.
     """
+    inner = sharding_group(strategy, ranks, machine.network.devices_per_node, group)
     once = compute_time(
         config,
         batch,
         machine.device,
         dtype=dtype,
         checkpointing=checkpointing,
-        casts_parameters=strategy in ("fsdp", "hsdp"),
+        shards=inner if strategy in ("fsdp", "hsdp") else None,
+        kernels=kernels,
+        fused_loss=fused_loss,
     )
-    inner = min(ranks, machine.network.devices_per_node) if strategy == "hsdp" else ranks
-    shards = inner if strategy in ("fsdp", "hsdp") else 1
     compute = replace(once, forward=once.forward * micro_batches, backward=once.backward * micro_batches)
     return step_time(
         strategy,
         compute,
-        messages(config, dtype, bucket_size_mb, shards),
+        messages(config, dtype, bucket_size_mb, inner),
         machine.network,
         ranks,
         contention=machine.contention,
         micro_batches=micro_batches,
+        group=group,
     )
 
 
-def messages(config: ModelConfig, dtype: str, bucket_size_mb: float | None, shards: int = 1) -> Messages:
+def messages(config: Any, dtype: str, bucket_size_mb: float | None, shards: int = 1) -> Messages:
     """What a step sends: gradients in fp32, parameters as FSDP gathers them in the dtype of the computation.
 
     Args:
@@ -124,10 +133,10 @@ def messages(config: ModelConfig, dtype: str, bucket_size_mb: float | None, shar
     shape, compute = ModelShape.of(config), DTYPES[dtype]
     numels = shape.parameter_numels()
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
-    total, units = sum(numels), config.num_layers + 2
+    total, units = sum(numels), shape.num_layers + 2
     if shards > 1:
         total = padded_parameters(shape, shards)
-        units = config.num_layers * len(sharded_buffers(shape.matrix_shapes_per_block, shards)) + 2
+        units = shape.num_layers * len(sharded_buffers(shape.matrix_shapes_per_block, shards)) + 2
     gathered = total * (FP32 if compute is None else compute.itemsize)
     return Messages(FP32 * total, gathered, len(numels) + 1, len(buckets), units)
 
@@ -161,11 +170,52 @@ def machine_of(
     network = Network(
         inside[link] * LINK_SHARE, NETWORK_LINKS[between] * LINK_SHARE, devices_per_node, LATENCY_S, HOP_S
     )
-    bandwidth = spec.hbm_bandwidth
-    device = DeviceModel(
-        spec.peak[peak] * FLOPS_SHARE, bandwidth * MEMORY_SHARE, LAUNCH_S, bandwidth * UPDATE_SHARE
+    return Machine(_device(spec, spec.peak[peak]), network, CONTENTION)
+
+
+def machine_on(cluster: ClusterSpec, *, dtype: str = "bf16", attention: str = "cudnn", head_dim: int = 128) -> Machine:
+    """A machine of a cluster's datasheets, at the same shares, with the latencies of its links.
+
+    Args:
+        attention: which kernels attend, `cudnn` or `flash` (FlashAttention-2).
+        head_dim: of a head; attention is slower below 128.
+
+    Raises:
+        ValueError: unknown attention, or a dtype without a peak.
+    """
+    spec, peak = cluster.gpu, {"fp32": "tf32"}.get(dtype, dtype)
+    if attention not in ATTENTION_SHARE or peak not in spec.peak:
+        raise ValueError(
+            f"attention={attention!r}, dtype={dtype!r}: choose one of {', '.join(ATTENTION_SHARE)}, and of "
+            f"{', '.join(spec.peak)}"
+        )
+    hopper = spec.shared_memory_per_sm >= 228 * 1024
+    share = ATTENTION_SHARE[attention if hopper else "cudnn"][128 if head_dim >= 128 else 64]
+    device = replace(_device(spec, spec.peak[peak]), attention_flops_per_s=spec.peak[peak] * share)
+    network = Network(
+        cluster.inside * LINK_SHARE,
+        cluster.between * LINK_SHARE,
+        cluster.gpus_per_host,
+        LATENCY_S,
+        cluster.inside_hop_s,
+        cluster.between_hop_s,
     )
     return Machine(device, network, CONTENTION)
+
+
+def power_share(spec: GPUSpec) -> float:
+    """What a lower power limit leaves of the rate of matmuls."""
+    if spec.full_watts is None or spec.watts is None:
+        return 1.0
+    static = STATIC_POWER_SHARE * spec.full_watts
+    return ((spec.watts - static) / (spec.full_watts - static)) ** POWER_EXPONENT
+
+
+def _device(spec: GPUSpec, peak: float) -> DeviceModel:
+    bandwidth = spec.hbm_bandwidth
+    return DeviceModel(
+        peak * FLOPS_SHARE * power_share(spec), bandwidth * MEMORY_SHARE, LAUNCH_S, bandwidth * UPDATE_SHARE
+    )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from distlab.comm import collectives
 from distlab.measure.collectives import CollectiveCall, CollectiveRecorder, tensors_in
 from distlab.measure.nvtx import MESSAGES
+from distlab.theory.operators import Compute
 
 CATEGORIES = ("parameters", "buckets", "gathered", "activations", "backward", "optimizer")
 _BORN = {
@@ -23,16 +24,6 @@ _BORN = {
     "backward": "backward",
     "optimizer": "optimizer",
 }
-
-
-@dataclass(frozen=True)
-class Compute:
-    """One operator: its FLOPs (matmuls and attention only), the bytes it reads and writes, its phase."""
-
-    name: str
-    flops: int
-    bytes: int
-    phase: str
 
 
 @dataclass(frozen=True)

@@ -26,18 +26,22 @@ class DeviceModel:
         bytes_per_s: what memory-bound operators reach.
         launch_s: added to every operator: the gap before its kernel, the kernel's ramp and its tail.
         update_bytes_per_s: of the optimizer, one long pass over contiguous tensors; None: as `bytes_per_s`.
+        attention_flops_per_s: of fused attention; None: as `flops_per_s`.
     """
 
     flops_per_s: float
     bytes_per_s: float
     launch_s: float = 0.0
     update_bytes_per_s: float | None = None
+    attention_flops_per_s: float | None = None
 
     def seconds(self, operator: Compute) -> float:
         """Time of one operator."""
         updates = operator.phase == "optimizer" and self.update_bytes_per_s is not None
         bytes_per_s = self.update_bytes_per_s if updates else self.bytes_per_s
-        return self.launch_s + max(operator.flops / self.flops_per_s, operator.bytes / bytes_per_s)
+        attends = operator.is_attention and self.attention_flops_per_s is not None
+        flops_per_s = self.attention_flops_per_s if attends else self.flops_per_s
+        return self.launch_s + max(operator.flops / flops_per_s, operator.bytes / bytes_per_s)
 
 
 class Collectives(Protocol):

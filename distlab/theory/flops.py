@@ -48,10 +48,12 @@ def forward_flops(
     num_layers: int,
     vocab_size: int,
     causal: bool = False,
+    kv_width: int | None = None,
 ) -> TransformerFlops:
     """FLOPs of one forward pass over `batch` sequences of `context` tokens.
 
-    The number of heads plays no part: H heads of width d/H cost what one of width d costs.
+    The number of heads plays no part: H heads of width d/H cost what one of width d costs. `kv_width` is the width of
+    all keys (`ModelShape.kv_width`), None for d.
 
     Raises:
         ValueError: a size below one.
@@ -61,7 +63,7 @@ def forward_flops(
     )
     tokens = batch * context
     return TransformerFlops(
-        attention_projections=num_layers * 2 * tokens * 4 * d_model**2,
+        attention_projections=num_layers * 2 * tokens * 2 * d_model * (d_model + (kv_width or d_model)),
         attention_scores=num_layers * (2 if causal else 4) * tokens * context * d_model,
         feed_forward=num_layers * 2 * tokens * 3 * d_model * d_ff,
         head=2 * tokens * d_model * vocab_size,

@@ -22,6 +22,8 @@ class ModelShape:
         num_heads: H; must divide d.
         vocab_size: V, rows of the embedding and of the head.
         tie_embeddings: whether the head uses the embedding's matrix.
+        num_kv_heads: heads of keys and values, each shared by H/this many heads of queries (Ainslie et al. 2023,
+            "GQA"); None for one each. Must divide H.
 
     Raises:
         ValueError: a size below one, or heads that do not divide the width (with the nearest that do).
@@ -33,19 +35,32 @@ class ModelShape:
     num_heads: int
     vocab_size: int
     tie_embeddings: bool = False
+    num_kv_heads: int | None = None
 
     def __post_init__(self) -> None:
-        at_least_one(**{name: size for name, size in vars(self).items() if name != "tie_embeddings"})
+        sizes = {name: size for name, size in vars(self).items() if name != "tie_embeddings" and size is not None}
+        at_least_one(**sizes)
         if self.d_model % self.num_heads:
             near = min(divisors(self.d_model), key=lambda heads: abs(heads - self.num_heads))
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide d_model={self.d_model}; the nearest that does is {near}"
             )
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; choose one of "
+                f"{', '.join(map(str, divisors(self.num_heads)))}"
+            )
 
     @staticmethod
     def of(config: Any) -> "ModelShape":
         """The shape of any object with attributes of these names, such as a model's configuration."""
-        return ModelShape(**{field.name: getattr(config, field.name) for field in fields(ModelShape)})
+        known = {field.name: getattr(config, field.name, None) for field in fields(ModelShape)}
+        return ModelShape(**known)
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all keys, and of all values: d without grouped queries."""
+        return self.d_model * (self.num_kv_heads or self.num_heads) // self.num_heads
 
     @property
     def matrices_per_block(self) -> tuple[int, ...]:
@@ -56,11 +71,11 @@ class ModelShape:
     def matrix_shapes_per_block(self) -> tuple[tuple[int, int], ...]:
         """Their shapes, (outputs, inputs)."""
         d, f = self.d_model, self.d_ff
-        return ((3 * d, d), (d, d), (f, d), (f, d), (d, f))
+        return ((d + 2 * self.kv_width, d), (d, d), (f, d), (f, d), (d, f))
 
     @property
     def block_parameters(self) -> int:
-        """4·d² + 3·d·f + 2·d: matrices and two norms."""
+        """2·d·(d + kv_width) + 3·d·f + 2·d: matrices and two norms."""
         return sum(self.matrices_per_block) + 2 * self.d_model
 
     @property

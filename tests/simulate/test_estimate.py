@@ -18,11 +18,14 @@ CONFIG = ModelConfig(1024, 4096, 4, 8, vocab_size=4000, context_length=256)
 MACHINE = Machine(DeviceModel(4e14, 3e12, 1e-6), Network(3e11, 3e11, 8, 5e-6, 1e-6), (0.6, 0.8))
 
 
-def test_two_layers_tell_of_four():
-    whole = replay(simulate_training(CONFIG, "local", batch=4, world_size=2), MACHINE)
-    found = compute_time(CONFIG, 4, MACHINE.device)
-    assert 1e3 * found.forward == pytest.approx(whole.phases["forward"], rel=1e-6)
-    assert 1e3 * found.backward == pytest.approx(whole.phases["backward"], rel=1e-6)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_operators_in_closed_form_take_what_the_simulated_ones_do(checkpointing):
+    """Within 2.5 %: tables of rotary positions and scalars are left out."""
+    step = simulate_training(CONFIG, "local", batch=4, world_size=2, checkpointing=checkpointing)
+    whole = replay(step, MACHINE)
+    found = compute_time(CONFIG, 4, MACHINE.device, checkpointing=checkpointing)
+    assert 1e3 * found.forward == pytest.approx(whole.phases["forward"], rel=0.025)
+    assert 1e3 * found.backward == pytest.approx(whole.phases["backward"], rel=0.025)
     assert 1e3 * found.optimizer == pytest.approx(whole.phases["optimizer"], rel=0.01)
 
 

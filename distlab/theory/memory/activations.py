@@ -6,12 +6,16 @@ computation and `r` bytes per element of the residual stream. Of one block autog
     the residual stream before each norm                2·r·n·d     (the adds themselves save nothing)
     statistics of both norms                            2·4·n
     the norms' outputs, inputs of qkv and of w1, w3     2·c·n·d
-    attention: queries and keys after rotation          2·c·n·d
-      fused kernels: qkv's output, kept whole by v     3·c·n·d
+    attention: queries and keys after rotation          c·n·(d + k)
+      fused kernels: qkv's output, kept whole by v      c·n·(d + 2·k)
                      output and log-sum-exp             c·n·d + 4·n·H
-      naive:         a copy of v, the merged heads      2·c·n·d
+      naive:         a copy of v, the merged heads      c·n·(d + k)
                      softmax in fp32, and cast to c     (4 + [c≠4]·c)·n·H·T
     w1 x, silu(w1 x), w3 x and silu(w1 x)·w3 x          4·c·n·f
+
+k is the width of all keys, d without grouped queries. Selective recomputation keeps instead the block's input, the
+outputs of attention, queries, values, w1 and w2: c·n·(3·d + k + f) + r·n·d + 4·n·H (every other matmul, as torchtitan's
+policy "op" does it).
 
 Under autocast r = 4 and c = 2; in one dtype throughout r = c. Korthikanti et al. 2022 ("Reducing Activation
 Recomputation in Large Transformer Models", eq. 2) count a GPT-2 block with dropout the same way.
@@ -57,6 +61,7 @@ class Activations:
     Args:
         block: of one block.
         checkpoint: of one block whose activations are recomputed: its input.
+        selective: of one block of which attention and every other matmul are kept.
         last: final norm and head.
         loss: kept by the cross-entropy, log-softmax in fp32.
         loss_temporary: on top of `loss` at the start of backward: gradients of log-softmax and of the logits, fp32.
@@ -68,6 +73,7 @@ class Activations:
 
     block: int
     checkpoint: int
+    selective: int
     last: int
     loss: int
     loss_temporary: int
@@ -92,13 +98,14 @@ def block_activations(
     at_least_one(batch=batch, context=context)
     if attention not in ATTENTION:
         raise ValueError(f"attention={attention!r}: choose one of {', '.join(ATTENTION)}")
-    n, d, f, heads = batch * context, shape.d_model, shape.d_ff, shape.num_heads
+    n, d, f, heads, keys = batch * context, shape.d_model, shape.d_ff, shape.num_heads, shape.kv_width
     c, r = precision.compute, precision.residual
     if attention == "naive":
-        of_attention = 2 * c * n * d + (FP32 + (c if c != FP32 else 0)) * n * heads * context
+        of_attention = c * n * (d + keys) + (FP32 + (c if c != FP32 else 0)) * n * heads * context
     else:
-        of_attention = 4 * c * n * d + FP32 * n * heads
-    return 2 * r * n * d + 2 * FP32 * n + 4 * c * n * d + of_attention + 4 * c * n * f
+        of_attention = c * n * (2 * d + 2 * keys) + FP32 * n * heads
+    rotated = c * n * (d + keys)
+    return 2 * r * n * d + 2 * FP32 * n + 2 * c * n * d + rotated + of_attention + 4 * c * n * f
 
 
 def activations(
@@ -112,10 +119,11 @@ def activations(
     # silu·up backward: gradients of silu·up and of both factors; silu(w1 x) is not computed again.
     swiglu = 3 * c * n * f
     scores = (2 * FP32 if attention == "naive" else 0) * n * shape.num_heads * context
-    rotation = 3 * FP32 * 2 * n * d  # rope's backward in fp32: gradient times table, its roll, and their sum
+    rotation = 3 * FP32 * n * (d + shape.kv_width)  # rope's backward in fp32: gradient times table, roll, sum
     return Activations(
         block=block,
         checkpoint=r * n * d,
+        selective=c * n * (3 * d + shape.kv_width + f) + r * n * d + FP32 * n * shape.num_heads,
         last=(r + c) * n * d + FP32 * n,
         loss=FP32 * n * vocabulary,
         loss_temporary=2 * FP32 * n * vocabulary,

@@ -69,7 +69,7 @@ def step_memory(
     world_size: int = 1,
     precision: str | Precision = "bf16-autocast",
     attention: str = "sdpa",
-    checkpointing: bool | tuple[int, ...] = False,
+    checkpointing: bool | str | tuple[int, ...] = False,
     optimizer: str = "adamw-fused",
     accumulates: bool = False,
     workspace_bytes: int = CUBLAS_WORKSPACES,
@@ -82,7 +82,8 @@ def step_memory(
         precision: `fp32`, `bf16-autocast` (fp32 parameters), `bf16` (FSDP with that compute dtype), or bytes.
         attention: `naive`, `flash` or `sdpa`.
         checkpointing: whether every block is recomputed in backward; or the blocks per group that is recomputed
-            together, outermost level first: `(4,)`, or `(8, 2)` for groups of two within groups of eight.
+            together, outermost level first: `(4,)`, or `(8, 2)` for groups of two within groups of eight;
+            `selective` for every block, except attention and every other matmul (`activations`).
         optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`.
         accumulates: several micro-batches without synchronisation; FSDP then keeps full gradients in fp32.
         workspace_bytes: what libraries take from the same allocator; 0 on a CPU.
@@ -98,11 +99,15 @@ def step_memory(
         if isinstance(value, str) and value not in allowed:
             raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
     at_least_one(world_size=world_size)
+    if isinstance(checkpointing, str) and checkpointing != "selective":
+        raise ValueError(f"checkpointing={checkpointing!r}: of policies by name only selective; else groups, or a bool")
     groups = checkpointing if isinstance(checkpointing, tuple) else (1,) if checkpointing else ()
     if any(size < 1 for size in groups):
         raise ValueError(f"checkpointing={checkpointing}: groups of at least one block")
     precision = PRECISIONS[precision] if isinstance(precision, str) else precision
     kept = activations(shape, batch, context, precision, attention)
+    if checkpointing == "selective":
+        kept = replace(kept, checkpoint=kept.selective)
     setting = held.Setting(shape, kept, precision, strategy, world_size, groups, *OPTIMIZERS[optimizer])
     resident = held.resident(setting)
     states = replace(resident, optimizer_state=held.optimizer_state(setting))
