@@ -84,13 +84,15 @@ class Activations:
 
 
 def block_activations(
-    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa"
+    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa", fused: bool = False
 ) -> int:
     """Bytes that autograd keeps of one block; see the table above.
 
     Args:
         batch, context: B sequences of T tokens on this rank.
         attention: `flash` or `sdpa` (nothing of size T² is kept), or `naive`.
+        fused: kept are only what matmuls and attention wrote; norms, rotation and SwiGLU run again inside the kernels
+            of backward: 2·r·n·d + c·n·(2·d + 2·k) + 2·c·n·f and statistics.
 
     Raises:
         ValueError: an unknown attention, or a batch or context below one.
@@ -104,15 +106,17 @@ def block_activations(
         of_attention = c * n * (d + keys) + (FP32 + (c if c != FP32 else 0)) * n * heads * context
     else:
         of_attention = c * n * (2 * d + 2 * keys) + FP32 * n * heads
+    if fused:
+        return 2 * r * n * d + 2 * FP32 * n + c * n * (2 * d + 2 * keys) + FP32 * n * heads + 2 * c * n * f
     rotated = c * n * (d + keys)
     return 2 * r * n * d + 2 * FP32 * n + 2 * c * n * d + rotated + of_attention + 4 * c * n * f
 
 
 def activations(
-    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa"
+    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa", fused: bool = False
 ) -> Activations:
     """All parts for a batch on one rank; arguments and errors as `block_activations`."""
-    block = block_activations(shape, batch, context, precision, attention)
+    block = block_activations(shape, batch, context, precision, attention, fused)
     n, d, f, vocabulary = batch * context, shape.d_model, shape.d_ff, shape.vocab_size
     c, r = precision.compute, precision.residual
     casts = c if c != FP32 else 0  # the logits exist in both dtypes

@@ -73,6 +73,7 @@ def step_memory(
     optimizer: str = "adamw-fused",
     accumulates: bool = False,
     workspace_bytes: int = CUBLAS_WORKSPACES,
+    fused: bool = False,
 ) -> StepMemory:
     """Predict the memory of a training step on one rank, in bytes of the allocator.
 
@@ -86,6 +87,7 @@ def step_memory(
             `selective` for every block, except attention and every other matmul (`activations`).
         optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`.
         accumulates: several micro-batches without synchronisation; FSDP then keeps full gradients in fp32.
+        fused: blocks are compiled, or run as fused kernels, and keep less (`block_activations`).
         workspace_bytes: what libraries take from the same allocator; 0 on a CPU.
 
     Raises:
@@ -105,7 +107,7 @@ def step_memory(
     if any(size < 1 for size in groups):
         raise ValueError(f"checkpointing={checkpointing}: groups of at least one block")
     precision = PRECISIONS[precision] if isinstance(precision, str) else precision
-    kept = activations(shape, batch, context, precision, attention)
+    kept = activations(shape, batch, context, precision, attention, fused)
     if checkpointing == "selective":
         kept = replace(kept, checkpoint=kept.selective)
     setting = held.Setting(shape, kept, precision, strategy, world_size, groups, *OPTIMIZERS[optimizer])

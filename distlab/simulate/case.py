@@ -1,0 +1,305 @@
+"""A training run described in a file, and its step time, tokens per second and memory predicted.
+
+    {"model": {"d_model": 4096, "d_ff": 14336, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8,
+               "vocab_size": 128256, "context": 8192},
+     "cluster": "grand-teton:8", "strategy": "fsdp2", "batch": 2, "recompute": "selective", "compiled": true}
+
+`model` may be a name of `MODELS`; fields and defaults are those of `Case`. What decides such a prediction, and where
+each constant comes from: docs/learn/scale.md.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from distlab.hardware import ClusterSpec, cluster
+from distlab.simulate.estimate import estimate_step, machine_on
+from distlab.simulate.timeline import Machine
+from distlab.theory.checks import at_least_one
+from distlab.theory.flops import mfu, step_flops
+from distlab.theory.memory.activations import FP32
+from distlab.theory.memory.peak import Breakdown, StepMemory, step_memory
+from distlab.theory.memory.states import STRATEGIES as WITH_MEMORY
+from distlab.theory.model_shape import ModelShape
+from distlab.theory.operators import KERNELS
+from distlab.theory.step_time import StepTime, sharding_group
+
+USABLE = 0.94  # of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
+SHARDED = ("fsdp", "fsdp2", "hsdp")
+LIKE = {"fsdp2": "fsdp", "torch-ddp": "bucketed", "torch-ddp-tuned": "bucketed"}  # sends the same
+TIMED = ("local", "naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "hsdp", *LIKE)
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Model(ModelShape):
+    """A `ModelShape` with the tokens of a sequence."""
+
+    context_length: int = 512
+
+
+MODELS = {
+    # The 8 B model of this lab's long runs, and published ones by their papers and configuration files.
+    "8B": Model(4096, 11008, 34, 32, 151_936, context_length=8192),
+    "llama3-8b": Model(4096, 14336, 32, 32, 128_256, num_kv_heads=8, context_length=8192),
+    "llama3-70b": Model(8192, 28672, 80, 64, 128_256, num_kv_heads=8, context_length=8192),
+    "llama2-7b": Model(4096, 11008, 32, 32, 32_000, context_length=4096),
+    "llama2-13b": Model(5120, 13824, 40, 40, 32_000, context_length=4096),
+    "100B": Model(10_240, 27_648, 80, 80, 128_256, num_kv_heads=8, context_length=8192),
+    # Two matrices of d × 4d have the parameters and FLOPs of three of d × 8d/3.
+    "gpt3-175b": Model(12_288, 32_768, 96, 96, 51_200, tie_embeddings=True, context_length=2048),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known of a run.
+
+    Args:
+        model: its shape.
+        cluster: such as `grand-teton:8` or `dgx-h100:16x8`.
+        strategy: one of `TIMED`.
+        batch: sequences per GPU and micro-batch.
+        micro_batches: accumulated in a step.
+        group: of `hsdp`, GPUs that share a copy of the parameters; None for a host.
+        recompute: `none`, `selective` (all but attention and every other matmul) or `full`.
+        recompute_every: of so many blocks one is recomputed.
+        compiled: by torch.compile, or fused kernels.
+        kernels: `eager`, `composite` (RMSNorm in separate operators, torch before 2.8) or `fused`; None for what
+            `compiled` says.
+        attention: `cudnn` or `flash` (FlashAttention-2, torch's choice on every GPU before 2.9).
+        fused_loss: the logits never stand in memory.
+        dtype: `bf16` computation over fp32 parameters, or `fp32`.
+        name, source, known, assumed, why: texts for a table.
+        published: `step_ms`, `tokens_per_s_per_gpu`, `memory_gib` with `memory_is` `allocated` or `reserved`.
+
+    Raises:
+        ValueError: a value that is not allowed, or a group that does not divide the GPUs.
+    """
+
+    model: Model
+    cluster: ClusterSpec
+    strategy: str
+    batch: int
+    micro_batches: int = 1
+    group: int | None = None
+    recompute: str = "none"
+    recompute_every: int = 1
+    compiled: bool = False
+    kernels: str | None = None
+    attention: str = "cudnn"
+    fused_loss: bool = False
+    dtype: str = "bf16"
+    name: str = "case"
+    source: str = ""
+    known: str = ""
+    assumed: str = ""
+    why: str = ""
+    published: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        at_least_one(batch=self.batch, micro_batches=self.micro_batches, recompute_every=self.recompute_every)
+        for what, value, allowed in (
+            ("strategy", self.strategy, TIMED), ("recompute", self.recompute, RECOMPUTE),
+            ("kernels", self.kernels or KERNELS[0], KERNELS), ("attention", self.attention, ("cudnn", "flash")),
+            ("dtype", self.dtype, ("bf16", "fp32")),
+        ):  # fmt: skip
+            if value not in allowed:
+                raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
+        _ = self.shards
+
+    @property
+    def shards(self) -> int:
+        """GPUs over which parameters are divided."""
+        return sharding_group(self.strategy, self.cluster.gpus, self.cluster.gpus_per_host, self.group)
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The cluster at the shares of its datasheets' peaks that a calibrated machine reaches."""
+        head_dim = self.model.d_model // self.model.num_heads
+        return machine_on(self.cluster, dtype=self.dtype, attention=self.attention, head_dim=head_dim)
+
+
+def from_json(known: Mapping[str, Any]) -> Case:
+    """The case of a JSON object.
+
+    Raises:
+        ValueError: a field that is missing, unknown or not allowed, with what is.
+    """
+    names = [field.name for field in fields(Case)]
+    missing = [name for name in ("model", "cluster", "strategy", "batch") if name not in known]
+    unknown = [name for name in known if name not in names]
+    if missing or unknown:
+        raise ValueError(f"a case lacks {missing or 'nothing'} and has unknown {unknown or 'nothing'}; fields: "
+                         f"{', '.join(names)}")  # fmt: skip
+    return Case(**{**known, "model": model_of(known["model"]), "cluster": cluster(known["cluster"])})
+
+
+def model_of(known: str | Mapping[str, Any]) -> Model:
+    """A model by its name in `MODELS`, or of an object with the fields of `ModelShape` and `context`.
+
+    Raises:
+        ValueError: an unknown name or field, or a missing one.
+    """
+    if isinstance(known, str):
+        if known not in MODELS:
+            raise ValueError(f"model {known!r} is unknown; choose one of {', '.join(MODELS)}, or give its sizes")
+        return MODELS[known]
+    sizes = {("context_length" if name == "context" else name): value for name, value in known.items()}
+    try:
+        return Model(**sizes)
+    except TypeError as wrong:
+        names = ", ".join(field.name for field in fields(Model))
+        raise ValueError(f"a model takes {names} (context for context_length): {wrong}") from None
+
+
+def read_case(path: str | Path) -> Case:
+    """The case of a file.
+
+    Raises:
+        ValueError: no JSON object, or one that is no case.
+        OSError: a file that cannot be read.
+    """
+    try:
+        known = json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as wrong:
+        raise ValueError(f"{path} is not JSON: {wrong}") from None
+    if not isinstance(known, dict):
+        raise ValueError(f"{path}: a case is one JSON object, see docs/learn/scale.md")
+    return from_json({"name": Path(path).stem} | known)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one rank.
+
+    Args:
+        time: of a step.
+        allocated: bytes at the fullest moment, as torch's allocator counts tensors.
+        reserved: bytes that the allocator then holds.
+        phase: the fullest moment.
+        tokens_per_s: of one GPU.
+        mfu: share of the datasheet's peak, attention counted in full and recomputation not at all; None without peak.
+    """
+
+    time: StepTime
+    allocated: int
+    reserved: int
+    phase: str
+    tokens_per_s: float
+    mfu: float | None
+
+
+def predict(case: Case) -> Prediction:
+    """Step time, memory and what follows from them."""
+    time = step(case)
+    memory = peak(case)
+    allocated, phase = max((moment.total, phase) for phase, moment in memory)
+    # The allocator's cache: forward's tensors are cut out of the block that the largest temporary one left, so the next
+    # step's finds none of its size and takes another.
+    largest = FP32 * case.batch * case.model.context_length * case.model.vocab_size
+    if case.fused_loss:
+        largest = FP32 * sum(case.model.matrices_per_block)
+    tokens = case.batch * case.micro_batches * case.model.context_length
+    dtype_peak = case.cluster.gpu.peak["tf32" if case.dtype == "fp32" else case.dtype]
+    share = mfu(step_flops(**sizes_of(case.model, case.batch * case.micro_batches)), time.step, dtype_peak)
+    return Prediction(time, allocated, allocated + largest, phase, tokens / time.step, share)
+
+
+def sizes_of(model: Model, batch: int) -> dict[str, int]:
+    """What the functions of `distlab.theory.flops` take."""
+    names = ("d_model", "d_ff", "num_layers", "vocab_size", "kv_width")
+    return {name: getattr(model, name) for name in names} | {"batch": batch, "context": model.context_length}
+
+
+def step(case: Case) -> StepTime:
+    """Its time; of blocks of which some are recomputed, the mean by their number (operators run one by one)."""
+
+    def timed(recompute: str) -> StepTime:
+        return estimate_step(
+            case.model,
+            LIKE.get(case.strategy, case.strategy),
+            case.machine,
+            batch=case.batch,
+            ranks=case.cluster.gpus,
+            dtype=case.dtype,
+            checkpointing=recompute,
+            micro_batches=case.micro_batches,
+            group=case.group,
+            kernels=case.kernels or ("fused" if case.compiled else "eager"),
+            fused_loss=case.fused_loss,
+        )
+
+    return _mixed(case, timed(case.recompute), lambda: timed("none"))
+
+
+def _mixed(case: Case, recomputed: Any, plain: Any) -> Any:
+    every = case.recompute_every
+    if every == 1 or case.recompute == "none":
+        return recomputed
+    other = plain()
+    return type(other)(**{n: (v + (every - 1) * getattr(other, n)) / every for n, v in vars(recomputed).items()})
+
+
+def peak(case: Case) -> list[tuple[str, Breakdown]]:
+    """The moments of a step, (phase, bytes)."""
+    casts = case.strategy not in SHARDED
+    precision = "fp32" if case.dtype == "fp32" else "bf16-autocast" if casts else "bf16"
+    strategy = "fsdp" if case.strategy == "hsdp" else case.strategy
+    if strategy not in WITH_MEMORY:
+        raise ValueError(f"strategy={case.strategy!r} has no memory in closed form; choose of {', '.join(WITH_MEMORY)}")
+
+    def moments(recompute: str) -> StepMemory:
+        return step_memory(
+            ModelShape.of(case.model),
+            batch=case.batch,
+            context=case.model.context_length,
+            strategy=strategy,
+            world_size=case.shards if case.strategy in SHARDED else case.cluster.gpus,
+            precision=precision,
+            checkpointing={"none": False, "full": True}.get(recompute, recompute),
+            accumulates=case.micro_batches > 1,
+            fused=case.compiled or case.kernels == "fused",
+        )
+
+    found, plain = moments(case.recompute).moments, None
+    if case.recompute_every > 1 and case.recompute != "none":
+        plain = dict(moments("none").moments)
+    result = []
+    for phase, moment in found:
+        if "loss" in phase and case.fused_loss:
+            continue
+        if plain is not None:
+            every, other = case.recompute_every, plain[phase]
+            moment = Breakdown(**{n: (v + (every - 1) * getattr(other, n)) // every for n, v in vars(moment).items()})
+        if case.strategy == "fsdp2" and "loss" in phase:
+            # Its root unit (embedding, norm, head) and its last block stay unsharded from forward to backward.
+            ends = (1 if case.model.tie_embeddings else 2) * case.model.embedding_parameters
+            moment = replace(moment, gathered=moment.gathered + 2 * (ends + case.model.block_parameters))
+        result.append((phase, moment))
+    return result
+
+
+def shortage(case: Case) -> str | None:
+    """By how much a case does not fit its GPUs, and what would; None if it does."""
+    usable = USABLE * case.cluster.gpu.hbm_bytes
+    needed = max(moment.total for _, moment in peak(case))
+    if needed <= usable:
+        return None
+    states = 16 * case.model.num_parameters / case.cluster.gpus
+    text = (f"{case.name} needs {needed / 2**30:.1f} GiB per GPU of {case.cluster.gpu.name}, {usable / 2**30:.1f} are "
+            f"usable: {(needed - usable) / 2**30:.1f} too few. ")  # fmt: skip
+    if states > usable:
+        fewest = -(-16 * case.model.num_parameters // int(usable))
+        return text + f"The states alone, fully sharded, need {fewest} GPUs"
+    options = {
+        "fsdp": replace(case, strategy="fsdp", group=None),
+        "recompute full": replace(case, recompute="full", recompute_every=1),
+        "batch 1": replace(case, batch=1),
+        "fsdp, recompute full, batch 1": replace(case, strategy="fsdp", group=None, recompute="full", batch=1),
+    }
+    helps = [what for what, other in options.items() if max(m.total for _, m in peak(other)) <= usable]
+    return text + (f"What fits: {'; or '.join(helps)}" if helps else "A shorter context, or more GPUs with fsdp")
