@@ -4,8 +4,8 @@
                "vocab_size": 128256, "context": 8192},
      "cluster": "grand-teton:8", "strategy": "fsdp2", "batch": 2, "recompute": "selective", "compiled": true}
 
-`model` may be a name of `MODELS`; fields and defaults are those of `Case`. What decides such a prediction, and where
-each constant comes from: docs/learn/scale.md.
+`model` may be a name of `distlab.theory.model_shape.MODELS`; fields and defaults are those of `Case`. What decides
+such a prediction, and where each constant comes from: docs/learn/scale.md.
 """
 
 import json
@@ -16,42 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from distlab.hardware import ClusterSpec, cluster
-from distlab.simulate.estimate import estimate_step, machine_on
+from distlab.simulate.estimate import USABLE, estimate_memory, estimate_step, machine_on
 from distlab.simulate.timeline import Machine
 from distlab.theory.checks import at_least_one
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.memory.activations import FP32
-from distlab.theory.memory.peak import Breakdown, StepMemory, step_memory
-from distlab.theory.memory.states import STRATEGIES as WITH_MEMORY
-from distlab.theory.model_shape import ModelShape
+from distlab.theory.memory.peak import Breakdown, StepMemory
+from distlab.theory.model_shape import Model, model_of
 from distlab.theory.operators import KERNELS
 from distlab.theory.step_time import StepTime, sharding_group
 
-USABLE = 0.94  # of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
-SHARDED = ("fsdp", "fsdp2", "hsdp")
 LIKE = {"fsdp2": "fsdp", "torch-ddp": "bucketed", "torch-ddp-tuned": "bucketed"}  # sends the same
 TIMED = ("local", "naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "hsdp", *LIKE)
 RECOMPUTE = ("none", "selective", "full")
-
-
-@dataclass(frozen=True)
-class Model(ModelShape):
-    """A `ModelShape` with the tokens of a sequence."""
-
-    context_length: int = 512
-
-
-MODELS = {
-    # The 8 B model of this lab's long runs, and published ones by their papers and configuration files.
-    "8B": Model(4096, 11008, 34, 32, 151_936, context_length=8192),
-    "llama3-8b": Model(4096, 14336, 32, 32, 128_256, num_kv_heads=8, context_length=8192),
-    "llama3-70b": Model(8192, 28672, 80, 64, 128_256, num_kv_heads=8, context_length=8192),
-    "llama2-7b": Model(4096, 11008, 32, 32, 32_000, context_length=4096),
-    "llama2-13b": Model(5120, 13824, 40, 40, 32_000, context_length=4096),
-    "100B": Model(10_240, 27_648, 80, 80, 128_256, num_kv_heads=8, context_length=8192),
-    # Two matrices of d × 4d have the parameters and FLOPs of three of d × 8d/3.
-    "gpt3-175b": Model(12_288, 32_768, 96, 96, 51_200, tie_embeddings=True, context_length=2048),
-}
 
 
 @dataclass(frozen=True)
@@ -138,24 +115,6 @@ def from_json(known: Mapping[str, Any]) -> Case:
     return Case(**{**known, "model": model_of(known["model"]), "cluster": cluster(known["cluster"])})
 
 
-def model_of(known: str | Mapping[str, Any]) -> Model:
-    """A model by its name in `MODELS`, or of an object with the fields of `ModelShape` and `context`.
-
-    Raises:
-        ValueError: an unknown name or field, or a missing one.
-    """
-    if isinstance(known, str):
-        if known not in MODELS:
-            raise ValueError(f"model {known!r} is unknown; choose one of {', '.join(MODELS)}, or give its sizes")
-        return MODELS[known]
-    sizes = {("context_length" if name == "context" else name): value for name, value in known.items()}
-    try:
-        return Model(**sizes)
-    except TypeError as wrong:
-        names = ", ".join(field.name for field in fields(Model))
-        raise ValueError(f"a model takes {names} (context for context_length): {wrong}") from None
-
-
 def read_case(path: str | Path) -> Case:
     """The case of a file.
 
@@ -205,14 +164,8 @@ def predict(case: Case) -> Prediction:
         largest = FP32 * sum(case.model.matrices_per_block)
     tokens = case.batch * case.micro_batches * case.model.context_length
     dtype_peak = case.cluster.gpu.peak["tf32" if case.dtype == "fp32" else case.dtype]
-    share = mfu(step_flops(**sizes_of(case.model, case.batch * case.micro_batches)), time.step, dtype_peak)
+    share = mfu(step_flops(**case.model.sizes(case.batch * case.micro_batches)), time.step, dtype_peak)
     return Prediction(time, allocated, allocated + largest, phase, tokens / time.step, share)
-
-
-def sizes_of(model: Model, batch: int) -> dict[str, int]:
-    """What the functions of `distlab.theory.flops` take."""
-    names = ("d_model", "d_ff", "num_layers", "vocab_size", "kv_width")
-    return {name: getattr(model, name) for name in names} | {"batch": batch, "context": model.context_length}
 
 
 def step(case: Case) -> StepTime:
@@ -246,21 +199,15 @@ def _mixed(case: Case, recomputed: Any, plain: Any) -> Any:
 
 def peak(case: Case) -> list[tuple[str, Breakdown]]:
     """The moments of a step, (phase, bytes)."""
-    casts = case.strategy not in SHARDED
-    precision = "fp32" if case.dtype == "fp32" else "bf16-autocast" if casts else "bf16"
-    strategy = "fsdp" if case.strategy == "hsdp" else case.strategy
-    if strategy not in WITH_MEMORY:
-        raise ValueError(f"strategy={case.strategy!r} has no memory in closed form; choose of {', '.join(WITH_MEMORY)}")
 
     def moments(recompute: str) -> StepMemory:
-        return step_memory(
-            ModelShape.of(case.model),
+        return estimate_memory(
+            case.model,
+            case.strategy,
             batch=case.batch,
-            context=case.model.context_length,
-            strategy=strategy,
-            world_size=case.shards if case.strategy in SHARDED else case.cluster.gpus,
-            precision=precision,
-            checkpointing={"none": False, "full": True}.get(recompute, recompute),
+            ranks=case.shards if case.strategy == "hsdp" else case.cluster.gpus,
+            dtype=case.dtype,
+            checkpointing=recompute,
             accumulates=case.micro_batches > 1,
             fused=case.compiled or case.kernels == "fused",
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distlab.hardware import NETWORK_LINKS, ClusterSpec, GPUSpec, by_alias
+from distlab.hardware import NETWORK_LINKS, ClusterSpec, GPUSpec, by_alias, cluster
 from distlab.model import ModelConfig, preset
 from distlab.options import Options, option
 from distlab.parallel.buckets import plan_buckets
@@ -17,12 +17,15 @@ from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
 from distlab.simulate.timeline import DeviceModel, Machine
 from distlab.theory.memory.activations import PRECISIONS
-from distlab.theory.model_shape import ModelShape
+from distlab.theory.memory.peak import StepMemory, step_memory
+from distlab.theory.model_shape import MODELS, Model, ModelShape
 from distlab.theory.operators import Workload
 from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, sharding_group, step_time
 from distlab.theory.volume import padded_parameters, sharded_buffers
 
 FP32 = 4
+SHARDED = ("fsdp", "fsdp2", "hsdp")
+USABLE = 0.94  # of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
 # Shares of the datasheet's peaks that one calibrated machine reaches: two H200s training the 3.4 B and the 0.4 B preset
 # in bf16 (records/ddp_bench/h200x2_xl_batch8.json and h200x2_medium_batch8.json; rules in
 # `distlab.simulate.calibrate`). MEMORY of operators, UPDATE of the optimizer. Other machines are assumed alike.
@@ -107,7 +110,7 @@ def estimate_step(
         machine.device,
         dtype=dtype,
         checkpointing=checkpointing,
-        shards=inner if strategy in ("fsdp", "hsdp") else None,
+        shards=inner if strategy in SHARDED else None,
         kernels=kernels,
         fused_loss=fused_loss,
     )
@@ -121,6 +124,39 @@ def estimate_step(
         contention=machine.contention,
         micro_batches=micro_batches,
         group=group,
+    )
+
+
+def estimate_memory(
+    config: Any,
+    strategy: str,
+    *,
+    batch: int,
+    ranks: int,
+    dtype: str = "bf16",
+    checkpointing: bool | str = False,
+    accumulates: bool = False,
+    fused: bool = False,
+) -> StepMemory:
+    """The memory of a rank's step; arguments as `estimate_step`, and
+
+    Args:
+        ranks: data-parallel size; of `hsdp`, of a group.
+        accumulates: several micro-batches per step.
+        fused: see `step_memory`.
+    """
+    precision = "fp32" if dtype == "fp32" else "bf16" if strategy in SHARDED else "bf16-autocast"
+    return step_memory(
+        ModelShape.of(config),
+        batch=batch,
+        context=config.context_length,
+        strategy="fsdp" if strategy == "hsdp" else strategy,
+        world_size=ranks,
+        precision=precision,
+        attention=getattr(config, "attention", "sdpa"),
+        checkpointing={"none": False, "full": True}.get(checkpointing, checkpointing),
+        accumulates=accumulates,
+        fused=fused,
     )
 
 
@@ -173,7 +209,7 @@ def machine_of(
     return Machine(_device(spec, spec.peak[peak]), network, CONTENTION)
 
 
-def machine_on(cluster: ClusterSpec, *, dtype: str = "bf16", attention: str = "cudnn", head_dim: int = 128) -> Machine:
+def machine_on(hosts: ClusterSpec, *, dtype: str = "bf16", attention: str = "cudnn", head_dim: int = 128) -> Machine:
     """A machine of a cluster's datasheets, at the same shares, with the latencies of its links.
 
     Args:
@@ -183,7 +219,7 @@ def machine_on(cluster: ClusterSpec, *, dtype: str = "bf16", attention: str = "c
     Raises:
         ValueError: unknown attention, or a dtype without a peak.
     """
-    spec, peak = cluster.gpu, {"fp32": "tf32"}.get(dtype, dtype)
+    spec, peak = hosts.gpu, {"fp32": "tf32"}.get(dtype, dtype)
     if attention not in ATTENTION_SHARE or peak not in spec.peak:
         raise ValueError(
             f"attention={attention!r}, dtype={dtype!r}: choose one of {', '.join(ATTENTION_SHARE)}, and of "
@@ -193,12 +229,12 @@ def machine_on(cluster: ClusterSpec, *, dtype: str = "bf16", attention: str = "c
     share = ATTENTION_SHARE[attention if hopper else "cudnn"][128 if head_dim >= 128 else 64]
     device = replace(_device(spec, spec.peak[peak]), attention_flops_per_s=spec.peak[peak] * share)
     network = Network(
-        cluster.inside * LINK_SHARE,
-        cluster.between * LINK_SHARE,
-        cluster.gpus_per_host,
+        hosts.inside * LINK_SHARE,
+        hosts.between * LINK_SHARE,
+        hosts.gpus_per_host,
         LATENCY_S,
-        cluster.inside_hop_s,
-        cluster.between_hop_s,
+        hosts.inside_hop_s,
+        hosts.between_hop_s,
     )
     return Machine(device, network, CONTENTION)
 
@@ -222,27 +258,42 @@ def _device(spec: GPUSpec, peak: float) -> DeviceModel:
 class MachineOptions(Options):
     """A model in one dtype on one kind of device, as options. Raises ValueError for an unknown name of any of them."""
 
-    model: str = option("xl", "a preset")
+    model: str = option("xl", f"a preset, or one of {', '.join(MODELS)}")
     context: int | None = option(None, "tokens per sequence [the preset's]", least=1)
     device: str = option("h200", "kind of GPU, such as h100")
     link: str = option("nvlink", "inside a node, nvlink or pcie")
     between: str = option("ib-ndr", "link between nodes, per device")
     devices_per_node: int = option(8, "GPUs that share a node", least=1)
     dtype: str = option("bf16", "of the computation", choices=("bf16", "fp32"))
+    cluster: str | None = option(None, "NAME:HOSTSxGPUS such as dgx-h100:16x8, instead of GPU and links")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.shape(), self.machine()
 
-    def shape(self) -> ModelConfig:
-        """The preset, with its context replaced."""
+    def shape(self) -> ModelConfig | Model:
+        """The preset or named model, with its context replaced."""
+        if self.model in MODELS:
+            known = MODELS[self.model]
+            return replace(known, context_length=self.context or known.context_length)
         return preset(self.model, context_length=self.context)
+
+    def hosts(self) -> ClusterSpec | None:
+        """The cluster, where one was named."""
+        return None if self.cluster is None else cluster(self.cluster)
 
     def gpu(self) -> GPUSpec:
         """The device's datasheet."""
-        return by_alias(self.device)
+        return by_alias(self.device) if self.cluster is None else cluster(self.cluster).gpu
+
+    def place(self) -> str:
+        """GPU and links, or the cluster, in words."""
+        return self.cluster or f"{self.gpu().name} ({self.link}, {self.between})"
 
     def machine(self) -> Machine:
-        """See `machine_of`."""
+        """See `machine_of`, and `machine_on` where a cluster was named."""
+        if self.cluster is not None:
+            shape = self.shape()
+            return machine_on(cluster(self.cluster), dtype=self.dtype, head_dim=shape.d_model // shape.num_heads)
         known = {"link": self.link, "between": self.between, "devices_per_node": self.devices_per_node}
         return machine_of(self.gpu(), dtype=self.dtype, **known)

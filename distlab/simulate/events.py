@@ -27,6 +27,14 @@ _BORN = {
 
 
 @dataclass(frozen=True)
+class ReplicaCall(CollectiveCall):
+    """A collective among the ranks that hold the same shard in different groups of `group` ranks; `ranks` of them."""
+
+    group: int = 1
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
 class Wait:
     """The computing stream waits for collective number `sequence`."""
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from distlab.measure.collectives import CollectiveCall
 from distlab.measure.trace.intervals import Interval, intersect, subtract, total, union
-from distlab.simulate.events import Compute, Wait
+from distlab.simulate.events import Compute, ReplicaCall, Wait
 from distlab.simulate.run import SimulatedStep
 
 
@@ -49,6 +49,9 @@ class Collectives(Protocol):
 
     def seconds(self, num_bytes: float, ranks: int, *, operation: str) -> float:
         """Time of one collective; 0 for a single rank."""
+
+    def across(self, group: int) -> "Collectives":
+        """Those among the members of one place in each of several groups of `group` ranks."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,10 @@ class _Streams:
                 self.phase = item.phase
                 self._compute(self.machine.device.seconds(item))
             elif isinstance(item, CollectiveCall):
-                seconds = self.machine.network.seconds(item.bytes, self.ranks, operation=item.op)
+                network, ranks = self.machine.network, self.ranks
+                if isinstance(item, ReplicaCall):
+                    network, ranks = network.across(item.group), item.ranks
+                seconds = network.seconds(item.bytes, ranks, operation=item.op)
                 self.queue.append([item.sequence, seconds])
             else:
                 while any(number == item.sequence for number, _ in self.queue):

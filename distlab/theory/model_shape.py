@@ -5,6 +5,7 @@ anything that has attributes of these names.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -100,6 +101,49 @@ class ModelShape:
     def parameter_numels(self) -> list[int]:
         """Elements of every parameter in registration order, a tied one once."""
         return [math.prod(shape) for shape in self.parameter_shapes()]
+
+
+@dataclass(frozen=True)
+class Model(ModelShape):
+    """A `ModelShape` with the tokens of a sequence, for a planner that builds no model."""
+
+    context_length: int = 512
+
+    def sizes(self, batch: int) -> dict[str, int]:
+        """What the functions of `distlab.theory.flops` take, for a step of `batch` sequences."""
+        names = ("d_model", "d_ff", "num_layers", "vocab_size", "kv_width")
+        return {name: getattr(self, name) for name in names} | {"batch": batch, "context": self.context_length}
+
+
+MODELS = {
+    # The 8 B model of this lab's long runs, and published ones by their papers and configuration files.
+    "8B": Model(4096, 11008, 34, 32, 151_936, context_length=8192),
+    "llama3-8b": Model(4096, 14336, 32, 32, 128_256, num_kv_heads=8, context_length=8192),
+    "llama3-70b": Model(8192, 28672, 80, 64, 128_256, num_kv_heads=8, context_length=8192),
+    "llama2-7b": Model(4096, 11008, 32, 32, 32_000, context_length=4096),
+    "llama2-13b": Model(5120, 13824, 40, 40, 32_000, context_length=4096),
+    "100B": Model(10_240, 27_648, 92, 80, 128_256, num_kv_heads=8, context_length=8192),
+    # Two matrices of d × 4d have the parameters and FLOPs of three of d × 8d/3.
+    "gpt3-175b": Model(12_288, 32_768, 96, 96, 51_200, tie_embeddings=True, context_length=2048),
+}
+
+
+def model_of(known: str | Mapping[str, Any]) -> Model:
+    """A model by its name in `MODELS`, or of an object with the fields of `ModelShape` and `context`.
+
+    Raises:
+        ValueError: an unknown name or field, or a missing one.
+    """
+    if isinstance(known, str):
+        if known not in MODELS:
+            raise ValueError(f"model {known!r} is unknown; choose one of {', '.join(MODELS)}, or give its sizes")
+        return MODELS[known]
+    sizes = {("context_length" if name == "context" else name): value for name, value in known.items()}
+    try:
+        return Model(**sizes)
+    except TypeError as wrong:
+        names = ", ".join(field.name for field in fields(Model))
+        raise ValueError(f"a model takes {names} (context for context_length): {wrong}") from None
 
 
 def divisors(number: int) -> list[int]:

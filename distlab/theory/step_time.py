@@ -12,7 +12,8 @@ rate p and communication at q (both in (0, 1], 1 without contention). They share
     naive, flat          all-reduce after backward
     overlap, bucketed    all-reduce beside backward, the last message alone
     zero1                reduce-scatter beside backward, all-gather beside the next forward
-    fsdp                 all-gather beside forward, the first alone; all-gather and reduce-scatter beside backward
+    fsdp                 all-gather beside forward, the first alone; all-gather and reduce-scatter beside backward,
+                         the last reduce-scatter alone
 
 Strategies with buffers also copy every gradient once (`ComputeTime.pack`).
 
@@ -203,7 +204,7 @@ def step_time(
             scatter += network.across(inner).seconds(size / inner, n // inner, messages.units)
         forward = beside(compute.forward / m, gather, gather / messages.units)
         plain = beside(last, gather)  # of a micro-batch whose gradients stay
-        exposed = m * forward + (m - 1) * plain + beside(last, gather + scatter)
+        exposed = m * forward + (m - 1) * plain + beside(last, gather + scatter, scatter / messages.units)
         optimizer, comm = compute.optimizer / inner, (2 * m) * gather + scatter
     else:
         raise ValueError(
