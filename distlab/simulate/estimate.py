@@ -4,7 +4,9 @@ The operators are those of `distlab.theory.operators`, which a test holds agains
 runs; their times are those of `timeline.DeviceModel`, and `distlab.theory.step_time` says what runs beside what.
 """
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from distlab.simulate.calibrate import HOP_S, LAUNCH_S
 from distlab.simulate.timeline import DeviceModel, Machine
 from distlab.theory.memory.activations import PRECISIONS
 from distlab.theory.memory.peak import StepMemory, step_memory
-from distlab.theory.model_shape import MODELS, Model, ModelShape
+from distlab.theory.model_shape import MODELS, Model, ModelShape, model_of
 from distlab.theory.operators import Workload
 from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, sharding_group, step_time
 from distlab.theory.volume import padded_parameters, sharded_buffers
@@ -258,7 +260,7 @@ def _device(spec: GPUSpec, peak: float) -> DeviceModel:
 class MachineOptions(Options):
     """A model in one dtype on one kind of device, as options. Raises ValueError for an unknown name of any of them."""
 
-    model: str = option("xl", f"a preset, or one of {', '.join(MODELS)}")
+    model: str = option("xl", f"a preset, one of {', '.join(MODELS)}, or a JSON file of a model's sizes")
     context: int | None = option(None, "tokens per sequence [the preset's]", least=1)
     device: str = option("h200", "kind of GPU, such as h100")
     link: str = option("nvlink", "inside a node, nvlink or pcie")
@@ -272,9 +274,12 @@ class MachineOptions(Options):
         self.shape(), self.machine()
 
     def shape(self) -> ModelConfig | Model:
-        """The preset or named model, with its context replaced."""
-        if self.model in MODELS:
-            known = MODELS[self.model]
+        """The preset, named model or model of a file, with its context replaced."""
+        if self.model in MODELS or self.model.endswith(".json"):
+            try:
+                known = model_of(json.loads(Path(self.model).read_text()) if self.model not in MODELS else self.model)
+            except (OSError, json.JSONDecodeError) as wrong:
+                raise ValueError(f"model {self.model!r}: {wrong}; give a file with a model's sizes") from wrong
             return replace(known, context_length=self.context or known.context_length)
         return preset(self.model, context_length=self.context)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distlab.report.record import read_json
-from experiments import plan, predict_steps, scaling, simulate_scale
+from experiments import plan, plan_check, predict_steps, scaling, simulate_scale
 from experiments.plan import PlanConfig
 from experiments.predict_steps import PredictConfig
 from experiments.scaling import ScalingConfig
@@ -37,14 +37,50 @@ def test_plan(tmp_path, capsys):
     assert steps == sorted(steps)
     assert all(record.metrics["fits"] for record in records)
     assert {record.config["strategy"] for record in records} == {"bucketed", "fsdp"}
-    assert {record.config["checkpointing"] for record in records} == {False, True}
+    assert {record.config["recompute"] for record in records} == {"none", "selective", "full"}
     text = (folder / "table.md").read_text()
     assert "Fastest: " in text
     assert "Next best: " in text
     best = records[0].metrics
     parts = ("compute_ms", "memory_bandwidth_ms", "communication_ms", "optimizer_ms")
     assert sum(best[part] for part in parts) == pytest.approx(best["predicted_step_ms"])
-    assert best["predicted_days"] == pytest.approx(1e11 / best["predicted_tokens_per_s"] / 86_400)
+    days = 1e11 / best["predicted_tokens_per_s"] / 86_400
+    assert best["predicted_days"] == pytest.approx(100 * days / best["predicted_goodput_pct"])
+
+
+def test_plan_on_a_cluster(tmp_path, capsys):
+    """Grouped queries, groups of nodes, a deadline, and the runners-up."""
+    fields = {"model": "llama3-8b", "batch": 256, "cluster": "dgx-h100:64", "strategies": ("zero1", "fsdp", "hsdp")}
+    records = measured(plan.EXPERIMENT, tmp_path, **fields, recomputation=("selective", "full"), days=1.0)
+    assert {record.config["group"] for record in records} == {None, 8, 16, 32}
+    words = plan.answer(records)
+    assert records[0].config["strategy"] == "hsdp" and "Next best: fsdp" in words and "Third: hsdp" in words
+    assert "longer than 1 days: it takes about" in words
+    m = records[0].metrics
+    assert 90 < m["predicted_goodput_pct"] < 100
+    days = 1e11 / m["predicted_tokens_per_s"] / 86_400
+    assert m["predicted_days"] == pytest.approx(100 * days / m["predicted_goodput_pct"])
+    refusal = refused(capsys, "plan", "--cluster", "dgx-h100:12", "--batch", "24", "--out", str(tmp_path))
+    assert "12 GPUs do not fill hosts of 8" in refusal
+
+
+def test_a_model_of_a_file(tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text('{"d_model": 512, "d_ff": 1024, "num_layers": 2, "num_heads": 8, "num_kv_heads": 2, '
+                    '"vocab_size": 1000, "tie_embeddings": true, "context": 65536}')  # fmt: skip
+    config = PlanConfig(model=str(path), batch=8, device="h100:8")
+    assert (config.shape().kv_width, config.shape().context_length) == (128, 65536)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="give a file with a model's sizes"):
+        PlanConfig(model=str(path), batch=8, device="h100:8")
+
+
+def test_first_choice_is_the_fastest_simulated(tmp_path):
+    """Two random pairs here, twenty by `distlab run plan_check`."""
+    strategies = ("bucketed", "zero1", "fsdp", "hsdp")
+    records = measured(plan_check.EXPERIMENT, tmp_path, pairs=2, layers=2, sequences=1, strategies=strategies)
+    assert len(records) == 2
+    assert not plan_check.wrong(records)
 
 
 def test_plan_of_what_does_not_fit(tmp_path):
