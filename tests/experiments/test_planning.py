@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distlab.report.record import read_json
-from experiments import plan, plan_check, predict_steps, scaling, simulate_scale
+from experiments import cluster_collectives, goodput, plan, plan_check, predict_steps, scaling, simulate_scale
 from experiments.plan import PlanConfig
 from experiments.predict_steps import PredictConfig
 from experiments.scaling import ScalingConfig
@@ -195,3 +195,61 @@ def test_a_datasheet_is_named_by_device(tmp_path):
     for name in ("scaling", "simulate_scale"):
         arguments = ["--preset", "smoke", "--device", "a100", "--out", str(tmp_path)]
         assert main(["run", name, *arguments]) == 0
+
+
+@pytest.mark.parametrize(
+    "name, model, per_rank", [("xl_batch8", "xl", 8), ("xl_batch2", "xl", 2), ("medium_batch8", "medium", 8)]
+)
+def test_first_choice_on_two_h200_is_the_fastest_measured(tmp_path, name, model, per_rank):
+    """Or within 3 %: among the planner's strategies, each in its fastest bucket size."""
+    fields = {"model": model, "batch": 2 * per_rank, "device": "h200:2", "recomputation": ("none",)}
+    first = next(
+        record.config["strategy"]
+        for record in measured(plan.EXPERIMENT, tmp_path, **fields, strategies=plan.STRATEGIES)
+        if record.config["micro_batch"] == per_rank
+    )
+    steps: dict[str, float] = {}
+    for record in read_json(ROOT / "records" / "ddp_bench" / f"h200x2_{name}.json"):
+        strategy = record.variant.rpartition("-")[0] or record.variant
+        if record.variant in plan.STRATEGIES:
+            strategy = record.variant
+        if strategy in plan.STRATEGIES:
+            steps[strategy] = min(steps.get(strategy, 1e9), record.metrics["step_p50_ms"])
+    assert steps[first] <= 1.03 * min(steps.values())
+
+
+def test_collectives_stand_beside_the_measured_sweep(tmp_path):
+    fields = {"clusters": ("dgx-h200:1x4", "dgx-h200:2x8"), "sizes_bytes": (1_000_000, 1_000_000_000)}
+    sweep = str(ROOT / "records" / "allreduce_sweep" / "h200x4.json")
+    records = measured(cluster_collectives.EXPERIMENT, tmp_path, **fields, records=(sweep,))
+    beside = {r.config["num_bytes"]: r.metrics for r in records if "measured_ms" in r.metrics}
+    assert set(beside) == {1_000_000, 1_000_000_000}
+    large = beside[1_000_000_000]
+    assert large["predicted_ms"] == pytest.approx(large["measured_ms"], rel=0.05)
+    assert all(abs(r.metrics["simulated_error_pct"]) < 2 for r in records)
+    (words,) = cluster_collectives.findings(records)
+    assert "dgx-h200:2x8: two levels beat flat rings" in words
+
+
+def test_goodput_with_the_spread_of_a_record(tmp_path):
+    fields = {"record": RECORD, "runs": 2, "cluster": "dgx-h200:16", "model": "xl", "gpu_hours": 500.0}
+    rows = {record.variant: record.metrics for record in measured(goodput.EXPERIMENT, tmp_path, **fields)}
+    for m in rows.values():
+        assert m["even_step_ms"] < m["simulated_step_ms"] < 1.1 * m["even_step_ms"]
+        assert m["simulated_goodput_pct"] == pytest.approx(m["predicted_goodput_pct"], abs=2)
+    assert rows["Daly"]["failures_per_week"] > 0
+    with pytest.raises(ValueError, match="needs a cluster"):
+        goodput.GoodputConfig(cluster=None)
+
+
+def test_hybrid_sharding_at_scale(tmp_path, capsys):
+    fields = {"model": "tiny", "cluster": "dgx-h100:16", "ranks": 16, "batch": 1, "strategies": ("fsdp", "hsdp")}
+    records = {r.variant: r.metrics for r in measured(simulate_scale.EXPERIMENT, tmp_path / "a", **fields)}
+    assert records["hsdp"]["collectives_per_step"] > records["fsdp"]["collectives_per_step"]
+    assert records["hsdp"]["simulated_peak_bytes"] >= records["fsdp"]["simulated_peak_bytes"]
+    fields = {"model": "8B", "cluster": "dgx-h100:4096", "ranks": (8, 64, 512, 4096), "strategies": ("fsdp", "hsdp")}
+    records = measured(scaling.EXPERIMENT, tmp_path / "b", **fields, batch=1, recompute="full")
+    words = " ".join(scaling.findings(records))
+    assert "fsdp from 512 ranks" in words and "weak scaling under 90 % efficiency" in words
+    refusal = refused(capsys, "simulate_scale", "--strategies", "hsdp", "--ranks", "16", "--group", "3")
+    assert "groups of 3 do not divide 16 ranks" in refusal
