@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from distlab.hardware import ClusterSpec, cluster
+from distlab.hardware import ClusterSpec, by_alias, cluster
 from distlab.simulate.estimate import USABLE, estimate_memory, estimate_step, machine_on
 from distlab.simulate.timeline import Machine
 from distlab.theory.checks import at_least_one
@@ -50,6 +50,7 @@ class Case:
         attention: `cudnn` or `flash` (FlashAttention-2, torch's choice on every GPU before 2.9).
         fused_loss: the logits never stand in memory.
         dtype: `bf16` computation over fp32 parameters, or `fp32`.
+        reduce: in which gradients are sent, `fp32` or `bf16`.
         name, source, known, assumed, why: texts for a table.
         published: `step_ms`, `tokens_per_s_per_gpu`, `memory_gib` with `memory_is` `allocated` or `reserved`.
 
@@ -70,6 +71,7 @@ class Case:
     attention: str = "cudnn"
     fused_loss: bool = False
     dtype: str = "bf16"
+    reduce: str = "fp32"
     name: str = "case"
     source: str = ""
     known: str = ""
@@ -82,7 +84,7 @@ class Case:
         for what, value, allowed in (
             ("strategy", self.strategy, TIMED), ("recompute", self.recompute, RECOMPUTE),
             ("kernels", self.kernels or KERNELS[0], KERNELS), ("attention", self.attention, ("cudnn", "flash")),
-            ("dtype", self.dtype, ("bf16", "fp32")),
+            ("dtype", self.dtype, ("bf16", "fp32")), ("reduce", self.reduce, ("fp32", "bf16")),
         ):  # fmt: skip
             if value not in allowed:
                 raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
@@ -112,7 +114,22 @@ def from_json(known: Mapping[str, Any]) -> Case:
     if missing or unknown:
         raise ValueError(f"a case lacks {missing or 'nothing'} and has unknown {unknown or 'nothing'}; fields: "
                          f"{', '.join(names)}")  # fmt: skip
-    return Case(**{**known, "model": model_of(known["model"]), "cluster": cluster(known["cluster"])})
+    return Case(**{**known, "model": model_of(known["model"]), "cluster": cluster_of(known["cluster"])})
+
+
+def cluster_of(known: str | Mapping[str, Any]) -> ClusterSpec:
+    """A cluster by its name, or of an object with the fields of `ClusterSpec`, `gpu` by a short name such as `a100`.
+
+    Raises:
+        ValueError: an unknown name or field, a missing one, or links that contradict each other.
+    """
+    if isinstance(known, str):
+        return cluster(known)
+    try:
+        return ClusterSpec(**{"name": "cluster", **known, "gpu": by_alias(str(known.get("gpu")))})
+    except TypeError as wrong:
+        names = ", ".join(field.name for field in fields(ClusterSpec))
+        raise ValueError(f"a cluster takes {names}: {wrong}") from None
 
 
 def read_case(path: str | Path) -> Case:
@@ -184,6 +201,7 @@ def step(case: Case) -> StepTime:
             group=case.group,
             kernels=case.kernels or ("fused" if case.compiled else "eager"),
             fused_loss=case.fused_loss,
+            reduced_bytes=FP32 if case.reduce == "fp32" else 2,
         )
 
     return _mixed(case, timed(case.recompute), lambda: timed("none"))

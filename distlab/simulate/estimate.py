@@ -93,6 +93,7 @@ def estimate_step(
     group: int | None = None,
     kernels: str = "eager",
     fused_loss: bool = False,
+    reduced_bytes: int = FP32,
 ) -> StepTime:
     """The time of a step; arguments as `compute_time`, and
 
@@ -101,6 +102,7 @@ def estimate_step(
         ranks: data-parallel size.
         micro_batches: accumulated in a step.
         group: of `hsdp`, ranks that share a copy of the parameters; default a node.
+        reduced_bytes: per element of the gradients that are sent.
 
     Raises:
         ValueError: an unknown strategy or dtype, a size below one, or a group that does not divide the ranks.
@@ -120,7 +122,7 @@ def estimate_step(
     return step_time(
         strategy,
         compute,
-        messages(config, dtype, bucket_size_mb, inner),
+        messages(config, dtype, bucket_size_mb, inner, reduced_bytes),
         machine.network,
         ranks,
         contention=machine.contention,
@@ -162,8 +164,11 @@ def estimate_memory(
     )
 
 
-def messages(config: Any, dtype: str, bucket_size_mb: float | None, shards: int = 1) -> Messages:
-    """What a step sends: gradients in fp32, parameters as FSDP gathers them in the dtype of the computation.
+def messages(
+    config: Any, dtype: str, bucket_size_mb: float | None, shards: int = 1, reduced_bytes: int = FP32
+) -> Messages:
+    """What a step sends: gradients, in fp32 unless said otherwise, and parameters as FSDP gathers them, in the dtype of
+    the computation.
 
     Args:
         shards: ranks that FSDP cuts a parameter for; above one, what it sends is padded to whole rows.
@@ -176,7 +181,7 @@ def messages(config: Any, dtype: str, bucket_size_mb: float | None, shards: int 
         total = padded_parameters(shape, shards)
         units = shape.num_layers * len(sharded_buffers(shape.matrix_shapes_per_block, shards)) + 2
     gathered = total * (FP32 if compute is None else compute.itemsize)
-    return Messages(FP32 * total, gathered, len(numels) + 1, len(buckets), units)
+    return Messages(reduced_bytes * total, gathered, len(numels) + 1, len(buckets), units)
 
 
 def machine_of(

@@ -71,6 +71,19 @@ def test_parameters_of_the_named_models():
         assert MODELS[name].num_parameters == pytest.approx(billions * 1e9, rel=5e-3), name
 
 
+def test_a_cluster_of_ones_own_and_smaller_gradients():
+    """Slower cards and larger gradients take longer; the object says the same as the name."""
+    own = {"gpu": "a100", "hosts": 16, "card_bytes_per_s": 12.5e9, "cards_per_host": 4}
+    case = {"model": "llama2-7b", "strategy": "fsdp2", "batch": 2}
+    slow, named, halved = (
+        predict(from_json(case | more)).time.step
+        for more in ({"cluster": own}, {"cluster": "dgx-a100:128"}, {"cluster": own, "reduce": "bf16"})
+    )
+    assert named < halved < slow
+    like = own | {"card_bytes_per_s": 25e9, "cards_per_host": 8}
+    assert predict(from_json(case | {"cluster": like})).time.step == pytest.approx(named)
+
+
 def test_what_does_not_fit_says_by_how_much_and_what_would():
     text = shortage(from_json({"model": "llama3-70b", "cluster": "dgx-h100:8", "strategy": "fsdp", "batch": 1}))
     assert "too few" in text and "need 16 GPUs" in text  # 16 bytes × 70.6 B parameters over 75.2 GB
@@ -87,6 +100,9 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
         ({"model": {"d_model": 8}}, "a model takes d_model"),
         ({"model": "llama9"}, "choose one of"),
         ({"cluster": "abacus:8"}, "cluster 'abacus' is unknown"),
+        ({"cluster": {"gpu": "z80"}}, "device 'z80' is unknown"),
+        ({"cluster": {"gpu": "a100", "speed": 1}}, "a cluster takes name, gpu, hosts"),
+        ({"reduce": "int8"}, "fp32, bf16"),
         ({"recompute": "half"}, "none, selective, full"),
     ],
 )
