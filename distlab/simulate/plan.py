@@ -6,10 +6,9 @@ import torch
 
 from distlab.comm import RankContext
 from distlab.hardware import lookup
-from distlab.parallel import STRATEGIES
-from distlab.simulate.estimate import estimate_step, machine_of
+from distlab.simulate.estimate import LIKE, estimate_step, machine_of
 from distlab.theory.memory.peak import StepMemory
-from distlab.theory.step_time import StepTime
+from distlab.theory.step_time import TIMED, StepTime
 from distlab.train.requirements import GIB, PlannedStep, memory_of_a_rank, settled
 
 
@@ -48,13 +47,13 @@ def plan_step(step: PlannedStep, context: RankContext, micro_batches: int = 1) -
     on_gpu = context.device.type == "cuda"
     step = replace(step, checkpointing=settled(step, context))
     spec = lookup(torch.cuda.get_device_name(context.device)) if on_gpu else None
-    like = {"fsdp2": "fsdp", "torch-ddp": "bucketed", "torch-ddp-tuned": "bucketed", "bucketed-dma": "bucketed"}
-    strategy = like.get(step.strategy, step.strategy)
     time = None
-    if spec is not None and not (STRATEGIES[step.strategy].is_peer and strategy == step.strategy):
+    if spec is not None and LIKE.get(step.strategy, step.strategy) in TIMED:
+        machine = machine_of(spec, dtype=step.dtype, head_dim=step.model.head_dim)
         time = estimate_step(
-            step.model, strategy, machine_of(spec, dtype=step.dtype), batch=step.batch, ranks=context.world_size,
-            dtype=step.dtype, checkpointing=step.checkpointing, micro_batches=micro_batches,
+            step.model, step.strategy, machine, batch=step.batch, ranks=context.world_size, dtype=step.dtype,
+            checkpointing=step.checkpointing, micro_batches=micro_batches, group=step.shard_size,
+            kernels="fused" if step.compiled else None,
         )  # fmt: skip
     memory = step.memory(context.world_size, on_gpu=on_gpu)
     return Plan(step, memory, memory_of_a_rank(context.device, context), time)

@@ -12,17 +12,21 @@ from distlab.simulate.estimate import compute_time, estimate_step, machine_of
 from distlab.simulate.run import simulate_training
 from distlab.simulate.timeline import DeviceModel
 from distlab.theory.step_time import Network
+from distlab.train.requirements import PlannedStep
 
 RECORDS = Path(__file__).parents[2] / "records" / "ddp_bench"
 CONFIG = ModelConfig(1024, 4096, 4, 8, vocab_size=4000, context_length=256)
 MACHINE = Machine(DeviceModel(4e14, 3e12, 1e-6), Network(3e11, 3e11, 8, 5e-6, 1e-6), (0.6, 0.8))
 
 
-def test_two_layers_tell_of_four():
-    whole = replay(simulate_training(CONFIG, "local", batch=4, world_size=2), MACHINE)
-    found = compute_time(CONFIG, 4, MACHINE.device)
-    assert 1e3 * found.forward == pytest.approx(whole.phases["forward"], rel=1e-6)
-    assert 1e3 * found.backward == pytest.approx(whole.phases["backward"], rel=1e-6)
+@pytest.mark.parametrize("checkpointing", [False, True, "selective", "block:1,attention:1,qkv:1,gate-up:1"])
+def test_operators_in_closed_form_take_what_the_simulated_ones_do(checkpointing):
+    """Within 2.5 %: tables of rotary positions and scalars are left out."""
+    step = simulate_training(CONFIG, "local", batch=4, world_size=2, checkpointing=checkpointing)
+    whole = replay(step, MACHINE)
+    found = compute_time(CONFIG, 4, MACHINE.device, checkpointing=checkpointing)
+    assert 1e3 * found.forward == pytest.approx(whole.phases["forward"], rel=0.025)
+    assert 1e3 * found.backward == pytest.approx(whole.phases["backward"], rel=0.025)
     assert 1e3 * found.optimizer == pytest.approx(whole.phases["optimizer"], rel=0.01)
 
 
@@ -55,6 +59,26 @@ def test_recorded_steps_on_two_h200():
             assert 1e3 * found.step == pytest.approx(record.metrics["step_p50_ms"], rel=0.15), record.variant
             compared += 1
     assert compared == 14
+
+
+@pytest.mark.parametrize(
+    "ops, keep, compiled, milliseconds, gib",
+    [
+        ("triton", "block", False, 5684, 68.4),
+        ("triton", "attention", False, 5270, 73.0),
+        ("triton", "qkv:19,gate-up:15", False, 4918, 124.8),
+        ("torch", "block", True, 5785, 68.4),  # torch's FSDP2
+    ],
+)
+def test_measured_steps_of_a_long_context(ops, keep, compiled, milliseconds, gib):
+    """The 8 B model on two H200s, 32,768 tokens each: a step within 10 %, memory within 5 %."""
+    step = PlannedStep(preset("8B", ops=ops), 1, "fsdp", "bf16", checkpointing=keep, compiled=compiled)
+    found = estimate_step(
+        step.model, "fsdp", machine_of(H200_SXM), batch=1, ranks=2, checkpointing=keep,
+        kernels="fused" if compiled else None,
+    )  # fmt: skip
+    assert 1e3 * found.step == pytest.approx(milliseconds, rel=0.1)
+    assert step.memory(2).peak.total / 2**30 == pytest.approx(gib, rel=0.05)
 
 
 def test_machines():
