@@ -10,12 +10,8 @@ every cell (one regime on one number of ranks) its rows are written, so that a r
 bit by bit across ranks. Each group size also gets a short sweep of collectives with its fit.
 """
 
-import os
-import pickle
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -58,6 +54,7 @@ from distlab.report import (
 )
 from distlab.report.run import same_run
 from distlab.simulate.estimate import estimate_step, machine_of
+from distlab.simulate.world import in_own_process
 from distlab.theory.collective_time import fit_collective
 
 # Predictions know our strategies; torch's peers are held against those that send the same.
@@ -179,21 +176,6 @@ def predictions(config: MeasureConfig, world_size: int, device_name: str) -> lis
             where = key(regime, ranks) | {"device": spec.name}
             records.append(Record("scaling_measured", strategy, where, metrics, **facts))
     return records
-
-
-def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)` in a fresh interpreter. Raises RuntimeError with what it wrote to stderr if it fails."""
-    code = "import pickle, sys; f, a = pickle.load(sys.stdin.buffer); pickle.dump(f(*a), sys.stdout.buffer)"
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=pickle.dumps((function, arguments)),
-        capture_output=True,
-        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    if done.returncode:
-        raise RuntimeError(f"predictions failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
-    return pickle.loads(done.stdout)
 
 
 PREDICTIONS = "predictions.json"

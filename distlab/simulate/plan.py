@@ -1,16 +1,23 @@
 """What a training step will take of memory and of time, before anything is allocated: `--plan` of every command."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from distlab.comm import RankContext
+from distlab.comm.rank_process import on_main
 from distlab.hardware import lookup
-from distlab.parallel import STRATEGIES
 from distlab.simulate.estimate import estimate_step, machine_of
+from distlab.simulate.world import in_own_process
 from distlab.theory.memory.peak import StepMemory
 from distlab.theory.step_time import StepTime
 from distlab.train.requirements import GIB, PlannedStep, memory_of_a_rank, settled
+
+# Whose steps have a closed form of their time, and torch's that send the same.
+TIMED = ("local", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+LIKE = {"fsdp2": "fsdp", "torch-ddp": "bucketed", "torch-ddp-tuned": "bucketed", "bucketed-dma": "bucketed"}
 
 
 @dataclass(frozen=True)
@@ -36,25 +43,36 @@ class Plan:
         return f"{self.step}: blocks keep {self.step.checkpointing}, at most {most}, a step {time}"
 
 
-def plan_step(step: PlannedStep, context: RankContext, micro_batches: int = 1) -> Plan:
-    """Predict a step on the ranks of this context. A collective.
+def plan_steps(steps: Sequence[PlannedStep], context: RankContext, micro_batches: int = 1) -> list[Plan]:
+    """Predict each of these steps on the ranks of this context. A collective.
 
     Args:
         micro_batches: accumulated in a step.
 
     Raises:
-        ValueError: an unknown strategy.
+        RuntimeError: times could not be predicted; the message says why.
     """
-    on_gpu = context.device.type == "cuda"
-    step = replace(step, checkpointing=settled(step, context))
-    spec = lookup(torch.cuda.get_device_name(context.device)) if on_gpu else None
-    like = {"fsdp2": "fsdp", "torch-ddp": "bucketed", "torch-ddp-tuned": "bucketed", "bucketed-dma": "bucketed"}
-    strategy = like.get(step.strategy, step.strategy)
-    time = None
-    if spec is not None and not (STRATEGIES[step.strategy].is_peer and strategy == step.strategy):
-        time = estimate_step(
-            step.model, strategy, machine_of(spec, dtype=step.dtype), batch=step.batch, ranks=context.world_size,
-            dtype=step.dtype, checkpointing=step.checkpointing, micro_batches=micro_batches,
+    on_gpu, free = context.device.type == "cuda", memory_of_a_rank(context.device, context)
+    steps = [replace(step, checkpointing=settled(step, context)) for step in steps]
+    name = torch.cuda.get_device_name(context.device) if on_gpu else "cpu"
+    times: list[StepTime | None] = [None] * len(steps)
+    if lookup(name) is not None:
+        times = on_main(context, partial(in_own_process, step_times, steps, name, context.world_size, micro_batches))
+    memory = [step.memory(context.world_size, on_gpu=on_gpu) for step in steps]
+    return [Plan(*each) for each in zip(steps, memory, [free] * len(steps), times, strict=True)]
+
+
+def step_times(steps: Sequence[PlannedStep], device_name: str, ranks: int, micro_batches: int) -> list[StepTime | None]:
+    """The time of each step on a GPU that `hardware` knows; None for a strategy without a closed form."""
+    gpu = lookup(device_name)
+
+    def time(step: PlannedStep) -> StepTime | None:
+        strategy = LIKE.get(step.strategy, step.strategy)
+        if strategy not in TIMED:
+            return None
+        return estimate_step(
+            step.model, strategy, machine_of(gpu, dtype=step.dtype), batch=step.batch, ranks=ranks, dtype=step.dtype,
+            checkpointing=step.checkpointing, micro_batches=micro_batches,
         )  # fmt: skip
-    memory = step.memory(context.world_size, on_gpu=on_gpu)
-    return Plan(step, memory, memory_of_a_rank(context.device, context), time)
+
+    return [time(step) for step in steps]

@@ -14,6 +14,7 @@ from distlab.report import view
 from distlab.report.record import Record, read_json, write_json
 from distlab.report.run import Header
 from distlab.simulate.calibrate import measured_links
+from distlab.simulate.world import in_own_process
 from distlab.testing import run_ranks
 from distlab.theory.collective_time import CollectiveFit, Piece
 from experiments import allreduce_sweep, bucket_sweep, scaling_measured
@@ -206,9 +207,9 @@ def test_scaling_goes_on_where_it_was_cut_off(tmp_path):
 
 
 def test_predictions_are_made_in_a_process_of_their_own():
-    assert scaling_measured.in_own_process(sorted, [3, 1, 2]) == [1, 2, 3]
+    assert in_own_process(sorted, [3, 1, 2]) == [1, 2, 3]
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        scaling_measured.in_own_process(divmod, 1, 0)
+        in_own_process(divmod, 1, 0)
     weak = replace(SCALING, regimes=SCALING.regimes[:1], strategies=("bucketed", "torch-ddp"))
     assert scaling_measured.predictions(replace(weak, predict_for=None), 2, "some CPU") == []
     found = scaling_measured.predictions(weak, 2, "some CPU")  # the device that the config names
