@@ -46,9 +46,9 @@ from distlab.measure import (
 )
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
-from distlab.report import NOISE, TIE, Panel, interval_ties, lines, overlaid, stacked_bars
+from distlab.report import NOISE, TIE, Panel, interval_ties, lines, memory_areas, overlaid, stacked_bars
 from distlab.report.run import same_run
-from distlab.simulate.plan import Plan, plan_step
+from distlab.simulate.plan import Plan, plan_steps
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.config import TrainConfig
 from distlab.train.data import SyntheticSequences
@@ -130,9 +130,8 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
     variants = [config.variant(row) for row in config.rows]
     plans = [v.options.planned(v.strategy.name) for v in variants]
     require(plans, context.device, context, some=context.device.type == "cuda")
-    for variant, step in zip(variants, plans, strict=True):
-        if not run.done(variant.name):
-            plan = plan_step(step, context)
+    if len(run.records) < len(variants):
+        for variant, plan in zip(variants, plan_steps(plans, context), strict=True):
             run.add(variant.name, predicted(plan), **config.facts(context))
             run.progress(f"plan of {variant.name}: {plan}")
     for name, work in parts(config, context, run, variants):
@@ -159,6 +158,8 @@ def parts(
     if config.train_steps and ours is not None and "loss" not in ours.metrics:
         yield f"training for {config.train_steps} steps", partial(train, config, context, ours)
     bench = Workbench(context, config)
+    if config.profile_steps and ours is not None and "memory_peak_phase" not in ours.metrics:
+        yield f"memory over one step of {OURS}", partial(memory, config, bench, ours, run)
     for number in range(config.rounds):
         for variant in (*variants[number % len(variants) :], *variants[: number % len(variants)]):
             record = run.done(variant.name)
@@ -248,6 +249,18 @@ def profile(config: LongContextConfig, bench: Workbench, variant: Variant, recor
         uncovered_comm_ms=seen.uncovered_comm_ms, overlap_pct=seen.overlap_pct, copy_ms=seen.copy_ms,
         idle_ms=seen.idle_ms,
     )  # fmt: skip
+
+
+def memory(config: LongContextConfig, bench: Workbench, record: Record, run: Run) -> None:
+    """A picture of this lab's memory over one step, and in which phase it was highest."""
+    with bench.attached(config.variant(OURS)) as subject:
+        timeline = subject.memory_timeline()
+    record.metrics["memory_peak_phase"] = None
+    if timeline is not None:
+        at, _ = timeline.peak()
+        inside = [phase for phase, (start, end) in timeline.phases.items() if start <= at <= end]
+        record.metrics["memory_peak_phase"] = inside[0] if inside else None
+        memory_areas(run.path / "memory.png", timeline, title=f"Memory over a step of {OURS}: {headline(run.records)}")
 
 
 def compare(records: Sequence[Record]) -> None:

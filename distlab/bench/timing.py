@@ -11,6 +11,7 @@ right is `reference`'s to say.
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from distlab.measure import (
     percentiles,
     slowest_rank,
 )
+from distlab.measure.memory_timeline import MemoryTimeline, memory_timeline, record_memory
+from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.rounds import interleave, rotated
 from distlab.measure.trace.capture import Phases, annotate_forward, profile_steps
 from distlab.model.config import OPS_CHOICES, ModelOptions
@@ -247,6 +250,20 @@ class Subject:
         """What this rank holds of them."""
         held = (shard.tensor.grad for shard in self.model.shards())
         yield from (local_part(gradient) for gradient in held if gradient is not None)
+
+    def memory_timeline(self) -> MemoryTimeline | None:
+        """Memory over one settled step of the main rank; the others step along, and get None."""
+        self("step")  # the optimizer's state comes with the first
+        self.model.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.last_loss = None
+        if not self.context.is_main:
+            return self("step")
+        named = named_ranges(self.model, emitter("profiler"), self.optimizer)
+        with tempfile.TemporaryDirectory(prefix="distlab-memory-") as temporary, named:
+            path = Path(temporary) / "trace.json"
+            held = record_memory(partial(self, "step"), self.model, self.optimizer, path, self.context.device)
+            return memory_timeline(path, held, self.context.device)
 
     def settle(self) -> None:
         """Wait for what the last step left in flight, on every rank (parameters on their way, say)."""
