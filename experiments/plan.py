@@ -27,8 +27,8 @@ from distlab.experiment import (
 )
 from distlab.hardware import GPUSpec, by_alias, cluster
 from distlab.report import stacked_bars
+from distlab.simulate.choices import STRATEGIES, Choice, choices, estimated, memory
 from distlab.simulate.estimate import USABLE, MachineOptions
-from distlab.simulate.plan import STRATEGIES, Choice, choices, estimated, memory
 from distlab.simulate.timeline import Machine
 from distlab.theory.flops import hardware_flops, mfu, step_flops
 from distlab.theory.memory.peak import StepMemory, devices_to_fit

@@ -25,8 +25,8 @@ from distlab.experiment import (
 from distlab.hardware import CLUSTERS, cluster
 from distlab.model import ModelConfig
 from distlab.options import SEED
+from distlab.simulate.choices import STRATEGIES, can_simulate, choices, estimated, memory, simulated
 from distlab.simulate.estimate import USABLE, machine_on
-from distlab.simulate.plan import STRATEGIES, can_simulate, choices, estimated, memory, simulated
 
 BAR = 3.0  # per cent
 

@@ -13,6 +13,7 @@ import torch
 
 from distlab.hardware import NETWORK_LINKS, ClusterSpec, GPUSpec, by_alias, cluster
 from distlab.model import ModelConfig, preset
+from distlab.model.config import PRESETS
 from distlab.options import Options, option
 from distlab.parallel.buckets import plan_buckets
 from distlab.precision import DTYPES
@@ -280,7 +281,7 @@ class MachineOptions(Options):
 
     def shape(self) -> ModelConfig | Model:
         """The preset, named model or model of a file, with its context replaced."""
-        if self.model in MODELS or self.model.endswith(".json"):
+        if (self.model in MODELS and self.model not in PRESETS) or self.model.endswith(".json"):
             try:
                 known = model_of(json.loads(Path(self.model).read_text()) if self.model not in MODELS else self.model)
             except (OSError, json.JSONDecodeError) as wrong:

@@ -17,8 +17,12 @@ from distlab.theory.checks import at_least_one
 from distlab.theory.memory.activations import FP32, Precision
 from distlab.theory.model_shape import ModelShape
 
+ATTENTION = "_scaled_dot_product_attention"
 KERNELS = ("eager", "composite", "fused")
 RECOMPUTATION = ("none", "selective", "full")
+# What a block may keep beside its input, each with those before it → which of its five matmuls (qkv, output, w1, w3,
+# w2) then do not run again: attention's output; the output projection's; queries, keys and values; gate and up.
+KEPT = {"block": (), "attention": (), "output": (1,), "qkv": (0, 1), "gate-up": (0, 1, 2, 3)}
 # Bytes per element of an RMSNorm in separate operators, x in two bytes: to fp32 6, square 8, mean 4, scaled 8, back 6,
 # weight 4; backward about two and a half times as many (torch 2.6's at::rms_norm and the formulas of its operators).
 COMPOSITE_NORM = (36, 92)
@@ -36,7 +40,7 @@ class Compute:
     @property
     def is_attention(self) -> bool:
         """Whether it is fused attention, forward or backward."""
-        return "dot_product" in self.name
+        return "dot_product" in self.name  # torch has several
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Workload:
         batch, context: sequences, and tokens in each.
         precision: bytes per element; `copies_weights` for autocast.
         kernels: `eager`, `composite` or `fused`, see above.
-        recompute: in backward: `none`, `selective` (all but attention and every other matmul) or `full`, every block.
+        recompute: in backward: `none`, `selective` (all but attention and every other matmul) or `full`, every block;
+            or what a block keeps, a name of `KEPT`.
         fused_loss: cross-entropy with the head, by chunks: its logits are made twice and never stand in memory.
         shards: ranks that parameters are sharded over; None for a strategy that keeps them whole.
 
@@ -67,7 +72,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         at_least_one(batch=self.batch, context=self.context, shards=self.shards or 1)
-        for name, allowed in (("kernels", KERNELS), ("recompute", RECOMPUTATION)):
+        for name, allowed in (("kernels", KERNELS), ("recompute", (*RECOMPUTATION, *KEPT))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}")
 
@@ -147,7 +152,7 @@ class Workload:
         shape, c, n = self.shape, self.precision.compute, self.tokens
         times = 1 if matmuls == 2 else 2
         moved = times * c * n * (2 * shape.d_model + 2 * shape.kv_width) + FP32 * n * shape.num_heads
-        return "_scaled_dot_product_attention", matmuls * n * self.context * shape.d_model, moved
+        return ATTENTION, matmuls * n * self.context * shape.d_model, moved
 
     def _swiglu(self) -> Iterator[tuple[str, int, int]]:
         nf, c = self.tokens * self.shape.d_ff, self.precision.compute
@@ -183,8 +188,14 @@ class Workload:
         kept), and everything that is no matmul.
         """
         d, f, keys = self.shape.d_model, self.shape.d_ff, self.shape.kv_width
-        if self.recompute == "full":
-            yield from list(self._forward())[: -1 if self.precision.copies_weights else -2]
+        kept = "block" if self.recompute == "full" else self.recompute
+        if kept in KEPT:
+            matmul = 0
+            for operator in list(self._forward())[: -1 if self.precision.copies_weights else -2]:
+                attends = operator[0] == ATTENTION
+                if not (attends and kept != "block") and not (operator[0] == "mm" and matmul in KEPT[kept]):
+                    yield operator
+                matmul += operator[0] == "mm"
         elif self.recompute == "selective":
             yield from self._norm(adds=False)
             yield self._matmul(d, keys)

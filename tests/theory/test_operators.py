@@ -1,5 +1,6 @@
 """The operators in closed form against the events of the simulated model: FLOPs exactly, bytes nearly."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,12 @@ def test_grouped_queries_and_recomputation():
     kept = 2 * 2 * 512 * (1024 * 1024 + 1024 * 1024 + 1024 * 2816)  # keys, output and w3 run again
     assert again[0] == 3 * kept
     assert again[0] < again[1] < total(work, "flops", "forward")
+    levels = ("none", "gate-up", "qkv", "output", "attention", "block")
+    flops = [total(replace(work, recompute=level), "flops") for level in levels]
+    assert flops == sorted(flops) and flops[-1] - flops[0] == again[1]
+    d, f, n = 1024, 2816, 1024
+    less = [3 * 2 * n * size for size in (0, 2 * d * f, 3 * d * d, d * d, 512 * d)]
+    assert [after - before for before, after in itertools.pairwise(flops)] == less
 
 
 def test_fused_kernels_move_less():
