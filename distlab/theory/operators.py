@@ -18,6 +18,7 @@ from distlab.theory.memory.activations import FP32, Precision
 from distlab.theory.memory.recompute import KEEPS, RECOMPUTATION
 from distlab.theory.model_shape import ModelShape
 
+ATTENTION = "_scaled_dot_product_attention"
 KERNELS = ("eager", "composite", "fused")
 # Bytes per element of an RMSNorm in separate operators, x in two bytes: to fp32 6, square 8, mean 4, scaled 8, back 6,
 # weight 4; backward about two and a half times as many (torch 2.6's at::rms_norm and the formulas of its operators).
@@ -36,7 +37,7 @@ class Compute:
     @property
     def is_attention(self) -> bool:
         """Whether it is fused attention, forward or backward."""
-        return "dot_product" in self.name
+        return "dot_product" in self.name  # torch has several
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Workload:
         kernels: `eager`, `composite` or `fused`, see above.
         keep: what blocks keep of their forward, a name of `distlab.theory.memory.recompute.KEEPS`; the rest runs again
             in backward. `none`: all is kept.
-        fused_loss: cross-entropy with the head, by chunks: its logits are made twice and never stand in memory.
+        fused_loss: cross-entropy with the head, by chunks: the logits never stand in memory, and forward makes the
+            gradients.
         shards: ranks that parameters are sharded over; None for a strategy that keeps them whole.
 
     Raises:
@@ -148,7 +150,7 @@ class Workload:
         shape, c, n = self.shape, self.precision.compute, self.tokens
         times = 1 if matmuls == 2 else 2
         moved = times * c * n * (2 * shape.d_model + 2 * shape.kv_width) + FP32 * n * shape.num_heads
-        return "_scaled_dot_product_attention", matmuls * n * self.context * shape.d_model, moved
+        return ATTENTION, matmuls * n * self.context * shape.d_model, moved
 
     def _swiglu(self) -> Iterator[tuple[str, int, int]]:
         nf, c = self.tokens * self.shape.d_ff, self.precision.compute
@@ -233,7 +235,7 @@ class Workload:
         ends += [*self._norm(adds=False), *self._cast(self.shape.embedding_parameters)]
         ends.append(self._matmul(d, self.shape.vocab_size))
         if self.fused_loss:
-            ends.append(("linear_cross_entropy", 0, 2 * c * nv))
+            ends += [("linear_cross_entropy", 0, 2 * c * nv), *self._both_gradients(d, self.shape.vocab_size)]
         else:
             ends += [("_to_copy", 0, (FP32 + c) * nv)] * (c != FP32)
             ends += [("_log_softmax", 0, 2 * FP32 * nv), ("nll_loss", 0, FP32 * nv)]
@@ -242,12 +244,12 @@ class Workload:
     def _ends_backward(self) -> Iterator[Compute]:
         c, r, n = self.precision.compute, self.precision.residual, self.tokens
         shape, nv = self.shape, n * self.shape.vocab_size
-        if self.fused_loss:
-            ends = [self._matmul(shape.d_model, shape.vocab_size), ("linear_cross_entropy_backward", 0, 2 * c * nv)]
-        else:
+        ends = []
+        if not self.fused_loss:
             ends = [("nll_loss_backward", 0, 2 * FP32 * nv), ("_log_softmax_backward", 0, 3 * FP32 * nv)]
             ends += [("_to_copy", 0, (FP32 + c) * nv)] * (c != FP32)
-        ends += [*self._both_gradients(shape.d_model, shape.vocab_size), *self._norm_backward()]
+            ends += self._both_gradients(shape.d_model, shape.vocab_size)
+        ends += self._norm_backward()
         written = (r if self.shards is not None else FP32) * shape.embedding_parameters
         ends.append(("embedding_backward", 0, written + r * n * shape.d_model))
         for _ in range(self._copies):

@@ -62,6 +62,8 @@ def test_fused_kernels_move_less():
     fused, composite = replace(eager, kernels="fused"), replace(eager, kernels="composite")
     assert total(fused, "bytes") < total(eager, "bytes") < total(composite, "bytes")
     assert total(fused, "flops") == total(eager, "flops") == total(composite, "flops")
+    chunked = replace(eager, fused_loss=True)  # the same matmuls, earlier
+    assert total(chunked, "flops") == total(eager, "flops") and total(chunked, "bytes") < total(eager, "bytes")
 
 
 @pytest.mark.parametrize(
