@@ -40,6 +40,8 @@ class GPUSpec:
         source: the documents.
         fp32_lanes_per_sm: fp32 multiply-adds per clock without tensor cores.
         l2_bytes_per_clock: read bandwidth of the whole L2 where the maker states one.
+        watts: power limit of the board.
+        full_watts: of the same chip where it runs at its stated peak; None where that is `watts`.
     """
 
     name: str
@@ -58,6 +60,8 @@ class GPUSpec:
     source: str
     fp32_lanes_per_sm: int = 128
     l2_bytes_per_clock: int | None = None
+    watts: int | None = None
+    full_watts: int | None = None
 
     @property
     def clock(self) -> float:
@@ -99,6 +103,7 @@ A100_SXM_40GB = GPUSpec(
     ),
     fp32_lanes_per_sm=64,
     l2_bytes_per_clock=5120,  # architecture white paper, "A100 L2 cache"
+    watts=400,
 )
 
 A100_SXM_80GB = replace(A100_SXM_40GB, name="A100 SXM 80GB", hbm_bytes=80 * GB, hbm_bandwidth=2039 * GB)
@@ -122,6 +127,18 @@ H100_SXM = GPUSpec(
         "NVIDIA H100 Tensor Core GPU datasheet; NVIDIA H100 Tensor Core GPU Architecture white paper; "
         "CUDA C++ Programming Guide, compute capability 9.0"
     ),
+    watts=700,
+)
+
+H100_SXM_96GB = replace(
+    H100_SXM,
+    name="H100 SXM 96GB HBM2e",
+    hbm_bytes=96 * GB,
+    hbm_bandwidth=2400 * GB,
+    watts=500,
+    full_watts=700,
+    source="Grattafiori et al. 2024, The Llama 3 Herd of Models, and torchtitan's performance page: the Grand Teton "
+    "platform's H100s have 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W; the chip is the H100's",
 )
 
 H100_PCIE = replace(
@@ -131,6 +148,7 @@ H100_PCIE = replace(
     hbm_bandwidth=2000 * GB,
     nvlink_bandwidth=300 * GB,  # by a bridge to one neighbour
     peak=_tera(fp64=51.2, fp32=51.2, tf32=378, bf16=756, fp16=756, fp8=1513),
+    watts=350,
 )
 
 H200_SXM = replace(
@@ -161,6 +179,7 @@ B200 = GPUSpec(
         "NVIDIA HGX B200 and DGX B200 datasheets; NVIDIA Blackwell Tuning Guide, compute capability 10.0; "
         "SM count and L2 from published device queries, not checked on a device here"
     ),
+    watts=1000,
 )
 
 # As `torch.cuda.get_device_name()` gives them, without the "NVIDIA " that recent drivers put in front.
@@ -179,6 +198,7 @@ BY_ALIAS = {
     "a100": A100_SXM_80GB,
     "h100": H100_SXM,
     "h100-pcie": H100_PCIE,
+    "h100-96": H100_SXM_96GB,
     "h200": H200_SXM,
     "b200": B200,
 }
@@ -192,6 +212,132 @@ NETWORK_LINKS = {
     "eth-100g": 12.5 * GB,
     "eth-25g": 3.125 * GB,
 }
+
+# Seconds that one more hop of a collective takes, of NCCL's simple protocol on rings: `hwLat` in its
+# src/graph/tuning.cc (2.18 and later), 3.4 µs on NVLink and 14 µs through a network card.
+NVLINK_HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Hosts of several GPUs, and the links inside and between them.
+
+    Args:
+        name: of the platform.
+        gpu: in every host.
+        hosts, gpus_per_host: how many.
+        card_bytes_per_s: of one network card in one direction.
+        cards_per_host: network cards; as many as GPUs where each has its own, fewer where GPUs share them.
+        oversubscription: what cards can send together over what the switches above carry; 1 is a full fat tree.
+        inside_bytes_per_s: of one GPU to others of its host, in one direction; None for the GPU's NVLink.
+        inside_hop_s, between_hop_s: latency of one more hop of a collective.
+        source: the documents.
+
+    Raises:
+        ValueError: a size below one, a bandwidth that is not positive, or links that contradict each other.
+    """
+
+    name: str
+    gpu: GPUSpec
+    hosts: int = 1
+    gpus_per_host: int = 8
+    card_bytes_per_s: float = 50 * GB
+    cards_per_host: int = 8
+    oversubscription: float = 1.0
+    inside_bytes_per_s: float | None = None
+    inside_hop_s: float = NVLINK_HOP_S
+    between_hop_s: float = NETWORK_HOP_S
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("hosts", "gpus_per_host", "cards_per_host"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a cluster has at least one")
+        if not (self.card_bytes_per_s > 0 and self.inside > 0 and min(self.inside_hop_s, self.between_hop_s) >= 0):
+            raise ValueError(
+                f"card_bytes_per_s={self.card_bytes_per_s}, inside_bytes_per_s={self.inside}, hops of "
+                f"{self.inside_hop_s} and {self.between_hop_s} s: bandwidths must be positive, latencies not negative"
+            )
+        if self.oversubscription < 1:
+            raise ValueError(
+                f"oversubscription={self.oversubscription}: 1 for switches that carry all that the cards send, more "
+                "where they carry less"
+            )
+        if self.hosts > 1 and self.between > self.inside:
+            raise ValueError(
+                f"a GPU of {self.name} sends {self.between / GB:g} GB/s to other hosts and {self.inside / GB:g} GB/s "
+                "inside its own: give cards_per_host and card_bytes_per_s in bytes (not bits) per second"
+            )
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.hosts * self.gpus_per_host
+
+    @property
+    def inside(self) -> float:
+        """Bytes per second that a GPU sends to others of its host."""
+        return self.gpu.nvlink_bandwidth if self.inside_bytes_per_s is None else self.inside_bytes_per_s
+
+    @property
+    def between(self) -> float:
+        """Bytes per second that a GPU sends to other hosts while all of its host's do."""
+        return self.card_bytes_per_s * self.cards_per_host / self.gpus_per_host / self.oversubscription
+
+
+CLUSTERS = {
+    spec.name: spec
+    for spec in (
+        ClusterSpec(
+            "dgx-a100", A100_SXM_80GB, card_bytes_per_s=25 * GB,
+            source="NVIDIA DGX A100 datasheet: 8 × A100, NVSwitch, 8 × ConnectX-6 of 200 Gb/s for compute",
+        ),
+        ClusterSpec(
+            "p4d", A100_SXM_40GB, card_bytes_per_s=12.5 * GB, cards_per_host=4,
+            source="Amazon EC2 P4d page: 8 × A100 40GB, NVSwitch, 4 × 100 Gb/s of EFA, each for two GPUs",
+        ),
+        ClusterSpec(
+            "dgx-h100", H100_SXM, source="NVIDIA DGX H100 datasheet: 8 × H100, NVSwitch, 8 × ConnectX-7 of 400 Gb/s"
+        ),
+        ClusterSpec(
+            "dgx-h200", H200_SXM, source="NVIDIA DGX H200 datasheet: 8 × H200, NVSwitch, 8 × ConnectX-7 of 400 Gb/s"
+        ),
+        ClusterSpec(
+            "dgx-b200", B200, source="NVIDIA DGX B200 datasheet: 8 × B200, NVSwitch, 8 × ConnectX-7 of 400 Gb/s"
+        ),
+        ClusterSpec(
+            "grand-teton", H100_SXM_96GB,
+            source="torchtitan's performance page and the Llama 3 paper: 8 × H100 (see there), 400 Gb/s RDMA per GPU",
+        ),
+    )
+}  # fmt: skip
+CLUSTERS |= {name.replace("dgx", "hgx"): spec for name, spec in CLUSTERS.items() if name.startswith("dgx")}
+
+
+def cluster(text: str) -> ClusterSpec:
+    """The cluster of a text such as `dgx-h100:128x8` (hosts × GPUs per host) or `dgx-h100:1024` (GPUs; whole hosts).
+
+    Raises:
+        ValueError: an unknown name, or GPUs that do not fill whole hosts; the message says what is allowed.
+    """
+    name, _, size = text.partition(":")
+    if name not in CLUSTERS:
+        raise ValueError(f"cluster {name!r} is unknown; choose one of {', '.join(CLUSTERS)}")
+    spec = CLUSTERS[name]
+    if not size:
+        return spec
+    numbers = size.split("x")
+    if len(numbers) > 2 or not all(number.isdigit() and int(number) > 0 for number in numbers):
+        raise ValueError(f"cluster {text!r}: give NAME:HOSTSxGPUS or NAME:GPUS, such as {name}:16x8 or {name}:128")
+    if len(numbers) == 2:
+        return replace(spec, hosts=int(numbers[0]), gpus_per_host=int(numbers[1]),
+                       cards_per_host=-(-spec.cards_per_host * int(numbers[1]) // spec.gpus_per_host))  # fmt: skip
+    gpus, each = int(size), spec.gpus_per_host
+    if gpus > each and gpus % each:
+        near = max(1, round(gpus / each)) * each
+        raise ValueError(f"{gpus} GPUs do not fill hosts of {each}; nearest: {name}:{near}, or {name}:HOSTSxGPUS")
+    return cluster(f"{name}:{-(-gpus // each)}x{min(gpus, each)}")
+
 
 _DTYPE_NAMES = {
     torch.float64: "fp64",

@@ -48,7 +48,7 @@ from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
 from distlab.report import NOISE, TIE, Panel, interval_ties, lines, memory_areas, overlaid, stacked_bars
 from distlab.report.run import same_run
-from distlab.simulate.plan import Plan, plan_step
+from distlab.simulate.plan import Plan, plan_steps
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.config import TrainConfig
 from distlab.train.data import SyntheticSequences
@@ -130,9 +130,8 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
     variants = [config.variant(row) for row in config.rows]
     plans = [v.options.planned(v.strategy.name) for v in variants]
     require(plans, context.device, context, some=context.device.type == "cuda")
-    for variant, step in zip(variants, plans, strict=True):
-        if not run.done(variant.name):
-            plan = plan_step(step, context)
+    if len(run.records) < len(variants):
+        for variant, plan in zip(variants, plan_steps(plans, context), strict=True):
             run.add(variant.name, predicted(plan), **config.facts(context))
             run.progress(f"plan of {variant.name}: {plan}")
     for name, work in parts(config, context, run, variants):

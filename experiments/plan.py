@@ -1,17 +1,20 @@
 """Will it fit, and what is fastest? This model, this batch, these GPUs, answered on a laptop.
 
     distlab run plan --model xl --batch 512 --devices h100:64 --link nvlink --tokens 1e11
+    distlab run plan --model llama-8B --batch 2048 --cluster dgx-h100:1024 --tokens 1e12 --days 30
 
-Every strategy is tried with every micro-batch that divides a rank's share of the batch, with and without
-activation checkpointing. Memory comes from `distlab.theory.memory`, time from `distlab.simulate.estimate`: both are
-predictions, at the shares of the datasheets' peaks that a calibrated machine reaches.
+Every strategy is tried with every micro-batch that divides a rank's share of the batch, hybrid sharding with groups of
+one node and of 2, 4, 8, … nodes, without recomputation, with selective and with full. Memory comes from
+`distlab.theory.memory`, time from `distlab.simulate.estimate`, days from the goodput that failures leave: all are
+predictions, at the shares of the datasheets' peaks that a calibrated machine reaches. `distlab run plan_check` holds
+the first choice against every other, simulated.
 """
 
-from bisect import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 from distlab.bench.task import check_name
 from distlab.experiment import (
@@ -24,34 +27,37 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.hardware import GPUSpec, by_alias
-from distlab.model import ModelConfig
+from distlab.hardware import GPUSpec, by_alias, cluster
+from distlab.model import ModelConfig, kept_levels
+from distlab.model.config import RECOMPUTATION as KNOWN
 from distlab.report import stacked_bars
-from distlab.simulate.estimate import Machine, MachineOptions, estimate_step
-from distlab.simulate.timeline import replay
-from distlab.theory.flops import hardware_flops, mfu, step_flops
+from distlab.simulate.choices import RECOMPUTATION, STRATEGIES, Choice, choices, estimated, memory
+from distlab.simulate.estimate import USABLE, MachineOptions
+from distlab.simulate.timeline import Machine, replay
+from distlab.theory.flops import mfu, step_flops
 from distlab.theory.memory.peak import devices_to_fit
-from distlab.theory.model_shape import divisors
-from distlab.train.requirements import PlannedStep
+from distlab.theory.memory.recompute import recomputed_flops
+from distlab.theory.reliability import GPU_HOURS_BETWEEN_FAILURES, Failures
 from experiments._own_model import num_parameters, simulated
 
-STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
-USABLE = (
-    0.94  # of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
-)
 DRAWN = 14  # bars in the picture; the table has all choices
-PER_STRATEGY = 2  # of each strategy with and without checkpointing, the largest micro-batches that fit
+PER_STRATEGY = 2  # of each strategy, group and recomputation, the fastest micro-batches
+STATE_BYTES = 12  # of a checkpoint per parameter: fp32 parameters and AdamW's two moments
 
 
 @dataclass(frozen=True)
 class PlanConfig(MachineOptions):
     """The question. Raises ValueError for a batch that the devices cannot divide, with the nearest that they can."""
 
-    model: str = option("xl", "a preset, or your own: package.module:function, see docs/learn/own_model.md")
     batch: int = option(512, "sequences per step, over all devices", least=1)
     device: str = option("h100:64", "name and number, such as h100:64", flag="--devices")
     tokens: float = option(1e11, "to train on", above=0)
+    days: float | None = option(None, "that training may take", above=0)
     strategies: tuple[str, ...] = option(STRATEGIES, "to consider", choices=STRATEGIES)
+    recomputation: tuple[str, ...] = option(RECOMPUTATION, "to consider", choices=KNOWN)
+    gpu_hours: float = option(round(GPU_HOURS_BETWEEN_FAILURES), "of one GPU between failures", above=0)
+    storage_gb_per_s: float = option(2.0, "that a node writes of a checkpoint", above=0)
+    restart_s: float = option(600.0, "from a failure to the first new step", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,6 +98,9 @@ class PlanConfig(MachineOptions):
 
     def fleet(self) -> tuple[GPUSpec, int]:
         """The device and how many."""
+        if self.cluster is not None:
+            hosts = cluster(self.cluster)
+            return hosts.gpu, hosts.gpus
         name, _, count = self.device.partition(":")
         if (count and not count.isdigit()) or count == "0":
             raise ValueError(f"devices {self.device!r}: give a name and a number, such as h100:64")
@@ -101,17 +110,36 @@ class PlanConfig(MachineOptions):
         """The device's datasheet."""
         return self.fleet()[0]
 
+    def place(self) -> str:
+        """GPU and links, or the cluster, in words."""
+        links = f"{self.gpu().name} ({self.link}, {self.between} between nodes of {self.devices_per_node})"
+        return self.cluster or links
+
 
 def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     """One row per choice, those that fit first, fastest first."""
-    machine = config.machine()
-    own = {"num_parameters": config.num_parameters(), "world_size": config.fleet()[1]}
-    for strategy in config.strategies:
-        for checkpointing in (False, True) if config.factory is None else (False,):
-            run.progress(f"{strategy}{' recomputed' * checkpointing}")
-            for micro, metrics in _choices(config, strategy, checkpointing, machine):
-                name = f"{strategy} × {micro}" + (" recomputed" if checkpointing else "")
-                run.add(name, metrics, **own, strategy=strategy, micro_batch=micro, checkpointing=checkpointing)
+    machine, (gpu, ranks) = config.machine(), config.fleet()
+    own = {"num_parameters": config.num_parameters(), "world_size": ranks}
+    # Of a strategy with its group and recomputation: each micro-batch with the memory it takes.
+    ways: dict[tuple, list[tuple[Choice, dict[str, Any]]]] = {}
+    nodes = machine.network.devices_per_node
+    recomputation = config.recomputation if config.factory is None else ("none",)
+    strategies = [name for name in config.strategies if config.factory is None or name != "hsdp"]
+    usable = USABLE * gpu.hbm_bytes
+    for choice in choices(ranks, nodes, config.batch // ranks, strategies, recomputation):
+        way = ways.setdefault((choice.strategy, choice.group, choice.recompute), [])
+        fitting = sum(needed["predicted_peak_bytes"] <= usable for _, needed in way)
+        if config.factory is None or fitting < PER_STRATEGY:  # a user's model is stepped, which takes seconds each
+            way.append((choice, _memory(config, choice, ranks)))
+    for way in ways.values():
+        fitting = [(choice, needed) for choice, needed in way if needed["predicted_peak_bytes"] <= usable]
+        rows = [(choice, needed | _time(config, choice, machine)) for choice, needed in fitting]
+        rows = sorted(rows, key=lambda row: row[1]["predicted_step_ms"])[:PER_STRATEGY]
+        if not rows:
+            choice, needed = way[-1]
+            rows = [(choice, needed | {"fits": False, "predicted_step_ms": None, "limited_by": "memory"})]
+        for choice, metrics in rows:
+            run.add(str(choice), {"fits": True} | metrics, **own, **vars(choice))
     run.records.sort(
         key=lambda r: (
             not r.metrics["fits"],
@@ -121,66 +149,32 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     run.save()
 
 
-def _choices(
-    config: PlanConfig, strategy: str, checkpointing: bool, machine: Machine
-) -> list[tuple[int, dict[str, object]]]:
-    """The largest micro-batches that fit, with all metrics; if none does, the smallest, with its memory only."""
-    gpu, ranks = config.fleet()
-    micros = sorted(divisors(config.batch // ranks), reverse=True)
-    memory = lru_cache(maxsize=None)(partial(_memory, config, strategy, checkpointing=checkpointing))
-    usable = USABLE * gpu.hbm_bytes
-    # Sorted from the largest: those that do not fit stand before those that do.
-    first = bisect(micros, False, key=lambda micro: memory(micro)["predicted_peak_bytes"] <= usable)
-    fitting = micros[first:]
-    if not fitting:
-        return [(micros[-1], memory(micros[-1]) | {"fits": False, "predicted_step_ms": None, "limited_by": "memory"})]
-    return [
-        (micro, memory(micro) | {"fits": True} | _time(config, strategy, micro, checkpointing, machine))
-        for micro in fitting[:PER_STRATEGY]
-    ]
-
-
-def _memory(config: PlanConfig, strategy: str, micro: int, checkpointing: bool) -> dict[str, object]:
-    gpu, ranks = config.fleet()
+def _memory(config: PlanConfig, choice: Choice, ranks: int) -> dict[str, Any]:
+    """Of a rank; a user's model is stepped for it in the fake world."""
     if config.factory is not None:
-        step = simulated(config.factory, strategy, micro, ranks, config.dtype)
-        return {
-            "predicted_peak_bytes": step.peak.total,
-            "predicted_peak_phase": step.peak.phase,
-            "predicted_states_bytes": step.after_init["parameters"] + step.after_init["buckets"],
-            "devices_for_states": devices_to_fit(4 * 4 * config.num_parameters(), USABLE * gpu.hbm_bytes),
-        }
-    model, accumulates = config.shape(), config.batch // ranks > micro
-    blocks = "block" if checkpointing else "none"
-    planned = PlannedStep(model, micro, strategy, config.dtype, checkpointing=blocks, accumulates=accumulates)
-    memory = planned.memory(ranks)
+        step = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
+        peak, phase = step.peak.total, step.peak.phase
+        states = step.after_init["parameters"] + step.after_init["buckets"]
+    else:
+        needed = memory(config.shape(), choice, ranks, config.dtype)
+        peak, phase, states = needed.peak.total, needed.peak_phase, needed.after_step.states
     return {
-        "predicted_peak_bytes": memory.peak.total,
-        "predicted_peak_phase": memory.peak_phase,
-        "predicted_states_bytes": memory.after_step.states,
-        "devices_for_states": devices_to_fit(4 * 4 * model.num_parameters, USABLE * gpu.hbm_bytes),
+        "predicted_peak_bytes": peak,
+        "predicted_peak_phase": phase,
+        "predicted_states_bytes": states,
+        "devices_for_states": devices_to_fit(4 * 4 * config.num_parameters(), USABLE * config.gpu().hbm_bytes),
     }
 
 
-def _time(
-    config: PlanConfig, strategy: str, micro: int, checkpointing: bool, machine: Machine
-) -> dict[str, object]:
+def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, object]:
     gpu, ranks = config.fleet()
     if config.factory is not None:
-        return _time_of_own(config, strategy, micro, machine)
-    model, steps = config.shape(), config.batch // ranks // micro
-    time = estimate_step(
-        model,
-        strategy,
-        machine,
-        batch=micro,
-        ranks=ranks,
-        dtype=config.dtype,
-        checkpointing=checkpointing,
-        micro_batches=steps,
-    )
+        return _time_of_own(config, choice, machine)
+    model = config.shape()
+    time = estimated(model, choice, machine, ranks, config.dtype)
     sizes = model.sizes(config.batch // ranks)
-    matmuls = hardware_flops(checkpointing=checkpointing, causal=True, **sizes) / machine.device.flops_per_s
+    again = recomputed_flops(kept_levels(choice.recompute, model.num_layers), causal=True, **sizes)
+    matmuls = (step_flops(causal=True, **sizes) + again) / machine.device.flops_per_s
     parts = {
         "compute": min(matmuls, time.compute),
         "memory bandwidth": max(0.0, time.compute - matmuls),
@@ -189,6 +183,10 @@ def _time(
     }
     tokens_per_s = config.batch * model.context_length / time.step
     share = mfu(step_flops(**sizes), time.step, gpu.peak["tf32" if config.dtype == "fp32" else config.dtype])
+    nodes = -(-ranks // machine.network.devices_per_node)
+    saving = STATE_BYTES * model.num_parameters / nodes / (1e9 * config.storage_gb_per_s)
+    failures = Failures.of_gpus(ranks, saving, config.restart_s, config.gpu_hours)
+    goodput = failures.goodput(failures.daly())
     return {
         "predicted_step_ms": 1e3 * time.step,
         "predicted_exposed_comm_ms": 1e3 * time.exposed,
@@ -196,16 +194,18 @@ def _time(
         **{f"{name.replace(' ', '_')}_ms": 1e3 * seconds for name, seconds in parts.items()},
         "predicted_tokens_per_s": tokens_per_s,
         "predicted_mfu_pct": 100 * share,
-        "predicted_days": config.tokens / tokens_per_s / 86_400,
+        "predicted_goodput_pct": 100 * goodput,
+        "checkpoint_interval_s": failures.daly(),
+        "predicted_days": config.tokens / tokens_per_s / goodput / 86_400,
         "limited_by": max(parts, key=parts.__getitem__),
     }
 
 
-def _time_of_own(config: PlanConfig, strategy: str, micro: int, machine: Machine) -> dict[str, object]:
+def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, object]:
     """The same of a user's model, by replaying its operators and messages."""
     gpu, ranks = config.fleet()
-    step = simulated(config.factory, strategy, micro, ranks, config.dtype)
-    once, steps = replay(step, machine), config.batch // ranks // micro
+    step = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
+    once, steps = replay(step, machine), choice.micro_batches
     seconds = {phase: sum(machine.device.seconds(op) for op in step.operators if (op.phase == "optimizer") == updates)
                for phase, updates in (("compute", False), ("optimizer", True))}  # fmt: skip
     flops = sum(op.flops for op in step.operators) * steps
@@ -235,47 +235,79 @@ def examples_of(records: Sequence[Record]) -> str:
     return "examples" if shape is None else f"sequences × {shape.context_length} tokens"
 
 
-headline = headline_from(
-    "{model} ({num_parameters:B} parameters), {batch} {examples} per step on {world_size} × "
-    "{gpu} ({link}, {between} between nodes of {devices_per_node}), {dtype}; predicted",
-    gpu=lambda records: PlanConfig.of(records[0].config).gpu().name,
-    examples=examples_of,
-)
-
-
 def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+headline = headline_from(
+    "{model} ({num_parameters:B} parameters), {batch} {examples} per step on {world_size} × "
+    "{gpu}, {dtype}; predicted",
+    gpu=lambda records: PlanConfig.of(records[0].config).place(),
+    examples=examples_of,
+)
 
 
 def answer(records: Sequence[Record]) -> str:
     """The answer in words; `recomputed` means activation checkpointing of every block."""
     config = PlanConfig.of(records[0].config)
-    gpu, _ = config.fleet()
+    gpu, ranks = config.fleet()
+    usable = USABLE * gpu.hbm_bytes
     fitting = [record for record in records if record.metrics["fits"]]
     if not fitting:
         least = min(records, key=lambda record: record.metrics["predicted_peak_bytes"])
         peak = least.metrics["predicted_peak_bytes"]
         return (
-            f"Nothing fits in {USABLE * gpu.hbm_bytes / 2**30:.0f} usable GiB. Closest: {least.variant}, "
-            f"{peak / 2**30:.1f} GiB. The states alone need {least.metrics['devices_for_states']} devices: more "
-            "devices with fsdp, a shorter --context, or a smaller model."
+            f"Nothing fits in {usable / 2**30:.0f} usable GiB. Closest: {least.variant}, "
+            f"{peak / 2**30:.1f} GiB, {(peak - usable) / 2**30:.1f} too much. The states alone need "
+            f"{least.metrics['devices_for_states']} devices: more devices with fsdp, a shorter --context, or a smaller "
+            "model."
         )
     best = fitting[0]
-    known = best.metrics
+    m = best.metrics
     if config.factory is None:
-        rate = f"{known['predicted_tokens_per_s']:,.0f} tokens/s"
-        total = f", {config.tokens:.3g} tokens in {known['predicted_days']:,.1f} days"
+        rate = f"{m['predicted_tokens_per_s']:,.0f} tokens/s"
+        total = (
+            f", {config.tokens:.3g} tokens in {m['predicted_days']:,.1f} days at a goodput of "
+            f"{m['predicted_goodput_pct']:.1f} % (a checkpoint every {m['checkpoint_interval_s'] / 60:,.0f} minutes)"
+        )
     else:
-        rate, total = f"{known['predicted_examples_per_s']:,.0f} examples/s", ""
+        rate, total = f"{m['predicted_examples_per_s']:,.0f} examples/s", ""
     text = (
-        f"Fastest: {best.variant}: {_ms(known['predicted_step_ms'])} ms per step, {rate}, "
-        f"MFU {known['predicted_mfu_pct']:.0f} %{total}; most of the step is {known['limited_by']}."
+        f"Fastest: {best.variant}: {_ms(m['predicted_step_ms'])} ms per step, {rate}, "
+        f"MFU {m['predicted_mfu_pct']:.0f} %{total}; most of the step is {m['limited_by']}, "
+        f"{_ms(m['predicted_exposed_comm_ms'])} ms are exposed communication."
     )
-    others = [record for record in fitting if record.config["strategy"] != best.config["strategy"]]
-    if others:
-        ratio = others[0].metrics["predicted_step_ms"] / best.metrics["predicted_step_ms"] - 1
-        text += f" Next best: {others[0].variant}, {100 * ratio:.0f} % slower."
+    text += _reasons(best, records)
+    others = [r for r in fitting if r.config["strategy"] != best.config["strategy"]]
+    others += [r for r in fitting if r not in others and _way(r) != _way(best)]  # other groups
+    seconds = {_way(record): record for record in reversed(others)}
+    runners_up = sorted(seconds.values(), key=others.index)[:2]
+    for label, other in zip(("Next best", "Third"), runners_up, strict=False):
+        ratio = other.metrics["predicted_step_ms"] / m["predicted_step_ms"] - 1
+        text += f" {label}: {other.variant}, {100 * ratio:.0f} % slower ({other.metrics['limited_by']})."
+    if config.days is not None and m.get("predicted_days", 0) > config.days:
+        enough = math.ceil(ranks * m["predicted_days"] / config.days)
+        text += f" That is longer than {config.days:g} days: it takes about {enough:,} GPUs, or fewer tokens."
     return text
+
+
+def _way(record: Record) -> tuple:
+    """A choice but for its micro-batch and recomputation."""
+    return record.config["strategy"], record.config.get("group")
+
+
+def _reasons(best: Record, records: Sequence[Record]) -> str:
+    """Why not with less recomputation, or whole parameters: what these would take."""
+    same = [r for r in records if _way(r) == _way(best) and r.config["recompute"] != best.config["recompute"]]
+    lighter = [r for r in same if not r.metrics["fits"]]  # what does not fit recomputes less
+    if lighter:
+        least = min(lighter, key=lambda r: r.metrics["predicted_peak_bytes"])
+        return f" Less recomputation takes {least.metrics['predicted_peak_bytes'] / 2**30:.0f} GiB and does not fit."
+    whole = [r for r in records if r.config["strategy"] == "bucketed" and not r.metrics["fits"]]
+    if whole and best.config["strategy"] in ("fsdp", "hsdp"):
+        least = min(whole, key=lambda r: r.metrics["predicted_peak_bytes"])
+        return f" Whole parameters on every GPU take {least.metrics['predicted_peak_bytes'] / 2**30:.0f} GiB."
+    return ""
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
@@ -300,6 +332,7 @@ VIEW = View(
         Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f", optional=True),
         Column("metrics.predicted_examples_per_s", "examples/s", ",.0f", optional=True),
         Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),
+        Column("metrics.predicted_goodput_pct", "goodput %", ".1f", optional=True),
         Column("metrics.predicted_days", "days", ",.1f", optional=True),
         Column("metrics.limited_by", "largest part", align="left"),
     ],
@@ -311,7 +344,7 @@ VIEW = View(
             "fits",
             "predicted_peak_bytes",
             "predicted_step_ms",
-            *("predicted_tokens_per_s", "predicted_examples_per_s"),
+            "predicted_tokens_per_s",
             "predicted_mfu_pct",
         ),
         *("predicted_days", "limited_by"),
@@ -319,8 +352,9 @@ VIEW = View(
     pictures={"plan.png": draw},
     findings=lambda records: [answer(records)],
     reading="A row per strategy and micro-batch, the fastest first; `recomputed` means activation checkpointing of "
-    "every block. Where nothing fits, the last column of the answer says how many devices the states alone need.",
-    prediction="Everything here is predicted: memory in closed form, time from simulated layers at the shares of the "
+    "every block, `selective` of all but attention and every other matmul; `in 8s` is the group that shares a copy of "
+    "the parameters. Where nothing fits, the last column of the answer says how many devices the states alone need.",
+    prediction="Everything here is predicted: memory and operators in closed form, at the shares of the "
     "datasheets' peaks that a calibrated machine reached. How good they were: docs/learn/theory/simulation.md.",
     noise="Nothing was measured.",
 )

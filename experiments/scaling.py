@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
-from distlab.hardware import by_alias, lookup
+from distlab.hardware import lookup
+from distlab.model.config import RECOMPUTATION
 from distlab.report import Panel, Series, grouped, is_number, lines, read_json
-from distlab.simulate.estimate import MachineOptions, estimate_step
+from distlab.simulate.estimate import USABLE, MachineOptions, estimate_step
+from distlab.theory.step_time import sharding_group
 from distlab.train.requirements import PlannedStep
 
-STRATEGIES = ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp")
+STRATEGIES = ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "hsdp")
 KINDS = ("weak", "strong")
+STOPS_AT = 90.0  # per cent of the first point's tokens per second and rank
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class ScalingConfig(MachineOptions):
     global_batch: int = option(4096, "sequences of all ranks together (strong scaling)", least=1)
     ranks: tuple[int, ...] = option(tuple(2**k for k in range(13)), "world sizes", least=1)
     strategies: tuple[str, ...] = option(STRATEGIES, "to compare", choices=STRATEGIES)
+    group: int | None = option(None, "of hsdp, ranks that share a copy of the parameters [a node]", least=1)
+    recompute: str = option("none", "what blocks keep; the rest runs again in backward", choices=RECOMPUTATION)
     records: tuple[str, ...] = option((), "files of ddp_bench to draw as points")
 
     def __post_init__(self) -> None:
@@ -83,9 +88,17 @@ def _predict(
         batch=micro,
         ranks=ranks,
         dtype=config.dtype,
+        checkpointing=config.recompute,
         micro_batches=micro_batches,
+        group=None if config.group is None else min(config.group, ranks),
     )
-    memory = PlannedStep(model, micro, strategy, config.dtype, accumulates=micro_batches > 1).memory(ranks)
+    network = config.machine().network
+    group = None if config.group is None else min(config.group, ranks)
+    sharing = sharding_group(strategy, ranks, network.devices_per_node, group) if strategy == "hsdp" else ranks
+    memory = PlannedStep(
+        model, micro, strategy, config.dtype, checkpointing=config.recompute, accumulates=micro_batches > 1,
+        shard_size=sharing,
+    ).memory(ranks)  # fmt: skip
     tokens = ranks * micro * micro_batches * model.context_length
     return {
         "predicted_step_ms": 1e3 * time.step,
@@ -93,7 +106,7 @@ def _predict(
         "predicted_comm_ms": 1e3 * time.communication,
         "predicted_tokens_per_s": tokens / time.step,
         "predicted_peak_bytes": memory.peak.total,
-        "fits": memory.peak.total <= 0.94 * config.gpu().hbm_bytes,
+        "fits": memory.peak.total <= USABLE * config.gpu().hbm_bytes,
     }
 
 
@@ -116,18 +129,28 @@ def measured_points(config: ScalingConfig) -> dict[tuple[str, int, int], dict[st
 
 
 headline = headline_from(
-    "{model} on {gpu} ({link}, {between}), {dtype}: weak scaling with {batch} sequences per rank, strong scaling with "
+    "{model} on {gpu}, {dtype}: weak scaling with {batch} sequences per rank, strong scaling with "
     "{global_batch} together; lines predicted, dots measured",
-    gpu=lambda records: by_alias(records[0].config["device"]).name,
+    gpu=lambda records: ScalingConfig.of(records[0].config).place(),
 )
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """Says that nothing in the named files could be drawn."""
-    config = records[0].config
+    """Where each strategy stops scaling; says that nothing in the named files could be drawn."""
+    config, stops = records[0].config, {}
+    for record in records:
+        if record.metrics["predicted_efficiency_pct"] < STOPS_AT:
+            stops.setdefault((record.config["kind"], record.variant), record.config["world_size"])
+    lines = [
+        f"{kind} scaling under {STOPS_AT:g} % efficiency: "
+        + ", ".join(f"{name} from {ranks:,} ranks" for (of, name), ranks in stops.items() if of == kind)
+        + "."
+        for kind in dict.fromkeys(kind for kind, _ in stops)
+    ]
     if not config["records"] or any("measured_step_p50_ms" in record.metrics for record in records):
-        return []
+        return lines
     return [
+        *lines,
         f"No row of {', '.join(config['records'])} is of {config['model']} in {config['dtype']} on {config['device']} "
         "with this context and batch: nothing measured is drawn. Ask for what the files measured, or name others."
     ]

@@ -10,12 +10,8 @@ every cell (one regime on one number of ranks) its rows are written, so that a r
 bit by bit across ranks. Each group size also gets a short sweep of collectives with its fit.
 """
 
-import os
-import pickle
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -156,8 +152,6 @@ def key(regime: Regime, ranks: int) -> dict[str, Any]:
 def predictions(config: MeasureConfig, world_size: int, device_name: str) -> list[Record]:
     """A record per regime, number of ranks and strategy: constants of the datasheet at the shares of its peaks that
     two GPUs of a kind were calibrated to reach (`distlab.simulate.estimate`). Empty where the device is unknown.
-
-    Simulates, so it needs a process without a process group.
     """
     spec = by_alias(config.predict_for) if config.predict_for else lookup(device_name)
     if spec is None:
@@ -179,21 +173,6 @@ def predictions(config: MeasureConfig, world_size: int, device_name: str) -> lis
             where = key(regime, ranks) | {"device": spec.name}
             records.append(Record("scaling_measured", strategy, where, metrics, **facts))
     return records
-
-
-def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)` in a fresh interpreter. Raises RuntimeError with what it wrote to stderr if it fails."""
-    code = "import pickle, sys; f, a = pickle.load(sys.stdin.buffer); pickle.dump(f(*a), sys.stdout.buffer)"
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=pickle.dumps((function, arguments)),
-        capture_output=True,
-        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    if done.returncode:
-        raise RuntimeError(f"predictions failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
-    return pickle.loads(done.stdout)
 
 
 PREDICTIONS = "predictions.json"
@@ -235,8 +214,8 @@ def measure(config: MeasureConfig, context: RankContext, run: Run) -> None:
 def _predict(config: MeasureConfig, run: Run) -> None:
     """Write the predictions, unless the run that was cut off has."""
     if not (run.path / PREDICTIONS).exists():
-        arguments = config, run.header.world_size, str(run.header.environment["device_name"])
-        write_json(in_own_process(predictions, *arguments), run.path / PREDICTIONS)
+        found = predictions(config, run.header.world_size, str(run.header.environment["device_name"]))
+        write_json(found, run.path / PREDICTIONS)
 
 
 def _complete(run: Run) -> None:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
-from distlab.hardware import by_alias
 from distlab.parallel import get_strategy
 from distlab.report import stacked_bars, timeline
 from distlab.simulate import replay
-from distlab.simulate.estimate import MachineOptions
+from distlab.simulate.estimate import USABLE, MachineOptions
 from distlab.simulate.events import CATEGORIES
-from distlab.simulate.run import simulate_training
+from distlab.simulate.run import hybrid, simulate_training
 from distlab.theory.flops import mfu, step_flops
+from distlab.theory.step_time import sharding_group
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,20 @@ class ScaleConfig(MachineOptions):
     device: str = option("h100", "kind of GPU, such as h100")
     ranks: int = option(1024, "world size", least=1)
     batch: int = option(2, "sequences per rank", least=1)
-    strategies: tuple[str, ...] = option(("bucketed", "zero1", "fsdp"), "of this lab")
+    strategies: tuple[str, ...] = option(("bucketed", "zero1", "fsdp"), "of this lab; hsdp is FSDP in groups")
     bucket_size_mb: float = option(100.0, "MiB", above=0)
     checkpointing: bool = option(False, "recompute blocks in backward")
+    group: int | None = option(None, "of hsdp, ranks that share a copy of the parameters [a node]", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        hosts = self.hosts()
+        if hosts is not None and self.ranks != hosts.gpus:
+            raise ValueError(f"ranks={self.ranks}: {self.cluster} has {hosts.gpus}; give --ranks {hosts.gpus}")
         for name in self.strategies:
-            if get_strategy(name).is_peer:
+            if name == "hsdp":
+                sharding_group(name, self.ranks, self.machine().network.devices_per_node, self.group)
+            elif get_strategy(name).is_peer:
                 raise ValueError(
                     f"strategy {name!r} is torch's, whose C++ cannot run on fake tensors; choose ours"
                 )
@@ -52,15 +58,18 @@ def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
     for strategy in config.strategies:
         run.progress(f"simulating {strategy} on {config.ranks} ranks")
         begin = time.perf_counter()
+        is_hybrid = strategy == "hsdp"
+        group = sharding_group(strategy, config.ranks, machine.network.devices_per_node, config.group)
         step = simulate_training(
             model,
-            strategy,
+            "fsdp" if is_hybrid else strategy,
             batch=config.batch,
-            world_size=config.ranks,
+            world_size=group if is_hybrid else config.ranks,
             dtype=config.dtype,
             bucket_size_mb=config.bucket_size_mb,
             checkpointing=config.checkpointing,
         )
+        step = hybrid(step, config.ranks) if is_hybrid else step
         line = replay(step, machine)
         lanes[strategy] = line.lanes
         metrics = {
@@ -75,7 +84,7 @@ def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
             "simulated_peak_bytes": step.peak.total,
             "simulated_peak_phase": step.peak.phase,
             "simulated_states_bytes": sum(step.after_init.values()) - step.after_init["activations"],
-            "fits": step.peak.total <= 0.94 * gpu.hbm_bytes,
+            "fits": step.peak.total <= USABLE * gpu.hbm_bytes,
             "simulation_s": time.perf_counter() - begin,
             "simulation_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
@@ -85,9 +94,9 @@ def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
 
 
 headline = headline_from(
-    "{model} ({num_parameters:B} parameters), {batch} × {context} tokens per rank on {ranks:,} × {gpu} ({link}, "
-    "{between}), {dtype}; one rank simulated",
-    gpu=lambda records: by_alias(records[0].config["device"]).name,
+    "{model} ({num_parameters:B} parameters), {batch} × {context} tokens per rank on {ranks:,} × {gpu}, {dtype}; "
+    "one rank simulated",
+    gpu=lambda records: ScaleConfig.of(records[0].config).place(),
 )
 
 

@@ -30,7 +30,7 @@ from distlab.report import (
     read_json,
     write,
 )
-from distlab.simulate.plan import plan_step
+from distlab.simulate.plan import plan_steps
 from distlab.train import run
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.loop import Outcome
@@ -62,7 +62,7 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
     progress = progress_to_stderr(context)
     if args.plan:
         step = training_step(config, context.world_size)
-        plan = plan_step(step, context, config.accumulate)
+        (plan,) = plan_steps([step], context, config.accumulate)
         if context.is_main:
             print(plan, flush=True)
         require([step], context.device, context)

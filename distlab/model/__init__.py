@@ -9,6 +9,7 @@ from distlab.model.config import (
     checkpoint_groups,
     checkpoint_plan,
     kept_levels,
+    model_of,
     preset,
 )
 from distlab.model.ops import Ops, cross_entropy, get_ops
@@ -27,5 +28,6 @@ __all__ = [
     "cross_entropy",
     "get_ops",
     "kept_levels",
+    "model_of",
     "preset",
 ]

@@ -7,7 +7,9 @@ commands print `ModelConfig.num_parameters` instead of the name.
 
 import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from distlab.options import Options, option
 from distlab.precision import DTYPES
@@ -19,6 +21,8 @@ COMPILE_CHOICES = ("off", "model", "blocks")
 # What is kept of a block: its input alone; beside it attention's output with the log-sum-exp; the output projection's
 # result; queries, keys and values before rotation; SwiGLU's gate and up, each with those before; or all of it.
 KEPT = ("block", "attention", "output", "qkv", "gate-up", "none")
+# Beside these, outside of their order, attention's output and every other matmul's result (torchtitan's policy "op").
+RECOMPUTATION = (*KEPT, "selective")
 
 LOGITS_AT_ONCE = 2 * 2**30  # bytes of a sequence's logits in fp32, above which the loss is computed in the head
 LOGITS_CHUNK = 512 * 2**20  # bytes of logits that then exist at a time
@@ -27,24 +31,25 @@ Checkpointing = bool | int | str | tuple[int, ...]
 
 
 def kept_levels(choice: Checkpointing, num_layers: int) -> tuple[str, ...]:
-    """What is kept for backward of each of `num_layers` blocks, entries of `KEPT`; the rest is recomputed.
+    """What is kept for backward of each of `num_layers` blocks, entries of `RECOMPUTATION`; the rest is recomputed.
 
     Args:
-        choice: an entry of `KEPT` for all blocks; or several with their numbers of blocks, `qkv:25,gate-up:9`, in this
-            order. Groups of blocks (see `checkpoint_groups`) recompute every block: `block`.
+        choice: an entry of `RECOMPUTATION` for all blocks; or several with their numbers of blocks,
+            `qkv:25,gate-up:9`, in this order. Groups of blocks (see `checkpoint_groups`) recompute every block:
+            `block`.
 
     Raises:
         ValueError: neither of these, or numbers that do not add up to `num_layers`.
     """
     if not (isinstance(choice, str) and ":" in choice):
         groups = checkpoint_groups(choice)
-        return ((choice if choice in KEPT else "block") if groups else "none",) * num_layers
+        return ((choice if choice in RECOMPUTATION else "block") if groups else "none",) * num_layers
     parts = [part.partition(":") for part in choice.split(",")]
     counts = [int(count) if count.isdecimal() else 0 for _, _, count in parts]
-    if any(level not in KEPT for level, *_ in parts) or 0 in counts or sum(counts) != num_layers:
+    if any(level not in RECOMPUTATION for level, *_ in parts) or 0 in counts or sum(counts) != num_layers:
         raise ValueError(
             f"checkpointing {choice!r}: give LEVEL:BLOCKS, several with commas, whose numbers add up to the "
-            f"{num_layers} blocks of the model; levels are {', '.join(KEPT)}"
+            f"{num_layers} blocks of the model; levels are {', '.join(RECOMPUTATION)}"
         )
     return tuple(level for (level, *_), count in zip(parts, counts, strict=True) for _ in range(count))
 
@@ -69,7 +74,7 @@ def checkpoint_groups(choice: Checkpointing) -> tuple[int, ...]:
     """
     if choice in (False, "none"):
         return ()
-    if choice is True or (isinstance(choice, str) and (choice in KEPT or ":" in choice)):
+    if choice is True or (isinstance(choice, str) and (choice in RECOMPUTATION or ":" in choice)):
         return (1,)
     if isinstance(choice, str):
         levels = re.fullmatch(r"every((?:-[0-9]+)+)", choice)
@@ -81,7 +86,7 @@ def checkpoint_groups(choice: Checkpointing) -> tuple[int, ...]:
         raise ValueError(
             f"checkpointing {choice!r}: choose none, block, every-K with K blocks per group, every-K-J for groups "
             "of J inside groups of K, each level smaller than the one around it, or what blocks keep: "
-            f"{', '.join(KEPT[1:-1])}"
+            f"{', '.join(name for name in RECOMPUTATION if name not in ('block', 'none'))}"
         )
     return sizes
 
@@ -211,6 +216,17 @@ PRESETS: dict[str, ModelConfig] = {
     "llama-8B": ModelConfig(
         4096, 14336, 32, 32, num_kv_heads=8, vocab_size=128_256, context_length=8192, rope_theta=500_000.0
     ),
+    "llama-70B": ModelConfig(
+        8192, 28672, 80, 64, num_kv_heads=8, vocab_size=128_256, context_length=8192, rope_theta=500_000.0
+    ),
+    # Llama 2 (Touvron et al. 2023), and models for plans of many hosts. GPT-3's two matrices of d × 4d have the
+    # parameters and FLOPs of three of d × 8d/3.
+    "llama2-7B": ModelConfig(4096, 11008, 32, 32, vocab_size=32_000, context_length=4096),
+    "llama2-13B": ModelConfig(5120, 13824, 40, 40, vocab_size=32_000, context_length=4096),
+    "100B": ModelConfig(10_240, 27_648, 92, 80, num_kv_heads=8, vocab_size=128_256, context_length=8192),
+    "gpt3-175B": ModelConfig(
+        12_288, 32_768, 96, 96, vocab_size=51_200, context_length=2048, tie_embeddings=True
+    ),
 }
 
 
@@ -227,6 +243,23 @@ def preset(name: str, **overrides: object) -> ModelConfig:
     if unknown:
         raise ValueError(f"unknown model option {unknown[0]!r}; choose among {', '.join(known)}")
     return replace(PRESETS[name], **{key: value for key, value in overrides.items() if value is not None})
+
+
+def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
+    """The model of an object with the fields of `ModelConfig`, `context` for `context_length`.
+
+    Raises:
+        ValueError: an unknown field, a missing one, or a value out of range.
+    """
+    given = {("context_length" if name == "context" else name): value for name, value in sizes.items()}
+    known = [field.name for field in fields(ModelConfig)]
+    missing = [name for name in known[:5] if name not in given]
+    unknown = [name for name in given if name not in known]
+    if missing or unknown:
+        raise ValueError(
+            f"a model takes {', '.join(known)}; {missing or 'nothing'} is missing and {unknown or 'nothing'} is unknown"
+        )
+    return ModelConfig(**given)
 
 
 @dataclass(frozen=True)
@@ -267,7 +300,8 @@ class ModelOptions(Options):
     checkpointing: str = option(
         "none",
         "what backward recomputes: none, each block, every-K, every-K-J; each block except its attention, output, qkv "
-        "or gate-up and those before it in this list; or auto: what does not fit",
+        "or gate-up and those before it in this list, or (selective) its attention and every other matmul; or auto: "
+        "what does not fit",
     )
 
     def __post_init__(self) -> None:

@@ -26,15 +26,17 @@ MATMULS = ("qkv", "output", "gate-up", "gate-up", "w2")  # of a block, as they r
 
 
 def contexts(keep: str) -> tuple[Any, Any]:
-    """The `context_fn` of a block's checkpoint that keeps what this entry of `KEPT` says."""
-    kept = KEPT[: KEPT.index(keep) + 1]
+    """The `context_fn` of a block's checkpoint that keeps what this entry of `config.RECOMPUTATION` says."""
+    every_other = keep == "selective"
+    kept = ("attention",) if every_other else KEPT[: KEPT.index(keep) + 1]
     matmuls: Counter[bool] = Counter()  # so far, in forward and in recomputation
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operator._schema.name if hasattr(operator, "_schema") else ""
         keeps = name in ATTENTION and "attention" in kept
         if name == "aten::mm":
-            keeps = MATMULS[matmuls[context.is_recompute]] in kept
+            number = matmuls[context.is_recompute]
+            keeps = number % 2 == 0 if every_other else MATMULS[number] in kept
             matmuls[context.is_recompute] += 1
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -128,8 +128,8 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer, `(B, T, d) -> (B, T, d)`; cos and sin are the rotary tables, `(T, D)`.
 
-    `keep`, an entry of `config.KEPT`, says what is kept for backward. Recomputation begins and ends inside this
-    forward: what a strategy or torch.compile wraps around a block (gathering, casts) is not repeated.
+    `keep`, an entry of `config.RECOMPUTATION`, says what is kept for backward. Recomputation begins and ends inside
+    this forward: what a strategy or torch.compile wraps around a block (gathering, casts) is not repeated.
     """
 
     def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:

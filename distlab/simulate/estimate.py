@@ -1,29 +1,36 @@
-"""The step of a model on a machine in a fraction of a second: compute by two simulated layers, the rest in closed form.
+"""The step of a model on a machine in milliseconds: operators in closed form, and two streams in closed form.
 
-Operators take their time one after the other, so a model's time is linear in its number of layers: simulating one
-layer and two gives it for any number, exactly.
+The operators are those of `distlab.theory.operators`, which a test holds against the ones that the simulated model
+runs; their times are those of `timeline.DeviceModel`, and `distlab.theory.step_time` says what runs beside what.
 """
 
+import json
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from pathlib import Path
 
 import torch
 
-from distlab.hardware import NETWORK_LINKS, GPUSpec, by_alias
-from distlab.model import ModelConfig, kept_levels, preset
+from distlab.hardware import NETWORK_LINKS, ClusterSpec, GPUSpec, by_alias, cluster
+from distlab.model import PRESETS, ModelConfig, kept_levels, model_of, preset
+from distlab.model.config import Checkpointing
 from distlab.options import Options, option
 from distlab.parallel.buckets import plan_buckets
 from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
-from distlab.simulate.events import Compute
-from distlab.simulate.run import simulate_training
 from distlab.simulate.timeline import DeviceModel, Machine
+from distlab.theory.memory.activations import PRECISIONS
 from distlab.theory.model_shape import ModelShape
-from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, step_time
+from distlab.theory.operators import Workload
+from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, sharding_group, step_time
 from distlab.theory.volume import padded_parameters, sharded_buffers
 
 FP32 = 4
+SHARDED = ("fsdp", "hsdp")
+# Strategies that send what another one sends.
+LIKE = {"bucketed-dma": "bucketed", "torch-ddp": "bucketed", "torch-ddp-tuned": "bucketed", "fsdp2": "fsdp",
+        "torch-hsdp": "hsdp"}  # fmt: skip
+USABLE = 0.94  # of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
 # Shares of the datasheet's peaks that one calibrated machine reaches: two H200s training the 3.4 B and the 0.4 B preset
 # in bf16 (records/ddp_bench/h200x2_xl_batch8.json and h200x2_medium_batch8.json; rules in
 # `distlab.simulate.calibrate`). MEMORY of operators, UPDATE of the optimizer. Other machines are assumed alike.
@@ -31,14 +38,14 @@ FLOPS_SHARE, MEMORY_SHARE, UPDATE_SHARE, LINK_SHARE = 0.68, 0.56, 0.78, 0.79
 LATENCY_S, CONTENTION = 58e-6, (0.64, 0.73)
 
 
-@lru_cache(maxsize=64)
-def _operators(
-    config: ModelConfig, batch: int, dtype: str, keep: str, casts_parameters: bool
-) -> tuple[Compute, ...]:
-    strategy = "fsdp" if casts_parameters else "local"
-    return simulate_training(
-        config, strategy, batch=batch, world_size=1, dtype=dtype, checkpointing=keep
-    ).operators
+# Of the bf16 peak that fused attention reaches, by backend and head width, forward and backward together, causal, one
+# head of 65,536 tokens (records/attention/sweep_h100.json): cuDNN's kernels, and FlashAttention-2's, which do not use
+# Hopper's own instructions; on other devices these reach what cuDNN's do on Hopper.
+ATTENTION_SHARE = {"cudnn": {64: 0.44, 128: 0.57}, "flash": {64: 0.28, 128: 0.32}}
+# A matmul is limited by power: of a chip below its full limit the rate falls as the square root of what is left for
+# switching, between a voltage that follows the clock (power ~ clock³) and one that is at its floor (power ~ clock);
+# a seventh of the full limit is assumed for leakage and memory.
+STATIC_POWER_SHARE, POWER_EXPONENT = 1 / 7, 0.5
 
 
 def compute_time(
@@ -47,34 +54,38 @@ def compute_time(
     device: DeviceModel,
     *,
     dtype: str = "bf16",
-    checkpointing: bool | str = False,
-    casts_parameters: bool = False,
+    checkpointing: Checkpointing = False,
+    shards: int | None = None,
+    kernels: str | None = None,
+    fused_loss: bool | None = None,
 ) -> ComputeTime:
     """Forward, backward and optimizer of one micro-batch without communication.
 
     Attention is torch's, whichever the model names.
 
     Args:
-        checkpointing: whether blocks are recomputed, or what they keep, see `model.kept_levels`.
-        casts_parameters: the strategy hands the model parameters in `dtype` (FSDP), so that nothing is cast.
+        checkpointing: what blocks keep, see `model.kept_levels`.
+        shards: over which the strategy shards parameters, which then arrive in `dtype` (FSDP); None if it does not.
+        kernels, fused_loss: see `distlab.theory.operators.Workload`; None for what the model's own `ops` do.
     """
-    seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-    blocks = Counter(kept_levels(checkpointing, config.num_layers))
-    for keep, count in blocks.items():
-        one, two = (dict.fromkeys(seconds, 0.0) for _ in range(2))
-        for layers, spent in ((1, one), (2, two)):
-            smaller = replace(config, num_layers=layers, attention="sdpa")
-            for operator in _operators(smaller, batch, dtype, keep, casts_parameters):
-                spent[operator.phase] += device.seconds(operator)
-        for phase in seconds:
-            block = two[phase] - one[phase]
-            seconds[phase] += count * block + (one[phase] - block) / len(blocks)  # the rest of the model, once
-    copied = config.num_parameters
+    shape = ModelShape.of(config)
+    precision = PRECISIONS["fp32" if dtype == "fp32" else "bf16-autocast" if shards is None else "bf16"]
+    kernels = kernels or ("eager" if config.ops == "torch" else "fused")
+    fused_loss = config.loss_in_head if fused_loss is None else fused_loss
+    work = Workload(
+        shape, batch, config.context_length, precision, kernels, fused_loss=fused_loss, shards=shards
+    )
+    spent = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    blocks = Counter(kept_levels(checkpointing, shape.num_layers))
+    some = [(replace(work, keep=keep).block(), count) for keep, count in blocks.items()]
+    for operators, times in ((work.outside(), 1), *some):
+        for operator in operators:
+            spent[operator.phase] += times * device.seconds(operator)
+    copied = shape.num_parameters
     if DTYPES[dtype] is not None:  # linear layers write theirs into the buffers (`model.ops.linear`)
-        shape = ModelShape.of(config)
-        head = 0 if config.tie_embeddings else shape.embedding_parameters
-        copied -= config.num_layers * sum(shape.matrices_per_block) + head
-    return ComputeTime(**seconds, pack=2 * FP32 * copied / device.bytes_per_s)  # read and written
+        head = 0 if shape.tie_embeddings else shape.embedding_parameters
+        copied -= shape.num_layers * sum(shape.matrices_per_block) + head
+    return ComputeTime(**spent, pack=2 * FP32 * copied / device.bytes_per_s)  # read and written
 
 
 def estimate_step(
@@ -86,44 +97,55 @@ def estimate_step(
     ranks: int,
     dtype: str = "bf16",
     bucket_size_mb: float | None = 25.0,
-    checkpointing: bool | str = False,
+    checkpointing: Checkpointing = False,
     micro_batches: int = 1,
+    group: int | None = None,
+    kernels: str | None = None,
+    fused_loss: bool | None = None,
+    reduced_bytes: int = FP32,
 ) -> StepTime:
-    """The time of a step.
+    """The time of a step; arguments as `compute_time`, and
 
     Args:
         batch: sequences per rank and micro-batch.
         ranks: data-parallel size.
-        checkpointing: see `compute_time`.
         micro_batches: accumulated in a step.
+        group: of `hsdp`, ranks that share a copy of the parameters; default a node.
+        reduced_bytes: per element of the gradients that are sent.
 
     Raises:
-        ValueError: an unknown strategy or dtype, or a size below one.
+        ValueError: an unknown strategy or dtype, a size below one, or a group that does not divide the ranks.
     """
+    strategy = LIKE.get(strategy, strategy)
+    inner = sharding_group(strategy, ranks, machine.network.devices_per_node, group)
     once = compute_time(
         config,
         batch,
         machine.device,
         dtype=dtype,
         checkpointing=checkpointing,
-        casts_parameters=strategy in ("fsdp", "hsdp"),
+        shards=inner if strategy in SHARDED else None,
+        kernels=kernels,
+        fused_loss=fused_loss,
     )
-    inner = min(ranks, machine.network.devices_per_node) if strategy == "hsdp" else ranks
-    shards = inner if strategy in ("fsdp", "hsdp") else 1
     compute = replace(once, forward=once.forward * micro_batches, backward=once.backward * micro_batches)
     return step_time(
         strategy,
         compute,
-        messages(config, dtype, bucket_size_mb, shards),
+        messages(config, dtype, bucket_size_mb, inner, reduced_bytes),
         machine.network,
         ranks,
         contention=machine.contention,
         micro_batches=micro_batches,
+        group=group,
     )
 
 
-def messages(config: ModelConfig, dtype: str, bucket_size_mb: float | None, shards: int = 1) -> Messages:
-    """What a step sends: gradients in fp32, parameters as FSDP gathers them in the dtype of the computation.
+def messages(
+    config: ModelConfig, dtype: str, bucket_size_mb: float | None, shards: int = 1, reduced_bytes: int = FP32
+) -> Messages:
+    """What a step sends: gradients, in fp32 unless said otherwise, and parameters as FSDP gathers them, in the dtype of
+    the computation.
 
     Args:
         shards: ranks that FSDP cuts a parameter for; above one, what it sends is padded to whole rows.
@@ -131,12 +153,12 @@ def messages(config: ModelConfig, dtype: str, bucket_size_mb: float | None, shar
     shape, compute = ModelShape.of(config), DTYPES[dtype]
     numels = shape.parameter_numels()
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
-    total, units = sum(numels), config.num_layers + 2
+    total, units = sum(numels), shape.num_layers + 2
     if shards > 1:
         total = padded_parameters(shape, shards)
-        units = config.num_layers * len(sharded_buffers(shape.matrix_shapes_per_block, shards)) + 2
+        units = shape.num_layers * len(sharded_buffers(shape.matrix_shapes_per_block, shards)) + 2
     gathered = total * (FP32 if compute is None else compute.itemsize)
-    return Messages(FP32 * total, gathered, len(numels) + 1, len(buckets), units)
+    return Messages(reduced_bytes * total, gathered, len(numels) + 1, len(buckets), units)
 
 
 def machine_of(
@@ -146,60 +168,112 @@ def machine_of(
     between: str = "ib-ndr",
     devices_per_node: int = 8,
     dtype: str = "bf16",
+    head_dim: int = 128,
 ) -> Machine:
     """A machine of a device's datasheet, at the shares of its peaks that a calibrated one reaches.
 
     Args:
         link: inside a node, `nvlink` or `pcie`.
         between: a name of `distlab.hardware.NETWORK_LINKS`, per device.
+        head_dim: of a head; attention is slower below 128.
 
     Raises:
         ValueError: an unknown link, or a dtype without a peak; the message lists what is known.
     """
     inside = {"nvlink": spec.nvlink_bandwidth, "pcie": spec.pcie_bandwidth}
-    peak = {"fp32": "tf32"}.get(dtype, dtype)
-    for what, value, known in (
-        ("link", link, inside),
-        ("between", between, NETWORK_LINKS),
-        ("dtype", peak, spec.peak),
-    ):
+    for what, value, known in (("link", link, inside), ("between", between, NETWORK_LINKS)):
         if value not in known:
             raise ValueError(f"{what} {value!r} is unknown for {spec.name}; choose one of {', '.join(known)}")
     network = Network(
         inside[link] * LINK_SHARE, NETWORK_LINKS[between] * LINK_SHARE, devices_per_node, LATENCY_S, HOP_S
     )
-    bandwidth = spec.hbm_bandwidth
-    device = DeviceModel(
-        spec.peak[peak] * FLOPS_SHARE, bandwidth * MEMORY_SHARE, LAUNCH_S, bandwidth * UPDATE_SHARE
+    return Machine(_device(spec, dtype, "cudnn", head_dim), network, CONTENTION)
+
+
+def machine_on(hosts: ClusterSpec, *, dtype: str = "bf16", attention: str = "cudnn", head_dim: int = 128) -> Machine:
+    """A machine of a cluster's datasheets, at the same shares, with the latencies of its links.
+
+    Args:
+        attention: which kernels attend, `cudnn` or `flash` (FlashAttention-2).
+        head_dim: of a head; attention is slower below 128.
+
+    Raises:
+        ValueError: unknown attention, or a dtype without a peak.
+    """
+    network = Network(
+        hosts.inside * LINK_SHARE,
+        hosts.between * LINK_SHARE,
+        hosts.gpus_per_host,
+        LATENCY_S,
+        hosts.inside_hop_s,
+        hosts.between_hop_s,
     )
-    return Machine(device, network, CONTENTION)
+    return Machine(_device(hosts.gpu, dtype, attention, head_dim), network, CONTENTION)
+
+
+def power_share(spec: GPUSpec) -> float:
+    """What a lower power limit leaves of the rate of matmuls."""
+    if spec.full_watts is None or spec.watts is None:
+        return 1.0
+    static = STATIC_POWER_SHARE * spec.full_watts
+    return ((spec.watts - static) / (spec.full_watts - static)) ** POWER_EXPONENT
+
+
+def _device(spec: GPUSpec, dtype: str, attention: str, head_dim: int) -> DeviceModel:
+    peak_dtype = {"fp32": "tf32"}.get(dtype, dtype)
+    for what, value, known in (("attention", attention, ATTENTION_SHARE), ("dtype", peak_dtype, spec.peak)):
+        if value not in known:
+            raise ValueError(f"{what} {value!r} is unknown for {spec.name}; choose one of {', '.join(known)}")
+    hopper = spec.shared_memory_per_sm >= 228 * 1024
+    share = ATTENTION_SHARE[attention if hopper else "cudnn"][128 if head_dim >= 128 else 64]
+    peak, bandwidth = spec.peak[peak_dtype], spec.hbm_bandwidth
+    matmuls = peak * FLOPS_SHARE * power_share(spec)
+    return DeviceModel(matmuls, bandwidth * MEMORY_SHARE, LAUNCH_S, bandwidth * UPDATE_SHARE, peak * share)
 
 
 @dataclass(frozen=True)
 class MachineOptions(Options):
     """A model in one dtype on one kind of device, as options. Raises ValueError for an unknown name of any of them."""
 
-    model: str = option("xl", "a preset")
+    model: str = option("xl", f"a preset, one of {', '.join(PRESETS)}, or a JSON file of a model's sizes")
     context: int | None = option(None, "tokens per sequence [the preset's]", least=1)
     device: str = option("h200", "kind of GPU, such as h100")
     link: str = option("nvlink", "inside a node, nvlink or pcie")
     between: str = option("ib-ndr", "link between nodes, per device")
     devices_per_node: int = option(8, "GPUs that share a node", least=1)
     dtype: str = option("bf16", "of the computation", choices=("bf16", "fp32"))
+    cluster: str | None = option(None, "NAME:HOSTSxGPUS such as dgx-h100:16x8, instead of GPU and links")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.shape(), self.machine()
 
     def shape(self) -> ModelConfig:
-        """The preset, with its context replaced."""
-        return preset(self.model, context_length=self.context)
+        """The preset or the model of a file, with its context replaced."""
+        if not self.model.endswith(".json"):
+            return preset(self.model, context_length=self.context)
+        try:
+            known = model_of(json.loads(Path(self.model).read_text()))
+        except (OSError, json.JSONDecodeError) as wrong:
+            raise ValueError(f"model {self.model!r}: {wrong}; give a file with a model's sizes") from wrong
+        return replace(known, context_length=self.context or known.context_length)
+
+    def hosts(self) -> ClusterSpec | None:
+        """The cluster, where one was named."""
+        return None if self.cluster is None else cluster(self.cluster)
 
     def gpu(self) -> GPUSpec:
         """The device's datasheet."""
-        return by_alias(self.device)
+        return by_alias(self.device) if self.cluster is None else cluster(self.cluster).gpu
+
+    def place(self) -> str:
+        """GPU and links, or the cluster, in words."""
+        return self.cluster or f"{self.gpu().name} ({self.link}, {self.between})"
 
     def machine(self) -> Machine:
-        """See `machine_of`."""
+        """See `machine_of`, and `machine_on` where a cluster was named."""
+        computes = {"dtype": self.dtype, "head_dim": self.shape().head_dim}
+        if self.cluster is not None:
+            return machine_on(cluster(self.cluster), **computes)
         known = {"link": self.link, "between": self.between, "devices_per_node": self.devices_per_node}
-        return machine_of(self.gpu(), dtype=self.dtype, **known)
+        return machine_of(self.gpu(), **computes, **known)

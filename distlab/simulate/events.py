@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from distlab.comm import collectives
 from distlab.measure.collectives import CollectiveCall, CollectiveRecorder, tensors_in
 from distlab.measure.nvtx import MESSAGES
+from distlab.theory.operators import Compute
 
 CATEGORIES = ("parameters", "buckets", "gathered", "activations", "backward", "optimizer")
 _BORN = {
@@ -26,13 +27,11 @@ _BORN = {
 
 
 @dataclass(frozen=True)
-class Compute:
-    """One operator: its FLOPs (matmuls and attention only), the bytes it reads and writes, its phase."""
+class ReplicaCall(CollectiveCall):
+    """A collective among the ranks that hold the same shard in different groups of `group` ranks; `ranks` of them."""
 
-    name: str
-    flops: int
-    bytes: int
-    phase: str
+    group: int = 1
+    ranks: int = 1
 
 
 @dataclass(frozen=True)

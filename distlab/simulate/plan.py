@@ -1,15 +1,15 @@
 """What a training step will take of memory and of time, before anything is allocated: `--plan` of every command."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from distlab.comm import RankContext
-from distlab.hardware import lookup
-from distlab.parallel import STRATEGIES
-from distlab.simulate.estimate import estimate_step, machine_of
+from distlab.hardware import GPUSpec, lookup
+from distlab.simulate.estimate import LIKE, estimate_step, machine_of
 from distlab.theory.memory.peak import StepMemory
-from distlab.theory.step_time import StepTime
+from distlab.theory.step_time import TIMED, StepTime
 from distlab.train.requirements import GIB, PlannedStep, memory_of_a_rank, settled
 
 
@@ -36,25 +36,28 @@ class Plan:
         return f"{self.step}: blocks keep {self.step.checkpointing}, at most {most}, a step {time}"
 
 
-def plan_step(step: PlannedStep, context: RankContext, micro_batches: int = 1) -> Plan:
-    """Predict a step on the ranks of this context. A collective.
+def plan_steps(steps: Sequence[PlannedStep], context: RankContext, micro_batches: int = 1) -> list[Plan]:
+    """Predict each of these steps on the ranks of this context. A collective.
 
     Args:
         micro_batches: accumulated in a step.
-
-    Raises:
-        ValueError: an unknown strategy.
     """
-    on_gpu = context.device.type == "cuda"
-    step = replace(step, checkpointing=settled(step, context))
-    spec = lookup(torch.cuda.get_device_name(context.device)) if on_gpu else None
-    like = {"fsdp2": "fsdp", "torch-ddp": "bucketed", "torch-ddp-tuned": "bucketed", "bucketed-dma": "bucketed"}
-    strategy = like.get(step.strategy, step.strategy)
-    time = None
-    if spec is not None and not (STRATEGIES[step.strategy].is_peer and strategy == step.strategy):
-        time = estimate_step(
-            step.model, strategy, machine_of(spec, dtype=step.dtype), batch=step.batch, ranks=context.world_size,
-            dtype=step.dtype, checkpointing=step.checkpointing, micro_batches=micro_batches,
-        )  # fmt: skip
-    memory = step.memory(context.world_size, on_gpu=on_gpu)
-    return Plan(step, memory, memory_of_a_rank(context.device, context), time)
+    on_gpu, free = context.device.type == "cuda", memory_of_a_rank(context.device, context)
+    gpu = lookup(torch.cuda.get_device_name(context.device)) if on_gpu else None
+    plans = []
+    for planned in steps:
+        step = replace(planned, checkpointing=settled(planned, context))
+        memory = step.memory(context.world_size, on_gpu=on_gpu)
+        plans.append(Plan(step, memory, free, step_time(step, gpu, context.world_size, micro_batches)))
+    return plans
+
+
+def step_time(step: PlannedStep, gpu: GPUSpec | None, ranks: int, micro_batches: int = 1) -> StepTime | None:
+    """None on an unknown GPU, or for a strategy without a closed form of its time."""
+    if gpu is None or LIKE.get(step.strategy, step.strategy) not in TIMED:
+        return None
+    return estimate_step(
+        step.model, step.strategy, machine_of(gpu, dtype=step.dtype, head_dim=step.model.head_dim), batch=step.batch,
+        ranks=ranks, dtype=step.dtype, checkpointing=step.checkpointing, micro_batches=micro_batches,
+        group=step.shard_size, kernels="fused" if step.compiled else None,
+    )  # fmt: skip

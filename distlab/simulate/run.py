@@ -6,7 +6,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -19,9 +19,10 @@ from distlab.model import ModelConfig, TransformerLM, ops
 from distlab.model.config import Checkpointing
 from distlab.parallel import ParallelModel, Strategy, get_strategy
 from distlab.precision import DTYPES
-from distlab.simulate.events import Compute, EventLog, MemoryMoment, Wait
+from distlab.simulate.events import Compute, EventLog, MemoryMoment, ReplicaCall, Wait
 from distlab.simulate.world import fake_world
 from distlab.theory.checks import at_least_one
+from distlab.theory.model_shape import divisors
 from distlab.train.step import TrainStep, loss_function
 
 Mark = Callable[[str], None]
@@ -63,6 +64,39 @@ class SimulatedStep:
     def operators(self) -> tuple[Compute, ...]:
         """The operators of the last step, in order."""
         return tuple(item for item in self.items[self.boundary :] if isinstance(item, Compute))
+
+
+def hybrid(step: SimulatedStep, ranks: int) -> SimulatedStep:
+    """FSDP on one group of ranks, made hybrid sharding on `ranks`: replicas of that group, whose shards of gradients
+    are averaged as soon as they are reduced inside it.
+
+    A reduce-scatter of S bytes in a group of G is followed by an all-reduce of S/G bytes among the replicas, and an
+    all-reduce by one of the same size; who waits for the first waits for both. Gathers stay inside the group. So it
+    needs nothing of the strategy but FSDP's own events.
+
+    Args:
+        step: of `fsdp` on a world of one group.
+
+    Raises:
+        ValueError: a group that does not divide the ranks.
+    """
+    group = step.world_size
+    if ranks % group:
+        raise ValueError(f"groups of {group} do not divide {ranks} ranks; choose one of {divisors(ranks)}")
+
+    def with_replicas(items: tuple) -> list:
+        result = []
+        for item in items:
+            result.append(item)
+            if isinstance(item, CollectiveCall) and item.op in ("reduce_scatter", "all_reduce") and ranks > group:
+                parts = group if item.op == "reduce_scatter" else 1
+                shard = vars(item) | {"op": "all_reduce", "bytes": item.bytes // parts, "numel": item.numel // parts}
+                result.append(ReplicaCall(**shard, group=group, ranks=ranks // group))
+        return result
+
+    before = with_replicas(step.items[: step.boundary])
+    items = tuple(before + with_replicas(step.items[step.boundary :]))
+    return replace(step, items=items, boundary=len(before), calls=tuple(with_replicas(step.calls)))
 
 
 def simulate_step(
@@ -141,6 +175,7 @@ def simulate_training(
     dtype: str = "bf16",
     bucket_size_mb: float | None = 25.0,
     checkpointing: Checkpointing = False,
+    micro_batches: int = 1,
 ) -> SimulatedStep:
     """One step of what ddp_bench times: full-length sequences, fused AdamW, computation in `dtype`.
 
@@ -152,6 +187,7 @@ def simulate_training(
         batch: sequences per rank.
         dtype: `fp32`, or `bf16`/`fp16` over fp32 parameters.
         checkpointing: see `TransformerLM`'s `checkpoint_blocks`.
+        micro_batches: accumulated in a step, of `batch` sequences each.
 
     Raises:
         ValueError: an unknown strategy or dtype, one of torch's strategies, a size below one.
@@ -164,7 +200,7 @@ def simulate_training(
     def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
         tokens = torch.zeros(batch, config.context_length, dtype=torch.int64)
         train = TrainStep(wrapper, optimizer, loss_function(config), mark=mark)
-        return lambda: train([(tokens, tokens)])
+        return lambda: train([(tokens, tokens)] * micro_batches)
 
     with mock.patch.object(ops, "on_gpu", lambda x: True):
         return simulate_step(

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from distlab.measure.collectives import CollectiveCall
 from distlab.measure.trace.intervals import Interval, intersect, subtract, total, union
-from distlab.simulate.events import Compute, Wait
+from distlab.simulate.events import Compute, ReplicaCall, Wait
 from distlab.simulate.run import SimulatedStep
 
 
@@ -26,18 +26,22 @@ class DeviceModel:
         bytes_per_s: what memory-bound operators reach.
         launch_s: added to every operator: the gap before its kernel, the kernel's ramp and its tail.
         update_bytes_per_s: of the optimizer, one long pass over contiguous tensors; None: as `bytes_per_s`.
+        attention_flops_per_s: of fused attention; None: as `flops_per_s`.
     """
 
     flops_per_s: float
     bytes_per_s: float
     launch_s: float = 0.0
     update_bytes_per_s: float | None = None
+    attention_flops_per_s: float | None = None
 
     def seconds(self, operator: Compute) -> float:
         """Time of one operator."""
         updates = operator.phase == "optimizer" and self.update_bytes_per_s is not None
         bytes_per_s = self.update_bytes_per_s if updates else self.bytes_per_s
-        return self.launch_s + max(operator.flops / self.flops_per_s, operator.bytes / bytes_per_s)
+        attends = operator.is_attention and self.attention_flops_per_s is not None
+        flops_per_s = self.attention_flops_per_s if attends else self.flops_per_s
+        return self.launch_s + max(operator.flops / flops_per_s, operator.bytes / bytes_per_s)
 
 
 class Collectives(Protocol):
@@ -45,6 +49,9 @@ class Collectives(Protocol):
 
     def seconds(self, num_bytes: float, ranks: int, *, operation: str) -> float:
         """Time of one collective; 0 for a single rank."""
+
+    def across(self, group: int) -> "Collectives":
+        """Those among the members of one place in each of several groups of `group` ranks."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,10 @@ class _Streams:
                 self.phase = item.phase
                 self._compute(self.machine.device.seconds(item))
             elif isinstance(item, CollectiveCall):
-                seconds = self.machine.network.seconds(item.bytes, self.ranks, operation=item.op)
+                network, ranks = self.machine.network, self.ranks
+                if isinstance(item, ReplicaCall):
+                    network, ranks = network.across(item.group), item.ranks
+                seconds = network.seconds(item.bytes, ranks, operation=item.op)
                 self.queue.append([item.sequence, seconds])
             else:
                 while any(number == item.sequence for number, _ in self.queue):

@@ -22,7 +22,8 @@ class ModelShape:
         num_heads: H; must divide d.
         vocab_size: V, rows of the embedding and of the head.
         tie_embeddings: whether the head uses the embedding's matrix.
-        num_kv_heads: heads of keys and values; must divide H. None: H.
+        num_kv_heads: heads of keys and values, each shared by H/this many heads of queries (Ainslie et al. 2023,
+            "GQA"); None for one each. Must divide H.
 
     Raises:
         ValueError: a size below one, or heads that do not divide the width (with the nearest that do).
@@ -49,7 +50,8 @@ class ModelShape:
     @staticmethod
     def of(config: Any) -> "ModelShape":
         """The shape of any object with attributes of these names, such as a model's configuration."""
-        return ModelShape(**{field.name: getattr(config, field.name) for field in fields(ModelShape)})
+        known = {field.name: getattr(config, field.name, None) for field in fields(ModelShape)}
+        return ModelShape(**known)
 
     @property
     def kv_width(self) -> int:

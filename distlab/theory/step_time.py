@@ -12,7 +12,8 @@ rate p and communication at q (both in (0, 1], 1 without contention). They share
     naive, flat          all-reduce after backward
     overlap, bucketed    all-reduce beside backward, the last message alone
     zero1                reduce-scatter beside backward, all-gather beside the next forward
-    fsdp                 all-gather beside forward, the first alone; all-gather and reduce-scatter beside backward
+    fsdp                 all-gather beside forward, the first alone; all-gather and reduce-scatter beside backward,
+                         the last reduce-scatter alone
 
 Strategies with buffers also copy every gradient once (`ComputeTime.pack`).
 
@@ -32,10 +33,12 @@ for n = √(S/(w·o)) buckets of √(S·w·o) bytes.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distlab.theory.collective_time import further_hops, link_share
+from distlab.theory.model_shape import divisors
 
+TIMED = ("local", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp", "hsdp")
 PACKS = ("flat", "bucketed", "sharded-optimizer", "zero1")
 
 
@@ -49,6 +52,7 @@ class Network:
         devices_per_node: how many share a node.
         latency_s: of a collective between two devices, its launch included.
         hop_s: more per further device on the ring.
+        between_hop_s: more per further node; None as `hop_s`.
 
     Raises:
         ValueError: something not positive.
@@ -59,6 +63,7 @@ class Network:
     devices_per_node: int = 8
     latency_s: float = 0.0
     hop_s: float = 0.0
+    between_hop_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("inside_bytes_per_s", "between_bytes_per_s", "devices_per_node"):
@@ -76,10 +81,18 @@ class Network:
             raise ValueError(f"ranks={ranks}, num_bytes={num_bytes}: at least one rank and no negative size")
         if ranks == 1:
             return 0.0
-        hops = further_hops(ranks, all_reduce=operation == "all_reduce")
+        nodes, all_reduce = -(-ranks // self.devices_per_node), operation == "all_reduce"
+        hops = further_hops(ranks, all_reduce=all_reduce)
+        across = min(hops, further_hops(nodes, all_reduce=True) + 1 if all_reduce else nodes - 1) * (nodes > 1)
+        between_hop = self.hop_s if self.between_hop_s is None else self.between_hop_s
+        latency = self.latency_s + self.hop_s * (hops - across) + between_hop * across
         volume = link_share(operation, ranks) * num_bytes
-        between = self.between_bytes_per_s * self.devices_per_node if ranks > self.devices_per_node else math.inf
-        return messages * (self.latency_s + self.hop_s * hops) + volume / min(self.inside_bytes_per_s, between)
+        between = self.between_bytes_per_s * self.devices_per_node if nodes > 1 else math.inf
+        return messages * latency + volume / min(self.inside_bytes_per_s, between)
+
+    def across(self, group: int) -> "Network":
+        """What one member of each of several groups of `group` devices sees, while all members send to their like."""
+        return replace(self, devices_per_node=max(1, self.devices_per_node // group))
 
 
 @dataclass(frozen=True)
@@ -144,6 +157,7 @@ def step_time(
     *,
     contention: tuple[float, float] = (1.0, 1.0),
     micro_batches: int = 1,
+    group: int | None = None,
 ) -> StepTime:
     """The step of a strategy.
 
@@ -151,9 +165,10 @@ def step_time(
         compute: see `ComputeTime`; of all micro-batches together.
         contention: p and q.
         micro_batches: accumulated; the DDPs communicate beside the last one's backward only, FSDP gathers in each.
+        group: of `hsdp`, ranks that share a copy of the parameters; default a node.
 
     Raises:
-        ValueError: an unknown strategy.
+        ValueError: an unknown strategy, or a group that does not divide the ranks.
     """
     p, q = contention
     size, n, m = messages.gradient_bytes, ranks, micro_batches
@@ -182,25 +197,35 @@ def step_time(
         exposed = beside(compute.forward / m, half, tail) + beside(last, half, tail)
         optimizer, comm = compute.optimizer / n, 2 * half
     elif strategy in ("fsdp", "hsdp"):
-        # HSDP shards inside a node, and all-reduces the shards' gradients between the nodes.
-        inner = min(n, network.devices_per_node) if strategy == "hsdp" else n
+        # HSDP shards inside a group, and all-reduces the shards' gradients between the groups.
+        inner = sharding_group(strategy, n, network.devices_per_node, group)
         gather = network.seconds(messages.parameter_bytes, inner, messages.units, "all_gather")
         scatter = network.seconds(size, inner, messages.units, "reduce_scatter")
         if inner < n:
-            across = Network(
-                network.between_bytes_per_s, network.between_bytes_per_s, 1, network.latency_s, network.hop_s
-            )
-            scatter += across.seconds(size / inner, n // inner, messages.units)
+            scatter += network.across(inner).seconds(size / inner, n // inner, messages.units)
         forward = beside(compute.forward / m, gather, gather / messages.units)
         plain = beside(last, gather)  # of a micro-batch whose gradients stay
-        exposed = m * forward + (m - 1) * plain + beside(last, gather + scatter)
+        exposed = m * forward + (m - 1) * plain + beside(last, gather + scatter, scatter / messages.units)
         optimizer, comm = compute.optimizer / inner, (2 * m) * gather + scatter
     else:
-        raise ValueError(
-            f"strategy {strategy!r} has no closed form of its time; choose one of local, naive, flat, overlap, "
-            "bucketed, sharded-optimizer, zero1, fsdp, hsdp"
-        )
+        raise ValueError(f"strategy {strategy!r} has no closed form of its time; choose one of {', '.join(TIMED)}")
     return StepTime(base + exposed + optimizer, base, optimizer, exposed, comm)
+
+
+def sharding_group(strategy: str, ranks: int, devices_per_node: int, group: int | None = None) -> int:
+    """Ranks over which a strategy divides the parameters: all for `fsdp`, a group for `hsdp`, one for the others.
+
+    Raises:
+        ValueError: a group that does not divide the ranks; the message lists what does.
+    """
+    if strategy != "hsdp":
+        return ranks if strategy in ("fsdp", "fsdp2") else 1
+    if group is None:
+        return max(size for size in divisors(ranks) if size <= devices_per_node)
+    if not 1 <= group <= ranks or ranks % group:
+        allowed = ", ".join(str(size) for size in divisors(ranks))
+        raise ValueError(f"groups of {group} do not divide {ranks} ranks; choose one of {allowed}")
+    return group
 
 
 def bucket_overhead(

@@ -71,13 +71,17 @@ from .taken_apart import (
     saved,
 )
 
-SWEPT = ("size", "batch", "context", "dtype", "compile", "attention", "ops", "checkpointing", "strategy")
+SWEPT = (
+    *("size", "batch", "context", "vocab", "d_model", "d_ff", "layers", "heads", "kv_heads"),
+    *("dtype", "compile", "attention", "ops", "checkpointing", "strategy"),
+)
 
 
 def _swept(name: str) -> tuple[str, Any, Any]:
     """A trial's option as one that takes several values: name, type and field."""
     one = next(field for field in fields(TrialConfig) if field.name == name)
     limits = {limit: one.metadata[limit] for limit in ("least", "choices")}
+    limits |= {"words": {"preset": None}} if one.default is None else {}
     swept = option((one.default,), f"{one.metadata['help']}; several are swept", **limits)
     return name, tuple[get_type_hints(TrialConfig)[name], ...], swept
 
@@ -93,9 +97,6 @@ class BenchmarkConfig(OwnModel, Swept):
     cold only once: compare warm-ups in the first combination. Raises ValueError for a value that is not allowed.
     """
 
-    context: tuple[int | None, ...] = option(
-        (None,), "tokens per sequence, or preset; several are swept", least=1, words={"preset": None}
-    )
     modes: tuple[str, ...] = option(MODES, "parts of a step, in this order", choices=MODES, flag="--mode")
     warmups: tuple[int, ...] = option((5,), "numbers of first calls to leave out", least=0, flag="--warmup")
     repeats: int = option(10, "timed calls", least=MIN_SAMPLES, flag="--steps")

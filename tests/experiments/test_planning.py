@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distlab.report.record import read_json
-from experiments import plan, predict_steps, scaling, simulate_scale
+from experiments import cluster_collectives, goodput, plan, plan_check, predict_steps, scaling, simulate_scale
 from experiments.plan import PlanConfig
 from experiments.predict_steps import PredictConfig
 from experiments.scaling import ScalingConfig
@@ -37,14 +37,51 @@ def test_plan(tmp_path, capsys):
     assert steps == sorted(steps)
     assert all(record.metrics["fits"] for record in records)
     assert {record.config["strategy"] for record in records} == {"bucketed", "fsdp"}
-    assert {record.config["checkpointing"] for record in records} == {False, True}
+    assert {record.config["recompute"] for record in records} == {"none", "selective", "block"}
     text = (folder / "table.md").read_text()
     assert "Fastest: " in text
     assert "Next best: " in text
     best = records[0].metrics
     parts = ("compute_ms", "memory_bandwidth_ms", "communication_ms", "optimizer_ms")
     assert sum(best[part] for part in parts) == pytest.approx(best["predicted_step_ms"])
-    assert best["predicted_days"] == pytest.approx(1e11 / best["predicted_tokens_per_s"] / 86_400)
+    days = 1e11 / best["predicted_tokens_per_s"] / 86_400
+    assert best["predicted_days"] == pytest.approx(100 * days / best["predicted_goodput_pct"])
+
+
+def test_plan_on_a_cluster(tmp_path, capsys):
+    """Grouped queries, groups of nodes, a deadline, and the runners-up."""
+    fields = {"model": "llama-8B", "batch": 256, "cluster": "dgx-h100:64", "strategies": ("zero1", "fsdp", "hsdp")}
+    records = measured(plan.EXPERIMENT, tmp_path, **fields, recomputation=("selective", "block"), days=1.0)
+    assert {record.config["group"] for record in records} == {None, 8, 16, 32}
+    words = plan.answer(records)
+    # Sharded over all, two sequences fit at once and half as many gathers do.
+    assert records[0].variant == "fsdp × 2 selective" and "Next best: hsdp" in words and "Third: hsdp" in words
+    assert "longer than 1 days: it takes about" in words
+    m = records[0].metrics
+    assert 90 < m["predicted_goodput_pct"] < 100
+    days = 1e11 / m["predicted_tokens_per_s"] / 86_400
+    assert m["predicted_days"] == pytest.approx(100 * days / m["predicted_goodput_pct"])
+    refusal = refused(capsys, "plan", "--cluster", "dgx-h100:12", "--batch", "24", "--out", str(tmp_path))
+    assert "12 GPUs do not fill hosts of 8" in refusal
+
+
+def test_a_model_of_a_file(tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text('{"d_model": 512, "d_ff": 1024, "num_layers": 2, "num_heads": 8, "num_kv_heads": 2, '
+                    '"vocab_size": 1000, "tie_embeddings": true, "context": 65536}')  # fmt: skip
+    config = PlanConfig(model=str(path), batch=8, device="h100:8")
+    assert (config.shape().kv_width, config.shape().context_length) == (128, 65536)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="give a file with a model's sizes"):
+        PlanConfig(model=str(path), batch=8, device="h100:8")
+
+
+def test_first_choice_is_the_fastest_simulated(tmp_path):
+    """Two random pairs here, twenty by `distlab run plan_check`."""
+    strategies = ("bucketed", "zero1", "fsdp", "hsdp")
+    records = measured(plan_check.EXPERIMENT, tmp_path, pairs=2, layers=2, sequences=1, strategies=strategies)
+    assert len(records) == 2
+    assert not plan_check.wrong(records)
 
 
 def test_plan_of_what_does_not_fit(tmp_path):
@@ -159,3 +196,62 @@ def test_a_datasheet_is_named_by_device(tmp_path):
     for name in ("scaling", "simulate_scale"):
         arguments = ["--preset", "smoke", "--device", "a100", "--out", str(tmp_path)]
         assert main(["run", name, *arguments]) == 0
+
+
+@pytest.mark.parametrize(
+    "name, model, per_rank", [("xl_batch8", "xl", 8), ("xl_batch2", "xl", 2), ("medium_batch8", "medium", 8)]
+)
+def test_first_choice_on_two_h200_is_the_fastest_measured(tmp_path, name, model, per_rank):
+    """Or within 3 %: among the planner's strategies, each in its fastest bucket size."""
+    fields = {"model": model, "batch": 2 * per_rank, "device": "h200:2", "recomputation": ("none",)}
+    first = next(
+        record.config["strategy"]
+        for record in measured(plan.EXPERIMENT, tmp_path, **fields, strategies=plan.STRATEGIES)
+        if record.config["micro_batch"] == per_rank
+    )
+    steps: dict[str, float] = {}
+    for record in read_json(ROOT / "records" / "ddp_bench" / f"h200x2_{name}.json"):
+        strategy = record.variant.rpartition("-")[0] or record.variant
+        if record.variant in plan.STRATEGIES:
+            strategy = record.variant
+        if strategy in plan.STRATEGIES:
+            steps[strategy] = min(steps.get(strategy, 1e9), record.metrics["step_p50_ms"])
+    assert steps[first] <= 1.03 * min(steps.values())
+
+
+def test_collectives_stand_beside_the_measured_sweep(tmp_path):
+    fields = {"clusters": ("dgx-h200:1x4", "dgx-h200:2x8"), "sizes_bytes": (1_000_000, 1_000_000_000)}
+    sweep = str(ROOT / "records" / "allreduce_sweep" / "h200x4.json")
+    records = measured(cluster_collectives.EXPERIMENT, tmp_path, **fields, records=(sweep,))
+    beside = {r.config["num_bytes"]: r.metrics for r in records if "measured_ms" in r.metrics}
+    assert set(beside) == {1_000_000, 1_000_000_000}
+    large = beside[1_000_000_000]
+    assert large["predicted_ms"] == pytest.approx(large["measured_ms"], rel=0.05)
+    assert all(abs(r.metrics["simulated_error_pct"]) < 2 for r in records)
+    (words,) = cluster_collectives.findings(records)
+    assert "dgx-h200:2x8: two levels beat flat rings" in words
+
+
+def test_goodput_with_the_spread_of_a_record(tmp_path):
+    fields = {"record": RECORD, "runs": 2, "cluster": "dgx-h200:16", "model": "xl", "gpu_hours": 500.0}
+    rows = {record.variant: record.metrics for record in measured(goodput.EXPERIMENT, tmp_path, **fields)}
+    for m in rows.values():
+        assert m["even_step_ms"] < m["simulated_step_ms"] < 1.1 * m["even_step_ms"]
+        assert m["simulated_goodput_pct"] == pytest.approx(m["predicted_goodput_pct"], abs=2)
+    assert rows["Daly"]["failures_per_week"] > 0
+    with pytest.raises(ValueError, match="needs a cluster"):
+        goodput.GoodputConfig(cluster=None)
+
+
+def test_hybrid_sharding_at_scale(tmp_path, capsys):
+    fields = {"model": "tiny", "cluster": "dgx-h100:16", "ranks": 16, "batch": 1, "strategies": ("fsdp", "hsdp")}
+    records = {r.variant: r.metrics for r in measured(simulate_scale.EXPERIMENT, tmp_path / "a", **fields)}
+    assert records["hsdp"]["collectives_per_step"] > records["fsdp"]["collectives_per_step"]
+    assert records["hsdp"]["simulated_peak_bytes"] >= records["fsdp"]["simulated_peak_bytes"]
+    fields = {"model": "8B", "cluster": "dgx-h100:4096", "ranks": (8, 64, 512, 4096), "strategies": ("fsdp", "hsdp")}
+    fields |= {"context": 8192}
+    records = measured(scaling.EXPERIMENT, tmp_path / "b", **fields, batch=1, recompute="block")
+    words = " ".join(scaling.findings(records))
+    assert "fsdp from 512 ranks" in words and "weak scaling under 90 % efficiency" in words
+    refusal = refused(capsys, "simulate_scale", "--strategies", "hsdp", "--ranks", "16", "--group", "3")
+    assert "groups of 3 do not divide 16 ranks" in refusal

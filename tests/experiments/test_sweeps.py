@@ -205,10 +205,7 @@ def test_scaling_goes_on_where_it_was_cut_off(tmp_path):
     assert {"regime1.png", "regime2.png", "report.html"} <= written and "regime3.png" not in written
 
 
-def test_predictions_are_made_in_a_process_of_their_own():
-    assert scaling_measured.in_own_process(sorted, [3, 1, 2]) == [1, 2, 3]
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        scaling_measured.in_own_process(divmod, 1, 0)
+def test_predictions_of_the_measured_cells():
     weak = replace(SCALING, regimes=SCALING.regimes[:1], strategies=("bucketed", "torch-ddp"))
     assert scaling_measured.predictions(replace(weak, predict_for=None), 2, "some CPU") == []
     found = scaling_measured.predictions(weak, 2, "some CPU")  # the device that the config names

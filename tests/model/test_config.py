@@ -23,7 +23,10 @@ def test_true_sizes_behind_the_names():
 
 
 def test_presets_of_the_handouts():
-    shapes = {name: (c.d_model, c.d_ff, c.num_layers, c.num_heads) for name, c in PRESETS.items()}
+    later = ("llama-70B", "llama2-7B", "llama2-13B", "100B", "gpt3-175B")  # published, and for plans
+    shapes = {
+        name: (c.d_model, c.d_ff, c.num_layers, c.num_heads) for name, c in PRESETS.items() if name not in later
+    }
     assert shapes.pop("tiny")
     assert shapes.pop("8B") == (4096, 11008, 34, 32) and shapes.pop("llama-8B") == (4096, 14336, 32, 32)
     assert shapes == {

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distlab.model import get_ops, ops
+from distlab.model import PRESETS, get_ops, ops, preset
 from distlab.train.step import adamw
 
 # fp32 sums of a few dozen terms of size 1 taken in another order: errors of a few 1e-7 each.
@@ -242,3 +242,20 @@ def test_a_cast_linear_layer_of_any_number_of_rows(shape):
     expected = y.new_ones(y.shape).flatten(0, -2).T if y.dim() > 1 else y.new_ones(32, 1)
     grad, = torch.autograd.grad(y.sum(), weight)
     torch.testing.assert_close(grad, expected.float() @ x.bfloat16().float().view(-1, 64), atol=1e-2, rtol=1e-2)
+
+
+def test_very_many_logits_are_computed_in_chunks(monkeypatch):
+    """The same loss and gradients, with torch's operations too; which is decided by bytes of logits."""
+    x, weight = torch.randn(2, 24, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+    targets = torch.randint(40, (2, 24))
+    found = []
+    for limit in (2**31, 1024):
+        monkeypatch.setattr("distlab.model.ops.LOGITS_AT_ONCE", limit)
+        monkeypatch.setattr("distlab.model.ops.LOGITS_CHUNK", 1024)
+        loss = get_ops().linear_cross_entropy(x, weight, targets)
+        found.append((loss, *torch.autograd.grad(loss, (x, weight))))
+    assert found[0][0].grad_fn.name() == "NllLossBackward0" and "LinearCrossEntropy" in found[1][0].grad_fn.name()
+    for whole, chunked in zip(*found, strict=True):
+        torch.testing.assert_close(chunked, whole, atol=1e-6, rtol=1e-5)  # sums in another order
+    assert preset("8B").loss_in_head and preset("llama-8B").loss_in_head and preset("tiny", ops="triton").loss_in_head
+    assert not any(preset(name).loss_in_head for name in PRESETS if name not in ("8B", "llama-8B"))

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distlab.measure.collectives import CollectiveCall, CollectiveRecorder
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, kept_levels, preset
-from distlab.model.config import KEPT
+from distlab.model.config import KEPT, RECOMPUTATION
 from distlab.parallel import STRATEGIES, get_strategy
 from distlab.parallel.elementwise import check_elementwise
 from distlab.simulate.events import Compute, Wait
@@ -175,7 +175,7 @@ def test_memory_of_recomputed_groups_is_the_closed_form():
 def test_memory_of_what_recomputed_blocks_keep_is_the_closed_form():
     """Level by level, with grouped queries."""
     config, peaks = ModelConfig(64, 256, 4, 4, vocab_size=16, context_length=256, num_kv_heads=2), {}
-    for keep in (*KEPT, "block:1,gate-up:3"):
+    for keep in (*RECOMPUTATION, "block:1,gate-up:3"):
         step = simulate_training(config, "local", batch=4, world_size=1, dtype="fp32", checkpointing=keep)
         levels = kept_levels(keep, config.num_layers)
         shape = {"batch": 4, "context": 256, "precision": "fp32", "workspace_bytes": 0}

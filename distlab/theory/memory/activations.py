@@ -8,21 +8,24 @@ autograd saves
     statistics of both norms                            2·4·n
     the norms' outputs, inputs of qkv and of w1, w3     2·c·n·d
     attention: queries and keys after rotation          c·n·(d + k)
-      fused kernels: qkv's output, kept whole by v     c·n·(d + 2·k)
+      fused kernels: qkv's output, kept whole by v      c·n·(d + 2·k)
                      output and log-sum-exp             c·n·d + 4·n·H
-      naive:         v for every head, the merged heads 2·c·n·d
+      naive:         a copy of v, the merged heads      c·n·(d + k)
                      softmax in fp32, and cast to c     (4 + [c≠4]·c)·n·H·T
     w1 x, silu(w1 x), w3 x and silu(w1 x)·w3 x          4·c·n·f
+
+A block that is recomputed keeps its input, r·n·d, and those results of attention and matmuls that `recompute.KEEPS`
+names.
 
 Under autocast r = 4 and c = 2; in one dtype throughout r = c. Korthikanti et al. 2022 ("Reducing Activation
 Recomputation in Large Transformer Models", eq. 2) count a GPT-2 block with dropout the same way.
 """
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distlab.theory.checks import at_least_one
+from distlab.theory.memory.recompute import KEEPS
 from distlab.theory.model_shape import ModelShape
 
 FP32 = 4
@@ -59,10 +62,8 @@ class Activations:
 
     Args:
         block: of one block.
-        kept: of one block until its backward, by what of it is not recomputed: only its input (`block`), beside it
-            attention's output and log-sum-exp (`attention`), the output projection's result (`output`), queries, keys
-            and values before rotation (`qkv`), SwiGLU's gate and up (`gate-up`), each with those before; or all
-            (`none`).
+        kept: of one block until its backward, by what of it is not recomputed: an entry of `recompute.KEEPS`, or
+            `none` for a block of which nothing is.
         last: final norm and head.
         loss: kept by the cross-entropy, log-softmax in fp32.
         loss_temporary: on top of `loss` at the start of backward: gradients of log-softmax and of the logits, fp32.
@@ -91,13 +92,15 @@ class Activations:
 
 
 def block_activations(
-    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa"
+    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa", fused: bool = False
 ) -> int:
     """Bytes that autograd keeps of one block; see the table above.
 
     Args:
         batch, context: B sequences of T tokens on this rank.
         attention: `flash` or `sdpa` (nothing of size T² is kept), or `naive`.
+        fused: kept are only what matmuls and attention wrote; norms, rotation and SwiGLU run again inside the kernels
+            of backward: 2·r·n·d + c·n·(2·d + 2·k) + 2·c·n·f and statistics.
 
     Raises:
         ValueError: an unknown attention, or a batch or context below one.
@@ -105,39 +108,38 @@ def block_activations(
     at_least_one(batch=batch, context=context)
     if attention not in ATTENTION:
         raise ValueError(f"attention={attention!r}: choose one of {', '.join(ATTENTION)}")
-    n, d, f, heads = batch * context, shape.d_model, shape.d_ff, shape.num_heads
+    n, d, f, heads, keys = batch * context, shape.d_model, shape.d_ff, shape.num_heads, shape.kv_width
     c, r = precision.compute, precision.residual
     if attention == "naive":
-        of_attention = 4 * c * n * d + (FP32 + (c if c != FP32 else 0)) * n * heads * context
+        of_attention = c * n * (d + keys) + (FP32 + (c if c != FP32 else 0)) * n * heads * context
     else:
-        of_attention = c * n * (3 * d + 3 * shape.kv_width) + FP32 * n * heads
-    return 2 * r * n * d + 2 * FP32 * n + 2 * c * n * d + of_attention + 4 * c * n * f
+        of_attention = c * n * (2 * d + 2 * keys) + FP32 * n * heads
+    if fused:
+        return 2 * r * n * d + 2 * FP32 * n + c * n * (2 * d + 2 * keys) + FP32 * n * heads + 2 * c * n * f
+    rotated = c * n * (d + keys)
+    return 2 * r * n * d + 2 * FP32 * n + 2 * c * n * d + rotated + of_attention + 4 * c * n * f
 
 
 def activations(
-    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa"
+    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa", fused: bool = False
 ) -> Activations:
     """All parts for a batch on one rank; arguments and errors as `block_activations`."""
-    block = block_activations(shape, batch, context, precision, attention)
+    block = block_activations(shape, batch, context, precision, attention, fused)
     n, d, f, vocabulary = batch * context, shape.d_model, shape.d_ff, shape.vocab_size
     c, r = precision.compute, precision.residual
     casts = c if c != FP32 else 0  # the logits exist in both dtypes
     # silu·up backward: gradients of silu·up and of both factors; silu(w1 x) is not computed again.
     swiglu = 3 * c * n * f
     scores = (2 * FP32 if attention == "naive" else 0) * n * shape.num_heads * context
-    # rope's backward in fp32: gradient times table, its roll, and their sum
-    rotation = 3 * FP32 * n * (d + shape.kv_width)
-    fused = attention != "naive"  # else nothing of attention is kept: backward needs the scores anyway
-    more = {
-        "block": r * n * d,
-        "attention": fused * (c * n * d + FP32 * n * shape.num_heads),
-        "output": c * n * d,
-        "qkv": c * n * (d + 2 * shape.kv_width),
-        "gate-up": 2 * c * n * f,
-    }
+    rotation = 3 * FP32 * n * (d + shape.kv_width)  # rope's backward in fp32: gradient times table, roll, sum
+    # Nothing of naive attention is kept: backward needs the scores anyway.
+    of_attention = (c * n * d + FP32 * n * shape.num_heads) * (attention != "naive")
+    matmuls = {"qkv": d + 2 * shape.kv_width, "output": d, "w1": f, "w3": f, "w2": d}
+    results = {"attention": of_attention} | {name: c * n * width for name, width in matmuls.items()}
     return Activations(
         block=block,
-        kept=dict(zip(more, itertools.accumulate(more.values()), strict=True)) | {"none": block},
+        kept={name: r * n * d + sum(results[each] for each in keeps) for name, keeps in KEEPS.items()}
+        | {"none": block},
         last=(r + c) * n * d + FP32 * n,
         loss=FP32 * n * vocabulary,
         loss_temporary=2 * FP32 * n * vocabulary,

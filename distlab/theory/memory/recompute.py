@@ -7,12 +7,28 @@ it needs those of its blocks. With ⌈L/k⌉ groups of L blocks that is, at wors
 
 (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", sec. 3; they count c = b, hence √L). Groups inside
 groups replace b by the same expression of the nested groups, but run blocks once more.
+
+A block that is recomputed by itself may keep some results beside its input (`KEEPS`): attention's and matmuls', which
+then do not run again.
 """
 
 import math
 
 from distlab.theory.checks import at_least_one
 from distlab.theory.flops import forward_flops
+
+# Whose results a recomputed block keeps beside its input, by the name of the choice; w1 and w3 are gate and up. What
+# costs most to recompute per byte comes first; `selective` keeps attention and every other matmul, as torchtitan's
+# policy "op" does. A block of `none` is not recomputed.
+KEEPS: dict[str, tuple[str, ...]] = {
+    "block": (),
+    "attention": ("attention",),
+    "output": ("attention", "output"),
+    "qkv": ("attention", "output", "qkv"),
+    "gate-up": ("attention", "output", "qkv", "w1", "w3"),
+    "selective": ("attention", "qkv", "w1", "w2"),
+}
+RECOMPUTATION = (*KEEPS, "none")
 
 
 def kept_bytes(num_layers: int, groups: tuple[int, ...], block: int, checkpoint: int) -> int:
@@ -87,9 +103,9 @@ def recomputed_flops(plan: tuple[int, ...] | tuple[str, ...], *, num_layers: int
     output = one.attention_projections * sizes["d_model"] // (
         2 * (sizes["d_model"] + sizes.get("kv_width", sizes["d_model"]))
     )
-    runs = {  # in the order in which they are kept; of the feed-forward two matmuls of three
-        "block": one.attention_scores, "attention": output, "output": one.attention_projections - output,
-        "qkv": one.feed_forward * 2 // 3, "gate-up": 0,
+    runs = {  # w2 never: nobody needs its result
+        "attention": one.attention_scores, "output": output, "qkv": one.attention_projections - output,
+        "w1": one.feed_forward // 3, "w3": one.feed_forward // 3,
     }  # fmt: skip
-    rest = {level: sum(list(runs.values())[number:]) for number, level in enumerate(runs)} | {"none": 0}
-    return sum(rest[level] for level in levels)
+    again = {level: sum(runs[name] for name in runs if name not in keeps) for level, keeps in KEEPS.items()}
+    return sum((again | {"none": 0})[level] for level in levels)

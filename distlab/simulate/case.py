@@ -1,0 +1,260 @@
+"""A training run described in a file, and its step time, tokens per second and memory predicted.
+
+    {"model": {"d_model": 4096, "d_ff": 14336, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8,
+               "vocab_size": 128256, "context": 8192},
+     "cluster": "grand-teton:8", "strategy": "fsdp2", "batch": 2, "recompute": "selective", "compiled": true}
+
+`model` may be the name of a preset (`distlab.model.config`); fields and defaults are those of `Case`. What decides
+such a prediction, and where each constant comes from: docs/learn/scale.md.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from distlab.hardware import ClusterSpec, by_alias, cluster
+from distlab.model import ModelConfig, kept_levels, model_of, preset
+from distlab.model.config import LOGITS_CHUNK, RECOMPUTATION
+from distlab.simulate.estimate import LIKE, SHARDED, USABLE, estimate_step, machine_on
+from distlab.simulate.timeline import Machine
+from distlab.theory.checks import at_least_one
+from distlab.theory.flops import mfu, step_flops
+from distlab.theory.memory.activations import FP32
+from distlab.theory.memory.peak import Breakdown, step_memory
+from distlab.theory.model_shape import ModelShape
+from distlab.theory.operators import KERNELS
+from distlab.theory.step_time import TIMED, StepTime, sharding_group
+
+STRATEGIES = (*TIMED, "fsdp2", "torch-ddp", "torch-ddp-tuned")
+FULL = "full"  # what publications call it where every block is recomputed: `block`
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known of a run.
+
+    Args:
+        model: its shape.
+        cluster: such as `grand-teton:8` or `dgx-h100:16x8`.
+        strategy: one of `STRATEGIES`.
+        batch: sequences per GPU and micro-batch.
+        micro_batches: accumulated in a step.
+        group: of `hsdp`, GPUs that share a copy of the parameters; None for a host.
+        recompute: `none`, `selective` (all but attention and every other matmul), `full` or `block` (every block), or
+            another of `distlab.model.config.RECOMPUTATION`.
+        recompute_every: of so many blocks one is recomputed.
+        compiled: by torch.compile, or fused kernels.
+        kernels: `eager`, `composite` (RMSNorm in separate operators, torch before 2.8) or `fused`; None for what
+            `compiled` says.
+        attention: `cudnn` or `flash` (FlashAttention-2, torch's choice on every GPU before 2.9).
+        fused_loss: the logits never stand in memory.
+        dtype: `bf16` computation over fp32 parameters, or `fp32`.
+        reduce: in which gradients are sent, `fp32` or `bf16`.
+        name, source, known, assumed, why: texts for a table.
+        published: `step_ms`, `tokens_per_s_per_gpu`, `memory_gib` with `memory_is` `allocated` or `reserved`.
+
+    Raises:
+        ValueError: a value that is not allowed, or a group that does not divide the GPUs.
+    """
+
+    model: ModelConfig
+    cluster: ClusterSpec
+    strategy: str
+    batch: int
+    micro_batches: int = 1
+    group: int | None = None
+    recompute: str = "none"
+    recompute_every: int = 1
+    compiled: bool = False
+    kernels: str | None = None
+    attention: str = "cudnn"
+    fused_loss: bool = False
+    dtype: str = "bf16"
+    reduce: str = "fp32"
+    name: str = "case"
+    source: str = ""
+    known: str = ""
+    assumed: str = ""
+    why: str = ""
+    published: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        at_least_one(batch=self.batch, micro_batches=self.micro_batches, recompute_every=self.recompute_every)
+        for what, value, allowed in (
+            ("strategy", self.strategy, STRATEGIES), ("recompute", self.recompute, (*RECOMPUTATION, FULL)),
+            ("kernels", self.kernels or KERNELS[0], KERNELS), ("attention", self.attention, ("cudnn", "flash")),
+            ("dtype", self.dtype, ("bf16", "fp32")), ("reduce", self.reduce, ("fp32", "bf16")),
+        ):  # fmt: skip
+            if value not in allowed:
+                raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
+        _ = self.shards
+
+    @property
+    def shards(self) -> int:
+        """GPUs over which parameters are divided."""
+        return sharding_group(self.strategy, self.cluster.gpus, self.cluster.gpus_per_host, self.group)
+
+    @property
+    def checkpointing(self) -> str:
+        """What each block keeps, as the option of that name says it."""
+        level, every = "block" if self.recompute == FULL else self.recompute, self.recompute_every
+        return ",".join(f"{'none' if block % every else level}:1" for block in range(self.model.num_layers))
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The cluster at the shares of its datasheets' peaks that a calibrated machine reaches."""
+        return machine_on(
+            self.cluster, dtype=self.dtype, attention=self.attention, head_dim=self.model.head_dim
+        )
+
+
+def from_json(known: Mapping[str, Any]) -> Case:
+    """The case of a JSON object.
+
+    Raises:
+        ValueError: a field that is missing, unknown or not allowed, with what is.
+    """
+    names = [field.name for field in fields(Case)]
+    missing = [name for name in ("model", "cluster", "strategy", "batch") if name not in known]
+    unknown = [name for name in known if name not in names]
+    if missing or unknown:
+        raise ValueError(f"a case lacks {missing or 'nothing'} and has unknown {unknown or 'nothing'}; fields: "
+                         f"{', '.join(names)}")  # fmt: skip
+    named = isinstance(known["model"], str)
+    model = preset(known["model"]) if named else model_of(known["model"])
+    return Case(**{**known, "model": model, "cluster": cluster_of(known["cluster"])})
+
+
+def cluster_of(known: str | Mapping[str, Any]) -> ClusterSpec:
+    """A cluster by its name, or of an object with the fields of `ClusterSpec`, `gpu` by a short name such as `a100`.
+
+    Raises:
+        ValueError: an unknown name or field, a missing one, or links that contradict each other.
+    """
+    if isinstance(known, str):
+        return cluster(known)
+    try:
+        return ClusterSpec(**{"name": "cluster", **known, "gpu": by_alias(str(known.get("gpu")))})
+    except TypeError as wrong:
+        names = ", ".join(field.name for field in fields(ClusterSpec))
+        raise ValueError(f"a cluster takes {names}: {wrong}") from None
+
+
+def read_case(path: str | Path) -> Case:
+    """The case of a file.
+
+    Raises:
+        ValueError: no JSON object, or one that is no case.
+        OSError: a file that cannot be read.
+    """
+    try:
+        known = json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as wrong:
+        raise ValueError(f"{path} is not JSON: {wrong}") from None
+    if not isinstance(known, dict):
+        raise ValueError(f"{path}: a case is one JSON object, see docs/learn/scale.md")
+    return from_json({"name": Path(path).stem} | known)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one rank.
+
+    Args:
+        time: of a step.
+        allocated: bytes at the fullest moment, as torch's allocator counts tensors.
+        reserved: bytes that the allocator then holds.
+        phase: the fullest moment.
+        tokens_per_s: of one GPU.
+        mfu: share of the datasheet's peak, attention counted in full and recomputation not at all; None without peak.
+    """
+
+    time: StepTime
+    allocated: int
+    reserved: int
+    phase: str
+    tokens_per_s: float
+    mfu: float | None
+
+
+def predict(case: Case) -> Prediction:
+    """Step time, memory and what follows from them."""
+    time = step(case)
+    memory = peak(case)
+    allocated, phase = max((moment.total, phase) for phase, moment in memory)
+    # The allocator's cache: forward's tensors are cut out of the block that the largest temporary one left, so the next
+    # step's finds none of its size and takes another.
+    largest = FP32 * case.batch * case.model.context_length * case.model.vocab_size
+    if case.fused_loss:
+        largest = FP32 * sum(ModelShape.of(case.model).matrices_per_block)
+    tokens = case.batch * case.micro_batches * case.model.context_length
+    dtype_peak = case.cluster.gpu.peak["tf32" if case.dtype == "fp32" else case.dtype]
+    share = mfu(step_flops(**case.model.sizes(case.batch * case.micro_batches)), time.step, dtype_peak)
+    return Prediction(time, allocated, allocated + largest, phase, tokens / time.step, share)
+
+
+def step(case: Case) -> StepTime:
+    """Its time."""
+    return estimate_step(
+        case.model,
+        case.strategy,
+        case.machine,
+        batch=case.batch,
+        ranks=case.cluster.gpus,
+        dtype=case.dtype,
+        checkpointing=case.checkpointing,
+        micro_batches=case.micro_batches,
+        group=case.group,
+        kernels=case.kernels or ("fused" if case.compiled else "eager"),
+        fused_loss=case.fused_loss,
+        reduced_bytes=FP32 if case.reduce == "fp32" else 2,
+    )
+
+
+def peak(case: Case) -> list[tuple[str, Breakdown]]:
+    """The moments of a step, (phase, bytes)."""
+    shape, hybrid = ModelShape.of(case.model), case.strategy == "hsdp"
+    sharded = LIKE.get(case.strategy, case.strategy) in SHARDED
+    moments = step_memory(
+        shape,
+        batch=case.batch,
+        context=case.model.context_length,
+        strategy="fsdp" if hybrid else case.strategy,
+        world_size=case.shards if hybrid else case.cluster.gpus,
+        precision="fp32" if case.dtype == "fp32" else "bf16" if sharded else "bf16-autocast",
+        checkpointing=kept_levels(case.checkpointing, shape.num_layers),
+        loss_chunk=LOGITS_CHUNK if case.fused_loss else None,
+        accumulates=case.micro_batches > 1,
+        fused=case.compiled or case.kernels == "fused",
+    ).moments
+    if case.strategy != "fsdp2":
+        return list(moments)
+    # Its root unit (embedding, norm, head) and its last block stay unsharded from forward to backward.
+    ends = (1 if shape.tie_embeddings else 2) * shape.embedding_parameters
+    unsharded = (FP32 if case.dtype == "fp32" else 2) * (ends + shape.block_parameters)
+    return [(phase, replace(moment, gathered=unsharded) if "loss" in phase else moment) for phase, moment in moments]
+
+
+def shortage(case: Case) -> str | None:
+    """By how much a case does not fit its GPUs, and what would; None if it does."""
+    usable = USABLE * case.cluster.gpu.hbm_bytes
+    needed = max(moment.total for _, moment in peak(case))
+    if needed <= usable:
+        return None
+    states = 16 * case.model.num_parameters / case.cluster.gpus
+    text = (f"{case.name} needs {needed / 2**30:.1f} GiB per GPU of {case.cluster.gpu.name}, {usable / 2**30:.1f} are "
+            f"usable: {(needed - usable) / 2**30:.1f} too few. ")  # fmt: skip
+    if states > usable:
+        fewest = -(-16 * case.model.num_parameters // int(usable))
+        return text + f"The states alone, fully sharded, need {fewest} GPUs"
+    options = {
+        "fsdp": replace(case, strategy="fsdp", group=None),
+        "recompute full": replace(case, recompute=FULL, recompute_every=1),
+        "batch 1": replace(case, batch=1),
+        "fsdp, recompute full, batch 1": replace(case, strategy="fsdp", group=None, recompute=FULL, batch=1),
+    }
+    helps = [what for what, other in options.items() if max(m.total for _, m in peak(other)) <= usable]
+    return text + (f"What fits: {'; or '.join(helps)}" if helps else "A shorter context, or more GPUs with fsdp")

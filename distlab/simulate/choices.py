@@ -1,0 +1,101 @@
+"""Ways to run a model's step on a cluster: all of them, and of each memory and time, estimated and simulated."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from distlab.model import ModelConfig
+from distlab.simulate.estimate import estimate_step
+from distlab.simulate.run import hybrid, simulate_training
+from distlab.simulate.timeline import Machine, replay
+from distlab.theory.memory.peak import StepMemory
+from distlab.theory.model_shape import divisors
+from distlab.theory.step_time import StepTime
+from distlab.train.requirements import PlannedStep
+
+STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp", "hsdp")
+RECOMPUTATION = ("none", "selective", "block")  # tried unless others are named
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way.
+
+    Args:
+        strategy: of `STRATEGIES`.
+        micro_batch, micro_batches: sequences per rank at once, and how many times in a step.
+        recompute: what blocks keep, see `distlab.model.kept_levels`.
+        group: of `hsdp`, ranks that share a copy of the parameters.
+    """
+
+    strategy: str
+    micro_batch: int
+    micro_batches: int = 1
+    recompute: str = "none"
+    group: int | None = None
+
+    def __str__(self) -> str:
+        group = f" in {self.group}s" if self.group else ""
+        recomputed = {"none": "", "block": " recomputed"}.get(self.recompute, f" {self.recompute}")
+        return f"{self.strategy}{group} × {self.micro_batch}{recomputed}"
+
+
+def choices(
+    ranks: int,
+    devices_per_node: int,
+    per_rank: int,
+    strategies: Sequence[str] = STRATEGIES,
+    recomputation: Sequence[str] = RECOMPUTATION,
+) -> Iterator[Choice]:
+    """Every strategy with every micro-batch that divides a rank's sequences, and, for `hsdp`, groups of one node and of
+    2, 4, 8, … nodes that divide the ranks and are fewer.
+    """
+    groups = [devices_per_node * 2**k for k in range(ranks.bit_length())]
+    groups = [group for group in groups if group < ranks and ranks % group == 0]
+    for strategy in strategies:
+        for group in groups if strategy == "hsdp" else [None]:
+            for recompute in recomputation:
+                for micro in sorted(divisors(per_rank), reverse=True):
+                    yield Choice(strategy, micro, per_rank // micro, recompute, group)
+
+
+def memory(config: ModelConfig, choice: Choice, ranks: int, dtype: str = "bf16") -> StepMemory:
+    """Of a rank, in closed form."""
+    step = PlannedStep(
+        config,
+        choice.micro_batch,
+        choice.strategy,
+        dtype,
+        checkpointing=choice.recompute,
+        accumulates=choice.micro_batches > 1,
+        shard_size=choice.group,
+    )
+    return step.memory(ranks)
+
+
+def estimated(config: ModelConfig, choice: Choice, machine: Machine, ranks: int, dtype: str = "bf16") -> StepTime:
+    """The step's time in closed form."""
+    return estimate_step(
+        config,
+        choice.strategy,
+        machine,
+        batch=choice.micro_batch,
+        ranks=ranks,
+        dtype=dtype,
+        checkpointing=choice.recompute,
+        micro_batches=choice.micro_batches,
+        group=choice.group,
+    )
+
+
+def simulated(config: ModelConfig, choice: Choice, machine: Machine, ranks: int, dtype: str = "bf16") -> float:
+    """Seconds of the step by events: the strategy's own code on fake ranks, replayed on the machine."""
+    step = simulate_training(
+        config,
+        "fsdp" if choice.strategy == "hsdp" else choice.strategy,
+        batch=choice.micro_batch,
+        world_size=choice.group or ranks,
+        dtype=dtype,
+        checkpointing=choice.recompute,
+        micro_batches=choice.micro_batches,
+    )
+    return replay(hybrid(step, ranks) if choice.strategy == "hsdp" else step, machine).step_ms / 1e3

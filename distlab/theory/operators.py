@@ -1,0 +1,261 @@
+"""What a training step launches, operator by operator: FLOPs and bytes of each, from the model's numbers alone.
+
+The lab's Transformer as it runs with torch's operators (`eager`), counted as `distlab.simulate.events` counts the real
+one (a test holds both against each other); the same after torch.compile or with fused kernels (`fused`), where each
+chain of element-wise operations reads its inputs once and writes its outputs once; and `composite`: eager with an
+RMSNorm taken apart in fp32, as torch before 2.8 ran it.
+
+Letters: n tokens at once, d d_model, f d_ff, k width of all keys, V vocabulary; c bytes of the computation, r of the
+residual stream. Attention is causal: it counts half of the scores; its backward makes five matmuls where forward makes
+two.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from distlab.theory.checks import at_least_one
+from distlab.theory.memory.activations import FP32, Precision
+from distlab.theory.memory.recompute import KEEPS, RECOMPUTATION
+from distlab.theory.model_shape import ModelShape
+
+ATTENTION = "_scaled_dot_product_attention"
+KERNELS = ("eager", "composite", "fused")
+# Bytes per element of an RMSNorm in separate operators, x in two bytes: to fp32 6, square 8, mean 4, scaled 8, back 6,
+# weight 4; backward about two and a half times as many (torch 2.6's at::rms_norm and the formulas of its operators).
+COMPOSITE_NORM = (36, 92)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One operator: its FLOPs (matmuls and attention only), the bytes it reads and writes, its phase."""
+
+    name: str
+    flops: int
+    bytes: int
+    phase: str
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it is fused attention, forward or backward."""
+        return "dot_product" in self.name  # torch has several
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one rank computes in a micro-batch.
+
+    Args:
+        shape: of the model.
+        batch, context: sequences, and tokens in each.
+        precision: bytes per element; `copies_weights` for autocast.
+        kernels: `eager`, `composite` or `fused`, see above.
+        keep: what blocks keep of their forward, a name of `distlab.theory.memory.recompute.KEEPS`; the rest runs again
+            in backward. `none`: all is kept.
+        fused_loss: cross-entropy with the head, by chunks: the logits never stand in memory, and forward makes the
+            gradients.
+        shards: ranks that parameters are sharded over; None for a strategy that keeps them whole.
+
+    Raises:
+        ValueError: an unknown name, or a size below one.
+    """
+
+    shape: ModelShape
+    batch: int
+    context: int
+    precision: Precision
+    kernels: str = "eager"
+    keep: str = "none"
+    fused_loss: bool = False
+    shards: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least_one(batch=self.batch, context=self.context, shards=self.shards or 1)
+        for name, allowed in (("kernels", KERNELS), ("keep", RECOMPUTATION)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}")
+
+    @property
+    def tokens(self) -> int:
+        """n."""
+        return self.batch * self.context
+
+    def outside(self) -> list[Compute]:
+        """Everything but the blocks: embedding, final norm, head, loss, optimizer."""
+        return [*self._ends_forward(), *self._ends_backward(), self._update()]
+
+    def block(self) -> list[Compute]:
+        """One block: forward, what runs again, backward."""
+        unit = self._unit(sum(self.shape.matrices_per_block))
+        forward = [Compute(*each, "forward") for each in (*unit, *self._forward())]
+        again = [Compute(*each, "backward") for each in self._again()]
+        return [*forward, *again, *(Compute(*each, "backward") for each in self._backward())]
+
+    # -- one block ------------------------------------------------------------------------------------------------
+
+    def _matmul(self, inputs: int, outputs: int, n: int | None = None) -> tuple[str, int, int]:
+        n, c = n or self.tokens, self.precision.compute
+        return "mm", 2 * n * inputs * outputs, c * (n * inputs + inputs * outputs + n * outputs)
+
+    def _both_gradients(self, inputs: int, outputs: int) -> Iterator[tuple[str, int, int]]:
+        """Of a matmul's weight, which autocast's linear layers write in fp32, and of its input."""
+        name, flops, moved = self._matmul(inputs, outputs)
+        yield name, flops, moved + (FP32 - self.precision.compute) * self.precision.copies_weights * inputs * outputs
+        yield name, flops, moved
+
+    def _cast(self, weight: int) -> Iterator[tuple[str, int, int]]:
+        if self.precision.copies_weights:
+            yield "_to_copy", 0, (FP32 + self.precision.compute) * weight
+
+    def _norm(self, adds: bool) -> Iterator[tuple[str, int, int]]:
+        """RMSNorm of the residual stream, to which a branch is added first where `adds`."""
+        nd, c, r = self.tokens * self.shape.d_model, self.precision.compute, self.precision.residual
+        if self.kernels == "fused":
+            yield "add_rms_norm" if adds else "rms_norm", 0, ((c + r) * adds + r + c) * nd
+            return
+        if self.shards is not None:  # the weight stays in fp32
+            yield "_to_copy", 0, (FP32 + c) * self.shape.d_model
+        if adds:
+            yield "add", 0, (c + 2 * r) * nd
+        yield "rms_norm", 0, (COMPOSITE_NORM[0] if self.kernels == "composite" else 2 * r) * nd
+        if r != c:
+            yield "_to_copy", 0, (r + c) * nd
+
+    def _norm_backward(self) -> Iterator[tuple[str, int, int]]:
+        """And the sum with what comes down the residual stream."""
+        nd, c, r = self.tokens * self.shape.d_model, self.precision.compute, self.precision.residual
+        if self.kernels == "fused":
+            yield "rms_norm_backward", 0, (c + 3 * r) * nd
+            return
+        if r != c:
+            yield "_to_copy", 0, (r + c) * nd
+        yield "rms_norm_backward", 0, (COMPOSITE_NORM[1] if self.kernels == "composite" else 4 * r) * nd
+        yield "add", 0, 3 * r * nd
+
+    def _rope(self, backward: bool = False) -> Iterator[tuple[str, int, int]]:
+        """Rotation of queries and keys in fp32; backward also puts the gradients of q, k and v together."""
+        shape, c, n = self.shape, self.precision.compute, self.tokens
+        rotated, all_three = n * (shape.d_model + shape.kv_width), n * (shape.d_model + 2 * shape.kv_width)
+        cast, add = ("_to_copy", 0, (FP32 + c) * rotated), ("add", 0, 3 * FP32 * rotated)
+        if self.kernels == "fused":
+            yield "rope", 0, 2 * c * (rotated + all_three * backward)
+        elif backward:
+            mul, roll = ("mul", 0, 2 * FP32 * rotated), ("roll", 0, 2 * c * rotated)
+            together = [("cat", 0, 2 * c * all_three)] * 2
+            yield from (roll, *[cast] * (3 * (c != FP32)), mul, roll, mul, add, *together)
+        else:
+            mul = "mul", 0, (c + FP32) * rotated
+            yield from (mul, ("roll", 0, 2 * c * rotated), mul, add, *[cast] * (c != FP32))
+
+    def _attention(self, matmuls: int) -> tuple[str, int, int]:
+        shape, c, n = self.shape, self.precision.compute, self.tokens
+        times = 1 if matmuls == 2 else 2
+        moved = times * c * n * (2 * shape.d_model + 2 * shape.kv_width) + FP32 * n * shape.num_heads
+        return ATTENTION, matmuls * n * self.context * shape.d_model, moved
+
+    def _swiglu(self) -> Iterator[tuple[str, int, int]]:
+        nf, c = self.tokens * self.shape.d_ff, self.precision.compute
+        if self.kernels == "fused":
+            yield "swiglu", 0, 3 * c * nf
+        else:
+            yield from (("silu", 0, 2 * c * nf), ("mul", 0, 3 * c * nf))
+
+    def _add(self) -> tuple[str, int, int]:
+        return "add", 0, (self.precision.compute + 2 * self.precision.residual) * self.tokens * self.shape.d_model
+
+    def _forward(self, kept: Sequence[str] = ()) -> Iterator[tuple[str, int, int]]:
+        """But for the operators whose results were kept."""
+        (qkv, _), (d, _), (f, _) = self.shape.matrix_shapes_per_block[:3]
+
+        def linear(name: str, inputs: int, outputs: int) -> Iterator[tuple[str, int, int]]:
+            yield from self._cast(inputs * outputs)
+            if name not in kept:
+                yield self._matmul(inputs, outputs)
+
+        yield from self._norm(adds=False)
+        yield from linear("qkv", d, qkv)
+        yield from self._rope()
+        if "attention" not in kept:
+            yield self._attention(2)
+        yield from linear("output", d, d)
+        yield from self._norm(adds=True)
+        yield from linear("w1", d, f)
+        yield from linear("w3", d, f)
+        yield from self._swiglu()
+        yield from linear("w2", f, d)
+        yield self._add()
+
+    def _again(self) -> Iterator[tuple[str, int, int]]:
+        """All that was not kept, up to the last matmul, whose result nobody needs (autocast's runs before torch sees
+        that all is there).
+        """
+        if self.keep != "none":
+            kept = KEEPS[self.keep]
+            yield from list(self._forward(kept if self.precision.copies_weights else (*kept, "w2")))[:-1]
+
+    def _backward(self) -> Iterator[tuple[str, int, int]]:
+        (qkv, _), (d, _), (f, _) = self.shape.matrix_shapes_per_block[:3]
+        c, n = self.precision.compute, self.tokens
+        yield from self._both_gradients(f, d)
+        if self.kernels == "fused":
+            yield "swiglu_backward", 0, 6 * c * n * f
+        else:
+            yield from (("mul", 0, 3 * c * n * f),) * 2
+            yield "silu_backward", 0, 3 * c * n * f
+        for _ in range(2):
+            yield from self._both_gradients(d, f)
+        yield "add", 0, 3 * c * n * d
+        yield from self._norm_backward()
+        yield from self._both_gradients(d, d)
+        yield self._attention(5)
+        yield from self._rope(backward=True)
+        yield from self._both_gradients(d, qkv)
+        yield from self._norm_backward()
+        yield from self._unit(sum(self.shape.matrices_per_block), backward=True)
+
+    def _unit(self, weight: int, backward: bool = False) -> Iterator[tuple[str, int, int]]:
+        """FSDP: its shard cast before each of two gathers, and its gradients copied into the buffer they leave from."""
+        if self.shards is not None:
+            casts = FP32 + self.precision.compute
+            yield "_to_copy", 0, casts * weight // self.shards
+            if backward:
+                yield "_foreach_copy_", 0, casts * weight
+
+    # -- the rest -------------------------------------------------------------------------------------------------
+
+    @property
+    def _copies(self) -> int:
+        """Matrices of the embedding's size."""
+        return 1 if self.shape.tie_embeddings else 2
+
+    def _ends_forward(self) -> Iterator[Compute]:
+        c, r, n = self.precision.compute, self.precision.residual, self.tokens
+        d, nv = self.shape.d_model, n * self.shape.vocab_size
+        yield Compute("embedding", 0, r * (self.shape.embedding_parameters + n * d), "forward")
+        ends = [unit for _ in range(self._copies) for unit in self._unit(self.shape.embedding_parameters)]
+        ends += [*self._norm(adds=False), *self._cast(self.shape.embedding_parameters)]
+        ends.append(self._matmul(d, self.shape.vocab_size))
+        if self.fused_loss:
+            ends += [("linear_cross_entropy", 0, 2 * c * nv), *self._both_gradients(d, self.shape.vocab_size)]
+        else:
+            ends += [("_to_copy", 0, (FP32 + c) * nv)] * (c != FP32)
+            ends += [("_log_softmax", 0, 2 * FP32 * nv), ("nll_loss", 0, FP32 * nv)]
+        yield from (Compute(*each, "forward") for each in ends)
+
+    def _ends_backward(self) -> Iterator[Compute]:
+        c, r, n = self.precision.compute, self.precision.residual, self.tokens
+        shape, nv = self.shape, n * self.shape.vocab_size
+        ends = []
+        if not self.fused_loss:
+            ends = [("nll_loss_backward", 0, 2 * FP32 * nv), ("_log_softmax_backward", 0, 3 * FP32 * nv)]
+            ends += [("_to_copy", 0, (FP32 + c) * nv)] * (c != FP32)
+            ends += self._both_gradients(shape.d_model, shape.vocab_size)
+        ends += self._norm_backward()
+        written = (r if self.shards is not None else FP32) * shape.embedding_parameters
+        ends.append(("embedding_backward", 0, written + r * n * shape.d_model))
+        for _ in range(self._copies):
+            ends += self._unit(shape.embedding_parameters, backward=True)
+        yield from (Compute(*each, "backward") for each in ends)
+
+    def _update(self) -> Compute:
+        """AdamW reads and writes parameters, gradients and both moments, in fp32."""
+        return Compute("_fused_adamw_", 0, 8 * FP32 * self.shape.num_parameters, "optimizer")

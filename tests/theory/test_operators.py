@@ -1,0 +1,79 @@
+"""The operators in closed form against the events of the simulated model: FLOPs exactly, bytes nearly."""
+
+from dataclasses import replace
+
+import pytest
+
+from distlab.model import ModelConfig, config
+from distlab.simulate.run import simulate_training
+from distlab.theory.flops import forward_flops
+from distlab.theory.memory.activations import PRECISIONS
+from distlab.theory.memory.recompute import RECOMPUTATION, recomputed_flops
+from distlab.theory.model_shape import ModelShape
+from distlab.theory.operators import Workload
+
+CONFIG = ModelConfig(1024, 2816, 3, 8, vocab_size=5000, context_length=512)
+SHAPE = ModelShape.of(CONFIG)
+
+
+def total(work: Workload, what: str, phase: str = "") -> int:
+    operators = work.outside() + work.block() * work.shape.num_layers
+    return sum(getattr(each, what) for each in operators if phase in ("", each.phase))
+
+
+@pytest.mark.parametrize(
+    "strategy, dtype, keep, ranks",
+    [*(("local", "bf16", keep, 1) for keep in RECOMPUTATION), ("local", "fp32", "none", 1),
+     *(("fsdp", "bf16", keep, 4) for keep in RECOMPUTATION)],
+)  # fmt: skip
+def test_as_the_simulated_model(strategy, dtype, keep, ranks):
+    """Bytes within 3 %: rotary tables and scalars are left out, and every unit counts as gathered twice."""
+    step = simulate_training(CONFIG, strategy, batch=2, world_size=ranks, dtype=dtype, checkpointing=keep)
+    precision = "fp32" if dtype == "fp32" else "bf16-autocast" if strategy == "local" else "bf16"
+    shards = ranks if strategy == "fsdp" else None
+    work = Workload(SHAPE, 2, 512, PRECISIONS[precision], keep=keep, shards=shards)
+    for phase in ("forward", "backward"):
+        events = [event for event in step.operators if event.phase == phase]
+        assert total(work, "flops", phase) == sum(event.flops for event in events)
+        assert total(work, "bytes", phase) == pytest.approx(sum(event.bytes for event in events), rel=0.03)
+
+
+def test_grouped_queries_and_recomputation():
+    work = Workload(SHAPE, 2, 512, PRECISIONS["bf16"])
+    sizes = {"batch": 2, "context": 512, "d_model": 1024, "d_ff": 2816, "num_layers": 3, "vocab_size": 5000}
+    assert total(work, "flops", "forward") == forward_flops(**sizes, causal=True).total
+    grouped = replace(work, shape=replace(SHAPE, num_kv_heads=2))
+    assert total(grouped, "flops", "forward") == forward_flops(**sizes, causal=True, kv_width=256).total
+    for shape, kv_width in ((SHAPE, 1024), (grouped.shape, 256)):
+        whole = replace(work, shape=shape)
+        for keep in RECOMPUTATION:
+            again = total(replace(whole, keep=keep), "flops") - total(whole, "flops")
+            assert again == recomputed_flops((keep,) * 3, **sizes, causal=True, kv_width=kv_width), keep
+    again = total(replace(work, keep="selective"), "flops") - total(work, "flops")
+    assert again == 3 * 2 * 2 * 512 * (1024 * 1024 + 1024 * 2816)  # output and w3 run again
+
+
+def test_theory_and_model_name_alike_what_blocks_keep():
+    assert set(RECOMPUTATION) == set(config.RECOMPUTATION)
+
+
+def test_fused_kernels_move_less():
+    eager = Workload(SHAPE, 2, 512, PRECISIONS["bf16"])
+    fused, composite = replace(eager, kernels="fused"), replace(eager, kernels="composite")
+    assert total(fused, "bytes") < total(eager, "bytes") < total(composite, "bytes")
+    assert total(fused, "flops") == total(eager, "flops") == total(composite, "flops")
+    chunked = replace(eager, fused_loss=True)  # the same matmuls, earlier
+    assert total(chunked, "flops") == total(eager, "flops") and total(chunked, "bytes") < total(eager, "bytes")
+
+
+@pytest.mark.parametrize(
+    "wrong, says", [({"kernels": "slow"}, "eager, composite, fused"), ({"keep": "some"}, "gate-up, selective, none")]
+)
+def test_refused(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        Workload(SHAPE, 2, 512, PRECISIONS["bf16"], **wrong)
+
+
+def test_heads_that_do_not_group():
+    with pytest.raises(ValueError, match="num_kv_heads=3 does not divide num_heads=8"):
+        replace(SHAPE, num_kv_heads=3)
