@@ -1,8 +1,9 @@
 # make bench   install and run the main job: every data-parallel strategy beside torch's
 # make test    install, lint, run all tests (gloo ranks and interpreted Triton; GPU tests skip without a GPU)
 # make tables  redraw the tables of README.md and docs/ from records/
+# make docs    the documentation site, in site/ (mkdocs: an optional extra)
 # make size    statements and lines of each package
-.PHONY: tables size install bench test test-gpu test-commands lint clean
+.PHONY: docs tables size install bench test test-gpu test-commands lint clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,8 +35,13 @@ test-gpu: install
 tables: install
 	$(BIN)/distlab tables
 
+docs: install
+	$(BIN)/python -c "import mkdocs, mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install --quiet -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo site/index.html
+
 size:
 	$(PYTHON) tests/size.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info outputs .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info outputs site .pytest_cache .ruff_cache

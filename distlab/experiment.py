@@ -177,7 +177,9 @@ class Experiment(Generic[C]):
             small = "; --quick runs a small form here" if "quick" in self.presets else ""
             raise ValueError(f"{self.name} needs {self.gpus} GPU{'s' * (self.gpus > 1)}, and there are "
                              f"{torch.cuda.device_count()} here{small}")  # fmt: skip
-        return self.config(**self.preset(frame.preset, on_gpu) | given(self.config, args)), frame
+        asked = given(self.config, args)
+        self.config.check_given(asked)
+        return self.config(**self.preset(frame.preset, on_gpu) | asked), frame
 
     def run(self, config: C, context: RankContext, frame: argparse.Namespace) -> int:
         """Open the run, measure, write and say; call it on every rank. Returns the exit code.

@@ -71,6 +71,10 @@ class Options:
         given = {each.name: known[each.name] for each in fields(cls) if each.name in known}
         return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
 
+    @classmethod
+    def check_given(cls, given: Mapping[str, Any]) -> None:
+        """Raise ValueError for options that were given together and must not be; defaults and presets do not count."""
+
     def __post_init__(self) -> None:
         for each, _, several in _described(type(self)):
             value = getattr(self, each.name)

@@ -42,7 +42,8 @@ from distlab.measure import (
     peak_memory,
     percentiles,
 )
-from distlab.model import TransformerLM, checkpoint_groups, cross_entropy
+from distlab.model import TransformerLM, checkpoint_groups, checkpoint_plan, cross_entropy
+from distlab.model.config import KEPT
 from distlab.precision import DTYPES, autocast
 from distlab.report import NOISE, TIE, interval_ties, noise_of, stacked_bars
 from distlab.simulate.run import simulate_step
@@ -71,7 +72,8 @@ class CheckpointingConfig(BenchOptions, TimingOptions):
     checkpointing: str = "none"  # see `groups`
     dtype: str = option("fp32", "of the computation", choices=tuple(PRECISION))
     groups: tuple[str, ...] = option(
-        (*SINGLE, "every-32", "every-8-2", "every-8-1"), "none, block, every-K or every-K-J, several of them"
+        (*SINGLE, "every-32", "every-8-2", "every-8-1"),
+        "none, block, every-K or every-K-J, or what blocks keep, as --checkpointing of distlab train; several of them",
     )
     count: bool = option(False, "count peaks on fake tensors too, seconds to a quarter of a minute each")
     threads: int | None = option(None, "of a CPU [torch's]", least=1)
@@ -81,7 +83,7 @@ class CheckpointingConfig(BenchOptions, TimingOptions):
         if self.steps * self.rounds < MIN_PAIRS:
             raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
         for choice in self.groups:
-            checkpoint_groups(choice)
+            checkpoint_plan(choice, self.model().num_layers)
 
     def choices(self) -> tuple[str, ...]:
         """The ways to group, the base first."""
@@ -95,7 +97,7 @@ def measure(config: CheckpointingConfig, context: RankContext, run: Run) -> None
         MemoryError: on a CPU a way that does not fit, on a GPU all of them.
     """
     plain = config.planned(mode="forward_backward")
-    planned = [replace(plain, checkpointing=checkpoint_groups(choice)) for choice in config.choices()]
+    planned = [replace(plain, checkpointing=choice) for choice in config.choices()]
     require(planned, context.device, some=context.device.type == "cuda")
     bench = Bench(config, context.device)
     with cpu_threads(config.threads):
@@ -136,7 +138,7 @@ class Bench:
         """A round of one way: warm up, then time forward and backward of each step."""
         if self.found.get(choice, {}).get("status", "ok") != "ok":
             return
-        self.model.checkpoint_blocks = checkpoint_groups(choice) or False
+        self.model.checkpoint_blocks = choice
         found = attempt(lambda: self._round(choice))
         self.model.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
@@ -181,22 +183,23 @@ class Bench:
 
     def predicted(self, choice: str) -> dict[str, float | int | str]:
         """The closed forms; the time from the measured step without checkpointing, if that one ran."""
-        groups, model, base = checkpoint_groups(choice), self.shape, self.times.get(BASE)
-        memory = self.closed_form(groups)
+        model, base = self.shape, self.times.get(BASE)
+        plan = checkpoint_plan(choice, model.num_layers)
+        memory = self.closed_form(plan)
         found: dict[str, float | int | str] = {
             "predicted_peak_bytes": memory.peak.total,
             "predicted_counted_peak_bytes": memory.peak.total - self.workspace_bytes,
             "predicted_peak_phase": memory.peak_phase,
-            "blocks_run_again": blocks_run_again(model.num_layers, groups)[0],
+            "blocks_run_again": blocks_run_again(model.num_layers, checkpoint_groups(choice))[0],
         }
         if base is not None:
             sizes = model.sizes(self.config.batch)
-            again = recomputed_flops(groups, causal=True, **sizes) / forward_flops(causal=True, **sizes).total
+            again = recomputed_flops(plan, causal=True, **sizes) / forward_flops(causal=True, **sizes).total
             forward, step = (percentiles(base[phase])["p50"] for phase in ("forward", "step"))
             found["predicted_step_ms"] = step + again * forward
         return found
 
-    def closed_form(self, groups: tuple[int, ...]) -> StepMemory:
+    def closed_form(self, plan: tuple[int, ...] | tuple[str, ...]) -> StepMemory:
         """Memory of a step without an optimizer."""
         return step_memory(
             ModelShape.of(self.shape),
@@ -204,7 +207,7 @@ class Bench:
             context=self.shape.context_length,
             precision=PRECISION[self.config.dtype],
             attention=self.shape.attention,
-            checkpointing=groups,
+            checkpointing=plan,
             optimizer="sgd",
             workspace_bytes=self.workspace_bytes,
         )
@@ -257,7 +260,8 @@ def findings(records: Sequence[Record]) -> list[str]:
     ]
     for metric, words in (("peak_alloc_bytes", "Measured"), ("counted_peak_bytes", "On fake tensors")):
         single = {r.variant: r.metrics[metric] for r in records
-                  if r.metrics.get(metric) is not None and len(checkpoint_groups(r.variant)) == 1}  # fmt: skip
+                  if r.metrics.get(metric) is not None and r.variant not in KEPT[1:] and ":" not in r.variant
+                  and len(checkpoint_groups(r.variant)) == 1}  # fmt: skip
         if single:
             best = min(single, key=single.__getitem__)
             found.append(

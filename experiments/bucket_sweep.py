@@ -117,7 +117,7 @@ def _backward_alone_and_disturbed(
     running all-reduce does to it.
     """
     model = TransformerLM(config.model(), device=context.device, seed=config.seed)
-    tokens, loss_fn = synthetic_batches(context, config)[0], loss_function(config.ops)
+    tokens, loss_fn = synthetic_batches(context, config)[0], loss_function(config.model())
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def forward() -> torch.Tensor:
@@ -328,6 +328,7 @@ VIEW = View(
         Column("metrics.predicted_exposed_comm_ms", "exposed", ".1f", missing=""),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, missing=""),
     ],
+    next=("distlab run ddp_bench --bucket-size-mb auto", "distlab run scaling"),
     headline=headline,
     terminal=(
         *("variant", "buckets", "step_p50_ms", "noise_pct", "predicted_step_ms", "error_pct"),

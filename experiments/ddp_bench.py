@@ -6,6 +6,7 @@ communication ran and how much of that compute covered (from the profiler), and 
 training in one process.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from distlab.bench.reference import parameter_difference
+from distlab.bench.task import OwnModel
 from distlab.bench.timing import BenchOptions, Timing, Variant, Workbench, peak_of, variants
 from distlab.experiment import (
     Column,
@@ -27,8 +29,10 @@ from distlab.experiment import (
     headline_from,
     option,
 )
+from distlab.files import write_whole
 from distlab.measure import (
     MIN_PAIRS,
+    CollectiveRecorder,
     StepAccount,
     account,
     closes,
@@ -41,9 +45,11 @@ from distlab.measure import (
     own_noise_floor,
     paired_ratio,
     percentiles,
+    within,
 )
+from distlab.measure.trace.capture import Event
 from distlab.model import TransformerLM
-from distlab.parallel import STRATEGIES, strategies_on
+from distlab.parallel import STRATEGIES, check_shard_size, strategies_on
 from distlab.precision import DTYPES
 from distlab.report import (
     NOISE,
@@ -56,18 +62,22 @@ from distlab.report import (
     timeline,
     waiting,
 )
+from distlab.report.spans import FILE as ZOOMABLE
+from distlab.report.spans import Span, zoomable
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.volume import model_volume
 
-OOM = "OOM"
+OOM, REFUSED = "OOM", "refused"
 SWEEPS = Path(__file__).parents[1] / "records" / "bucket_sweep"
 
 
 @dataclass(frozen=True)
-class DDPBenchConfig(BenchOptions, TimingOptions):
+class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
     """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
 
-    strategies: tuple[str, ...] = option(strategies_on("cpu"), "what to compare", choices=tuple(STRATEGIES))
+    strategies: tuple[str, ...] = option(
+        strategies_on("cpu", meshes=False), "what to compare", choices=tuple(STRATEGIES)
+    )
     bucket_sizes_mb: tuple[Any, ...] = option(
         (4.0,),
         "MiB per bucket, one or several (a row each); none for unbounded, auto for a bucket sweep's best",
@@ -77,12 +87,16 @@ class DDPBenchConfig(BenchOptions, TimingOptions):
         flag="--bucket-size-mb",
     )
     bucket_sweep: tuple[str, ...] = option((), "records of bucket_sweep for auto [records/bucket_sweep/*.json]")
+    shard_size: int | None = option(
+        None, "ranks that share one model, for hsdp, torch-hsdp and bucketed-two-level [those of a host]", least=1
+    )
     in_turn: bool = option(False, "attach all variants at once, one step each in turn; takes the memory of all")
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
     profile_steps: int = option(1, "steps per trace, of which the median is shown; 0 for none", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_shard_size(self.shard_size, self.strategies)
         if self.steps * self.rounds < MIN_PAIRS:
             raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
         if "auto" in self.bucket_sizes_mb and len(self.bucket_sizes_mb) > 1:
@@ -106,38 +120,54 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         sizes = (best_bucket_size(known, device_name=run.header.environment["device_name"],
                                   world_size=context.world_size, **asked),)  # fmt: skip
         run.progress(f"bucket size by the sweep: {sizes[0] or 'unbounded'}")
-    rows = variants(config.strategies, sizes)
+    rows = variants(config.strategies, sizes, config.shard_size)
     bench = config.workbench(context, rows, some=True)
+    facts = config.facts(context)
+    refused = config.refusals(context, rows)
+    for name, reason in refused.items():
+        run.progress(f"{name} is left out: {reason}")
+    rows = [row for row in rows if row.name not in refused]
+    task = None if config.factory is None else config.task()
     differences = {}
     for variant in rows if config.check_steps else []:
         if variant.strategy.synchronizes:
             run.progress(f"checking {variant.name} against one process")
-            differences[variant.name] = parameter_difference(context, variant, steps=config.check_steps)
-    run.progress(f"building {config.size}: {bench.shape.num_parameters / 1e6:,.1f} M parameters")
+            differences[variant.name] = parameter_difference(
+                context, variant, steps=config.check_steps, task=task
+            )
+    run.progress(f"building {config.factory or config.size}: {facts['num_parameters'] / 1e6:,.1f} M parameters")
     timings = _timed(config, bench, rows, run)
     steps = {name: timing.phases["step"] for name, timing in timings.items() if not timing.out_of_memory}
     accounts: dict[str, StepAccount] = {}
     drawn: dict[str, Any] = {}  # variant → one step of its trace, for the timeline
+    spans: dict[str, list[Span]] = {}  # variant → the same, span by span, for the page
     for variant in rows:
         metrics = timings[variant.name].metrics()
         if variant.name in steps:
             run.progress(f"explaining {variant.name}")
             metrics |= _rates(config, context, metrics["step_p50_ms"]) | against_others(variant.name, steps)
+            metrics["step_samples_ms"] = steps[variant.name]
             metrics["noise_floor_pct"] = own_noise_floor(steps[variant.name])
             metrics["noise_pct"] = noise_of(metrics)
-            metrics |= sent(bench, variant)
+            recorder = bench.record_collectives(variant)
+            metrics |= sent(bench, variant, recorder)
             metrics |= overlap(bench, variant, run.path, config.profile_steps, accounts, drawn)
             if context.device.type == "cuda" and "busy_ms" in metrics:
                 metrics["gpu_idle_pct"] = 100 * max(0.0, 1 - metrics["busy_ms"] / metrics["step_p50_ms"])
+            if config.profile_steps:
+                spans[variant.name] = named_spans(drawn[variant.name][1], recorder, variant)
             metrics["max_abs_param_diff"] = differences.get(variant.name)
         size = variant.bucket_size_mb if variant.strategy.has_buckets else None
-        run.add(variant.name, metrics, **config.facts(context), bucket_size_mb=size)
+        run.add(variant.name, metrics, **facts, bucket_size_mb=size)
+    for name, reason in refused.items():
+        run.add(name, {"step_p50_ms": REFUSED, "refusal": reason}, **facts, bucket_size_mb=None)
     for record in run.records:
         record.metrics.update(explanation(record, accounts))
     run.save()
     if context.is_main and drawn:
         title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
-        timeline(run.path / "timeline.png", drawn, title=title)
+        timeline(run.path / "timeline.png", {name: seen for name, (seen, _) in drawn.items()}, title=title)
+        write_whole(run.path / ZOOMABLE, json.dumps(zoomable(spans), separators=(",", ":")))
 
 
 def _timed(config: DDPBenchConfig, bench: Workbench, rows: Sequence[Variant], run: Run) -> dict[str, Timing]:
@@ -154,7 +184,7 @@ def _timed(config: DDPBenchConfig, bench: Workbench, rows: Sequence[Variant], ru
         if not is_out_of_memory(error):
             raise
         raise MemoryError(
-            f"{config.size} with batch {config.batch} × context {bench.shape.context_length} in {config.dtype} does "
+            f"{config.factory or config.size} with batch {config.batch} in {config.dtype} does "
             f"not fit in the memory of {bench.context.device} on rank {bench.context.rank}: pass a smaller --batch, "
             "--context or --size"
         ) from error
@@ -191,6 +221,8 @@ def best_bucket_size(
 
 
 def _rates(config: DDPBenchConfig, context: RankContext, step_ms: float) -> dict[str, float | None]:
+    if config.factory is not None:  # whose operations and tokens nobody counts
+        return {"examples_per_s": config.batch * context.world_size / (step_ms / 1e3)}
     model = config.model()
     share = mfu(step_flops(**model.sizes(config.batch)), step_ms / 1e3, peak_of(context.device, config.dtype))
     tokens = config.batch * model.context_length * context.world_size
@@ -221,14 +253,16 @@ def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str,
     return found
 
 
-def sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
+def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> dict[str, int | bool | None]:
     """Collectives and bytes of one step, counted, beside the closed form."""
-    recorder = bench.record_collectives(variant)
+    if bench.options.factory is not None:
+        return {"collectives_per_step": recorder.count, "comm_bytes_per_step": recorder.total_bytes}
     expected = model_volume(
         variant.strategy.name,
         TransformerLM(bench.shape, device="meta").named_parameters(),
         bucket_size_mb=variant.bucket_size_mb,
         world_size=bench.context.world_size,
+        shard_size=variant.shard_size,
         compute_itemsize=(DTYPES[bench.options.dtype] or torch.float32).itemsize,
     )
     seen, said = (recorder.count, recorder.total_bytes), expected and (expected.collectives, expected.bytes)
@@ -252,7 +286,7 @@ def overlap(
     bench.profile(variant, path, steps)
     events = load_trace(path)
     seen, gathers = account(events), exposed_all_gathers(events)
-    accounts[variant.name], drawn[variant.name] = seen, lanes(events)
+    accounts[variant.name], drawn[variant.name] = seen, (lanes(events), within(events))
     return {
         "exposed_all_gather_forward_ms": gathers[0],
         "exposed_all_gather_backward_ms": gathers[1],
@@ -265,6 +299,18 @@ def overlap(
         "idle_ms": seen.idle_ms,
         "longest_idle_ms": seen.longest_idle_ms,
     }
+
+
+def named_spans(events: Sequence[Event], recorder: CollectiveRecorder, variant: Variant) -> list[Span]:
+    """A step's events as spans; its messages with their bytes where the trace has as many as were recorded."""
+    messages = sorted((event for event in events if event.kind == "communication"), key=lambda event: event.start_ms)
+    calls = recorder.calls if len(recorder.calls) == len(messages) else []
+    what = "bucket" if variant.strategy.name == "bucketed" else "message"
+    more = {
+        message: f"{what} {number} of {len(calls)}, {call.bytes / 1e6:,.3g} MB"
+        for number, (message, call) in enumerate(zip(messages, calls, strict=False), 1)
+    }
+    return [Span(event.kind, event.name, event.start_ms, event.end_ms, more.get(event, "")) for event in events]
 
 
 def explanation(record: Record, accounts: dict[str, StepAccount]) -> dict[str, float | bool | None]:
@@ -292,9 +338,16 @@ def _tie(ratio: str, record: Record) -> str:
     return TIE if interval_ties(low, high) else ""
 
 
+def examples_of(records: Sequence[Record]) -> str:
+    """Batch, and context where there is one, in a few words."""
+    config = records[0].config
+    return f"batch {config.get('batch')}" + (f" × context {c}" if (c := config.get("context")) else "")
+
+
 headline = headline_from(
-    "{size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, {dtype}, "
+    "{size} ({num_parameters:M} parameters), {examples} per rank, {dtype}, "
     "{world_size} × {device_name} ({backend}), torch {torch}{noise}{waiting}",
+    examples=examples_of,
     noise=lambda records: f"; {noise}" if (noise := noise_by_row(records)) else "",
     waiting=lambda records: waiting([r for r in records if r.variant == "local"]),
 )
@@ -347,8 +400,8 @@ def draw_step_times(records: Sequence[Record], path: Path) -> None:
     compute_ms = next((r.metrics.get("forward_backward_p50_ms") for r in records if r.variant == "local"), None)
 
     def cells(metrics: Mapping[str, Any]) -> list[float | str | None]:
-        if metrics["step_p50_ms"] == OOM or compute_ms is None:
-            return [OOM if metrics["step_p50_ms"] == OOM else None] * 3
+        if isinstance(metrics["step_p50_ms"], str) or compute_ms is None:
+            return [metrics["step_p50_ms"] if isinstance(metrics["step_p50_ms"], str) else None] * 3
         return [compute_ms, metrics["forward_backward_p50_ms"] - compute_ms, metrics["optimizer_p50_ms"]]
 
     rows = [cells(record.metrics) for record in records]
@@ -357,7 +410,7 @@ def draw_step_times(records: Sequence[Record], path: Path) -> None:
         path, [record.variant for record in records],
         dict(zip(("compute", "exposed communication", "optimizer"), zip(*rows, strict=True), strict=True)),
         title=f"Where a step's time goes: {headline(records)}", unit="ms",
-        whiskers=[None if row[0] in (OOM, None) else end for row, end in zip(rows, ends, strict=True)],
+        whiskers=[None if row[0] in (OOM, REFUSED, None) else end for row, end in zip(rows, ends, strict=True)],
     )  # fmt: skip
 
 
@@ -378,6 +431,7 @@ VIEW = View(
         Column("metrics.collectives_per_step", "calls", "d"),
         Column("metrics.comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
         Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
+        Column("metrics.examples_per_s", "examples/s", ",.1f", optional=True),
         Column("metrics.mfu_pct", "MFU %", ".1f"),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
         Column("metrics.vs_torch_ddp", "÷ torch", ".3f", note=partial(_tie, "vs_torch_ddp")),
@@ -397,6 +451,7 @@ VIEW = View(
         Column("metrics.exposed_idle_ms", "idle", "+.1f", optional=True),
         Column("metrics.exposed_unexplained_ms", "unexplained", "+.1f", optional=True),
     ],
+    next=("distlab run memory_breakdown", "distlab run bucket_sweep"),
     headline=headline,
     terminal=(
         *("variant", "step_p50_ms", "noise_pct", "exposed_comm_ms", "overlap_pct", "vs_torch_ddp", "peak_alloc_bytes"),
@@ -406,6 +461,7 @@ VIEW = View(
     findings=lambda records: [
         *(f"WRONG: {problem}" for problem in wrong_rows(records)),
         *(f"UNEXPLAINED: {row}" for row in unexplained_rows(records)),
+        *(f"Left out: {record.metrics['refusal']}." for record in records if record.metrics.get("refusal")),
     ],
     reading="Exposed communication is what a step takes longer than the same step without communication (local). "
     "Communication time and overlap, the share of it that compute covers, come from the profiler's trace of rank 0; "
@@ -429,7 +485,7 @@ EXPERIMENT = Experiment(
     presets={
         "gpu": {
             "size": "medium", "dtype": "bf16", "bucket_sizes_mb": (100.0,), "warmup": 3, "steps": 8, "rounds": 3,
-            "strategies": strategies_on("cuda"),
+            "strategies": strategies_on("cuda", meshes=False),
         },
         # As many parameters and modules as xl has and next to nothing to compute: what a step takes longer than
         # local's is what the strategy costs the host.

@@ -8,13 +8,15 @@ themselves, the moments of a step (after construction, before and after the opti
 Beside each stands what `theory.memory` predicts from the widths of the model alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from distlab.bench.task import OwnModel
 from distlab.bench.timing import BenchOptions, Variant, Workbench, variants
 from distlab.comm import collectives
 from distlab.experiment import (
@@ -39,6 +41,7 @@ from distlab.measure import (
 from distlab.parallel import STRATEGIES as KNOWN
 from distlab.report import stacked_bars
 from distlab.theory.memory.peak import Breakdown
+from experiments._own_model import peaks
 
 STRATEGIES = (
     *("local", "bucketed", "sharded-optimizer", "zero1", "fsdp"),
@@ -50,7 +53,7 @@ STATES = ("parameters", "gradients", "optimizer_state")
 
 
 @dataclass(frozen=True)
-class MemoryConfig(BenchOptions):
+class MemoryConfig(OwnModel, BenchOptions):
     """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
 
     dtype: str = option("fp32", "fp32, or bf16 computation over fp32 parameters", choices=("fp32", "bf16"))
@@ -68,18 +71,33 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
     """
     rows = variants(config.strategies, [config.bucket_size_mb])
     bench = config.workbench(context, rows)
-    for variant in rows:
+    refused = config.refusals(context, rows)
+    for name, reason in refused.items():
+        run.progress(f"{name} is left out: {reason}")
+    for variant in [row for row in rows if row.name not in refused]:
         if run.done(variant.name):
             continue
         run.progress(f"measuring {variant.name}")
         ranks = collectives.gather_objects(_measure(bench, variant, config.steps), context.group)
         fullest = {name: None if None in (rank[name] for rank in ranks) else max(rank[name] for rank in ranks)
                    for name in ranks[0]}  # fmt: skip
-        metrics = fullest | _predicted(config, context, variant)
-        for name in (*STATES, *MOMENTS, "peak_alloc"):
-            predicted, found = metrics[f"predicted_{name}_bytes"], metrics[f"{name}_bytes"]
-            metrics[f"{name}_error_pct"] = 100 * (predicted / found - 1) if found else None
-        run.add(variant.name, metrics, **config.facts(context))
+        run.add(variant.name, fullest, **config.facts(context))
+    if context.is_main:  # the others need not wait for it
+        predictions = _simulated(config, context, rows) if config.factory is not None else None
+        for record in run.records:
+            strategy = next(row.strategy.name for row in rows if row.name == record.variant)
+            known = _predicted(config, context, strategy) if predictions is None else predictions.get(strategy, {})
+            record.metrics.update(known | _errors(record.metrics | known))
+        run.save()
+
+
+def _errors(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """Predicted over measured, minus one, in %; None where either is not known."""
+    found = {}
+    for name in (*STATES, *MOMENTS, "peak_alloc"):
+        said, is_there = metrics.get(f"predicted_{name}_bytes"), metrics[f"{name}_bytes"]
+        found[f"{name}_error_pct"] = 100 * (said / is_there - 1) if is_there and said is not None else None
+    return found
 
 
 def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | float | None]:
@@ -115,9 +133,9 @@ def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> lis
     return [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
 
 
-def _predicted(config: MemoryConfig, context: RankContext, variant: Variant) -> dict[str, int | str]:
+def _predicted(config: MemoryConfig, context: RankContext, strategy: str) -> dict[str, int | str]:
     """What `theory.memory` says of this variant."""
-    expected = config.planned(variant.strategy.name).memory(context.world_size, on_gpu=context.device.type == "cuda")
+    expected = config.planned(strategy).memory(context.world_size, on_gpu=context.device.type == "cuda")
     states = expected.before_step
     peak = {f"predicted_peak_{each.name}_bytes": getattr(expected.peak, each.name) for each in fields(Breakdown)}
     moments = {f"predicted_{moment}_bytes": getattr(expected, moment).total for moment in MOMENTS}
@@ -130,13 +148,31 @@ def _predicted(config: MemoryConfig, context: RankContext, variant: Variant) -> 
     }  # fmt: skip
 
 
+def _simulated(config: MemoryConfig, context: RankContext, rows: Sequence[Variant]) -> dict[str, dict[str, int | str]]:
+    """Strategy → what a step of a user's model takes in the fake world; nothing for torch's peers, nor for a model that
+    reads values.
+    """
+    strategies = dict.fromkeys(row.strategy.name for row in rows)
+    found = peaks(config.factory, strategies, config.batch, context.world_size, config.dtype)
+    return {
+        name: {f"predicted_peak_{each.name}_bytes": known["peak"].get(each.name, 0) for each in fields(Breakdown)}
+        | {
+            "predicted_after_init_bytes": known["after_init"],
+            "predicted_peak_alloc_bytes": sum(known["peak"].values()),
+            "predicted_peak_phase": known["phase"],
+        }
+        for name, known in found.items()
+    }
+
+
 def _gib(metric: str, title: str) -> Column:
     return Column(f"metrics.{metric}", title, ".2f", scale=2**-30)
 
 
 headline = headline_from(
-    "{size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, {dtype}, buckets of "
-    "{bucket_size_mb:g} MiB, {world_size} × {device_name} ({backend}), torch {torch}; err: predicted over measured"
+    "{size} ({num_parameters:M} parameters), batch {batch}{length} per rank, {dtype}, buckets of "
+    "{bucket_size_mb:g} MiB, {world_size} × {device_name} ({backend}), torch {torch}; err: predicted over measured",
+    length=lambda records: f" × context {c}" if (c := records[0].config.get("context")) else "",
 )
 
 
@@ -156,10 +192,14 @@ def draw(records: Sequence[Record], path: Path) -> None:
         if peak is not None:
             known = [metrics["parameters_bytes"], metrics["optimizer_state_bytes"]]
             bars[f"{record.variant}, measured"] = [*known, 0, 0, peak - sum(known)]
+        if metrics.get("predicted_peak_alloc_bytes") is None:
+            continue
         said = [sum(metrics[f"predicted_peak_{name}_bytes"] for name in names) for names in PARTS.values()]
         bars[f"{record.variant}, predicted"] = [*said, 0]
     values = [[value / 2**30 for value in part] for part in zip(*bars.values(), strict=True)]
     title = f"Peak memory per rank: {headline(records).partition('; err')[0]}"
+    if not bars:
+        return
     stacked_bars(path, list(bars), dict(zip((*PARTS, "the last two"), values, strict=True)), title=title, unit="GiB")
 
 
@@ -180,6 +220,7 @@ VIEW = View(
         Column("metrics.predicted_peak_phase", "peak in"),
         Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
     ],
+    next=("distlab run model_benchmark --memory-snapshot", "distlab run activation_checkpointing"),
     headline=headline,
     terminal=(
         *("variant", "parameters_bytes", "gradients_bytes", "optimizer_state_bytes", "peak_alloc_bytes"),

@@ -90,7 +90,7 @@ class Way:
         on_gpu = base.embedding.weight.is_cuda
         if on_gpu:
             model = torch.compile(model, mode="reduce-overhead") if how == "graphs" else compiled(model, how)
-        self.loss: Callable[[Any], Tensor] = partial(loss_function(ops), model)
+        self.loss: Callable[[Any], Tensor] = partial(loss_function(shape), model)
         self.autocast = partial(autocast, base.embedding.weight.device, DTYPES[config.dtype])
         self.optimizer, self.batches, self.calls = optimizer, batches, 0
 
@@ -173,8 +173,13 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             if device.type == "cuda":
                 found |= waits(ways[name], found["step_p50_ms"])
         ops, attention, how = WAYS[name]
-        origin = ", ".join(f"{operation} {source}" for operation, source in sources(attention, ops, how).items())
-        run.add(name, found, operations=origin, how=how, num_parameters=base.config.num_parameters)
+        shape, dtype = replace(base.config, ops=ops, attention=attention), DTYPES[config.dtype] or torch.float32
+        origin = sources(shape, config.batch, dtype, how) if device.type == "cuda" else {}
+        run.add(name, found, operations=_said(origin), how=how, num_parameters=base.config.num_parameters)
+
+
+def _said(origin: dict[str, str]) -> str:
+    return ", ".join(f"{operation} {source}" for operation, source in origin.items())
 
 
 def compare(name: str, times: dict[str, list[float]]) -> dict[str, float]:

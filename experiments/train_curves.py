@@ -61,7 +61,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def compared_on(device_type: str) -> tuple[str, ...]:
     """The strategies that are compared on `cuda` or `cpu`: all that can train there, torch's DDP once."""
-    return tuple(name for name in strategies_on(device_type) if name in TRAINABLE and name != "torch-ddp-tuned")
+    here = strategies_on(device_type, meshes=False)
+    return tuple(name for name in here if name in TRAINABLE and name != "torch-ddp-tuned")
 
 
 @dataclass(frozen=True)

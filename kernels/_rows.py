@@ -6,7 +6,7 @@ replaces that choice, for tests and tuning.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -177,8 +177,16 @@ def common_dtype(y_name: str, y: Tensor, x_name: str, x: Tensor) -> torch.dtype:
 
 def autocast(*tensors: Tensor) -> list[Tensor]:
     """The tensors as autocast casts them, where it is on; what is no tensor is left to the operator's check."""
+    first = autocast_dtype(tensors[0])
+    if all(getattr(x, "dtype", None) is first for x in tensors):  # nothing to cast: the usual case, looked at once
+        return list(tensors)
     dtypes = [autocast_dtype(x) for x in tensors]
     return [x if getattr(x, "dtype", y) is y else x.to(y) for x, y in zip(tensors, dtypes, strict=True)]
+
+
+def cast_back(grads: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
+    """Gradients in their inputs' dtypes; calling `to` for nothing would cost the host microseconds."""
+    return tuple(g if g.dtype is dtype else g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True))
 
 
 def sum_over_rows(x: Tensor) -> Tensor:

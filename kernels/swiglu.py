@@ -16,7 +16,7 @@ from torch.autograd import Function
 from . import _dispatch, _triton, reference
 from ._autograd import first_order
 from ._language import tl, triton
-from ._rows import Launch, as_rows, autocast, check, check_like, chosen
+from ._rows import Launch, as_rows, autocast, cast_back, check, check_like, chosen
 from .cost import Cost
 
 
@@ -119,7 +119,7 @@ class SwiGLU(Function):
     @first_order
     def backward(ctx, dy):
         grads = backward_op(dy, *ctx.saved_tensors)
-        return tuple(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True))
+        return cast_back(grads, ctx.dtypes)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

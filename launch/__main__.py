@@ -4,7 +4,9 @@
     distlab list                                  every experiment: its question, and what it needs
     distlab run NAME [--nproc N] [options]        measure; `distlab run NAME --help` lists the options
     torchrun --nproc-per-node N -m launch run NAME [options]
-    distlab show FILE… [--out FOLDER]             redraw saved runs: table, pictures, page
+    distlab show FILE… [--table STYLE]            redraw saved runs: table, pictures, page
+    distlab runs [WORD…]                          the runs there are, with what they found; outputs/index.html
+    distlab compare RUN RUN… [--fail-above 5%]    what changed from the first run to the last, beyond the noise
     distlab tables [--check]                      redraw the tables of the README and the pages from records/
     distlab train | sample [options]              train a model; continue a text by a trained one
     distlab doctor                                what this machine has, and what runs on it
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING
 from distlab.ending import USAGE_ERROR, ended_at_once, message_of, until_stopped
 
 if TYPE_CHECKING:
+    from distlab.comm import RankContext
     from distlab.experiment import Experiment
     from distlab.report.view import View
 
@@ -135,6 +138,7 @@ def run(arguments: Sequence[str]) -> int:
         return module.main(list(arguments[1:]))
     from distlab.comm import RankEnvironment
     from distlab.experiment import lone_context
+    from launch.notebook import refresh_index
     from launch.ranks import run_on_ranks
 
     experiment: Experiment = module.EXPERIMENT
@@ -144,11 +148,18 @@ def run(arguments: Sequence[str]) -> int:
             raise ValueError("torchrun's --max-restarts needs a --name, under which restarted ranks resume")
         if frame.max_restarts:
             arguments = [*arguments, "--name", datetime.now(UTC).strftime("%Y%m%d-%H%M%S")]
+
+    def listed(context: RankContext) -> int:
+        code = experiment.run(config, context, frame)
+        if context.is_main:
+            refresh_index(frame.out)
+        return code
+
     if experiment.ranks != "many":
         device = "cpu" if experiment.ranks == "none" else frame.device
-        return experiment.run(config, lone_context(device), frame)
+        return listed(lone_context(device))
     return run_on_ranks(
-        lambda context: experiment.run(config, context, frame),
+        listed,
         ["run", *arguments],
         frame,
         experiment.nproc,
@@ -165,9 +176,12 @@ def show(arguments: Sequence[str]) -> int:
     parser.add_argument("files", nargs="+", metavar="FILE", help="records.json of a run, or a file of records/")
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
+    parser.add_argument("--table", choices=("text", "markdown", "latex", "typst"), help="print the table alone, so")
+    parser.add_argument("--cite", action="store_true", help="print an entry for BibTeX alone")
     args = parser.parse_args(arguments)
 
     from distlab.report import OutputFolder, read_json, reading
+    from distlab.report.page import citation
     from distlab.report.view import check_records, say, write
 
     records = [record for source in args.files for record in read_json(source)]
@@ -177,9 +191,13 @@ def show(arguments: Sequence[str]) -> int:
     check_records(view, records)
     with reading(args.files):  # before there is a folder
         view.headline_of(records), view.table(records)
+        if args.table or args.cite:
+            print(view.table(records, args.table) if args.table else citation(records))
+            return 0
     folder = OutputFolder(args.out, view.name)
-    for picture in sorted(Path(args.files[0]).parent.glob("*.png")) if len(args.files) == 1 else []:
-        shutil.copy(picture, folder.path)
+    beside = Path(args.files[0]).parent
+    for file in [*sorted(beside.glob("*.png")), *beside.glob("timeline.json")] if len(args.files) == 1 else []:
+        shutil.copy(file, folder.path)
     with reading(args.files):
         say(view, records, write(view, records, folder.path), quiet=args.json)
     return 0
@@ -211,6 +229,16 @@ def tables(arguments: Sequence[str]) -> int:
     return redraw_pages(pages, view_of, ROOT, check=check)
 
 
+def runs(arguments: Sequence[str]) -> int:
+    """The runs there are."""
+    return importlib.import_module("launch.notebook").runs(list(arguments))
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """What changed between runs."""
+    return importlib.import_module("launch.notebook").compare(list(arguments))
+
+
 def train(arguments: Sequence[str]) -> int:
     """Train a model."""
     return importlib.import_module("launch.trainer").main(list(arguments))
@@ -230,6 +258,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_experiments,
     "run": run,
     "show": show,
+    "runs": runs,
+    "compare": compare,
     "tables": tables,
     "train": train,
     "sample": sample,

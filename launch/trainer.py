@@ -30,9 +30,11 @@ from distlab.report import (
     read_json,
     write,
 )
+from distlab.simulate.plan import plan_step
 from distlab.train import run
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.loop import Outcome
+from distlab.train.requirements import require, training_step
 from launch.ranks import run_on_ranks
 
 NAME = "train"
@@ -46,6 +48,7 @@ class RunOptions(FrameOptions):
     fresh: bool = option(False, "move an older run of this name away and start over")
     log_every: int = option(10, "steps between progress lines", least=1)
     quick: bool = option(False, "ten steps of the tiny preset")
+    plan: bool = option(False, "say what a step will take of memory and time, and train nothing")
 
 
 OPTIONS = (TrainConfig, DataConfig, RunOptions, RankOptions)
@@ -57,6 +60,13 @@ def parser() -> argparse.ArgumentParser:
 
 def train(context: RankContext, config: TrainConfig, data: DataConfig, args: RunOptions) -> int:
     progress = progress_to_stderr(context)
+    if args.plan:
+        step = training_step(config, context.world_size)
+        plan = plan_step(step, context, config.accumulate)
+        if context.is_main:
+            print(plan, flush=True)
+        require([step], context.device, context)
+        return 0
     name = run_name(args.name, data, config)
     folder = shared_run_folder(
         context, args.out, name, fresh=args.fresh and RankEnvironment.read().restarts == 0

@@ -112,9 +112,9 @@ MUTATIONS = (
     Mutation(
         "the last bucket is not sent",
         "distlab/parallel/bucketed.py",
-        "            work = collectives.all_reduce_mean(buffer, group)\n",
+        "            work = self._all_reduce(buffer)\n",
         """            is_last = number + 1 == len(self._buckets)
-            work = collectives.all_reduce_mean(buffer.clone() if is_last else buffer, group)\n""",
+            work = self._all_reduce(buffer.clone() if is_last else buffer)\n""",
         RANDOM_MODELS,
     ),
     Mutation(
@@ -173,6 +173,27 @@ MUTATIONS = (
         "        self.module.set_requires_gradient_sync(synchronizes)\n",
         "        self.module.set_requires_gradient_sync(False)\n",
         ("tests/parallel/test_accumulation.py", "-k", "no_sync"),
+    ),
+    Mutation(
+        "hybrid sharding does not average between replicas",
+        "distlab/parallel/fsdp/flat_param.py",
+        "        if self.replicate is None:\n",
+        "        if True:\n",
+        ("tests/parallel/test_fsdp.py", "-k", "hybrid"),
+    ),
+    Mutation(
+        "the gradient's norm counts every replica",
+        "distlab/parallel/base.py",
+        "squares if self.replicas == 1 else squares / self.replicas",
+        "squares",
+        ("tests/parallel/test_build.py", "-k", "mesh"),
+    ),
+    Mutation(
+        "an all-reduce in two levels leaves out the last message's last step",
+        "distlab/comm/two_level.py",
+        "        while self._steps_left > 1:\n",
+        "        while self._steps_left > 2:\n",
+        ("tests/parallel/test_contract.py", "-k", "mesh"),
     ),
     Mutation(
         "FSDP's no_sync sends what it accumulates",
@@ -308,8 +329,8 @@ MUTATIONS = (
     Mutation(
         "FSDP's norm counts vectors once per rank",
         "distlab/parallel/base.py",
-        "total = collectives.sum_tensor(square_sum(sharded, self.device), self.process_group) + total",
-        "total = collectives.sum_tensor(square_sum(sharded, self.device) + total, self.process_group)",
+        "collectives.sum_tensor(square_sum(sharded, self.device), self.process_group)",
+        "collectives.sum_tensor(square_sum(sharded, self.device) + total, self.process_group) - total",
         RANDOM_MODELS,
     ),
     Mutation(

@@ -3,9 +3,12 @@
     git archive --prefix=before/ COMMIT distlab kernels | tar x -C outputs
     torchrun --standalone --nproc-per-node 2 -m tests.paired_trees outputs/before --size xl --batch 2 --dtype bf16
 
-Not part of the test suite. Each round attaches every strategy with the code of the other tree and with that of this
-one, in alternating order, and times a block of steps of each; sample i of both form a pair. Clock drift between two
-runs, which is larger than the differences that matter here, hits both.
+    torchrun --standalone --nproc-per-node 2 -m tests.paired_trees . --strategies fsdp --now hsdp --size xl --dtype bf16
+
+Not part of the test suite. The second line compares two strategies of this version. Each round attaches every strategy
+with the code of the other tree and with that of this one, in alternating order, and times a block of steps of each;
+sample i of both form a pair. Clock drift between two runs, which is larger than the differences that matter here, hits
+both.
 """
 
 import argparse
@@ -47,7 +50,9 @@ def _forget() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in ours}
 
 
-def samples(context: RankContext, options: argparse.Namespace, strategy: str) -> list[float]:
+def samples(
+    context: RankContext, options: argparse.Namespace, strategy: str, shard_size: int | None
+) -> list[float]:
     """Step times in ms of one attachment, by whichever tree is imported now."""
     from distlab.model.config import preset
 
@@ -61,7 +66,8 @@ def samples(context: RankContext, options: argparse.Namespace, strategy: str) ->
         bench = bench_module.Workbench(
             context, preset(options.size), batch_size=options.batch, compute_dtype=dtype
         )
-    row = bench_module.variants([strategy], [options.bucket_size_mb])
+    mesh = {} if shard_size is None else {"shard_size": shard_size}  # which an older tree does not know
+    row = bench_module.variants([strategy], [options.bucket_size_mb], **mesh)
     return bench.time_rounds(row, rounds=1, warmup=options.warmup, steps=options.steps)[row[0].name].phases[
         "step"
     ]
@@ -74,6 +80,8 @@ def main() -> None:
     )
     parser.add_argument("before", type=Path, help="folder that holds the other version's distlab and kernels")
     parser.add_argument("--strategies", default="zero1,fsdp", help="comma-separated [zero1,fsdp]")
+    parser.add_argument("--now", help="strategy of this version to hold against it [the same]")
+    parser.add_argument("--shard-size", type=int, help="ranks of a shard group in this version [those of a host]")
     parser.add_argument("--size", default="tiny", help="model preset [tiny]")
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank [2]")
     parser.add_argument("--dtype", default="fp32", help="fp32, bf16 or fp16 [fp32]")
@@ -84,12 +92,16 @@ def main() -> None:
     options = parser.parse_args()
     with rank_context(timeout_s=120) as context:
         for strategy in options.strategies.split(","):
-            taken: dict[Path, list[float]] = {options.before.resolve(): [], HERE: []}
+            before: list[float] = []
+            now: list[float] = []
+            sides = [
+                (options.before.resolve(), strategy, None, before),
+                (HERE, options.now or strategy, options.shard_size, now),
+            ]
             for number in range(options.rounds):
-                for root in list(taken)[:: 1 if number % 2 == 0 else -1]:
+                for root, name, shard_size, taken in sides[:: 1 if number % 2 == 0 else -1]:
                     with tree(root):
-                        taken[root] += samples(context, options, strategy)
-            before, now = taken.values()
+                        taken += samples(context, options, name, shard_size)
             if context.is_main:
                 ratio = paired_ratio(now, before)._asdict()
                 found = {

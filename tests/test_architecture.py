@@ -33,6 +33,7 @@ ALLOWED = {
     "bench": "train checkpoint parallel model measure comm",
     "simulate": "train parallel model measure theory comm",
     "experiment": "comm report",
+    "notebook": "report measure",
 }
 ANYTHING = ("testing", "course", "doctor")
 OF_ONE_MODULE = {  # may know more than the rest of its package

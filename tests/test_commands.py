@@ -36,6 +36,8 @@ QUICK = {
 CANNOT = {
     r"^pip install|^export|submission": "changes the environment",
     r"--nnodes 2|machine0|^sbatch": "needs several machines",
+    r"distlab compare|^PYTHONPATH=mine": "needs the reader's own runs, or files",
+    r"^make docs": "installs mkdocs; test_site.py builds the site where it is",
     r"^compute-sanitizer": "needs a GPU and the CUDA toolkit",
 }
 TIMEOUT_S = 420

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from distlab.report.docs_tables import code_of, definition, embed, table_of
-from launch import sample, trainer
-from launch.__main__ import COMMANDS, load, view_of
+from launch import notebook, sample, trainer
+from launch.__main__ import COMMANDS, experiments, load, view_of
 from tests.commands import ROOT
 from tests.pages import Command, commands_of, fenced_lines, pages
 
@@ -113,6 +113,16 @@ def parser_of(arguments: list[str]) -> argparse.ArgumentParser | None:
         module = load(arguments[1])
         experiment = getattr(module, "EXPERIMENT", None)
         return module.parser() if experiment is None else experiment.parser()
+    if arguments[0] in ("runs", "compare"):
+        return {"runs": notebook.runs_parser, "compare": notebook.compare_parser}[arguments[0]]()
     if arguments[0] in ("train", "sample"):
         return (trainer if arguments[0] == "train" else sample).parser()
     return None
+
+
+def test_the_commands_that_pages_of_runs_name_exist():
+    """What a run's page proposes to run next is as a page's own command."""
+    for name in experiments():
+        for view in (getattr(load(name), "EXPERIMENT", None) and load(name).EXPERIMENT.views().values()) or ():
+            for text in view.next:
+                check(Command(name, text))

@@ -6,35 +6,20 @@ rank order.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from distlab.bench.task import Task
 from distlab.bench.timing import TrialConfig, Variant, compiled, synthetic_batches
 from distlab.comm import RankContext, collectives
 from distlab.model import TransformerLM, preset
 from distlab.precision import DTYPES, autocast
 from distlab.train.data import SyntheticTokens
 from distlab.train.scaler import LossScaler
-from distlab.train.step import LossFunction, TrainStep, loss_function, next_token_loss
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is trained where strategies are held against one process.
-
-    Args:
-        build: `build(seed, device)` → the model.
-        batches: `batches(rank, step, device)` → the micro-batches of one rank in one step.
-        loss_fn: see `TrainStep`.
-    """
-
-    build: Callable[[int, torch.device], nn.Module]
-    batches: Callable[[int, int, torch.device], list[Any]]
-    loss_fn: LossFunction = next_token_loss
+from distlab.train.step import TrainStep, loss_function, next_token_loss
 
 
 def _tiny() -> Task:
@@ -71,9 +56,9 @@ def parameter_difference(
     candidate = candidate or task
     model = candidate.build(seed + context.rank, context.device)
     reference = task.build(seed, context.device)
-    strategy_model, optimizer = variant.build(model, context.group, torch.optim.SGD, {"lr": 0.1})
+    strategy_model, optimizer = variant.build(model, context.group, torch.optim.SGD, {"lr": task.lr})
     train = TrainStep(strategy_model, optimizer, candidate.loss_fn)
-    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=task.lr)
     for number in range(steps):
         train(candidate.batches(context.rank, number, context.device))
         _mean_gradients(task, reference, number, context)
@@ -121,7 +106,7 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
     expected.backward()
     scale = LossScaler().scale if config.dtype == "fp16" else 1.0
     with autocast(device, DTYPES[config.dtype]):
-        found = loss_function(config.ops)(compiled(candidate, config.compile), batch)
+        found = loss_function(shape)(compiled(candidate, config.compile), batch)
     (found * scale).backward()
     difference = norm = 0.0
     for mine, theirs in zip(candidate.parameters(), reference.parameters(), strict=True):

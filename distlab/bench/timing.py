@@ -11,17 +11,19 @@ right is `reference`'s to say.
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.bench.task import BATCHES, Examined, OwnModel, Task, examined, own_task
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
 from distlab.measure import (
@@ -32,24 +34,26 @@ from distlab.measure import (
     percentiles,
     slowest_rank,
 )
+from distlab.measure.memory_timeline import MemoryTimeline, memory_timeline, record_memory
+from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.rounds import interleave, rotated
 from distlab.measure.trace.capture import Phases, annotate_forward, profile_steps
-from distlab.model.config import OPS_CHOICES, ModelOptions, checkpoint_groups
+from distlab.model.config import OPS_CHOICES, ModelOptions, preset
 from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option
 from distlab.parallel import STRATEGIES, ParallelModel, Strategy, get_strategy
 from distlab.parallel.shard import local_part
-from distlab.precision import DTYPES
+from distlab.precision import DTYPES, autocast
 from distlab.train.data import SyntheticTokens
-from distlab.train.requirements import PlannedStep, require
+from distlab.train.requirements import PlannedStep, require, settled
 from distlab.train.scaler import LossScaler
-from distlab.train.step import TrainStep, compiled, loss_function
+from distlab.train.step import LossFunction, TrainStep, compiled, loss_function
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
 MODES = ("inference", "forward", "forward_backward", "step")
-BATCHES = 4  # different ones, used one after the other
-PHASES = ("forward_backward", "optimizer", "step")
+_EXAMINED: dict[tuple, Examined] = {}  # of this process: a user's model is tried once
+PHASES = ("forward", "backward", "forward_backward", "optimizer", "step")
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,15 @@ class Variant:
         name: of the row; the strategy's, with the bucket size appended where several are compared.
         strategy: how the model is wrapped.
         bucket_size_mb: MiB; ignored by strategies without buckets.
+        shard_size: ranks of a shard group, None for those of a host; ignored by strategies without a mesh.
+        options: of the model, where they are not the bench's.
     """
 
     name: str
     strategy: Strategy
     bucket_size_mb: float | None = 25.0
+    shard_size: int | None = None
+    options: BenchOptions | None = None
 
     def build(
         self,
@@ -72,16 +80,18 @@ class Variant:
         group: dist.ProcessGroup,
         optimizer_cls: type[torch.optim.Optimizer],
         optimizer_options: Mapping[str, Any] | None = None,
-        compute_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> tuple[ParallelModel, torch.optim.Optimizer]:
-        """The strategy's model and optimizer, with this row's bucket size."""
+        """The strategy's model and optimizer, with this row's bucket and shard sizes; options of `Strategy.build`."""
         return self.strategy.build(
             module, group, optimizer_cls, optimizer_options,
-            compute_dtype=compute_dtype, bucket_size_mb=self.bucket_size_mb,
+            bucket_size_mb=self.bucket_size_mb, shard_size=self.shard_size, **options,
         )  # fmt: skip
 
 
-def variants(strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None]) -> list[Variant]:
+def variants(
+    strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None], shard_size: int | None = None
+) -> list[Variant]:
     """Every strategy by name, those with buckets once per bucket size (`bucketed-100` where several are given).
 
     Raises:
@@ -93,7 +103,7 @@ def variants(strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None])
         for size in sizes:
             label = "unbounded" if size is None else f"{size:g}"
             name = f"{strategy.name}-{label}" if len(sizes) > 1 else strategy.name
-            rows.append(Variant(name, strategy, size))
+            rows.append(Variant(name, strategy, size, shard_size))
     return rows
 
 
@@ -101,21 +111,70 @@ def variants(strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None])
 class BenchOptions(ModelOptions):
     """The model and the data that a benchmark steps. Raises ValueError for a value that is not allowed."""
 
+    factory: ClassVar[str | None] = None  # of a user's model, see `OwnModel`
     ops: str = option("torch", "of the model: torch, or triton for this lab's kernels", choices=OPS_CHOICES)
     batch: int = option(4, "sequences per rank", least=1)
     seed: int = option(0, "of parameters and data", **SEED)
 
-    def planned(self, strategy: str = "local", mode: str = "step") -> PlannedStep:
+    def task(self) -> Task:
+        """What is stepped: the Transformer of these options on synthetic tokens, or the user's model on their data.
+
+        Raises:
+            ValueError: a factory that fails or returns something else, see `distlab.bench.task`.
+        """
+        if self.factory is not None:
+            return own_task(self.factory, self.batch, self.seed)
+        shape = self.model()
+
+        def batches(rank: int, step: int, device: torch.device) -> list[Batch]:
+            sizes = (shape.vocab_size, self.batch, shape.context_length)
+            return [SyntheticTokens(*sizes, seed=self.seed, rank=rank, device=device).batch(step)]
+
+        return Task(
+            lambda seed, device: TransformerLM(shape, device=device, seed=seed, checkpoint_blocks=self.checkpointing),
+            batches, loss_function(shape),
+        )  # fmt: skip
+
+    def examined(self, context: RankContext) -> Examined:
+        """The user's model, tried once on every rank; the first call is a collective."""
+        key = (self.factory, self.batch, self.seed)
+        if key not in _EXAMINED:
+            _EXAMINED[key] = examined(self.factory, self.task(), context, self.seed)
+        return _EXAMINED[key]
+
+    def refusals(self, context: RankContext, rows: Sequence[Variant]) -> dict[str, str]:
+        """Row → why its strategy refuses the user's model, in a sentence; call it on every rank."""
+        if self.factory is None:
+            return {}
+        found, batches = {}, synthetic_batches(context, self)
+        for row in rows:
+            refusal = self.examined(context).refusal(row.strategy)
+            if refusal is None:
+                try:
+                    with closing(Subject(context, self, row, batches)) as subject:
+                        subject()
+                except Exception as error:  # alike on every rank: it is about the model's structure and dtypes
+                    if not is_out_of_memory(error):
+                        said = (str(error).splitlines() or [type(error).__name__])[0]
+                        refusal = f"{row.strategy.name} cannot train it: {said}"
+            refusal = next(filter(None, collectives.gather_objects(refusal, context.group)), None)
+            if refusal is not None:
+                found[row.name] = refusal
+        return found
+
+    def planned(self, strategy: str = "local", mode: str = "step", shard_size: int | None = None) -> PlannedStep:
         """What a step under this strategy, or less of one, asks of the machine."""
         return PlannedStep(
-            self.model(), self.batch, strategy, self.dtype, checkpointing=checkpoint_groups(self.checkpointing),
-            compiled=self.compile != "off", mode=mode,
+            self.model(), self.batch, strategy, self.dtype, checkpointing=self.checkpointing,
+            compiled=self.compile != "off", mode=mode, shard_size=shard_size,
         )  # fmt: skip
 
     def facts(self, context: RankContext) -> dict[str, Any]:
         """What a record's configuration holds of the model and the ranks, beside the options."""
         model = self.model()
         sizes = {"num_parameters": model.num_parameters, "context": model.context_length}
+        if self.factory is not None:
+            sizes = {"num_parameters": self.examined(context).num_parameters, "context": None, "size": self.factory}
         return sizes | {"world_size": context.world_size, "backend": context.backend}
 
     def workbench(self, context: RankContext, rows: Sequence[Variant], *, some: bool = False) -> Workbench:
@@ -128,13 +187,16 @@ class BenchOptions(ModelOptions):
             ValueError: a strategy that needs a GPU, without one.
             MemoryError: the model with this batch does not fit.
         """
-        planned = [self.planned(row.strategy.name) for row in rows]
+        planned = [self.planned(row.strategy.name, shard_size=row.shard_size) for row in rows]
+        if self.factory is not None:
+            self.examined(context)
+            planned = [replace(plan, model=preset("tiny"), batch=1) for plan in planned]  # nobody knows what it takes
         require(planned, context.device, context, some=some and context.device.type == "cuda")
         return Workbench(context, self)
 
 
 @dataclass(frozen=True)
-class TrialConfig(BenchOptions):
+class TrialConfig(OwnModel, BenchOptions):
     """A benchmark of one strategy, with `bucket_size_mb` MiB per bucket if it has any; fp16 with a scaled loss."""
 
     strategy: str = option("local", "how ranks train together", choices=tuple(STRATEGIES))
@@ -176,15 +238,21 @@ class Subject:
         mark: Callable[[str], None] | None = None,
     ) -> None:
         self.context, self.options, self.shape = context, options, options.model()
-        self.module = TransformerLM(
-            self.shape, device=context.device, seed=options.seed, checkpoint_blocks=options.checkpointing
-        )
+        task = options.task()
+        if options.factory is None:
+            keeps = settled(options.planned(variant.strategy.name), context)
+            self.module = module = TransformerLM(self.shape, device="meta", checkpoint_blocks=keeps)
+            built = {"init": lambda _: module.reset_parameters(options.seed), "device": context.device}
+        else:
+            self.module, built = task.build(options.seed, context.device), {}
         # A small rate: hundreds of steps on the same few batches must not let the loss run away.
         self.model, self.optimizer = variant.build(
             compiled(self.module, options.compile), context.group, torch.optim.AdamW, {"lr": 1e-5, "fused": True},
-            compute_dtype=DTYPES[options.dtype],
+            compute_dtype=DTYPES[options.dtype], **built,
         )  # fmt: skip
-        self._loss = loss_function(options.ops)
+        self._loss = task.loss_fn
+        if options.factory is not None and self.model.casts_parameters:  # a user's inputs have a dtype of their own
+            self._loss = under_autocast(task.loss_fn, context.device, DTYPES[options.dtype])
         self._scaler = LossScaler() if scaled else None
         self._train = TrainStep(
             self.model, self.optimizer, self._loss, scaler=self._scaler, context=context, mark=mark
@@ -242,6 +310,20 @@ class Subject:
         held = (shard.tensor.grad for shard in self.model.shards())
         yield from (local_part(gradient) for gradient in held if gradient is not None)
 
+    def memory_timeline(self) -> MemoryTimeline | None:
+        """Memory over one settled step of the main rank; the others step along, and get None."""
+        self("step")  # the optimizer's state comes with the first
+        self.model.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.last_loss = None
+        if not self.context.is_main:
+            return self("step")
+        named = named_ranges(self.model, emitter("profiler"), self.optimizer)
+        with tempfile.TemporaryDirectory(prefix="distlab-memory-") as temporary, named:
+            path = Path(temporary) / "trace.json"
+            held = record_memory(partial(self, "step"), self.model, self.optimizer, path, self.context.device)
+            return memory_timeline(path, held, self.context.device)
+
     def settle(self) -> None:
         """Wait for what the last step left in flight, on every rank (parameters on their way, say)."""
         self.model.synchronize()
@@ -256,6 +338,16 @@ class Subject:
         gc.collect()
 
 
+def under_autocast(loss_fn: LossFunction, device: torch.device, dtype: torch.dtype | None) -> LossFunction:
+    """A loss whose operators cast their inputs to the dtype that the parameters have."""
+
+    def cast(model: nn.Module, batch: Any) -> Tensor:
+        with autocast(device, dtype):
+            return loss_fn(model, batch)
+
+    return cast
+
+
 def peak_of(device: torch.device, dtype: str) -> float | None:
     """FLOP/s of this device in `fp32`, with TF32 if that is allowed, `bf16` or `fp16`; None where it is unknown."""
     if device.type != "cuda":
@@ -266,9 +358,8 @@ def peak_of(device: torch.device, dtype: str) -> float | None:
 
 def synthetic_batches(context: RankContext, options: BenchOptions) -> list[Batch]:
     """A few batches of this rank, on its device."""
-    shape, place = options.model(), {"rank": context.rank, "device": context.device}
-    data = SyntheticTokens(shape.vocab_size, options.batch, shape.context_length, seed=options.seed, **place)
-    return [data.batch(step) for step in range(BATCHES)]
+    task = options.task()
+    return [task.batches(context.rank, step, context.device)[0] for step in range(BATCHES)]
 
 
 @contextmanager
@@ -288,7 +379,8 @@ def opened(context: RankContext, config: TrialConfig) -> Iterator[Subject]:
 class Timing:
     """Samples in ms, each that of the slowest rank, in the order in which they were taken.
 
-    `phases` maps `forward_backward` (synchronisation included), `optimizer` and `step` to equally long lists.
+    `phases` maps `forward`, `backward` (synchronisation included), both together as `forward_backward`, `optimizer`
+    and `step` to equally long lists.
     """
 
     phases: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
@@ -312,7 +404,8 @@ class Workbench:
 
     def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> AbstractContextManager[Subject]:
         """Build, wrap and optimize the model; yields what trains one step when called; frees it all at the end."""
-        return closing(Subject(self.context, self.options, variant, self._batches, mark=mark))
+        options = variant.options or self.options
+        return closing(Subject(self.context, options, variant, self._batches, mark=mark))
 
     def time_rounds(
         self,
@@ -353,10 +446,7 @@ class Workbench:
         timings = {variant.name: Timing() for variant in rows}
         with ExitStack() as stack:
             timers = {variant.name: PhaseTimer(self.context.device) for variant in rows}
-            attached = {
-                variant.name: stack.enter_context(self.attached(variant, mark=timers[variant.name].mark))
-                for variant in rows
-            }
+            attached = {variant.name: stack.enter_context(self.attached(variant)) for variant in rows}
             for number in range(warmup + steps):
                 progress(f"step {number + 1}/{warmup + steps} of each variant, interleaved")
                 if number == warmup:
@@ -365,7 +455,7 @@ class Workbench:
                 for name, step in attached.items():
                     dist.barrier(self.context.group)
                     timers[name].start()
-                    step()
+                    step("step", timers[name].mark)
             for name, timer in timers.items():
                 self._add_samples(timings[name], timer.steps())
         return timings
@@ -383,9 +473,9 @@ class Workbench:
         timer = PhaseTimer(self.context.device)
         with ExitStack() as stack:
             with peak_memory(self.context.device) as memory:
-                step = self._if_it_fits(lambda: stack.enter_context(self.attached(variant, mark=timer.mark)))
+                step = self._if_it_fits(lambda: stack.enter_context(self.attached(variant)))
                 timer.start()
-                if step is None or self._if_it_fits(lambda: step() or True) is None:
+                if step is None or self._if_it_fits(lambda: step("step", timer.mark) or True) is None:
                     timing.out_of_memory = True
                     return
                 for number in range(1, warmup + steps):
@@ -393,7 +483,7 @@ class Workbench:
                         dist.barrier(self.context.group)
                         timer.clear()
                     timer.start()
-                    step()
+                    step("step", timer.mark)
                 samples = timer.steps()
                 outside = step.model.bytes_outside_allocator  # symmetric memory, say
             if inspect is not None:  # its memory is not the step's
@@ -403,6 +493,8 @@ class Workbench:
         self._add_samples(timing, samples)
 
     def _add_samples(self, timing: Timing, samples: list[dict[str, float]]) -> None:
+        for sample in samples:
+            sample["forward_backward"] = sample["forward"] + sample["backward"]
         for phase in PHASES:
             mine = [sample[phase] for sample in samples]
             timing.phases[phase].extend(slowest_rank(mine, self.context.group, self.context.device))
@@ -453,6 +545,7 @@ def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, An
     shared = {k: v for k, v in configs[0].items() if all(config.get(k) == v for config in configs)}
     count = f" ({shared['num_parameters'] / 1e6:,.1f} M parameters)" if "num_parameters" in shared else ""
     named = ("batch", "context", "dtype", "strategy", "attention", "ops", "compile", "checkpointing")
+    named = named if shared.get("factory") is None else ("batch", "dtype", "strategy", "compile")
     plain = ("dtype", "strategy")  # values that say what they are
     texts = [str(shared[name]) if name in plain else f"{name} {shared[name]}" for name in named if name in shared]
     parts = [f"{shared.get('size', 'several sizes')}{count}", *texts]

@@ -41,7 +41,7 @@ def optimizer_state(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
             if value.ndim > 0 and value.shape == shard.tensor.shape:
                 found.append(shard.like(key, value))
             elif shard.start == 0 and shard.values.numel() > 0:  # one number for the whole
-                found.append(Shard(key, value.shape, 0, value, shard.replicated))
+                found.append(Shard(key, value.shape, 0, value, shard.replicated, shard.copies))
     return found
 
 

@@ -9,6 +9,7 @@ sums, and a sum of fp16 gradients can overflow where their mean does not, so the
 
 import functools
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -53,6 +54,13 @@ def communication_stream(device: torch.device) -> torch.cuda.Stream:
     Always the same one: a GPU has few queues, and each new stream may share that of the computation.
     """
     return torch.cuda.Stream(device, priority=-1)
+
+
+def side_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Where one collective may wait for another without holding up the computation; on gloo the host waits."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(communication_stream(device))
 
 
 def averages_in_reduction(device: torch.device, group: ProcessGroup) -> bool:

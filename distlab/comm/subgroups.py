@@ -1,12 +1,21 @@
-"""The first ranks of a job as a smaller job: one launch then measures several numbers of ranks."""
+"""Groups of a job's ranks: its first ranks as a smaller job, and a mesh of shard groups and their replicas."""
 
-from collections.abc import Iterator
+import math
+import socket
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import groupby
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
+from distlab.comm import collectives
 from distlab.comm.context import RankContext
 
 
@@ -31,12 +40,7 @@ def first_ranks(context: RankContext, ranks: int) -> Iterator[RankContext | None
     if ranks == context.world_size:
         yield context
         return
-    options = None
-    timeout = timedelta(seconds=context.timeout_s)
-    if context.backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # as the job's own group
-        options._timeout = timeout
-    group = dist.new_group(list(range(ranks)), timeout=timeout, backend=context.backend, pg_options=options)
+    group = _new_group(range(ranks), context.backend, timedelta(seconds=context.timeout_s))
     is_member = context.rank < ranks
     try:
         yield replace(context, world_size=ranks, group=group) if is_member else None
@@ -58,3 +62,128 @@ def rest(context: RankContext, name: str, busy_ranks: int, *, limit_s: float = 1
     if context.rank < busy_ranks and store.add(f"rest/{name}", 1) == busy_ranks:
         store.set(f"rest/{name}/done", "yes")
     store.wait([f"rest/{name}/done"], timedelta(seconds=limit_s))
+
+
+# -- a mesh ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """This rank's groups of a mesh of R replicas × S ranks each.
+
+        rank   0 1 2 3 │ 4 5 6 7      `shard` of rank 5: 4 5 6 7, such as the GPUs of its host
+               host 0  │ host 1       `replicate` of rank 5: 1 5, which hold the same shard
+
+    Args:
+        world: all R·S ranks.
+        replicate: the R ranks at this rank's place of every shard group.
+        shard: the S ranks of this rank's shard group; `world` itself without a mesh, and where R = 1.
+    """
+
+    world: ProcessGroup
+    replicate: ProcessGroup | None
+    shard: ProcessGroup
+
+    @property
+    def replicas(self) -> int:
+        """R: how many ranks hold the same shard."""
+        return 1 if self.replicate is None else self.replicate.size()
+
+
+def resolve_mesh(mesh: DeviceMesh | None, process_group: ProcessGroup | None) -> MeshGroups:
+    """The groups of a two-dimensional mesh, (replicate, shard) as in FSDP2; without one all ranks are one group.
+
+    Args:
+        process_group: all ranks of the mesh; default: the default group.
+
+    Raises:
+        TypeError: no DeviceMesh.
+        ValueError: a mesh that is not two-dimensional, or of other ranks than the process group's.
+    """
+    world = collectives.resolve_group(process_group)
+    if mesh is None:
+        return MeshGroups(world, None, world)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh={mesh!r}: give a torch.distributed.device_mesh.DeviceMesh, such as {_EXAMPLE}")
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimension(s): give two, (replicas, ranks that share a model), such as {_EXAMPLE}; "
+            "for one group of ranks leave mesh out and give process_group"
+        )
+    ranks = set(dist.get_process_group_ranks(world))
+    within = mesh.get_coordinate() is not None and all(
+        ranks.issuperset(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in (0, 1)
+    )
+    if not within or math.prod(mesh.shape) != len(ranks):
+        raise ValueError(
+            f"mesh of {' × '.join(map(str, mesh.shape))} ranks does not hold the process group's ranks "
+            f"{sorted(ranks)}: give a mesh of all of them, or the process_group of the mesh's ranks"
+        )
+    replicate, shard = mesh.get_group(0), mesh.get_group(1)
+    return MeshGroups(world, replicate if replicate.size() > 1 else None, world if replicate.size() == 1 else shard)
+
+
+_EXAMPLE = 'init_device_mesh("cuda", (hosts, gpus_per_host))'
+# By group and shard size; None where it is the group itself, which would then never be let go.
+_known: "WeakKeyDictionary[ProcessGroup, dict[int, list[ProcessGroup | None]]]" = WeakKeyDictionary()
+
+
+def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMesh:
+    """A mesh of all ranks in which each `shard_size` neighbours are a shard group. Its groups are made once.
+
+    Call it on every rank.
+
+    Args:
+        group: all ranks of the job.
+        shard_size: ranks per shard group; None: those of a host.
+
+    Raises:
+        ValueError: a size that does not divide the ranks, hosts of different numbers of ranks, or a group of some
+            ranks of the job only.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) != dist.get_world_size():
+        raise ValueError(
+            f"a mesh is made of all {dist.get_world_size()} ranks of the job, not of {len(ranks)} of them: "
+            "give mesh=… of these ranks"
+        )
+    size = _ranks_of_a_host(group) if shard_size is None else shard_size
+    if size < 1 or len(ranks) % size:
+        allowed = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]
+        raise ValueError(f"shard_size={size} does not divide the {len(ranks)} ranks; allowed: {allowed}")
+    rows = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    backend, made = dist.get_backend(group), _known.setdefault(group, {})
+    if size not in made:
+        options = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")).options
+        timeout = getattr(options, "_timeout", None)  # a fake group has none
+        of_columns, of_rows = (
+            [None] if len(parts) == 1 else [_new_group(part, backend, timeout) for part in parts]
+            for parts in ([*zip(*rows, strict=True)], rows)
+        )
+        place = ranks.index(dist.get_rank())
+        made[size] = [of_columns[place % size], of_rows[place // size]]
+    with _disable_current_modes():  # a simulation's: the mesh is an ordinary tensor
+        return DeviceMesh.from_group(
+            [group if each is None else each for each in made[size]],
+            "cuda" if backend == "nccl" else "cpu",
+            mesh=rows,
+            mesh_dim_names=("replicate", "shard"),
+        )
+
+
+def _ranks_of_a_host(group: ProcessGroup) -> int:
+    hosts = collectives.gather_objects(socket.gethostname(), group)
+    sizes = [len(list(ranks)) for _, ranks in groupby(hosts)]
+    if len(set(sizes)) > 1 or len(sizes) > len(set(hosts)):
+        raise ValueError(
+            f"the hosts' ranks are no groups of one size, in order: {hosts}; give shard_size, the ranks of a group"
+        )
+    return sizes[0]
+
+
+def _new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> ProcessGroup:
+    options = None
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # as the job's own group
+        options._timeout = timeout
+    return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)

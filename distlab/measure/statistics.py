@@ -44,6 +44,21 @@ def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     return exposure_ratio(first, second, np.zeros(len(first)))
 
 
+def unpaired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """median(a) / median(b) of two series that share no moment, such as two runs: each is resampled by itself.
+
+    Raises:
+        ValueError: fewer than five samples of either, or one that is not finite and positive.
+    """
+    first, second = (_checked(samples, MIN_PAIRS, "unpaired_ratio") for samples in (a, b))
+    if min(first.min(), second.min()) <= 0:
+        raise ValueError("unpaired_ratio needs positive samples")
+    generator = np.random.default_rng(0)  # the same resamples in every run
+    medians = [np.median(s[generator.integers(len(s), size=(RESAMPLES, len(s)))], axis=1) for s in (first, second)]
+    low, high = np.percentile(medians[0] / medians[1], [(100 - CONFIDENCE_PCT) / 2, (100 + CONFIDENCE_PCT) / 2])
+    return Ratio(float(np.median(first) / np.median(second)), float(low), float(high))
+
+
 def exposure_ratio(a: Sequence[float], b: Sequence[float], without: Sequence[float]) -> Ratio | None:
     """(median(a) − median(without)) / (median(b) − median(without)) with its bootstrap interval.
 

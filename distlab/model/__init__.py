@@ -7,6 +7,8 @@ from distlab.model.config import (
     PRESETS,
     ModelConfig,
     checkpoint_groups,
+    checkpoint_plan,
+    kept_levels,
     preset,
 )
 from distlab.model.ops import Ops, cross_entropy, get_ops
@@ -21,7 +23,9 @@ __all__ = [
     "Ops",
     "TransformerLM",
     "checkpoint_groups",
+    "checkpoint_plan",
     "cross_entropy",
     "get_ops",
+    "kept_levels",
     "preset",
 ]

@@ -16,14 +16,51 @@ ATTENTION_CHOICES = ("naive", "sdpa", "flash", "auto")
 OPS_CHOICES = ("torch", "triton", "auto")
 COMPILE_CHOICES = ("off", "model", "blocks")
 
+# What is kept of a block: its input alone; beside it attention's output with the log-sum-exp; the output projection's
+# result; queries, keys and values before rotation; SwiGLU's gate and up, each with those before; or all of it.
+KEPT = ("block", "attention", "output", "qkv", "gate-up", "none")
+
+LOGITS_AT_ONCE = 2 * 2**30  # bytes of a sequence's logits in fp32, above which the loss is computed in the head
+LOGITS_CHUNK = 512 * 2**20  # bytes of logits that then exist at a time
+
 Checkpointing = bool | int | str | tuple[int, ...]
+
+
+def kept_levels(choice: Checkpointing, num_layers: int) -> tuple[str, ...]:
+    """What is kept for backward of each of `num_layers` blocks, entries of `KEPT`; the rest is recomputed.
+
+    Args:
+        choice: an entry of `KEPT` for all blocks; or several with their numbers of blocks, `qkv:25,gate-up:9`, in this
+            order. Groups of blocks (see `checkpoint_groups`) recompute every block: `block`.
+
+    Raises:
+        ValueError: neither of these, or numbers that do not add up to `num_layers`.
+    """
+    if not (isinstance(choice, str) and ":" in choice):
+        groups = checkpoint_groups(choice)
+        return ((choice if choice in KEPT else "block") if groups else "none",) * num_layers
+    parts = [part.partition(":") for part in choice.split(",")]
+    counts = [int(count) if count.isdecimal() else 0 for _, _, count in parts]
+    if any(level not in KEPT for level, *_ in parts) or 0 in counts or sum(counts) != num_layers:
+        raise ValueError(
+            f"checkpointing {choice!r}: give LEVEL:BLOCKS, several with commas, whose numbers add up to the "
+            f"{num_layers} blocks of the model; levels are {', '.join(KEPT)}"
+        )
+    return tuple(level for (level, *_), count in zip(parts, counts, strict=True) for _ in range(count))
+
+
+def checkpoint_plan(choice: Checkpointing, num_layers: int) -> tuple[int, ...] | tuple[str, ...]:
+    """What `theory.memory` takes: the groups of several blocks, else what each block keeps."""
+    groups = checkpoint_groups(choice)
+    return groups if groups not in ((), (1,)) else kept_levels(choice, num_layers)
 
 
 def checkpoint_groups(choice: Checkpointing) -> tuple[int, ...]:
     """How many consecutive blocks are recomputed together in backward, outermost level first.
 
     Args:
-        choice: `none` or False: all activations are kept, `()`. `block` or True: each block by itself, `(1,)`.
+        choice: `none` or False: all activations are kept, `()`. `block` or True: each block by itself, `(1,)`; so is
+            it with the choices that keep something of each, see `kept_levels`.
             `every-4` or 4: groups of four blocks; only a group's input is kept, `(4,)`. `every-8-2` or (8, 2):
             groups of eight which, once recomputed, keep only the inputs of groups of two.
 
@@ -32,7 +69,7 @@ def checkpoint_groups(choice: Checkpointing) -> tuple[int, ...]:
     """
     if choice in (False, "none"):
         return ()
-    if choice in (True, "block"):
+    if choice is True or (isinstance(choice, str) and (choice in KEPT or ":" in choice)):
         return (1,)
     if isinstance(choice, str):
         levels = re.fullmatch(r"every((?:-[0-9]+)+)", choice)
@@ -42,8 +79,9 @@ def checkpoint_groups(choice: Checkpointing) -> tuple[int, ...]:
     shrinks = all(inner < outer for outer, inner in itertools.pairwise(sizes))
     if any(not isinstance(size, int) or size < 1 for size in sizes) or not shrinks:
         raise ValueError(
-            f"checkpointing {choice!r}: choose none, block, every-K with K blocks per group, or every-K-J for groups "
-            "of J inside groups of K, each level smaller than the one around it"
+            f"checkpointing {choice!r}: choose none, block, every-K with K blocks per group, every-K-J for groups "
+            "of J inside groups of K, each level smaller than the one around it, or what blocks keep: "
+            f"{', '.join(KEPT[1:-1])}"
         )
     return sizes
 
@@ -57,6 +95,8 @@ class ModelConfig:
         d_ff: inner width of SwiGLU (each of its three matrices is d_model × d_ff).
         num_layers: blocks.
         num_heads: attention heads; must divide d_model into heads of even width (RoPE rotates pairs).
+        num_kv_heads: heads of keys and values, each shared by as many heads of queries (grouped-query attention,
+            Ainslie et al. 2023); must divide num_heads. None: as many as num_heads.
         vocab_size: rows of the token embedding and of the head.
         context_length: the longest sequence `forward` accepts.
         rope_theta: base of the rotary frequencies (Su et al. 2021, RoFormer; 10,000 there).
@@ -82,9 +122,11 @@ class ModelConfig:
     dropout: float = 0.0
     attention: str = "sdpa"
     ops: str = "torch"
+    num_kv_heads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"):
+        sizes = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length")
+        for name in (*sizes, *(["num_kv_heads"] if self.num_kv_heads is not None else [])):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be a positive integer; give 1 or more")
@@ -92,6 +134,11 @@ class ModelConfig:
             raise ValueError(
                 f"d_model={self.d_model} is not a multiple of num_heads={self.num_heads}; "
                 "choose num_heads among the divisors of d_model"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}: heads of queries share "
+                "those of keys and values evenly; choose num_kv_heads among the divisors of num_heads"
             )
         if self.head_dim % 2:
             raise ValueError(
@@ -113,20 +160,39 @@ class ModelConfig:
         """Width of one attention head, d_model / num_heads."""
         return self.d_model // self.num_heads
 
+    @property
+    def loss_in_head(self) -> bool:
+        """Whether the loss is computed in the head, in chunks, so that not all logits exist at a time.
+
+        Torch's operations hold them anyway, and take the loss outside while they are few: in the head, FSDP would keep
+        the head's weight beside them.
+        """
+        return self.ops != "torch" or 4 * self.context_length * self.vocab_size > LOGITS_AT_ONCE
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys of all heads, and of the values."""
+        return self.kv_heads * self.head_dim
+
     def sizes(self, batch: int) -> dict[str, int]:
         """What the functions of `distlab.theory.flops` take, for a step of `batch` sequences."""
-        known = {name: getattr(self, name) for name in ("vocab_size", "d_model", "d_ff", "num_layers")}
+        known = {name: getattr(self, name) for name in ("vocab_size", "d_model", "d_ff", "num_layers", "kv_width")}
         return known | {"batch": batch, "context": self.context_length}
 
     @property
     def num_parameters(self) -> int:
         """Trainable parameters, a tied matrix counted once.
 
-        Embedding V·d; per block 4·d² (fused qkv 3·d², output d²), 3·d·f (SwiGLU) and 2·d (norms); final norm
-        d; head V·d unless it is tied.
+        Embedding V·d; per block 2·d² + 2·d·k (fused qkv d² + 2·d·k with keys of width k, output d²), 3·d·f (SwiGLU)
+        and 2·d (norms); final norm d; head V·d unless it is tied.
         """
         d, f, vocabulary = self.d_model, self.d_ff, self.vocab_size
-        block = 4 * d * d + 3 * d * f + 2 * d
+        block = 2 * d * d + 2 * d * self.kv_width + 3 * d * f + 2 * d
         head = 0 if self.tie_embeddings else vocabulary * d
         return vocabulary * d + self.num_layers * block + d + head
 
@@ -140,6 +206,11 @@ PRESETS: dict[str, ModelConfig] = {
     "xl": ModelConfig(2560, 10240, 32, 32),
     "10B": ModelConfig(4608, 12288, 50, 36),
     "gpt2-xl": ModelConfig(1600, 6400, 48, 25),
+    # Of the 2026 leaderboard of the course (8.1 billion parameters), and of Llama 3 (Grattafiori et al. 2024, table 3).
+    "8B": ModelConfig(4096, 11008, 34, 32, vocab_size=151_936, context_length=32_768),
+    "llama-8B": ModelConfig(
+        4096, 14336, 32, 32, num_kv_heads=8, vocab_size=128_256, context_length=8192, rope_theta=500_000.0
+    ),
 }
 
 
@@ -166,11 +237,12 @@ class ModelOptions(Options):
         size: preset; the dimensions after it replace the preset's, None replaces none.
         context: tokens per sequence.
         vocab: entries of the vocabulary.
-        d_model, d_ff, layers, heads: see `ModelConfig`.
+        d_model, d_ff, layers, heads, kv_heads: see `ModelConfig`.
         attention, ops: which implementations, see `distlab.model.ops.get_ops`.
         dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters (fp16 with a loss scale in training).
         compile: `off`, the whole `model` as one graph, or the `blocks` one by one.
-        checkpointing: what is recomputed in backward, see `checkpoint_groups`.
+        checkpointing: what is recomputed in backward, see `checkpoint_groups` and `kept_levels`; `auto` for as little
+            as the memory allows, see `distlab.train.requirements`.
 
     Raises:
         ValueError: a value that is not allowed; the message says what is.
@@ -183,6 +255,7 @@ class ModelOptions(Options):
     d_ff: int | None = option(None, "inner width of SwiGLU (default: the preset's)", least=1)
     layers: int | None = option(None, "blocks (default: the preset's)", least=1)
     heads: int | None = option(None, "attention heads (default: the preset's)", least=1)
+    kv_heads: int | None = option(None, "heads of keys and values (default: the preset's)", least=1)
     attention: str = option(
         "sdpa", "naive, torch's sdpa, flash (this lab's kernel), or auto: the faster", choices=ATTENTION_CHOICES
     )
@@ -191,23 +264,27 @@ class ModelOptions(Options):
     )
     dtype: str = option("fp32", "fp32, or bf16 or fp16 over fp32 parameters", choices=tuple(DTYPES))
     compile: str = option("off", "off, the model as one graph, or its blocks", choices=COMPILE_CHOICES)
-    checkpointing: str = option("none", "what backward recomputes: none, each block, every-K or every-K-J")
+    checkpointing: str = option(
+        "none",
+        "what backward recomputes: none, each block, every-K, every-K-J; each block except its attention, output, qkv "
+        "or gate-up and those before it in this list; or auto: what does not fit",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checkpoint_groups(self.checkpointing)
-        self.model()
+        model = self.model()
+        if self.checkpointing != "auto":
+            kept_levels(self.checkpointing, model.num_layers)
+
+    def base(self) -> ModelConfig:
+        """The preset."""
+        return PRESETS[self.size]
 
     def model(self) -> ModelConfig:
         """The preset with the overrides."""
-        return preset(
-            self.size,
-            context_length=self.context,
-            vocab_size=self.vocab,
-            d_model=self.d_model,
-            d_ff=self.d_ff,
-            num_layers=self.layers,
-            num_heads=self.heads,
-            attention=self.attention,
-            ops=self.ops,
-        )
+        given = {
+            "context_length": self.context, "vocab_size": self.vocab, "d_model": self.d_model, "d_ff": self.d_ff,
+            "num_layers": self.layers, "num_heads": self.heads, "num_kv_heads": self.kv_heads,
+            "attention": self.attention, "ops": self.ops,
+        }  # fmt: skip
+        return replace(self.base(), **{name: value for name, value in given.items() if value is not None})

@@ -8,7 +8,7 @@ Shapes: `B` batch, `T` sequence, `V` vocabulary, `H` heads, `D` width of a head,
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distlab.model.config import OPS_CHOICES
+from distlab.model.config import LOGITS_AT_ONCE, LOGITS_CHUNK, OPS_CHOICES, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Ops:
     """The operations of the Transformer besides its matmuls.
 
     Attributes:
-        attention: `(q_BHTD, k_BHTD, v_BHTD) -> out_BHTD`, causal, scale 1/√D.
+        attention: `(q_BHTD, k_BKTD, v_BKTD) -> out_BHTD`, causal, scale 1/√D, K a divisor of H.
         rms_norm: `(x, weight_d, eps) -> y`, over the last dimension.
         add_rms_norm: `(x, residual, weight_d, eps) -> (y, x + residual)`, y the norm of that sum.
         swiglu: `(gate, up) -> silu(gate) * up`, any equal shapes.
@@ -45,12 +45,16 @@ class Ops:
 def naive_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
     """Causal attention as in the formula: softmax(q kᵀ/√D + mask) v, with the T×T scores in memory.
 
-    The softmax runs in fp32 (fp64 for fp64 inputs), the two matmuls in the inputs' dtype or autocast's.
+    The softmax runs in fp32 (fp64 for fp64 inputs), the two matmuls in the inputs' dtype or autocast's. Keys and values
+    of fewer heads are repeated.
 
     Returns:
         `(B, H, T, D)` in the matmuls' dtype.
     """
     T, D = q_BHTD.shape[-2:]
+    if k_BHTD.shape[1] != q_BHTD.shape[1]:
+        shared_by = q_BHTD.shape[1] // k_BHTD.shape[1]
+        k_BHTD, v_BHTD = (x.repeat_interleave(shared_by, dim=1) for x in (k_BHTD, v_BHTD))
     scores_BHTT = q_BHTD @ k_BHTD.transpose(-2, -1) / math.sqrt(D)
     future_TT = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).triu(diagonal=1)
     scores_BHTT = scores_BHTT.masked_fill(future_TT, float("-inf"))
@@ -101,6 +105,12 @@ class _MixedRMSNorm(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[:2])
         dx, dw = torch.ops.aten._fused_rms_norm_backward(*wide, weight.shape, rstd, weight, needs)
         return None if dx is None else dx.to(x.dtype), dw, None
+
+
+def sdpa(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+    """Causal attention by torch's fused kernels; keys and values may have fewer heads."""
+    shared = k_BKTD.shape[1] != q_BHTD.shape[1]
+    return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=shared)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:
@@ -237,7 +247,9 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: Tensor) -> Tensor:
-    """`cross_entropy` of the logits x Wᵀ, which stand whole in memory here."""
+    """`cross_entropy` of the logits x Wᵀ, which stand whole in memory; of very many, in chunks by this lab's kernel."""
+    if 4 * targets_BT.numel() * weight_Vd.shape[0] > LOGITS_AT_ONCE:
+        return _triton_linear_cross_entropy(x_BTd, weight_Vd, targets_BT)
     return cross_entropy(linear(x_BTd, weight_Vd), targets_BT)
 
 
@@ -272,7 +284,7 @@ def _triton_linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: T
 
     if _autocast_dtype(x_BTd) == torch.float16:
         return _triton_cross_entropy(linear(x_BTd, weight_Vd), targets_BT)
-    return fused(x_BTd.flatten(0, -2), weight_Vd, targets_BT.flatten())
+    return fused(x_BTd.flatten(0, -2), weight_Vd, targets_BT.flatten(), chunk_bytes=LOGITS_CHUNK)
 
 
 def _triton_ops(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Ops:
@@ -300,14 +312,48 @@ def _auto(name: str, ours: Callable, torchs: Callable) -> Callable:
     return operation
 
 
-def sources(attention: str, ops: str, compile: str) -> dict[str, str]:
-    """Where each operation of a model on a GPU comes from with these options: naive, sdpa, torch, inductor or ours."""
+LEAST_PAIRS = 2**29  # of query and key, over batch and heads: below, a call of ours is bound by the host
+
+
+def attention_source(shape: Sequence[int], dtype: torch.dtype, *, hopper: bool) -> str:
+    """What `auto` takes for queries (B, H, T, D) in this dtype: `flash` or `sdpa`.
+
+    This lab's kernels are ahead of torch's (cuDNN) on Hopper for heads of 64 in fp16 and bf16; see
+    docs/results/flash_attention.md.
+    """
+    batch, heads, length, head_dim = shape
+    narrow = head_dim == 64 and dtype in (torch.float16, torch.bfloat16)
+    return "flash" if hopper and narrow and batch * heads * length * length >= LEAST_PAIRS else "sdpa"
+
+
+def _on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def _auto_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """By whichever of `sdpa` and `flash` is known to be the faster."""
+    if not _on_hopper():
+        return sdpa
+    flash = _flash_attention()
+
+    def attention(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
+        source = attention_source(q_BHTD.shape, q_BHTD.dtype, hopper=q_BHTD.is_cuda)
+        return (flash if source == "flash" else sdpa)(q_BHTD, k_BKTD, v_BKTD)
+
+    return attention
+
+
+def sources(config: ModelConfig, batch: int, dtype: torch.dtype, compile: str) -> dict[str, str]:
+    """Where each operation of a model on this GPU comes from: naive, sdpa, flash, torch, inductor or triton."""
     torchs = {name: "torch" if compile == "off" else "inductor" for name in INDUCTORS}
-    ours = dict.fromkeys((*INDUCTORS, "cross_entropy"), "ours")
+    ours = dict.fromkeys((*INDUCTORS, "cross_entropy"), "triton")
     chosen = {"torch": torchs | {"cross_entropy": "torch"}, "triton": ours}
     chosen["auto"] = ours if compile == "off" else ours | torchs
-    named = {"flash": "ours", "auto": "sdpa"}
-    return {"attention": named.get(attention, attention)} | chosen[ops]
+    attention = config.attention
+    if attention == "auto":
+        shape = batch, config.num_heads, config.context_length, config.head_dim
+        attention = attention_source(shape, dtype, hopper=_on_hopper())
+    return {"attention": attention} | chosen[config.ops]
 
 
 def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
@@ -323,12 +369,12 @@ def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
     Raises:
         ValueError: no such implementation, or one that cannot run here; the message says what to choose.
     """
-    sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
-    attentions = {"naive": naive_attention, "sdpa": sdpa, "auto": sdpa}
-    for name, value, allowed in (("attention", attention, (*attentions, "flash")), ("ops", ops, OPS_CHOICES)):
+    attentions = {"naive": lambda: naive_attention, "sdpa": lambda: sdpa, "flash": _flash_attention,
+                  "auto": _auto_attention}  # fmt: skip
+    for name, value, allowed in (("attention", attention, tuple(attentions)), ("ops", ops, OPS_CHOICES)):
         if value not in allowed:
             raise ValueError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
-    function = attentions.get(attention) or _flash_attention()
+    function = attentions[attention]()
     torchs = Ops(function, rms_norm, add_rms_norm, swiglu, rope, cross_entropy, linear_cross_entropy)
     if ops == "torch":
         return torchs

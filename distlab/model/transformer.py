@@ -12,19 +12,21 @@ What a strategy may rely on, and tests hold:
   parameter is used by the `forward` of the module that owns it.
 - *Initialisation depends on the seed alone*, never on the rank or on what was drawn before.
 
-Shapes: `B` batch, `T` sequence, `d` d_model, `f` d_ff, `H` heads, `D` = d/H, `V` vocabulary. The model knows
-no ranks.
+Shapes: `B` batch, `T` sequence, `d` d_model, `f` d_ff, `H` heads, `K` heads of keys and values, `D` = d/H, `V`
+vocabulary. The model knows no ranks.
 """
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distlab.model.config import Checkpointing, ModelConfig, checkpoint_groups
+from distlab.model.config import Checkpointing, ModelConfig, checkpoint_groups, kept_levels
 from distlab.model.ops import Ops, get_ops, linear, rope_tables
+from distlab.model.recompute import contexts
 
 
 class Linear(nn.Linear):
@@ -92,19 +94,20 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
         self.ops = ops
-        self.qkv = Linear(config.d_model, 3 * config.d_model, **factory)
+        self.qkv = Linear(config.d_model, config.d_model + 2 * config.kv_width, **factory)
         self.output = Linear(config.d_model, config.d_model, **factory)
 
     def forward(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, T, d = x_BTd.shape
-        qkv_3BHTD = self.qkv(x_BTd).view(B, T, 3, self.num_heads, d // self.num_heads).permute(2, 0, 3, 1, 4)
+        H, K = self.num_heads, self.kv_heads
+        qkv_BTHD = self.qkv(x_BTd).view(B, T, H + 2 * K, self.head_dim)
         # Queries and keys are rotated together: half the launches. Splitting once keeps backward at one
         # concatenation.
-        qk_2BHTD, v_1BHTD = qkv_3BHTD.split([2, 1])
-        q_BHTD, k_BHTD = self.ops.rope(qk_2BHTD, cos, sin).unbind(0)
-        out_BHTD = self.ops.attention(q_BHTD, k_BHTD, v_1BHTD.squeeze(0))
+        qk_BHTD, v_BKTD = qkv_BTHD.transpose(1, 2).split([H + K, K], dim=1)
+        q_BHTD, k_BKTD = self.ops.rope(qk_BHTD, cos, sin).split([H, K], dim=1)
+        out_BHTD = self.ops.attention(q_BHTD, k_BKTD, v_BKTD)
         return self.output(out_BHTD.transpose(1, 2).reshape(B, T, d))
 
 
@@ -123,7 +126,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer, `(B, T, d) -> (B, T, d)`; cos and sin are the rotary tables, `(T, D)`."""
+    """One pre-norm layer, `(B, T, d) -> (B, T, d)`; cos and sin are the rotary tables, `(T, D)`.
+
+    `keep`, an entry of `config.KEPT`, says what is kept for backward. Recomputation begins and ends inside this
+    forward: what a strategy or torch.compile wraps around a block (gathering, casts) is not repeated.
+    """
 
     def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:
         super().__init__()
@@ -133,7 +140,14 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config, ops, **factory)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x_BTd: Tensor, cos: Tensor, sin: Tensor, keep: str = "none") -> Tensor:
+        if keep == "none":
+            return self._layer(x_BTd, cos, sin)
+        how = {} if keep == "block" else {"context_fn": partial(contexts, keep)}
+        draws = self.dropout.p > 0
+        return checkpoint(self._layer, x_BTd, cos, sin, use_reentrant=False, preserve_rng_state=draws, **how)
+
+    def _layer(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         branch_BTd = self.dropout(self.attention(self.attention_norm(x_BTd), cos, sin))
         normed_BTd, x_BTd = self.feed_forward_norm(branch_BTd, x_BTd)
         return x_BTd + self.dropout(self.feed_forward(normed_BTd))
@@ -151,7 +165,8 @@ class TransformerLM(nn.Module):
         seed: of the initial parameters.
         checkpoint_blocks: recompute in backward instead of keeping activations: False or `none`, True or `block`
             for each block by itself, 4 or `every-4` for groups of four, (8, 2) or `every-8-2` for groups of two
-            within groups of eight. May be changed later through the attribute of this name.
+            within groups of eight; `attention` and others for what each block keeps (`config.kept_levels`). May be
+            changed later through the attribute of this name.
 
     Dropout draws from torch's global generator: seed that one per rank.
 
@@ -195,8 +210,9 @@ class TransformerLM(nn.Module):
         config = self.config
         cos, sin = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device)
         x_BTd = self.dropout(self.embedding(tokens_BT))
-        groups = checkpoint_groups(self.checkpoint_blocks) if torch.is_grad_enabled() else ()
-        x_BTd = self.norm(_run_blocks(list(self.blocks), groups, x_BTd, cos, sin))
+        choice = self.checkpoint_blocks if torch.is_grad_enabled() else "none"
+        blocks = list(zip(self.blocks, kept_levels(choice, config.num_layers), strict=True))
+        x_BTd = self.norm(_run_blocks(blocks, checkpoint_groups(choice), x_BTd, cos, sin))
         return self.head(x_BTd) if targets_BT is None else self.head(x_BTd, targets_BT)
 
     @torch.no_grad()
@@ -233,12 +249,15 @@ class TransformerLM(nn.Module):
 
 
 def _run_blocks(
-    blocks: Sequence[Block], groups: tuple[int, ...], x_BTd: Tensor, cos: Tensor, sin: Tensor
+    blocks: Sequence[tuple[Block, str]], groups: tuple[int, ...], x_BTd: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """The blocks in order, in groups of groups[0] that are recomputed in backward, within them of groups[1], …"""
-    if not groups:
-        for block in blocks:
-            x_BTd = block(x_BTd, cos, sin)
+    """The blocks in order, in groups of groups[0] that are recomputed in backward, within them of groups[1], …
+
+    With each block stands what it keeps; within a group of several it keeps everything once it is recomputed.
+    """
+    if groups in ((), (1,)):
+        for block, keep in blocks:
+            x_BTd = block(x_BTd, cos, sin, keep if groups else "none")
         return x_BTd
     for start in range(0, len(blocks), groups[0]):
         group = blocks[start : start + groups[0]]

@@ -4,7 +4,7 @@ A new strategy is a file in this folder and an entry in `STRATEGIES`; everything
 then knows it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from distlab.comm.subgroups import hybrid_mesh
 from distlab.parallel.base import LocalOptimizer, ParallelModel, stepped
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.bucketed_copy_engine import CopyEngineDDP
@@ -44,6 +45,7 @@ __all__ = [
     "TorchDDP",
     "TorchFSDP2",
     "ZeroOptimizer",
+    "check_shard_size",
     "get_strategy",
     "stepped",
     "strategies_on",
@@ -65,6 +67,7 @@ class Strategy:
         has_buckets: whether a bucket size means anything to it.
         casts_parameters: whether `wrap` takes `compute_dtype=…`, in which parameters are then sent and used; such
             a model needs no autocast, which would keep a cast copy of every weight through the step.
+        takes_mesh: whether `wrap` takes `mesh=…`, made of shard groups of `shard_size=…` ranks.
         materializes: whether `wrap` takes a module on meta with `init_fn=…` and `device=…`, and makes it in shards.
         synchronizes: False for `local`, whose ranks diverge.
         is_peer: True for the implementations of torch that ours are measured against.
@@ -76,6 +79,7 @@ class Strategy:
     optimizer: Callable[..., Optimizer] = _over_parameters
     has_buckets: bool = False
     casts_parameters: bool = False
+    takes_mesh: bool = False
     materializes: bool = False
     synchronizes: bool = True
     is_peer: bool = False
@@ -102,13 +106,18 @@ class Strategy:
                 Default: `reset_parameters` of the outermost modules that have it.
             device: for a module on meta.
             compute_dtype: what forward computes in, under `model.autocast()`; None: the parameters' own dtype.
-            options: `bucket_size_mb`, MiB, by default the strategy's own; those without buckets ignore it.
+            options: `bucket_size_mb`, MiB, by default the strategy's own, and `shard_size`, ranks of a shard group, by
+                default those of a host; ignored by strategies without buckets, or without a mesh.
 
         Raises:
-            ValueError: a module on meta without a device, or `init` or `device` for one that has its values.
+            ValueError: a `shard_size` that does not divide the ranks, a module on meta without a device, or `init` or
+                `device` for one that has its values.
         """
         if not self.has_buckets:
             options.pop("bucket_size_mb", None)
+        shard_size = options.pop("shard_size", None)
+        if self.takes_mesh:
+            options["mesh"] = hybrid_mesh(group, shard_size)
         if self.casts_parameters:
             options["compute_dtype"] = compute_dtype
         if any(parameter.is_meta for parameter in module.parameters()):
@@ -144,23 +153,39 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("flat", FlatDDP),
         Strategy("overlap", OverlapDDP),
         Strategy("bucketed", BucketedDDP, has_buckets=True),
+        Strategy("bucketed-two-level", BucketedDDP, has_buckets=True, takes_mesh=True),
         Strategy("bucketed-dma", CopyEngineDDP, has_buckets=True, needs_gpu=True),
         Strategy("sharded-optimizer", BucketedDDP, _sharded, has_buckets=True),
         Strategy("zero1", BucketedDDP, ZeroOptimizer, has_buckets=True),
         Strategy("fsdp", FSDP, casts_parameters=True, materializes=True),
+        Strategy("hsdp", FSDP, casts_parameters=True, materializes=True, takes_mesh=True),
         Strategy("torch-ddp", TorchDDP, is_peer=True),
         Strategy("torch-ddp-tuned", tuned_torch_ddp, has_buckets=True, is_peer=True),
         Strategy("torch-zero", tuned_torch_ddp, torch_zero, has_buckets=True, is_peer=True),
         Strategy("fsdp2", TorchFSDP2, casts_parameters=True, is_peer=True),
+        Strategy("torch-hsdp", TorchFSDP2, casts_parameters=True, is_peer=True, takes_mesh=True),
     )
 }
 
 
-def strategies_on(device_type: str) -> tuple[str, ...]:
-    """The names of all strategies that run on `cuda` or `cpu`."""
+def strategies_on(device_type: str, *, meshes: bool = True) -> tuple[str, ...]:
+    """The names of all strategies that run on `cuda` or `cpu`; with `meshes=False` of those without a mesh: on one host
+    they do what those with one do.
+    """
     return tuple(
-        name for name, strategy in STRATEGIES.items() if device_type == "cuda" or not strategy.needs_gpu
+        name
+        for name, strategy in STRATEGIES.items()
+        if (device_type == "cuda" or not strategy.needs_gpu) and (meshes or not strategy.takes_mesh)
     )
+
+
+def check_shard_size(shard_size: int | None, strategies: Iterable[str]) -> None:
+    """Raises ValueError for a size of shard groups that none of the strategies would use."""
+    if shard_size is not None and not any(STRATEGIES[name].takes_mesh for name in strategies):
+        taking = ", ".join(name for name, strategy in STRATEGIES.items() if strategy.takes_mesh)
+        raise ValueError(
+            f"--shard-size {shard_size} is for strategies with a mesh: choose one of {taking}, or leave it out"
+        )
 
 
 def get_strategy(name: str) -> Strategy:

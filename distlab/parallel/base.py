@@ -28,6 +28,7 @@ class ParallelModel(nn.Module, ABC):
         device: of the parameters.
         compute_dtype: what forward computes in; None: the parameters' own.
         casts_parameters: whether the module's parameters already have that dtype, so that autocast is not needed.
+        replicas: how many ranks hold each shard that is not on every rank.
         bytes_outside_allocator: bytes of this GPU that torch's caching allocator does not count.
     """
 
@@ -36,6 +37,7 @@ class ParallelModel(nn.Module, ABC):
     device: torch.device
     compute_dtype: torch.dtype | None = None
     casts_parameters: bool = False
+    replicas: int = 1
     bytes_outside_allocator: int = 0
     _synchronizes = True  # False inside no_sync()
     _shards_gradients = False  # True: each rank has the mean gradient of its shards only
@@ -121,7 +123,9 @@ class ParallelModel(nn.Module, ABC):
         sharded, replicated = gradients
         total = square_sum(replicated, self.device)
         if self._shards_gradients:
-            total = collectives.sum_tensor(square_sum(sharded, self.device), self.process_group) + total
+            # Over all ranks, not over a shard group: replicas must not differ in the last bit.
+            squares = collectives.sum_tensor(square_sum(sharded, self.device), self.process_group)
+            total = (squares if self.replicas == 1 else squares / self.replicas) + total
         return total.sqrt().float()
 
     def _note_scaled(self) -> None:

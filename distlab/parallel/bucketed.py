@@ -24,9 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup, Work
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
+from distlab.comm.two_level import Message
 from distlab.parallel.buckets import BucketPlan, GradientBucket, check_bucket_size, plan_buckets
 from distlab.parallel.data_parallel import DataParallel
 from distlab.parallel.shard import Shard
@@ -40,7 +42,7 @@ class BucketedDDP(DataParallel):
         module: the model to wrap; see `DataParallel` for checks and errors.
         bucket_size_mb: MiB of gradients per bucket, as torch's `bucket_cap_mb`; a parameter larger than that
             has a bucket of its own; None means one unbounded bucket per dtype.
-        process_group: default: the default group.
+        mesh, process_group: see `DataParallel`.
 
     Raises:
         ValueError: a bucket size that is not positive.
@@ -51,12 +53,13 @@ class BucketedDDP(DataParallel):
         module: nn.Module,
         bucket_size_mb: float | None = 25.0,
         *,
+        mesh: DeviceMesh | None = None,
         process_group: ProcessGroup | None = None,
     ):
         check_bucket_size(bucket_size_mb)
-        super().__init__(module, process_group=process_group)
+        super().__init__(module, mesh=mesh, process_group=process_group)
         self.bucket_size_mb = bucket_size_mb
-        self._in_flight: list[Work] = []
+        self._in_flight: list[Work | Message] = []
         self._buckets: list[GradientBucket] = []  # none before `allocate()`
         self._sharded: ShardedBuckets | None = None
         self._lay_out()
@@ -88,7 +91,15 @@ class BucketedDDP(DataParallel):
         """From now on reduce-scatter the buckets, and keep this rank's slices of the parameters (`ZeroOptimizer`).
 
         Each rank gets its slice of every mean and nothing else: see `ShardedBuckets`.
+
+        Raises:
+            ValueError: a wrapper on a mesh.
         """
+        if self.mesh is not None:
+            raise ValueError(
+                "ZeroOptimizer shards over all ranks, and this BucketedDDP has a mesh: leave its mesh out, or take "
+                "FSDP(module, mesh=…), which shards inside a group"
+            )
         if self._sharded is not None:
             self._sharded.close()
         self._lay_out(world_size=self.process_group.size(), has_flags=False)
@@ -164,12 +175,12 @@ class BucketedDDP(DataParallel):
     def _issue_next(self) -> None:
         """Send the first bucket that has not been sent; all ranks send them in the order of the plan."""
         number = len(self._in_flight)
-        buffer, group = self._buckets[number].seal(), self.process_group
+        buffer = self._buckets[number].seal()
         if self._sharded is None:
-            work = collectives.all_reduce_mean(buffer, group)
+            work = self._all_reduce(buffer)
         else:
             received = self._sharded.received[number]
-            work = collectives.reduce_scatter_mean(received, buffer, group)
+            work = collectives.reduce_scatter_mean(received, buffer, self.process_group)
         self._in_flight.append(work)
 
     def _synchronize(self) -> None:

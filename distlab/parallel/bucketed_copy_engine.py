@@ -26,7 +26,7 @@ class CopyEngineDDP(BucketedDDP):
         process_group: default: the default group.
 
     Raises:
-        ValueError: a bucket size that is not positive, no GPU, or GPUs that do not reach each other's memory.
+        ValueError: a bucket size that is not positive, a mesh, no GPU, or GPUs that do not reach each other's memory.
     """
 
     @property
@@ -43,6 +43,8 @@ class CopyEngineDDP(BucketedDDP):
         raise ValueError("CopyEngineDDP only all-reduces: give ZeroOptimizer a BucketedDDP")
 
     def _lay_out(self, **padding: Any) -> None:
+        if self.mesh is not None:
+            raise ValueError("CopyEngineDDP works within one host: leave mesh out, or take BucketedDDP")
         check_copy_engines(self.device, self.process_group)
         super()._lay_out(world_size=self.process_group.size(), **padding)
         self.allocate()  # here, where all ranks are, because they map each other's memory

@@ -9,13 +9,14 @@ The flags ride along so that a parameter which some rank did not use needs no me
 mean, a flag above zero says "somebody used it".
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from distlab.comm import collectives
+from distlab.comm.two_level import Message
 from distlab.parallel.shard import FlatLayout
 
 MIB = 2**20
@@ -199,9 +200,11 @@ class GradientBucket:
             parameter.__dict__.pop("gradient_target", None)
 
 
-def average(buckets: Sequence[GradientBucket], group: ProcessGroup) -> None:
-    """Send all buckets at once, and leave the means over ranks in `.grad`. Blocks on gloo."""
-    works = [collectives.all_reduce_mean(bucket.seal(), group) for bucket in buckets]
+def average(
+    buckets: Sequence[GradientBucket], all_reduce: Callable[[Tensor], Work | Message], group: ProcessGroup
+) -> None:
+    """Send all buckets at once, and leave the means over the group's ranks in `.grad`. Blocks on gloo."""
+    works = [all_reduce(bucket.seal()) for bucket in buckets]
     for bucket, work in zip(buckets, works, strict=True):
         collectives.wait(work, group, "averaging gradients")
         bucket.unpack()

@@ -20,9 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from distlab.comm import collectives
+from distlab.comm.subgroups import resolve_mesh
+from distlab.comm.two_level import Message, all_reduce_on
 from distlab.parallel import step_guard
 from distlab.parallel.base import ParallelModel
 from distlab.parallel.shard import Shard, whole
@@ -36,18 +39,24 @@ class DataParallel(ParallelModel):
 
     Args:
         module: any `nn.Module` whose trainable parameters lie on one device.
-        process_group: default: the default group.
+        mesh: (replicas, ranks of a shard group), such as hosts and their GPUs: gradients are averaged in two levels
+            (`distlab.comm.two_level`); default: in one.
+        process_group: all ranks; default: the default group.
 
     Raises:
-        ValueError: nothing to train, parameters on several devices, an uninitialized parameter, two parameters
-            that share memory, a model that is wrapped already, or ranks that disagree on names, shapes, dtypes,
-            strides or `requires_grad` (then on every rank).
+        TypeError: a mesh that is no DeviceMesh.
+        ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), nothing to train, parameters on several
+            devices, an uninitialized parameter, two parameters that share memory, a model that is wrapped already, or
+            ranks that disagree on names, shapes, dtypes, strides or `requires_grad` (then on every rank).
     """
 
-    def __init__(self, module: nn.Module, *, process_group: ProcessGroup | None = None):
+    def __init__(
+        self, module: nn.Module, *, mesh: DeviceMesh | None = None, process_group: ProcessGroup | None = None
+    ):
         super().__init__()
         self.module = module
-        self.process_group = collectives.resolve_group(process_group)
+        groups = resolve_mesh(mesh, process_group)
+        self.mesh, self.process_group, self._all_reduce = mesh, groups.world, all_reduce_on(groups)
         refuse_uninitialized(module)
         named = list(module.named_parameters())  # a tied parameter is listed once
         self.trainable_names = [name for name, parameter in named if parameter.requires_grad]
@@ -77,7 +86,7 @@ class DataParallel(ParallelModel):
     def _synchronize(self) -> None:
         """Send what has not been sent, wait for all, leave the means in `.grad`."""
 
-    def _wait(self, work: Work) -> None:
+    def _wait(self, work: Work | Message) -> None:
         """Wait for a message of this step; an error names the ranks that did not come."""
         collectives.wait(work, self.process_group, "averaging gradients")
 

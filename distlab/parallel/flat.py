@@ -8,6 +8,7 @@ One large message runs at the link's full bandwidth, yet all of it is still expo
 
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from distlab.parallel.buckets import GradientBucket, average, plan_buckets
 from distlab.parallel.data_parallel import DataParallel
@@ -18,11 +19,13 @@ class FlatDDP(DataParallel):
 
     Args:
         module: the model to wrap; see `DataParallel` for checks and errors.
-        process_group: default: the default group.
+        mesh, process_group: see `DataParallel`.
     """
 
-    def __init__(self, module: nn.Module, *, process_group: ProcessGroup | None = None):
-        super().__init__(module, process_group=process_group)
+    def __init__(
+        self, module: nn.Module, *, mesh: DeviceMesh | None = None, process_group: ProcessGroup | None = None
+    ):
+        super().__init__(module, mesh=mesh, process_group=process_group)
         plan = plan_buckets(
             [parameter.numel() for parameter in self.trainable],
             [parameter.dtype for parameter in self.trainable],
@@ -37,4 +40,4 @@ class FlatDDP(DataParallel):
             bucket.release()
 
     def _synchronize(self) -> None:
-        average(self._buckets, self.process_group)
+        average(self._buckets, self._all_reduce, self.process_group)

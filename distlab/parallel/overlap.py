@@ -12,8 +12,9 @@ without any error as soon as two ranks' orders differ.
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
+from torch.distributed.device_mesh import DeviceMesh
 
-from distlab.comm import collectives
+from distlab.comm.two_level import Message
 from distlab.parallel.buckets import adopt_foreign_gradients, write_used_flags
 from distlab.parallel.naive import NaiveDDP
 
@@ -23,13 +24,15 @@ class OverlapDDP(NaiveDDP):
 
     Args:
         module: the model to wrap; see `DataParallel` for checks and errors.
-        process_group: default: the default group.
+        mesh, process_group: see `DataParallel`.
     """
 
-    def __init__(self, module: nn.Module, *, process_group: ProcessGroup | None = None):
-        super().__init__(module, process_group=process_group)
+    def __init__(
+        self, module: nn.Module, *, mesh: DeviceMesh | None = None, process_group: ProcessGroup | None = None
+    ):
+        super().__init__(module, mesh=mesh, process_group=process_group)
         self._order = list(range(len(self.trainable) - 1, -1, -1))
-        self._in_flight: list[tuple[Tensor, Tensor, Work]] = []
+        self._in_flight: list[tuple[Tensor, Tensor, Work | Message]] = []
 
     def _gradient_ready(self, index: int) -> None:
         while len(self._in_flight) < len(self._order) and self._order[len(self._in_flight)] in self._ready:
@@ -45,7 +48,7 @@ class OverlapDDP(NaiveDDP):
         in_flight, self._in_flight = self._in_flight, []
         in_order = [self.trainable[index] for index in self._order]
         write_used_flags(self._flags, in_order)
-        flags_work = collectives.all_reduce_mean(self._flags, self.process_group)
+        flags_work = self._all_reduce(self._flags)
         gradients = [self._receive(*each) for each in in_flight]
         self._wait(flags_work)
         adopt_foreign_gradients(self._flags, in_order, gradients)

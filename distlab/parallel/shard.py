@@ -76,6 +76,7 @@ class Shard:
         tensor: what lies here, of any number of dimensions, perhaps empty. Out of `ParallelModel.shards()` it is what
             the optimizer steps, the key of its `state`.
         replicated: every rank holds these very elements.
+        copies: which of how many ranks that hold them this one is, where not every rank does.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Shard:
     start: int | None
     tensor: Tensor
     replicated: bool = False
+    copies: tuple[int, int] = (0, 1)
 
     @property
     def numel(self) -> int:
@@ -108,12 +110,14 @@ class Shard:
         return replace(self, name=name, tensor=value)
 
     def portion(self, rank: int, ranks: int) -> "Shard":
-        """What this rank writes: an N-th of what all ranks hold alike, and all of what it alone holds."""
-        if not self.replicated:
+        """What this rank writes: an N-th of what N ranks hold alike, and all of what it alone holds."""
+        which, holders = (rank, ranks) if self.replicated else self.copies
+        if holders == 1 and not self.replicated:
             return self
         values = self.values
-        first, last = rank * values.numel() // ranks, (rank + 1) * values.numel() // ranks
-        return replace(self, start=self.start + first, tensor=values[first:last], replicated=False)
+        first, last = which * values.numel() // holders, (which + 1) * values.numel() // holders
+        start, tensor = self.start + first, values[first:last]
+        return replace(self, start=start, tensor=tensor, replicated=False, copies=(0, 1))
 
 
 def plain_name(name: str) -> str:

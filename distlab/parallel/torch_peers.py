@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
+from distlab.comm.subgroups import resolve_mesh
 from distlab.parallel.base import ParallelModel
 from distlab.parallel.buckets import check_bucket_size
 from distlab.parallel.fsdp.flat_param import list_entries, plan_units
@@ -90,10 +92,11 @@ class TorchFSDP2(ParallelModel):
     Args:
         module: the model, on its device; it is changed in place, and `close()` cannot undo that.
         compute_dtype: as `FSDP`'s.
+        mesh: as `FSDP`'s.
         process_group: default: the default group.
 
     Raises:
-        ValueError: the module has no parameters.
+        TypeError, ValueError: a mesh that `FSDP` refuses. ValueError: the module has no parameters.
     """
 
     casts_parameters = True
@@ -104,20 +107,22 @@ class TorchFSDP2(ParallelModel):
         module: nn.Module,
         compute_dtype: torch.dtype | None = None,
         *,
+        mesh: DeviceMesh | None = None,
         process_group: ProcessGroup | None = None,
     ):
         # DTensor's import takes a second.
-        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         super().__init__()
         self.module = module
         self.compute_dtype = compute_dtype
-        self.process_group = collectives.resolve_group(process_group)
+        groups = resolve_mesh(mesh, process_group)
+        self.process_group, self.replicas = groups.world, groups.replicas
         collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
         units = [plan.module for plan in plan_units(module, list_entries(module, compute_dtype))]
         self.device = next(module.parameters()).device
-        mesh = DeviceMesh.from_group(self.process_group, self.device.type)
+        if mesh is None:
+            mesh = DeviceMesh.from_group(self.process_group, self.device.type)
         # Stating the reduce dtype makes FSDP2 cast bf16 gradients to fp32 before it sends them, as FSDP does.
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
@@ -169,4 +174,6 @@ def _shard_of(name: str, parameter: Tensor) -> Shard:
         raise ValueError(f"placements {parameter.placements}: only cuts along the first dimension are stored")
     start = offset[0] * torch.Size(parameter.shape[1:]).numel() if offset else 0
     replicated = all(p.is_replicate() for p in parameter.placements)
-    return Shard(plain_name(name), parameter.shape, start, parameter, replicated)
+    mesh = parameter.device_mesh
+    copies = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim == 2 else (0, 1)
+    return Shard(plain_name(name), parameter.shape, start, parameter, replicated, copies)

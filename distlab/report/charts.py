@@ -415,6 +415,25 @@ def _lanes(
         _legend_above(axes)
 
 
+def memory_areas(path: str | os.PathLike, timeline: Any, *, title: str) -> None:
+    """Memory over one step by category, of a `measure.memory_timeline.MemoryTimeline`."""
+    times, layers = timeline.curves()
+    at, categories = timeline.peak()
+    total = sum(categories.values())
+    unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+    stacked_areas(
+        path,
+        times,
+        {name: [value / size for value in values] for name, values in layers.items()},
+        title=title,
+        x_label="time since the start of the step (ms; stretched by the recording)",
+        y_label=f"held ({unit})",
+        end=timeline.step_ms,
+        spans=timeline.phases,
+        notes=[(at, total / size, f"peak {total / size:.1f} {unit}")],
+    )
+
+
 def stacked_areas(
     path: str | os.PathLike,
     times: Sequence[float],

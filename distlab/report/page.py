@@ -13,20 +13,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distlab.report.meaning import meaning
 from distlab.report.noise import noise_of
 from distlab.report.predictions import ACCURACY, COMPARED, accuracy, compared
 from distlab.report.record import Record
-from distlab.report.table import Column, by_machine, is_number, render
+from distlab.report.table import STYLES, Column, by_machine, is_number, render
 
 if TYPE_CHECKING:
     from distlab.report.view import View
 
-TEMPLATE = Path(__file__).with_name("page.html.j2")
 MOST_FIGURES = 500  # rows of the table that has every prediction; beyond that the summary stands alone
 
 
 def page(
-    view: View, records: Sequence[Record], pictures: Sequence[tuple[str, Path]] = (), findings: Sequence[str] = ()
+    view: View,
+    records: Sequence[Record],
+    pictures: Sequence[tuple[str, Path]] = (),
+    findings: Sequence[str] = (),
+    timeline: dict[str, Any] | None = None,
 ) -> str:
     """The whole page.
 
@@ -34,24 +38,33 @@ def page(
         view: how the records are shown.
         pictures: caption and file (`.png`) of each.
         findings: sentences that follow from these records.
+        timeline: see `spans.zoomable`.
     """
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
     figures = compared(records)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        view=view, headline=view.headline_of(records), findings=findings, noises=_noises(records),
+    return rendered(
+        "page.html.j2", title=view.name, view=view, headline=view.headline_of(records), findings=findings,
+        noises=_noises(records), timeline=timeline,
+        meanings=[(machine, *meaning(group, view.next)) for machine, group in by_machine(records).items()],
         setups=[_setup(machine, group) for machine, group in by_machine(records).items()],
         tables=[
-            _table(group, columns) | {style: render(group, columns, style) for style in ("markdown", "latex")}
+            _table(group, columns) | {style: render(group, columns, style) for style in STYLES if style != "text"}
             | {"title": title} for title, group, columns in view.tables(records)
         ],
         pictures=[(caption, base64.b64encode(path.read_bytes()).decode()) for caption, path in pictures],
         accuracy=_table(accuracy(figures), ACCURACY),
         compared=_table(figures if len(figures) <= MOST_FIGURES else (), COMPARED),
     )  # fmt: skip
+
+
+def rendered(template: str, **values: Any) -> str:
+    """One of the templates beside this file, filled in."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    return environment.get_template(template).render(**values)
 
 
 def _table(records: Sequence[Record], columns: Sequence[Column]) -> dict[str, Any]:
@@ -83,7 +96,21 @@ def _setup(machine: str, records: Sequence[Record]) -> dict[str, Any]:
         for key, value in config.items()
         if all(key in record.config and record.config[key] == value for record in records)
     }
-    return {"facts": facts, "command": "\n".join(commands) or "the command was not recorded", "options": options}
+    return {"facts": facts, "command": "\n".join(commands) or "the command was not recorded", "options": options,
+            "citation": citation(records)}
+
+
+def citation(records: Sequence[Record]) -> str:
+    """A BibTeX entry for these rows: the lab at that commit, the experiment, and what it ran on."""
+    first = records[0]
+    commit, machine = str(first.commit or "unknown"), first.environment.get("device_name") or "unknown device"
+    year = str(first.environment.get("date") or "")[:4]
+    return (
+        f"@misc{{distlab-{first.experiment}-{commit[:8]},\n  author = {{{{The distlab developers}}}},\n"
+        f"  title  = {{distlab: {first.experiment.replace('_', chr(92) + '_')} on {machine}}},\n"
+        + (f"  year   = {{{year}}},\n" if year else "")
+        + f"  note   = {{commit {commit}, torch {first.environment.get('torch') or 'unknown'}}},\n}}"
+    )
 
 
 def _noises(records: Sequence[Record]) -> list[str]:

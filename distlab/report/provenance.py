@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ def environment(device: torch.device | str) -> dict[str, str | int | None]:
         "cpu_threads_per_rank": torch.get_num_threads(),
         "platform": f"{platform.system()} {platform.machine()}",
         "command": command(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -86,6 +88,12 @@ def commit(default: str | None = None) -> str | None:
     status = _git(Path(top), "status", "--porcelain", "--untracked-files=all") or ""
     changes = [line for line in status.splitlines() if not line.startswith("??") or line.endswith(".py")]
     return f"{head}-dirty" if changes else head
+
+
+def date_of_commit(commit: str) -> str | None:
+    """When a commit of this checkout was made, ISO 8601 in UTC; None if it is not known here."""
+    seconds = _git(Path(__file__).parent, "show", "-s", "--format=%ct", commit) if commit else None
+    return datetime.fromtimestamp(int(seconds), UTC).isoformat(timespec="seconds") if seconds else None
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

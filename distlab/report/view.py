@@ -2,9 +2,10 @@
 
 An experiment declares its `View` once; `write` makes of records and view the whole folder of a run:
 
-    records.json  records.csv  table.md  table.tex  report.html  and the pictures
+    records.json  records.csv  table.md  table.tex  table.typ  report.html  and the pictures
 """
 
+import json
 import string
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from typing import Any
 
 from distlab.files import write_whole
 from distlab.report import page as html
+from distlab.report import spans
 from distlab.report.record import Record, json_line, write_csv, write_json
 from distlab.report.table import Column, by_machine, grouped, render, render_for_terminal
 
@@ -38,6 +40,7 @@ class View:
         parted_by: a column's key, such as `config.part`: a table for each of its values, without the columns in which
             that part has nothing. None for one table.
         terminal: columns of the short table in a terminal, by the last part of their keys; () for as many as fit.
+        next: commands that a reader may want to run then, see `meaning`.
         name: as the records have it; an `Experiment` fills in its own.
         question: what it asks; an `Experiment` fills in the first line of its module's docstring.
     """
@@ -51,6 +54,7 @@ class View:
     noise: str = ""
     parted_by: str | None = None
     terminal: Sequence[str] = ()
+    next: Sequence[str] = ()
     name: str = ""
     question: str = ""
 
@@ -63,7 +67,7 @@ class View:
         tables = self.tables(records)
         if only:
             tables = [(part, group, _only(columns, only)) for part, group, columns in tables]
-        title = {"text": "{}:\n", "markdown": "**{}**\n\n", "latex": "% {}\n"}.get(style, "")
+        title = {"text": "{}:\n", "markdown": "**{}**\n\n", "latex": "% {}\n", "typst": "*{}*\n\n"}.get(style, "")
         return "\n\n".join(
             (title.format(part) if len(tables) > 1 else "") + render(group, columns, style)
             for part, group, columns in tables
@@ -143,11 +147,18 @@ def write(view: View, records: Sequence[Record], path: Path) -> Path:
     files = {
         "table.md": f"{view.headline_of(records)}\n\n{view.table(records, 'markdown')}\n{below}",
         "table.tex": view.table(records, "latex") + "\n",
-        "report.html": html.page(view, records, _draw(view, records, path), findings),
+        "table.typ": view.table(records, "typst") + "\n",
+        "report.html": html.page(view, records, _draw(view, records, path), findings, _timeline(path)),
     }
     for name, text in files.items():
         write_whole(path / name, text)
     return path / "report.html"
+
+
+def _timeline(path: Path) -> dict[str, Any] | None:
+    """What the run left of one step for the page to zoom into."""
+    file = path / spans.FILE
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def check_records(view: View, records: Sequence[Record]) -> None:
@@ -191,10 +202,16 @@ def say(
         print(f"{_filled(view.headline_of(records))}\n\n{view.short_table(records)}\n")
         for group in by_machine(records).values():
             for finding in view.findings(group):
-                print(_filled(finding))
+                print(highlighted(_filled(finding)))
         print(f"report: {page}")
     if line and (quiet or not sys.stdout.isatty()):
         print(json_line(view.name, records, page.parent), flush=True)
+
+
+def highlighted(text: str) -> str:
+    """A line that begins with a word of capitals (`WRONG: …`), in red where stdout is a terminal."""
+    alarms = text.partition(":")[0].isupper() and sys.stdout.isatty()
+    return f"\033[31m{text}\033[0m" if alarms else text
 
 
 def _filled(text: str) -> str:

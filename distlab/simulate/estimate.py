@@ -4,13 +4,14 @@ Operators take their time one after the other, so a model's time is linear in it
 layer and two gives it for any number, exactly.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from distlab.hardware import NETWORK_LINKS, GPUSpec, by_alias
-from distlab.model import ModelConfig, preset
+from distlab.model import ModelConfig, kept_levels, preset
 from distlab.options import Options, option
 from distlab.parallel.buckets import plan_buckets
 from distlab.precision import DTYPES
@@ -32,11 +33,11 @@ LATENCY_S, CONTENTION = 58e-6, (0.64, 0.73)
 
 @lru_cache(maxsize=64)
 def _operators(
-    config: ModelConfig, batch: int, dtype: str, checkpointing: bool, casts_parameters: bool
+    config: ModelConfig, batch: int, dtype: str, keep: str, casts_parameters: bool
 ) -> tuple[Compute, ...]:
     strategy = "fsdp" if casts_parameters else "local"
     return simulate_training(
-        config, strategy, batch=batch, world_size=1, dtype=dtype, checkpointing=checkpointing
+        config, strategy, batch=batch, world_size=1, dtype=dtype, checkpointing=keep
     ).operators
 
 
@@ -46,23 +47,28 @@ def compute_time(
     device: DeviceModel,
     *,
     dtype: str = "bf16",
-    checkpointing: bool = False,
+    checkpointing: bool | str = False,
     casts_parameters: bool = False,
 ) -> ComputeTime:
     """Forward, backward and optimizer of one micro-batch without communication.
 
+    Attention is torch's, whichever the model names.
+
     Args:
+        checkpointing: whether blocks are recomputed, or what they keep, see `model.kept_levels`.
         casts_parameters: the strategy hands the model parameters in `dtype` (FSDP), so that nothing is cast.
     """
-    phases = []
-    for layers in (1, 2):
-        smaller = replace(config, num_layers=layers)
-        spent = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        for operator in _operators(smaller, batch, dtype, checkpointing, casts_parameters):
-            spent[operator.phase] += device.seconds(operator)
-        phases.append(spent)
-    one, two = phases
-    seconds = {phase: one[phase] + (config.num_layers - 1) * (two[phase] - one[phase]) for phase in one}
+    seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    blocks = Counter(kept_levels(checkpointing, config.num_layers))
+    for keep, count in blocks.items():
+        one, two = (dict.fromkeys(seconds, 0.0) for _ in range(2))
+        for layers, spent in ((1, one), (2, two)):
+            smaller = replace(config, num_layers=layers, attention="sdpa")
+            for operator in _operators(smaller, batch, dtype, keep, casts_parameters):
+                spent[operator.phase] += device.seconds(operator)
+        for phase in seconds:
+            block = two[phase] - one[phase]
+            seconds[phase] += count * block + (one[phase] - block) / len(blocks)  # the rest of the model, once
     copied = config.num_parameters
     if DTYPES[dtype] is not None:  # linear layers write theirs into the buffers (`model.ops.linear`)
         shape = ModelShape.of(config)
@@ -80,7 +86,7 @@ def estimate_step(
     ranks: int,
     dtype: str = "bf16",
     bucket_size_mb: float | None = 25.0,
-    checkpointing: bool = False,
+    checkpointing: bool | str = False,
     micro_batches: int = 1,
 ) -> StepTime:
     """The time of a step.
@@ -88,6 +94,7 @@ def estimate_step(
     Args:
         batch: sequences per rank and micro-batch.
         ranks: data-parallel size.
+        checkpointing: see `compute_time`.
         micro_batches: accumulated in a step.
 
     Raises:

@@ -128,7 +128,7 @@ class EventLog(CollectiveRecorder):
         return result
 
     def _add_operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        if func.namespace != "aten" or func.is_view or func.overloadpacket.__name__ in _FREE:
+        if func.namespace not in ("aten", "distlab_kernels") or func.is_view or func.overloadpacket.__name__ in _FREE:
             return
         flops = _flops(func, args, kwargs, result)
         moved = _bytes_moved(func, args, kwargs, result)

@@ -22,7 +22,7 @@ from distlab.precision import DTYPES
 from distlab.simulate.events import Compute, EventLog, MemoryMoment, Wait
 from distlab.simulate.world import fake_world
 from distlab.theory.checks import at_least_one
-from distlab.train.step import TrainStep, next_token_loss
+from distlab.train.step import TrainStep, loss_function
 
 Mark = Callable[[str], None]
 MakeStep = Callable[[ParallelModel, Optimizer, Mark], Callable[[], Any]]
@@ -163,7 +163,7 @@ def simulate_training(
 
     def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
         tokens = torch.zeros(batch, config.context_length, dtype=torch.int64)
-        train = TrainStep(wrapper, optimizer, next_token_loss, mark=mark)
+        train = TrainStep(wrapper, optimizer, loss_function(config), mark=mark)
         return lambda: train([(tokens, tokens)])
 
     with mock.patch.object(ops, "on_gpu", lambda x: True):

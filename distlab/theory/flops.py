@@ -9,7 +9,7 @@ in full, although a causal kernel skips the masked half, and recomputation under
 not count. The usual 6·N FLOPs per token is the part of it without the scores. `causal=True` halves scores and
 values, which is the work a good causal kernel really does; say which one a table uses.
 
-Shapes: `B` batch, `T` context, `L` layers, `d` d_model, `f` d_ff, `V` vocabulary.
+Shapes: `B` batch, `T` context, `L` layers, `d` d_model, `f` d_ff, `k` width of the keys, `V` vocabulary.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class TransformerFlops:
     """FLOPs of one pass over a batch, by part of the model.
 
     Args:
-        attention_projections: queries, keys, values and output, 8·B·T·d² per layer.
+        attention_projections: queries, keys, values and output, 4·B·T·d·(d + k) per layer; 8·B·T·d² where k = d.
         attention_scores: scores and weighted values, 4·B·T²·d per layer (2·B·T²·d if causal).
         feed_forward: SwiGLU's three matrices, 6·B·T·d·f per layer.
         head: logits, 2·B·T·d·V.
@@ -47,11 +47,13 @@ def forward_flops(
     d_ff: int,
     num_layers: int,
     vocab_size: int,
+    kv_width: int | None = None,
     causal: bool = False,
 ) -> TransformerFlops:
     """FLOPs of one forward pass over `batch` sequences of `context` tokens.
 
-    The number of heads plays no part: H heads of width d/H cost what one of width d costs.
+    The number of heads plays no part: H heads of width d/H cost what one of width d costs. Where heads share keys and
+    values, these are of `kv_width` (default d) and their projections cost less; scores cost the same.
 
     Raises:
         ValueError: a size below one.
@@ -59,9 +61,9 @@ def forward_flops(
     at_least_one(
         batch=batch, context=context, d_model=d_model, d_ff=d_ff, num_layers=num_layers, vocab_size=vocab_size
     )
-    tokens = batch * context
+    tokens, keys = batch * context, d_model if kv_width is None else kv_width
     return TransformerFlops(
-        attention_projections=num_layers * 2 * tokens * 4 * d_model**2,
+        attention_projections=num_layers * 2 * tokens * d_model * (2 * d_model + 2 * keys),
         attention_scores=num_layers * (2 if causal else 4) * tokens * context * d_model,
         feed_forward=num_layers * 2 * tokens * 3 * d_model * d_ff,
         head=2 * tokens * d_model * vocab_size,

@@ -22,6 +22,7 @@ class ModelShape:
         num_heads: H; must divide d.
         vocab_size: V, rows of the embedding and of the head.
         tie_embeddings: whether the head uses the embedding's matrix.
+        num_kv_heads: heads of keys and values; must divide H. None: H.
 
     Raises:
         ValueError: a size below one, or heads that do not divide the width (with the nearest that do).
@@ -33,19 +34,27 @@ class ModelShape:
     num_heads: int
     vocab_size: int
     tie_embeddings: bool = False
+    num_kv_heads: int | None = None
 
     def __post_init__(self) -> None:
-        at_least_one(**{name: size for name, size in vars(self).items() if name != "tie_embeddings"})
-        if self.d_model % self.num_heads:
-            near = min(divisors(self.d_model), key=lambda heads: abs(heads - self.num_heads))
-            raise ValueError(
-                f"num_heads={self.num_heads} does not divide d_model={self.d_model}; the nearest that does is {near}"
-            )
+        sizes = {name: size for name, size in vars(self).items() if name != "tie_embeddings" and size is not None}
+        at_least_one(**sizes)
+        for part, whole in (("num_heads", "d_model"), ("num_kv_heads", "num_heads")):
+            if part in sizes and sizes[whole] % sizes[part]:
+                near = min(divisors(sizes[whole]), key=lambda heads: abs(heads - sizes[part]))
+                raise ValueError(
+                    f"{part}={sizes[part]} does not divide {whole}={sizes[whole]}; the nearest that does is {near}"
+                )
 
     @staticmethod
     def of(config: Any) -> "ModelShape":
         """The shape of any object with attributes of these names, such as a model's configuration."""
         return ModelShape(**{field.name: getattr(config, field.name) for field in fields(ModelShape)})
+
+    @property
+    def kv_width(self) -> int:
+        """k, width of the keys of all heads, and of the values."""
+        return self.d_model // self.num_heads * (self.num_kv_heads or self.num_heads)
 
     @property
     def matrices_per_block(self) -> tuple[int, ...]:
@@ -56,11 +65,11 @@ class ModelShape:
     def matrix_shapes_per_block(self) -> tuple[tuple[int, int], ...]:
         """Their shapes, (outputs, inputs)."""
         d, f = self.d_model, self.d_ff
-        return ((3 * d, d), (d, d), (f, d), (f, d), (d, f))
+        return ((d + 2 * self.kv_width, d), (d, d), (f, d), (f, d), (d, f))
 
     @property
     def block_parameters(self) -> int:
-        """4·d² + 3·d·f + 2·d: matrices and two norms."""
+        """2·d² + 2·d·k + 3·d·f + 2·d: matrices and two norms."""
         return sum(self.matrices_per_block) + 2 * self.d_model
 
     @property

@@ -36,26 +36,61 @@ class CommunicationVolume:
     bytes: int
 
 
+Mesh = tuple[int, int]  # (replicas, ranks of a shard group): hosts and the GPUs of each
+
+
+def all_reduced(messages: Sequence[tuple[int, int]], mesh: Mesh = (1, 1)) -> CommunicationVolume:
+    """One all-reduce for each message; in two levels a reduce-scatter, an all-reduce of a slice and an all-gather.
+
+    In two levels a message of n elements is padded to p, a multiple of the shard group's S ranks. The reduce-scatter
+    and the all-gather carry p elements, the all-reduce between the groups p/S: 3 calls of (2 + 1/S)·p elements.
+
+    Args:
+        messages: (elements, bytes per element) of each.
+        mesh: (replicas, ranks of a shard group); one level where either is 1.
+
+    Raises:
+        ValueError: fewer than one rank.
+    """
+    replicas, ranks = mesh
+    at_least_one(replicas=replicas, ranks=ranks)
+    if replicas == 1 or ranks == 1:
+        return CommunicationVolume(len(messages), sum(numel * size for numel, size in messages))
+    slices = [(-(-numel // ranks), size) for numel, size in messages]
+    return CommunicationVolume(3 * len(slices), sum((2 * ranks + 1) * numel * size for numel, size in slices))
+
+
 def naive(
-    numels: Sequence[int], itemsizes: Sequence[int], *, dtypes: Sequence[Hashable] | None = None
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    *,
+    mesh: Mesh = (1, 1),
+    dtypes: Sequence[Hashable] | None = None,
 ) -> CommunicationVolume:
     """One all-reduce per parameter, and a last one of an fp32 "used" flag per parameter.
 
     For P parameters: P + 1 calls, Σ numel·itemsize + 4·P bytes (for P = 0 nothing).
 
+    Args:
+        mesh: see `all_reduced`.
+
     Raises:
         ValueError: lists of different lengths, or a negative size.
     """
     labels_of(numels, itemsizes, dtypes)
-    count = len(numels)
-    return CommunicationVolume(count + bool(count), payload(numels, itemsizes) + FLAG_BYTES * count)
+    flags = [(len(numels), FLAG_BYTES)] if numels else []
+    return all_reduced([*zip(numels, itemsizes, strict=True), *flags], mesh)
 
 
 overlap = naive  # only its time differs: the messages leave during backward
 
 
 def flat(
-    numels: Sequence[int], itemsizes: Sequence[int], *, dtypes: Sequence[Hashable] | None = None
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    *,
+    mesh: Mesh = (1, 1),
+    dtypes: Sequence[Hashable] | None = None,
 ) -> CommunicationVolume:
     """One all-reduce per dtype, of all its gradients and one flag element per parameter behind them.
 
@@ -64,7 +99,7 @@ def flat(
     Raises:
         ValueError: as `naive`.
     """
-    return bucketed(numels, itemsizes, None, dtypes=dtypes)
+    return bucketed(numels, itemsizes, None, mesh=mesh, dtypes=dtypes)
 
 
 def bucketed(
@@ -73,6 +108,7 @@ def bucketed(
     bucket_size_mb: float | None = 25.0,
     *,
     world_size: int = 1,
+    mesh: Mesh = (1, 1),
     dtypes: Sequence[Hashable] | None = None,
 ) -> CommunicationVolume:
     """One all-reduce per bucket; buckets are filled in reverse registration order, each dtype its own.
@@ -86,13 +122,14 @@ def bucketed(
         bucket_size_mb: limit in MiB; None for one unbounded bucket per dtype.
         world_size: each bucket with its flags is padded to a multiple of it: copy engines need equal chunks,
             other collectives do not.
+        mesh: see `all_reduced`.
 
     Raises:
         ValueError: as `naive`, a bucket size that is not positive, or fewer than one rank.
     """
     # With one element more per parameter each bucket holds its flags, which must not count towards the limit.
     buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes, flags=1)
-    return CommunicationVolume(len(buckets), padded_bytes(buckets, world_size))
+    return all_reduced([(padded(numel, world_size), size) for numel, size in buckets], mesh)
 
 
 def torch_ddp(
@@ -151,8 +188,8 @@ def zero1(
         ValueError: as `bucketed`, or fewer than one rank.
     """
     buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
-    padded = padded_bytes(buckets, world_size)
-    return CommunicationVolume(2 * len(buckets) + 1, 2 * padded + FLAG_BYTES * len(numels))
+    sent = sum(padded(numel, world_size) * size for numel, size in buckets)
+    return CommunicationVolume(2 * len(buckets) + 1, 2 * sent + FLAG_BYTES * len(numels))
 
 
 def sharded_optimizer(
@@ -213,6 +250,7 @@ def fsdp(
     units: Sequence[Hashable | None],
     *,
     world_size: int,
+    replicas: int = 1,
     compute_itemsize: int,
     shapes: Sequence[Sequence[int]] | None = None,
     dtypes: Sequence[Hashable] | None = None,
@@ -222,10 +260,12 @@ def fsdp(
     A unit's parameters lie one after another in one buffer, or in one for each length of rows (`sharded_buffers`),
     padded to whole rows on every rank. Gathers carry `compute_itemsize` bytes per element, reductions the masters'
     `itemsizes`. Replicated parameters (norms, biases) travel in one all-reduce with a flag each. For U buffers:
-    3·U + 1 calls.
+    3·U + 1 calls. Hybrid sharding all-reduces each buffer's slice between the replicas: U calls more.
 
     Args:
         units: of each parameter, the unit that it is gathered with; None for a replicated one.
+        world_size: ranks that a buffer is divided among: all, or those of a shard group in hybrid sharding.
+        replicas: of a shard group, in hybrid sharding.
         compute_itemsize: bytes per element in which parameters are sent.
         shapes: of each parameter, in row-major order; None: of one column, which may be cut anywhere.
 
@@ -241,9 +281,12 @@ def fsdp(
     buffers = [numel for each in of_unit.values() for numel in sharded_buffers(each, world_size)]
     small = [numel for numel, unit in zip(numels, units, strict=True) if unit is None]
     master = max(itemsizes, default=4)
+    at_least_one(replicas=replicas)
     gathers, reductions = 2 * sum(buffers) * compute_itemsize, sum(buffers) * master
+    between = sum(buffers) // world_size * master if replicas > 1 else 0
     return CommunicationVolume(
-        3 * len(buffers) + bool(small), gathers + reductions + (sum(small) + len(small)) * master
+        (3 + (replicas > 1)) * len(buffers) + bool(small),
+        gathers + reductions + between + (sum(small) + len(small)) * master,
     )
 
 
@@ -254,6 +297,7 @@ def step_volume(
     *,
     bucket_size_mb: float | None = 25.0,
     world_size: int = 2,
+    shard_size: int | None = None,
     dtypes: Sequence[Hashable] | None = None,
     units: Sequence[Hashable | None] | None = None,
     shapes: Sequence[Sequence[int]] | None = None,
@@ -265,11 +309,16 @@ def step_volume(
         strategy: such as `bucketed` or `torch-ddp-tuned`.
         bucket_size_mb: MiB, None for unbounded; ignored by strategies without buckets.
         world_size: number of ranks, for strategies that pad or divide.
+        shard_size: ranks of a shard group, for `hsdp` and `bucketed-two-level`; None: all.
         units, shapes, compute_itemsize: see `fsdp`, which has no closed form without units.
 
     Raises:
-        ValueError: as `naive`.
+        ValueError: as `naive`, or a `shard_size` that does not divide the ranks.
     """
+    shard_size = shard_size or world_size
+    mesh = (world_size // shard_size, shard_size)
+    if math.prod(mesh) != world_size:
+        raise ValueError(f"shard_size={shard_size} does not divide the {world_size} ranks")
     sizes = {"numels": numels, "itemsizes": itemsizes, "dtypes": dtypes}
     cap = float(2**40) if bucket_size_mb is None else bucket_size_mb
     forms = {
@@ -278,6 +327,7 @@ def step_volume(
         "flat": lambda: flat(**sizes),
         "overlap": lambda: overlap(**sizes),
         "bucketed": lambda: bucketed(bucket_size_mb=bucket_size_mb, **sizes),
+        "bucketed-two-level": lambda: bucketed(bucket_size_mb=bucket_size_mb, mesh=mesh, **sizes),
         "bucketed-dma": lambda: bucketed(bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes),
         "zero1": lambda: zero1(bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes),
         "sharded-optimizer": lambda: sharded_optimizer(
@@ -290,6 +340,7 @@ def step_volume(
     if units is not None:
         sharding = {"units": units, "shapes": shapes, "compute_itemsize": compute_itemsize}
         forms["fsdp"] = lambda: fsdp(world_size=world_size, **sharding, **sizes)
+        forms["hsdp"] = lambda: fsdp(world_size=shard_size, replicas=mesh[0], **sharding, **sizes)
     return forms[strategy]() if strategy in forms else None
 
 
@@ -322,13 +373,10 @@ def payload(numels: Sequence[int], itemsizes: Sequence[int]) -> int:
     return sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
 
 
-def padded_bytes(buffers: Sequence[tuple[int, int]], world_size: int) -> int:
-    """Bytes of buffers of (elements, bytes per element), each padded to a multiple of the world size.
-
-    Raises ValueError for fewer than one rank.
-    """
+def padded(numel: int, world_size: int) -> int:
+    """Elements, padded to a multiple of the world size. Raises ValueError for fewer than one rank."""
     at_least_one(world_size=world_size)
-    return sum(-(-numel // world_size) * world_size * size for numel, size in buffers)
+    return -(-numel // world_size) * world_size
 
 
 def sharded_buffers(shapes: Sequence[Sequence[int]], world_size: int) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from distlab.model.config import ModelConfig, ModelOptions
 from distlab.options import SEED, Options, option
-from distlab.parallel import STRATEGIES
+from distlab.parallel import STRATEGIES, check_shard_size
 from distlab.train.schedule import WarmupCosine
 
 # the ranks of local diverge; ZeroRedundancyOptimizer keeps its state where no checkpoint could find it.
@@ -56,6 +56,7 @@ class TrainConfig(ModelOptions):
     dropout: float = option(0.0, "probability", least=0)
     strategy: str = option("bucketed", f"one of {', '.join(TRAINABLE)}")
     bucket_size_mb: float = option(25.0, "MiB, for strategies with buckets")
+    shard_size: int | None = option(None, "ranks that share a model, for strategies with a mesh [a host's]", least=1)
     batch: int = option(8, "sequences per step over all ranks", least=1)
     accumulate: int = option(1, "micro-batches per step; gradients are synchronised once", least=1)
     steps: int = option(100, "optimizer steps", least=1)
@@ -77,6 +78,7 @@ class TrainConfig(ModelOptions):
             allowed = (f"{name} (GPUs only)" if STRATEGIES[name].needs_gpu else name for name in TRAINABLE)
             raise ValueError(f"strategy {self.strategy!r} cannot train; allowed: {', '.join(allowed)}")
         super().__post_init__()
+        check_shard_size(self.shard_size, [self.strategy])
         if not self.beta2 < 1:
             raise ValueError(f"beta2={self.beta2}: must be at least 0 and below 1")
 
@@ -91,7 +93,8 @@ class TrainConfig(ModelOptions):
     def identity(self, data: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint must share with the run that continues it."""
         lasting = {name: getattr(self, name) for name in LASTING}
-        return {"model": asdict(self.model()), "data": data, **lasting}
+        model = {name: value for name, value in asdict(self.model()).items() if value is not None}
+        return {"model": model, "data": data, **lasting}
 
 
 def refuse_other_run(saved: Any, mine: dict[str, Any], where: str) -> None:

@@ -24,6 +24,7 @@ from distlab.train.config import TrainConfig, refuse_other_run
 from distlab.train.data import GlobalOrder, Sequences, to_batch
 from distlab.train.evaluate import validation_loss
 from distlab.train.metrics import GatheredMetrics, NonFiniteLoss, StepMetrics
+from distlab.train.requirements import settled, training_step
 from distlab.train.scaler import LossScaler
 from distlab.train.signals import StopSignals
 from distlab.train.step import TrainStep, adamw, compiled, loss_function
@@ -90,27 +91,27 @@ class Trainer:
         self.schedule = config.schedule()
         self.scaler = LossScaler() if config.dtype == "fp16" else None
         train_state.seed_rank(config.seed, context.rank)
-        model = TransformerLM(
-            config.model(),
-            device=context.device,
-            seed=config.seed,
-            checkpoint_blocks=config.checkpointing,
-        )
-        model = compiled(model, config.compile)
+        keeps = settled(training_step(config, context.world_size), context)
+        if config.checkpointing == "auto":
+            progress(f"checkpointing auto: blocks keep {keeps}")
+        model = TransformerLM(config.model(), device="meta", checkpoint_blocks=keeps)
         optimizer_cls, options = adamw(config.ops)
         options |= {"lr": config.lr, "betas": (0.9, config.beta2), "weight_decay": config.weight_decay}
         self.wrapper, self.optimizer = get_strategy(config.strategy).build(
-            model,
+            compiled(model, config.compile),
             context.group,
             optimizer_cls,
             options,
+            init=lambda _: model.reset_parameters(config.seed),
+            device=context.device,
             compute_dtype=DTYPES[config.dtype],
             bucket_size_mb=config.bucket_size_mb,
+            shard_size=config.shard_size,
         )
         self.train_step = TrainStep(
             self.wrapper,
             self.optimizer,
-            loss_function(config.ops),
+            loss_function(config.model()),
             # Without clipping the norm is still taken: it shows a NaN one step before the loss does.
             max_grad_norm=config.clip or float("inf"),
             scaler=self.scaler,

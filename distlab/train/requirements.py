@@ -5,6 +5,7 @@ not have, the machine ends a process that nobody chose. Memory is the closed for
 some share counts as certainly needed: a run that might fit is tried.
 """
 
+import itertools
 import socket
 from bisect import bisect
 from collections.abc import Callable, Sequence
@@ -14,7 +15,13 @@ import torch
 
 from distlab.comm import RankContext, collectives
 from distlab.measure.memory import free_bytes
-from distlab.model.config import ModelConfig, checkpoint_groups
+from distlab.model.config import (
+    KEPT,
+    LOGITS_AT_ONCE,
+    LOGITS_CHUNK,
+    ModelConfig,
+    checkpoint_plan,
+)
 from distlab.parallel import STRATEGIES
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory
 from distlab.theory.memory.states import STRATEGIES as FORMULAS
@@ -23,8 +30,10 @@ from distlab.train.config import TrainConfig
 
 GIB = 2**30
 CERTAIN = 0.9  # of a predicted peak; predictions of eager steps were within 2 % of it (docs/learn/theory/simulation.md)
+ROOM = 0.92  # of the free memory, that `auto` plans to use: communication buffers and fragmentation take some of it
 CERTAIN_COMPILED = 0.5  # a compiler keeps less for backward than the closed form counts
-LOSS_PHASES = ("loss", "backward of loss", "backward of head")
+# The strategy whose memory one on a mesh takes, on as many ranks as a shard group has.
+IN_A_SHARD_GROUP = {"hsdp": "fsdp", "torch-hsdp": "fsdp2", "bucketed-two-level": "bucketed"}
 
 
 @dataclass(frozen=True)
@@ -36,36 +45,41 @@ class PlannedStep:
         batch: sequences at once on one rank.
         strategy: a name of the registry.
         dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters.
-        checkpointing: blocks per group that is recomputed, outermost level first, see `checkpoint_groups`.
+        checkpointing: as the option; `auto` for what needs least memory.
         accumulates: several micro-batches per step.
         compiled: the model or its blocks.
         mode: `step`, or less of one: `forward_backward`, `forward`, `inference`.
         batch_option: what `--batch` would be for one sequence at once on each rank.
+        shard_size: ranks of a shard group, for strategies on a mesh; None: not known, at most all.
     """
 
     model: ModelConfig
     batch: int
     strategy: str = "local"
     dtype: str = "fp32"
-    checkpointing: tuple[int, ...] = ()
+    checkpointing: str = "none"
     accumulates: bool = False
     compiled: bool = False
     mode: str = "step"
     batch_option: int = 1
+    shard_size: int | None = None
 
     def memory(self, world_size: int, *, on_gpu: bool = True) -> StepMemory:
         """The closed form of a rank's memory in a full step; libraries take theirs on a GPU."""
         casts = STRATEGIES[self.strategy].casts_parameters
+        strategy = IN_A_SHARD_GROUP.get(self.strategy, self.strategy)
         precision = "fp32" if self.dtype == "fp32" else "bf16" if casts else "bf16-autocast"
+        choice = "block" if self.checkpointing == "auto" else self.checkpointing
         return step_memory(
             ModelShape.of(self.model),
             batch=self.batch,
             context=self.model.context_length,
-            strategy=self.strategy if self.strategy in FORMULAS else "naive",  # a new one takes at least as much
-            world_size=world_size,
+            strategy=strategy if strategy in FORMULAS else "naive",  # a new one takes at least as much
+            world_size=world_size if strategy == self.strategy else self.shard_size or world_size,
             precision=precision,
             attention=self.model.attention,
-            checkpointing=self.checkpointing,
+            checkpointing=checkpoint_plan(choice, self.model.num_layers),
+            loss_chunk=LOGITS_CHUNK if self.model.loss_in_head else None,
             accumulates=self.accumulates,
             workspace_bytes=CUBLAS_WORKSPACES if on_gpu else 0,
         )
@@ -73,14 +87,10 @@ class PlannedStep:
     def least_bytes(self, world_size: int, *, on_gpu: bool) -> int:
         """Bytes that a rank certainly needs."""
         memory = self.memory(world_size, on_gpu=on_gpu)
-        moments = dict(memory.moments)
-        if self.model.ops != "torch":  # the loss is computed in the head, without whole logits
-            moments = {phase: moment for phase, moment in moments.items() if phase not in LOSS_PHASES}
         if self.mode == "inference":
-            held = memory.after_init.parameters + max(moment.temporary for moment in moments.values())
+            held = memory.after_init.parameters + max(moment.temporary for _, moment in memory.moments)
         else:
-            unused = 0 if self.mode == "step" else memory.after_step.optimizer_state
-            held = max(moment.total for moment in moments.values()) - unused
+            held = memory.peak.total - (0 if self.mode == "step" else memory.after_step.optimizer_state)
         return int(held * (CERTAIN_COMPILED if self.compiled else CERTAIN))
 
     def __str__(self) -> str:
@@ -97,10 +107,11 @@ def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
         -(-config.batch // parts),
         config.strategy,
         config.dtype,
-        checkpointing=checkpoint_groups(config.checkpointing),
+        checkpointing=config.checkpointing,
         accumulates=config.accumulate > 1,
         compiled=config.compile != "off",
         batch_option=parts,
+        shard_size=config.shard_size,
     )
 
 
@@ -139,17 +150,11 @@ def shortage(
     device = torch.device(device)
     on_gpu = device.type == "cuda"
     ranks = 1 if context is None else context.world_size
-    mine = (f"{socket.gethostname()} {device if on_gpu else 'cpu'}", free_bytes(device))
-    everyone = [mine] if context is None else collectives.gather_objects(mine, context.group)
-    shares: dict[str, list[int]] = {}  # what each rank of a place may take of what is free there
-    for place, free in everyone:
-        if free is not None:
-            shares.setdefault(place, []).append(free)
-    if not shares:
+    allowed = memory_of_a_rank(device, context)
+    if allowed is None:
         return None
-    allowed = min(min(frees) // len(frees) for frees in shares.values())
 
-    def fits(changed: PlannedStep) -> bool:
+    def fits(changed: PlannedStep, ranks: int = ranks) -> bool:
         return changed.least_bytes(ranks, on_gpu=on_gpu) <= allowed
 
     if fits(plan):
@@ -162,18 +167,77 @@ def shortage(
     )
 
 
-def _what_fits(plan: PlannedStep, fits: Callable[[PlannedStep], bool]) -> str:
+def memory_of_a_rank(device: torch.device, context: RankContext | None) -> int | None:
+    """Bytes that every rank may take of what is free where it computes; None where nobody says. Collective."""
+    mine = (f"{socket.gethostname()} {device if device.type == 'cuda' else 'cpu'}", free_bytes(device))
+    everyone = [mine] if context is None else collectives.gather_objects(mine, context.group)
+    shares: dict[str, list[int]] = {}  # what each rank of a place may take of what is free there
+    for place, free in everyone:
+        if free is not None:
+            shares.setdefault(place, []).append(free)
+    return min((min(frees) // len(frees) for frees in shares.values()), default=None)
+
+
+def settled(plan: PlannedStep, context: RankContext) -> str:
+    """The `checkpointing` of a plan, `auto` replaced by what recomputes least in the free memory; on all ranks alike.
+
+    What is kept first is what costs most to recompute per byte, see `distlab.model.recompute`. The last blocks keep
+    most, because backward frees them first.
+    """
+    if plan.checkpointing != "auto":
+        return plan.checkpointing
+    free, on_gpu = memory_of_a_rank(context.device, context), context.device.type == "cuda"
+    return least_recomputation(plan, context.world_size, None if free is None else int(ROOM * free), on_gpu=on_gpu)
+
+
+def least_recomputation(plan: PlannedStep, ranks: int, allowed: int | None, *, on_gpu: bool) -> str:
+    """What blocks can keep in `allowed` bytes of a rank (None: any number), as the option `checkpointing` says it.
+
+    `block` if nothing fits.
+    """
+    layers = plan.model.num_layers
+
+    def mixed(low: str, high: str, count: int) -> str:
+        parts = [f"{level}:{blocks}" for level, blocks in ((low, layers - count), (high, count)) if blocks]
+        return ",".join(parts) if len(parts) > 1 else parts[0].partition(":")[0]
+
+    def fits(choice: str) -> bool:
+        return allowed is None or replace(plan, checkpointing=choice).memory(ranks, on_gpu=on_gpu).peak.total <= allowed
+
+    if fits(KEPT[-1]):
+        return KEPT[-1]
+    found = KEPT[0]
+    for low, high in itertools.pairwise(KEPT):
+        count = bisect(range(1, layers + 1), False, key=lambda blocks: not fits(mixed(low, high, blocks)))
+        found = mixed(low, high, count) if count else found
+        if count < layers:
+            break
+    return found
+
+
+def _what_fits(plan: PlannedStep, fits: Callable[..., bool]) -> str:
     """Which option helps, and how far it must go."""
     model = plan.model
+    if plan.checkpointing not in ("auto", "block") and fits(replace(plan, checkpointing="block")):
+        return "--checkpointing auto would fit"
     # Sizes from 1 on, those that fit before those that do not: bisection counts the former.
     batch = bisect(range(1, plan.batch), False, key=lambda size: not fits(replace(plan, batch=size)))
-    lengths = range(1, model.context_length)
-    length = bisect(lengths, False, key=lambda n: not fits(replace(plan, model=replace(model, context_length=n))))
+
+    def longest(lengths: range) -> int:
+        count = bisect(
+            lengths, False, key=lambda n: not fits(replace(plan, model=replace(model, context_length=n)))
+        )
+        return lengths[count - 1] if count else 0
+
+    # Above a length the loss is computed in chunks, which needs less.
+    short = min(LOGITS_AT_ONCE // (4 * model.vocab_size) + 1, model.context_length)
+    length = longest(range(short, model.context_length)) or longest(range(1, short))
     options = {"--batch": batch * plan.batch_option, "--context": length if length < 128 else length // 64 * 64}
     if batch or length:
         return f"{' or '.join(f'{name} {size}' for name, size in options.items() if size)} would fit"
     if fits(replace(plan, batch=1, model=replace(model, context_length=1))):
         return "A smaller --batch and a smaller --context together would fit"
-    return (
-        "The parameters and what is kept of each are too much alone: take a smaller --size, or fsdp on more GPUs"
-    )
+    sharded = replace(plan, strategy="fsdp", checkpointing="block")
+    enough = (ranks for ranks in (2**k for k in range(1, 11)) if fits(sharded, ranks))
+    more = f"--strategy fsdp --checkpointing block on {n} ranks with as much each" if (n := next(enough, 0)) else "fsdp"
+    return f"The parameters and what is kept of each are too much alone: take a smaller --size, or {more}"

@@ -61,7 +61,8 @@ def _model_of(stored: Stored) -> ModelConfig:
     identity = stored.content["extra"].get("identity")
     described = identity.get("model") if isinstance(identity, dict) else None
     names = {field.name for field in fields(ModelConfig)}
-    if not isinstance(described, dict) or described.keys() != names:
+    optional = {field.name for field in fields(ModelConfig) if field.default is None}  # left out of an identity
+    if not isinstance(described, dict) or not names - optional <= described.keys() <= names:
         raise ValueError(f"{stored.path} does not describe its model")
     try:
         return ModelConfig(**described)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.comm import RankContext, collectives
+from distlab.model.config import ModelConfig
 from distlab.model.ops import cross_entropy
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import ParallelModel, stepped
@@ -26,13 +27,9 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(model(tokens_BT), targets_BT)
 
 
-def loss_function(ops: str) -> LossFunction:
-    """The loss of a `TransformerLM` with these operations (`torch`, `triton` or `auto`).
-
-    Triton's loss is computed in the head, without holding all logits. Torch's holds them anyway, and is taken outside:
-    in the head, FSDP would keep the head's weight beside them.
-    """
-    return next_token_loss if ops == "torch" else lambda model, batch: model(*batch)
+def loss_function(model: ModelConfig) -> LossFunction:
+    """The loss of a `TransformerLM` of this configuration: of its logits, or computed in the head."""
+    return (lambda model, batch: model(*batch)) if model.loss_in_head else next_token_loss
 
 
 def adamw(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:

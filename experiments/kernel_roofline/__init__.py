@@ -501,6 +501,7 @@ VIEW = View(
         Column("metrics.speed_up", "× naive", ".2f", missing=""),
         Column("metrics.predicted_speed_up", "predicted", ".2f", missing=""), Column("metrics.status", "status"),
     ],
+    next=("distlab run kernel_host_time", "distlab run model_benchmark --ops torch triton"),
     headline=headline,
     terminal=("label", "direction", "variant", "wall_p50_ms", "time_p50_ms", "of_copy_pct", "status"),
     pictures={"roofline.png": plot_roofline, "bars.png": plot_bars},

@@ -1,8 +1,7 @@
 """A step taken apart: kernels and kinds of work by time, memory by category, and what a block saves for backward."""
 
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,17 +17,15 @@ from distlab.measure import (
     FlopsByCategory,
     PhaseTimer,
     attempt,
-    emitter,
     gradient_bytes,
     memory_timeline,
-    named_ranges,
     peak_memory,
     percentiles,
     saved_for_backward,
 )
 from distlab.measure.trace.capture import PHASES, Phases, load_trace, profile_steps
 from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summarise
-from distlab.report import environment, stacked_areas, stacked_bars
+from distlab.report import environment, memory_areas, stacked_bars
 from distlab.theory.memory.activations import PRECISIONS, block_activations
 from distlab.theory.model_shape import ModelShape
 
@@ -225,25 +222,16 @@ def memory(
     device = context.device
     on_cuda = device.type == "cuda"
     with opened(context, config) as trial:
-        trial("step")  # the optimizer's state comes with the first
-        trial.model.zero_grad(set_to_none=True)
-        trial.optimizer.zero_grad(set_to_none=True)
-        trial.last_loss = None
-        if not context.is_main:
-            for _ in range(1 + on_cuda):
-                trial("step")
-            return {}
-        with tempfile.TemporaryDirectory(prefix="distlab-memory-") as temporary, ExitStack() as stack:
-            path = Path(temporary) / "trace.json"
-            stack.enter_context(named_ranges(trial.model, emitter("profiler"), trial.optimizer))
-            allocator = stack.enter_context(peak_memory(device))
-            held = memory_timeline.record_memory(partial(trial, "step"), trial.model, trial.optimizer, path, device)
-            timeline = memory_timeline.memory_timeline(path, held, device)
+        with peak_memory(device) as allocator:
+            timeline = trial.memory_timeline()
         if on_cuda:
-            with memory_timeline.allocator_history(folder / f"memory_{slug}.pickle"):
+            history = memory_timeline.allocator_history(folder / f"memory_{slug}.pickle")
+            with history if context.is_main else nullcontext():
                 trial("step")
+    if timeline is None:
+        return {}
     where = described([asdict(config) | config.facts(context)], environment(device))
-    draw_memory(timeline, folder / f"memory_{slug}.png", f"Memory over one training step: {where}")
+    memory_areas(folder / f"memory_{slug}.png", timeline, title=f"Memory over one training step: {where}")
     at, categories = timeline.peak()
     total = sum(categories.values())
     shared = {f"at_peak_{name.replace(' ', '_')}_bytes": size for name, size in categories.items()}
@@ -256,25 +244,6 @@ def memory(
         for block in timeline.largest(most)
     ]  # fmt: skip
     return {MEMORY: rows}
-
-
-def draw_memory(timeline: memory_timeline.MemoryTimeline, path: Path, title: str) -> None:
-    """Memory over one step by category."""
-    times, layers = timeline.curves()
-    at, categories = timeline.peak()
-    total = sum(categories.values())
-    unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
-    stacked_areas(
-        path,
-        times,
-        {name: [value / size for value in values] for name, values in layers.items()},
-        title=title,
-        x_label="time since the start of the step (ms; stretched by the recording)",
-        y_label=f"held ({unit})",
-        end=timeline.step_ms,
-        spans=timeline.phases,
-        notes=[(at, total / size, f"peak {total / size:.1f} {unit}")],
-    )
 
 
 def memory_findings(records: Sequence[Record]) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._autograd import first_order
-from .._rows import autocast
+from .._rows import autocast, cast_back
 from ..cost import Cost
 from . import ops, tiled
 from .options import (
@@ -55,9 +55,9 @@ class FlashAttention2(Function):
     @first_order
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
-        grads = ops.backward_op(q, k, v, o, lse, do.to(o.dtype), *ctx.options)
-        dq, dk, dv = (g.to(dtype) for g, dtype in zip(grads, ctx.input_dtypes, strict=True))
-        return dq, dk, dv, *[None] * 8
+        do = do if do.dtype is o.dtype else do.to(o.dtype)
+        grads = ops.backward_op(q, k, v, o, lse, do, *ctx.options)
+        return *cast_back(grads, ctx.input_dtypes), *[None] * 8
 
 
 def _documents(q: Tensor, k: Tensor,

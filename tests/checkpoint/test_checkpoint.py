@@ -16,6 +16,7 @@ from distlab.checkpoint import files, tensors
 from distlab.checkpoint.checkpointer import CheckpointError
 from distlab.checkpoint.files import MARKER, CheckpointFolder, Damaged, OtherFormat, digest_of
 from distlab.comm import RankContext
+from distlab.parallel import STRATEGIES as REGISTRY
 from distlab.testing import RanksFailed, run_ranks
 from distlab.train.loop import Trainer
 from tests.train.cases import STRATEGIES, Run, draw_from_all_generators
@@ -40,7 +41,8 @@ def train_and_save(context: RankContext, root: str, strategies: list[str], chang
 def resume(context: RankContext, pairs: list[tuple[str, str]], root: str, changes: dict) -> list[dict]:
     found = []
     for written, strategy in pairs:
-        run = Run(context, f"{root}/{written}", strategy=strategy, **changes)
+        options = {} if REGISTRY[strategy].takes_mesh else {"shard_size": None}
+        run = Run(context, f"{root}/{written}", **changes | options, strategy=strategy)
         assert run.trainer.resume() and run.trainer.step == CUT
         run.trainer.checkpoints = None
         run.trainer.run()
@@ -82,6 +84,26 @@ def test_resumed_at_another_world_size_losses_are_those_of_the_uninterrupted_run
             assert difference < 2e-5, f"{written} → {strategy} at step {step}"
 
 
+ON_A_MESH = {"shard_size": 2} | UNCLIPPED  # two shard groups of two ranks
+
+
+def test_hybrid_sharding_continues_every_strategy_and_every_strategy_continues_it(saved, tmp_path):
+    """Written at 2 × 2 ranks, each shard once, or by the others at two; read at both."""
+    root, losses = saved
+    written = run_ranks(train_and_save, 4, str(tmp_path), ["hsdp", "torch-hsdp"], ON_A_MESH)[0]
+    readings = [
+        (written, 4, [("hsdp", reader) for reader in ("torch-hsdp", "hsdp", *STRATEGIES[:3])], str(tmp_path)),
+        (written, 2, [("torch-hsdp", "hsdp"), *(("hsdp", reader) for reader in STRATEGIES[3:])], str(tmp_path)),
+        (losses, 4, [(writer, "hsdp") for writer in STRATEGIES], root),
+    ]
+    for expected, world_size, pairs, folder in readings:
+        results = run_ranks(resume, world_size, pairs, folder, ON_A_MESH)[0]
+        for (writer, reader), found in zip(pairs, results, strict=True):
+            for step, loss in expected[writer].items():
+                difference = abs(float.fromhex(found[step]) - float.fromhex(loss))
+                assert difference < 2e-5, f"{writer} → {reader} at step {step}"
+
+
 def test_dropout_continues_with_the_random_numbers_of_each_rank(tmp_path):
     """RELIABILITY 46: per-rank generators; without restoring them the losses would differ."""
     changes = {"dropout": 0.2}
@@ -106,8 +128,8 @@ def test_every_generator_is_restored(tmp_path):
     run_ranks(generators, 2, str(tmp_path))
 
 
-def what_is_stored(context: RankContext, folder: str, strategy: str) -> dict:
-    run = Run(context, folder, strategy=strategy)
+def what_is_stored(context: RankContext, folder: str, strategy: str, shard_size: int | None = None) -> dict:
+    run = Run(context, folder, strategy=strategy, shard_size=shard_size)
     run.trainer.one_step()
     run.trainer.save()
     run.trainer.checkpoints.wait()
@@ -128,8 +150,11 @@ def test_what_is_stored_is_unpadded_by_name_and_shared_among_ranks(tmp_path):
         assert found[other]["forms"] == plain["forms"]
         parts = found[other]["index"]["optimizer/exp_avg/embedding.weight"]["parts"]
         assert sum(count for _, count, *_ in parts) == 31 * 128  # no padding
-    sizes = [entry["bytes"] for entry in plain["files"].values()]
-    assert len(sizes) == 3 and max(sizes) < 1.1 * min(sizes)  # nobody writes what another writes too
+    on_a_mesh = run_ranks(what_is_stored, 4, str(tmp_path / "hsdp"), "hsdp", 2)[0]
+    assert on_a_mesh["forms"] == plain["forms"]
+    for ranks, stored in ((3, plain), (4, on_a_mesh)):
+        sizes = [entry["bytes"] for entry in stored["files"].values()]
+        assert len(sizes) == ranks and max(sizes) < 1.1 * min(sizes)  # nobody writes what another writes too
 
 
 # -- damage ------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from distlab.bench import timing as bench_timing
 from distlab.model import TransformerLM
 from distlab.report.record import read_json
 from distlab.testing import run_ranks
@@ -102,13 +101,11 @@ def test_what_fails_is_a_row_and_the_sweep_goes_on(results):
 def test_a_benchmark_that_times_zeros_is_caught(one_rank, monkeypatch, tmp_path):
     """A model that somebody forgot to initialise."""
 
-    def zeroed(*args, **options):
-        model = TransformerLM(*args, **options)
+    def zeroed(model, seed=0):
         for parameter in model.parameters():
             parameter.data.zero_()
-        return model
 
-    monkeypatch.setattr(bench_timing, "TransformerLM", zeroed)
+    monkeypatch.setattr(TransformerLM, "reset_parameters", zeroed)
     (row,) = measured_here(one_rank, tmp_path, modes=("forward_backward",), warmups=(1,)).records
     assert "all gradients are zero" in row.metrics["status"] and "step_p50_ms" not in row.metrics
 

@@ -19,7 +19,7 @@ RECORD = str(ROOT / "records" / "ddp_bench" / "h200x2_xl_batch8.json")
 COMPARED = [f"h200x{ranks}_{case}" for ranks in (2, 4) for case in ("xl_batch2", "xl_batch8", "medium_batch8")]
 # On four ranks the medium model waits for its host, which the simulation leaves out.
 MISSED = {(name, "medium", 8, 4) for name in ("overlap", "fsdp")}
-REPORT = ("records.json", "records.csv", "table.md", "table.tex", "report.html")
+REPORT = ("records.json", "records.csv", "table.md", "table.tex", "table.typ", "report.html")
 
 
 def _last_line(capsys):

@@ -23,6 +23,7 @@ MISTAKES = {
         (["--bucket-size-mb", "inf"], "--bucket-size-mb: inf: give a finite number above 0, or none, or auto"),
         (["--seed", str(10**26)], "--seed: 100000000000000000000000000: give a whole number"),
         (["--strategies", "naive,buckted"], "'buckted' is unknown; allowed: local, naive"),
+        (["--strategies", "fsdp,naive", "--shard-size", "2"], "--shard-size 2 is for strategies with a mesh"),
     ],
     "show": [
         (["bare.json"], "bare.json: a record lacks what is needed of it (KeyError: 'size')"),
@@ -40,7 +41,12 @@ MISTAKES = {
         (["--lr", "inf"], "--lr: inf: give a finite number above 0"),
         (["--beta2", "1"], "beta2=1.0: must be at least 0 and below 1"),
         (["--seed", str(10**26)], "--seed: 100000000000000000000000000: give a whole number"),
+        (["--strategy", "fsdp", "--shard-size", "2"], "choose one of bucketed-two-level, hsdp, torch-hsdp"),
         (["--strategy", "zero3"], "strategy 'zero3' cannot train; allowed: naive, flat"),
+        (["--size", "8B", "--kv-heads", "5"], "num_heads=32 is not a multiple of num_kv_heads=5"),
+        (["--size", "8B", "--heads", "48"], "d_model=4096 is not a multiple of num_heads=48"),
+        (["--size", "8B", "--checkpointing", "qkv:30,gate-up:9"], "add up to the 34 blocks of the model"),
+        (["--checkpointing", "some"], "or what blocks keep: attention, output, qkv, gate-up"),
     ],
 }
 CASES = [(module, argv, line) for module, mistakes in MISTAKES.items() for argv, line in mistakes]

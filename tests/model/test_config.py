@@ -18,11 +18,14 @@ def test_true_sizes_behind_the_names():
     assert round(PRESETS["10B"].num_parameters / 1e9, 1) == 12.8
     assert round(PRESETS["xl"].num_parameters / 1e9, 2) == 3.41
     assert round(PRESETS["medium"].num_parameters / 1e9, 2) == 0.42
+    assert round(PRESETS["8B"].num_parameters / 1e9, 2) == 8.13
+    assert round(PRESETS["llama-8B"].num_parameters / 1e9, 2) == 8.03  # as published
 
 
 def test_presets_of_the_handouts():
     shapes = {name: (c.d_model, c.d_ff, c.num_layers, c.num_heads) for name, c in PRESETS.items()}
     assert shapes.pop("tiny")
+    assert shapes.pop("8B") == (4096, 11008, 34, 32) and shapes.pop("llama-8B") == (4096, 14336, 32, 32)
     assert shapes == {
         "small": (768, 3072, 12, 12),
         "medium": (1024, 4096, 24, 16),
@@ -31,7 +34,7 @@ def test_presets_of_the_handouts():
         "10B": (4608, 12288, 50, 36),
         "gpt2-xl": (1600, 6400, 48, 25),
     }
-    assert {c.vocab_size for c in PRESETS.values()} == {10_000}
+    assert {PRESETS[name].vocab_size for name in shapes} == {10_000}
 
 
 def test_overrides_replace_and_are_checked():
@@ -56,6 +59,8 @@ def test_unknown_names_list_the_known_ones():
         ("vocab_size", True, "vocab_size=True"),
         ("num_heads", 3, "not a multiple of num_heads=3"),
         ("num_heads", 64, "odd width 1"),
+        ("num_kv_heads", 3, "num_heads=4 is not a multiple of num_kv_heads=3.*divisors of num_heads"),
+        ("num_kv_heads", 0, "num_kv_heads=0"),
         ("context_length", -1, "context_length=-1"),
         ("rope_theta", 0.0, "rope_theta"),
         ("norm_eps", float("nan"), "norm_eps=nan"),
@@ -72,9 +77,10 @@ def test_refusals_say_what_is_allowed(field, value, message):
 
 
 def test_options_replace_every_dimension_of_a_preset():
-    dimensions = {"context": 8, "vocab": 31, "d_model": 32, "d_ff": 48, "layers": 1, "heads": 2}
+    dimensions = {"context": 8, "vocab": 31, "d_model": 32, "d_ff": 48, "layers": 1, "heads": 2, "kv_heads": 1}
     options = ModelOptions(size="xl", attention="naive", ops="triton", **dimensions)
-    expected = ModelConfig(32, 48, 1, 2, vocab_size=31, context_length=8, attention="naive", ops="triton")
+    rest = {"vocab_size": 31, "context_length": 8, "num_kv_heads": 1, "attention": "naive", "ops": "triton"}
+    expected = ModelConfig(32, 48, 1, 2, **rest)
     assert options.model() == expected
     assert ModelOptions(size="small").model() == preset("small")
 
@@ -89,6 +95,8 @@ def test_options_replace_every_dimension_of_a_preset():
         ({"dtype": "int8"}, "allowed: fp32, bf16, fp16"),
         ({"compile": "all"}, "allowed: off, model, blocks"),
         ({"checkpointing": "every-0"}, "choose none, block, every-K"),
+        ({"checkpointing": "qkv:3,block:2"}, "add up to the 4 blocks of the model; levels are block"),
+        ({"checkpointing": "some:4"}, "levels are block, attention"),
     ],
 )
 def test_options_that_no_model_can_have_are_refused(changes, message):

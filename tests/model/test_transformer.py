@@ -3,13 +3,16 @@
 import contextlib
 import math
 import warnings
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from distlab.model import ModelConfig, TransformerLM, checkpoint_groups, cross_entropy, preset
+from distlab.model import ModelConfig, TransformerLM, checkpoint_groups, cross_entropy, preset, recompute
+from distlab.model.config import KEPT
 from distlab.model.ops import rms_norm, rope_tables
 
 CONFIG = ModelConfig(d_model=32, d_ff=48, num_layers=2, num_heads=2, vocab_size=61, context_length=16)
@@ -50,9 +53,11 @@ def _explicit_logits(model, tokens):
     for i in range(config.num_layers):
         block = {name.removeprefix(f"blocks.{i}."): value for name, value in p.items()}
         h = rms_norm(x, block["attention_norm.weight"], config.norm_eps) @ block["attention.qkv.weight"].T
-        heads = []
+        heads, (queries, keys, values) = [], h.split([config.d_model, config.kv_width, config.kv_width], dim=-1)
         for head in range(config.num_heads):
-            q, k, v = (part[..., head * D : (head + 1) * D] for part in h.chunk(3, dim=-1))
+            kv_head = head * config.kv_heads // config.num_heads  # neighbours share one
+            q, *kv = queries[..., head * D : (head + 1) * D], keys, values
+            k, v = (part[..., kv_head * D : (kv_head + 1) * D] for part in kv)
             q, k = turn(q), turn(k)
             seen = [
                 torch.softmax(q[:, t : t + 1] @ k[:, : t + 1].transpose(1, 2) / math.sqrt(D), -1)
@@ -67,9 +72,11 @@ def _explicit_logits(model, tokens):
     return rms_norm(x, p["norm.weight"], config.norm_eps) @ p["head.weight"].T
 
 
+@pytest.mark.parametrize("kv_heads", [None, 2, 1])
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
-def test_forward_is_the_formula(attention):
-    model = TransformerLM(_config(attention=attention), dtype=torch.float64)
+def test_forward_is_the_formula(attention, kv_heads):
+    config = _config(attention=attention, num_heads=4, num_kv_heads=kv_heads)
+    model = TransformerLM(config, dtype=torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():  # initial matrices are too small to show a mistake
             parameter.add_(torch.randn_like(parameter) / 4)
@@ -186,7 +193,7 @@ def test_checkpointed_blocks_change_nothing():
     model = TransformerLM(_config(dropout=0.2))
     torch.manual_seed(7)
     loss, gradients = _gradients(model)
-    for groups in ("block", "every-2", "every-3", "every-3-2-1"):
+    for groups in ("block", "qkv", "every-2", "every-3", "every-3-2-1"):
         model.checkpoint_blocks = groups
         torch.manual_seed(7)
         again, recomputed = _gradients(model)
@@ -194,8 +201,43 @@ def test_checkpointed_blocks_change_nothing():
         assert all(torch.equal(gradients[name], recomputed[name]) for name in gradients), groups
 
 
+class _OperatorCounter(TorchDispatchMode):
+    """How often each operator of torch runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func._schema.name] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("attention", "ops"), [("sdpa", "torch"), ("flash", "triton")])
+def test_blocks_that_keep_something_change_nothing_and_recompute_the_rest(attention, ops):
+    """Bit for bit, with grouped queries; each level runs fewer operations again."""
+    model = TransformerLM(_config(num_heads=4, num_kv_heads=2, attention=attention, ops=ops))
+    torch.manual_seed(7)
+    loss, gradients = _gradients(model)
+    seen = {}
+    for choice in (*KEPT, "block:1,gate-up:1"):
+        model.checkpoint_blocks = choice
+        torch.manual_seed(7)
+        with _OperatorCounter() as counter:
+            found, recomputed = _gradients(model)
+        assert torch.equal(loss, found), choice
+        assert all(torch.equal(gradients[name], recomputed[name]) for name in gradients), choice
+        of_attention = sum(counter.counts[name] for name in recompute.ATTENTION)
+        seen[choice] = counter.counts["aten::mm"] - 3 * 11, of_attention - 2  # forward and backward: 11 matrices
+    # The last matmul of a block, w2, is never run again: nothing needs its result.
+    assert seen == {
+        "block": (8, 2), "attention": (8, 0), "output": (6, 0), "qkv": (4, 0), "gate-up": (0, 0), "none": (0, 0),
+        "block:1,gate-up:1": (4, 1),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "choice", ["every", "every-", "every-0", "every-2-2", "every-2-4", "blocks", -1, (2, 3)]
+    "choice", ["every", "every-", "every-0", "every-2-2", "every-2-4", "blocks", "auto", -1, (2, 3)]
 )
 def test_groups_that_recompute_nothing_are_refused(choice):
     with pytest.raises(ValueError, match="choose none, block, every-K"):
@@ -247,7 +289,7 @@ def test_autocast_is_quiet_and_close():
         assert error < 0.05, name
 
 
-@pytest.mark.parametrize("checkpoint_blocks", [False, True])
+@pytest.mark.parametrize("checkpoint_blocks", [False, True, "qkv"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiles_without_graph_break(checkpoint_blocks, autocast):
     model = TransformerLM(CONFIG, checkpoint_blocks=checkpoint_blocks)

@@ -54,7 +54,7 @@ def no_sync_and_then_a_step(context: RankContext, strategy: str, nested: bool) -
     under a no_sync() that is entered once more for the first."""
     entry = get_strategy(strategy)
     model, whole = build("plain", 0, context.device), build("plain", 0, context.device)
-    wrapper, optimizer = entry.build(model, context.group, torch.optim.SGD, {"lr": 1.0})
+    wrapper, optimizer = entry.build(model, context.group, torch.optim.SGD, {"lr": 1.0}, shard_size=2)
     loss = CASES["plain"].loss
     loss(wrapper, context.rank, 9, context.device).backward()  # torch's static graph must see a synchronised one first
     wrapper.finish_gradient_synchronization()
@@ -72,9 +72,9 @@ def no_sync_and_then_a_step(context: RankContext, strategy: str, nested: bool) -
     loss(wrapper, context.rank, 2, context.device).backward()
     wrapper.finish_gradient_synchronization()
     optimizer.step()
-    for rank in range(2):
+    for rank in range(context.world_size):
         for number in numbers:
-            (loss(whole, rank, number, context.device) / 2).backward()
+            (loss(whole, rank, number, context.device) / context.world_size).backward()
     mine = wrapper.full_parameters()
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(mine[name], parameter - parameter.grad, msg=f"{strategy}: {name}")
@@ -82,7 +82,7 @@ def no_sync_and_then_a_step(context: RankContext, strategy: str, nested: bool) -
 
 def with_every_strategy(context: RankContext, nested: bool) -> None:
     for name in strategies_on("cpu"):  # torch's peers too
-        if REGISTRY[name].synchronizes:
+        if REGISTRY[name].synchronizes and (context.world_size == 2 or REGISTRY[name].takes_mesh):
             no_sync_and_then_a_step(context, name, nested)
 
 
@@ -92,6 +92,10 @@ def test_no_sync_restores_itself_after_an_exception():
 
 def test_a_no_sync_inside_another_does_not_end_it():
     run(with_every_strategy, 2, True)
+
+
+def test_no_sync_on_a_mesh_sends_nothing_between_shard_groups_either():
+    run(with_every_strategy, 4, True)
 
 
 def two_forwards_one_backward(context: RankContext, strategy: str) -> None:

@@ -19,9 +19,11 @@ from distlab.parallel import (
     strategies_on,
 )
 from distlab.parallel.shard import FlatLayout, Shard, whole
+from distlab.simulate.events import EventLog
 from distlab.testing import run_ranks
 from tests.parallel.cases import CASES, Reference, build
 
+ON_A_MESH = tuple(name for name, strategy in STRATEGIES.items() if strategy.takes_mesh)
 CONFIG = preset("tiny", num_layers=2, d_model=16, d_ff=24, num_heads=2, vocab_size=23, tie_embeddings=True)
 
 
@@ -29,13 +31,13 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3, bias=False))
 
 
-def from_meta(context: RankContext) -> None:
-    for name in strategies_on("cpu"):
+def from_meta(context: RankContext, names: tuple[str, ...]) -> None:
+    for name in names:
         expected = TransformerLM(CONFIG, seed=3)
         module = TransformerLM(CONFIG, device="meta")
         assert all(parameter.is_meta for parameter in module.parameters())
         model, _ = get_strategy(name).build(
-            module, context.group, torch.optim.SGD, init=lambda m: m.reset_parameters(3), device="cpu"
+            module, context.group, torch.optim.SGD, init=lambda m: m.reset_parameters(3), device="cpu", shard_size=2
         )
         made = model.full_parameters()
         assert made.keys() == dict(expected.named_parameters(remove_duplicate=False)).keys(), name
@@ -46,7 +48,7 @@ def from_meta(context: RankContext) -> None:
         with torch.device("meta"):
             module = layers()
         torch.manual_seed(5)
-        model, _ = get_strategy(name).build(module, context.group, torch.optim.SGD, device="cpu")
+        model, _ = get_strategy(name).build(module, context.group, torch.optim.SGD, device="cpu", shard_size=2)
         made = model.full_parameters()
         for label, parameter in expected.named_parameters():
             assert torch.equal(made[label], parameter), (name, label)
@@ -56,7 +58,11 @@ def from_meta(context: RankContext) -> None:
 
 def test_a_model_on_meta_gets_the_values_of_one_built_on_the_device():
     """Bit for bit under every strategy, tied weights included; by `init`, or by the modules' own reset_parameters."""
-    run_ranks(from_meta, 2)
+    run_ranks(from_meta, 2, strategies_on("cpu"))
+
+
+def test_a_model_on_meta_is_made_on_a_mesh():
+    run_ranks(from_meta, 4, ON_A_MESH)
 
 
 class NoReset(nn.Module):
@@ -90,14 +96,14 @@ def test_a_strategy_keeps_its_own_bucket_size_unless_one_is_given(one_rank):
     assert sizes == [100.0, 25.0, None]
 
 
-def norms(context: RankContext, case: str) -> None:
+def norms(context: RankContext, case: str, names: tuple[str, ...]) -> None:
     """The whole gradient's norm, and a clipped step, beside one process; ranks see different data."""
-    for name in strategies_on("cpu"):
+    for name in names:
         if not STRATEGIES[name].synchronizes:
             continue
         reference = Reference(case, context.world_size, context.device)
         model, optimizer = get_strategy(name).build(
-            build(case, 0, context.device), context.group, torch.optim.SGD, {"lr": 0.1}
+            build(case, 0, context.device), context.group, torch.optim.SGD, {"lr": 0.1}, shard_size=2
         )
         CASES[case].loss(model, context.rank, 0, context.device).backward()
         model.finish_gradient_synchronization()
@@ -117,7 +123,11 @@ def norms(context: RankContext, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["plain", "frozen"])
 def test_every_strategy_clips_by_the_norm_of_the_whole_gradient(case):
-    run_ranks(norms, 2, case)
+    run_ranks(norms, 2, case, strategies_on("cpu"))
+
+
+def test_on_a_mesh_the_norm_counts_each_element_once():
+    run_ranks(norms, 4, "plain", ON_A_MESH)
 
 
 def buckets_made(context: RankContext) -> None:
@@ -176,3 +186,45 @@ def test_slices_of_a_layout_divide_every_parameter():
     assert (layout.offsets, layout.payload, layout.slice_numel, layout.numel) == ([0, 6, 8], 12, 5, 15)
     assert [layout.shard_range(2, rank) for rank in range(3)] == [(0, 0), (0, 2), (2, 4)]
     assert [layout.place(2, rank) for rank in range(3)] == [(0, 0), (3, 5), (0, 2)]
+
+
+def most_while_built(context: RankContext) -> None:
+    """Peaks of live bytes while each strategy makes a model from meta, counted storage by storage."""
+    config = preset("tiny", num_layers=8, vocab_size=64)
+    parameters = 4 * config.num_parameters
+    for name, state in (("fsdp", 4 * parameters / 2), ("bucketed", 4 * parameters), ("zero1", 3 * parameters)):
+        module, log = TransformerLM(config, device="meta"), EventLog()
+        unit = 4 * sum(p.numel() for p in module.blocks[0].parameters())
+        with log.recording():
+            model, optimizer = get_strategy(name).build(
+                module, context.group, torch.optim.AdamW, init=lambda m: m.reset_parameters(0), device="cpu"
+            )
+        peak = max(moment.total for moment in log.memory)
+        assert peak <= state, name  # of training: parameters, gradients and AdamW's two moments of what a rank holds
+        if name == "fsdp":  # its shards, and at most one unit in full
+            assert parameters / 2 < peak < 1.02 * parameters / 2 + unit
+        model.close(restore=False)
+        del model, optimizer
+
+
+def test_construction_takes_no_more_than_training():
+    """Nothing is ever whole under FSDP, and twice under none."""
+    run_ranks(most_while_built, 2)
+
+
+@pytest.mark.multigpu
+def test_construction_takes_no_more_than_training_on_gpus():
+    """The same by the allocator."""
+    run_ranks(most_on_gpus, 2, backend="nccl")
+
+
+def most_on_gpus(context: RankContext) -> None:
+    """FSDP's peak while it makes 0.4 billion parameters from meta."""
+    config = preset("medium")
+    torch.cuda.reset_peak_memory_stats(context.device)
+    module = TransformerLM(config, device="meta")
+    model, _ = get_strategy("fsdp").build(
+        module, context.group, torch.optim.AdamW, init=lambda m: m.reset_parameters(0), device=context.device
+    )
+    assert torch.cuda.max_memory_allocated(context.device) < 4 * 4 * config.num_parameters / 2
+    model.close(restore=False)

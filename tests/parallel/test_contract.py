@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from distlab.comm import RankContext, collectives
+from distlab.comm.subgroups import hybrid_mesh
 from distlab.parallel import BucketedDDP, CopyEngineDDP, FlatDDP, NaiveDDP, OverlapDDP
 from distlab.testing import run_ranks
 from tests.parallel.cases import CASES, Reference, build
@@ -22,6 +23,11 @@ STRATEGIES = {
     ),  # 104 bytes: many buckets
     "bucketed-unbounded": lambda module, **kw: BucketedDDP(module, bucket_size_mb=None, **kw),
 }
+ON_A_MESH = {name: make for name, make in STRATEGIES.items() if name != "bucketed-unbounded"}
+MESHES = [  # backend, ranks, ranks of a shard group
+    ("gloo", 4, 2),
+    *(pytest.param("nccl", ranks, size, marks=pytest.mark.multigpu) for ranks, size in ((2, 1), (2, 2), (4, 2))),
+]
 ON_GPUS = {"bucketed-dma": lambda module, **kw: CopyEngineDDP(module, bucket_size_mb=1e-4, **kw)}
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
 STEPS = 3
@@ -56,9 +62,12 @@ def assert_equals_reference(gradients, expected, world_size: int) -> None:
             torch.testing.assert_close(gradient, reference, rtol=ulps, atol=ulps)
 
 
-def train_beside_reference(context: RankContext, strategy: str, case: str, set_to_none: bool) -> None:
+def train_beside_reference(
+    context: RankContext, strategy: str, case: str, set_to_none: bool, shard_size: int | None = None
+) -> None:
     model = build(case, context.rank, context.device)  # rank 0's seed is the reference's
-    wrapper = (STRATEGIES | ON_GPUS)[strategy](model, process_group=context.group)
+    mesh = {} if shard_size is None else {"mesh": hybrid_mesh(context.group, shard_size)}
+    wrapper = (STRATEGIES | ON_GPUS)[strategy](model, process_group=context.group, **mesh)
     reference = Reference(case, context.world_size, context.device)
     assert_same_on_all_ranks([*model.state_dict().values()], context)  # RELIABILITY 2, 12
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -97,6 +106,19 @@ def train_beside_reference(context: RankContext, strategy: str, case: str, set_t
 def test_gradients_are_the_mean_over_ranks(strategy, case, world_size, backend):
     """RELIABILITY 1, 2, 4, 5, 6, 7, 11, 13, 17: one process's training, whatever the model."""
     run(train_beside_reference, world_size, strategy, case, True, backend=backend)
+
+
+def every_kind_of_model(context: RankContext, strategy: str, set_to_none: bool, shard_size: int) -> None:
+    for case in CASES:
+        train_beside_reference(context, strategy, case, set_to_none, shard_size)
+
+
+@pytest.mark.parametrize(("backend", "world_size", "shard_size"), MESHES)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("strategy", ON_A_MESH)
+def test_gradients_are_the_mean_over_a_mesh(strategy, set_to_none, backend, world_size, shard_size):
+    """The same in two levels: inside shard groups, between them, and inside again."""
+    run(every_kind_of_model, world_size, strategy, set_to_none, shard_size, backend=backend)
 
 
 @pytest.mark.multigpu

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from distlab.comm import RankContext, collectives
 from distlab.parallel import STRATEGIES as OURS
-from distlab.parallel import get_strategy, strategies_on
+from distlab.parallel import DataParallel, get_strategy, strategies_on
 from distlab.testing import RanksFailed, run_ranks
 from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import BACKENDS, STRATEGIES, assert_same_on_all_ranks, run
@@ -39,8 +40,12 @@ def _raise_memory_error(_: Tensor) -> Tensor:
 
 
 def fail_then_go_on(context: RankContext, strategy: str, failing: tuple[int, ...]) -> None:
+    fail_then_go_on_with(context, STRATEGIES[strategy], failing)
+
+
+def fail_then_go_on_with(context: RankContext, make: Callable[..., DataParallel], failing: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    wrapper = STRATEGIES[strategy](Fragile(), process_group=context.group)
+    wrapper = make(Fragile(), process_group=context.group)
     twin = Fragile()
     twin.load_state_dict(wrapper.module.state_dict())
     x = torch.full((2, 4), context.rank + 1.0)
@@ -53,8 +58,8 @@ def fail_then_go_on(context: RankContext, strategy: str, failing: tuple[int, ...
     wrapper.zero_grad()
     wrapper(x, fail=False).sum().backward()
     wrapper.finish_gradient_synchronization()
-    for rank in range(2):
-        (twin(torch.full((2, 4), rank + 1.0), fail=False).sum() / 2).backward()
+    for rank in range(context.world_size):
+        (twin(torch.full((2, 4), rank + 1.0), fail=False).sum() / context.world_size).backward()
     for mine, expected in zip(wrapper.module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, expected.grad)
     assert_same_on_all_ranks([p.grad for p in wrapper.module.parameters()], context)

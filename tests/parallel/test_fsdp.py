@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distlab.comm import RankContext, collectives
+from distlab.comm.subgroups import hybrid_mesh
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
 from distlab.parallel.fsdp.runtime import State
 from tests.parallel.cases import CASES, Reference, build
-from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
+from tests.parallel.test_contract import BACKENDS, MESHES, assert_same_on_all_ranks, run
 
 SAME_UNITS = [case for case in CASES if case != "unused-on-some"]
 
@@ -32,7 +33,7 @@ def full_gradients(fsdp: FSDP, context: RankContext) -> dict[str, Tensor | None]
         for index, entry in enumerate(param.entries):
             gradient = param.shards[index].grad
             mine = None if gradient is None else entry.flatten(gradient).cpu()
-            parts = collectives.gather_objects(mine, context.group)
+            parts = collectives.gather_objects(mine, param.group)
             missing = [part is None for part in parts]
             assert all(missing) or not any(missing), entry.name
             found[entry.name] = None if missing[0] else entry.unflatten(torch.cat(parts)).to(context.device)
@@ -52,9 +53,12 @@ def assert_shards_are_well_formed(fsdp: FSDP) -> None:
             assert piece.requires_grad and piece.grad.shape == piece.shape and piece.grad.dtype == piece.dtype
 
 
-def train_beside_reference(context: RankContext, case: str, steps: int, set_to_none: bool) -> None:
+def train_beside_reference(
+    context: RankContext, case: str, steps: int, set_to_none: bool, shard_size: int | None = None
+) -> None:
     model = build(case, context.rank, context.device)  # rank 0's seed is the reference's
-    fsdp = FSDP(model, process_group=context.group)
+    mesh = None if shard_size is None else hybrid_mesh(context.group, shard_size)
+    fsdp = FSDP(model, mesh=mesh, process_group=context.group)
     reference = Reference(case, context.world_size, context.device)
     optimizer = torch.optim.SGD([p for p in fsdp.parameters() if p.requires_grad], lr=0.1)
     names = [name for name, p in reference.replicas[0].named_parameters() if p.requires_grad]
@@ -99,6 +103,13 @@ def test_ten_sgd_steps_equal_the_micro_batch_reference(case, world_size, backend
     """RELIABILITY 28, 29, 30 and the contract's 1, 2, 4, 5, 7, 17: bit for bit at two ranks, None where unused."""
     steps = 10 if world_size == 2 else 3
     run(train_beside_reference, world_size, case, steps, True, backend=backend)
+
+
+@pytest.mark.parametrize(("backend", "world_size", "shard_size"), MESHES)
+@pytest.mark.parametrize("case", SAME_UNITS)
+def test_sgd_steps_in_hybrid_sharding_equal_the_micro_batch_reference(case, backend, world_size, shard_size):
+    """Sharded inside a group and replicated between groups; None where unused."""
+    run(train_beside_reference, world_size, case, 3, case != "tied", shard_size, backend=backend)
 
 
 @pytest.mark.parametrize("case", ["plain", "tied", "frozen"])
@@ -227,10 +238,14 @@ class OneProcess:
             model.zero_grad()
 
 
-def own_classes(context: RankContext, dtype: torch.dtype | None, options: dict, steps: int) -> None:
+def own_classes(
+    context: RankContext, dtype: torch.dtype | None, options: dict, steps: int, shard_size: int | None = None
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fsdp = FSDP(own_model(context.rank, context.device, **options), dtype, process_group=context.group)
+        mesh = None if shard_size is None else hybrid_mesh(context.group, shard_size)
+        model = own_model(context.rank, context.device, **options)
+        fsdp = FSDP(model, dtype, mesh=mesh, process_group=context.group)
         trainable = [p for p in fsdp.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trainable, lr=0.1)
         one = OneProcess(
@@ -279,6 +294,12 @@ OPTIONS = {
 def test_own_classes_train_without_a_warning(dtype, options, backend):
     """RELIABILITY 28, 30, 31: fp32 masters and gradients, whatever the type of computation."""
     run(own_classes, 2, dtype, OPTIONS[options], 10, backend=backend)
+
+
+@pytest.mark.parametrize(("backend", "world_size", "shard_size"), MESHES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_own_classes_train_in_hybrid_sharding(options, backend, world_size, shard_size):
+    run(own_classes, world_size, torch.float16, OPTIONS[options], 4, shard_size, backend=backend)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])

@@ -9,11 +9,16 @@ from tests import fuzz
 from tests.fuzz import Case, Part, Regime
 
 
-@pytest.mark.parametrize(("ranks", "seeds"), [(2, range(35)), (2, range(35, 70)), (3, range(70, 100))],
-                         ids=["2-ranks", "2-ranks-more", "3-ranks"])
+@pytest.mark.parametrize(
+    ("ranks", "seeds"),
+    [(2, range(35)), (2, range(35, 70)), (3, range(70, 100)), (4, range(100, 120))],
+    ids=["2-ranks", "2-ranks-more", "3-ranks", "a-mesh"],
+)
 def test_random_models_train_as_in_one_process(ranks, seeds):
     """`python -m tests.fuzz --seed N --strategy S --ranks R` shows a failure again, and shrinks it."""
-    jobs = fuzz.jobs_of(map(fuzz.generate, seeds), fuzz.STRATEGIES)
+    meshes = ranks == 4
+    strategies = [name for name in fuzz.STRATEGIES if (name in fuzz.ON_A_MESH) == meshes]
+    jobs = fuzz.jobs_of(map(fuzz.generate, seeds), strategies)
     results = list(fuzz.run_jobs(jobs, ranks, until_failure=True))
     for job, verdict in results:
         assert not verdict.failed, f"seed {job.case.seed}, {job.strategy}: {verdict.outcome}: {verdict.text}"

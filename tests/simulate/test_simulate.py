@@ -1,6 +1,7 @@
 """The simulated step against the same strategy on real ranks: every collective in order, bytes and types; memory
 and FLOPs against the closed forms."""
 
+import itertools
 import sys
 import warnings
 
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from distlab.measure.collectives import CollectiveCall, CollectiveRecorder
-from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
+from distlab.model import ModelConfig, TransformerLM, cross_entropy, kept_levels, preset
+from distlab.model.config import KEPT
 from distlab.parallel import STRATEGIES, get_strategy
 from distlab.parallel.elementwise import check_elementwise
 from distlab.simulate.events import Compute, Wait
@@ -168,6 +170,21 @@ def test_memory_of_recomputed_groups_is_the_closed_form():
     for groups in ((4,), (4, 2)):
         simulated, closed = (mine - single for mine, single in zip(peaks[groups], peaks[1,], strict=True))
         assert simulated == pytest.approx(closed, rel=0.02), groups
+
+
+def test_memory_of_what_recomputed_blocks_keep_is_the_closed_form():
+    """Level by level, with grouped queries."""
+    config, peaks = ModelConfig(64, 256, 4, 4, vocab_size=16, context_length=256, num_kv_heads=2), {}
+    for keep in (*KEPT, "block:1,gate-up:3"):
+        step = simulate_training(config, "local", batch=4, world_size=1, dtype="fp32", checkpointing=keep)
+        levels = kept_levels(keep, config.num_layers)
+        shape = {"batch": 4, "context": 256, "precision": "fp32", "workspace_bytes": 0}
+        expected = step_memory(ModelShape.of(config), checkpointing=levels, **shape)
+        assert step.peak.total == pytest.approx(expected.peak.total, rel=0.1), keep
+        peaks[keep] = (step.peak.total, expected.peak.total)
+    for less, more in itertools.pairwise(KEPT):
+        simulated, closed = (b - a for a, b in zip(peaks[less], peaks[more], strict=True))
+        assert simulated == pytest.approx(closed, rel=0.1), (less, more)
 
 
 def test_events_are_ordered_like_the_program():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 PAGES = Path(__file__).parents[2] / "docs" / "learn" / "theory"
-WITH_EXAMPLES = ("memory", "communication", "buckets", "compute", "limits", "parallelisms")
+WITH_EXAMPLES = ("memory", "../long_context", "communication", "buckets", "compute", "limits", "parallelisms")
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from distlab.model import ModelConfig, TransformerLM
-from distlab.theory.flops import step_flops
+from distlab.model import ModelConfig, TransformerLM, checkpoint_plan
+from distlab.model.config import KEPT
+from distlab.theory.flops import forward_flops, step_flops
 from distlab.theory.memory.recompute import (
     best_group_size,
     best_group_size_estimate,
@@ -31,6 +32,21 @@ def test_what_runs_again_is_what_torch_counts(groups):
     with FlopCounterMode(display=False) as counter:
         model(torch.empty(2, 8, dtype=torch.int64, device="meta")).sum().backward()
     assert counter.get_total_flops() == step_flops(**sizes) + recomputed_flops(groups, **sizes)
+
+
+@pytest.mark.parametrize("plan", [*KEPT, "block:1,qkv:4"])
+def test_what_blocks_keep_does_not_run_again(plan):
+    """Matmuls as torch counts them, with grouped queries; attention's own runs again where blocks keep nothing."""
+    config = ModelConfig(16, 32, 5, 2, vocab_size=11, context_length=8, num_kv_heads=1)
+    found = []
+    for choice in (plan, "none"):
+        model = TransformerLM(config, checkpoint_blocks=choice)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+        found.append(counter.get_flop_counts()["Global"][torch.ops.aten.mm])
+    sizes, keeps = config.sizes(2), checkpoint_plan(plan, 5)
+    scores = forward_flops(**sizes).attention_scores // 5 * keeps.count("block")
+    assert found[0] - found[1] == recomputed_flops(keeps, **sizes) - scores
 
 
 @given(st.integers(1, 40), GROUPS, st.integers(1, 100), st.integers(1, 30))

@@ -121,6 +121,22 @@ def test_fsdp_aligns_parameters_pads_units_and_sends_norms_apart():
     assert volume.bytes == 2 * (24 + 8) * 2 + (24 + 8) * 4 + (3 + 1) * 4
 
 
+def test_hybrid_sharding_and_two_levels_worked_by_hand():
+    """Two hosts of four ranks: messages of 10 and 8 fp32 numbers are padded to 12 and 8."""
+    sent = closed_form.all_reduced([(10, 4), (8, 4)], (2, 4))
+    assert sent == CommunicationVolume(6, 4 * (12 + 3 + 12) + 4 * (8 + 2 + 8))
+    for one_level in ((1, 4), (2, 1)):
+        assert closed_form.all_reduced([(10, 4), (8, 4)], one_level) == CommunicationVolume(2, 72)
+    # A matrix of 16 rows of 8 in bf16 compute: gathered twice, reduced, and its quarter averaged; a norm of 8.
+    sizes = ([128, 8], [4, 4], ["a", None])
+    options = {"world_size": 4, "compute_itemsize": 2, "shapes": [(16, 8), (8,)]}
+    inside = closed_form.fsdp(*sizes, **options)
+    assert inside == CommunicationVolume(4, 2 * 256 + 512 + 4 * 9)
+    assert closed_form.fsdp(*sizes, replicas=2, **options) == CommunicationVolume(5, inside.bytes + 512 // 4)
+    with pytest.raises(ValueError, match="shard_size=3 does not divide the 8 ranks"):
+        closed_form.step_volume("hsdp", [8], [4], world_size=8, shard_size=3)
+
+
 def test_fsdp_without_norms_sends_no_all_reduce_and_needs_units_by_name():
     volume = closed_form.fsdp([16], [4], ["a"], world_size=2, compute_itemsize=4)
     assert volume == closed_form.CommunicationVolume(3, 3 * 64)

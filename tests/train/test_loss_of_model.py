@@ -24,7 +24,7 @@ def trained(context: RankContext, strategy_name: str, ops: str, tied: bool) -> t
     options |= {"lr": 0.02, "eps": 1e-2}
     model = TransformerLM(config, seed=context.rank)
     wrapper, optimizer = strategy.build(model, context.group, optimizer_cls, options, bucket_size_mb=0.002)
-    step = TrainStep(wrapper, optimizer, loss_function(ops))
+    step = TrainStep(wrapper, optimizer, loss_function(config))
     drawn = torch.randint(23, (2, 2, 2, 6), generator=torch.Generator().manual_seed(context.rank))
     losses = [step([tuple(batch) for batch in drawn]).item() for _ in range(3)]
     return losses, {name: value.detach().clone() for name, value in wrapper.full_parameters().items()}

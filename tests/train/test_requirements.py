@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from distlab.comm import RankContext
-from distlab.model.config import preset
+from distlab.model.config import KEPT, preset
 from distlab.testing import run_ranks
 from distlab.theory.memory.peak import step_memory
 from distlab.theory.model_shape import ModelShape
 from distlab.train import requirements
 from distlab.train.config import TrainConfig
-from distlab.train.requirements import GIB, PlannedStep, require, shortage, training_step
+from distlab.train.requirements import GIB, PlannedStep, least_recomputation, require, shortage, training_step
 
 TINY = preset("tiny")
 LONG = preset("tiny", context_length=100_000_000)
@@ -50,7 +50,29 @@ def test_each_kind_of_excess_has_its_remedy(free):
     assert "--batch" in shortage(PlannedStep(TINY, 10**8), "cpu")
     both = shortage(PlannedStep(preset("tiny", context_length=10**7), 10**7), "cpu")
     assert "A smaller --batch and a smaller --context together" in both
-    assert "take a smaller --size" in shortage(PlannedStep(preset("10B"), 1), "cpu")
+    text = shortage(PlannedStep(preset("10B"), 1), "cpu")
+    assert "take a smaller --size, or --strategy fsdp --checkpointing block on 16 ranks with as much each" in text
+    text = shortage(PlannedStep(preset("tiny", context_length=131_072), 4), "cpu")
+    assert text.endswith("--checkpointing auto would fit")
+
+
+def test_as_little_is_recomputed_as_the_memory_allows():
+    """From nothing kept to everything, in the order of arithmetic per byte; the last blocks keep most."""
+    plan = PlannedStep(preset("8B", ops="triton"), 1, "fsdp", "bf16", checkpointing="auto")
+    peaks = {keep: replace(plan, checkpointing=keep).memory(2).peak.total for keep in KEPT}
+    assert sorted(peaks, key=peaks.get) == list(KEPT)
+    assert peaks["block"] == pytest.approx(68.4 * GIB, rel=0.02)  # measured on two H200s
+    found = [least_recomputation(plan, 2, gib * GIB, on_gpu=True) for gib in (60, 73, 80, 128, 160, 1000)]
+    assert found[0] == "block" and found[-1] == "none"
+    assert re.fullmatch(r"block:\d+,attention:\d+", found[1]) and re.fullmatch(r"attention:\d+,output:\d+", found[2])
+    assert re.fullmatch(r"qkv:\d+,gate-up:\d+", found[3]) and re.fullmatch(r"gate-up:\d+,none:\d+", found[4])
+    for choice, gib in zip(found[1:5], (73, 80, 128, 160), strict=True):
+        more = re.sub(r":(\d+)", lambda m: f":{int(m[1]) - 1}", choice, count=1)  # one block more keeps more
+        low, high = more.split(",")
+        more = f"{low},{high.partition(':')[0]}:{int(high.partition(':')[2]) + 1}"
+        assert replace(plan, checkpointing=choice).memory(2).peak.total <= gib * GIB
+        assert replace(plan, checkpointing=more).memory(2).peak.total > gib * GIB
+    assert least_recomputation(plan, 2, None, on_gpu=True) == "none"
 
 
 def test_the_trainers_batch_is_that_of_all_ranks(free):
@@ -77,6 +99,13 @@ def test_less_than_the_closed_form_is_certain_and_parts_of_a_step_need_less(stra
     assert replace(plan, compiled=True).least_bytes(2, on_gpu=False) < step
     without_logits = replace(plan, model=preset("small", ops="triton"))
     assert without_logits.least_bytes(2, on_gpu=False) <= step
+
+
+@pytest.mark.parametrize(("strategy", "sharded"), [("hsdp", "fsdp"), ("torch-hsdp", "fsdp2")])
+def test_hybrid_sharding_needs_what_full_sharding_needs_on_the_ranks_of_a_group(strategy, sharded):
+    hybrid = training_step(TrainConfig(strategy=strategy, shard_size=2), 8)
+    full = replace(hybrid, strategy=sharded)
+    assert hybrid.least_bytes(8, on_gpu=False) == full.least_bytes(2, on_gpu=False) > full.least_bytes(8, on_gpu=False)
 
 
 def test_one_that_fits_is_enough_where_rows_may_fail(free):

@@ -36,6 +36,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from distlab.comm import collectives
+from distlab.comm.subgroups import MeshGroups
 from distlab.parallel.buckets import GradientBucket, average
 from distlab.parallel.buckets import plan_buckets as plan_gradient_buckets
 from distlab.parallel.shard import FlatLayout
@@ -316,6 +317,7 @@ class FlatParam:
     Args:
         entries: the parameters, alike in both dtypes and in `requires_grad`.
         device: where masters and buffers lie.
+        groups: the shard group, and the ranks that hold the same slice.
 
     Attributes:
         master: this rank's slice, `(layout.slice_numel,)`.
@@ -324,9 +326,10 @@ class FlatParam:
         full: what forward sees: views of the buffer.
     """
 
-    def __init__(self, entries: Sequence[Entry], device: torch.device, group: ProcessGroup):
+    def __init__(self, entries: Sequence[Entry], device: torch.device, groups: MeshGroups):
         self.entries = list(entries)
-        self.group = group
+        self.group = group = groups.shard
+        self.replicate = groups.replicate
         self.rank = group.rank()
         self.layout = layout = RowLayout([entry.sizes for entry in entries], group.size())
         self._places_in_buffer = [
@@ -345,6 +348,7 @@ class FlatParam:
         self._memory = Memory(self.buffer)
         self._gathering: tuple[Work, Tensor] | None = None
         self._reducing: tuple[Work, Tensor] | None = None
+        self._replicating: tuple[Work, Tensor] | None = None
         self.has_gradient = False  # the flat gradient, in the master's dtype, holds what has not been sent
         if self.trainable:
             self._gradient = torch.empty(layout.numel, dtype=self.master.dtype, device=device)
@@ -433,13 +437,30 @@ class FlatParam:
             self.has_gradient = False
 
     def wait_for_reduce_scatter(self) -> None:
-        """Wait, and put the means into the shards' `.grad` (added to what is there)."""
+        """Wait, and put the means into the shards' `.grad` (added to what is there); those of a shard group are sent to
+        its replicas first.
+        """
         if self._reducing is None:
             return
         work, received = self._reducing
         collectives.wait(work, self.group, "averaging gradients")
         self._reducing = None
         self._gradient_memory.free()
+        if self.replicate is None:
+            self._add_to_grad(received)
+        else:
+            self.wait_for_all_reduce()  # of an earlier backward
+            self._replicating = (collectives.all_reduce_mean(received, self.replicate), received)
+
+    def wait_for_all_reduce(self) -> None:
+        """Wait for the means over the replicas, too, and put them into the shards' `.grad`."""
+        if self._replicating is not None:
+            work, received = self._replicating
+            collectives.wait(work, self.replicate, "averaging gradients of replicas")
+            self._replicating = None
+            self._add_to_grad(received)
+
+    def _add_to_grad(self, received: Tensor) -> None:
         for shard, gradient in zip(self.shards, self._slices(received), strict=True):
             if shard.grad is None:
                 shard.grad = gradient
@@ -541,7 +562,7 @@ class Replicated:
 
     def average(self) -> None:
         """Replace every `.grad` by its mean over ranks; None stays where no rank has a gradient. Blocks."""
-        average(self._buckets, self.group)
+        average(self._buckets, lambda flat: collectives.all_reduce_mean(flat, self.group), self.group)
 
 
 def _move_gradient(master: nn.Parameter, copy: nn.Parameter) -> None:

@@ -25,10 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.comm import collectives
+from distlab.comm.subgroups import resolve_mesh
 from distlab.parallel import step_guard
 from distlab.parallel.base import ParallelModel
 from distlab.parallel.data_parallel import (
@@ -60,15 +62,19 @@ class FSDP(ParallelModel):
         compute_dtype: dtype in which matrices are sent and used in forward and backward, together with their biases;
             modules that hold matrices also get their floating-point inputs in it. Norms stay in fp32 and return it;
             see `plan_casts`. Gradients are reduced in the masters' dtype. None: the dtypes of the module.
-        process_group: default: the default group.
+        mesh: two-dimensional, (replicas, ranks of a shard group), such as hosts and their GPUs: the module is sharded
+            inside a group and replicated between the groups (hybrid sharding); default: all ranks are one group.
+        process_group: all ranks; default: the default group.
         init_fn: for a module built on meta: `init_fn(module)` writes every parameter, in registration order, as
             `lambda model: model.reset_parameters(seed)` does; see `distlab.parallel.meta`. Ranks must draw alike.
         device: where to make the shards of a module built on meta.
 
     Raises:
-        ValueError: no parameters, an uninitialized one, two that share memory, several devices, a compute dtype that
-            is no float, a module wrapped already, an optimizer that holds its parameters, a module on meta without
-            `init_fn` and `device`, or ranks that disagree on the model (then on every rank).
+        TypeError: a mesh that is no DeviceMesh.
+        ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), no parameters, an uninitialized one, two
+            that share memory, several devices, a compute dtype that is no float, a module wrapped already, an optimizer
+            that holds its parameters, a module on meta without `init_fn` and `device`, or ranks that disagree on the
+            model (then on every rank).
     """
 
     casts_parameters = True
@@ -79,6 +85,7 @@ class FSDP(ParallelModel):
         module: nn.Module,
         compute_dtype: torch.dtype | None = None,
         *,
+        mesh: DeviceMesh | None = None,
         process_group: ProcessGroup | None = None,
         init_fn: Callable[[nn.Module], Any] | None = None,
         device: torch.device | str | None = None,
@@ -87,7 +94,8 @@ class FSDP(ParallelModel):
         checks.check_compute_dtype(compute_dtype)
         self.module = module
         self.compute_dtype = compute_dtype
-        self.process_group = collectives.resolve_group(process_group)
+        groups = resolve_mesh(mesh, process_group)
+        self.process_group, self.replicas = groups.world, groups.replicas
         refuse_uninitialized(module)
         entries = list_entries(module, compute_dtype)
         self._names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -104,7 +112,7 @@ class FSDP(ParallelModel):
         if not deferred:
             collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
         self._units = [
-            Unit(index, plan, self.device, self.process_group) for index, plan in enumerate(plans)
+            Unit(index, plan, self.device, groups) for index, plan in enumerate(plans)
         ]
         self._flat_params = [param for unit in self._units for param in unit.params]
         self._sharded = [  # every sharded parameter, and where it lies
@@ -276,7 +284,8 @@ class FSDP(ParallelModel):
             # Rows of a matrix that is not in row-major order are no contiguous part of its elements.
             in_order = list(entry.memory_order) == sorted(entry.memory_order)
             start = param.layout.shard_range(index, param.rank)[0] if in_order else None
-            yield Shard(plain_name(entry.name), entry.parameter.shape, start, param.shards[index])
+            copies = (0 if param.replicate is None else param.replicate.rank(), self.replicas)
+            yield Shard(plain_name(entry.name), entry.parameter.shape, start, param.shards[index], copies=copies)
         for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
             yield whole(entry.name, master)
 
@@ -299,7 +308,7 @@ class FSDP(ParallelModel):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`, and drop what `no_sync()` accumulated, which no optimizer sees."""
-        self._runtime.wait_for_reduce_scatter()  # else gradients in flight would be added later
+        self._runtime.wait_for_gradients()  # else gradients in flight would be added later
         self._runtime.unfinished = False
         super().zero_grad(set_to_none)
         for param in self._flat_params:

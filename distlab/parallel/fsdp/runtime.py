@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from distlab.comm import collectives
+from distlab.comm.subgroups import MeshGroups
 from distlab.parallel.fsdp.flat_param import (
     Entry,
     FlatParam,
@@ -53,7 +54,7 @@ class Unit:
 
     Args:
         plan: which module and parameters.
-        device, group: see `FlatParam`.
+        device, groups: see `FlatParam`.
 
     Attributes:
         state: of the full parameters.
@@ -61,16 +62,16 @@ class Unit:
         touched: backward has reached it since its gradients were last accumulated.
     """
 
-    def __init__(self, index: int, plan: UnitPlan, device: torch.device, group: ProcessGroup):
+    def __init__(self, index: int, plan: UnitPlan, device: torch.device, groups: MeshGroups):
         self.index, self.name, self.module = index, plan.name, plan.module
         kinds: dict[tuple, list[Entry]] = {}
         for entry in plan.entries:
             key = (entry.compute_dtype, entry.master_dtype, entry.parameter.requires_grad)
             kinds.setdefault(key, []).append(entry)
         self.params = [
-            FlatParam([entries[index] for index in indices], device, group)
+            FlatParam([entries[index] for index in indices], device, groups)
             for entries in kinds.values()
-            for indices in plan_buffers([entry.sizes for entry in entries], group.size())
+            for indices in plan_buffers([entry.sizes for entry in entries], groups.shard.size())
         ]
         self.trainable = [param for param in self.params if param.trainable]
         self.storages = {param.buffer.untyped_storage()._cdata for param in self.params}
@@ -180,6 +181,7 @@ class Runtime:
         self._running: list[Unit] = []  # units whose forward has begun and not ended, the innermost last
         self._ran: list[int] = []  # units run with gradients since the last backward began
         self._in_flight: Unit | None = None  # whose gradients are being reduce-scattered
+        self._on_replicas = [param for unit in units for param in unit.trainable if param.replicate is not None]
         self._handles = []
         for unit in units:
             self._handles += [
@@ -383,8 +385,14 @@ class Runtime:
             param.reduce_scatter()
         self._in_flight = unit
 
+    def wait_for_gradients(self) -> None:
+        """Wait until all that was sent is in `.grad`."""
+        self.wait_for_reduce_scatter()
+        for param in self._on_replicas:
+            param.wait_for_all_reduce()
+
     def wait_for_reduce_scatter(self) -> None:
-        """Wait for the gradients in flight and put them into `.grad`."""
+        """Wait for the gradients in flight and put them into `.grad`, or send them on to replicas."""
         if self._in_flight is not None:
             for param in self._in_flight.trainable:
                 param.wait_for_reduce_scatter()
@@ -402,14 +410,14 @@ class Runtime:
         for unit in self.units:
             self._reduce_scatter(unit)
             unit.uses = 0
-        self.wait_for_reduce_scatter()
+        self.wait_for_gradients()
 
     def recover(self) -> None:
         """Forget a backward that raised."""
         self.backward_task = None
         self.unfinished = False
         self.reshard()
-        self.wait_for_reduce_scatter()
+        self.wait_for_gradients()
         for unit in self.units:
             unit.uses, unit.touched = 0, False
 

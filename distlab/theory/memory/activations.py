@@ -1,15 +1,16 @@
 """What autograd keeps between forward and backward, and what it briefly needs on top.
 
 Counted operation by operation for the blocks of `ModelShape`, with n = B·T tokens, `c` bytes per element of the
-computation and `r` bytes per element of the residual stream. Of one block autograd saves
+computation, `r` bytes per element of the residual stream and keys of width k, d unless heads share them. Of one block
+autograd saves
 
     the residual stream before each norm                2·r·n·d     (the adds themselves save nothing)
     statistics of both norms                            2·4·n
     the norms' outputs, inputs of qkv and of w1, w3     2·c·n·d
-    attention: queries and keys after rotation          2·c·n·d
-      fused kernels: qkv's output, kept whole by v     3·c·n·d
+    attention: queries and keys after rotation          c·n·(d + k)
+      fused kernels: qkv's output, kept whole by v     c·n·(d + 2·k)
                      output and log-sum-exp             c·n·d + 4·n·H
-      naive:         a copy of v, the merged heads      2·c·n·d
+      naive:         v for every head, the merged heads 2·c·n·d
                      softmax in fp32, and cast to c     (4 + [c≠4]·c)·n·H·T
     w1 x, silu(w1 x), w3 x and silu(w1 x)·w3 x          4·c·n·f
 
@@ -17,6 +18,8 @@ Under autocast r = 4 and c = 2; in one dtype throughout r = c. Korthikanti et al
 Recomputation in Large Transformer Models", eq. 2) count a GPT-2 block with dropout the same way.
 """
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distlab.theory.checks import at_least_one
@@ -56,10 +59,14 @@ class Activations:
 
     Args:
         block: of one block.
-        checkpoint: of one block whose activations are recomputed: its input.
+        kept: of one block until its backward, by what of it is not recomputed: only its input (`block`), beside it
+            attention's output and log-sum-exp (`attention`), the output projection's result (`output`), queries, keys
+            and values before rotation (`qkv`), SwiGLU's gate and up (`gate-up`), each with those before; or all
+            (`none`).
         last: final norm and head.
         loss: kept by the cross-entropy, log-softmax in fp32.
         loss_temporary: on top of `loss` at the start of backward: gradients of log-softmax and of the logits, fp32.
+        head_gradient: of the head's input.
         logits_gradient: what reaches the head, in the dtype of the computation.
         forward_loss_temporary: on top of `loss` while it is computed: the logits, and their fp32 form.
         block_temporary: most that one block's backward needs besides what it frees.
@@ -67,14 +74,20 @@ class Activations:
     """
 
     block: int
-    checkpoint: int
+    kept: Mapping[str, int]
     last: int
     loss: int
     loss_temporary: int
+    head_gradient: int
     logits_gradient: int
     forward_loss_temporary: int
     block_temporary: int
     residual_gradient: int
+
+    @property
+    def checkpoint(self) -> int:
+        """Of one block whose activations are all recomputed: its input."""
+        return self.kept["block"]
 
 
 def block_activations(
@@ -95,10 +108,10 @@ def block_activations(
     n, d, f, heads = batch * context, shape.d_model, shape.d_ff, shape.num_heads
     c, r = precision.compute, precision.residual
     if attention == "naive":
-        of_attention = 2 * c * n * d + (FP32 + (c if c != FP32 else 0)) * n * heads * context
+        of_attention = 4 * c * n * d + (FP32 + (c if c != FP32 else 0)) * n * heads * context
     else:
-        of_attention = 4 * c * n * d + FP32 * n * heads
-    return 2 * r * n * d + 2 * FP32 * n + 4 * c * n * d + of_attention + 4 * c * n * f
+        of_attention = c * n * (3 * d + 3 * shape.kv_width) + FP32 * n * heads
+    return 2 * r * n * d + 2 * FP32 * n + 2 * c * n * d + of_attention + 4 * c * n * f
 
 
 def activations(
@@ -112,13 +125,23 @@ def activations(
     # silu·up backward: gradients of silu·up and of both factors; silu(w1 x) is not computed again.
     swiglu = 3 * c * n * f
     scores = (2 * FP32 if attention == "naive" else 0) * n * shape.num_heads * context
-    rotation = 3 * FP32 * 2 * n * d  # rope's backward in fp32: gradient times table, its roll, and their sum
+    # rope's backward in fp32: gradient times table, its roll, and their sum
+    rotation = 3 * FP32 * n * (d + shape.kv_width)
+    fused = attention != "naive"  # else nothing of attention is kept: backward needs the scores anyway
+    more = {
+        "block": r * n * d,
+        "attention": fused * (c * n * d + FP32 * n * shape.num_heads),
+        "output": c * n * d,
+        "qkv": c * n * (d + 2 * shape.kv_width),
+        "gate-up": 2 * c * n * f,
+    }
     return Activations(
         block=block,
-        checkpoint=r * n * d,
+        kept=dict(zip(more, itertools.accumulate(more.values()), strict=True)) | {"none": block},
         last=(r + c) * n * d + FP32 * n,
         loss=FP32 * n * vocabulary,
         loss_temporary=2 * FP32 * n * vocabulary,
+        head_gradient=c * n * d,
         logits_gradient=c * n * vocabulary,
         forward_loss_temporary=(FP32 + casts) * n * vocabulary,
         block_temporary=max(swiglu, rotation, scores),

@@ -69,7 +69,8 @@ def step_memory(
     world_size: int = 1,
     precision: str | Precision = "bf16-autocast",
     attention: str = "sdpa",
-    checkpointing: bool | tuple[int, ...] = False,
+    checkpointing: bool | tuple[int, ...] | tuple[str, ...] = False,
+    loss_chunk: int | None = None,
     optimizer: str = "adamw-fused",
     accumulates: bool = False,
     workspace_bytes: int = CUBLAS_WORKSPACES,
@@ -82,7 +83,10 @@ def step_memory(
         precision: `fp32`, `bf16-autocast` (fp32 parameters), `bf16` (FSDP with that compute dtype), or bytes.
         attention: `naive`, `flash` or `sdpa`.
         checkpointing: whether every block is recomputed in backward; or the blocks per group that is recomputed
-            together, outermost level first: `(4,)`, or `(8, 2)` for groups of two within groups of eight.
+            together, outermost level first: `(4,)`, or `(8, 2)` for groups of two within groups of eight; or what is
+            kept of each block, names of `Activations.kept`.
+        loss_chunk: where the loss is computed in the head, which makes the gradients in the forward, most bytes of
+            logits that exist at a time; None: the head returns all logits.
         optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`.
         accumulates: several micro-batches without synchronisation; FSDP then keeps full gradients in fp32.
         workspace_bytes: what libraries take from the same allocator; 0 on a CPU.
@@ -98,12 +102,20 @@ def step_memory(
         if isinstance(value, str) and value not in allowed:
             raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
     at_least_one(world_size=world_size)
-    groups = checkpointing if isinstance(checkpointing, tuple) else (1,) if checkpointing else ()
-    if any(size < 1 for size in groups):
-        raise ValueError(f"checkpointing={checkpointing}: groups of at least one block")
     precision = PRECISIONS[precision] if isinstance(precision, str) else precision
     kept = activations(shape, batch, context, precision, attention)
-    setting = held.Setting(shape, kept, precision, strategy, world_size, groups, *OPTIMIZERS[optimizer])
+    groups = checkpointing if isinstance(checkpointing, tuple) else (1,) if checkpointing else ()
+    levels = tuple(size for size in groups if isinstance(size, str))
+    groups = () if levels else groups
+    if any(size < 1 for size in groups):
+        raise ValueError(f"checkpointing={checkpointing}: groups of at least one block")
+    if levels and (len(levels) != shape.num_layers or set(levels) - kept.kept.keys()):
+        raise ValueError(
+            f"checkpointing={checkpointing}: one of {', '.join(kept.kept)} for each of {shape.num_layers} blocks"
+        )
+    setting = held.Setting(
+        shape, kept, precision, strategy, world_size, groups, *OPTIMIZERS[optimizer], levels, loss_chunk
+    )
     resident = held.resident(setting)
     states = replace(resident, optimizer_state=held.optimizer_state(setting))
     if accumulates and strategy in SHARDED:
@@ -160,9 +172,10 @@ def zero_paper_bytes(num_parameters: float, world_size: int, stage: int) -> floa
 
 def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Breakdown]]:
     """(phase, bytes) of every moment that could be the fullest, without workspaces."""
-    shape, kept = setting.shape, setting.kept
+    shape, kept, precision = setting.shape, setting.kept, setting.precision
     layers = shape.num_layers
-    blocks = -(-layers // setting.groups[0]) * kept.checkpoint if setting.groups else layers * kept.block
+    groups = -(-layers // setting.groups[0]) if setting.groups else 0
+    blocks = groups * kept.checkpoint if groups else _kept_below(setting, layers)[0]
     forward = replace(states, activations=blocks + kept.last, weight_copies=held.weight_copies(setting))
     unit = setting.block_buffer
     yield (
@@ -178,12 +191,24 @@ def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Break
     # torch DDP rebuilds its buckets in the order in which gradients came. In that step (the second, with a static graph
     # the third) the first set lives until backward begins: seen in recorded peaks, torch 2.11.
     buckets = states.buckets + (FP32 * shape.num_parameters if setting.strategy in TORCH_DDP else 0)
-    temporary = kept.loss + kept.forward_loss_temporary
-    yield "loss", replace(forward, buckets=buckets, temporary=temporary)
     copies = 0 if setting.groups else held.weight_copies(setting)  # with checkpoints no graph keeps the copies
-    forward = replace(forward, buckets=buckets, weight_copies=copies)
-    yield "backward of loss", replace(forward, temporary=kept.loss + kept.loss_temporary)
-    temporary = kept.logits_gradient + held.weight_gradient(setting, shape.embedding_parameters)
+    copies = copies * setting.levels.count("none") // layers if setting.levels else copies
+    if setting.loss_chunk is None:
+        temporary = kept.loss + kept.forward_loss_temporary
+        yield "loss", replace(forward, buckets=buckets, temporary=temporary)
+        forward = replace(forward, buckets=buckets, weight_copies=copies)
+        yield "backward of loss", replace(forward, temporary=kept.loss + kept.loss_temporary)
+        temporary = kept.logits_gradient + held.weight_gradient(setting, shape.embedding_parameters)
+    else:
+        # The head's gradient is summed in fp32 over the chunks, then rounded where its weight came in another dtype.
+        wide = precision.compute != FP32 and not precision.copies_weights
+        gradient = FP32 * shape.embedding_parameters
+        rounded = precision.compute * shape.embedding_parameters if wide else gradient
+        logits = min(setting.loss_chunk, kept.logits_gradient)
+        temporary = kept.head_gradient + gradient + wide * rounded + logits
+        yield "loss", replace(forward, buckets=buckets, gathered=head, temporary=temporary)
+        forward = replace(forward, buckets=buckets, weight_copies=copies)
+        temporary = kept.head_gradient + rounded
     yield "backward of head", replace(forward, gathered=head + held.gathered(setting, unit), temporary=temporary)
     for block in reversed(range(layers)):
         yield f"backward of block {block}", _in_block(setting, states, block)
@@ -213,7 +238,8 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
     done = (shape.num_layers - 1 - block) * shape.block_parameters + shape.embedding_parameters
     below, recomputed = _kept_below(setting, block)
     casts = setting.precision.compute * unit if setting.precision.copies_weights else 0
-    in_flight = FP32 * buffer if setting.strategy in SHARDED else 0
+    before = setting.embedding_buffer if block == shape.num_layers - 1 else buffer  # whose gradients are being sent
+    in_flight = FP32 * before if setting.strategy in SHARDED else 0
     inside = replace(
         states,
         gradients=held.gradients_after(setting, done),
@@ -238,6 +264,9 @@ def _kept_below(setting: held.Setting, block: int) -> tuple[int, int]:
 
     With groups, of those before its own only the inputs are; within its own the same again, level by level.
     """
+    if setting.levels:
+        below = setting.levels[:block]
+        return sum(map(setting.kept.kept.__getitem__, below)), below.count("none")
     inputs, rest = 0, block
     for size in setting.groups:
         inputs += rest // size

@@ -70,12 +70,26 @@ def blocks_run_again(num_layers: int, groups: tuple[int, ...]) -> tuple[int, int
     return again, stopped
 
 
-def recomputed_flops(groups: tuple[int, ...], *, num_layers: int, **sizes: int) -> int:
+def recomputed_flops(plan: tuple[int, ...] | tuple[str, ...], *, num_layers: int, **sizes: int) -> int:
     """FLOPs of all that runs again, per rank and micro-batch; sizes as `distlab.theory.flops.forward_flops`.
+
+    Args:
+        plan: blocks per group, outermost level first, or what each block keeps (`activations.Activations.kept`).
 
     Raises:
         ValueError: a size or a group below one.
     """
-    again, stopped = blocks_run_again(num_layers, groups)
     one = forward_flops(num_layers=1, **sizes)
-    return again * (one.total - one.head) - stopped * one.feed_forward // 3
+    levels = [level for level in plan if isinstance(level, str)]
+    if not levels:
+        again, stopped = blocks_run_again(num_layers, plan)
+        return again * (one.total - one.head) - stopped * one.feed_forward // 3
+    output = one.attention_projections * sizes["d_model"] // (
+        2 * (sizes["d_model"] + sizes.get("kv_width", sizes["d_model"]))
+    )
+    runs = {  # in the order in which they are kept; of the feed-forward two matmuls of three
+        "block": one.attention_scores, "attention": output, "output": one.attention_projections - output,
+        "qkv": one.feed_forward * 2 // 3, "gate-up": 0,
+    }  # fmt: skip
+    rest = {level: sum(list(runs.values())[number:]) for number, level in enumerate(runs)} | {"none": 0}
+    return sum(rest[level] for level in levels)

@@ -79,6 +79,8 @@ class Setting:
     groups: tuple[int, ...]
     state_numbers: int
     step_numbers: int
+    levels: tuple[str, ...] = ()  # what is kept of each block, an entry of `Activations.kept`; empty with groups
+    loss_chunk: int | None = None  # bytes of logits at a time, where the loss is computed in the head
 
     @property
     def block_buffer(self) -> int:

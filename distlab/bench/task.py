@@ -1,0 +1,258 @@
+"""What is trained: a model, its data and its loss; the lab's Transformer, or a user's model by its factory's name.
+
+A factory is a function without arguments, named `package.module:function`, that returns three things:
+
+    def build():
+        model = ResNet(...)                                  # any nn.Module, on the CPU
+
+        def batch(size, generator):                          # a batch of `size` examples, in any form
+            return torch.randn(size, 3, 32, 32, generator=generator), torch.randint(10, (size,), generator=generator)
+
+        def loss(model, batch):                              # model: the module under a strategy → a scalar, a mean
+            images, labels = batch
+            return F.cross_entropy(model(images), labels)
+
+        return model, batch, loss
+
+The lab seeds torch before it calls the factory, and `generator` by rank and step; tensors of a batch are put on the
+device. `loss` must call the model that it is given, through which gradients are synchronised.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from distlab.comm import RankContext, collectives
+from distlab.ending import is_out_of_memory
+from distlab.options import Options, option
+from distlab.parallel import Strategy
+from distlab.train.step import LossFunction, next_token_loss
+
+BATCHES = 4  # different ones, used one after the other
+FORM = (
+    "build() must return (module, batch, loss): an nn.Module, batch(size, generator) and loss(model, batch)"
+)
+# Their contract admits parameters that some ranks use and others do not (`distlab.parallel.data_parallel`).
+MAY_LEAVE_UNUSED = (
+    "local",
+    "naive",
+    "flat",
+    "overlap",
+    "bucketed",
+    "bucketed-dma",
+    "sharded-optimizer",
+    "zero1",
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained where strategies are timed, or held against one process.
+
+    Args:
+        build: `build(seed, device)` → the model.
+        batches: `batches(rank, step, device)` → the micro-batches of one rank in one step.
+        loss_fn: see `TrainStep`.
+        lr: of SGD, where parameters are compared.
+    """
+
+    build: Callable[[int, torch.device], nn.Module]
+    batches: Callable[[int, int, torch.device], list[Any]]
+    loss_fn: LossFunction = next_token_loss
+    lr: float = 0.1
+
+
+@dataclass(frozen=True)
+class OwnModel(Options):
+    """The option of benchmarks that can step a user's model. Raises ValueError for a name of another form."""
+
+    factory: str | None = option(
+        None, "your own model: package.module:function, see docs/learn/own_model.md", flag="--model"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.factory is not None:
+            check_name(self.factory)
+            if getattr(self, "compile", "off") == "blocks":
+                raise ValueError(
+                    "--compile blocks is of the lab's Transformer; with --model give model or off"
+                )
+
+    @classmethod
+    def check_given(cls, given: dict[str, Any]) -> None:
+        """Raise ValueError for options of the lab's Transformer beside `--model`."""
+        idle = [
+            name
+            for name in (
+                "size",
+                "context",
+                "vocab",
+                "d_model",
+                "d_ff",
+                "layers",
+                "heads",
+                "attention",
+                "ops",
+                "checkpointing",
+            )
+            if name in given
+        ]
+        if given.get("factory") and idle:
+            raise ValueError(
+                f"--{idle[0].replace('_', '-')} is of the lab's Transformer, and --model gives another "
+                "model: leave one of them out"
+            )
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless this has the form `package.module:function`."""
+    module, _, function = name.partition(":")
+    if not module or not function.isidentifier():
+        raise ValueError(f"--model {name}: give package.module:function, such as my_package.my_module:build")
+
+
+@lru_cache(maxsize=8)
+def factory_of(name: str) -> Callable[[], Any]:
+    """The function of this name; its module is looked for in the working directory first.
+
+    Raises:
+        ValueError: the module cannot be imported, or has no such function.
+    """
+    check_name(name)
+    module, _, function = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    with _blamed(name, f"the import of {module}"):
+        found = getattr(importlib.import_module(module), function, None)
+    if not callable(found):
+        raise ValueError(f"--model {name}: {module} has no function {function!r}")
+    return found
+
+
+def made(name: str, seed: int = 0) -> tuple[nn.Module, Callable[..., Any], LossFunction]:
+    """Module, batch and loss of a factory, from torch's generator seeded.
+
+    Raises:
+        ValueError: the factory failed, or returned something else.
+    """
+    factory = factory_of(name)
+    torch.manual_seed(seed)
+    with _blamed(name, f"{name.partition(':')[2]}()"):
+        found = factory()
+    good = isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], nn.Module)
+    if not good or not all(map(callable, found[1:])):
+        kinds = ", ".join(type(each).__name__ for each in (found if isinstance(found, tuple) else (found,)))
+        raise ValueError(f"--model {name}: {FORM}; it returned {kinds}")
+    if not any(parameter.requires_grad for parameter in found[0].parameters()):
+        raise ValueError(f"--model {name}: the module has no parameter to train")
+    return found
+
+
+def own_task(name: str, batch_size: int, seed: int = 0) -> Task:
+    """A user's model as a task, with one micro-batch per step.
+
+    Dropout draws what (rank, step) say, on ranks as in the one process that they are held against.
+    """
+    _, batch, loss = made(name, seed)
+
+    def batches(rank: int, step: int, device: torch.device) -> list[Any]:
+        key = int(np.random.SeedSequence((seed, rank, step)).generate_state(1)[0])
+        examples = batch(batch_size, torch.Generator().manual_seed(key))
+        return [(key, tree_map(lambda each: each.to(device) if hasattr(each, "to") else each, examples))]
+
+    def loss_fn(model: nn.Module, keyed: tuple[int, Any]) -> Tensor:
+        key, examples = keyed
+        torch.manual_seed(key)
+        return loss(model, examples)
+
+    return Task(lambda seed, device: made(name, seed)[0].to(device), batches, loss_fn, lr=1e-2)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What one forward and backward of each batch showed.
+
+    Attributes:
+        num_parameters: trainable ones.
+        unused: of each batch of each rank, the parameters without a gradient.
+    """
+
+    num_parameters: int
+    unused: Sequence[frozenset[str]]
+
+    def refusal(self, strategy: Strategy) -> str | None:
+        """Why a strategy's contract does not admit the model, in one sentence; None if it does."""
+        ever = frozenset().union(*self.unused)
+        if not ever or strategy.name in MAY_LEAVE_UNUSED:
+            return None
+        some = f"{min(ever)!r}" + (f" and {len(ever) - 1} more parameters" if len(ever) > 1 else "")
+        if strategy.casts_parameters:
+            if len(set(self.unused)) == 1:
+                return None
+            return f"{strategy.name} gathers the same units on every rank, and {some} are used by some batches only"
+        return (
+            f"{strategy.name} waits for a gradient of every parameter, and {some} get none from some batches"
+        )
+
+
+def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> Examined:
+    """Try the model on every batch of this rank, before anything is timed; call it on every rank.
+
+    Raises:
+        ValueError: something of the user's failed, with its place, or the loss is no scalar with a gradient.
+    """
+    module = task.build(seed, context.device)
+    trainable = {key: value for key, value in module.named_parameters() if value.requires_grad}
+    unused = []
+    for step in range(BATCHES):
+        module.zero_grad(set_to_none=True)
+        with _blamed(name, "batch(size, generator)"):
+            (batch,) = task.batches(context.rank, step, context.device)
+        with _blamed(name, "loss(model, batch)"):
+            loss = task.loss_fn(module, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            )
+            raise ValueError(
+                f"--model {name}: loss(model, batch) must return a scalar tensor with a gradient, not {what}"
+            )
+        with _blamed(name, "backward of the loss"):
+            loss.backward()
+        unused.append(frozenset(key for key, value in trainable.items() if value.grad is None))
+    everyone = collectives.gather_objects(unused, context.group)
+    return Examined(sum(p.numel() for p in trainable.values()), [each for rank in everyone for each in rank])
+
+
+@contextmanager
+def _blamed(name: str, what: str) -> Iterator[None]:
+    """Turn an error of the user's code into one line that says where it was raised."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        places = [
+            each
+            for each in traceback.extract_tb(error.__traceback__)
+            if not each.filename.startswith("<frozen")
+        ]
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"--model {name}: {what} failed at {Path(places[-1].filename).name}:{places[-1].lineno} "
+            f"({type(error).__name__}: {said})"
+        ) from error

@@ -1,0 +1,41 @@
+"""What a recomputed block keeps beside its input, as a policy of torch's selective activation checkpointing.
+
+Backward recomputes a block's forward up to the last operation whose inputs it needs. What is kept is taken from memory
+in its place there: attention (by far the most arithmetic per byte), then matmuls (all alike: d_model multiply-adds per
+element). Everything else (norms, rotation, SwiGLU's element-wise part) costs little, and is always recomputed.
+
+The policy sees the operators that a dispatch mode sees: torch's own, this lab's kernels by their registered names.
+"""
+
+from collections import Counter
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from distlab.model.config import KEPT
+
+# They return the output and the log-sum-exp.
+ATTENTION = {
+    "distlab_kernels::flash_attention_forward",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+}
+MATMULS = ("qkv", "output", "gate-up", "gate-up", "w2")  # of a block, as they run
+
+
+def contexts(keep: str) -> tuple[Any, Any]:
+    """The `context_fn` of a block's checkpoint that keeps what this entry of `KEPT` says."""
+    kept = KEPT[: KEPT.index(keep) + 1]
+    matmuls: Counter[bool] = Counter()  # so far, in forward and in recomputation
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = operator._schema.name if hasattr(operator, "_schema") else ""
+        keeps = name in ATTENTION and "attention" in kept
+        if name == "aten::mm":
+            keeps = MATMULS[matmuls[context.is_recompute]] in kept
+            matmuls[context.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,384 @@
+"""Two runs or more of one experiment side by side: what differs between them, and which rows do beyond their noise.
+
+A difference counts where it is larger than the noise of the noisier row (`report.noise`) and, if both runs kept their
+samples, the 95 % interval of the ratio of medians does not contain 1. The interval alone would not do: samples of one
+run share its moment of the machine, so it is too narrow for what two runs differ by.
+"""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from distlab.measure.statistics import MIN_PAIRS, Ratio, own_noise_floor, percentiles, unpaired_ratio
+from distlab.notebook.runs import ROWS, higher_is_better, in_unit, main_metric, rows_of, short, shown, when_of
+from distlab.report.charts import Panel, Series, lines
+from distlab.report.noise import noise_of
+from distlab.report.record import Record, plain, read_json
+from distlab.report.table import Column, grouped, is_number
+from distlab.report.view import View
+
+RATIO = "step_ratio"
+ALIKE = (
+    "date",
+    "command",
+    "device_name",
+    "device_count",
+)  # of environments, what differs from run to run and changes no figure
+SLOWER, FASTER, TIE, UNSURE = "worse", "better", "tie", "noise unknown"
+# What does not change what a row measures: which other rows there are, and how long each is timed.
+OF_THE_RUN = ("strategies", "steps", "rounds", "warmup", "repeats", "check_steps", "profile_steps", "in_turn")
+MOST_DRAWN = 12  # rows, those that differ most
+MOST_COLUMNS = 4  # runs that have a column each; of more, the last two
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """The rows of one run, with the name of the folder or file that they lie in."""
+
+    name: str
+    path: Path
+    records: list[Record]
+
+    @staticmethod
+    def read(run: str | Path) -> SavedRun:
+        """Raises ValueError for what is no run, or one without rows."""
+        path = rows_of(run)
+        records = read_json(path)
+        if not records:
+            raise ValueError(f"{run}: no rows were measured; run it again")
+        return SavedRun(path.parent.name if path.name == ROWS else path.stem, path, records)
+
+    @property
+    def first(self) -> Record:
+        """What stands for all rows where only the environment matters."""
+        return self.records[0]
+
+    @cached_property
+    def when(self) -> str:
+        """See `when_of`."""
+        return when_of(self.path, self.first)
+
+    def label(self) -> str:
+        """Commit and time, for axes and headings."""
+        return f"{short(self.first.commit)}\n{self.when[:16].replace('T', ' ')}"
+
+
+def compared(runs: Sequence[SavedRun], metric: str | None = None, control: str | None = None) -> list[Record]:
+    """A row per variant: its value in every run (`run_0`, …), and the last run's difference from the first.
+
+    `difference_pct` is of the medians; `low_pct` and `high_pct` end its 95 % interval where both runs kept samples;
+    `noise_pct` is the larger of the two rows'; `verdict` one of worse, better, tie, noise unknown, or what is missing.
+
+    Args:
+        runs: the baseline first.
+        metric: of every row; None for what the experiment is about, see `main_metric`.
+        control: a row that nobody changed. Every row is then taken as its ratio to that one, step by step, from which
+            the machine's own drift between two runs cancels.
+
+    Raises:
+        ValueError: fewer than two runs, runs of different experiments, a metric that a run does not have, or a control
+            that a run has no samples of.
+    """
+    check(runs)
+    if control is not None:
+        metric = RATIO
+        runs = [replace(run, records=_over(run, control)) for run in runs]
+    metric = metric or main_metric(runs[-1].records)
+    for run in runs:
+        if not any(is_number(record.metrics.get(metric)) for record in run.records):
+            known = sorted(name for name, value in run.first.metrics.items() if is_number(value))
+            raise ValueError(
+                f"{run.path} has no {metric}: it was written by another version, or measured something else; "
+                f"--metric takes what all runs have, here {', '.join(known[:12])}"
+            )
+    tables = _keyed(runs)
+    rows = []
+    for key in dict.fromkeys(itertools.chain(*tables)):
+        found = [table.get(key) for table in tables]
+        values = [None if record is None else record.metrics.get(metric) for record in found]
+        metrics = {f"run_{number}": value for number, value in enumerate(values)} | _verdict(
+            found[0], found[-1], metric
+        )
+        facts = {
+            "metric": metric,
+            "runs": [str(run.path) for run in runs],
+            "labels": [run.label() for run in runs],
+        }
+        machine = " and ".join(dict.fromkeys(_machine(run) for run in runs))
+        where = dict(runs[-1].first.environment) | {"device_name": machine}
+        rows.append(Record("compare", " ".join(key), facts, metrics, where, runs[-1].first.commit))
+    return rows
+
+
+def _over(run: SavedRun, control: str) -> list[Record]:
+    """The rows as ratios to the one of this name."""
+    known = {record.variant: record.metrics.get("step_samples_ms") for record in run.records}
+    if not known.get(control):
+        raise ValueError(
+            f"{run.path} has no samples of {control!r}, to compare with; rows that have: "
+            f"{', '.join(name for name, samples in known.items() if samples) or 'none'}"
+        )
+    rows = []
+    for record in run.records:
+        samples = known[record.variant]
+        metrics = {}
+        if samples:
+            ratios = [mine / other for mine, other in zip(samples, known[control], strict=True)]
+            noise = own_noise_floor(ratios)  # drift has cancelled, so what samples spread is no bound
+            metrics = {RATIO: percentiles(ratios)["p50"], f"{RATIO}_samples_ms": ratios, "noise_pct": noise}
+        rows.append(replace(record, metrics=metrics))
+    return rows
+
+
+def check(runs: Sequence[SavedRun]) -> None:
+    """Raise ValueError unless these are two or more runs of one experiment."""
+    if len(runs) < 2:
+        raise ValueError("give two runs or more, the baseline first; `distlab runs` lists them")
+    experiments = {run.first.experiment: run for run in runs}
+    if len(experiments) > 1:
+        said = ", ".join(f"{run.path} is of {name}" for name, run in experiments.items())
+        raise ValueError(f"{said}: only runs of one experiment can be compared")
+
+
+def differences(runs: Sequence[SavedRun]) -> list[str]:
+    """What differs between the runs beside their figures: machines first, then code, environment and options."""
+    found = []
+    if len(machines := {_machine(run) for run in runs}) > 1:
+        found.append(
+            f"DIFFERENT MACHINES: {' and '.join(sorted(machines))}; what differs below is the machines' "
+            "difference too"
+        )
+    if len({run.first.commit for run in runs}) > 1:
+        found.append(f"commit: {' → '.join(str(run.first.commit or 'unknown') for run in runs)}")
+    places = [
+        {name: value for name, value in run.first.environment.items() if name not in ALIKE} for run in runs
+    ]
+    options = [_shared(run.records) for run in runs]
+    for kind, known in (("", places), ("option ", options)):
+        for name in dict.fromkeys(itertools.chain(*known)):
+            values = [plain(each.get(name)) for each in known]
+            if any(value != values[0] for value in values) and all(name in each for each in known):
+                found.append(f"{kind}{name}: {' → '.join(map(shown, values))}")
+    return found
+
+
+def findings(rows: Sequence[Record]) -> list[str]:
+    """What the comparison found: rows beyond their noise, those that moved together, and what is missing."""
+    by_verdict = grouped(rows, lambda row: row.metrics["verdict"])
+    metric, found = rows[0].config["metric"], []
+    for verdict in (SLOWER, FASTER):
+        for row in sorted(by_verdict.pop(verdict, []), key=lambda row: -abs(row.metrics["difference_pct"])):
+            found.append(f"{row.variant} is {verdict}: {_sentence(row)}")
+    ties = [row.variant for row in by_verdict.pop(TIE, [])]
+    if ties:
+        found.append(f"Inside the noise, so no difference: {', '.join(ties)}.")
+    for verdict, group in by_verdict.items():
+        found.append(f"{verdict}: {', '.join(row.variant for row in group)}.")
+    moved = [row.metrics["difference_pct"] for row in rows if is_number(row.metrics["difference_pct"])]
+    if len(moved) >= 3 and (min(moved) > 3 or max(moved) < -3):
+        found.append(
+            f"Every row's {metric} moved in one direction, by {min(moved, key=abs):+.1f} % at least: that is the "
+            "machine or what all rows share, rather than one strategy."
+        )
+    return found
+
+
+def failures(rows: Sequence[Record], limit_pct: float) -> list[str]:
+    """The rows of `--fail-above`: worse by more than the limit and beyond the noise, or no longer there."""
+    return [
+        row.variant
+        for row in rows
+        if (row.metrics["verdict"] == SLOWER and abs(row.metrics["difference_pct"]) > limit_pct)
+        or row.metrics["verdict"].startswith("only in the first")
+    ]
+
+
+def view_of(runs: Sequence[SavedRun], metric: str) -> View:
+    """How a comparison is shown."""
+    shown = range(len(runs)) if len(runs) <= MOST_COLUMNS else (0, len(runs) - 1)
+    titles = {number: "baseline" if number == 0 else f"run {number + 1}" for number in shown}
+    named = "; ".join(
+        f"{titles.get(n, n + 1)}: {run.path.parent.name}/{run.path.name} ".replace(f"/{ROWS}", "")
+        + f"({run.label().replace(chr(10), ', ')})"
+        for n, run in enumerate(runs)
+        if n in shown
+    )
+    differing = differences(runs)
+    return View(
+        name="compare",
+        question=f"{runs[0].first.experiment}: what changed in {metric}?",
+        columns=[
+            Column("variant", "row"),
+            *(
+                Column(f"metrics.run_{number}", title, lambda value: in_unit(value, metric))
+                for number, title in titles.items()
+            ),
+            Column("metrics.difference_pct", "difference %", "+.1f"),
+            Column("metrics.low_pct", "from (95 %)", "+.1f"),
+            Column("metrics.high_pct", "to", "+.1f"),
+            Column("metrics.noise_pct", "noise %", ".1f"),
+            Column("metrics.verdict", "verdict", align="left"),
+        ],
+        headline=lambda rows: named,
+        findings=lambda rows: [*differing, *findings(rows)],
+        pictures={"trend.png" if len(runs) > 2 else "compare.png": _trend if len(runs) > 2 else _draw},
+        reading="Medians, the last run against the first. A row is worse or better where the difference is larger than "
+        "the noise of the noisier run and, with samples of both, its 95 % interval (10,000 resamples of each run's own "
+        "steps) does not contain 0. Everything else is a tie. Noise is half of what the samples spread from p20 to "
+        "p80, or what a run measured against itself, whichever is more.",
+        prediction="None: this compares what was measured.",
+        noise="The noise column holds the larger of the two runs'.",
+    )
+
+
+def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:
+    """Of each run, its rows by variant, and by the options that tell rows of one variant apart."""
+    every = [record for run in runs for record in run.records]
+    varying = []
+    if any(len({r.variant for r in run.records}) < len(run.records) for run in runs):
+        names = [name for name in dict.fromkeys(itertools.chain(*(r.config for r in every)))]
+        varying = [
+            name
+            for name in names
+            if any(len({str(r.config.get(name)) for r in run.records}) > 1 for run in runs)
+        ]
+    return [
+        {
+            (
+                r.variant,
+                *(f"{name} {r.config[name]}" for name in varying if r.config.get(name) is not None),
+            ): r
+            for r in run.records
+        }
+        for run in runs
+    ]
+
+
+def _verdict(old: Record | None, new: Record | None, metric: str) -> dict[str, Any]:
+    nothing = dict.fromkeys(("difference_pct", "low_pct", "high_pct", "noise_pct"))
+    first, last = (None if record is None else record.metrics.get(metric) for record in (old, new))
+    if not is_number(first) or not is_number(last) or not first > 0 or not last > 0:
+        where = "the first" if is_number(first) else "the last" if is_number(last) else "neither"
+        return nothing | {"verdict": f"only in {where} run" if where != "neither" else "in neither run"}
+    quantity = metric.removesuffix("_p50_ms")
+    noises = [noise_of(record.metrics, quantity) for record in (old, new)]
+    noise = max((n for n in noises if n is not None), default=None)
+    ratio = Ratio(last / first, None, None)
+    samples = [record.metrics.get(f"{quantity}_samples_ms") or () for record in (old, new)]
+    if min(map(len, samples)) >= MIN_PAIRS:
+        ratio = unpaired_ratio(samples[1], samples[0])
+    inside = ratio.low is not None and ratio.low <= 1 <= ratio.high
+    percent = {
+        name: None if value is None else 100 * (value - 1)
+        for name, value in zip(("difference_pct", "low_pct", "high_pct"), ratio, strict=True)
+    }
+    if last == first or inside or (noise is not None and abs(percent["difference_pct"]) <= noise):
+        verdict = TIE
+    elif noise is None and ratio.low is None and not metric.endswith("_bytes"):  # bytes are counted
+        verdict = UNSURE
+    else:
+        verdict = FASTER if (last > first) == higher_is_better(metric) else SLOWER
+    return percent | {"noise_pct": noise, "verdict": verdict}
+
+
+def _sentence(row: Record) -> str:
+    m, metric = row.metrics, row.config["metric"]
+    last = max(int(name.removeprefix("run_")) for name in m if name.startswith("run_"))
+    between = (
+        f", 95 % between {m['low_pct']:+.1f} and {m['high_pct']:+.1f} %" if m["low_pct"] is not None else ""
+    )
+    noise = f", noise {m['noise_pct']:.1f} %" if m["noise_pct"] is not None else ""
+    return (
+        f"{metric} {in_unit(m['run_0'], metric)} → {in_unit(m[f'run_{last}'], metric)}, "
+        f"{m['difference_pct']:+.1f} %{between}{noise}."
+    )
+
+
+def _machine(run: SavedRun) -> str:
+    known = run.first.environment
+    return f"{known.get('device_name') or 'unknown device'}, {known.get('device_count') or 1} on the host"
+
+
+def _shared(records: Sequence[Record]) -> dict[str, Any]:
+    """The options that are the same in all rows of a run."""
+    return {
+        name: value
+        for name, value in records[0].config.items()
+        if all(r.config.get(name) == value for r in records)
+    }
+
+
+def _draw(rows: Sequence[Record], path: Path) -> None:
+    """Every row's difference with its interval, or with its noise where there are no samples; green is a tie."""
+    known = [row for row in rows if is_number(row.metrics["difference_pct"])]
+    most = sorted((abs(row.metrics["difference_pct"]) for row in known), reverse=True)[:MOST_DRAWN]
+    known = [row for row in known if abs(row.metrics["difference_pct"]) >= most[-1]]
+    series = []
+    for label, group in grouped(list(enumerate(known)), lambda each: each[1].metrics["verdict"]).items():
+        ends = [_ends(row) for _, row in group]
+        series.append(
+            Series(
+                label,
+                [place for place, _ in group],
+                [row.metrics["difference_pct"] for _, row in group],
+                low=[low for low, _ in ends],
+                high=[high for _, high in ends],
+                hollow=label == TIE,
+            )
+        )
+    if series:
+        ticks = [(place, textwrap.fill(row.variant, 11)) for place, row in enumerate(known)]
+        panel = Panel("", "", "difference, %", series, log_x=None, from_zero=False, x_ticks=ticks)
+        lines(path, [panel], title=f"{rows[0].config['metric']}: the second run against the first")
+
+
+def _ends(row: Record) -> tuple[float, float]:
+    m = row.metrics
+    if m["low_pct"] is not None:
+        return m["low_pct"], m["high_pct"]
+    return m["difference_pct"] - (m["noise_pct"] or 0), m["difference_pct"] + (m["noise_pct"] or 0)
+
+
+def _trend(rows: Sequence[Record], path: Path) -> None:
+    """A line per row over the runs, in the order in which they were given."""
+    facts = rows[0].config
+    series = []
+    for row in rows:
+        values = [row.metrics[f"run_{number}"] for number in range(len(facts["runs"]))]
+        series.append(
+            Series(
+                row.variant,
+                list(range(len(values))),
+                [value if is_number(value) else float("nan") for value in values],
+                line="-",
+                marked=True,
+            )
+        )
+    ticks = list(enumerate(facts["labels"]))
+    panel = Panel("", "commit", facts["metric"], series, log_x=None, x_ticks=ticks)
+    lines(path, [panel], title=f"{facts['metric']} over {len(ticks)} runs")
+
+
+def history(runs: Sequence[SavedRun]) -> tuple[list[SavedRun], int]:
+    """The runs that can be held against the newest one, oldest first, and how many cannot: another machine, other
+    ranks, or other options.
+    """
+    ordered = sorted(runs, key=lambda run: run.when)
+    options = _comparable(ordered[-1])
+    kept = [run for run in ordered if _comparable(run) == options]
+    return kept, len(ordered) - len(kept)
+
+
+def _comparable(run: SavedRun) -> Mapping[str, Any]:
+    known = plain(_shared(run.records))
+    return {name: value for name, value in known.items() if name not in OF_THE_RUN} | {
+        "machine": _machine(run)
+    }

@@ -1,0 +1,94 @@
+"""What a user's model takes, without taking it: a step of it in the fake world, for `memory_breakdown` and `plan`."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+from distlab.bench.task import made, own_task
+from distlab.bench.timing import under_autocast
+from distlab.ending import message_of
+from distlab.parallel import ParallelModel
+from distlab.precision import DTYPES
+from distlab.simulate.run import Mark, SimulatedStep, simulate_step
+from distlab.train.step import TrainStep
+
+
+@lru_cache(maxsize=8)
+def num_parameters(name: str) -> int:
+    """Trainable parameters of a user's model."""
+    return sum(parameter.numel() for parameter in made(name)[0].parameters() if parameter.requires_grad)
+
+
+@lru_cache(maxsize=256)
+def simulated(name: str, strategy: str, batch: int, ranks: int, dtype: str = "fp32") -> SimulatedStep:
+    """One settled step of a user's model under a strategy of ours, with fused AdamW, on one of `ranks`.
+
+    Args:
+        name: of its factory.
+        batch: examples on a rank.
+
+    Raises:
+        ValueError: the model reads values of tensors (a router that picks experts, say), which fake tensors do not
+            have, or the strategy refuses it.
+    """
+    task = own_task(name, batch)
+
+    def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
+        examples = task.batches(0, 0, torch.device("cpu"))
+        loss_fn = task.loss_fn
+        if wrapper.casts_parameters:
+            loss_fn = under_autocast(loss_fn, torch.device("cpu"), DTYPES[dtype])
+        train = TrainStep(wrapper, optimizer, loss_fn, mark=mark)
+        return lambda: train(examples)
+
+    # A copied layer (`nn.TransformerEncoder` copies its own) must stay in the same fake world.
+    same_world = mock.patch.object(FakeTensorMode, "__deepcopy__", lambda self, memo: self, create=True)
+    try:
+        with same_world:
+            return simulate_step(
+                strategy, lambda: made(name)[0], make_step, world_size=ranks, compute_dtype=DTYPES[dtype]
+            )
+    except Exception as error:
+        said = message_of(error) or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        raise ValueError(
+            f"--model {name} cannot be stepped under {strategy} on tensors without values, from which memory and time "
+            f"are predicted ({said}); what reads values must be measured: distlab run ddp_bench --model {name}"
+        ) from error
+
+
+PARTS = {"optimizer": "optimizer_state", "backward": "temporary"}  # category → as `theory.memory` calls it
+
+
+def peaks(name: str, strategies: Iterable[str], batch: int, ranks: int, dtype: str) -> dict[str, dict[str, Any]]:
+    """Strategy → bytes `after_init`, those of the `peak` by category, and its `phase`, of `simulated` steps, which need
+    a process without a process group and so have their own; what cannot be simulated is left out.
+    """
+    command = [sys.executable, "-m", "experiments._own_model", name, str(batch), str(ranks), dtype, *strategies]
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
+    return json.loads(done.stdout) if done.returncode == 0 else {}
+
+
+def main(name: str, batch: str, ranks: str, dtype: str, *strategies: str) -> None:
+    """`peaks` in this process, as JSON on stdout."""
+    found = {}
+    for strategy in strategies:
+        with suppress(ValueError):
+            step = simulated(name, strategy, int(batch), int(ranks), dtype)
+            peak = {PARTS.get(category, category): size for category, size in step.peak.by_category.items()}
+            found[strategy] = {"after_init": sum(step.after_init.values()), "peak": peak, "phase": step.peak.phase}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,161 @@
+"""`distlab runs` and `distlab compare`: the lab's notebook, see distlab/notebook."""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from distlab.notebook.compare import SavedRun, compared, differences, failures, history, view_of
+from distlab.notebook.runs import as_text, files_of, listed, write_index
+from distlab.report.record import Record, plain
+from distlab.report.run import OutputFolder
+from distlab.report.view import WIDTH, highlighted, say, write
+from launch.__main__ import ROOT, experiments, load
+
+
+def runs(arguments: Sequence[str]) -> int:
+    """List the runs under outputs/ and records/, the newest first, and make outputs/index.html."""
+    parser = runs_parser()
+    args = parser.parse_args(arguments)
+    out = Path(args.out)
+    known = listed(
+        [*files_of([out]), *([] if args.outputs_only else files_of([ROOT / "records"]))], defaults_of
+    )
+    words = [word.lower() for word in args.words]
+    rows = [
+        {name: text.replace(f"{out}/", "").replace(f"{ROOT}/", "") for name, text in row.items()}
+        for row in known
+        if all(word in " ".join(row.values()).lower() for word in words) and row["when (UTC)"] >= args.since
+    ]
+    if not rows:
+        such = f" with {' '.join(args.words)}" if args.words else ""
+        print(f"no runs{such} under {out}/; `distlab run NAME` makes one, and `distlab list` shows the names")
+        return 0
+    print(as_text(rows[: args.last]))
+    if len(rows) > args.last:
+        print(f"{len(rows) - args.last} older ones: --last {len(rows)}, or words that a line must hold")
+    if out.is_dir():
+        print(f"page: {write_index(out, defaults_of)}")
+    return 0
+
+
+def runs_parser() -> argparse.ArgumentParser:
+    """The options of `distlab runs`."""
+    parser = argparse.ArgumentParser("distlab runs", description=runs.__doc__)
+    parser.add_argument(
+        "words", nargs="*", metavar="WORD", help="that a line must hold: experiment, machine, commit, …"
+    )
+    parser.add_argument("--since", default="", metavar="DATE", help="such as 2026-11 or 2026-11-22")
+    parser.add_argument("--last", type=int, default=20, help="lines that are shown [%(default)s]")
+    parser.add_argument("--outputs-only", action="store_true", help="without the committed records")
+    parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
+    return parser
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Compare runs of one experiment: the last one given with the first, the baseline."""
+    args = compare_parser().parse_args(arguments)
+    if args.history is not None:
+        saved = _history(args)
+    else:
+        saved = [SavedRun.read(run if Path(run).exists() else Path(args.out) / run) for run in args.runs]
+    rows = compared(saved, args.metric, args.against)
+    view = view_of(saved, rows[0].config["metric"])
+    if not args.json:
+        for line in differences(saved):
+            print(highlighted(textwrap.fill(line, WIDTH)))
+        print()
+    folder = OutputFolder(args.out, view.name)
+    page = write(view, rows, folder.path)
+    without = len(differences(saved))  # are printed above
+    say(replace(view, findings=lambda rows: view.findings(rows)[without:]), rows, page, quiet=args.json)
+    failed = failures(rows, args.fail_above) if args.fail_above is not None else []
+    if failed:
+        print(
+            f"distlab compare: worse by more than {args.fail_above:g} %, or gone: {', '.join(failed)}",
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
+
+
+def compare_parser() -> argparse.ArgumentParser:
+    """The options of `distlab compare`."""
+    parser = argparse.ArgumentParser("distlab compare", description=compare.__doc__)
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="folder of a run (EXPERIMENT/NAME under --out will do), "
+        "its records.json, or a file of records/; the baseline first",
+    )
+    parser.add_argument(
+        "--history", metavar="EXPERIMENT", help="instead: all its runs like the newest one, over time"
+    )
+    parser.add_argument(
+        "--metric", help="what to compare [what the experiment is about, such as step_p50_ms]"
+    )
+    parser.add_argument(
+        "--against",
+        metavar="ROW",
+        help="a row that did not change, such as torch-ddp: compare the ratio "
+        "to it, step by step, from which drift of the machine cancels",
+    )
+    parser.add_argument(
+        "--fail-above", type=_percent, metavar="5%", help="exit code 1 if a row is worse by more"
+    )
+    parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
+    parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
+    return parser
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a percentage of at least 0, such as 5%")
+    return value
+
+
+def _history(args: argparse.Namespace) -> list[SavedRun]:
+    if args.runs:
+        raise ValueError("--history finds its runs itself: leave the others out")
+    if args.history not in experiments():
+        raise ValueError(f"experiment {args.history!r} is unknown; `distlab list` shows the names")
+    every = map(SavedRun.read, files_of([Path(args.out), ROOT / "records"]))
+    found = [run for run in every if run.first.experiment == args.history]
+    saved, left_out = history(found) if found else ([], 0)
+    if left_out and not args.json:
+        print(f"{left_out} runs of other machines or other options are left out")
+    if len(saved) < 2:
+        raise ValueError(
+            f"{args.history} has {len(saved)} runs of one configuration on one machine under {args.out}/ and records/, "
+            "and a history takes two; run it again after a change"
+        )
+    return saved
+
+
+def refresh_index(out: str | Path) -> None:
+    """Make the list of all runs anew; whatever goes wrong there is no fault of the run that has just ended."""
+    try:
+        write_index(Path(out), defaults_of)
+    except Exception as error:
+        print(f"{out}/index.html could not be made: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def defaults_of(record: Record) -> Mapping[str, Any]:
+    """The defaults of an experiment's options, on the kind of device that a record is of; {} if there is none."""
+    return _defaults(record.experiment, bool(record.environment.get("cuda")))
+
+
+@lru_cache(maxsize=64)
+def _defaults(name: str, on_gpu: bool) -> Mapping[str, Any]:
+    experiment = getattr(load(name), "EXPERIMENT", None) if name in experiments() else None
+    if experiment is None:
+        return {}
+    return plain(vars(experiment.config(**experiment.preset("", on_gpu))))

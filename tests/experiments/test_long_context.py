@@ -1,0 +1,69 @@
+"""The scaled model, rounds that later runs add, comparisons of rows, and what is wrong."""
+
+from dataclasses import replace
+
+import pytest
+
+from distlab.experiment import Record
+from distlab.model import preset
+from experiments.long_context import EXPERIMENT, LongContextConfig, compare, wrong_rows
+from tests.experiments.frame import measured, refused
+
+
+def test_the_model_is_the_presets_or_a_fraction_of_it():
+    assert LongContextConfig().model() == preset("8B", ops="triton")
+    eighth = LongContextConfig(scale="1/8", size="llama-8B", context=100).model()
+    assert (eighth.d_model, eighth.d_ff, eighth.num_layers) == (512, 1792, 4)
+    assert (eighth.num_heads, eighth.kv_heads, eighth.head_dim) == (4, 1, 128)
+    assert eighth.context_length == 100  # given dimensions are not scaled
+    smallest = LongContextConfig(scale="1/1000").model()
+    assert (smallest.num_heads, smallest.num_layers, smallest.d_model) == (1, 1, 128)
+
+
+def test_peers_are_set_up_as_their_users_would():
+    config = LongContextConfig(attention="flash", checkpointing="qkv", kv_heads=8)
+    ours, peer = config.variant("fsdp"), config.variant("fsdp2 attention")
+    assert (ours.options.attention, ours.options.ops, ours.options.checkpointing) == ("flash", "triton", "qkv")
+    assert peer.strategy.name == "fsdp2" and peer.options.compile == "blocks"
+    assert (peer.options.attention, peer.options.ops, peer.options.checkpointing) == ("sdpa", "torch", "attention")
+    assert peer.options.model() == replace(ours.options.model(), attention="sdpa", ops="torch")
+    assert peer.options.model().loss_in_head  # in chunks, as ours
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path):
+    """With no time at all only plans are written; the next run of the name does what is left."""
+    known = {"keeps", "predicted_peak_bytes", "predicted_peak_phase"}
+    assert all(set(r.metrics) == known for r in measured(EXPERIMENT, tmp_path, minutes=1e-9))
+    for record in measured(EXPERIMENT, tmp_path):
+        assert record.metrics["rounds"] == 1 and len(record.metrics["step_samples_ms"]) == 5
+        assert record.metrics["loss_rel_diff"] == pytest.approx(0, abs=1e-5)
+        assert {"idle_ms", "uncovered_comm_ms"} <= record.metrics.keys()
+        if record.variant == "fsdp":
+            assert record.metrics["final_loss"] < record.metrics["first_loss"]
+
+
+def test_rows_are_held_against_the_fastest_of_torchs():
+    rows = [
+        Record("long_context", name, {}, {"status": "ok", "step_p50_ms": ms, "step_samples_ms": [ms, ms + 0.1] * 3,
+                                          "loss_after_steps": loss}, {}, None)
+        for name, ms, loss in (("fsdp", 9.0, 2.0), ("fsdp2 block", 12.0, 2.0), ("fsdp2 qkv", 10.0, 2.1))
+    ]  # fmt: skip
+    compare(rows)
+    assert [round(r.metrics["vs_peer"], 2) for r in rows] == [0.9, 1.2, 1.0]
+    assert wrong_rows(rows) == ["fsdp2 qkv: its loss differs by 5.0 % from that of fsdp"]
+    rows[0].metrics.update(first_loss=3.0, final_loss=float("nan"))
+    assert "the loss was 3.000 at first and is nan at the end" in wrong_rows(rows)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--scale", "2"], "scale='2': give a fraction above 0 and at most 1, such as 1/8"),
+        (["--scale", "a/b"], "scale='a/b': give a fraction"),
+        (["--kv-heads", "5"], "num_heads=32 is not a multiple of num_kv_heads=5"),
+        (["--rows", "fsdp3"], "'fsdp3' is unknown; allowed: fsdp, fsdp blocks"),
+        (["--checkpointing", "qkv:9"], "add up to the 34 blocks of the model"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_one_line(options, line, capsys):
+    assert line in refused(capsys, "long_context", *options)

@@ -1,0 +1,131 @@
+"""A user's model through `--model`: right with every strategy whose contract admits it, the others say why not."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from distlab.bench.reference import parameter_difference
+from distlab.bench.task import examined, own_task
+from distlab.bench.timing import variants
+from distlab.parallel import strategies_on
+from distlab.testing import run_ranks
+from experiments import ddp_bench, memory_breakdown, model_benchmark, plan
+from experiments._own_model import simulated
+from tests.experiments.frame import measured, refused
+
+OURS = "tests.bench.own_models:"
+SHORT = {"batch": 4, "steps": 5, "rounds": 1, "warmup": 1, "profile_steps": 0, "bucket_sizes_mb": (0.002,)}
+UNUSED = {  # a part of what each says
+    "fsdp": "gathers the same units on every rank", "fsdp2": "gathers the same units on every rank",
+    "torch-ddp": "waits for a gradient of every parameter", "torch-ddp-tuned": "waits for a gradient",
+    "torch-zero": "waits for a gradient of every parameter",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["resnet", "bert", "mixture", "dictionary"])
+def test_ddp_bench_takes_it_with_every_strategy_that_can(name, tmp_path):
+    records = measured(
+        ddp_bench.EXPERIMENT,
+        tmp_path,
+        factory=OURS + name,
+        strategies=strategies_on("cpu"),
+        check_steps=2,
+        **SHORT,
+    )
+    rows = {record.variant: record for record in records}
+    assert set(rows) == set(strategies_on("cpu"))
+    left_out = {row: record.metrics["refusal"] for row, record in rows.items() if "refusal" in record.metrics}
+    assert set(left_out) == (set(UNUSED) if name == "mixture" else set())
+    assert all(
+        UNUSED[row] in text and "'experts." in text and "\n" not in text for row, text in left_out.items()
+    )
+    for row in set(rows) - set(left_out) - {"local"}:
+        assert rows[row].metrics["max_abs_param_diff"] == 0.0, row  # two ranks: bit for bit, dropout included
+        assert rows[row].metrics["examples_per_s"] > 0 and rows[row].metrics["comm_bytes_per_step"] > 0
+    assert rows["bucketed"].config["size"] == OURS + name and rows["bucketed"].config["num_parameters"] > 100
+    assert "Left out: fsdp " in (tmp_path / "ddp_bench/run/report.html").read_text() or name != "mixture"
+
+
+def test_gradients_that_are_not_synchronized_are_seen():
+    """Ranks that start from the same weights and keep their own gradients."""
+    assert min(run_ranks(unsynchronized, 2)) > 1e-5  # what `wrong_rows` allows
+
+
+def unsynchronized(context):
+    (variant,) = variants(["local"], [1.0])
+    task = own_task(f"{OURS}resnet", 4)
+    task = replace(task, build=lambda seed, device, build=task.build: build(0, device))
+    return parameter_difference(context, variant, steps=2, task=task)
+
+
+def test_memory_is_measured_and_predicted(tmp_path):
+    choice = {"factory": f"{OURS}bert", "strategies": ("bucketed", "fsdp"), "batch": 4}
+    rows = {record.variant: record.metrics for record in measured(memory_breakdown.EXPERIMENT, tmp_path, **choice)}
+    for metrics in rows.values():
+        assert metrics["predicted_peak_alloc_bytes"] > metrics["parameters_bytes"] > 0
+        assert metrics["predicted_peak_parameters_bytes"] == pytest.approx(metrics["parameters_bytes"], rel=0.02)
+    assert rows["fsdp"]["parameters_bytes"] < 0.8 * rows["bucketed"]["parameters_bytes"]
+
+
+def test_a_step_is_profiled_and_its_memory_drawn(tmp_path):
+    (step,) = measured(model_benchmark.EXPERIMENT, tmp_path, factory=f"{OURS}dictionary", profile=True, memory=True,
+                       modes=("step",), profile_steps=(0, 0), batch=(4,))  # fmt: skip
+    assert step.metrics["status"] == "ok" and step.metrics["examples_per_s"] > 0
+    assert list((tmp_path / "model_benchmark/run").glob("memory_*.png"))
+
+
+def test_plan_steps_it_in_the_fake_world(tmp_path):
+    rows = measured(
+        plan.EXPERIMENT,
+        tmp_path,
+        model=f"{OURS}resnet",
+        batch=64,
+        device="h100:8",
+        strategies=("bucketed", "zero1"),
+    )
+    assert {row.config["strategy"] for row in rows} == {"bucketed", "zero1"} and all(
+        row.metrics["fits"] for row in rows
+    )
+    best = rows[0].metrics
+    assert best["predicted_examples_per_s"] == pytest.approx(64 / best["predicted_step_ms"] * 1e3)
+    parts = [best[f"{part}_ms"] for part in ("compute", "memory_bandwidth", "communication", "optimizer")]
+    assert sum(parts) == pytest.approx(best["predicted_step_ms"], rel=0.05)
+
+
+def test_a_sharded_optimizer_is_predicted_to_hold_a_part():
+    whole, part = (simulated(f"{OURS}bert", strategy, 4, 8) for strategy in ("bucketed", "zero1"))
+    assert part.peak.by_category["optimizer"] < 0.2 * whole.peak.by_category["optimizer"]
+    with pytest.raises(ValueError, match="cannot be stepped under naive on tensors without values"):
+        simulated(f"{OURS}mixture", "naive", 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fails", r"fails\(\) failed at own_models.py:\d+ \(RuntimeError: no such file of weights\)"),
+        ("bare_module", r"build\(\) must return \(module, batch, loss\): .*; it returned Linear"),
+        ("vector_loss", r"must return a scalar tensor with a gradient, not a tensor of shape \(4, 10\)"),
+        ("batch_without_generator", r"batch\(size, generator\) failed at .*TypeError"),
+        ("frozen", "the module has no parameter to train"),
+        ("gone", "tests.bench.own_models has no function 'gone'"),
+    ],
+)
+def test_a_wrong_factory_is_one_message(name, said):
+    (message,) = run_ranks(messages, 1, name)
+    assert re.search(said, message) and message.startswith(f"--model {OURS}{name}: ") and "\n" not in message
+
+
+def messages(context, name):
+    try:
+        examined(OURS + name, own_task(OURS + name, 4), context)
+    except ValueError as error:
+        return str(error)
+
+
+def test_what_contradicts_model_is_refused(capsys):
+    assert "package.module:function" in refused(capsys, "ddp_bench", "--model", "resnet")
+    assert "--size is of the lab's Transformer" in refused(capsys, "ddp_bench", "--model", "a:b", "--size", "xl")
+    assert "--compile blocks is of" in refused(capsys, "ddp_bench", "--model", "a:b", "--compile", "blocks")
+    assert "--context is of" in refused(capsys, "plan", "--model", "a:b", "--context", "8")
+    assert "No module named 'no_such'" in refused(capsys, "plan", "--model", "no_such:b", "--devices", "h100:1")

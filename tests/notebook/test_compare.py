@@ -1,0 +1,192 @@
+"""Differences between runs: found above the noise, not below it; what differs is named; bad input in one message."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distlab.measure.statistics import percentiles, unpaired_ratio
+from distlab.notebook.compare import SavedRun, compared, differences, failures, findings, history
+from distlab.report import write_json
+from launch.__main__ import main
+from tests.notebook.cases import MACHINE, record, saved
+
+# Steps of `python -m tests.slowed`: two gloo ranks; `slower_…` sleeps so long in a hook of bucketed.
+SLOWED = json.loads(Path(__file__).with_name("slowed.json").read_text())
+
+
+def samples(variant, values, **more):
+    times = {f"step_{name}_ms": value for name, value in percentiles(values).items()}
+    return record(variant, None, **times, step_samples_ms=list(values), **more)
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    folders = {
+        name: saved(tmp_path, name, *(samples(row, steps) for row, steps in rows.items()))
+        for name, rows in SLOWED.items()
+    }
+    return {name: SavedRun.read(folder) for name, folder in folders.items()}
+
+
+def verdicts(rows):
+    return {row.variant: row.metrics["verdict"] for row in rows}
+
+
+def test_a_sleep_of_2_ms_in_a_hook_is_found(recorded):
+    rows = compared([recorded["as_it_is"], recorded["slower_2ms"]], control="torch-ddp")
+    assert verdicts(rows) == {"bucketed": "worse", "torch-ddp": "tie"}
+    assert findings(rows)[0].startswith("bucketed is worse: step_ratio ")
+    assert failures(rows, 5) == ["bucketed"] and failures(rows, 100) == []
+
+
+@pytest.mark.parametrize("name", ["slower_10us", "again"])
+def test_a_sleep_below_the_noise_is_not(recorded, name):
+    for control in (None, "torch-ddp"):
+        rows = compared([recorded["as_it_is"], recorded[name]], control=control)
+        assert set(verdicts(rows).values()) == {"tie"}, control
+        assert failures(rows, 0) == []
+
+
+def test_runs_of_the_same_thing_are_seldom_told_apart():
+    """At most one in twenty by the interval alone; with the noise of single samples beside it, none in a hundred."""
+    generator = np.random.default_rng(0)
+    apart = 0
+    for _ in range(200):
+        _, low, high = unpaired_ratio(*generator.lognormal(0, 0.1, (2, 40)))
+        apart += not low <= 1 <= high
+    assert apart <= 20  # of 200: an interval of 95 % misses ten
+
+
+def test_an_interval_covers_the_ratio_and_needs_positive_samples():
+    generator = np.random.default_rng(1)
+    ratio, low, high = unpaired_ratio(generator.normal(12, 0.5, 60), generator.normal(10, 0.5, 40))
+    assert low < 1.2 < high and high - low < 0.08 and low < ratio < high
+    with pytest.raises(ValueError, match="positive"):
+        unpaired_ratio([0.0] * 5, [1.0] * 5)
+
+
+def test_rows_without_samples_go_by_their_noise():
+    def rows(*noises):
+        old = [record("a", 10.0, noise_pct=noises[0]), record("rate", 10.0)]
+        new = [record("a", 11.0, noise_pct=noises[1]), record("rate", 10.0)]
+        return compared([SavedRun("old", Path(__file__), old), SavedRun("new", Path(__file__), new)])
+
+    assert verdicts(rows(2.0, 3.0)) == {"a": "worse", "rate": "tie"}
+    assert verdicts(rows(2.0, 30.0))["a"] == "tie"
+    assert verdicts(rows(None, None))["a"] == "noise unknown"
+
+
+def test_more_of_a_rate_is_better(tmp_path):
+    old, new = (
+        SavedRun(str(rate), Path(__file__), [record("a", None, tokens_per_s=rate, noise_pct=1.0)])
+        for rate in (1.0, 2.0)
+    )
+    assert verdicts(compared([old, new])) == {"a": "better"} and verdicts(compared([new, old])) == {
+        "a": "worse"
+    }
+
+
+def test_rows_that_came_went_or_ran_out_of_memory():
+    old = SavedRun("old", Path(__file__), [record("a", 1.0), record("b", 1.0), record("same", 1.0)])
+    new = SavedRun("new", Path(__file__), [record("a", "OOM"), record("c", 1.0), record("same", 1.0)])
+    rows = compared([old, new])
+    assert verdicts(rows) == {
+        "a": "only in the first run",
+        "b": "only in the first run",
+        "same": "tie",
+        "c": "only in the last run",
+    }
+    assert failures(rows, 5) == ["a", "b"]
+    assert "only in the first run: a, b." in findings(rows)
+
+
+def test_rows_of_one_variant_are_matched_by_what_tells_them_apart():
+    def run(name, scale):
+        return SavedRun(name, Path(__file__), [record("sum", scale * n, config={"numel": n}) for n in (1, 2)])
+
+    rows = compared([run("old", 1.0), run("new", 1.0)])
+    assert [row.variant for row in rows] == ["sum numel 1", "sum numel 2"] and set(
+        verdicts(rows).values()
+    ) == {"tie"}
+
+
+def test_two_machines_are_said_first_and_in_red(tmp_path, capsys, monkeypatch):
+    saved(tmp_path, "old", record("a", 1.0, config={"batch": 8}))
+    saved(
+        tmp_path, "new", record("a", 1.5, machine=MACHINE | {"device_name": "NVIDIA H100", "torch": "2.12"})
+    )
+    arguments = ["compare", "bench/old", "bench/new", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    main(arguments)
+    shown = capsys.readouterr().out
+    assert shown.startswith("\033[31mDIFFERENT MACHINES: NVIDIA H100")
+    assert shown.index("torch: 2.11 → 2.12") < shown.index("option batch: 8 → 4") < shown.index("baseline")
+    assert (
+        max(len(re.sub(r"\033\[\d+m", "", line)) for line in shown.splitlines() if "report:" not in line)
+        <= 100
+    )
+    page = next((tmp_path / "compare").glob("*/report.html"))
+    assert (
+        '<p class="alarm">DIFFERENT MACHINES' in page.read_text() and (page.parent / "compare.png").exists()
+    )
+
+
+def test_when_all_rows_move_it_is_the_machine():
+    old, new = (
+        SavedRun(str(f), Path(__file__), [record(v, f * 10.0, noise_pct=1.0) for v in "abc"])
+        for f in (1.0, 1.3)
+    )
+    assert findings(compared([old, new]))[-1].startswith(
+        "Every row's step_p50_ms moved in one direction, by +30.0 %"
+    )
+
+
+def test_a_history_is_of_one_machine_and_one_configuration(tmp_path, capsys):
+    for day, (step, commit) in enumerate([(10.0, "1" * 40), (10.1, "2" * 40), (13.0, "3" * 40)], 1):
+        date = f"2026-11-0{day}T00:00:00+00:00"
+        saved(tmp_path, f"run{day}", record("a", step, commit=commit, date=date, noise_pct=2.0))
+    other = SavedRun.read(saved(tmp_path, "other", record("a", 1.0, config={"batch": 9}, date="2026-10-01")))
+    runs = [SavedRun.read(path) for path in sorted((tmp_path / "bench").glob("run*"), reverse=True)]
+    kept, left_out = history([other, *runs])
+    assert [run.name for run in kept] == ["run1", "run2", "run3"] and left_out == 1
+    code = main(
+        ["compare", *(f"bench/run{day}" for day in (1, 2, 3)), "--out", str(tmp_path), "--fail-above", "5%"]
+    )
+    assert code == 1 and "worse by more than 5 %, or gone: a" in capsys.readouterr().err
+    assert list((tmp_path / "compare").glob("*/trend.png"))
+
+
+def refused(capsys, *arguments):
+    assert main(["compare", *map(str, arguments)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+def test_bad_input_is_one_message_each(tmp_path, capsys):
+    mine = saved(tmp_path, "mine", record("a", 1.0))
+    (tmp_path / "empty").mkdir()
+    other = tmp_path / "other.json"
+    write_json([dataclasses.replace(record("a", 1.0), experiment="elsewhere")], other)
+    assert "only runs of one experiment can be compared" in refused(capsys, mine, other)
+    assert "has no records.json" in refused(capsys, mine, tmp_path / "empty")
+    assert "give two runs or more" in refused(capsys, mine)
+    old = tmp_path / "old.json"
+    write_json([record("a", None, time_ms=1.0)], old)
+    assert "has no step_p50_ms: it was written by another version" in refused(capsys, old, mine)
+    assert "no samples of 'b'" in refused(capsys, mine, mine, "--against", "b")
+    other.write_text('{"format": "distlab-run-9", "records": []}')
+    assert "does not hold distlab records" in refused(capsys, mine, other)
+    assert "'elsewhere' is unknown" in refused(capsys, "--history", "elsewhere")
+    with pytest.raises(SystemExit):
+        main(["compare", "--fail-above", "a lot"])
+    assert "give a percentage" in capsys.readouterr().err
+
+
+def test_what_does_not_differ_is_not_listed():
+    run = SavedRun("a", Path(__file__), [record("a", 1.0, date="2026-01-01")])
+    again = SavedRun("b", Path(__file__), [record("a", 1.0, date="2026-02-01")])
+    assert differences([run, again]) == []

@@ -1,0 +1,276 @@
+"""A mesh of two shard groups of two ranks: what is sent, when, and what is refused."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from distlab.comm import RankContext, collectives
+from distlab.comm.subgroups import hybrid_mesh, resolve_mesh
+from distlab.measure.collectives import CollectiveRecorder
+from distlab.model import TransformerLM, preset
+from distlab.parallel import (
+    FSDP,
+    BucketedDDP,
+    CopyEngineDDP,
+    FlatDDP,
+    NaiveDDP,
+    OverlapDDP,
+    ZeroOptimizer,
+    get_strategy,
+)
+from distlab.testing import run_ranks
+from distlab.theory import volume
+from distlab.train.step import TrainStep, next_token_loss
+from tests.parallel.cases import CASES, build
+from tests.parallel.test_contract import assert_same_on_all_ranks
+from tests.parallel.test_faults import fail_then_go_on_with
+from tests.parallel.test_fsdp import own_loss, own_model
+
+CONFIG = preset("tiny", num_layers=2, d_model=18, d_ff=26, num_heads=1, vocab_size=23, context_length=8)
+ON_A_MESH = {
+    "naive": NaiveDDP,
+    "flat": FlatDDP,
+    "overlap": OverlapDDP,
+    "bucketed": partial(BucketedDDP, bucket_size_mb=1e-3),
+    "hsdp": FSDP,
+}
+
+
+def order_of_a_step(context: RankContext) -> list[tuple[str, int]]:
+    fsdp = FSDP(own_model(context.rank, context.device), mesh=hybrid_mesh(context.group, 2))
+    for number in range(2):
+        fsdp.zero_grad()
+        with CollectiveRecorder() as recorder:
+            own_loss(fsdp, context.rank, number, context.device).backward()
+            in_backward = recorder.count
+            fsdp.finish_gradient_synchronization()
+    calls = [(call.op, call.numel) for call in recorder.calls]
+    assert all(other == calls for other in collectives.gather_objects(calls, context.group))
+    return [("backward ends", 0) if i == in_backward else calls[i - (i > in_backward)] for i in range(len(calls) + 1)]
+
+
+def test_replicas_average_their_shards_behind_backward():
+    """A unit's slice leaves for the other group after its reduce-scatter, while the next unit computes."""
+    calls = run_ranks(order_of_a_step, 4)[0]
+    E, B = 84, 364  # elements of the flat buffers at two ranks, see test_fsdp_communication
+    assert [call for call in calls if call[0] != "all_gather"] == [
+        ("reduce_scatter", E),
+        ("all_reduce", E // 2),
+        ("reduce_scatter", B),
+        ("all_reduce", B // 2),
+        ("reduce_scatter", B),
+        ("all_reduce", B // 2),
+        ("reduce_scatter", B),
+        ("all_reduce", B // 2),
+        ("reduce_scatter", E),
+        ("backward ends", 0),
+        ("all_reduce", E // 2),
+        ("all_reduce", 56),  # norms and biases, seven times seven, and their flags: over all ranks
+    ]
+
+
+def steps_of_messages(context: RankContext) -> list[tuple[str, int]]:
+    ddp = OverlapDDP(build("plain", context.rank, context.device), mesh=hybrid_mesh(context.group, 2))
+    with CollectiveRecorder() as recorder:
+        CASES["plain"].loss(ddp, context.rank, 0, context.device).backward()
+    in_backward = [(call.op, call.numel) for call in recorder.calls]
+    ddp.finish_gradient_synchronization()
+    return in_backward
+
+
+def test_messages_in_two_levels_use_both_kinds_of_links_at_once():
+    """Gradients of 3, 24, 8, 64, 8 and 48 elements, the first padded: each start moves those before it on."""
+    assert run_ranks(steps_of_messages, 4)[0][:9] == [
+        ("reduce_scatter", 4),
+        ("reduce_scatter", 24),
+        ("all_reduce", 2),
+        ("reduce_scatter", 8),
+        ("all_gather", 4),
+        ("all_reduce", 12),
+        ("reduce_scatter", 64),
+        ("all_gather", 24),
+        ("all_reduce", 4),
+    ]
+
+
+def sent(context: RankContext, shard_size: int) -> dict[str, tuple[int, int]]:
+    """Calls and bytes of a settled step, by strategy."""
+    found, tokens = {}, torch.zeros(2, 8, dtype=torch.int64)
+    for name, make in ON_A_MESH.items():
+        model = make(TransformerLM(CONFIG, seed=context.rank), mesh=hybrid_mesh(context.group, shard_size))
+        train = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), next_token_loss)
+        for _ in range(2):
+            with CollectiveRecorder() as recorder:
+                train([(tokens, tokens)])
+        found[name] = (recorder.count, recorder.total_bytes)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 1), (2, 2), (4, 2)])
+def test_calls_and_bytes_are_those_of_the_closed_form(ranks, size):
+    named = list(TransformerLM(CONFIG, device="meta").named_parameters())
+    numels, mesh = [p.numel() for _, p in named], (ranks // size, size)
+    assert len(numels) % 2  # so messages with flags are padded
+    expected = {
+        "naive": volume.naive(numels, [4] * len(numels), mesh=mesh),
+        "flat": volume.flat(numels, [4] * len(numels), mesh=mesh),
+        "overlap": volume.overlap(numels, [4] * len(numels), mesh=mesh),
+        "bucketed": volume.model_volume(
+            "bucketed-two-level", named, bucket_size_mb=1e-3, world_size=ranks, shard_size=size
+        ),
+        "hsdp": volume.model_volume("hsdp", named, world_size=ranks, shard_size=size),
+    }
+    for of_rank in run_ranks(sent, ranks, size):
+        assert of_rank == {name: (form.collectives, form.bytes) for name, form in expected.items()}
+
+
+def go_on_after_errors(context: RankContext) -> None:
+    mesh = hybrid_mesh(context.group, 2)
+    for name in ("overlap", "bucketed"):
+        for failing in ((0, 1, 2, 3), (1,)):
+            fail_then_go_on_with(context, partial(ON_A_MESH[name], mesh=mesh), failing)
+
+
+def test_the_step_after_an_exception_in_backward_is_right_on_a_mesh():
+    run_ranks(go_on_after_errors, 4)
+
+
+def one_failed_backward(context: RankContext) -> None:
+    fsdp = FSDP(own_model(0, context.device), mesh=hybrid_mesh(context.group, 2))
+    twin = FSDP(own_model(0, context.device))
+    embedding = fsdp.module.embedding
+    handle = embedding.register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # when the blocks' gradients are on their way
+        own_loss(fsdp, context.rank, 0, context.device).backward()
+    handle.remove()
+    for model in (fsdp, twin):
+        model.zero_grad()
+        for number in (1, 2):  # two synchronised ones before one finish: means add up
+            own_loss(model, context.rank, number, context.device).backward()
+        model.finish_gradient_synchronization()
+    torch.testing.assert_close(fsdp.grad_norm(), twin.grad_norm())
+    for model in (fsdp, twin):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= parameter.grad
+    mine, expected = fsdp.gather_full_params(), twin.gather_full_params()
+    for name, value in expected.items():
+        torch.testing.assert_close(mine[name], value, msg=name)
+    assert_same_on_all_ranks([*mine.values()], context)
+
+
+def test_hybrid_sharding_goes_on_after_an_exception_and_adds_up_means():
+    run_ranks(one_failed_backward, 4)
+
+
+def forgotten_finish(context: RankContext) -> None:
+    for name in ("hsdp", "bucketed-two-level"):
+        model, optimizer = get_strategy(name).build(
+            build("batch-norm", context.rank, context.device), context.group, torch.optim.SGD, shard_size=2
+        )
+        model.module[1].running_mean.fill_(context.rank)
+        model.sync_buffers()
+        assert not model.module[1].running_mean.any()  # all have rank 0's, also in the other group
+        CASES["batch-norm"].loss(model, context.rank, 0, context.device).backward()
+        with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
+            optimizer.step()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+        model.close()
+        assert_same_on_all_ranks([*model.module.parameters()], context)
+
+
+def test_a_forgotten_finish_raises_and_buffers_come_from_the_first_rank_of_all():
+    run_ranks(forgotten_finish, 4)
+
+
+def two_meshes(context: RankContext) -> None:
+    """Each half of the job trains a model of its own on a mesh of its two ranks, replicated."""
+    halves = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    meshes = [DeviceMesh("cpu", [[first], [first + 1]]) for first in (0, 2)]
+    mine, mesh = halves[context.rank // 2], meshes[context.rank // 2]
+    for make in (FSDP, NaiveDDP):
+        model = make(build("plain", context.rank, context.device), mesh=mesh, process_group=mine)
+        CASES["plain"].loss(model, context.rank, 0, context.device).backward()
+        model.finish_gradient_synchronization()
+        norms = collectives.gather_objects(model.grad_norm().item(), context.group)
+        assert norms[0] == norms[1] != norms[2] == norms[3]
+
+
+def test_a_mesh_of_some_ranks_is_theirs():
+    run_ranks(two_meshes, 4)
+
+
+def different_models(context: RankContext) -> str:
+    width = 3 if context.rank == 3 else 2
+    with pytest.raises(ValueError, match="ranks hold different models") as caught:
+        FSDP(torch.nn.Linear(2, width), mesh=hybrid_mesh(context.group, 2))
+    return str(caught.value)
+
+
+def test_models_are_compared_over_all_ranks():
+    assert all("on rank 3" in text for text in run_ranks(different_models, 4))
+
+
+def refused_meshes(context: RankContext) -> list[str]:
+    two, pair = init_device_mesh("cpu", (2, 2)), torch.distributed.new_group([0, 1])
+    mistakes = [
+        lambda: FSDP(torch.nn.Linear(2, 2), mesh=2),
+        lambda: NaiveDDP(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (4,))),
+        lambda: resolve_mesh(DeviceMesh("cpu", [[0, 1]]), None),
+        lambda: hybrid_mesh(context.group, 3),
+        lambda: hybrid_mesh(context.group, 0),
+        lambda: get_strategy("hsdp").build(torch.nn.Linear(2, 2), context.group, torch.optim.SGD, shard_size=8),
+        lambda: ZeroOptimizer(BucketedDDP(torch.nn.Linear(2, 2), mesh=two), torch.optim.SGD),
+    ]
+    if context.rank < 2:
+        mistakes += [
+            lambda: resolve_mesh(two, pair),
+            lambda: hybrid_mesh(pair, 1),
+            lambda: CopyEngineDDP(torch.nn.Linear(2, 2), mesh=DeviceMesh("cpu", [[0, 1]]), process_group=pair),
+        ]
+    texts = []
+    for mistake in mistakes:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            mistake()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_mesh_that_does_not_fit_is_refused_with_what_to_give():
+    expected = [
+        "mesh=2: give a torch.distributed.device_mesh.DeviceMesh, such as init_device_mesh",
+        "mesh has 1 dimension.* leave mesh out",
+        "mesh of 1 × 2 ranks does not hold the process group's ranks .0, 1, 2, 3.",
+        "shard_size=3 does not divide the 4 ranks; allowed: .1, 2, 4.",
+        "shard_size=0 does not divide",
+        "shard_size=8 does not divide",
+        "ZeroOptimizer shards over all ranks.* FSDP",
+        "mesh of 2 × 2 ranks does not hold the process group's ranks .0, 1.",
+        "a mesh is made of all 4 ranks of the job, not of 2",
+        "works within one host|needs GPUs|no GPU",
+    ]
+    texts = run_ranks(refused_meshes, 4)[0]
+    for text, words in zip(texts, expected, strict=True):
+        assert re.search(words, text), (words, text)
+
+
+def hosts_of_different_sizes(context: RankContext, names: list[str]) -> int | str:
+    from distlab.comm import subgroups
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subgroups.socket, "gethostname", lambda: names[context.rank])
+        try:
+            return hybrid_mesh(context.group).size(1)
+        except ValueError as error:
+            return str(error)
+
+
+def test_a_shard_group_is_a_host_unless_said_otherwise():
+    assert run_ranks(hosts_of_different_sizes, 4, ["a", "a", "b", "b"]) == [2] * 4
+    assert run_ranks(hosts_of_different_sizes, 2, ["a", "a"]) == [2, 2]
+    for names in (["a", "b", "b"], ["a", "b", "a"]):
+        assert all("give shard_size" in str(text) for text in run_ranks(hosts_of_different_sizes, 3, names))

@@ -1,0 +1,78 @@
+"""Does `distlab compare` find a strategy that was made slower, and only where the difference is above the noise?
+
+    python -m tests.slowed [--out FOLDER]
+
+Real runs of ddp_bench on two gloo ranks: as it is, with a sleep of 2 ms in a gradient hook, with one of 10 µs, and as
+it is again. A command and no test: what two cores do beside it decides on the times. Exit code 1 if the 2 ms are not
+found, or if anything else is.
+"""
+
+import argparse
+import contextlib
+import sys
+import time
+from dataclasses import replace
+from unittest import mock
+
+from distlab.experiment import RankContext
+from distlab.notebook.compare import SavedRun, compared, findings
+from distlab.parallel import STRATEGIES, BucketedDDP
+from distlab.testing import run_ranks
+from experiments.ddp_bench import EXPERIMENT
+
+ROWS = ("local", "bucketed", "torch-ddp")
+RUNS = {"as_it_is": 0.0, "slower_2ms": 2e-3, "slower_10us": 10e-6, "again": 0.0}  # seconds of sleep
+
+
+class Slowed(BucketedDDP):
+    """Sleeps in the hook of the parameter whose gradient comes last."""
+
+    sleep_s = 0.0
+
+    def _gradient_ready(self, index: int) -> None:
+        if index == 0:
+            time.sleep(self.sleep_s)
+        super()._gradient_ready(index)
+
+
+def measure(context: RankContext, out: str, name: str, sleep_s: float) -> None:
+    """One run, on this rank."""
+    slowed = type("Slowed", (Slowed,), {"sleep_s": sleep_s})
+    changed = {"bucketed": replace(STRATEGIES["bucketed"], wrap=slowed)} if sleep_s else {}
+    config = EXPERIMENT.config(
+        **EXPERIMENT.preset("smoke", on_gpu=False)
+        | {
+            "strategies": ROWS,
+            "in_turn": True,
+            "warmup": 10,
+            "steps": 300,
+            "check_steps": 0,
+            "profile_steps": 0,
+        }
+    )
+    with mock.patch.dict(STRATEGIES, changed), contextlib.redirect_stderr(None):
+        run = EXPERIMENT.open(config, context, out, name)
+        EXPERIMENT.measure(config, context, run)
+
+
+def main() -> int:
+    """Run all, compare each with the first."""
+    parser = argparse.ArgumentParser("python -m tests.slowed", description=__doc__)
+    parser.add_argument("--out", default="outputs/slowed", help="folder of the runs [%(default)s]")
+    out = parser.parse_args().out
+    for name, sleep_s in RUNS.items():
+        run_ranks(measure, 2, out, name, sleep_s, deadline_s=300)
+    saved = {name: SavedRun.read(f"{out}/ddp_bench/{name}") for name in RUNS}
+    wrong = []
+    for name, sleep_s in list(RUNS.items())[1:]:
+        rows = compared([saved["as_it_is"], saved[name]], control="torch-ddp")
+        verdicts = {row.variant: row.metrics["verdict"] for row in rows}
+        print(f"{name}: {verdicts}", *findings(rows), sep="\n  ")
+        if verdicts["bucketed"] != ("worse" if sleep_s == 2e-3 else "tie"):
+            wrong.append(name)
+    print(f"wrong: {', '.join(wrong)}" if wrong else "as it should be")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
