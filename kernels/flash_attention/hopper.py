@@ -140,7 +140,7 @@ def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do:
     from .backward_launch import launch_delta
     from .hopper_backward import hopper_backward_kernel
 
-    batch, heads, query_count, head_dim = q.shape
+    batch, heads, _, head_dim = q.shape
     queries = 64 if head_dim == 128 else 128
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     saved = launch_delta(q, k, v, o, lse, do, dq_sum)

@@ -21,9 +21,9 @@ heads come first and the shortest last, so that the programs end together; head 
 would keep a few multiprocessors busy while the others are idle (15 % of the time at 64 heads × 2,048).
 
 A program of one tile has nothing to do while it starts, waits for its first loads and stores its last result. Where
-calls are short (`takes_turns` in hopper.py), a grid of one program per multiprocessor takes tile after tile instead, and
-the producer loads the next turn's Q, K and V meanwhile; O therefore has a buffer of its own. Turns go there and back
-over the programs, which pairs a head's longest tiles with its shortest.
+tiles are short (`takes_turns` in hopper.py), a grid of one program per multiprocessor takes tile after tile instead,
+and the producer loads the next turn's Q, K and V meanwhile; O therefore has a buffer of its own. Turns go there and
+back over the programs, which pairs a head's longest tiles with its shortest.
 
 Registers per thread of a consumer (128 threads): O 64·D/128 = D/2, S and P 64·128/128 = 64 and 32 (two elements to a
 register), so 160 of 240 at D = 128. `setmaxnreg` gives a consumer 240, the producer 24.
@@ -136,23 +136,22 @@ def copy_out(desc, batch, head, row, tile, value):
 
 
 @gluon.jit
-def _turns(programs):
-    """How many query tiles this program owns."""
-    grid = gl.num_programs(0)
-    full = programs // grid
-    return full + (_place(full) < programs).to(gl.int32)
+def _turns(tiles):
+    """How many of all query tiles this program owns."""
+    full = tiles // gl.num_programs(0)
+    return full + (_place(full) < tiles).to(gl.int32)
 
 
 @gluon.jit
 def _place(turn):
-    """Which tile is this program's turn-th: there and back over the programs, so that long and short ones are paired."""
+    """Which tile this program takes in a turn: there and back over the programs, which pairs long and short tiles."""
     pid, grid = gl.program_id(0), gl.num_programs(0)
     return turn * grid + gl.where(turn % 2 == 0, pid, grid - 1 - pid)
 
 
 @gluon.jit
 def _owned(turn, sizes):
-    """(batch, head, first query, key tiles) of the turn-th tile of this program; the last queries, the longest, first."""
+    """(batch, head, first query, key tiles) of this program's turn; the last queries, the longest, come first."""
     heads, batch_heads, query_count, key_count, hi, group = sizes
     query_tiles = (query_count + CONSUMERS * QUERIES - 1) // (CONSUMERS * QUERIES)
     place, tile = placed(_place(turn), query_tiles, batch_heads, group)
@@ -224,7 +223,7 @@ def _step(j, q_tile, k, v, acc, row_max, row_sum, p, scale_log2, rows, first_key
 def _consumer(given, sizes, turns, W: gl.constexpr, LATE: gl.constexpr):
     """The softmax and the two matmuls for 64 queries of each turn, the W-th; `given` is the same for each W."""
     o_desc, lse_ptr, q, k, v, o_tiles, scale_log2 = given
-    heads, batch_heads, query_count, key_count, hi, group = sizes
+    heads, _batch_heads, query_count, key_count, hi, _group = sizes
     D: gl.constexpr = o_desc.block_type.shape[3]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -245,8 +244,8 @@ def _consumer(given, sizes, turns, W: gl.constexpr, LATE: gl.constexpr):
         s = warpgroup_mma(q_tile, k.tile(read).permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(read)
-        p, row_max, row_sum, shrink = _softmax(s, row_max, row_sum, scale_log2, rows, (tiles - 1) * KEYS, key_count, hi,
-                                               True)
+        p, row_max, row_sum, _shrink = _softmax(s, row_max, row_sum, scale_log2, rows, (tiles - 1) * KEYS, key_count,
+                                                hi, True)
         # tiles that some row does not see whole
         masked = gl.minimum(tiles - gl.maximum(gl.minimum(row0 + hi + 1, key_count), 0) // KEYS, tiles)
         masked = gl.maximum(masked, 1)
