@@ -131,7 +131,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, prob
         hopper_forward_kernel, (programs,),
         _descriptor(q, 64), _descriptor(k, KEYS), _descriptor(v, KEYS), _descriptor(o, 64), lse,
         heads, batch * heads, heads // k.shape[1], query_count, key_count, hi, group, problem.scale * LOG2_E,
-        LATE=0, num_warps=4)
+        num_warps=4)
 
 
 def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dq: Tensor, dk: Tensor,

@@ -198,21 +198,17 @@ def _softmax(s, row_max, row_sum, scale_log2, rows, first_key, key_count, hi, MA
 
 
 @gluon.jit
-def _step(j, q_tile, k, v, acc, row_max, row_sum, p, scale_log2, rows, first_key, key_count, hi, MASKED: gl.constexpr,
-          LATE: gl.constexpr):
+def _step(j, q_tile, k, v, acc, row_max, row_sum, p, scale_log2, rows, first_key, key_count, hi, MASKED: gl.constexpr):
     """S of tile j, P·V of the tile before, and the softmax of S meanwhile."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     zeros = gl.zeros([QUERIES, KEYS], gl.float32, S_LAYOUT)
-    if not LATE:
-        k.wait_full(j)
+    k.wait_full(j)
     s = warpgroup_mma(q_tile, k.tile(j).permute((1, 0)), zeros, use_acc=False, is_async=True)
     v.wait_full(j - 1)
     acc = warpgroup_mma(p, v.tile(j - 1), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     k.release(j)
     new_p, row_max, row_sum, shrink = _softmax(s, row_max, row_sum, scale_log2, rows, first_key, key_count, hi, MASKED)
-    if LATE:
-        k.wait_full(j + 1, pred=first_key > 0)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     v.release(j - 1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -220,7 +216,7 @@ def _step(j, q_tile, k, v, acc, row_max, row_sum, p, scale_log2, rows, first_key
 
 
 @gluon.jit
-def _consumer(given, sizes, turns, W: gl.constexpr, LATE: gl.constexpr):
+def _consumer(given, sizes, turns, W: gl.constexpr):
     """The softmax and the two matmuls for 64 queries of each turn, the W-th; `given` is the same for each W."""
     o_desc, lse_ptr, q, k, v, o_tiles, scale_log2 = given
     heads, _batch_heads, query_count, key_count, hi, _group = sizes
@@ -249,17 +245,15 @@ def _consumer(given, sizes, turns, W: gl.constexpr, LATE: gl.constexpr):
         # tiles that some row does not see whole
         masked = gl.minimum(tiles - gl.maximum(gl.minimum(row0 + hi + 1, key_count), 0) // KEYS, tiles)
         masked = gl.maximum(masked, 1)
-        if LATE:
-            k.wait_full(read + 1, pred=tiles > 1)
         for j in range(1, masked):
             left = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
             acc, row_max, row_sum, p = _step(read + j, q_tile, k, v, acc, row_max, row_sum, left, scale_log2, rows,
-                                             (tiles - 1 - j) * KEYS, key_count, hi, True, LATE)
+                                             (tiles - 1 - j) * KEYS, key_count, hi, True)
         # carried from loop to loop, P in 16 bits would be taken apart and put together again in each step
         left = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
         for j in range(masked, tiles):
             acc, row_max, row_sum, p = _step(read + j, q_tile, k, v, acc, row_max, row_sum, left, scale_log2, rows,
-                                             (tiles - 1 - j) * KEYS, key_count, hi, False, LATE)
+                                             (tiles - 1 - j) * KEYS, key_count, hi, False)
             left = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
         q.release(turn * CONSUMERS + W)
         read += tiles
@@ -280,7 +274,7 @@ def _consumer(given, sizes, turns, W: gl.constexpr, LATE: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "kv_group", "query_count", "key_count", "hi", "group"])
 def hopper_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, batch_heads, kv_group, query_count, key_count,
-                          hi, group, scale_log2, LATE: gl.constexpr):
+                          hi, group, scale_log2):
     """One program: O and LSE of CONSUMERS · 64 queries of one head in each of its turns."""
     q = ring(q_desc, CONSUMERS, 1)
     k = ring(k_desc, STAGES, CONSUMERS)
@@ -292,5 +286,5 @@ def hopper_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, batch_
     sizes = (heads, batch_heads, query_count, key_count, hi, group)
     given = (o_desc, lse_ptr, q, k, v, o_tiles, scale_log2)
     to_load = (q_desc, k_desc, v_desc, q, k, v, kv_group)
-    gl.warp_specialize([(_consumer, (given, sizes, turns, 0, LATE)), (_consumer, (given, sizes, turns, 1, LATE)),
+    gl.warp_specialize([(_consumer, (given, sizes, turns, 0)), (_consumer, (given, sizes, turns, 1)),
                         (_producer, (to_load, sizes, turns))], [4, 1], [240, 24])
