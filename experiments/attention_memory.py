@@ -21,6 +21,8 @@ from torch import Tensor
 from distlab.experiment import Column, Experiment, RankContext, Run, View, headline_from, option
 from distlab.measure import Pace, PhaseTimer, allocated_bytes, attempt, peak_memory
 from experiments._attention import VARIANTS, Attention, ShapeOptions, build, inputs, lines_over_length
+from kernels.flash_attention import hopper
+from kernels.flash_attention.options import Problem
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,18 @@ def predicted_memory(variant: str, batch: int, length: int, head_dim: int, dtype
     A tensor is T·D per sequence, a matrix T². Naive attention saves P and the shared boolean mask beside q, k, v, o;
     its backward holds dP, the softmax's gradient and the masked one beside P. Flash attention saves q, k, v, o and the
     log-sum-exp; its backward adds dq, dk, dv and, as fp32, two rows of statistics. torch's own fused kernels are
-    predicted alike, with a sum of dq in fp32 besides. The shares of a split call, up to 4,096 rows, are left out.
+    predicted alike, with a sum of dq in fp32 besides, which ours too keep where Hopper's kernels run. The shares of a
+    split call, up to 4,096 rows, are left out.
     """
     tensor = batch * length * head_dim * dtype.itemsize
     matrix = batch * length * length * dtype.itemsize
     statistics = 4 * batch * length
     if variant == "naive":
         return 5 * tensor + matrix + length * length, 6 * tensor + 4 * matrix + length * length
-    summed = 0 if variant.startswith("ours") else 4 * batch * length * head_dim
+    q = torch.empty(batch, 1, length, head_dim, dtype=dtype, device="meta")
+    two_passes = variant.startswith("ours") and not (
+        torch.cuda.is_available() and hopper.serves("backward", q, q, q, Problem((None, 0), 1.0)))
+    summed = 0 if two_passes else 4 * batch * length * head_dim
     return 5 * tensor + statistics, 8 * tensor + 3 * statistics + summed
 
 

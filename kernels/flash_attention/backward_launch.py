@@ -62,7 +62,7 @@ def launch_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Ten
     padded_count = cdiv(query_count, ROW_PADDING) * ROW_PADDING
     delta = torch.empty((batch, heads, padded_count), dtype=torch.float32, device=q.device)
     lse2 = torch.empty_like(delta)
-    rows = SHORT_DELTA_ROWS if delta.numel() <= FEW_ROWS else LONG_DELTA_ROWS
+    rows = SHORT_DELTA_ROWS if delta.numel() <= FEW_ROWS or dq_sum is not None else LONG_DELTA_ROWS
     launch(delta_kernel, (padded_count // rows * batch * heads,), o, do, lse, delta, lse2, dq_sum,
            *o.stride()[:3], *do.stride()[:3], heads, query_count, padded_count,
            HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), BLOCK_M=rows)

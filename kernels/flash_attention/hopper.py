@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
-from .._triton import cdiv, generation
+from .._triton import cdiv, generation, multiprocessors
 from . import configs
 from .options import Problem
 
@@ -20,9 +20,13 @@ DTYPES = (torch.float16, torch.bfloat16)
 ALIGNMENT_BYTES = 16  # of the base address and of every stride, for TMA
 LARGEST = 2**31  # coordinates are int32
 KEYS = 128  # of a program of the backward, of a tile of the forward
-CONSUMER_REGISTERS = {2: 240, 3: 160}  # by consumers; with the producer's they fill the 64 Ki of a multiprocessor
+QUERIES = 128  # of a program of the forward, in each of its turns
 LOG2_E = 1.4426950408889634
 CAST_ROWS = 32
+GROUP_BYTES = 2**25  # of the data that programs side by side read: the L2 holds 50 MB
+# What a tile of the forward takes besides its key tiles, in the time of one of these: the start of a program, its first
+# loads and its last store; less where they overlap with the tile before. Fitted to 2×32×2048 and 4×32×4096 at D = 128.
+STARTED, TAKEN_IN_TURN = 2.5, 0.8
 
 
 @functools.cache
@@ -90,30 +94,54 @@ def _last_seen(problem: Problem, key_count: int) -> int:
     return problem.hi if problem.has_hi else key_count
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, problem: Problem, consumers: int = 2,
-                   stages: int = 2) -> None:
-    """Fill o and lse: tensors as in forward.py that `serves` takes, o among them, lse contiguous.
+def _group(owned: Tensor, other: Tensor) -> int:
+    """Heads of `owned` whose programs run side by side: GROUP_BYTES of what they read of `other`, twice."""
+    head_bytes = 2 * other.element_size() * other.shape[1] * other.shape[2] * other.shape[3] // owned.shape[1]
+    return max(1, GROUP_BYTES // head_bytes)
 
-    `consumers` is 2 or 3, warpgroups of 64 queries each; `stages` the buffers of K and V.
+
+@functools.lru_cache(4096)
+def takes_turns(heads: int, query_count: int, key_count: int, hi: int, programs: int) -> bool:
+    """Whether a forward in as many programs as a GPU runs at once, tile after tile, beats a program for each tile.
+
+    A GPU starts the next program where one ends, so all of them end at about the same time; turns are dealt out
+    beforehand, and the program with the most work decides.
     """
+    last = [min(first + QUERIES, query_count) - 1 for first in range(0, query_count, QUERIES)][::-1]
+    work = [max(cdiv(min(row + hi + 1, key_count), KEYS), 1) for row in last]
+    if not programs < heads * len(work) <= 2**13:
+        return False
+    dealt = [0.0] * programs
+    for place in range(heads * len(work)):
+        turn, i = divmod(place, programs)
+        dealt[programs - 1 - i if turn % 2 else i] += work[place % len(work)] + TAKEN_IN_TURN
+    return max(dealt) < (sum(work) + STARTED * len(work)) * heads / programs
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, problem: Problem) -> None:
+    """Fill o and lse: tensors as in forward.py that `serves` takes, o among them, lse contiguous."""
     from .hopper_forward import hopper_forward_kernel
 
     batch, heads, query_count, _ = q.shape
+    key_count, hi = k.shape[2], _last_seen(problem, k.shape[2])
+    programs, group = multiprocessors(q.device), 1
+    if not takes_turns(batch * heads, query_count, key_count, hi, programs):
+        programs, group = cdiv(query_count, QUERIES) * batch * heads, _group(q, k)
     _dispatch.launch(
-        hopper_forward_kernel, (cdiv(query_count, 64 * consumers) * batch * heads,),
+        hopper_forward_kernel, (programs,),
         _descriptor(q, 64), _descriptor(k, KEYS), _descriptor(v, KEYS), _descriptor(o, 64), lse,
-        heads, heads // k.shape[1], query_count, k.shape[2], _last_seen(problem, k.shape[2]), problem.scale * LOG2_E,
-        CONSUMERS=consumers, STAGES=stages, REGISTERS=CONSUMER_REGISTERS[consumers], num_warps=4)
+        heads, batch * heads, heads // k.shape[1], query_count, key_count, hi, group, problem.scale * LOG2_E,
+        num_warps=4)
 
 
 def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dq: Tensor, dk: Tensor,
                     dv: Tensor, problem: Problem) -> None:
     """Fill dq, dk and dv: tensors as in backward.py that `serves` takes, do, dk and dv among them."""
     from .backward_launch import launch_delta
-    from .hopper_backward import cast_kernel, hopper_backward_kernel
+    from .hopper_backward import hopper_backward_kernel
 
-    batch, heads, query_count, head_dim = q.shape
-    rows, queries = batch * heads * query_count, 64 if head_dim == 128 else 128
+    batch, heads, _, head_dim = q.shape
+    queries = 64 if head_dim == 128 else 128
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     saved = launch_delta(q, k, v, o, lse, do, dq_sum)
     _dispatch.launch(
@@ -121,7 +149,16 @@ def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do:
         _descriptor(q, queries), _descriptor(k, 64), _descriptor(v, 64), _descriptor(do, queries),
         _flat_descriptor(saved.lse2, queries), _flat_descriptor(saved.delta, queries),
         _descriptor(dq_sum, 64, 64), _descriptor(dk, 64), _descriptor(dv, 64),
-        heads, heads // k.shape[1], *saved.counts(), _last_seen(problem, k.shape[2]), problem.scale,
-        problem.scale * LOG2_E, num_warps=4)
+        heads, heads // k.shape[1], *saved.counts(), _last_seen(problem, k.shape[2]), _group(k, q),
+        problem.scale, problem.scale * LOG2_E, num_warps=4)
+    launch_cast(dq_sum, dq, problem.scale)
+
+
+def launch_cast(dq_sum: Tensor, dq: Tensor, scale: float) -> None:
+    """dq = scale · dq_sum."""
+    from .hopper_backward import cast_kernel
+
+    _, heads, query_count, head_dim = dq.shape
+    rows = dq_sum.numel() // head_dim
     _dispatch.launch(cast_kernel, (cdiv(rows, CAST_ROWS),), dq_sum, dq, *dq.stride()[:3], heads, query_count, rows,
-                     problem.scale, HEAD_DIM=head_dim, ROWS=CAST_ROWS, num_warps=4)
+                     scale, HEAD_DIM=head_dim, ROWS=CAST_ROWS, num_warps=4)

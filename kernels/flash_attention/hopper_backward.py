@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_forward import barriers, copy_out, ring
+from .hopper_forward import barriers, copy_out, placed, ring
 
 KEYS = gl.constexpr(64)  # of one consumer: the rows of one wgmma
 STAGES = gl.constexpr(2)
@@ -98,8 +98,21 @@ def _issue_dq(b, k, ds, W: gl.constexpr):
 
 
 @gluon.jit
-def _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, more, first_seen, scale_log2, W: gl.constexpr,
-          MASKED: gl.constexpr):
+def _add_dq(dq, dq_desc, dq_tiles, batch, head, row, W: gl.constexpr, QUERIES: gl.constexpr):
+    """memory += this consumer's half of a tile's dQ; the reduction before has read its buffer."""
+    tile = dq_tiles.index(W)
+    tile.store(dq)
+    fence_async_shared()
+    tile = tile._reinterpret(gl.float32, dq_desc.block_type.shape, dq_desc.layout)
+    if QUERIES == 64:
+        reduce_add(dq_desc, [batch, head, row, 64 * W], tile)
+    else:
+        reduce_add(dq_desc, [batch, head, row + 64 * W, 0], tile)
+
+
+@gluon.jit
+def _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, more, first_seen, masked, scale_log2,
+          W: gl.constexpr):
     """Tile j, whose Sᵀ is there already; leaves Sᵀ of the next one, where there is `more`."""
     k, v, q = operands
     do, lse2, delta, ds, ds_full, dq_tiles = others
@@ -112,7 +125,7 @@ def _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, more, firs
     do.wait_full(j)
     dpt = warpgroup_mma(v.tile(W), do.tile(j).permute((1, 0)), zeros, use_acc=False, is_async=True)
     pt = gl.exp2(st * scale_log2 - lse2.index(j % STAGES).load(COLUMN)[None, :])
-    if MASKED:
+    if masked:
         queries = row + gl.arange(0, QUERIES, COLUMN)
         pt = gl.where(queries[None, :] >= first_seen[:, None], pt, 0.0)
     p_left = gl.convert_layout(pt.to(DTYPE), LEFT)
@@ -137,14 +150,7 @@ def _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, more, firs
     st = warpgroup_mma(k.tile(W), q.tile(j + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
     tma.store_wait(0)  # the last reduction has read its buffer
     dq = warpgroup_mma_wait(1, deps=[dq])
-    tile = dq_tiles.index(W)
-    tile.store(dq)
-    fence_async_shared()
-    tile = tile._reinterpret(gl.float32, dq_desc.block_type.shape, dq_desc.layout)
-    if QUERIES == 64:
-        reduce_add(dq_desc, [batch, head, row, 64 * W], tile)
-    else:
-        reduce_add(dq_desc, [batch, head, row + 64 * W, 0], tile)
+    _add_dq(dq, dq_desc, dq_tiles, batch, head, row, W, QUERIES)
     # a wgmma in flight across the loop's back edge would make ptxas serialise all of them
     st = warpgroup_mma_wait(0, deps=[st])
     return st, dk, dv
@@ -164,10 +170,10 @@ def _consumer(given, operands, others, W: gl.constexpr):
     keys = key0 + gl.arange(0, KEYS, gl.SliceLayout(1, S_LAYOUT))
     # past the last key P is anything, even infinite, and would reach dQ as a NaN
     first_seen = gl.where(keys < key_count, keys - hi, NEVER)
-    masked = gl.maximum((key0 + KEYS - 1 - hi - first_query + QUERIES - 1) // QUERIES, 0)
+    end = first_query + tiles * QUERIES
+    masked = key0 + KEYS - 1 - hi  # the first query that sees all keys
     if key0 + KEYS > key_count:
-        masked = tiles
-    masked = gl.minimum(masked, tiles)
+        masked = end
     dk = gl.zeros([KEYS, D], gl.float32, SUM_LAYOUT)
     dv = gl.zeros([KEYS, D], gl.float32, SUM_LAYOUT)
     total = tiles * kv_group
@@ -178,24 +184,23 @@ def _consumer(given, operands, others, W: gl.constexpr):
     st = warpgroup_mma(k.tile(W), q.tile(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     st = warpgroup_mma_wait(0, deps=[st])
     v.wait_full(W, pred=total > 0)
-    for member in range(kv_group):
-        head = kv_head * kv_group + member
-        for i in range(masked):
-            j = member * tiles + i
-            st, dk, dv = _step(j, st, dk, dv, dq_desc, operands, others, batch, head, first_query + i * QUERIES,
-                               j + 1 < total, first_seen, scale_log2, W, True)
-        for i in range(masked, tiles):
-            j = member * tiles + i
-            st, dk, dv = _step(j, st, dk, dv, dq_desc, operands, others, batch, head, first_query + i * QUERIES,
-                               j + 1 < total, first_seen, scale_log2, W, False)
+    head, row = kv_head * kv_group, first_query
+    for j in range(total):
+        st, dk, dv = _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, j + 1 < total, first_seen,
+                           row < masked, scale_log2, W)
+        row += QUERIES
+        if row >= end:
+            row, head = first_query, head + 1
     tma.store_wait(0)
     copy_out(dv_desc, batch, kv_head, key0, v.tile(W), dv)
+    tma.store_wait(0)
     copy_out(dk_desc, batch, kv_head, key0, v.tile(W), dk * scale)
+    tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "kv_group", "query_count", "key_count", "padded_count", "hi"])
+@gluon.jit(do_not_specialize=["heads", "kv_group", "query_count", "key_count", "padded_count", "hi", "group"])
 def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_desc, dk_desc, dv_desc,
-                    heads, kv_group, query_count, key_count, padded_count, hi, scale, scale_log2):
+                    heads, kv_group, query_count, key_count, padded_count, hi, group, scale, scale_log2):
     """One program: dK and dV of 128 keys of one key head, and their share of dQ / scale; long key tiles come first."""
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
     k = ring(k_desc, 2, 2)
@@ -210,10 +215,10 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
     fence_async_shared()
     key_tiles = (key_count + 2 * KEYS - 1) // (2 * KEYS)
     kv_heads = heads // kv_group
-    pid = gl.program_id(0)
-    batch = pid // key_tiles // kv_heads
-    kv_head = pid // key_tiles % kv_heads
-    first_key = pid % key_tiles * (2 * KEYS)
+    place, tile = placed(gl.program_id(0), key_tiles, gl.num_programs(0) // key_tiles, group)
+    batch = place // kv_heads
+    kv_head = place % kv_heads
+    first_key = tile * (2 * KEYS)
     first_query = gl.maximum(first_key - hi, 0) // QUERIES * QUERIES
     tiles = gl.maximum((query_count - first_query + QUERIES - 1) // QUERIES, 0)
     given = (dq_desc, dk_desc, dv_desc, batch, kv_head, kv_group, first_key, key_count, hi, first_query, tiles, scale,

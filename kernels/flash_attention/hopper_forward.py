@@ -8,7 +8,7 @@ that the mask cuts the first tiles only. One warp, the producer, issues TMA copi
 warps, multiplies for 64 queries by wgmma. K and V have STAGES buffers each, with a pair of barriers: `full`, on which
 TMA counts arrived bytes, and `empty`, at which every consumer arrives once it has read the tile.
 
-    producer     Q Q K V │ K V │ K V │ ⋯                       (waits for `empty`)
+    producer     Q Q K V │ K V │ K V │ ⋯                       (waits for `empty`)        │ Q Q K V of the next turn
     consumer 0   S₀ softmax₀ ├ S₁ → P₀V₀ ┬ softmax₁ ┬ rescale ├ S₂ → P₁V₁ ┬ softmax₂ ┬ ⋯ ┤ PV, divide, store
     tensor core               ═══════════╧══════════╝          ═══════════╧══════════╝
     consumer 1   the same, at its own pace: its matmuls fill the time of the other's softmax
@@ -16,9 +16,18 @@ TMA counts arrived bytes, and `empty`, at which every consumer arrives once it h
 S of the next tile is issued before P·V of this one, and the softmax runs while P·V does: wgmma is asynchronous, and
 `warpgroup_mma_wait(n)` waits until at most the n latest are in flight. P stays in registers as the left operand.
 
+Which queries: the heads are taken in groups whose keys and values the L2 holds. In a group the longest tiles of all
+heads come first and the shortest last, so that the programs end together; head after head, the last heads' long tiles
+would keep a few multiprocessors busy while the others are idle (15 % of the time at 64 heads × 2,048).
+
+A program of one tile has nothing to do while it starts, waits for its first loads and stores its last result. Where
+tiles are short (`takes_turns` in hopper.py), a grid of one program per multiprocessor takes tile after tile instead,
+and the producer loads the next turn's Q, K and V meanwhile; O therefore has a buffer of its own. Turns go there and
+back over the programs, which pairs a head's longest tiles with its shortest.
+
 Registers per thread of a consumer (128 threads): O 64·D/128 = D/2, S and P 64·128/128 = 64 and 32 (two elements to a
-register), so 160 of 240 at D = 128. `setmaxnreg` gives a consumer 240 of two (160 of three), the producer 24.
-Shared memory: Q 2·64·D·CONSUMERS, K and V 2·128·D·STAGES each, in bytes: 160 KiB at D = 128, 80 KiB at D = 64.
+register), so 160 of 240 at D = 128. `setmaxnreg` gives a consumer 240, the producer 24.
+Shared memory: Q and O 2·64·D·CONSUMERS, K and V 2·128·D·STAGES each, in bytes: 192 KiB at D = 128, 96 KiB at D = 64.
 
 TMA sees q, k, v, o as (B, H, T, D) of any strides: what a tile has past a head's last row is read as zero and not
 written. Bytes, FLOPs and what is saved are forward.py's. No reduction crosses programs: results are bit-identical.
@@ -39,7 +48,9 @@ from triton.language.core import _aggregate as aggregate
 
 LN_2 = gl.constexpr(0.6931471805599453)
 QUERIES = gl.constexpr(64)  # of one consumer: the rows of one wgmma
+CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(128)
+STAGES = gl.constexpr(2)
 
 
 @aggregate
@@ -107,28 +118,67 @@ def ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
+def placed(pid, tiles, heads, group):
+    """(head, tile) of a program: in a group of heads, whose data the L2 holds, the tiles 0 of all heads come first."""
+    first = pid // (tiles * group) * group
+    members = gl.minimum(group, heads - first)
+    pid -= first * tiles
+    return first + pid % members, pid // members
+
+
+@gluon.jit
 def copy_out(desc, batch, head, row, tile, value):
     """Write `value` to a head's rows from `row` on, by way of the buffer `tile`."""
     tile.store(value.to(desc.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, [batch, head, row, 0],
                                     tile._reinterpret(desc.dtype, desc.block_type.shape, desc.layout))
-    tma.store_wait(0)
 
 
 @gluon.jit
-def _producer(given, CONSUMERS: gl.constexpr):
-    """Loads: Q once, then K and V tiles as their buffers come free."""
-    q_desc, k_desc, v_desc, q, k, v, batch, head, kv_head, first_query, tiles = given
-    for i in gl.static_range(CONSUMERS):
-        q.acquire(i, q_desc.block_type.nbytes)
-        q.copy(i, q_desc, batch, head, first_query + i * QUERIES)
-    for j in range(tiles):
-        row = (tiles - 1 - j) * KEYS
-        k.acquire(j, k_desc.block_type.nbytes)
-        k.copy(j, k_desc, batch, kv_head, row)
-        v.acquire(j, v_desc.block_type.nbytes)
-        v.copy(j, v_desc, batch, kv_head, row)
+def _turns(tiles):
+    """How many of all query tiles this program owns."""
+    full = tiles // gl.num_programs(0)
+    return full + (_place(full) < tiles).to(gl.int32)
+
+
+@gluon.jit
+def _place(turn):
+    """Which tile this program takes in a turn: there and back over the programs, which pairs long and short tiles."""
+    pid, grid = gl.program_id(0), gl.num_programs(0)
+    return turn * grid + gl.where(turn % 2 == 0, pid, grid - 1 - pid)
+
+
+@gluon.jit
+def _owned(turn, sizes):
+    """(batch, head, first query, key tiles) of this program's turn; the last queries, the longest, come first."""
+    heads, batch_heads, query_count, key_count, hi, group = sizes
+    query_tiles = (query_count + CONSUMERS * QUERIES - 1) // (CONSUMERS * QUERIES)
+    place, tile = placed(_place(turn), query_tiles, batch_heads, group)
+    first_query = (query_tiles - 1 - tile) * (CONSUMERS * QUERIES)
+    last_query = gl.minimum(first_query + CONSUMERS * QUERIES, query_count) - 1
+    # one tile at the least: what its mask leaves of a row without keys is O = 0, LSE = -inf
+    tiles = gl.maximum((gl.minimum(last_query + hi + 1, key_count) + KEYS - 1) // KEYS, 1)
+    return place // heads, place % heads, first_query, tiles
+
+
+@gluon.jit
+def _producer(given, sizes, turns):
+    """Loads: of each turn Q once, then K and V tiles as their buffers come free."""
+    q_desc, k_desc, v_desc, q, k, v, kv_group = given
+    loaded = 0  # K and V tiles, of all turns
+    for turn in range(turns):
+        batch, head, first_query, tiles = _owned(turn, sizes)
+        for i in gl.static_range(CONSUMERS):
+            q.acquire(turn * CONSUMERS + i, q_desc.block_type.nbytes)
+            q.copy(turn * CONSUMERS + i, q_desc, batch, head, first_query + i * QUERIES)
+        for j in range(tiles):
+            row = (tiles - 1 - j) * KEYS
+            k.acquire(loaded + j, k_desc.block_type.nbytes)
+            k.copy(loaded + j, k_desc, batch, head // kv_group, row)
+            v.acquire(loaded + j, v_desc.block_type.nbytes)
+            v.copy(loaded + j, v_desc, batch, head // kv_group, row)
+        loaded += tiles
 
 
 @gluon.jit
@@ -162,77 +212,79 @@ def _step(j, q_tile, k, v, acc, row_max, row_sum, p, scale_log2, rows, first_key
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     v.release(j - 1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, row_max, row_sum, gl.convert_layout(new_p.to(p.dtype), p.type.layout)
+    return acc, row_max, row_sum, new_p
 
 
 @gluon.jit
-def _consumer(given, W: gl.constexpr):
-    """The softmax and the two matmuls for 64 queries, the W-th of the program; `given` is the same for each W."""
-    o_desc, lse_ptr, q, k, v, batch, head, heads, first_query, query_count, key_count, hi, tiles, scale_log2 = given
+def _consumer(given, sizes, turns, W: gl.constexpr):
+    """The softmax and the two matmuls for 64 queries of each turn, the W-th; `given` is the same for each W."""
+    o_desc, lse_ptr, q, k, v, o_tiles, scale_log2 = given
+    heads, _batch_heads, query_count, key_count, hi, _group = sizes
     D: gl.constexpr = o_desc.block_type.shape[3]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    row0 = first_query + W * QUERIES
-    rows = row0 + gl.arange(0, QUERIES, ROW)
-    acc = gl.zeros([QUERIES, D], gl.float32, O_LAYOUT)
-    row_max = gl.full([QUERIES], float("-inf"), gl.float32, ROW)
-    row_sum = gl.full([QUERIES], 0.0, gl.float32, ROW)
+    read = 0  # K and V tiles, of all turns
+    for turn in range(turns):
+        batch, head, first_query, tiles = _owned(turn, sizes)
+        row0 = first_query + W * QUERIES
+        rows = row0 + gl.arange(0, QUERIES, ROW)
+        acc = gl.zeros([QUERIES, D], gl.float32, O_LAYOUT)
+        row_max = gl.full([QUERIES], float("-inf"), gl.float32, ROW)
+        row_sum = gl.full([QUERIES], 0.0, gl.float32, ROW)
+        q.wait_full(turn * CONSUMERS + W)
+        k.wait_full(read)
+        q_tile = q.tile(W)
+        zeros = gl.zeros([QUERIES, KEYS], gl.float32, S_LAYOUT)
+        s = warpgroup_mma(q_tile, k.tile(read).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        k.release(read)
+        p, row_max, row_sum, _shrink = _softmax(s, row_max, row_sum, scale_log2, rows, (tiles - 1) * KEYS, key_count,
+                                                hi, True)
+        # tiles that some row does not see whole
+        masked = gl.minimum(tiles - gl.maximum(gl.minimum(row0 + hi + 1, key_count), 0) // KEYS, tiles)
+        masked = gl.maximum(masked, 1)
+        for j in range(1, masked):
+            left = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
+            acc, row_max, row_sum, p = _step(read + j, q_tile, k, v, acc, row_max, row_sum, left, scale_log2, rows,
+                                             (tiles - 1 - j) * KEYS, key_count, hi, True)
+        # carried from loop to loop, P in 16 bits would be taken apart and put together again in each step
+        left = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
+        for j in range(masked, tiles):
+            acc, row_max, row_sum, p = _step(read + j, q_tile, k, v, acc, row_max, row_sum, left, scale_log2, rows,
+                                             (tiles - 1 - j) * KEYS, key_count, hi, False)
+            left = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
+        q.release(turn * CONSUMERS + W)
+        read += tiles
+        v.wait_full(read - 1)
+        acc = warpgroup_mma(left, v.tile(read - 1), acc, is_async=True)
+        safe_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
+        lse = gl.where(row_sum == 0.0, float("-inf"), (row_max * scale_log2 + gl.log2(safe_sum)) * LN_2)
+        gl.store(lse_ptr + (batch * heads + head).to(gl.int64) * query_count + rows, lse, mask=rows < query_count)
+        factor = gl.convert_layout(1.0 / safe_sum, gl.SliceLayout(1, O_LAYOUT))
+        unseen = gl.convert_layout(row_sum == 0.0, gl.SliceLayout(1, O_LAYOUT))
+        acc, left = warpgroup_mma_wait(0, deps=[acc, left])
+        v.release(read - 1)
+        o = gl.where(unseen[:, None], 0.0, acc * factor[:, None])  # V may hold a NaN
+        tma.store_wait(0)  # the tile of the turn before has been read
+        copy_out(o_desc, batch, head, row0, o_tiles.index(W), o)
+    tma.store_wait(0)
 
-    q.wait_full(W)
-    k.wait_full(0)
-    q_tile = q.tile(W)
-    zeros = gl.zeros([QUERIES, KEYS], gl.float32, S_LAYOUT)
-    s = warpgroup_mma(q_tile, k.tile(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
-    k.release(0)
-    p, row_max, row_sum, _ = _softmax(s, row_max, row_sum, scale_log2, rows, (tiles - 1) * KEYS, key_count, hi, True)
-    p = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
 
-    full = gl.maximum(gl.minimum(row0 + hi + 1, key_count), 0) // KEYS  # tiles that every row sees whole
-    unmasked = gl.minimum(gl.maximum(tiles - full, 1), tiles)
-    for j in range(1, unmasked):
-        acc, row_max, row_sum, p = _step(j, q_tile, k, v, acc, row_max, row_sum, p, scale_log2, rows,
-                                         (tiles - 1 - j) * KEYS, key_count, hi, True)
-    for j in range(unmasked, tiles):
-        acc, row_max, row_sum, p = _step(j, q_tile, k, v, acc, row_max, row_sum, p, scale_log2, rows,
-                                         (tiles - 1 - j) * KEYS, key_count, hi, False)
-
-    v.wait_full(tiles - 1)
-    acc = warpgroup_mma(p, v.tile(tiles - 1), acc, is_async=True)
-    safe_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
-    lse = gl.where(row_sum == 0.0, float("-inf"), (row_max * scale_log2 + gl.log2(safe_sum)) * LN_2)
-    gl.store(lse_ptr + (batch * heads + head).to(gl.int64) * query_count + rows, lse, mask=rows < query_count)
-    factor = gl.convert_layout(1.0 / safe_sum, gl.SliceLayout(1, O_LAYOUT))
-    unseen = gl.convert_layout(row_sum == 0.0, gl.SliceLayout(1, O_LAYOUT))
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-    o = gl.where(unseen[:, None], 0.0, acc * factor[:, None])  # V may hold a NaN
-    copy_out(o_desc, batch, head, row0, q_tile, o)
-
-
-@gluon.jit(do_not_specialize=["heads", "kv_group", "query_count", "key_count", "hi"])
-def hopper_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, kv_group, query_count, key_count, hi,
-                          scale_log2, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr):
-    """One program: O and LSE of CONSUMERS · 64 queries of one head; the last queries of a head, the longest, first."""
+@gluon.jit(do_not_specialize=["heads", "batch_heads", "kv_group", "query_count", "key_count", "hi", "group"])
+def hopper_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, batch_heads, kv_group, query_count, key_count,
+                          hi, group, scale_log2):
+    """One program: O and LSE of CONSUMERS · 64 queries of one head in each of its turns."""
     q = ring(q_desc, CONSUMERS, 1)
     k = ring(k_desc, STAGES, CONSUMERS)
     v = ring(v_desc, STAGES, CONSUMERS)
+    o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, QUERIES, o_desc.block_type.shape[3]],
+                                        gl.NVMMASharedLayout(128, 16, rank=2))
     fence_async_shared()
-    query_tiles = (query_count + CONSUMERS * QUERIES - 1) // (CONSUMERS * QUERIES)
-    pid = gl.program_id(0)
-    batch = pid // query_tiles // heads
-    head = pid // query_tiles % heads
-    first_query = (query_tiles - 1 - pid % query_tiles) * (CONSUMERS * QUERIES)
-    last_query = gl.minimum(first_query + CONSUMERS * QUERIES, query_count) - 1
-    # one tile at the least: what its mask leaves of a row without keys is O = 0, LSE = -inf
-    tiles = gl.maximum((gl.minimum(last_query + hi + 1, key_count) + KEYS - 1) // KEYS, 1)
-    given = (o_desc, lse_ptr, q, k, v, batch, head, heads, first_query, query_count, key_count, hi, tiles, scale_log2)
-    to_load = (q_desc, k_desc, v_desc, q, k, v, batch, head, head // kv_group, first_query, tiles)
-    if CONSUMERS == 2:
-        gl.warp_specialize([(_consumer, (given, 0)), (_consumer, (given, 1)), (_producer, (to_load, CONSUMERS))],
-                           [4, 1], [REGISTERS, 24])
-    else:
-        gl.static_assert(CONSUMERS == 3)
-        gl.warp_specialize([(_consumer, (given, 0)), (_consumer, (given, 1)), (_consumer, (given, 2)),
-                            (_producer, (to_load, CONSUMERS))], [4, 4, 1], [REGISTERS, REGISTERS, 24])
+    turns = _turns((query_count + CONSUMERS * QUERIES - 1) // (CONSUMERS * QUERIES) * batch_heads)
+    sizes = (heads, batch_heads, query_count, key_count, hi, group)
+    given = (o_desc, lse_ptr, q, k, v, o_tiles, scale_log2)
+    to_load = (q_desc, k_desc, v_desc, q, k, v, kv_group)
+    gl.warp_specialize([(_consumer, (given, sizes, turns, 0)), (_consumer, (given, sizes, turns, 1)),
+                        (_producer, (to_load, sizes, turns))], [4, 1], [240, 24])

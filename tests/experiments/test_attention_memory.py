@@ -7,6 +7,7 @@ from distlab.report import write_json
 from distlab.report.run import Header, Run
 from experiments import attention_memory as study
 from experiments._attention import naive
+from kernels.flash_attention import hopper
 from tests.experiments.frame import measured, refused
 
 
@@ -17,6 +18,17 @@ def test_predicted_memory_is_quadratic_for_naive_and_linear_for_ours():
     assert large == 2 * small
     before, _ = study.predicted_memory("ours", 8, 1024, 64, torch.float32)
     assert before == 5 * 8 * 1024 * 64 * 4 + 8 * 1024 * 4  # q, k, v, o, do and the log-sum-exp
+
+
+@pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
+def test_the_hopper_backward_keeps_a_sum_of_dq(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    peaks = []
+    for generation in ("sm_80", "sm_90"):
+        monkeypatch.setattr(hopper, "generation", lambda index, generation=generation: generation)
+        peaks.append([study.predicted_memory("ours", 8, t, 64, torch.bfloat16)[1] for t in (1024, 8192)])
+    assert peaks[1][0] == peaks[0][0]  # too short
+    assert peaks[1][1] - peaks[0][1] == 4 * 8 * 8192 * 64
 
 
 def test_a_cut_off_study_resumes_and_failures_keep_their_prediction(tmp_path, monkeypatch):

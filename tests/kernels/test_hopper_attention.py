@@ -94,6 +94,15 @@ def test_machines_that_take_the_triton_path(monkeypatch):
     assert "no Gluon" in hopper.unavailable(0)
 
 
+def test_turns_are_taken_where_they_end_earlier():
+    """Short tiles, of which a program for each would mostly start and end; not where the dealing is uneven."""
+    assert hopper.takes_turns(64, 2048, 2048, 0, 132)
+    assert hopper.takes_turns(128, 4096, 4096, 0, 132)
+    assert not hopper.takes_turns(16, 16384, 16384, 0, 132)  # 128 tiles a head: the first program's are all long
+    assert not hopper.takes_turns(8, 2048, 2048, 0, 132)  # fewer tiles than programs
+    assert hopper.takes_turns(64, 1000, 65, -900, 132)  # most rows see no key
+
+
 def test_forced_tiles_are_those_of_triton(on_hopper):
     with configs.forced(dq=configs.Tile(64, 64)):
         assert not served(tensor(2, 32, 4096, 128))
@@ -192,7 +201,7 @@ def test_the_kernels_compile_within_their_registers_and_shared_memory():
         assert (kernel["reductions"] > 0) == (kernel["name"] == "hopper_backward_kernel")
 
 
-SPILLS = {("hopper_backward_kernel", 64): 288, ("hopper_backward_kernel", 128): 144}
+SPILLS = {("hopper_backward_kernel", 64): 136, ("hopper_backward_kernel", 128): 112, ("hopper_forward_kernel", 128): 32}
 
 
 @pytest.fixture
@@ -216,10 +225,12 @@ def beside_eager(tensors, **options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_random_shapes(everything, head_dim, dtype):
-    """A hundred, with lengths on either side of the tiles, rows without keys and keys without queries."""
+def test_random_shapes(everything, monkeypatch, head_dim, dtype):
+    """A hundred, with lengths on either side of the tiles, rows without keys, keys without queries, in turns or not."""
     draw = random.Random(f"{head_dim} {dtype}")
     lengths = [1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 384, 1000, 1024, 1025, 4097]
+    monkeypatch.setattr(hopper, "takes_turns", lambda *_: draw.random() < 0.6)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: draw.choice([3, 132]))
     for seed in range(25):
         kv_heads = draw.choice([1, 2])
         sizes = (draw.choice([1, 2]), kv_heads * draw.choice([1, 2, 3]), kv_heads, draw.choice(lengths),
