@@ -43,7 +43,7 @@ from distlab.measure import (
     percentiles,
 )
 from distlab.model import TransformerLM, checkpoint_groups, checkpoint_plan, cross_entropy
-from distlab.model.config import KEPT
+from distlab.model.config import RECOMPUTATION
 from distlab.precision import DTYPES, autocast
 from distlab.report import NOISE, TIE, interval_ties, noise_of, stacked_bars
 from distlab.simulate.run import simulate_step
@@ -260,7 +260,7 @@ def findings(records: Sequence[Record]) -> list[str]:
     ]
     for metric, words in (("peak_alloc_bytes", "Measured"), ("counted_peak_bytes", "On fake tensors")):
         single = {r.variant: r.metrics[metric] for r in records
-                  if r.metrics.get(metric) is not None and r.variant not in KEPT[1:] and ":" not in r.variant
+                  if r.metrics.get(metric) is not None and r.variant not in RECOMPUTATION[1:] and ":" not in r.variant
                   and len(checkpoint_groups(r.variant)) == 1}  # fmt: skip
         if single:
             best = min(single, key=single.__getitem__)

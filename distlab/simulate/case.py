@@ -43,8 +43,8 @@ class Case:
         batch: sequences per GPU and micro-batch.
         micro_batches: accumulated in a step.
         group: of `hsdp`, GPUs that share a copy of the parameters; None for a host.
-        recompute: `none`, `selective` (all but attention and every other matmul), `full` or `block` (every block), or
-            another of `distlab.model.config.RECOMPUTATION`.
+        recompute: `none`, `selective` (all but attention and every other matmul, where q, k and v count as one, as in
+            this lab's model), `full` or `block` (every block), or another of `distlab.model.config.RECOMPUTATION`.
         recompute_every: of so many blocks one is recomputed.
         compiled: by torch.compile, or fused kernels.
         kernels: `eager`, `composite` (RMSNorm in separate operators, torch before 2.8) or `fused`; None for what

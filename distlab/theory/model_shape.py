@@ -50,8 +50,7 @@ class ModelShape:
     @staticmethod
     def of(config: Any) -> "ModelShape":
         """The shape of any object with attributes of these names, such as a model's configuration."""
-        known = {field.name: getattr(config, field.name, None) for field in fields(ModelShape)}
-        return ModelShape(**known)
+        return ModelShape(**{field.name: getattr(config, field.name) for field in fields(ModelShape)})
 
     @property
     def kv_width(self) -> int:

@@ -81,7 +81,6 @@ class PlannedStep:
             checkpointing=checkpoint_plan(choice, self.model.num_layers),
             loss_chunk=LOGITS_CHUNK if self.model.loss_in_head else None,
             accumulates=self.accumulates,
-            fused=self.compiled,
             workspace_bytes=CUBLAS_WORKSPACES if on_gpu else 0,
         )
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.model import ModelConfig, TransformerLM, checkpoint_groups, cross_entropy, preset, recompute
-from distlab.model.config import KEPT
+from distlab.model.config import RECOMPUTATION
 from distlab.model.ops import rms_norm, rope_tables
 
 CONFIG = ModelConfig(d_model=32, d_ff=48, num_layers=2, num_heads=2, vocab_size=61, context_length=16)
@@ -220,7 +220,7 @@ def test_blocks_that_keep_something_change_nothing_and_recompute_the_rest(attent
     torch.manual_seed(7)
     loss, gradients = _gradients(model)
     seen = {}
-    for choice in (*KEPT, "block:1,gate-up:1"):
+    for choice in (*RECOMPUTATION, "block:1,gate-up:1"):
         model.checkpoint_blocks = choice
         torch.manual_seed(7)
         with _OperatorCounter() as counter:
@@ -232,7 +232,7 @@ def test_blocks_that_keep_something_change_nothing_and_recompute_the_rest(attent
     # The last matmul of a block, w2, is never run again: nothing needs its result.
     assert seen == {
         "block": (8, 2), "attention": (8, 0), "output": (6, 0), "qkv": (4, 0), "gate-up": (0, 0), "none": (0, 0),
-        "block:1,gate-up:1": (4, 1),
+        "block:1,gate-up:1": (4, 1), "selective": (4, 0),
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from distlab.model import ModelConfig, TransformerLM, checkpoint_plan
-from distlab.model.config import KEPT
+from distlab.model.config import RECOMPUTATION
 from distlab.theory.flops import forward_flops, step_flops
 from distlab.theory.memory.recompute import (
     best_group_size,
@@ -34,7 +34,7 @@ def test_what_runs_again_is_what_torch_counts(groups):
     assert counter.get_total_flops() == step_flops(**sizes) + recomputed_flops(groups, **sizes)
 
 
-@pytest.mark.parametrize("plan", [*KEPT, "block:1,qkv:4"])
+@pytest.mark.parametrize("plan", [*RECOMPUTATION, "block:1,qkv:4"])
 def test_what_blocks_keep_does_not_run_again(plan):
     """Matmuls as torch counts them, with grouped queries; attention's own runs again where blocks keep nothing."""
     config = ModelConfig(16, 32, 5, 2, vocab_size=11, context_length=8, num_kv_heads=1)
