@@ -52,6 +52,7 @@ MAY_LEAVE_UNUSED = (
     "flat",
     "overlap",
     "bucketed",
+    "bucketed-two-level",
     "bucketed-dma",
     "sharded-optimizer",
     "zero1",

@@ -272,7 +272,8 @@ class MachineOptions(Options):
 
     def machine(self) -> Machine:
         """See `machine_of`, and `machine_on` where a cluster was named."""
-        computes = {"dtype": self.dtype, "head_dim": self.shape().head_dim}
+        shape = self.shape()  # None: a user's own model
+        computes = {"dtype": self.dtype} | ({} if shape is None else {"head_dim": shape.head_dim})
         if self.cluster is not None:
             return machine_on(cluster(self.cluster), **computes)
         known = {"link": self.link, "between": self.between, "devices_per_node": self.devices_per_node}

@@ -20,6 +20,7 @@ UNUSED = {  # a part of what each says
     "fsdp": "gathers the same units on every rank", "fsdp2": "gathers the same units on every rank",
     "torch-ddp": "waits for a gradient of every parameter", "torch-ddp-tuned": "waits for a gradient",
     "torch-zero": "waits for a gradient of every parameter",
+    "hsdp": "gathers the same units on every rank", "torch-hsdp": "gathers the same units on every rank",
 }  # fmt: skip
 
 
