@@ -240,7 +240,7 @@ def _ms(value: float) -> str:
 
 
 headline = headline_from(
-    "{model} ({num_parameters:B} parameters), {batch} {examples} per step on {world_size} × "
+    "{model} ({num_parameters:N} parameters), {batch} {examples} per step on {world_size} × "
     "{gpu}, {dtype}; predicted",
     gpu=lambda records: PlanConfig.of(records[0].config).place(),
     examples=examples_of,

@@ -103,7 +103,7 @@ class View:
 
 def headline_from(template: str, **more: Callable[[Sequence[Record]], Any]) -> Callable[[Sequence[Record]], str]:
     """A view's headline: `template` with the environment and configuration of the first record in its braces, and what
-    `more` makes of the records; `{num_parameters:M}` and `:B` are in millions and billions.
+    `more` makes of the records; `{num_parameters:M}` and `:B` are in millions and billions, `:N` in what suits.
     """
 
     def headline(records: Sequence[Record]) -> str:
@@ -115,6 +115,7 @@ def headline_from(template: str, **more: Callable[[Sequence[Record]], Any]) -> C
 
 class _Words(string.Formatter):
     def format_field(self, value: Any, spec: str) -> str:
+        spec = ("B" if value >= 1e9 else "M") if spec == "N" else spec
         unit = {"M": 1e6, "B": 1e9}.get(spec)
         return format(value, spec) if unit is None else f"{value / unit:,.1f} {spec}"
 
