@@ -137,7 +137,7 @@ def described(path: Path, defaults: Defaults) -> dict[str, str]:
     return {
         "run": str(path.parent if path.name == ROWS else path),
         "experiment": first.experiment,
-        "when (UTC)": when_of(path, first)[:16].replace("T", " "),
+        "when (UTC)": when_of(path, first)[:19].replace("T", " "),
         "machine": f"{count} × {machine}",
         "commit": short(first.commit),
         "differs from the default": changed(first.config, defaults(first)),

@@ -27,7 +27,7 @@ def two(tmp_path):
 def test_a_line_says_what_a_run_was_about(two):
     lines = runs.listed(runs.files_of([two]), lambda row: {"batch": 1, "dtype": "fp32", "gone": 3})
     newest, older = lines
-    assert older["run"].endswith("bench/20261101-120000") and older["when (UTC)"] == "2026-11-01 12:00"
+    assert older["run"].endswith("bench/20261101-120000") and older["when (UTC)"] == "2026-11-01 12:00:00"
     assert (newest["result"], older["result"]) == (
         "bucketed 8 ms",
         "bucketed 10 ms",
