@@ -7,6 +7,7 @@
     distlab show FILE… [--table STYLE]            redraw saved runs: table, pictures, page
     distlab runs [WORD…]                          the runs there are, with what they found; outputs/index.html
     distlab compare RUN RUN… [--fail-above 5%]    what changed from the first run to the last, beyond the noise
+    distlab records --machine NAME                measure the committed records again, as records/manifest.toml says
     distlab tables [--check]                      redraw the tables of the README and the pages from records/
     distlab train | sample [options]              train a model; continue a text by a trained one
     distlab doctor                                what this machine has, and what runs on it
@@ -223,9 +224,11 @@ def tables(arguments: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
     check = parser.parse_args(arguments).check
 
-    from distlab.report.docs_tables import redraw_pages
+    from distlab.report.docs_tables import aged, redraw_pages
 
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for line in aged(pages, ROOT):
+        print(f"{line}: distlab records measures it again", file=sys.stderr)
     return redraw_pages(pages, view_of, ROOT, check=check)
 
 
@@ -237,6 +240,11 @@ def runs(arguments: Sequence[str]) -> int:
 def compare(arguments: Sequence[str]) -> int:
     """What changed between runs."""
     return importlib.import_module("launch.notebook").compare(list(arguments))
+
+
+def records(arguments: Sequence[str]) -> int:
+    """Measure committed records again."""
+    return importlib.import_module("launch.records").main(list(arguments))
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -260,6 +268,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "show": show,
     "runs": runs,
     "compare": compare,
+    "records": records,
     "tables": tables,
     "train": train,
     "sample": sample,

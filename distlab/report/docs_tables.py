@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from distlab.report.changed import changed_since
 from distlab.report.record import read_json
 from distlab.report.view import View
 
@@ -40,6 +41,22 @@ def redraw_pages(pages: Sequence[Path], view_of: Callable[[str], View], root: Pa
             if not check:
                 page.write_text(new, encoding="utf-8")
     return int(check and stale)
+
+
+def aged(pages: Sequence[Path], root: Path) -> list[str]:
+    """A line for each record behind the pages' tables that is of uncommitted code, or of code that changed since."""
+    texts = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    lines = []
+    for source in sorted(set(re.findall(r"<!-- table ([^#@\s]+)", texts))):
+        records = read_json(root / source)
+        commits = sorted({record.commit or "unknown" for record in records})
+        changed = [changed_since(commit, records[0].experiment, root) for commit in commits]
+        if any(commit.endswith("-dirty") for commit in commits):
+            lines.append(f"{source}: of code that was never committed ({', '.join(commit[:8] for commit in commits)})")
+        elif any(changed):
+            of = ", ".join(commit[:8] for commit in commits)
+            lines.append(f"{source}: {max(map(len, changed))} files that it ran through have changed since {of}")
+    return lines
 
 
 def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:

@@ -81,22 +81,22 @@ def commit(default: str | None = None) -> str | None:
     here = Path(__file__).resolve().parent
     # An installed copy may lie inside somebody else's repository: only a tracked file tells that this one is
     # ours.
-    tracked = _git(here, "ls-files", "--error-unmatch", Path(__file__).name)
-    head, top = _git(here, "rev-parse", "HEAD"), _git(here, "rev-parse", "--show-toplevel")
+    tracked = git(here, "ls-files", "--error-unmatch", Path(__file__).name)
+    head, top = git(here, "rev-parse", "HEAD"), git(here, "rev-parse", "--show-toplevel")
     if tracked is None or head is None or top is None:
         return default
-    status = _git(Path(top), "status", "--porcelain", "--untracked-files=all") or ""
+    status = git(Path(top), "status", "--porcelain", "--untracked-files=all") or ""
     changes = [line for line in status.splitlines() if not line.startswith("??") or line.endswith(".py")]
     return f"{head}-dirty" if changes else head
 
 
 def date_of_commit(commit: str) -> str | None:
     """When a commit of this checkout was made, ISO 8601 in UTC; None if it is not known here."""
-    seconds = _git(Path(__file__).parent, "show", "-s", "--format=%ct", commit) if commit else None
+    seconds = git(Path(__file__).parent, "show", "-s", "--format=%ct", commit) if commit else None
     return datetime.fromtimestamp(int(seconds), UTC).isoformat(timespec="seconds") if seconds else None
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def git(folder: Path, *arguments: str) -> str | None:
     """Output of one git command in ``folder``, None if git is missing or refuses."""
     try:
         done = subprocess.run(

@@ -1,0 +1,122 @@
+"""`distlab records`: the committed records, measured again by the commands that records/manifest.toml lists.
+
+    distlab records --machine h200x2 --list           what there is, of which commit, and about how long each takes
+    distlab records --machine h200x2                  measure what this commit has not measured yet
+    distlab records --machine h200x2 --minutes 9      begin nothing that would end later; the same command goes on
+
+A record is copied to records/EXPERIMENT/MACHINE-CASE.json when its run has ended well, never edited. A run that was cut
+off resumes under outputs/records where its experiment can.
+"""
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distlab.report.provenance import commit
+from distlab.report.record import read_json
+from launch.__main__ import ROOT, load
+
+MANIFEST = ROOT / "records" / "manifest.toml"
+RUNS = Path("outputs/records")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One record: the run that makes it, and about how long that took."""
+
+    machine: str
+    ranks: int
+    experiment: str
+    name: str
+    options: str
+    minutes: float
+
+    @property
+    def run(self) -> str:
+        """The run's name, which is its record's."""
+        return f"{self.machine}-{self.name}"
+
+    def file(self, folder: Path) -> Path:
+        """Where its record lies."""
+        return folder / self.experiment / f"{self.run}.json"
+
+    def commit(self, folder: Path) -> str | None:
+        """Which code its record is of; None without one."""
+        path = self.file(folder)
+        return read_json(path)[0].commit if path.exists() else None
+
+    def command(self, commit: str) -> list[str]:
+        """What measures it."""
+        ranks = ["--nproc", str(self.ranks)] if load(self.experiment).EXPERIMENT.ranks == "many" else []
+        words = ["run", self.experiment, *shlex.split(self.options), *ranks]
+        return [sys.executable, "-m", "launch", *words, "--name", self.run, "--out", str(RUNS), "--commit", commit]
+
+
+def cases(machine: str, manifest: Path = MANIFEST) -> list[Case]:
+    """The records of a machine, in the manifest's order.
+
+    Raises:
+        ValueError: the manifest has no such machine; the message lists those it has.
+    """
+    known = tomllib.loads(manifest.read_text(encoding="utf-8"))
+    if machine not in known:
+        raise ValueError(f"machine {machine!r} is unknown; {manifest.name} has {', '.join(known)}")
+    ranks = known[machine].pop("ranks")
+    return [
+        Case(machine, ranks, experiment, name, **case)
+        for experiment, found in known[machine].items()
+        for name, case in found.items()
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure a machine's records; 1 if a run failed."""
+    args = parser().parse_args(arguments)
+    now = commit(args.commit)
+    into = Path(args.into or MANIFEST.parent)
+    only = args.only or ("",)
+    wanted = [case for case in cases(args.machine) if any(word in f"{case.experiment}/{case.name}" for word in only)]
+    if args.list:
+        for case in wanted:
+            print(f"{case.experiment + '/' + case.run:<48} {case.minutes:5.1f} min  {case.commit(into) or 'none'}")
+        return 0
+    if now is None or now.endswith("-dirty"):
+        raise ValueError(f"records are of a commit, and this tree is {now or 'in none'}: commit first, or --commit SHA")
+    return measure([case for case in wanted if case.commit(into) != now], now, into, args.minutes)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    found = argparse.ArgumentParser("distlab records", description=(__doc__ or "").partition("\n")[0])
+    found.add_argument("--machine", required=True, help="of records/manifest.toml, such as h200x2")
+    found.add_argument("--only", nargs="+", default=(), metavar="WORD", help="of EXPERIMENT/CASE")
+    found.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing that would end later")
+    found.add_argument("--into", metavar="FOLDER", help="of records [records/]")
+    found.add_argument("--commit", help="of this tree, where there is no git")
+    found.add_argument("--list", action="store_true", help="say what there is, and measure nothing")
+    return found
+
+
+def measure(left: Sequence[Case], commit: str, into: Path, minutes: float) -> int:
+    """Run what is left, one after the other; 1 if one failed."""
+    begin, failed = time.monotonic(), 0
+    for case in left:
+        spent = (time.monotonic() - begin) / 60
+        if spent + case.minutes > minutes:
+            print(f"left: {case.experiment}/{case.run}, {case.minutes:g} minutes", file=sys.stderr)
+            continue
+        print(f"{spent:.1f} min: {case.experiment}/{case.run}, {case.minutes:g} minutes", file=sys.stderr)
+        if subprocess.run(case.command(commit), cwd=ROOT, check=False).returncode:
+            print(f"FAILED: {case.experiment}/{case.run}", file=sys.stderr)
+            failed = 1
+            continue
+        case.file(into).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / RUNS / case.experiment / case.run / "records.json", case.file(into))
+    return failed

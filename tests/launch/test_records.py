@@ -1,0 +1,82 @@
+"""`distlab records`: the manifest's commands exist, a record is its run's rows, and no work is done twice."""
+
+import json
+import shlex
+import subprocess
+
+import pytest
+
+from distlab.options import given
+from distlab.report.changed import changed_since, imported
+from launch import records
+from launch.__main__ import ROOT, load, main
+
+SMALL = """
+[here]
+ranks = 1
+[here.cluster_collectives]
+first = { minutes = 1, options = "--preset smoke" }
+long = { minutes = 30, options = "--preset smoke" }
+"""
+MACHINES = ("h200x2", "h200")
+
+
+@pytest.mark.parametrize(
+    "case", [case for name in MACHINES for case in records.cases(name)], ids=lambda c: f"{c.experiment}-{c.run}"
+)
+def test_a_command_of_the_manifest_is_one(case):
+    experiment = load(case.experiment).EXPERIMENT
+    args = experiment.parser().parse_args(shlex.split(case.options))
+    preset = experiment.preset(getattr(args, "preset", None) or "", on_gpu=True)
+    experiment.config(**preset | given(experiment.config, args))
+
+
+def test_a_record_is_measured_once_per_commit_and_within_the_minutes(tmp_path, monkeypatch, capsys):
+    manifest = tmp_path / "manifest.toml"
+    manifest.write_text(SMALL)
+    monkeypatch.setattr(records, "MANIFEST", manifest)
+    monkeypatch.setattr(records, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(records, "cases", lambda machine, known=records.cases: known(machine, manifest))
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))  # no repository: the commit is the one given
+    command = ["records", "--machine", "here", "--commit", "a" * 40, "--into", str(tmp_path), "--minutes", "5"]
+    assert main(command) == 0
+    said = capsys.readouterr().err
+    assert "left: cluster_collectives/here-long, 30 minutes" in said
+    record = tmp_path / "cluster_collectives" / "here-first.json"
+    assert json.loads(record.read_text())["headers"][0]["commit"] == "a" * 40
+    made = record.stat().st_mtime_ns
+    assert main(command) == 0 and record.stat().st_mtime_ns == made
+    assert "here-first" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, line", [
+        (["--machine", "h2"], "machine 'h2' is unknown; manifest.toml has h200x2, h200"),
+        (["--machine", "h200", "--commit", "b" * 40 + "-dirty"], "-dirty: commit first, or --commit SHA"),
+    ],
+)  # fmt: skip
+def test_records_of_no_commit_or_machine_are_refused(argv, line, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))
+    assert main(["records", *argv]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_code_behind_an_experiment_is_what_it_imports_at_any_depth():
+    files = imported("experiments.ddp_bench", ROOT)
+    assert {"experiments/ddp_bench.py", "distlab/parallel/bucketed.py", "kernels/rmsnorm.py"} <= files
+    assert not files & {"kernels/layernorm.py", "experiments/plan.py", "distlab/report/table.py"}
+
+
+def test_code_that_changed_since_a_commit_is_named(tmp_path):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "one.py").write_text("import mine\n")
+    for name in ("mine", "other"):
+        (tmp_path / f"{name}.py").write_text("a = 1\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert changed_since(commit, "one", tmp_path) == []
+    for name in ("mine", "other"):
+        (tmp_path / f"{name}.py").write_text("a = 2\n")
+    assert changed_since(commit, "one", tmp_path) == ["mine.py"]
