@@ -144,7 +144,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
     On a GPU under autocast the matmul that makes the weight's gradient returns it in the weight's own dtype, fp32:
     torch's form rounds it to autocast's dtype and casts it in a separate pass. It is written in place: see
-    `gradient_target`.
+    `gradient_target`. Compiled code takes torch's form: a traced backward allocates its own results.
     """
     kind = x.device.type
     if on_gpu(x) and torch.is_autocast_enabled(kind) and not torch.compiler.is_compiling():
