@@ -4,7 +4,8 @@ Math:  z = x wᵀ,  loss = cross_entropy(z, targets);  dx = dz w,  dw = dzᵀ x.
 
 Shapes: `N` rows, `D` width, `V` vocabulary: x (N, D), w (V, D), targets (N). FLOPs: 2·N·D·V per matmul, one matmul
 forward and two for the gradients. Bytes: compute-bound. Memory beyond inputs and gradients: one chunk of logits, and
-during the forward 4·V·D bytes where dw is summed in fp32 but wanted in 16 bits.
+during the forward 4·V·D bytes where dw is summed in fp32 but wanted in 16 bits. Where all logits take no more than
+that, they are one chunk: the sum would move 8·V·D bytes for every other.
 
 The rows are treated in chunks. A chunk's logits come from one matmul; `cross_entropy.loss_and_gradient` turns
 them into their own gradient in place; two more matmuls compute dx and dw from it. So the gradients are computed in the
@@ -60,6 +61,8 @@ def forward_op(x: Tensor, w: Tensor, targets: Tensor, ignore_index: int, smoothi
     """The loss, dx and dw (in dw_dtype) for an upstream gradient of 1; gradients that are not needed are empty."""
     check_classes(targets, w.shape[0], ignore_index)
     step = chunk_rows(x.shape[0], w.shape[0], x.element_size(), chunk_bytes)
+    if need_dw and dw_dtype != torch.float32 and x.shape[0] * x.element_size() <= 4 * x.shape[1]:
+        step = max(x.shape[0], 1)  # all logits are no larger than the sum in fp32 that chunks would need
     rounded = step >= x.shape[0] and dw_dtype == w.dtype  # a single matmul needs no sum of higher precision
     dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
     dw = torch.empty(w.shape if need_dw else 0, dtype=w.dtype if rounded else torch.float32, device=x.device)
@@ -146,7 +149,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
         x: (N, D), fp32, fp16 or bf16; weight: (V, D) of the same dtype; both differentiable. Cast under autocast.
         targets, ignore_index, label_smoothing: as for `cross_entropy`; reduction "mean" or "sum".
         chunk_bytes: largest chunk of logits. Where the logits do not fit into one, weight's gradient is summed in
-            fp32, which takes 4·V·D bytes during the forward if the weight has 16 bits. An fp32 weight under autocast
+            fp32, which takes 4·V·D bytes during the forward if the weight has 16 bits; where all logits take no more
+            than these, they are one chunk all the same. An fp32 weight under autocast
             gets an fp32 gradient, kept from forward to backward, and needs nothing beside it.
 
     Raises:

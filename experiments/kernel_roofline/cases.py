@@ -257,11 +257,6 @@ def _losses() -> list[Case]:
     def head_cost(shape: tuple[int, ...], dtype: torch.dtype, backward: bool = False) -> Cost:
         return Cost(0, 0) if backward else linear_cross_entropy.cost(shape, dtype)
 
-    def few_rows(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-        """Chunks as small as Liger's, of 256 rows; in the smoke test of one or two."""
-        chunk_bytes = 80 * 2**20 if len(t) > 256 else 400
-        return linear_cross_entropy.linear_cross_entropy(x, w, t, chunk_bytes=chunk_bytes)
-
     head = (8192, 4096, 151936), (8, 16, 100), "bfloat16", "head, targets", head_cost
     liger = _liger("fused_linear_cross_entropy")
     return [
@@ -270,7 +265,6 @@ def _losses() -> list[Case]:
               "builtin": lambda z, t: F.cross_entropy(z.float(), t), "liger": _liger("cross_entropy")}, ("both",)),
         Case("linear_cross_entropy", *head, {"ours": linear_cross_entropy.linear_cross_entropy, "liger": liger,
              "builtin": lambda x, w, t: F.cross_entropy((x @ w.T).float(), t)}, ("both",), True),
-        Case("linear_cross_entropy_256_rows", *head, {"ours": few_rows, "liger": liger}, ("both",), True),
     ]  # fmt: skip
 
 

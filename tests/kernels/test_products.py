@@ -344,6 +344,12 @@ def test_linear_cross_entropy_never_holds_all_logits(monkeypatch):
     monkeypatch.setattr(lce_module, "loss_and_gradient", spy)
     linear_cross_entropy(draw(10, 4), draw(7, 4, seed=1), targets_for(10, 7), chunk_bytes=3 * 7 * 4)
     assert sum(seen) == 10 and max(seen) <= 3
+    # 16 bits: in chunks only while the logits, 2·N·V bytes, take more than dw's sum in fp32, 4·V·D.
+    for rows, chunks in ((8, 1), (9, 3)):
+        seen.clear()
+        x, w = (draw(n, 4, dtype=torch.float16, seed=n).requires_grad_() for n in (rows, 7))
+        linear_cross_entropy(x, w, targets_for(rows, 7), chunk_bytes=3 * 7 * 2)
+        assert sum(seen) == rows and len(seen) == chunks
 
 
 def test_linear_cross_entropy_under_autocast():
