@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
@@ -54,7 +55,8 @@ def simulated(name: str, strategy: str, batch: int, ranks: int, dtype: str = "fp
     # A copied layer (`nn.TransformerEncoder` copies its own) must stay in the same fake world.
     same_world = mock.patch.object(FakeTensorMode, "__deepcopy__", lambda self, memo: self, create=True)
     try:
-        with same_world:
+        with same_world, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch 2.11's deepcopy does
             return simulate_step(
                 strategy, lambda: made(name)[0], make_step, world_size=ranks, compute_dtype=DTYPES[dtype]
             )
