@@ -32,7 +32,7 @@ from distlab.model import ModelConfig, kept_levels
 from distlab.model.config import RECOMPUTATION as KNOWN
 from distlab.report import stacked_bars
 from distlab.simulate.choices import RECOMPUTATION, STRATEGIES, Choice, choices, estimated, memory
-from distlab.simulate.estimate import USABLE, MachineOptions
+from distlab.simulate.estimate import USABLE, MachineOptions, host_time
 from distlab.simulate.timeline import Machine, replay
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.memory.peak import devices_to_fit
@@ -42,6 +42,7 @@ from experiments._own_model import num_parameters, simulated
 
 DRAWN = 14  # bars in the picture; the table has all choices
 PER_STRATEGY = 2  # of each strategy, group and recomputation, the fastest micro-batches
+HOST_SHARE = 0.75  # of a step that the host takes: beyond it a slower one decides
 STATE_BYTES = 12  # of a checkpoint per parameter: fp32 parameters and AdamW's two moments
 
 
@@ -180,6 +181,7 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, obj
         "memory bandwidth": max(0.0, time.compute - matmuls),
         "communication": time.exposed,
         "optimizer": time.optimizer,
+        "host": time.step - time.device,
     }
     tokens_per_s = config.batch * model.context_length / time.step
     share = mfu(step_flops(**sizes), time.step, gpu.peak["tf32" if config.dtype == "fp32" else config.dtype])
@@ -191,6 +193,7 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, obj
         "predicted_step_ms": 1e3 * time.step,
         "predicted_exposed_comm_ms": 1e3 * time.exposed,
         "predicted_comm_ms": 1e3 * time.communication,
+        "predicted_host_ms": 1e3 * time.host,
         **{f"{name.replace(' ', '_')}_ms": 1e3 * seconds for name, seconds in parts.items()},
         "predicted_tokens_per_s": tokens_per_s,
         "predicted_mfu_pct": 100 * share,
@@ -210,18 +213,22 @@ def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> dict[s
                for phase, updates in (("compute", False), ("optimizer", True))}  # fmt: skip
     flops = sum(op.flops for op in step.operators) * steps
     matmuls = min(flops / machine.device.flops_per_s, steps * seconds["compute"])
-    step_s = once.step_ms / 1e3 + (steps - 1) * seconds["compute"]
+    device_s = once.step_ms / 1e3 + (steps - 1) * seconds["compute"]
+    host_s = host_time(steps * len(step.operators), len(step.calls))
+    step_s = max(device_s, host_s)
     parts = {
         "compute": matmuls,
         "memory bandwidth": steps * seconds["compute"] - matmuls,
         "communication": max(0.0, once.exposed_ms / 1e3),
         "optimizer": seconds["optimizer"],
+        "host": step_s - device_s,
     }
     share = mfu(flops, step_s, gpu.peak["tf32" if config.dtype == "fp32" else config.dtype])
     return {
         "predicted_step_ms": 1e3 * step_s,
         "predicted_exposed_comm_ms": once.exposed_ms,
         "predicted_comm_ms": once.comm_ms,
+        "predicted_host_ms": 1e3 * host_s,
         **{f"{name.replace(' ', '_')}_ms": 1e3 * seconds for name, seconds in parts.items()},
         "predicted_examples_per_s": config.batch / step_s,
         "predicted_mfu_pct": 100 * share,
@@ -277,6 +284,8 @@ def answer(records: Sequence[Record]) -> str:
         f"MFU {m['predicted_mfu_pct']:.0f} %{total}; most of the step is {m['limited_by']}, "
         f"{_ms(m['predicted_exposed_comm_ms'])} ms are exposed communication."
     )
+    if m["predicted_host_ms"] > HOST_SHARE * m["predicted_step_ms"]:
+        text += f" The host needs about {_ms(m['predicted_host_ms'])} ms of it: one that is slower or busy decides."
     text += _reasons(best, records)
     others = [r for r in fitting if r.config["strategy"] != best.config["strategy"]]
     others += [r for r in fitting if r not in others and _way(r) != _way(best)]  # other groups
@@ -313,6 +322,7 @@ def _reasons(best: Record, records: Sequence[Record]) -> str:
 def draw(records: Sequence[Record], path: Path) -> None:
     """A bar per choice: where its step's time would go."""
     parts = {"compute": "compute", "memory bandwidth": "memory_bandwidth", "exposed communication": "communication"}
+    parts |= {"waiting for the host": "host"}
     shown = records[:DRAWN]
     bars = {
         name: [r.metrics[f"{part}_ms"] if r.metrics["fits"] else "does not fit" for r in shown]

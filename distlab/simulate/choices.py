@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from distlab.model import ModelConfig
-from distlab.simulate.estimate import estimate_step
+from distlab.simulate.estimate import estimate_step, host_time
 from distlab.simulate.run import hybrid, simulate_training
 from distlab.simulate.timeline import Machine, replay
 from distlab.theory.memory.peak import StepMemory
@@ -14,6 +15,7 @@ from distlab.train.requirements import PlannedStep
 
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp", "hsdp")
 RECOMPUTATION = ("none", "selective", "block")  # tried unless others are named
+WITH_BUCKETS, BUCKET_SIZES_MB = ("bucketed", "sharded-optimizer", "zero1"), (25.0, 400.0)
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Choice:
         micro_batch, micro_batches: sequences per rank at once, and how many times in a step.
         recompute: what blocks keep, see `distlab.model.kept_levels`.
         group: of `hsdp`, ranks that share a copy of the parameters.
+        bucket_size_mb: of strategies with buckets, MiB; torch's default unless said.
     """
 
     strategy: str
@@ -32,9 +35,11 @@ class Choice:
     micro_batches: int = 1
     recompute: str = "none"
     group: int | None = None
+    bucket_size_mb: float = BUCKET_SIZES_MB[0]
 
     def __str__(self) -> str:
         group = f" in {self.group}s" if self.group else ""
+        group += f" of {self.bucket_size_mb:g} MiB" if self.bucket_size_mb != BUCKET_SIZES_MB[0] else ""
         recomputed = {"none": "", "block": " recomputed"}.get(self.recompute, f" {self.recompute}")
         return f"{self.strategy}{group} × {self.micro_batch}{recomputed}"
 
@@ -46,16 +51,16 @@ def choices(
     strategies: Sequence[str] = STRATEGIES,
     recomputation: Sequence[str] = RECOMPUTATION,
 ) -> Iterator[Choice]:
-    """Every strategy with every micro-batch that divides a rank's sequences, and, for `hsdp`, groups of one node and of
-    2, 4, 8, … nodes that divide the ranks and are fewer.
+    """Every strategy with every micro-batch that divides a rank's sequences; with small and large buckets where it has
+    any; and, for `hsdp`, with groups of one node and of 2, 4, 8, … nodes that divide the ranks and are fewer.
     """
     groups = [devices_per_node * 2**k for k in range(ranks.bit_length())]
     groups = [group for group in groups if group < ranks and ranks % group == 0]
     for strategy in strategies:
-        for group in groups if strategy == "hsdp" else [None]:
-            for recompute in recomputation:
-                for micro in sorted(divisors(per_rank), reverse=True):
-                    yield Choice(strategy, micro, per_rank // micro, recompute, group)
+        sizes = BUCKET_SIZES_MB if strategy in WITH_BUCKETS else BUCKET_SIZES_MB[:1]
+        ways = product(groups if strategy == "hsdp" else [None], recomputation, sizes)
+        for (group, recompute, size), micro in product(ways, sorted(divisors(per_rank), reverse=True)):
+            yield Choice(strategy, micro, per_rank // micro, recompute, group, size)
 
 
 def memory(config: ModelConfig, choice: Choice, ranks: int, dtype: str = "bf16") -> StepMemory:
@@ -84,11 +89,14 @@ def estimated(config: ModelConfig, choice: Choice, machine: Machine, ranks: int,
         checkpointing=choice.recompute,
         micro_batches=choice.micro_batches,
         group=choice.group,
+        bucket_size_mb=choice.bucket_size_mb,
     )
 
 
 def simulated(config: ModelConfig, choice: Choice, machine: Machine, ranks: int, dtype: str = "bf16") -> float:
-    """Seconds of the step by events: the strategy's own code on fake ranks, replayed on the machine."""
+    """Seconds of the step by events: the strategy's own code on fake ranks, replayed on the machine; or what the host
+    takes to start all of it, if that is longer.
+    """
     step = simulate_training(
         config,
         "fsdp" if choice.strategy == "hsdp" else choice.strategy,
@@ -97,5 +105,7 @@ def simulated(config: ModelConfig, choice: Choice, machine: Machine, ranks: int,
         dtype=dtype,
         checkpointing=choice.recompute,
         micro_batches=choice.micro_batches,
+        bucket_size_mb=choice.bucket_size_mb,
     )
-    return replay(hybrid(step, ranks) if choice.strategy == "hsdp" else step, machine).step_ms / 1e3
+    step = hybrid(step, ranks) if choice.strategy == "hsdp" else step
+    return max(replay(step, machine).step_ms / 1e3, host_time(len(step.operators), len(step.calls)))

@@ -36,6 +36,10 @@ USABLE = 0.94  # of the datasheet's memory: the driver's context, NCCL's buffers
 # `distlab.simulate.calibrate`). MEMORY of operators, UPDATE of the optimizer. Other machines are assumed alike.
 FLOPS_SHARE, MEMORY_SHARE, UPDATE_SHARE, LINK_SHARE = 0.68, 0.56, 0.78, 0.79
 LATENCY_S, CONTENTION = 58e-6, (0.64, 0.73)
+# Of the host: until it has started an operator with all Python around it, and a collective with its hook. The most that
+# a quiet host can have taken (records/ddp_bench/h200x2_medium_batch8.json: `local`, then `overlap`); a busy one took 37
+# and more (h200x2-host.json, where next to nothing is computed).
+HOST_OPERATOR_S, HOST_CALL_S = 30e-6, 39e-6
 
 
 # Of the bf16 peak that fused attention reaches, by backend and head width, forward and backward together, causal, one
@@ -58,8 +62,8 @@ def compute_time(
     shards: int | None = None,
     kernels: str | None = None,
     fused_loss: bool | None = None,
-) -> ComputeTime:
-    """Forward, backward and optimizer of one micro-batch without communication.
+) -> tuple[ComputeTime, int]:
+    """Forward, backward and optimizer of one micro-batch without communication, and how many operators that is.
 
     Attention is torch's, whichever the model names.
 
@@ -75,17 +79,18 @@ def compute_time(
     work = Workload(
         shape, batch, config.context_length, precision, kernels, fused_loss=fused_loss, shards=shards
     )
-    spent = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    spent, count = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}, 0
     blocks = Counter(kept_levels(checkpointing, shape.num_layers))
     some = [(replace(work, keep=keep).block(), count) for keep, count in blocks.items()]
     for operators, times in ((work.outside(), 1), *some):
         for operator in operators:
             spent[operator.phase] += times * device.seconds(operator)
+            count += times
     copied = shape.num_parameters
     if DTYPES[dtype] is not None:  # linear layers write theirs into the buffers (`model.ops.linear`)
         head = 0 if shape.tie_embeddings else shape.embedding_parameters
         copied -= shape.num_layers * sum(shape.matrices_per_block) + head
-    return ComputeTime(**spent, pack=2 * FP32 * copied / device.bytes_per_s)  # read and written
+    return ComputeTime(**spent, pack=2 * FP32 * copied / device.bytes_per_s), count  # read and written
 
 
 def estimate_step(
@@ -118,7 +123,7 @@ def estimate_step(
     """
     strategy = LIKE.get(strategy, strategy)
     inner = sharding_group(strategy, ranks, machine.network.devices_per_node, group)
-    once = compute_time(
+    once, operators = compute_time(
         config,
         batch,
         machine.device,
@@ -129,7 +134,7 @@ def estimate_step(
         fused_loss=fused_loss,
     )
     compute = replace(once, forward=once.forward * micro_batches, backward=once.backward * micro_batches)
-    return step_time(
+    time = step_time(
         strategy,
         compute,
         messages(config, dtype, bucket_size_mb, inner, reduced_bytes),
@@ -139,6 +144,12 @@ def estimate_step(
         micro_batches=micro_batches,
         group=group,
     )
+    return replace(time, host=host_time(micro_batches * operators, time.calls))
+
+
+def host_time(operators: int, calls: int) -> float:
+    """Seconds that a host takes to start so many operators and collectives."""
+    return HOST_OPERATOR_S * operators + HOST_CALL_S * calls
 
 
 def messages(

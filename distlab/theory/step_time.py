@@ -134,18 +134,30 @@ class StepTime:
     """Seconds of a step and what they consist of.
 
     Args:
-        step: all of it.
         compute: forward and backward alone.
         optimizer: the optimizer's part, sharded where the strategy shards it.
         exposed: what communication adds.
         communication: all communication, covered or not, undisturbed.
+        calls: number of collectives.
+        host: what the host takes to start all operators and collectives.
     """
 
-    step: float
     compute: float
     optimizer: float
     exposed: float
     communication: float
+    calls: int
+    host: float = 0.0
+
+    @property
+    def device(self) -> float:
+        """What the device takes."""
+        return self.compute + self.exposed + self.optimizer
+
+    @property
+    def step(self) -> float:
+        """All of it: the longer of device and host decides."""
+        return max(self.device, self.host)
 
 
 def step_time(
@@ -183,19 +195,21 @@ def step_time(
     if strategy in ("local", "naive", "flat"):
         count = {"local": 0, "naive": messages.parameters, "flat": 1}[strategy]
         comm = exposed = network.seconds(size, n, count) if count else 0.0
+        calls = count
     elif strategy in ("overlap", "bucketed", "sharded-optimizer"):
         count = messages.parameters if strategy == "overlap" else messages.buckets
         comm, tail = network.seconds(size, n, count), network.seconds(size / count, n)
-        exposed = beside(last, comm, tail)
+        exposed, calls = beside(last, comm, tail), count
         if strategy == "sharded-optimizer":
             # Broadcasts of different owners load the ring's links evenly, as an all-gather does.
             sending = network.seconds(size, n, messages.buckets, "all_gather")
             optimizer, exposed, comm = optimizer / n, exposed + sending, comm + sending
+            calls = 2 * count
     elif strategy == "zero1":
         half = network.seconds(size, n, messages.buckets, "reduce_scatter")
         tail = half / messages.buckets
         exposed = beside(compute.forward / m, half, tail) + beside(last, half, tail)
-        optimizer, comm = compute.optimizer / n, 2 * half
+        optimizer, comm, calls = compute.optimizer / n, 2 * half, 2 * messages.buckets
     elif strategy in ("fsdp", "hsdp"):
         # HSDP shards inside a group, and all-reduces the shards' gradients between the groups.
         inner = sharding_group(strategy, n, network.devices_per_node, group)
@@ -207,9 +221,10 @@ def step_time(
         plain = beside(last, gather)  # of a micro-batch whose gradients stay
         exposed = m * forward + (m - 1) * plain + beside(last, gather + scatter, scatter / messages.units)
         optimizer, comm = compute.optimizer / inner, (2 * m) * gather + scatter
+        calls = messages.units * (2 * m + 1 + (inner < n))
     else:
         raise ValueError(f"strategy {strategy!r} has no closed form of its time; choose one of {', '.join(TIMED)}")
-    return StepTime(base + exposed + optimizer, base, optimizer, exposed, comm)
+    return StepTime(base, optimizer, exposed, comm, calls)
 
 
 def sharding_group(strategy: str, ranks: int, devices_per_node: int, group: int | None = None) -> int:

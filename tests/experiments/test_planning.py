@@ -42,7 +42,8 @@ def test_plan(tmp_path, capsys):
     assert "Fastest: " in text
     assert "Next best: " in text
     best = records[0].metrics
-    parts = ("compute_ms", "memory_bandwidth_ms", "communication_ms", "optimizer_ms")
+    parts = ("compute_ms", "memory_bandwidth_ms", "communication_ms", "optimizer_ms", "host_ms")
+    assert "The host needs about" in text
     assert sum(best[part] for part in parts) == pytest.approx(best["predicted_step_ms"])
     days = 1e11 / best["predicted_tokens_per_s"] / 86_400
     assert best["predicted_days"] == pytest.approx(100 * days / best["predicted_goodput_pct"])

@@ -18,7 +18,7 @@ ranks = 1
 first = { minutes = 1, options = "--preset smoke" }
 long = { minutes = 30, options = "--preset smoke" }
 """
-MACHINES = ("h200x2", "h200")
+MACHINES = ("h200x2", "h200", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ MACHINES = ("h200x2", "h200")
 def test_a_command_of_the_manifest_is_one(case):
     experiment = load(case.experiment).EXPERIMENT
     args = experiment.parser().parse_args(shlex.split(case.options))
-    preset = experiment.preset(getattr(args, "preset", None) or "", on_gpu=True)
+    preset = experiment.preset(getattr(args, "preset", None) or "", on_gpu=case.machine != "cpu")
     experiment.config(**preset | given(experiment.config, args))
 
 
@@ -51,7 +51,7 @@ def test_a_record_is_measured_once_per_commit_and_within_the_minutes(tmp_path, m
 
 @pytest.mark.parametrize(
     "argv, line", [
-        (["--machine", "h2"], "machine 'h2' is unknown; manifest.toml has h200x2, h200"),
+        (["--machine", "h2"], "machine 'h2' is unknown; manifest.toml has h200x2, h200, cpu"),
         (["--machine", "h200", "--commit", "b" * 40 + "-dirty"], "-dirty: commit first, or --commit SHA"),
     ],
 )  # fmt: skip
