@@ -29,7 +29,7 @@ from distlab.theory.memory.recompute import KEEPS
 from distlab.theory.model_shape import ModelShape
 
 FP32 = 4
-ATTENTION = ("naive", "flash", "sdpa")
+ATTENTION = ("naive", "flash", "sdpa", "auto")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def block_activations(
 
     Args:
         batch, context: B sequences of T tokens on this rank.
-        attention: `flash` or `sdpa` (nothing of size T² is kept), or `naive`.
+        attention: `flash`, `sdpa` or `auto`, either of these (nothing of size T² is kept), or `naive`.
         fused: kept are only what matmuls and attention wrote; norms, rotation and SwiGLU run again inside the kernels
             of backward: 2·r·n·d + c·n·(2·d + 2·k) + 2·c·n·f and statistics.
 
