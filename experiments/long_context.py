@@ -357,11 +357,9 @@ def findings(records: Sequence[Record]) -> list[str]:
     for record in records:
         metrics = record.metrics
         if metrics.get("status") == "OOM":
-            peak, free = metrics["predicted_peak_bytes"] / 2**30, metrics["free_bytes"] / 2**30
-            found.append(
-                f"{record.variant} does not fit: the plan is {peak:.1f} GiB of {free:.1f} free, keeping "
-                f"{metrics['keeps']}"
-            )
+            peak, free = (n and n / 2**30 for n in (metrics["predicted_peak_bytes"], metrics["free_bytes"]))
+            of = "" if free is None else f" of {free:.1f} free"
+            found.append(f"{record.variant} does not fit: the plan is {peak:.1f} GiB{of}, keeping {metrics['keeps']}")
         if metrics.get("loss"):
             found.append(
                 f"{len(metrics['loss'])} steps of the trainer: loss {metrics['first_loss']:.3f} to "

@@ -86,7 +86,7 @@ def test_further_rounds_time_the_fastest_peers_alone():
 
 
 def test_what_cannot_fit_by_its_plan_is_not_tried():
-    step = LongContextConfig(scale="1/32").variant("fsdp2 qkv").options.planned("fsdp2")
+    step = LongContextConfig(scale="1/32", attention="auto").variant("fsdp").options.planned("fsdp")
     needs = step.memory(2).peak.total
     assert "status" not in predicted(Plan(step, step.memory(2), needs, None))
     assert predicted(Plan(step, step.memory(2), needs - 1, None))["status"] == "OOM"
