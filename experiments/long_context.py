@@ -48,6 +48,7 @@ from distlab.measure import (
     peak_memory,
     percentiles,
 )
+from distlab.measure.trace.units import annotate_units, unit_times
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
 from distlab.report import NOISE, TIE, Panel, interval_ties, lines, memory_areas, overlaid, stacked_bars
@@ -301,9 +302,12 @@ def time_round(config: LongContextConfig, bench: Workbench, record: Record, run:
 def profile(subject: Subject, steps: int, record: Record, run: Run) -> None:
     """What a step consists of, from this rank's trace."""
     path = run.path / f"trace_{record.variant.replace(' ', '_')}_rank{subject.context.rank}.json.gz"
+    annotate_units(subject.model)
     subject.profile(path, steps)
-    seen = account(load_trace(path))
+    events = load_trace(path)
+    seen = account(events)
     record.metrics.update(
+        units=unit_times(events),
         profiled_step_ms=seen.step_ms, compute_ms=seen.compute_ms, comm_ms=seen.comm_ms,
         uncovered_comm_ms=seen.uncovered_comm_ms, overlap_pct=seen.overlap_pct, copy_ms=seen.copy_ms,
         idle_ms=seen.idle_ms,
@@ -360,6 +364,14 @@ def findings(records: Sequence[Record]) -> list[str]:
             peak, free = (n and n / 2**30 for n in (metrics["predicted_peak_bytes"], metrics["free_bytes"]))
             of = "" if free is None else f" of {free:.1f} free"
             found.append(f"{record.variant} does not fit: the plan is {peak:.1f} GiB{of}, keeping {metrics['keeps']}")
+        blocks = [times for unit, times in metrics.get("units", {}).items() if unit.startswith("blocks.")]
+        if blocks:
+            mean = {name: sum(times[name] for times in blocks) / len(blocks) for name in blocks[0]}
+            found.append(
+                f"A block of {record.variant}, profiled, mean of {len(blocks)}: forward {mean['forward_ms']:,.1f} ms, "
+                f"backward {mean['backward_ms']:,.1f}, exposed communication {mean['exposed_ms']:,.2f}, copies "
+                f"{mean['copy_ms']:,.2f}, idle {mean['idle_ms']:,.2f}."
+            )
         if metrics.get("loss"):
             found.append(
                 f"{len(metrics['loss'])} steps of the trainer: loss {metrics['first_loss']:.3f} to "
@@ -386,6 +398,18 @@ def draw_step(records: Sequence[Record], path: Path) -> None:
     phases = ("forward", "backward", "optimizer")
     parts_ = {p: [r.metrics.get(f"{p}_p50_ms", r.metrics.get("status")) for r in records] for p in phases}
     stacked_bars(path, [r.variant for r in records], parts_, title=f"A step: {headline(records)}", unit="ms")
+
+
+def draw_units(records: Sequence[Record], path: Path, *, of: str) -> None:
+    """A bar per unit of the first row of a strategy that has a trace: what its forward and backward consist of."""
+    record = next((r for r in records if ROWS[r.variant][0] == of and r.metrics.get("units")), None)
+    if record is not None:
+        units = record.metrics["units"]
+        names = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "optimizer",
+                 "exposed_ms": "exposed communication", "copy_ms": "copies", "idle_ms": "idle"}  # fmt: skip
+        parts_ = {text: [times.get(name, 0.0) for times in units.values()] for name, text in names.items()}
+        title = f"A profiled step of {record.variant}, unit by unit: {headline(records)}"
+        stacked_bars(path, list(units), parts_, title=title, unit="ms")
 
 
 def draw_loss(records: Sequence[Record], path: Path) -> None:
@@ -430,7 +454,10 @@ VIEW = View(
         *("variant", "step_p50_ms", "forward_p50_ms", "backward_p50_ms", "optimizer_p50_ms", "uncovered_comm_ms"),
         *("idle_ms", "vs_peer", "peak_alloc_bytes", "predicted_peak_bytes"),
     ),
-    pictures={"step.png": draw_step, "loss.png": draw_loss},
+    pictures={
+        "step.png": draw_step, "units.png": partial(draw_units, of="fsdp"),
+        "units_torch.png": partial(draw_units, of="fsdp2"), "loss.png": draw_loss,
+    },
     findings=findings,
     reading="Forward holds the loss and, since it is computed in chunks, both matmuls of its gradients; backward what "
     "is recomputed and the waits for gradients. Communication alone and idle time are of a profiled step of rank 0. "
