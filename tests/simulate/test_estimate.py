@@ -49,7 +49,7 @@ def test_a_plan_says_memory_and_time_before_anything_is_allocated(one_rank, monk
     monkeypatch.setattr(requirements, "free_bytes", lambda device: 138 * GIB)
     (plan,) = plan_steps([step], one_rank)  # the whole states on one rank
     assert plan.step.checkpointing == "block" and plan.time is None
-    assert "GiB of 138.0 free on each rank" in str(plan) and "whose speed is not known" in str(plan)
+    assert "GiB of 138.0 free on each rank" in str(plan) and "whose time is not known" in str(plan)
     on_gpu = replace(one_rank, device=torch.device("cuda", 0), world_size=2)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr("distlab.simulate.plan.memory_of_a_rank", lambda device, context: 138 * GIB)
