@@ -97,7 +97,7 @@ def test_one_definition_says_which_model_every_command_means(config):
 
 
 def test_how_a_model_computes_decides_what_is_predicted():
-    """Compiled it is faster and keeps less; with fused kernels the loss comes by chunks, too; naive attention is large."""
+    """Compiled it is faster and keeps less; fused kernels also take the loss by chunks; naive attention is large."""
     fields = {"model": "small", "batch": 64, "device": "h100:8", "strategies": ("fsdp",), "recomputation": ("none",)}
     ways = ({}, {"compile": "blocks"}, {"ops": "triton"})
     made = [plan.EXPERIMENT.config(**fields | way) for way in ways]
