@@ -61,7 +61,7 @@ def measure(config: GoodputConfig, context: RankContext, run: Run) -> None:
     hosts, shape = config.hosts(), config.shape()
     time = estimate_step(
         shape, config.strategy, config.machine(), batch=config.batch, ranks=hosts.gpus, dtype=config.dtype,
-        checkpointing=config.recompute,
+        checkpointing=config.recompute, kernels=config.kernels(),
     )  # fmt: skip
     jitter = config.jitter()
     run.progress("drawing steps")

@@ -6,12 +6,16 @@
 
 First this lab's trainer trains the model for some steps, with warm-up, on tokens that can be learnt. Then steps of the
 lab's FSDP and of torch's FSDP2 (SDPA, compiled blocks, three ways to recompute them) are timed in interleaved rounds,
-built anew in each, so that both fit; all compute the loss in chunks, in the head. A profiled step of each says how much
-communication nothing covers. Memory and time of each were predicted before anything was allocated.
+built anew in each, so that both fit; all compute the loss in chunks, in the head. Peers that the first round shows to
+be slow are left out of the others. The last round ends with a profiled step, which says how much communication nothing
+covers. Memory and time of each were predicted before anything was allocated.
 """
 
 import gc
+import getpass
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +26,7 @@ from typing import Any
 
 import torch
 
-from distlab.bench.timing import PHASES, BenchOptions, Variant, Workbench, peak_of
+from distlab.bench.timing import PHASES, BenchOptions, Subject, Variant, Workbench, peak_of
 from distlab.comm import collectives
 from distlab.experiment import (
     Column,
@@ -44,6 +48,7 @@ from distlab.measure import (
     peak_memory,
     percentiles,
 )
+from distlab.measure.trace.units import annotate_units, unit_times
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
 from distlab.report import NOISE, TIE, Panel, interval_ties, lines, memory_areas, overlaid, stacked_bars
@@ -57,12 +62,13 @@ from distlab.train.requirements import require
 
 TOKENS = 1024  # of the vocabulary that occur in the data: enough steps are few
 SAME_LOSS = 0.02  # relative; two honest bf16 computations of one step
+CLOSE = 1.02  # over the fastest peer's step: a peer that may still be the fastest in further rounds
 OURS = "fsdp"
 PEER = {"ops": "torch", "attention": "sdpa", "compile": "blocks"}
 ROWS: dict[str, tuple[str, dict[str, str]]] = {  # row → (strategy, options that are not the command's)
     OURS: ("fsdp", {}),
     "fsdp blocks": ("fsdp", {"checkpointing": "block"}),
-    "fsdp sdpa": ("fsdp", {"attention": "sdpa"}),
+    "fsdp flash": ("fsdp", {"attention": "flash"}),
     **{
         f"fsdp2 {keep}": ("fsdp2", PEER | {"checkpointing": keep})
         for keep in ("block", "attention", "qkv", "auto")
@@ -80,12 +86,12 @@ class LongContextConfig(BenchOptions, TimingOptions):
     ops: str = option("triton", "of the lab's rows", choices=OPS_CHOICES)
     checkpointing: str = option("auto", "of the lab's rows: auto, or as for distlab train")
     rows: tuple[str, ...] = option(
-        (OURS, "fsdp2 block", "fsdp2 attention", "fsdp2 qkv"), "what to time", choices=tuple(ROWS)
+        (OURS, "fsdp2 qkv", "fsdp2 attention", "fsdp2 block"), "what to time", choices=tuple(ROWS)
     )
     train_steps: int = option(20, "of the trainer, 0 for none", least=0)
     lr: float = option(3e-4, "largest learning rate, after warm-up over half of the steps", above=0)
     profile_steps: int = option(1, "per trace, 0 for no traces", least=0)
-    minutes: float = option(9.0, "nothing is begun later than that; the same --name goes on", above=0)
+    minutes: float = option(7.5, "nothing is begun later than that; the same --name goes on", above=0)
 
     def __post_init__(self) -> None:
         try:
@@ -114,10 +120,10 @@ class LongContextConfig(BenchOptions, TimingOptions):
             context_length=max(1, int(scale * whole.context_length)),
         )  # fmt: skip
 
-    def variant(self, row: str) -> Variant:
-        """What a row times."""
-        strategy, options = ROWS[row]
-        return Variant(row, get_strategy(strategy), options=replace(self, **options))
+    def variant(self, row: str, **options: str) -> Variant:
+        """What a row times; `options` replace its own."""
+        strategy, own = ROWS[row]
+        return Variant(row, get_strategy(strategy), options=replace(self, **own | options))
 
 
 def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
@@ -126,50 +132,93 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
     Raises:
         MemoryError: nothing fits: by how much, and which option helps.
     """
-    begin = time.monotonic()
-    variants = [config.variant(row) for row in config.rows]
-    plans = [v.options.planned(v.strategy.name) for v in variants]
-    require(plans, context.device, context, some=context.device.type == "cuda")
-    if len(run.records) < len(variants):
-        for variant, plan in zip(variants, plan_steps(plans, context), strict=True):
-            run.add(variant.name, predicted(plan), **config.facts(context))
-            run.progress(f"plan of {variant.name}: {plan}")
-    for name, work in parts(config, context, run, variants):
+    begin, cold = time.monotonic(), not compile_caches()
+    plans = [(row, config.variant(row).options.planned(ROWS[row][0])) for row in config.rows]
+    require([step for _, step in plans], context.device, context, some=context.device.type == "cuda")
+    if len(run.records) < len(plans):
+        for (row, _), plan in zip(plans, plan_steps([step for _, step in plans], context), strict=True):
+            run.add(row, predicted(plan), **config.facts(context))
+            run.progress(f"plan of {row}: {plan}")
+    spent = run.records[0].metrics.setdefault("spent_s", [])  # per call: from the process's start
+    run.records[0].metrics.setdefault("cold", cold)
+    spent.append(process_seconds())
+    for what, record, work in parts(config, context, run):
         late = time.monotonic() - begin > 60 * config.minutes
         if not collectives.all_ranks_agree(not late, context.device, context.group):
-            run.progress(f"{config.minutes:g} minutes are over before {name}: the same command with --name goes on")
+            run.progress(f"{config.minutes:g} minutes are over before {what}: the same command with --name goes on")
             break
-        run.progress(name)
-        work()
+        run.progress(what)
+        if ROWS[record.variant][0] == "fsdp2":  # a peer that fails, on all ranks alike, costs its row and no other
+            attempted(work, record)
+        else:
+            work()
         gc.collect()
-        if any(variant.options.compile != "off" for variant in variants):
+        if config.variant(record.variant).options.compile != "off":
             torch.compiler.reset()  # what was compiled holds on to its model
         if context.device.type == "cuda":
             torch.cuda.empty_cache()
         compare(run.records)
+        spent[-1] = process_seconds()
         run.save()
 
 
+def process_seconds() -> float:
+    """Since this process was started, as Linux counts; elsewhere of its CPU time, which is less."""
+    try:
+        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.process_time()
+
+
+def compile_caches() -> list[Path]:
+    """What earlier processes compiled, Triton's kernels and Inductor's graphs."""
+    inductors = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    folders = [
+        Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")),
+        Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", inductors)),
+    ]
+    return [entry for folder in folders if folder.is_dir() for entry in folder.iterdir()]
+
+
+def attempted(work: Callable[[], None], record: Record) -> None:
+    """Do it; what fails is noted in the row, and the run goes on."""
+    try:
+        work()
+    except Exception as error:
+        record.metrics["failure"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if "status" not in record.metrics:
+            record.metrics.update(status="failed", step_p50_ms="failed")
+
+
 def parts(
-    config: LongContextConfig, context: RankContext, run: Run, variants: Sequence[Variant]
-) -> Iterator[tuple[str, Callable[[], None]]]:
-    """What is still to be done, in order: training, rounds of steps, traces."""
+    config: LongContextConfig, context: RankContext, run: Run
+) -> Iterator[tuple[str, Record, Callable[[], None]]]:
+    """What is still to be done, in order, and whose row it belongs to: training, rounds of steps."""
     ours = run.done(OURS)
     if config.train_steps and ours is not None and "loss" not in ours.metrics:
-        yield f"training for {config.train_steps} steps", partial(train, config, context, ours)
+        yield f"training for {config.train_steps} steps", ours, partial(train, config, context, ours)
     bench = Workbench(context, config)
-    if config.profile_steps and ours is not None and "memory_peak_phase" not in ours.metrics:
-        yield f"memory over one step of {OURS}", partial(memory, config, bench, ours, run)
     for number in range(config.rounds):
-        for variant in (*variants[number % len(variants) :], *variants[: number % len(variants)]):
-            record = run.done(variant.name)
-            if record.metrics.get("rounds", 0) <= number and record.metrics.get("status") != "OOM":
-                what = f"round {number + 1}/{config.rounds}: {variant.name}"
-                yield what, partial(time_round, config, bench, variant, record)
-    for variant in variants if config.profile_steps else ():
-        record = run.done(variant.name)
-        if "idle_ms" not in record.metrics and record.metrics.get("status") != "OOM":
-            yield f"profiling {variant.name}", partial(profile, config, bench, variant, record, run)
+        for row in config.rows:
+            record = run.done(row)
+            if record.metrics.get("rounds", 0) <= number and worth_timing(record, run.records):
+                what = f"round {number + 1}/{config.rounds}: {row}"
+                yield what, record, partial(time_round, config, bench, record, run, number)
+
+
+def worth_timing(record: Record, records: Sequence[Record]) -> bool:
+    """Whether a row can run, and if it is a peer that was timed, whether it is among the fastest."""
+    status, mine = record.metrics.get("status"), record.metrics.get("step_p50_ms")
+    if status not in (None, "ok"):
+        return False
+    peers = [r.metrics["step_p50_ms"] for r in timed(records) if ROWS[r.variant][0] == "fsdp2"]
+    return mine is None or ROWS[record.variant][0] == "fsdp" or mine <= CLOSE * min(peers)
+
+
+def timed(records: Sequence[Record]) -> list[Record]:
+    """The rows that have been."""
+    return [record for record in records if record.metrics.get("status") == "ok"]
 
 
 def predicted(plan: Plan) -> dict[str, Any]:
@@ -177,8 +226,10 @@ def predicted(plan: Plan) -> dict[str, Any]:
     memory, step = plan.memory, plan.time
     found = {
         "keeps": plan.step.checkpointing, "predicted_peak_bytes": memory.peak.total,
-        "predicted_peak_phase": memory.peak_phase,
+        "predicted_peak_phase": memory.peak_phase, "free_bytes": plan.free_bytes,
     }  # fmt: skip
+    if plan.free_bytes is not None and memory.peak.total > plan.free_bytes:
+        found |= {"status": "OOM", "step_p50_ms": "OOM"}  # it is not tried
     if step is not None:
         found |= {"predicted_step_ms": 1e3 * step.step, "predicted_exposed_comm_ms": 1e3 * step.exposed}
     return found
@@ -211,14 +262,23 @@ def train(config: LongContextConfig, context: RankContext, record: Record) -> No
     )  # fmt: skip
 
 
-def time_round(config: LongContextConfig, bench: Workbench, variant: Variant, record: Record) -> None:
-    """Some more steps of a row."""
+def time_round(config: LongContextConfig, bench: Workbench, record: Record, run: Run, number: int) -> None:
+    """Some more steps of a row; in the first round also a picture of our memory, in the last one a trace."""
+    metrics, row = record.metrics, record.variant
     losses: list[float] = []
+
+    def inspect(_: Variant, subject: Subject) -> None:
+        losses.append(float(subject.last_loss))
+        metrics["status"] = "ok"  # whatever instruments do
+        if row == OURS and config.profile_steps and number == 0:
+            attempted(partial(memory, subject, record, run), record)
+        if config.profile_steps and number == config.rounds - 1:
+            attempted(partial(profile, subject, config.profile_steps, record, run), record)
+
+    variant = config.variant(row, checkpointing=metrics["keeps"])
     timing = bench.time_rounds(
-        [variant], rounds=1, warmup=config.warmup, steps=config.steps,
-        inspect=lambda _, subject: losses.append(float(subject.last_loss)),
-    )[variant.name]  # fmt: skip
-    metrics = record.metrics
+        [variant], rounds=1, warmup=config.warmup, steps=config.steps, inspect=inspect
+    )[row]  # fmt: skip
     if timing.out_of_memory:
         metrics |= {"status": "OOM", "step_p50_ms": "OOM"}
         return
@@ -226,7 +286,7 @@ def time_round(config: LongContextConfig, bench: Workbench, variant: Variant, re
         samples = [*metrics.get(f"{phase}_samples_ms", []), *timing.phases[phase]]
         metrics[f"{phase}_samples_ms"] = samples
         metrics |= {f"{phase}_{p}_ms": ms for p, ms in percentiles(samples).items()}
-    metrics |= {"status": "ok", "rounds": metrics.get("rounds", 0) + 1, "loss_after_steps": losses[0]}
+    metrics |= {"rounds": number + 1, "loss_after_steps": losses[0]}
     metrics["noise_floor_pct"] = own_noise_floor(metrics["step_samples_ms"])
     metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes
     peak = peak_of(bench.context.device, config.dtype)
@@ -239,22 +299,24 @@ def time_round(config: LongContextConfig, bench: Workbench, variant: Variant, re
             metrics[f"{name}_error_pct"] = 100 * (said_ / metrics[found] - 1)
 
 
-def profile(config: LongContextConfig, bench: Workbench, variant: Variant, record: Record, run: Run) -> None:
+def profile(subject: Subject, steps: int, record: Record, run: Run) -> None:
     """What a step consists of, from this rank's trace."""
-    path = run.path / f"trace_{variant.name.replace(' ', '_')}_rank{bench.context.rank}.json.gz"
-    bench.profile(variant, path, config.profile_steps)
-    seen = account(load_trace(path))
+    path = run.path / f"trace_{record.variant.replace(' ', '_')}_rank{subject.context.rank}.json.gz"
+    annotate_units(subject.model)
+    subject.profile(path, steps)
+    events = load_trace(path)
+    seen = account(events)
     record.metrics.update(
+        units=unit_times(events),
         profiled_step_ms=seen.step_ms, compute_ms=seen.compute_ms, comm_ms=seen.comm_ms,
         uncovered_comm_ms=seen.uncovered_comm_ms, overlap_pct=seen.overlap_pct, copy_ms=seen.copy_ms,
         idle_ms=seen.idle_ms,
     )  # fmt: skip
 
 
-def memory(config: LongContextConfig, bench: Workbench, record: Record, run: Run) -> None:
+def memory(subject: Subject, record: Record, run: Run) -> None:
     """A picture of this lab's memory over one step, and in which phase it was highest."""
-    with bench.attached(config.variant(OURS)) as subject:
-        timeline = subject.memory_timeline()
+    timeline = subject.memory_timeline()
     record.metrics["memory_peak_phase"] = None
     if timeline is not None:
         at, _ = timeline.peak()
@@ -265,14 +327,14 @@ def memory(config: LongContextConfig, bench: Workbench, record: Record, run: Run
 
 def compare(records: Sequence[Record]) -> None:
     """Each row beside the fastest of torch's, and its loss beside ours."""
-    timed = {r.variant: r.metrics for r in records if r.metrics.get("status") == "ok"}
-    peers = [name for name in timed if name.startswith("fsdp2")]
-    best = min(peers, key=lambda name: timed[name]["step_p50_ms"], default=None)
-    for metrics in timed.values():
-        if OURS in timed:
-            ours = timed[OURS]["loss_after_steps"]
+    rows = {record.variant: record.metrics for record in timed(records)}
+    peers = [name for name in rows if ROWS[name][0] == "fsdp2"]
+    best = min(peers, key=lambda name: rows[name]["step_p50_ms"], default=None)
+    for metrics in rows.values():
+        if OURS in rows:
+            ours = rows[OURS]["loss_after_steps"]
             metrics["loss_rel_diff"] = abs(metrics["loss_after_steps"] - ours) / ours
-        mine, theirs = metrics["step_samples_ms"], timed[best]["step_samples_ms"] if best else []
+        mine, theirs = metrics["step_samples_ms"], rows[best]["step_samples_ms"] if best else []
         pairs = min(len(mine), len(theirs))
         if pairs >= MIN_PAIRS:
             ratio = paired_ratio(mine[:pairs], theirs[:pairs])
@@ -286,6 +348,8 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
         first, final, apart = (record.metrics.get(n) for n in ("first_loss", "final_loss", "loss_rel_diff"))
         if first is not None and not final < first:
             problems.append(f"{record.variant}: the loss was {first:.3f} at first and is {final:.3f} at the end")
+        if "failure" in record.metrics:
+            problems.append(f"{record.variant}: {record.metrics['failure']}")
         if apart is not None and not apart <= SAME_LOSS:
             problems.append(f"{record.variant}: its loss differs by {100 * apart:.1f} % from that of {OURS}")
     return problems
@@ -297,12 +361,27 @@ def findings(records: Sequence[Record]) -> list[str]:
     for record in records:
         metrics = record.metrics
         if metrics.get("status") == "OOM":
-            peak = metrics["predicted_peak_bytes"] / 2**30
-            found.append(f"{record.variant} ran out of memory: the plan was {peak:.1f} GiB, keeping {metrics['keeps']}")
+            peak, free = (n and n / 2**30 for n in (metrics["predicted_peak_bytes"], metrics["free_bytes"]))
+            of = "" if free is None else f" of {free:.1f} free"
+            found.append(f"{record.variant} does not fit: the plan is {peak:.1f} GiB{of}, keeping {metrics['keeps']}")
+        blocks = [times for unit, times in metrics.get("units", {}).items() if unit.startswith("blocks.")]
+        if blocks:
+            mean = {name: sum(times[name] for times in blocks) / len(blocks) for name in blocks[0]}
+            found.append(
+                f"A block of {record.variant}, profiled, mean of {len(blocks)}: forward {mean['forward_ms']:,.1f} ms, "
+                f"backward {mean['backward_ms']:,.1f}, exposed communication {mean['exposed_ms']:,.2f}, copies "
+                f"{mean['copy_ms']:,.2f}, idle {mean['idle_ms']:,.2f}."
+            )
         if metrics.get("loss"):
             found.append(
                 f"{len(metrics['loss'])} steps of the trainer: loss {metrics['first_loss']:.3f} to "
                 f"{metrics['final_loss']:.3f}, {metrics['train_step_p50_ms']:,.0f} ms a step in its second half."
+            )
+        if metrics.get("spent_s"):
+            calls, cache = len(metrics["spent_s"]), "an empty" if metrics["cold"] else "a filled"
+            found.append(
+                f"{sum(metrics['spent_s']):,.0f} s in {calls} call{'s' * (calls > 1)}, from the start of the process "
+                f"and {cache} compile cache."
             )
     return found
 
@@ -319,6 +398,18 @@ def draw_step(records: Sequence[Record], path: Path) -> None:
     phases = ("forward", "backward", "optimizer")
     parts_ = {p: [r.metrics.get(f"{p}_p50_ms", r.metrics.get("status")) for r in records] for p in phases}
     stacked_bars(path, [r.variant for r in records], parts_, title=f"A step: {headline(records)}", unit="ms")
+
+
+def draw_units(records: Sequence[Record], path: Path, *, of: str) -> None:
+    """A bar per unit of the first row of a strategy that has a trace: what its forward and backward consist of."""
+    record = next((r for r in records if ROWS[r.variant][0] == of and r.metrics.get("units")), None)
+    if record is not None:
+        units = record.metrics["units"]
+        names = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "optimizer",
+                 "exposed_ms": "exposed communication", "copy_ms": "copies", "idle_ms": "idle"}  # fmt: skip
+        parts_ = {text: [times.get(name, 0.0) for times in units.values()] for name, text in names.items()}
+        title = f"A profiled step of {record.variant}, unit by unit: {headline(records)}"
+        stacked_bars(path, list(units), parts_, title=title, unit="ms")
 
 
 def draw_loss(records: Sequence[Record], path: Path) -> None:
@@ -363,7 +454,10 @@ VIEW = View(
         *("variant", "step_p50_ms", "forward_p50_ms", "backward_p50_ms", "optimizer_p50_ms", "uncovered_comm_ms"),
         *("idle_ms", "vs_peer", "peak_alloc_bytes", "predicted_peak_bytes"),
     ),
-    pictures={"step.png": draw_step, "loss.png": draw_loss},
+    pictures={
+        "step.png": draw_step, "units.png": partial(draw_units, of="fsdp"),
+        "units_torch.png": partial(draw_units, of="fsdp2"), "loss.png": draw_loss,
+    },
     findings=findings,
     reading="Forward holds the loss and, since it is computed in chunks, both matmuls of its gradients; backward what "
     "is recomputed and the waits for gradients. Communication alone and idle time are of a profiled step of rank 0. "
@@ -379,7 +473,7 @@ SMALL = {"train_steps": 5, "warmup": 1, "steps": 5, "rounds": 1}
 EXPERIMENT = Experiment(
     LongContextConfig, measure, VIEW,
     presets={
-        "gpu": {"dtype": "bf16", "attention": "flash"},
+        "gpu": {"dtype": "bf16", "attention": "auto", "steps": 5},
         "quick": SMALL | {"scale": "1/32", "rows": (OURS, "fsdp blocks")},
         "smoke": SMALL | {"scale": "1/32", "context": 64, "d_ff": 64, "vocab": 64, "rows": (OURS, "fsdp blocks")},
     },

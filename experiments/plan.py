@@ -88,8 +88,10 @@ class PlanConfig(MachineOptions):
         if self.factory is None:
             return super().shape()
         check_name(self.factory)
-        if self.context is not None:
-            raise ValueError(f"--context is of the lab's Transformer, and --model {self.model} makes its own batches")
+        if self.dimensions():
+            raise ValueError(
+                f"--context, --layers and the like are of the lab's Transformer, and --model {self.model} has its own"
+            )
         return None
 
     def num_parameters(self) -> int:
@@ -157,7 +159,7 @@ def _memory(config: PlanConfig, choice: Choice, ranks: int) -> dict[str, Any]:
         peak, phase = step.peak.total, step.peak.phase
         states = step.after_init["parameters"] + step.after_init["buckets"]
     else:
-        needed = memory(config.shape(), choice, ranks, config.dtype)
+        needed = memory(config.shape(), choice, ranks, config.dtype, compiled=config.compile != "off")
         peak, phase, states = needed.peak.total, needed.peak_phase, needed.after_step.states
     return {
         "predicted_peak_bytes": peak,
@@ -172,7 +174,7 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, obj
     if config.factory is not None:
         return _time_of_own(config, choice, machine)
     model = config.shape()
-    time = estimated(model, choice, machine, ranks, config.dtype)
+    time = estimated(model, choice, machine, ranks, config.dtype, config.kernels())
     sizes = model.sizes(config.batch // ranks)
     again = recomputed_flops(kept_levels(choice.recompute, model.num_layers), causal=True, **sizes)
     matmuls = (step_flops(causal=True, **sizes) + again) / machine.device.flops_per_s

@@ -30,6 +30,7 @@ from distlab.experiment import (
 )
 from distlab.model import ModelConfig, preset
 from distlab.model.config import PRESETS as MODELS
+from distlab.model.config import ModelOptions
 from distlab.report import is_number, read_json, reading
 from distlab.simulate import Machine, SimulatedStep, replay
 from distlab.simulate.calibrate import NEEDED, calibrate, measured_links
@@ -137,9 +138,16 @@ def fit(path: str, collectives: Sequence[str] = (), memory: str | None = None) -
 
 def _simulated(settings: dict, strategy: str) -> SimulatedStep:
     """The step that ddp_bench measured with these settings."""
-    model = preset(settings["size"], context_length=settings["context"])
-    ranks, dtype = settings["world_size"], settings["dtype"]
-    return simulate_training(model, strategy, batch=settings["batch"], world_size=ranks, dtype=dtype)
+    options = ModelOptions.of(settings)
+    ranks, keeps = settings["world_size"], options.checkpointing
+    if options.compile != "off" or keeps == "auto":
+        raise ValueError(
+            f"a record of compile={options.compile!r}, checkpointing={keeps!r} cannot be simulated: give one of an "
+            "eager model that says what it recomputes"
+        )
+    return simulate_training(
+        options.model(), strategy, batch=settings["batch"], world_size=ranks, dtype=options.dtype, checkpointing=keeps
+    )
 
 
 def predict(

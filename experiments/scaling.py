@@ -91,13 +91,14 @@ def _predict(
         checkpointing=config.recompute,
         micro_batches=micro_batches,
         group=None if config.group is None else min(config.group, ranks),
+        kernels=config.kernels(),
     )
     network = config.machine().network
     group = None if config.group is None else min(config.group, ranks)
     sharing = sharding_group(strategy, ranks, network.devices_per_node, group) if strategy == "hsdp" else ranks
     memory = PlannedStep(
         model, micro, strategy, config.dtype, checkpointing=config.recompute, accumulates=micro_batches > 1,
-        shard_size=sharing,
+        compiled=config.compile != "off", shard_size=sharing,
     ).memory(ranks)  # fmt: skip
     tokens = ranks * micro * micro_batches * model.context_length
     return {

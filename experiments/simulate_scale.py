@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
+from distlab.model import kept_levels
 from distlab.parallel import get_strategy
 from distlab.report import stacked_bars, timeline
 from distlab.simulate import replay
@@ -33,11 +34,17 @@ class ScaleConfig(MachineOptions):
     batch: int = option(2, "sequences per rank", least=1)
     strategies: tuple[str, ...] = option(("bucketed", "zero1", "fsdp"), "of this lab; hsdp is FSDP in groups")
     bucket_size_mb: float = option(100.0, "MiB", above=0)
-    checkpointing: bool = option(False, "recompute blocks in backward")
+    checkpointing: str = option("none", "what backward recomputes, as for distlab train")
     group: int | None = option(None, "of hsdp, ranks that share a copy of the parameters [a node]", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        kept_levels(self.checkpointing, self.shape().num_layers)
+        if self.compile != "off":
+            raise ValueError(
+                f"compile={self.compile!r}: no compiler runs on tensors without values; leave it out, or predict the "
+                f"step in closed form: distlab run plan --compile {self.compile}"
+            )
         hosts = self.hosts()
         if hosts is not None and self.ranks != hosts.gpus:
             raise ValueError(f"ranks={self.ranks}: {self.cluster} has {hosts.gpus}; give --ranks {hosts.gpus}")

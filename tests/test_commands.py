@@ -24,6 +24,7 @@ QUICK = {
     r"^make bench$": "ARGS='--preset smoke'",
     r"^make test$": "ARGS=tests/test_hardware.py",
     r"^make test-(commands|gpu)$": "ARGS=--collect-only",
+    r"--name eight": "--size tiny --layers 2 --context 64 --dtype fp32 --ops torch --log-every 1",
     r"train --ops triton": "--name triton --size tiny --steps 4 --log-every 1",  # the default name is the run's before
     r"(distlab|launch|launch/train\.py) train|launch/train\.py": "--size tiny --steps 4 --log-every 1",
     r"distlab sample|launch/sample\.py": "--tokens 5",

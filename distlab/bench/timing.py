@@ -312,7 +312,8 @@ class Subject:
 
     def memory_timeline(self) -> MemoryTimeline | None:
         """Memory over one settled step of the main rank; the others step along, and get None."""
-        self("step")  # the optimizer's state comes with the first
+        if not self._calls:
+            self("step")  # the optimizer's state comes with the first
         self.model.zero_grad(set_to_none=True)
         self.optimizer.zero_grad(set_to_none=True)
         self.last_loss = None
@@ -323,6 +324,14 @@ class Subject:
             path = Path(temporary) / "trace.json"
             held = record_memory(partial(self, "step"), self.model, self.optimizer, path, self.context.device)
             return memory_timeline(path, held, self.context.device)
+
+    def profile(self, path: Path, steps: int, *, warmup: int = 1) -> None:
+        """Write the profiler's trace of a few steps of this rank to `path`; the model keeps its ranges."""
+        annotate_forward(self.model)
+        profile_steps(
+            partial(self, "step", Phases().mark), steps=steps, warmup=warmup, queued=True, path=path,
+            rank=self.context.rank, world_size=self.context.world_size, device=self.context.device, finish=self.settle,
+        )  # fmt: skip
 
     def settle(self) -> None:
         """Wait for what the last step left in flight, on every rank (parameters on their way, say)."""
@@ -474,14 +483,14 @@ class Workbench:
         with ExitStack() as stack:
             with peak_memory(self.context.device) as memory:
                 step = self._if_it_fits(lambda: stack.enter_context(self.attached(variant)))
-                timer.start()
-                if step is None or self._if_it_fits(lambda: step("step", timer.mark) or True) is None:
-                    timing.out_of_memory = True
-                    return
-                for number in range(1, warmup + steps):
-                    if number == warmup:
-                        dist.barrier(self.context.group)
-                        timer.clear()
+                for _ in range(warmup):  # the second is the first with the optimizer's state
+                    timer.start()
+                    if step is None or self._if_it_fits(lambda: step("step", timer.mark) or True) is None:
+                        timing.out_of_memory = True
+                        return
+                dist.barrier(self.context.group)
+                timer.clear()
+                for _ in range(steps):
                     timer.start()
                     step("step", timer.mark)
                 samples = timer.steps()
@@ -523,21 +532,9 @@ class Workbench:
 
     def profile(self, variant: Variant, path: Path, steps: int) -> None:
         """Write the profiler's trace of a few steps of this rank to `path`."""
-        phases = Phases(("forward_backward", "optimizer"))
-        with self.attached(variant, mark=phases.mark) as step:
+        with self.attached(variant) as step:
             step()
-            annotate_forward(step.model)
-            profile_steps(
-                step,
-                steps=steps,
-                warmup=2 if self.context.device.type == "cuda" else 1,
-                queued=True,
-                path=path,
-                rank=self.context.rank,
-                world_size=self.context.world_size,
-                device=self.context.device,
-                finish=step.settle,
-            )
+            step.profile(path, steps, warmup=2 if self.context.device.type == "cuda" else 1)
 
 
 def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:

@@ -263,25 +263,17 @@ def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
 
 
 @dataclass(frozen=True)
-class ModelOptions(Options):
-    """Which model a command runs, and how its computation is done.
+class ModelChanges(Options):
+    """What of a preset is replaced, and how it computes: the options of every command that runs or predicts a model.
 
     Args:
-        size: preset; the dimensions after it replace the preset's, None replaces none.
         context: tokens per sequence.
         vocab: entries of the vocabulary.
-        d_model, d_ff, layers, heads, kv_heads: see `ModelConfig`.
+        d_model, d_ff, layers, heads, kv_heads: see `ModelConfig`; None replaces none.
         attention, ops: which implementations, see `distlab.model.ops.get_ops`.
-        dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters (fp16 with a loss scale in training).
         compile: `off`, the whole `model` as one graph, or the `blocks` one by one.
-        checkpointing: what is recomputed in backward, see `checkpoint_groups` and `kept_levels`; `auto` for as little
-            as the memory allows, see `distlab.train.requirements`.
-
-    Raises:
-        ValueError: a value that is not allowed; the message says what is.
     """
 
-    size: str = option("tiny", f"model preset: {', '.join(PRESETS)}", choices=tuple(PRESETS))
     context: int | None = option(None, "tokens per sequence (default: the preset's)", least=1)
     vocab: int | None = option(None, "entries of the vocabulary (default: the preset's)", least=1)
     d_model: int | None = option(None, "width of the model (default: the preset's)", least=1)
@@ -295,8 +287,41 @@ class ModelOptions(Options):
     ops: str = option(
         "torch", "torch, triton (this lab's kernels, AdamW too), or auto: the faster of each", choices=OPS_CHOICES
     )
-    dtype: str = option("fp32", "fp32, or bf16 or fp16 over fp32 parameters", choices=tuple(DTYPES))
     compile: str = option("off", "off, the model as one graph, or its blocks", choices=COMPILE_CHOICES)
+
+    def dimensions(self) -> dict[str, int]:
+        """Fields of `ModelConfig` that were given."""
+        given = {
+            "context_length": self.context, "vocab_size": self.vocab, "d_model": self.d_model, "d_ff": self.d_ff,
+            "num_layers": self.layers, "num_heads": self.heads, "num_kv_heads": self.kv_heads,
+        }  # fmt: skip
+        return {name: value for name, value in given.items() if value is not None}
+
+    def changed(self, base: ModelConfig) -> ModelConfig:
+        """`base` with what was given.
+
+        Raises:
+            ValueError: dimensions that do not go together.
+        """
+        return replace(base, attention=self.attention, ops=self.ops, **self.dimensions())
+
+
+@dataclass(frozen=True)
+class ModelOptions(ModelChanges):
+    """Which model a command runs, and how its computation is done.
+
+    Args:
+        size: preset, of which the other options replace a part.
+        dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters (fp16 with a loss scale in training).
+        checkpointing: what is recomputed in backward, see `checkpoint_groups` and `kept_levels`; `auto` for as little
+            as the memory allows, see `distlab.train.requirements`.
+
+    Raises:
+        ValueError: a value that is not allowed; the message says what is.
+    """
+
+    size: str = option("tiny", f"model preset: {', '.join(PRESETS)}", choices=tuple(PRESETS))
+    dtype: str = option("fp32", "fp32, or bf16 or fp16 over fp32 parameters", choices=tuple(DTYPES))
     checkpointing: str = option(
         "none",
         "what backward recomputes: none, each block, every-K, every-K-J; each block except its attention, output, qkv "
@@ -316,9 +341,4 @@ class ModelOptions(Options):
 
     def model(self) -> ModelConfig:
         """The preset with the overrides."""
-        given = {
-            "context_length": self.context, "vocab_size": self.vocab, "d_model": self.d_model, "d_ff": self.d_ff,
-            "num_layers": self.layers, "num_heads": self.heads, "num_kv_heads": self.kv_heads,
-            "attention": self.attention, "ops": self.ops,
-        }  # fmt: skip
-        return replace(self.base(), **{name: value for name, value in given.items() if value is not None})
+        return self.changed(self.base())

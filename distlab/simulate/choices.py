@@ -63,7 +63,9 @@ def choices(
             yield Choice(strategy, micro, per_rank // micro, recompute, group, size)
 
 
-def memory(config: ModelConfig, choice: Choice, ranks: int, dtype: str = "bf16") -> StepMemory:
+def memory(
+    config: ModelConfig, choice: Choice, ranks: int, dtype: str = "bf16", *, compiled: bool = False
+) -> StepMemory:
     """Of a rank, in closed form."""
     step = PlannedStep(
         config,
@@ -72,13 +74,16 @@ def memory(config: ModelConfig, choice: Choice, ranks: int, dtype: str = "bf16")
         dtype,
         checkpointing=choice.recompute,
         accumulates=choice.micro_batches > 1,
+        compiled=compiled,
         shard_size=choice.group,
     )
     return step.memory(ranks)
 
 
-def estimated(config: ModelConfig, choice: Choice, machine: Machine, ranks: int, dtype: str = "bf16") -> StepTime:
-    """The step's time in closed form."""
+def estimated(
+    config: ModelConfig, choice: Choice, machine: Machine, ranks: int, dtype: str = "bf16", kernels: str | None = None
+) -> StepTime:
+    """The step's time in closed form; `kernels` as for `estimate_step`."""
     return estimate_step(
         config,
         choice.strategy,
@@ -90,6 +95,7 @@ def estimated(config: ModelConfig, choice: Choice, machine: Machine, ranks: int,
         micro_batches=choice.micro_batches,
         group=choice.group,
         bucket_size_mb=choice.bucket_size_mb,
+        kernels=kernels,
     )
 
 

@@ -13,8 +13,8 @@ import torch
 
 from distlab.hardware import NETWORK_LINKS, ClusterSpec, GPUSpec, by_alias, cluster
 from distlab.model import PRESETS, ModelConfig, kept_levels, model_of, preset
-from distlab.model.config import Checkpointing
-from distlab.options import Options, option
+from distlab.model.config import Checkpointing, ModelChanges
+from distlab.options import option
 from distlab.parallel.buckets import plan_buckets
 from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
@@ -243,11 +243,12 @@ def _device(spec: GPUSpec, dtype: str, attention: str, head_dim: int) -> DeviceM
 
 
 @dataclass(frozen=True)
-class MachineOptions(Options):
-    """A model in one dtype on one kind of device, as options. Raises ValueError for an unknown name of any of them."""
+class MachineOptions(ModelChanges):
+    """A model in one dtype on one kind of device, as options. Raises ValueError for an unknown name of any of them, and
+    for sizes that do not go together.
+    """
 
     model: str = option("xl", f"a preset, one of {', '.join(PRESETS)}, or a JSON file of a model's sizes")
-    context: int | None = option(None, "tokens per sequence [the preset's]", least=1)
     device: str = option("h200", "kind of GPU, such as h100")
     link: str = option("nvlink", "inside a node, nvlink or pcie")
     between: str = option("ib-ndr", "link between nodes, per device")
@@ -260,14 +261,27 @@ class MachineOptions(Options):
         self.shape(), self.machine()
 
     def shape(self) -> ModelConfig:
-        """The preset or the model of a file, with its context replaced."""
+        """The preset or the model of a file, with what other options replace."""
         if not self.model.endswith(".json"):
-            return preset(self.model, context_length=self.context)
+            return self.changed(preset(self.model))
         try:
             known = model_of(json.loads(Path(self.model).read_text()))
         except (OSError, json.JSONDecodeError) as wrong:
             raise ValueError(f"model {self.model!r}: {wrong}; give a file with a model's sizes") from wrong
-        return replace(known, context_length=self.context or known.context_length)
+        return self.changed(known)
+
+    def kernels(self) -> str | None:
+        """As `Workload` calls them; None for what the model's `ops` do.
+
+        Raises:
+            ValueError: attention whose time has no closed form.
+        """
+        if self.attention == "naive":
+            raise ValueError(
+                "attention='naive': its time has no closed form; choose sdpa, flash or auto, or run its operators: "
+                "distlab run simulate_scale --attention naive"
+            )
+        return "fused" if self.compile != "off" else None
 
     def hosts(self) -> ClusterSpec | None:
         """The cluster, where one was named."""

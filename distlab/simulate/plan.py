@@ -21,7 +21,7 @@ class Plan:
         step: of which `checkpointing` is settled.
         memory: of a rank.
         free_bytes: that a rank may take now; None where nobody says.
-        time: None where the device's speed is not known, or the strategy's time has no closed form.
+        time: None where the device's speed is not known, or the strategy's or attention's time has no closed form.
     """
 
     step: PlannedStep
@@ -31,7 +31,7 @@ class Plan:
 
     def __str__(self) -> str:
         free = "" if self.free_bytes is None else f" of {self.free_bytes / GIB:,.1f} free"
-        time = "on a device whose speed is not known" if self.time is None else f"of {1e3 * self.time.step:,.0f} ms"
+        time = "whose time is not known" if self.time is None else f"of {1e3 * self.time.step:,.0f} ms"
         most = f"{self.memory.peak.total / GIB:,.1f} GiB{free} on each rank ({self.memory.peak_phase})"
         return f"{self.step}: blocks keep {self.step.checkpointing}, at most {most}, a step {time}"
 
@@ -53,8 +53,8 @@ def plan_steps(steps: Sequence[PlannedStep], context: RankContext, micro_batches
 
 
 def step_time(step: PlannedStep, gpu: GPUSpec | None, ranks: int, micro_batches: int = 1) -> StepTime | None:
-    """None on an unknown GPU, or for a strategy without a closed form of its time."""
-    if gpu is None or LIKE.get(step.strategy, step.strategy) not in TIMED:
+    """None on an unknown GPU, or for a strategy or an attention without a closed form of its time."""
+    if gpu is None or LIKE.get(step.strategy, step.strategy) not in TIMED or step.model.attention == "naive":
         return None
     return estimate_step(
         step.model, step.strategy, machine_of(gpu, dtype=step.dtype, head_dim=step.model.head_dim), batch=step.batch,

@@ -179,8 +179,9 @@ def simulate_training(
 ) -> SimulatedStep:
     """One step of what ddp_bench times: full-length sequences, fused AdamW, computation in `dtype`.
 
-    All is as on GPUs: NCCL's answers (see `fake_world`), and linear layers that write their weights' gradients in fp32
-    straight to where they are wanted (see `model.ops.linear`).
+    All is as on GPUs: NCCL's answers (see `fake_world`), linear layers that write their weights' gradients in fp32
+    straight to where they are wanted (see `model.ops.linear`), what `auto` takes there, and torch's fused attention for
+    this lab's, which keeps the same.
 
     Args:
         config: the model; sequences have its context length.
@@ -195,6 +196,8 @@ def simulate_training(
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
     at_least_one(batch=batch)
+    attention = "naive" if config.attention == "naive" else "sdpa"
+    config = replace(config, attention=attention, ops="torch" if config.ops == "torch" else "triton")
     compute_dtype = DTYPES[dtype]
 
     def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:

@@ -31,7 +31,7 @@ from distlab.train.config import TrainConfig
 GIB = 2**30
 CERTAIN = 0.9  # of a predicted peak; predictions of eager steps were within 2 % of it (docs/learn/theory/simulation.md)
 ROOM = 0.92  # of the free memory, that `auto` plans to use: communication buffers and fragmentation take some of it
-CERTAIN_COMPILED = 0.5  # a compiler keeps less for backward than the closed form counts
+CERTAIN_COMPILED = 0.5  # of a whole model a compiler may keep less than of its blocks: no logits in fp32, say
 # The strategy whose memory one on a mesh takes, on as many ranks as a shard group has.
 IN_A_SHARD_GROUP = {"hsdp": "fsdp", "torch-hsdp": "fsdp2", "bucketed-two-level": "bucketed"}
 
@@ -82,6 +82,7 @@ class PlannedStep:
             loss_chunk=LOGITS_CHUNK if self.model.loss_in_head else None,
             accumulates=self.accumulates,
             workspace_bytes=CUBLAS_WORKSPACES if on_gpu else 0,
+            fused=self.compiled or (on_gpu and self.model.ops != "torch"),
         )
 
     def least_bytes(self, world_size: int, *, on_gpu: bool) -> int:

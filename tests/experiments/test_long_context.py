@@ -1,12 +1,22 @@
 """The scaled model, rounds that later runs add, comparisons of rows, and what is wrong."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 
 from distlab.experiment import Record
 from distlab.model import preset
-from experiments.long_context import EXPERIMENT, LongContextConfig, compare, wrong_rows
+from distlab.simulate.plan import Plan
+from experiments.long_context import (
+    EXPERIMENT,
+    LongContextConfig,
+    attempted,
+    compare,
+    predicted,
+    worth_timing,
+    wrong_rows,
+)
 from tests.experiments.frame import measured, refused
 
 
@@ -30,14 +40,25 @@ def test_peers_are_set_up_as_their_users_would():
     assert peer.options.model().loss_in_head  # in chunks, as ours
 
 
-def test_a_run_that_was_cut_off_goes_on(tmp_path):
-    """With no time at all only plans are written; the next run of the name does what is left."""
-    known = {"keeps", "predicted_peak_bytes", "predicted_peak_phase"}
-    assert all(set(r.metrics) == known for r in measured(EXPERIMENT, tmp_path, minutes=1e-9))
-    for record in measured(EXPERIMENT, tmp_path):
+def test_a_run_that_was_cut_off_goes_on_elsewhere(tmp_path):
+    """With no time at all only plans are written; of them two files are enough to do what is left on another disk."""
+    known = {"keeps", "predicted_peak_bytes", "predicted_peak_phase", "free_bytes"}
+    assert all(set(r.metrics) - {"spent_s", "cold"} == known for r in measured(EXPERIMENT, tmp_path, minutes=1e-9))
+    copied = tmp_path / "elsewhere" / "long_context" / "run"
+    copied.mkdir(parents=True)
+    for name in ("run.json", "records.json"):
+        shutil.copy(tmp_path / "long_context" / "run" / name, copied)
+    records = measured(EXPERIMENT, tmp_path / "elsewhere")
+    assert len(records[0].metrics["spent_s"]) == 2 and "failure" not in records[0].metrics
+    assert (copied / "memory.png").is_file() and (copied / "units.png").is_file()
+    for record in records:
         assert record.metrics["rounds"] == 1 and len(record.metrics["step_samples_ms"]) == 5
         assert record.metrics["loss_rel_diff"] == pytest.approx(0, abs=1e-5)
         assert {"idle_ms", "uncovered_comm_ms"} <= record.metrics.keys()
+        units = record.metrics["units"]
+        assert list(units) == ["embedding", "blocks.0", "norm", "head", "optimizer"]
+        spent = sum(sum(times.values()) for times in units.values())
+        assert spent == pytest.approx(record.metrics["profiled_step_ms"])
         if record.variant == "fsdp":
             assert record.metrics["final_loss"] < record.metrics["first_loss"]
 
@@ -53,6 +74,37 @@ def test_rows_are_held_against_the_fastest_of_torchs():
     assert wrong_rows(rows) == ["fsdp2 qkv: its loss differs by 5.0 % from that of fsdp"]
     rows[0].metrics.update(first_loss=3.0, final_loss=float("nan"))
     assert "the loss was 3.000 at first and is nan at the end" in wrong_rows(rows)[0]
+
+
+def row(name: str, **metrics) -> Record:
+    """A record of this experiment."""
+    return Record("long_context", name, {}, metrics, {}, None)
+
+
+def test_further_rounds_time_the_fastest_peers_alone():
+    rows = [row(name, status="ok", step_p50_ms=ms) for name, ms in (("fsdp", 9.0), ("fsdp2 qkv", 5.0))]
+    close, slow = (row(f"fsdp2 {keep}", status="ok", step_p50_ms=ms) for keep, ms in (("auto", 5.1), ("block", 5.2)))
+    full, failed, new = row("fsdp2 attention", status="OOM"), row("fsdp2 block", status="failed"), row("fsdp2 block")
+    records = [*rows, close, slow, full]
+    assert [worth_timing(each, records) for each in (*records, failed, new)] == [True] * 3 + [False] * 3 + [True]
+
+
+def test_what_cannot_fit_by_its_plan_is_not_tried():
+    step = LongContextConfig(scale="1/32", attention="auto").variant("fsdp").options.planned("fsdp")
+    needs = step.memory(2).peak.total
+    assert "status" not in predicted(Plan(step, step.memory(2), needs, None))
+    assert predicted(Plan(step, step.memory(2), needs - 1, None))["status"] == "OOM"
+
+
+def test_what_fails_beside_the_measurement_is_said():
+    def fail() -> None:
+        raise RuntimeError("no such kernel\nsecond line")
+
+    peer, timed = row("fsdp2 qkv"), row("fsdp", status="ok", step_p50_ms=5.0)
+    for each in (peer, timed):
+        attempted(fail, each)
+    assert peer.metrics["status"] == peer.metrics["step_p50_ms"] == "failed" and timed.metrics["status"] == "ok"
+    assert wrong_rows([peer]) == ["fsdp2 qkv: RuntimeError: no such kernel"]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from distlab.model import ModelConfig, preset
 from distlab.report.record import read_json
+from distlab.simulate.choices import Choice
+from distlab.simulate.run import simulate_training
+from distlab.theory.memory.peak import CUBLAS_WORKSPACES
+from distlab.train.config import TrainConfig
+from distlab.train.requirements import PlannedStep
 from experiments import cluster_collectives, goodput, plan, plan_check, predict_steps, scaling, simulate_scale
+from experiments.long_context import LongContextConfig
 from experiments.plan import PlanConfig
 from experiments.predict_steps import PredictConfig
 from experiments.scaling import ScalingConfig
@@ -77,6 +84,44 @@ def test_a_model_of_a_file(tmp_path):
         PlanConfig(model=str(path), batch=8, device="h100:8")
 
 
+COMMANDS = [each.EXPERIMENT.config for each in (plan, scaling, simulate_scale, goodput)]
+
+
+@pytest.mark.parametrize("config", [*COMMANDS, TrainConfig, LongContextConfig], ids=lambda config: config.__name__)
+def test_one_definition_says_which_model_every_command_means(config):
+    dimensions = {"context": 64, "vocab": 96, "d_model": 64, "d_ff": 32, "layers": 3, "heads": 4, "kv_heads": 2}
+    made = config(**dimensions, attention="flash", ops="triton", **{"model": "xl"} if config in COMMANDS else {})
+    shape = made.shape() if config in COMMANDS else made.model()
+    assert shape == ModelConfig(64, 32, 3, 4, 96, 64, num_kv_heads=2, attention="flash", ops="triton")
+    with pytest.raises(ValueError, match="num_heads=4 is not a multiple of num_kv_heads=3"):
+        config(**dimensions | {"kv_heads": 3})
+
+
+def test_how_a_model_computes_decides_what_is_predicted():
+    """Compiled it is faster and keeps less; fused kernels also take the loss by chunks; naive attention is large."""
+    fields = {"model": "small", "batch": 64, "device": "h100:8", "strategies": ("fsdp",), "recomputation": ("none",)}
+    ways = ({}, {"compile": "blocks"}, {"ops": "triton"})
+    made = [plan.EXPERIMENT.config(**fields | way) for way in ways]
+    choice = Choice("fsdp", 8)
+    naive = plan.EXPERIMENT.config(**fields, attention="naive")
+    peaks = [plan._memory(config, choice, 8)["predicted_peak_bytes"] for config in (naive, *made)]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+    eager, compiled, fused = (plan._time(config, choice, config.machine())["predicted_step_ms"] for config in made)
+    assert compiled < eager and fused < eager
+    with pytest.raises(ValueError, match="its time has no closed form"):
+        plan._time(naive, choice, naive.machine())
+
+
+@pytest.mark.parametrize("keep", ["none", "qkv", "block"])
+def test_a_simulated_step_of_fused_kernels_takes_the_memory_of_the_plan(keep):
+    """Some 2 % off: on a CPU these kernels are replaced by torch's operators, whose temporaries differ."""
+    for ops in ("triton", "auto"):
+        model = preset("small", context_length=256, ops=ops, num_layers=3)
+        seen = simulate_training(model, "fsdp", batch=2, world_size=8, checkpointing=keep).peak.total
+        planned = PlannedStep(model, 2, "fsdp", "bf16", checkpointing=keep).memory(8).peak.total - CUBLAS_WORKSPACES
+        assert seen == pytest.approx(planned, rel=0.025)
+
+
 def test_first_choice_is_the_fastest_simulated(tmp_path):
     """Two random pairs here, twenty by `distlab run plan_check`."""
     strategies = ("bucketed", "zero1", "fsdp", "hsdp")
@@ -115,6 +160,8 @@ def test_errors_are_one_line(capsys, tmp_path):
     out = ("--out", str(tmp_path))
     assert "device 'h99' is unknown" in refused(capsys, "plan", "--devices", "h99:8")
     assert "is torch's" in refused(capsys, "simulate_scale", "--strategies", "torch-ddp")
+    assert "no compiler runs on tensors" in refused(capsys, "simulate_scale", "--compile", "blocks")
+    assert "add up to the 50 blocks" in refused(capsys, "simulate_scale", "--checkpointing", "qkv:3")
     assert "missing.json" in refused(capsys, "scaling", "--records", "missing.json", "--model", "tiny", *out)
     assert "--bucket-size-mb: nan: give a finite number" in refused(capsys, "simulate_scale", "--bucket-size-mb", "nan")
     assert "--devices-per-node: 0: give a whole number" in refused(capsys, "scaling", "--devices-per-node", "0")

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distlab.measure.memory import saved_for_backward
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
+from distlab.model.ops import rope_tables
 from distlab.parallel.fsdp.flat_param import RowLayout, plan_buffers
 from distlab.report.record import read_json
 from distlab.theory.memory.activations import PRECISIONS, activations, block_activations
@@ -112,6 +114,22 @@ def test_activations_are_what_autograd_saves(attention, precision):
     parts = activations(shape, 2, 32, kept, attention)
     assert two - one == pytest.approx(parts.block, rel=0.01)
     assert 2 * one - two == pytest.approx(parts.last + parts.loss, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_compiled_block_keeps_what_the_formula_says(dtype, kv_heads):
+    """To the byte; inductor decides what to compute again, and norms stay in fp32 as under FSDP."""
+    config = preset("tiny", num_layers=1, num_kv_heads=kv_heads, d_ff=688)
+    block = TransformerLM(config).to(dtype).blocks[0]
+    block.attention_norm.float(), block.feed_forward_norm.float()
+    x, tables = torch.zeros(2, 64, 128, dtype=dtype, requires_grad=True), rope_tables(64, 32, 1e4, torch.device("cpu"))
+    torch.compiler.reset()
+    block = torch.compile(block)
+    saved = saved_for_backward(lambda: block(x * 1, *tables), block, {"block": block})["block"]
+    kept = sum(tensor.bytes for tensor in saved) - sum(table.nbytes for table in tables)
+    precision = PRECISIONS["fp32" if dtype == torch.float32 else "bf16"]
+    assert kept == block_activations(ModelShape.of(config), 2, 64, precision, fused=True)
 
 
 def test_naive_attention_is_quadratic_and_flash_is_not():

@@ -74,15 +74,25 @@ def _steps(events: Sequence[Event]) -> list[tuple[Interval, Interval]]:
     if not queued or not kernels:
         ranges = ranges[: len(ranges) - queued]
         return [(span, span) for span in ranges]
-    busy: Counter[str] = Counter()
-    for kernel in kernels:
-        busy[kernel.lane] += kernel.end_ms - kernel.start_ms
-    main = max(busy, key=busy.get)  # the stream that computes longest
+    main = main_lane(events)
     begins = [
         min((k.start_ms for k in kernels if k.lane == main and start <= k.launched_ms <= end), default=start)
         for start, end in ranges
     ]
     return list(zip(ranges, itertools.pairwise(begins), strict=False))
+
+
+def main_lane(events: Sequence[Event]) -> str | None:
+    """The stream of a GPU that computes longest; None without kernels."""
+    busy: Counter[str] = Counter()
+    for kernel in _launched(events):
+        busy[kernel.lane] += kernel.end_ms - kernel.start_ms
+    return max(busy, key=busy.get, default=None)
+
+
+def host_range(events: Sequence[Event], window: Interval) -> Interval:
+    """When the host worked on the step of this window on the device."""
+    return next((span for span, device in _steps(events) if device == window), window)
 
 
 def _launched(events: Sequence[Event]) -> list[Event]:
@@ -157,7 +167,7 @@ def exposed_all_gathers(
     window = median_step(events) if window is None else window
     named = [e for e in events if "allgather" in e.name.lower().replace("_", "")]
     gathers = _inside(named, "communication", window)
-    host = next((span for span, device in _steps(events) if device == window), window)
+    host = host_range(events, window)
     ends = [
         max((k.end_ms for k in _launched(events) if e.start_ms <= k.launched_ms <= e.end_ms), default=e.end_ms)
         for e in events

@@ -12,7 +12,8 @@ autograd saves
                      output and log-sum-exp             c·n·d + 4·n·H
       naive:         a copy of v, the merged heads      c·n·(d + k)
                      softmax in fp32, and cast to c     (4 + [c≠4]·c)·n·H·T
-    w1 x, silu(w1 x), w3 x and silu(w1 x)·w3 x          4·c·n·f
+    w1 x, silu(w1 x), w3 x and silu(w1 x)·w3 x          4·c·n·f     (a compiled block or a fused kernel computes
+                                                                     silu(w1 x) again: 3·c·n·f)
 
 A block that is recomputed keeps its input, r·n·d, and those results of attention and matmuls that `recompute.KEEPS`
 names.
@@ -29,7 +30,7 @@ from distlab.theory.memory.recompute import KEEPS
 from distlab.theory.model_shape import ModelShape
 
 FP32 = 4
-ATTENTION = ("naive", "flash", "sdpa")
+ATTENTION = ("naive", "flash", "sdpa", "auto")
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,8 @@ def block_activations(
 
     Args:
         batch, context: B sequences of T tokens on this rank.
-        attention: `flash` or `sdpa` (nothing of size T² is kept), or `naive`.
-        fused: kept are only what matmuls and attention wrote; norms, rotation and SwiGLU run again inside the kernels
-            of backward: 2·r·n·d + c·n·(2·d + 2·k) + 2·c·n·f and statistics.
+        attention: `flash`, `sdpa` or `auto`, either of these (nothing of size T² is kept), or `naive`.
+        fused: compiled, or run as fused kernels.
 
     Raises:
         ValueError: an unknown attention, or a batch or context below one.
@@ -114,10 +114,8 @@ def block_activations(
         of_attention = c * n * (d + keys) + (FP32 + (c if c != FP32 else 0)) * n * heads * context
     else:
         of_attention = c * n * (2 * d + 2 * keys) + FP32 * n * heads
-    if fused:
-        return 2 * r * n * d + 2 * FP32 * n + c * n * (2 * d + 2 * keys) + FP32 * n * heads + 2 * c * n * f
     rotated = c * n * (d + keys)
-    return 2 * r * n * d + 2 * FP32 * n + 2 * c * n * d + rotated + of_attention + 4 * c * n * f
+    return 2 * r * n * d + 2 * FP32 * n + 2 * c * n * d + rotated + of_attention + (3 if fused else 4) * c * n * f
 
 
 def activations(
@@ -131,7 +129,8 @@ def activations(
     # silu·up backward: gradients of silu·up and of both factors; silu(w1 x) is not computed again.
     swiglu = 3 * c * n * f
     scores = (2 * FP32 if attention == "naive" else 0) * n * shape.num_heads * context
-    rotation = 3 * FP32 * n * (d + shape.kv_width)  # rope's backward in fp32: gradient times table, roll, sum
+    # rope's backward in fp32: gradient times table, roll, sum; fused it keeps these in registers.
+    rotation = 0 if fused else 3 * FP32 * n * (d + shape.kv_width)
     # Nothing of naive attention is kept: backward needs the scores anyway.
     of_attention = (c * n * d + FP32 * n * shape.num_heads) * (attention != "naive")
     matmuls = {"qkv": d + 2 * shape.kv_width, "output": d, "w1": f, "w3": f, "w2": d}

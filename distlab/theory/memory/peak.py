@@ -90,7 +90,7 @@ def step_memory(
             logits that exist at a time; None: the head returns all logits.
         optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`.
         accumulates: several micro-batches without synchronisation; FSDP then keeps full gradients in fp32.
-        fused: blocks are compiled, or run as fused kernels, and keep less (`block_activations`).
+        fused: blocks are compiled, or run as fused kernels, and keep a little less (`block_activations`).
         workspace_bytes: what libraries take from the same allocator; 0 on a CPU.
 
     Raises:
