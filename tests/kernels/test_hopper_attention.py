@@ -103,6 +103,16 @@ def test_turns_are_taken_where_they_end_earlier():
     assert hopper.takes_turns(64, 1000, 65, -900, 132)  # most rows see no key
 
 
+def test_heads_are_grouped_by_what_the_l2_holds():
+    """At D = 128 the backward takes twice as many; with grouped queries a key head reads several query heads."""
+    for head_dim in (64, 128):
+        q, k = tensor(4, 32, 4096, head_dim), tensor(4, 8, 4096, head_dim)
+        size = hopper.GROUP_BYTES_OF_BACKWARD[head_dim]
+        assert hopper._group(q, q, size) == hopper._group(k, q, size) * 4 == size // (2 * 2 * 4096 * head_dim)
+        assert hopper._group(q, q, hopper.GROUP_BYTES_OF_BACKWARD[64]) == 2**11 // head_dim
+    assert hopper._group(q, tensor(1, 32, 2**20, 128), hopper.GROUP_BYTES) == 1
+
+
 def test_forced_tiles_are_those_of_triton(on_hopper):
     with configs.forced(dq=configs.Tile(64, 64)):
         assert not served(tensor(2, 32, 4096, 128))
