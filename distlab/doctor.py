@@ -243,7 +243,7 @@ def abilities(findings: list[Finding]) -> list[Ability]:
         ("strategies on two CPU ranks", stop, "", "distlab run ddp_bench --nproc 2 --backend gloo"),
         ("strategies on all GPUs", stop or two or silent, "", "distlab run ddp_bench"),
         ("kernels, tested in plain torch or interpreted", stop, "", "pytest tests/kernels"),
-        ("kernels, timed", stop or one, "", "distlab run attention_record"),
+        ("kernels, timed", stop or one, "", "distlab run attention_sweep --preset twelve"),
         ("mistakes, and the checks that catch them", stop, "", "distlab run sabotage"),
         ("all tests", stop, "" if gpus > 1 else "tests that need GPUs skip", "make test"),
     ]
