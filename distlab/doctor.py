@@ -209,7 +209,7 @@ def find_triton() -> list[Finding]:
         how = (LIMITED, "interpreted (TRITON_INTERPRET=1)", "correct in fp32 and fp16, not fast")
     elif torch.cuda.device_count():
         why = hopper.unavailable(None)
-        attention = "those for Hopper" if why is None else f"in plain Triton, as {why}"
+        attention = f"those for Hopper ({hopper.SERVED})" if why is None else f"in plain Triton, as {why}"
         how = (OK, f"compiled for the GPU; attention's: {attention}", "")
     return [triton, Finding("kernels", *how)]
 

@@ -1,6 +1,9 @@
 """Which calls the Hopper kernels take, and their launchers; the kernels are in hopper_forward.py, hopper_backward.py.
 
-`serves` is the whole rule. What it does not take runs on the Triton kernels, with the same results.
+`serves` is the whole rule, `SERVED` the rule in words, which `distlab doctor` says. What it does not take runs on the
+Triton kernels, with the same results: windows and packed documents, whose rows see keys between two borders where these
+kernels know only the upper one; other head dims, which would have to be padded (`distlab run attention_sweep` has the
+time of that, "ours-padded"); fp32; calls too short to fill the GPU; and at d = 64 the forward, where Triton's is faster.
 """
 
 import functools
@@ -15,6 +18,7 @@ from . import configs
 from .options import Problem
 
 HEAD_DIMS = {"forward": (128,), "backward": (64, 128)}  # the Triton forward is the faster one at 64
+SERVED = "fp16 and bf16, head dims 128 and 64 (there the backward), without window and documents, from 16,384 rows on"
 LEAST_ROWS = 2**14  # of all heads: programs of 128 for a GPU of 132 multiprocessors; fewer leave it idle
 DTYPES = (torch.float16, torch.bfloat16)
 ALIGNMENT_BYTES = 16  # of the base address and of every stride, for TMA

@@ -149,7 +149,7 @@ def test_the_table_file_is_what_the_tuner_writes():
     """Writing the rows gives the file itself, and the fastest tiles replace a row. Run apart, as the tuner compiles."""
     script = """
 from experiments.tune_flash_attention import *
-from experiments.tune_flash_attention import candidates, chunked, configs, fields, merge, pairs, shape_of
+from experiments.tune_flash_attention import candidates, chunked, configs, fields, hoppers, merge, pairs, shape_of
 assert table_source(table.ROWS) == open(table.__file__, encoding="utf-8").read()
 case = Case(2048, 64, "bfloat16")
 tiles = [Tile(16, 16, warps) for warps in (2, 4, 8)]
@@ -171,6 +171,7 @@ every = [tile for k in TIMED for d in (16, 128) for tile in candidates(k, "float
 assert not any(configs.miscompiled(32, tile) for tile in every) and any(tile.warps == 8 for tile in every)
 split = list(candidates("split", "float32", 64))
 assert {t.chunk for t in chunked(split, 2048)} == {64, 128, 256, 512, 1024} and chunked(split, 8192) == []
+assert not hopper.installed() or hoppers("forward", 128)["registers"] == 168
 assert {shape_of(t) for t in chunked(split, 2048)} == set(split) and chunked(tiles, 8192) == tiles
 """
     environment = os.environ | {"TRITON_INTERPRET": "0"}

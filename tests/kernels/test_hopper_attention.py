@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import _dispatch
+from distlab import doctor
+from kernels import _dispatch, _triton
 from kernels.flash_attention import configs, flash_attention, hopper, ops
 from kernels.flash_attention.options import Problem, backward_passes
 
@@ -92,6 +93,20 @@ def test_machines_that_take_the_triton_path(monkeypatch):
     monkeypatch.setattr(hopper, "installed", lambda: False)
     assert not served(q)
     assert "no Gluon" in hopper.unavailable(0)
+
+
+def test_the_doctor_says_which_kernels_run_and_why(monkeypatch):
+    """And its words are those of the constants that decide."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(_triton, "interpreted", lambda: False)
+    for reason in (None, "those for Hopper need sm_90, this is sm_80"):
+        monkeypatch.setattr(hopper, "unavailable", lambda index, reason=reason: reason)
+        (said,) = (finding.found for finding in doctor.find_triton() if finding.name == "kernels")
+        assert (reason or hopper.SERVED) in said
+    backward_only = set(hopper.HEAD_DIMS["backward"]) - set(hopper.HEAD_DIMS["forward"])
+    assert (hopper.HEAD_DIMS["forward"], backward_only) == ((128,), {64})
+    assert "128 and 64 (there the backward)" in hopper.SERVED
+    assert f"{hopper.LEAST_ROWS:,} rows" in hopper.SERVED and len(hopper.DTYPES) == 2
 
 
 def test_turns_are_taken_where_they_end_earlier():
