@@ -3,7 +3,7 @@
 `serves` is the whole rule, `SERVED` the rule in words, which `distlab doctor` says. What it does not take runs on the
 Triton kernels, with the same results: windows and packed documents, whose rows see keys between two borders where these
 kernels know only the upper one; other head dims, which would have to be padded (`distlab run attention_sweep` has the
-time of that, "ours-padded"); fp32; calls too short to fill the GPU; and at d = 64 the forward, where Triton's is faster.
+time of that, "ours-padded"); fp32; calls too short to fill the GPU; at d = 64 the forward, where Triton's is faster.
 """
 
 import functools
