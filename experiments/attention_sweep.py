@@ -111,10 +111,9 @@ def both(fn: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Te
 
 def kernels_of(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> str:
     """Which kernels ours runs, forward and backward: those for Hopper or Triton's."""
-    band = (shape.window, 0 if shape.causal else None)
-    problem = Problem(band, shape.head_dim**-0.5, "ieee", *[shape.document_ids()] * 2)
-    names = ["Hopper" if hopper.serves(way, q, k, v, problem) else "Triton" for way in ("forward", "backward")]
-    return " + ".join(dict.fromkeys(names))
+    problem = Problem((shape.window, 0 if shape.causal else None), shape.head_dim**-0.5)
+    served = [not shape.documents and hopper.serves(way, q, k, v, problem) for way in ("forward", "backward")]
+    return " + ".join(dict.fromkeys("Hopper" if hoppers else "Triton" for hoppers in served))
 
 
 def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device: str) -> dict[str, dict[str, Any]]:
