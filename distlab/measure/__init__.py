@@ -8,7 +8,7 @@ from distlab.measure.bandwidth import (
     time_collective,
     traffic,
 )
-from distlab.measure.clock import PhaseTimer, call_ms, cpu_threads, replay_ms, replayed, slowest_rank
+from distlab.measure.clock import PhaseTimer, call_ms, cpu_threads, replay_ms, slowest_rank
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.measure.flops import FlopsByCategory
 from distlab.measure.gradient_times import gradient_ready_ms
@@ -93,7 +93,6 @@ __all__ = [
     "peak_memory",
     "percentiles",
     "replay_ms",
-    "replayed",
     "saved_for_backward",
     "slowest_rank",
     "step_windows",
