@@ -41,16 +41,8 @@ from distlab.experiment import (
     option,
 )
 from distlab.hardware import peak_flops
-from distlab.measure import (
-    Pace,
-    allocated_bytes,
-    attempt,
-    call_ms,
-    interleave,
-    peak_memory,
-    percentiles,
-    replayed,
-)
+from distlab.measure import Pace, allocated_bytes, attempt, call_ms, interleave, peak_memory, percentiles
+from distlab.measure.clock import replayed
 from distlab.report import grouped, host_bound, metric_over_length, noise_of
 from experiments._attention import (
     VARIANTS,
