@@ -209,7 +209,7 @@ def find_triton() -> list[Finding]:
         how = (LIMITED, "interpreted (TRITON_INTERPRET=1)", "correct in fp32 and fp16, not fast")
     elif torch.cuda.device_count():
         why = hopper.unavailable(None)
-        attention = "those for Hopper" if why is None else f"in plain Triton, as {why}"
+        attention = f"those for Hopper ({hopper.SERVED})" if why is None else f"in plain Triton, as {why}"
         how = (OK, f"compiled for the GPU; attention's: {attention}", "")
     return [triton, Finding("kernels", *how)]
 
@@ -243,7 +243,7 @@ def abilities(findings: list[Finding]) -> list[Ability]:
         ("strategies on two CPU ranks", stop, "", "distlab run ddp_bench --nproc 2 --backend gloo"),
         ("strategies on all GPUs", stop or two or silent, "", "distlab run ddp_bench"),
         ("kernels, tested in plain torch or interpreted", stop, "", "pytest tests/kernels"),
-        ("kernels, timed", stop or one, "", "distlab run attention_record"),
+        ("kernels, timed", stop or one, "", "distlab run attention_sweep --preset twelve"),
         ("mistakes, and the checks that catch them", stop, "", "distlab run sabotage"),
         ("all tests", stop, "" if gpus > 1 else "tests that need GPUs skip", "make test"),
     ]

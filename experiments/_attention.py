@@ -1,68 +1,120 @@
-"""What the experiments on attention share: inputs, every function that is timed, and the exact result to judge them by.
+"""What the experiments on attention share: shapes, inputs, every function that is timed, and the exact result.
 
-Causal attention of (1, 1, T, D) or (B, T, D) tensors. Peers are torch's: SDPA with each of its backends, FlexAttention
-and the textbook form, eager and compiled.
+Peers are torch's: SDPA with each of its backends, FlexAttention and the textbook form, eager and compiled.
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from distlab.experiment import Options, Record, option
-from distlab.report import metric_over_length
 from kernels._autograd import first_order
-from kernels.flash_attention import FlashAttention2, cost
+from kernels.flash_attention import FlashAttention2, cost, flash_attention
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v of one shape → o of that shape
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (B, H, Tq, D), k and v (B, Hk, Tk, D) → o like q
 BACKENDS = {
     "sdpa": None, "sdpa-math": SDPBackend.MATH, "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }  # fmt: skip
 VARIANTS = ("naive", "compiled", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "ours-compiled-backward",
-            "ours-ieee", "ours")  # fmt: skip
+            "ours-ieee", "ours-padded", "ours-deterministic", "ours")  # fmt: skip
+WRITTEN = re.compile(r"(\d+)x(\d+)(?::(\d+))?x(\d+)(?::(\d+))?x(\d+)(?:/(full|window=\d+|documents=\d+))?")
 
 
 @dataclass(frozen=True)
-class ShapeOptions(Options):
-    """Of a sweep: every head dim × dtype."""
+class Shape:
+    """A call; causal unless full. Query i stands at key i; a window is of keys before it."""
 
-    head_dims: tuple[int, ...] = option((16, 32, 64, 128), "head dims", least=1)
-    dtypes: tuple[str, ...] = option(
-        ("bfloat16", "float32"), "dtypes", choices=("bfloat16", "float16", "float32")
-    )
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    causal: bool = True
+    window: int | None = None
+    documents: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        """Of `BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM[/full | /window=W | /documents=N]`.
+
+        Raises:
+            ValueError: another text, or numbers that do not fit together.
+        """
+        found = WRITTEN.fullmatch(text)
+        sizes = [int(size or found[place]) for place, size in enumerate(found.groups()[:6])] if found else [0]
+        mask, _, size = ((found and found[7]) or "").partition("=")
+        if 0 in sizes or sizes[1] % sizes[2] or (mask == "documents" and sizes[3] != sizes[4]):
+            raise ValueError(
+                f"shape {text!r}: give BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM, heads a multiple of key heads, "
+                "and /full, /window=W or /documents=N (as many queries as keys) where it is not plainly causal, such "
+                "as 4x32:8x4096x128/window=1024")
+        return cls(*sizes, causal=mask != "full", **({mask: int(size)} if size else {}))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every attention has this mask: causal or none."""
+        return self.window is None and self.documents is None
+
+    def document_ids(self, device: str = "cpu") -> Tensor | None:
+        """(T,), alike in every sequence, of N documents with borders anywhere; None where there are none."""
+        if self.documents is None:
+            return None
+        borders = torch.randint(self.queries, (self.documents - 1,), generator=torch.Generator().manual_seed(0))
+        return (torch.arange(self.queries)[:, None] >= borders).sum(1).to(device)
+
+    def visible(self, query: Tensor, key: Tensor, ids: Tensor | None) -> Tensor:
+        """Whether the query at a position sees the key at another; positions broadcast."""
+        seen = key <= query if self.causal else (key >= 0) & (query >= 0)
+        if self.window is not None:
+            seen = seen & (query - key <= self.window)
+        return seen if ids is None else seen & (ids[query] == ids[key])
+
+    def mask(self, device: torch.device | str, start: int = 0, stop: int | None = None) -> Tensor:
+        """(queries from `start` to `stop`, keys): what is visible."""
+        query, key = torch.arange(self.queries, device=device)[start:stop, None], torch.arange(self.keys, device=device)
+        return self.visible(query, key, self.document_ids(device))
+
+    def flops(self) -> float:
+        """Of the forward, by convention: visible pairs only."""
+        ids = self.document_ids()
+        parts = [(self.queries, self.keys)] if ids is None else [(n, n) for n in ids.bincount().tolist()]
+        return sum(cost((self.batch, self.heads, m, self.head_dim), (self.batch, self.kv_heads, n, self.head_dim),
+                        torch.bfloat16, causal=self.causal, window=self.window).flops for m, n in parts)
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The textbook: the whole score matrix in memory."""
-    length = q.shape[-2]
-    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, float("-inf"))
+def naive(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """The textbook: the whole score matrix in memory; `seen` (Tq, Tk) where it is not causal."""
+    if seen is None:
+        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    if q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
     return torch.softmax(scores, -1) @ v
 
 
-def _sdpa(backend: SDPBackend | None) -> Attention:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x if x.dim() == 4 else x.unsqueeze(1) for x in (q, k, v))
-        if backend is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return lambda q, k, v: run(q, k, v).view(q.shape)
+def _sdpa(variant: str, shape: Shape) -> Attention:
+    call = functools.partial(
+        F.scaled_dot_product_attention, is_causal=shape.causal, enable_gqa=shape.heads != shape.kv_heads)
+    backend = BACKENDS[variant]
+    return call if backend is None else sdpa_kernel(backend)(call)
 
 
-def _flex(length: int, device: str) -> Attention:
+def _flex(shape: Shape, ids: Tensor | None, device: str) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
+    mask = None
+    if shape.causal:
+        mask = create_block_mask(
+            lambda b, h, i, j: shape.visible(i, j, ids), None, None, shape.queries, shape.keys, device=device)
     compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+    return functools.partial(compiled, block_mask=mask, enable_gqa=shape.heads != shape.kv_heads)
 
 
 @functools.cache
@@ -100,68 +152,73 @@ class CompiledBackward(FlashAttention2):
         return *(g.view(shape).to(t) for g, t in zip(grads, ctx.input_dtypes, strict=True)), *[None] * 7
 
 
-def build(variant: str, length: int, device: str) -> Attention:
-    """The function of a variant; compiled ones are compiled for this length, as their users do."""
+def _padded(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """Ours with zeros up to the next power of two as head dim."""
+    head_dim = q.shape[-1]
+    room = (1 << (head_dim - 1).bit_length()) - head_dim
+    return flash_attention(*(F.pad(x, (0, room)) for x in (q, k, v)), scale=head_dim**-0.5, **options)[..., :head_dim]
+
+
+def suits(variant: str, shape: Shape, dtype: str) -> bool:
+    """Whether there is such a row: a variant that knows the shape's mask, and differs from another there."""
+    rules = {
+        "ours-ieee": dtype == "float32", "ours-padded": shape.head_dim & (shape.head_dim - 1) != 0,
+        "ours-compiled-backward": shape.is_plain and (shape.heads, shape.queries) == (shape.kv_heads, shape.keys),
+    }  # fmt: skip
+    return rules.get(variant, shape.is_plain or not variant.startswith("sdpa"))
+
+
+def build(variant: str, shape: Shape, device: str) -> Attention:
+    """The function of a variant; compiled ones are compiled for this shape, as their users do."""
     torch._dynamo.reset()
-    if variant == "flex":
-        return _flex(length, device)
     if variant in BACKENDS:
-        return _sdpa(BACKENDS[variant])
-    return {
-        "naive": naive,
-        "compiled": torch.compile(naive, dynamic=False),
-        "ours": lambda q, k, v: FlashAttention2.apply(q, k, v, True),
-        "ours-ieee": lambda q, k, v: FlashAttention2.apply(q, k, v, True, None, None, "top-left", "ieee"),
-        "ours-compiled-backward": lambda q, k, v: CompiledBackward.apply(q, k, v, True),
-    }[variant]
+        return _sdpa(variant, shape)
+    ids = shape.document_ids(device)
+    if variant == "flex":
+        return _flex(shape, ids, device)
+    if variant in ("naive", "compiled"):
+        seen = None if shape.causal and shape.is_plain else shape.mask(device)
+        return functools.partial(naive if variant == "naive" else torch.compile(naive, dynamic=False), seen=seen)
+    if variant == "ours-compiled-backward":
+        return lambda q, k, v: CompiledBackward.apply(q, k, v, shape.causal)
+    packed = None if ids is None else ids.expand(shape.batch, -1)
+    options = {"causal": shape.causal, "window": shape.window, "document_ids": packed}
+    options |= {"ours-ieee": {"precision": "ieee"}, "ours-deterministic": {"deterministic": True}}.get(variant, {})
+    return functools.partial(_padded if variant == "ours-padded" else flash_attention, **options)
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, rows: int = 2048) -> tuple[Tensor, ...]:
-    """(o, dq, dk, dv) in float64, `rows` queries at a time, so that long sequences fit."""
-    q, k, v, do = (x.detach().double() for x in (q, k, v, do))
-    scale = q.shape[-1] ** -0.5
+def last_head(x: Tensor, shape: Shape) -> Tensor:
+    """The last sequence's last key head of k or v, or the query heads that read it."""
+    return x.detach()[-1, -(x.shape[1] // shape.kv_heads):]
+
+
+def exact(shape: Shape, *case: Tensor, rows: int = 2048) -> tuple[Tensor, ...]:
+    """(o, dq, dk, dv) of `last_head` in float64, from q, k, v and dO; `rows` queries at a time, so that it fits."""
+    q, k, v, do = (last_head(x, shape).double() for x in case)
+    scale = shape.head_dim**-0.5
     o, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
-    for start in range(0, q.shape[-2], rows):
-        stop = min(start + rows, q.shape[-2])
-        here, keys = slice(start, stop), slice(0, stop)
-        scores = q[..., here, :] @ k[..., keys, :].mT * scale
-        hidden = torch.ones(stop - start, stop, dtype=torch.bool, device=q.device).triu(1 + start)
-        p = torch.softmax(scores.masked_fill_(hidden, float("-inf")), -1)
-        o[..., here, :] = p @ v[..., keys, :]
-        dv[..., keys, :] += p.mT @ do[..., here, :]
-        dp = do[..., here, :] @ v[..., keys, :].mT
-        ds = p.mul_(dp - (do[..., here, :] * o[..., here, :]).sum(-1, keepdim=True))
-        dq[..., here, :] = ds @ k[..., keys, :] * scale
-        dk[..., keys, :] += ds.mT @ q[..., here, :] * scale
+    for start in range(0, shape.queries, rows):
+        here = slice(start, start + rows)
+        seen = shape.mask(q.device, start, start + rows)
+        p = torch.softmax((q[:, here] @ k.mT * scale).masked_fill_(~seen, float("-inf")), -1)
+        o[:, here] = p @ v
+        dv += (p.mT @ do[:, here]).sum(0)
+        ds = p.mul_(do[:, here] @ v.mT - (do[:, here] * o[:, here]).sum(-1, keepdim=True))
+        dq[:, here] = ds @ k * scale
+        dk += (ds.mT @ q[:, here]).sum(0) * scale
     return o, dq, dk, dv
 
 
-def errors(results: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, float]:
-    """Largest absolute error of the output and of the worst gradient, of (o, *gradients)."""
-    found = [(x.double() - y).abs().max() for x, y in zip(results, expected, strict=True)]
+def errors(results: Sequence[Tensor], expected: Sequence[Tensor], shape: Shape) -> dict[str, float]:
+    """Largest absolute error of the output and of the worst gradient, of (o, *gradients) at `last_head`."""
+    found = [(last_head(x, shape) - y).abs().max() for x, y in zip(results, expected, strict=True)]
     o, *grads = torch.stack(found).tolist()  # one wait for the device
     return {"max_abs_error": o, "max_abs_grad_error": max(grads)}
 
 
-def inputs(shape: tuple[int, ...], dtype: str, device: str) -> list[Tensor]:
+def inputs(shape: Shape, dtype: str, device: str) -> list[Tensor]:
     """[q, k, v, dO], random; the first three ask for gradients."""
-    torch.manual_seed(shape[-2] + shape[-1])
-    found = [torch.randn(shape, device=device).to(getattr(torch, dtype)) for _ in range(4)]
+    torch.manual_seed(shape.queries + shape.head_dim)
+    q, k = (shape.batch, shape.heads, shape.queries), (shape.batch, shape.kv_heads, shape.keys)
+    found = [torch.randn(*x, shape.head_dim, device=device).to(getattr(torch, dtype)) for x in (q, k, k, q)]
     return [x.requires_grad_() for x in found[:3]] + found[3:]
-
-
-def tflop_per_s(q: Tensor, fwd_ms: float, fwd_bwd_ms: float) -> dict[str, float]:
-    """Rates of forward, backward and both, by convention: causal pairs only, backward 2.5 × forward."""
-    flops = cost(q.shape, q.shape, q.dtype, causal=True).flops
-    passes = {"fwd": (1.0, fwd_ms), "bwd": (2.5, fwd_bwd_ms - fwd_ms), "fwd_bwd": (3.5, fwd_bwd_ms)}
-    return {f"{name}_tflop_per_s": times * flops / ms / 1e9 for name, (times, ms) in passes.items()}
-
-
-def lines_over_length(metric: str, label: str) -> Callable[[Sequence[Record], Path], None]:
-    """A view's picture: a metric over the length, a panel per dtype and head dim; none where nobody measured it."""
-
-    def draw(records: Sequence[Record], path: Path) -> None:
-        if any(r.metrics.get(metric) is not None for r in records):
-            metric_over_length(records, path, metric, label)
-
-    return draw

@@ -18,17 +18,22 @@ from statistics import median_high
 import torch
 from torch import Tensor
 
-from distlab.experiment import Column, Experiment, RankContext, Run, View, headline_from, option
+from distlab.experiment import Column, Experiment, Options, RankContext, Run, View, headline_from, option
 from distlab.measure import Pace, PhaseTimer, allocated_bytes, attempt, peak_memory
-from experiments._attention import VARIANTS, Attention, ShapeOptions, build, inputs, lines_over_length
+from distlab.report import metric_over_length
+from experiments._attention import VARIANTS, Attention, Shape, build, inputs
 from kernels.flash_attention import hopper
 from kernels.flash_attention.options import Problem
 
 
 @dataclass(frozen=True)
-class Config(ShapeOptions):
+class Config(Options):
     """One run: lengths × head_dims × dtypes × variants rows."""
 
+    head_dims: tuple[int, ...] = option((16, 32, 64, 128), "head dims", least=1)
+    dtypes: tuple[str, ...] = option(
+        ("bfloat16", "float32"), "dtypes", choices=("bfloat16", "float16", "float32")
+    )
     lengths: tuple[int, ...] = option(tuple(2**n for n in range(8, 16)), "tokens", least=1)
     variants: tuple[str, ...] = option(("naive", "sdpa", "ours"), "what to measure", choices=VARIANTS)
     batch: int = option(8, "sequences", least=1)
@@ -90,8 +95,9 @@ def memory(config: Config, run: Run, device: str, length: int, head_dim: int, dt
     if device == "cuda":
         torch.cuda.empty_cache()
     held = _held_by_libraries(device == "cuda")
-    q, k, v, do = inputs((config.batch, length, head_dim), dtype, device)
-    fn = build(variant, length, device)
+    shape = Shape(config.batch, 1, 1, length, length, head_dim)
+    q, k, v, do = inputs(shape, dtype, device)
+    fn = build(variant, shape, device)
     pace = Pace(config.passes, f"{variant} {dtype} d={head_dim} length {length}", run.progress)
     passes = []
     for _ in range(config.passes):
@@ -127,7 +133,7 @@ VIEW = View(
     headline=headline_from("Batch {batch}, no heads, causal, {passes} passes, {device_name}, torch {torch}"),
     terminal=("dtype", "head_dim", "length", "variant", "before_bwd_alloc_bytes", "peak_alloc_bytes",
               "predicted_peak_bytes", "status"),
-    pictures={"memory.png": lines_over_length("peak_alloc_bytes", "peak bytes")},
+    pictures={"memory.png": partial(metric_over_length, metric="peak_alloc_bytes", label="peak bytes")},
     reading="Naive attention keeps the weights of all pairs, so its memory grows with the square of the length; the "
     "others keep the log-sum-exp of each row. A row that says OOM did not fit; its prediction says how much it needs.",
     prediction="Tensors counted by hand, in closed form: inputs, outputs, what is saved, and temporaries.",

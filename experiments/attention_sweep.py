@@ -1,59 +1,98 @@
-"""How fast is attention at each length, next to everything else one could call?
+"""How fast is attention at the shapes people train with, next to everything else one could call?
 
-    distlab run attention_sweep --quick              # two minutes on a GPU; on a CPU one short length
-    distlab run attention_sweep --name full          # all; the same command resumes a cut-off run
+    distlab run attention_sweep --name shapes        # the record; the same command resumes a cut-off run
+    distlab run attention_sweep --preset twelve      # of these the twelve shapes that the geometric mean is of
+    distlab run attention_sweep --quick              # one head, three lengths; on a CPU one short length
 
-Causal attention, batch 1, one head, every length × head dim × dtype. For each variant: time of a forward+backward
-called in a loop, as a model calls it (wall, and the host's part); device time of forward and of forward+backward as
-replays of a CUDA graph (backward is their difference); peak memory of such a call with its inputs; TFLOP/s by
-convention (causal pairs only, backward 2.5 × forward); and the largest error of output and gradients against
-float64. fp32 peers multiply in torch's default, IEEE fp32; ours in
-"emulated", three TF32 matmuls or six of bf16 on the tensor cores that are as accurate (see the error columns),
-"ours-ieee" like them. The L2 is warm in graph replays; shapes up to a length of about 65,536 fit in it for every
-variant alike.
+A shape is BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM, causal unless it ends in /full, /window=W or /documents=N.
+For each variant: time of forward + backward called in a loop, as a model calls it (wall, and the host's part); device
+time of forward and of forward + backward as replays of a CUDA graph (backward is their difference); peak memory of such
+a call with its inputs; TFLOP/s by convention (visible pairs only, backward 2.5 × forward); and the largest error of
+output and gradients of one head against float64. All variants of a shape are timed in interleaved rounds. fp32 peers
+multiply in torch's default, IEEE fp32; ours in "emulated", three TF32 matmuls or six of bf16 on the tensor cores that
+are as accurate (see the error columns), "ours-ieee" like them; "ours-padded" pads the head dim to a power of two;
+"ours-deterministic" sums dQ in a pass of its own. The L2 is warm in graph replays.
 
-A variant that refuses a dtype says so, one that runs out of memory says OOM, and the sweep goes on.
+A variant that refuses a call says so, one that runs out of memory says OOM, and the sweep goes on.
 """
 
-import contextlib
 import gc
 import itertools
 import multiprocessing
-import warnings
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
-from distlab.measure import Pace, allocated_bytes, attempt, call_ms, peak_memory, percentiles, replay_ms
-from distlab.report import TIE, grouped, host_bound, tied
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.hardware import peak_flops
+from distlab.measure import Pace, allocated_bytes, attempt, call_ms, interleave, peak_memory, percentiles
+from distlab.measure.clock import replayed
+from distlab.report import grouped, host_bound, metric_over_length, noise_of
 from experiments._attention import (
     VARIANTS,
     Attention,
-    ShapeOptions,
+    Shape,
     build,
     errors,
     exact,
     inputs,
-    lines_over_length,
-    tflop_per_s,
+    suits,
 )
+from kernels.flash_attention import hopper
+from kernels.flash_attention.options import Problem
 
-COMPILED = ("compiled", "flex", "ours-compiled-backward", "ours")
+TWELVE = (
+    "4x32x1024x64", "8x16x2048x64", "4x32x4096x64", "1x16x16384x64", "2x32x2048x128", "4x32x4096x128", "1x32x8192x128",
+    "1x16x16384x128", "1x32x32768x128", "4x32x4096x128/full", "1x16x16384x64/full", "1x16x16384x128/full",
+)  # fmt: skip
+MORE = (
+    "4x32x512x80", "4x32x2048x80", "4x32x2048x96", "4x32:8x4096x128", "1x32:8x32768x128", "1x32x32768x128/window=1024",
+    "1x32x32768x128/documents=16", "1x32x4096:65536x128/full", "16x32x1:4096x128/full",
+)  # fmt: skip
+LENGTHS = tuple(f"1x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(7, 17))
+COMPILED = ("compiled", "flex", "ours-compiled-backward", "ours-padded", "ours")
+COMPARED = {"wall": "wall", "device": "fwd_bwd_device", "fwd": "fwd_device"}
 
 
 @dataclass(frozen=True)
-class Config(ShapeOptions):
-    """One run: lengths × head_dims × dtypes × variants rows of batch 1 and one head."""
+class Config(Options):
+    """One run: a row per shape, dtype and variant that is defined there."""
 
-    lengths: tuple[int, ...] = option(tuple(2**n for n in range(7, 17)), "tokens", least=1)
-    variants: tuple[str, ...] = option(VARIANTS, "what to time", choices=VARIANTS)
-    repeats: int = option(10, "timed graph replays per number", least=1)
+    shapes: tuple[str, ...] = option(TWELVE + MORE, "BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM[/MASK]")
+    dtypes: tuple[str, ...] = option(("bfloat16",), "dtypes", choices=("bfloat16", "float16", "float32"))
+    variants: tuple[str, ...] = option(
+        ("sdpa", "sdpa-cudnn", "sdpa-flash", "flex", "ours", "ours-padded"), "what to time", choices=VARIANTS)
+    flex: str = option(
+        "special", "where FlexAttention is timed, which takes ten seconds to compile: shared heads, windows and "
+        "documents, or all", choices=("special", "all"))  # fmt: skip
+    rounds: int = option(7, "interleaved rounds", least=3)
     warm: int = option(0, "processes that compile everything before the timing", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for text in self.shapes:
+            Shape.parse(text)
+
+    def rows(self, shape: Shape, dtype: str) -> list[str]:
+        """Variants that there are of a shape."""
+        special = not shape.is_plain or shape.heads != shape.kv_heads
+        return [v for v in self.variants if suits(v, shape, dtype) and (v != "flex" or special or self.flex == "all")]
 
 
 def both(fn: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
@@ -62,187 +101,216 @@ def both(fn: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Te
     return o, *torch.autograd.grad(o, (q, k, v), do)
 
 
-def speed(case: list[Tensor], expected: tuple[Tensor, ...], variant: str, repeats: int, device: str) -> dict[str, Any]:
-    """All metrics of one row of the length sweep; without a GPU only errors and the times of calls.
+def kernels_of(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Which kernels ours runs, forward and backward: those for Hopper or Triton's."""
+    problem = Problem((shape.window, 0 if shape.causal else None), shape.head_dim**-0.5)
+    served = [not shape.documents and hopper.serves(way, q, k, v, problem) for way in ("forward", "backward")]
+    return " + ".join(dict.fromkeys("Hopper" if hoppers else "Triton" for hoppers in served))
 
-    Args:
-        case: [q, k, v, dO], of (1, 1, T, D).
-        expected: (o, dq, dk, dv) in float64.
-    """
-    fn = build(variant, case[0].shape[-2], device)
-    metrics: dict[str, Any] = errors(both(fn, *case), expected)  # the first call, which compiles what has to be
-    before = allocated_bytes(device)  # libraries keep workspaces, far larger than a short call's tensors
-    with peak_memory(device) as memory:
-        for clock, times in call_ms(lambda: both(fn, *case), repeats).items():
-            metrics |= {f"{clock}_{p}_ms": ms for p, ms in percentiles(times).items()}
-    if before is None:
+
+def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device: str) -> dict[str, dict[str, Any]]:
+    """Variant → its metrics, or what it refuses in its `status`; times on a CPU are the wall's only."""
+    case = inputs(shape, dtype, device)
+    expected = exact(shape, *case)
+    clocks: dict[str, Callable[[], dict[str, list[float]]]] = {}
+
+    def prepare(variant: str) -> dict[str, Any]:
+        fn = build(variant, shape, device)
+        whole = partial(both, fn, *case)
+        metrics: dict[str, Any] = errors(whole(), expected, shape)  # the first call, which compiles what has to be
+        before = allocated_bytes(device)  # libraries keep workspaces, far larger than a short call's tensors
+        with peak_memory(device) as memory:
+            whole()
+        graphs = {}
+        if before is not None:
+            metrics["peak_bytes"] = memory.peak_alloc_bytes - before + sum(x.nbytes for x in case)
+            metrics["kernels"] = kernels_of(shape, *case[:3]) if variant == "ours" else None
+            graphs = {"fwd_device": replayed(partial(fn, *case[:3])), "fwd_bwd_device": replayed(whole)}
+        clocks[variant] = lambda: call_ms(whole, 1) | {name: times(2) for name, times in graphs.items()}
         return metrics
-    metrics["peak_bytes"] = memory.peak_alloc_bytes - before + sum(x.nbytes for x in case)
-    forward = percentiles(replay_ms(lambda: fn(*case[:3]), repeats))
-    whole = percentiles(replay_ms(lambda: both(fn, *case), repeats))
-    metrics |= {f"fwd_device_{p}_ms": ms for p, ms in forward.items()}
-    metrics |= {f"fwd_bwd_device_{p}_ms": ms for p, ms in whole.items()}
-    metrics["bwd_device_p50_ms"] = whole["p50"] - forward["p50"]
-    return metrics | tflop_per_s(case[0], forward["p50"], whole["p50"])
 
-
-def release(held: int) -> int:
-    """Give back what a row has left on the GPU, where `held` bytes were in use before it; the bytes in use now.
-
-    Only memory that is still in use can lie in cycles of Python objects: looking for those takes longer than timing
-    a short row, some 0.3 s with a compiler loaded.
-    """
-    if torch.cuda.memory_allocated() > held:
-        gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
-
-
-def measure(config: Config, context: RankContext, run: Run) -> None:
-    """A row per dtype, head dim, length and variant, with the reason in `status` if it fails; ours beside the best."""
-    device = context.device.type
-    if config.warm:
-        warm(config, device)
-    shapes = list(itertools.product(config.dtypes, config.head_dims, config.lengths))
-    pace = Pace(len(shapes), "shapes", run.progress)
-    for dtype, head_dim, length in shapes:
-        row = {"length": length, "head_dim": head_dim, "dtype": dtype}
-        asked = [v for v in config.variants if v != "ours-ieee" or dtype == "float32"]
-        missing = [v for v in asked if not run.done(v, **row)]
-        if missing:
-            case = inputs((1, 1, length, head_dim), dtype, device)
-            expected = exact(*case)
-        held = torch.cuda.memory_allocated() if device == "cuda" else 0
-        for variant in missing:
-            metrics = attempt(partial(speed, case, expected, variant, config.repeats, device))
-            run.add(variant, metrics, **row, batch=1, causal=True)
-            if device == "cuda":
-                held = release(held)
-        pace()
-    run.part(COMPARISON.name).records[:] = beside_best_peer(run.records)
-
-
-def warm_one(job: tuple[int, int, str, str, str]) -> None:
-    """Compile what one row needs, into the caches on disk; failures show when the row is measured."""
-    length, head_dim, dtype, device, variant = job
-    with contextlib.suppress(Exception), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        case = inputs((1, 1, length, head_dim), dtype, device)
-        both(build(variant, length, device), *case)
-        build(variant, length, device)(*case[:3])
-
-
-def warm(config: Config, device: str) -> None:
-    """Compile the compiled variants of all rows in parallel processes, before anything is timed."""
-    variants = [v for v in config.variants if v in COMPILED]
-    jobs = list(itertools.product(config.lengths, config.head_dims, config.dtypes, [device], variants))
-    with ProcessPoolExecutor(config.warm, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(warm_one, jobs))
-
-
-def beside_best_peer(records: list[Record]) -> list[Record]:
-    """One record per dtype, head dim and length: forward+backward of ours and of the fastest other variant.
-
-    By the wall's time; by the device's in records that hold no other. `code` is the commit at which that shape was
-    measured: a file may hold shapes of several runs.
-    """
-    found = []
-    timed = [r for r in records if r.metrics.get("fwd_bwd_device_p50_ms") is not None]
-    quantity = "wall" if all("wall_p50_ms" in r.metrics for r in timed) else "fwd_bwd_device"
-    median = f"{quantity}_p50_ms"
-    for shape, rows in sorted(grouped(timed, shape_of).items()):
-        ours = next((r for r in rows if r.variant == "ours"), None)
-        peers = [r for r in rows if not r.variant.startswith("ours")]
-        if ours is None or not peers:
-            continue
-        best = min(peers, key=lambda r: r.metrics[median])
-        ms, peer_ms = (r.metrics[median] for r in (ours, best))
-        config = dict(zip(("dtype", "head_dim", "length"), shape, strict=True))
-        config["code"] = (ours.commit or "unknown")[:7]
-        metrics = {"ours_ms": ms, "peer": best.variant, "peer_ms": peer_ms, "ours_over_peer": ms / peer_ms}
-        metrics["device_ratio"] = ours.metrics["fwd_bwd_device_p50_ms"] / best.metrics["fwd_bwd_device_p50_ms"]
-        if tied(ours.metrics, best.metrics, quantity):
-            metrics["is_tie"] = True
-        found.append(Record(COMPARISON.name, "ours", config, metrics, ours.environment, ours.commit))
+    found = {variant: attempt(partial(prepare, variant)) for variant in variants}
+    for variant, times in interleave(clocks, rounds).items():
+        samples = {name: [ms for one in times for ms in one[name]] for name in times[0]}
+        found[variant] |= {f"{name}_{p}_ms": ms for name in samples for p, ms in percentiles(samples[name]).items()}
+    for metrics in found.values():
+        if "fwd_device_p50_ms" in metrics:
+            metrics |= rates(shape, metrics["fwd_device_p50_ms"], metrics["fwd_bwd_device_p50_ms"])
+        metrics |= ours_over(found.get("ours", {}), metrics)
     return found
 
 
-def shape_of(record: Record) -> tuple[str, int, int]:
-    """(dtype, head dim, length)"""
-    return record.config["dtype"], record.config["head_dim"], record.config["length"]
+def rates(shape: Shape, fwd_ms: float, fwd_bwd_ms: float) -> dict[str, float]:
+    """The backward's time, and TFLOP/s of forward, backward and both by convention."""
+    passes = {"fwd": (1.0, fwd_ms), "bwd": (2.5, fwd_bwd_ms - fwd_ms), "fwd_bwd": (3.5, fwd_bwd_ms)}
+    found = {f"{name}_tflop_per_s": times * shape.flops() / ms / 1e9 for name, (times, ms) in passes.items()}
+    return found | {"bwd_device_p50_ms": fwd_bwd_ms - fwd_ms}
+
+
+def ours_over(ours: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
+    """Ours' medians over those of another row."""
+    medians = {name: f"{quantity}_p50_ms" for name, quantity in COMPARED.items()} if ours is not row else {}
+    return {f"ours_over_{name}": ours[ms] / row[ms] for name, ms in medians.items() if ms in ours and ms in row}
+
+
+def measure(config: Config, context: RankContext, run: Run) -> None:
+    """A row per shape, dtype and variant, with the reason in `status` if it fails."""
+    device = context.device.type
+    if config.warm:
+        warm(config, device)
+    cases = list(itertools.product(config.dtypes, config.shapes))
+    pace = Pace(len(cases), "shapes", run.progress)
+    for dtype, text in cases:
+        shape, row = Shape.parse(text), {"shape": text, "dtype": dtype}
+        variants = config.rows(shape, dtype)
+        if not all(run.done(variant, **row) for variant in variants):
+            for variant, metrics in of_shape(shape, dtype, variants, config.rounds, device).items():
+                run.add(variant, metrics, **row, batch=shape.batch, heads=shape.heads, length=shape.queries,
+                        head_dim=shape.head_dim, causal=shape.causal)
+            gc.collect()  # graphs and compiled functions lie in cycles of Python objects
+            torch.cuda.empty_cache()
+        pace()
+
+
+def compiled(text: str, dtype: str, variant: str, device: str) -> dict[str, object]:
+    """Compile what one row needs, into the caches on disk."""
+    shape = Shape.parse(text)
+    both(build(variant, shape, device), *inputs(shape, dtype, device))
+    return {}
+
+
+def warm(config: Config, device: str) -> None:
+    """Compile the compiled variants of all rows in parallel processes; failures show when a row is measured."""
+    jobs = [partial(compiled, text, dtype, variant, device)
+            for dtype, text in itertools.product(config.dtypes, config.shapes)
+            for variant in config.rows(Shape.parse(text), dtype) if variant in COMPILED]
+    with ProcessPoolExecutor(config.warm, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(attempt, jobs))
+
+
+def shape_of(record: Record) -> str:
+    """The shape; of records that hold none, one sequence of as many heads as they say."""
+    config = record.config
+    return config.get("shape") or f"1x{config.get('heads', 1)}x{config['length']}x{config['head_dim']}"
 
 
 def crossovers(records: list[Record]) -> list[str]:
-    """Per dtype and head dim, the lengths at which a peer is faster."""
-    lines = []
-    beside = grouped(beside_best_peer(records), lambda r: shape_of(r)[:2])
-    for dtype, head_dim in sorted({shape_of(r)[:2] for r in records}):
-        mine = beside.get((dtype, head_dim), [])
-        slower = [r for r in mine if r.metrics["ours_over_peer"] > 1 and not r.metrics.get("is_tie")]
-        behind = [f"{r.config['length']} ({r.metrics['peer']} {r.metrics['peer_ms']:.4f} ms, ours "
-                  f"{r.metrics['ours_ms']:.4f})" for r in slower]
-        ties = [str(r.config["length"]) for r in mine if r.metrics.get("is_tie")]
-        verdict = "a peer is faster at " + ", ".join(behind) if behind else "ours is the fastest at every length"
-        if ties:
-            verdict = f"{verdict if behind else 'no peer is faster'}; a tie at {', '.join(ties)}"
-        lines.append(f"{dtype} d={head_dim}: {verdict if mine else 'no device times to compare'}")
-    return lines
+    """The rows that are faster than ours by the wall's time, and by more than the noise."""
+    found = [r for r in records if r.metrics.get("ours_over_wall", 0) > 1 + (noise_of(r.metrics, "wall") or 0) / 100]
+    rows = [f"{shape_of(r)} ({r.variant}, ours / it {r.metrics['ours_over_wall']:.2f})" for r in found]
+    return [f"A peer is faster at {', '.join(rows)}."] if rows else []
 
 
-headline = headline_from(
-    "Batch 1, one head, causal, forward + backward, {device_name}, torch {torch}, triton {triton}"
-)
+def geometric_means(records: list[Record]) -> str:
+    """For the headline: ours over SDPA's default at those of the twelve shapes that were measured."""
+    rows = [r.metrics for r in records if r.variant == "sdpa" and r.config.get("shape") in TWELVE]
+    device, wall = ([m[f"ours_over_{x}"] for m in rows if f"ours_over_{x}" in m] for x in ("device", "wall"))
+    if not device:
+        return ""
+    return (f"; ours ÷ SDPA's default {geometric_mean(device):.3f} on the device, {geometric_mean(wall):.3f} by the "
+            f"wall: geometric means of {len(device)} of the twelve shapes")
 
 
-COMPARISON = View(
+def wrong(records: list[Record]) -> list[str]:
+    """Rows of ours whose error is above three times the largest of its peers."""
+    found = []
+    for shape, rows in grouped(records, lambda r: (r.config["dtype"], shape_of(r))).items():
+        for name in ("max_abs_error", "max_abs_grad_error"):
+            peers = [r.metrics[name] for r in rows if name in r.metrics and r.variant[:4] != "ours"]
+            found += [f"WRONG: {r.variant} at {' '.join(shape)}: {name} {r.metrics[name]:.1e}" for r in rows
+                      if peers and name in r.metrics and not r.metrics[name] <= 3 * max(peers) + 1e-5]
+    return found
+
+
+def behind(name: str) -> Callable[[Record], str]:
+    """A mark for a peer that is faster than ours."""
+    return lambda record: " behind" if record.metrics[f"ours_over_{name}"] > 1 else ""
+
+
+def peak_pct(record: Record) -> float | None:
+    """TFLOP/s as a share of the GPU's peak."""
+    peak = peak_flops(record.environment.get("device_name", ""), record.config["dtype"])
+    return (peak and 1e14 * record.metrics.get("fwd_bwd_tflop_per_s", 0) / peak) or None
+
+
+headline = headline_from("Attention, forward + backward, {device_name}, torch {torch}, triton {triton}")
+SHAPE = Column("config.shape", "shape", derived=shape_of, align="left")
+
+
+ERRORS = [Column(f"metrics.max_abs_{name}error", f"max |Δ{of}|", ".1e") for name, of in (("", "o"), ("grad_", "grad"))]
+COMPARISON = View(  # of records that runs no longer make
     name="attention_comparison",
     question="Ours beside the fastest other variant of each shape",
     columns=[
         Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
         Column("metrics.ours_ms", "ours ms", ".4f"), Column("metrics.peer", "fastest peer"),
-        Column("metrics.peer_ms", "its ms", ".4f"),
-        Column("metrics.ours_over_peer", "ours / peer", ".2f", note=lambda r: TIE if r.metrics.get("is_tie") else ""),
-        Column("metrics.device_ratio", "on the device", ".2f", missing="", optional=True),
+        Column("metrics.peer_ms", "its ms", ".4f"), Column("metrics.ours_over_peer", "ours / peer", ".2f"),
         Column("config.code", "code"),
     ],
-    headline=lambda records: headline(records) + "; each shape by the code in the last column",
+    headline=headline_from("Batch 1, one head, causal, forward + backward, {device_name}, torch {torch}, triton "
+                           "{triton}; each shape by the code in the last column"),
     reading="Above 1 the peer is faster.",
+)  # fmt: skip
+HARNESS = View(  # likewise
+    name="attention_record",
+    question="Attention of 16,384 tokens and 16 heads through one harness",
+    columns=[
+        Column("config.head_dim", "d"), Column("variant", "variant"), Column("metrics.fwd_p50_ms", "fwd ms", ".3f"),
+        Column("metrics.bwd_p50_ms", "bwd ms", ".3f"), Column("metrics.fwd_bwd_p50_ms", "f+b ms", ".3f"),
+        *(Column(f"metrics.{part}_tflop_per_s", f"{name} TFLOP/s", ".0f")
+          for part, name in (("fwd", "fwd"), ("bwd", "bwd"), ("fwd_bwd", "f+b"))), *ERRORS,
+        Column("metrics.matmul_tflop_per_s", "cuBLAS", ".0f"),
+    ],
+    headline=headline_from("1 × {heads} × {length:,} × d, {dtype}, causal, forward + backward, {device_name}, torch "
+                           "{torch}, triton {triton}"),
+    reading="One leaf is unpacked into q, k and v, and `o.sum().backward()` fills its gradient.",
 )  # fmt: skip
 VIEW = View(
     columns=[
-        Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
-        Column("variant", "variant"),
+        SHAPE, Column("config.dtype", "type"), Column("variant", "variant"),
+        Column("metrics.kernels", "kernels", missing="", optional=True),
         Column("metrics.wall_p50_ms", "wall ms", ".4f", optional=True, note=host_bound),
-        Column("metrics.fwd_device_p50_ms", "fwd ms", ".4f"), Column("metrics.bwd_device_p50_ms", "bwd ms", ".4f"),
+        Column("metrics.ours_over_wall", "ours / it", ".2f", missing="", optional=True, note=behind("wall")),
         Column("metrics.fwd_bwd_device_p50_ms", "f+b ms", ".4f"),
-        Column("metrics.fwd_bwd_tflop_per_s", "TFLOP/s", ".1f"), Column("metrics.host_p50_ms", "host ms", ".3f"),
-        Column("metrics.peak_bytes", "peak MiB", ".1f", scale=2**-20),
-        Column("metrics.max_abs_error", "max |Δo|", ".1e"), Column("metrics.max_abs_grad_error", "max |Δgrad|", ".1e"),
-        Column("metrics.status", "status"),
+        Column("metrics.ours_over_device", "ours / it", ".2f", missing="", optional=True, note=behind("device")),
+        Column("metrics.fwd_device_p50_ms", "fwd ms", ".4f"),
+        Column("metrics.ours_over_fwd", "ours / it", ".2f", missing="", optional=True, note=behind("fwd")),
+        Column("metrics.bwd_device_p50_ms", "bwd ms", ".4f"), Column("metrics.fwd_bwd_tflop_per_s", "TFLOP/s", ".1f"),
+        Column("metrics.peak_pct", "% of peak", ".0f", missing="", derived=peak_pct, optional=True),
+        Column("metrics.host_p50_ms", "host ms", ".3f"), Column("metrics.peak_bytes", "peak MiB", ".1f", scale=2**-20),
+        *ERRORS, Column("metrics.status", "status"),
     ],
-    headline=lambda records: headline(records) if records[0].environment.get("cuda") else "A CPU: no device times",
-    terminal=("dtype", "head_dim", "length", "variant", "wall_p50_ms", "fwd_bwd_device_p50_ms", "host_p50_ms",
-              "fwd_bwd_tflop_per_s", "status"),
+    headline=lambda records: headline(records) + geometric_means(records) if records[0].environment.get("cuda")
+    else "A CPU: no device times",
+    terminal=("shape", "variant", "wall_p50_ms", "ours_over_wall", "fwd_bwd_device_p50_ms", "ours_over_device",
+              "ours_over_fwd", "status"),
     pictures={
-        "time.png": lines_over_length("fwd_bwd_device_p50_ms", "forward + backward, ms"),
-        "tflops.png": lines_over_length("fwd_bwd_tflop_per_s", "TFLOP/s"),
-        "memory.png": lines_over_length("peak_bytes", "peak bytes"),
+        "time.png": partial(metric_over_length, metric="fwd_bwd_device_p50_ms", label="forward + backward, ms"),
+        "tflops.png": partial(metric_over_length, metric="fwd_bwd_tflop_per_s", label="TFLOP/s"),
+        "memory.png": partial(metric_over_length, metric="peak_bytes", label="peak bytes"),
     },
-    findings=crossovers,
+    findings=lambda records: [*wrong(records), *crossovers(records)],
     reading="Wall is one forward and backward of many in a loop; host is until Python has issued it, and decides where "
     "it exceeds the device's: such rows are marked. Device times are replays of a CUDA graph with a warm L2; backward "
-    "is forward + backward minus forward. In the memory picture naive attention grows with the square of the length, "
-    "all others with the length.",
+    "is forward + backward minus forward. Ours / it is ours over that row in the column before; behind: ours is slower."
+    " Pictures are of one head; in that of the memory naive attention grows with the square of the length, all others "
+    "with the length.",
+    noise="Medians over interleaved rounds, in each of which every variant of a shape is timed.",
 )
-SMOKE = {"lengths": (32,), "head_dims": (16,), "dtypes": ("float32",), "variants": ("naive", "sdpa", "ours"),
-         "repeats": 3}  # fmt: skip
+SMOKE = {"shapes": ("1x1x32x16", "1x2:1x16x16/documents=2"), "dtypes": ("float32",),
+         "variants": ("naive", "sdpa", "ours"), "rounds": 3}  # fmt: skip
 EXPERIMENT = Experiment(
     Config, measure, VIEW,
     presets={
-        "quick": {"lengths": (1024, 4096, 16384), "head_dims": (64,), "dtypes": ("bfloat16",), "repeats": 5,
+        "record": {"shapes": TWELVE + MORE}, "twelve": {"shapes": TWELVE},
+        "lengths": {"shapes": LENGTHS, "dtypes": ("bfloat16", "float32"), "flex": "all", "variants": (
+            "naive", "compiled", *Config.variants[:3], "sdpa-efficient", "flex", "ours-compiled-backward", "ours-ieee",
+            "ours")},
+        "quick": {"shapes": ("1x1x1024x64", "1x1x4096x64", "1x1x16384x64"), "rounds": 3, "flex": "all",
                   "variants": ("naive", "sdpa-flash", "sdpa-cudnn", "flex", "ours")},
         "quick-cpu": SMOKE, "smoke": SMOKE,
     },
     gpus=1,
-    parts=(COMPARISON,),
+    parts=(COMPARISON, HARNESS),
+    wrong=wrong,
 )  # fmt: skip

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,12 +44,12 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.measure import Pace, interleave, replay_ms
+from distlab.measure import Pace, attempt, interleave, replay_ms
 from distlab.report import write_json
 from kernels._compile import compile_for
 from kernels._triton import compile_only, generation
 from kernels.flash_attention import backward_launch as backward
-from kernels.flash_attention import configs, forward, table
+from kernels.flash_attention import configs, forward, hopper, table
 from kernels.flash_attention.configs import Choice, Key, Tile, key_of
 from kernels.flash_attention.options import Problem
 
@@ -343,6 +344,20 @@ def shipped(rows: dict[configs.Key, Choice], run: Run) -> None:
             run.add(kernel, metrics, family=f"{case.dtype}:{case.head_dim}:{case.precision}", length=key.rows,
                     tiles=describe(how))  # fmt: skip
         pace()
+    for way, head_dims in hopper.HEAD_DIMS.items() if len(rows) == len(configs.TABLE) else ():
+        for head_dim in head_dims:
+            run.add(f"Hopper's {way}", attempt(partial(hoppers, way, head_dim)), family=f"bfloat16:{head_dim}")
+
+
+def hoppers(way: str, head_dim: int) -> dict[str, int]:
+    """Of a kernel in Gluon, for an H100: registers, spilled bytes and shared memory; fp16's are alike."""
+    bench = Bench(Case(16384, head_dim, "bfloat16"), "meta")
+    with compile_for(90) as compiled:
+        if way == "forward":
+            hopper.launch_forward(bench.q, bench.k, bench.v, bench.o, bench.lse, bench.problem)
+        else:
+            hopper.launch_backward(bench.q, bench.k, bench.v, bench.o, bench.lse, bench.do, *bench.grads, bench.problem)
+    return resources(next(c for c in compiled if c.metadata.name.startswith("hopper")))
 
 
 def begun(

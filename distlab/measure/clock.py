@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -186,15 +187,12 @@ def capture(
     return graph
 
 
-def replay_ms(
-    run: Callable[[], object],
-    repeats: int,
-    *,
-    graph_ms: float = 2.0,
-    calls: tuple[int, int] = (1, 10),
-    tidy: bool = True,
-) -> list[float]:
-    """Device time in ms of `run` in each of `repeats` replays of a CUDA graph; the L2 stays warm.
+def replayed(
+    run: Callable[[], object], *, graph_ms: float = 2.0, calls: tuple[int, int] = (1, 10), tidy: bool = True
+) -> Callable[[int], list[float]]:
+    """Capture `run` in a CUDA graph; returns what times it: repeats → device ms of `run` in each of so many replays.
+
+    The L2 stays warm.
 
     Args:
         graph_ms: the graph holds as many calls as take about so long, so that starting it weighs little. Short calls
@@ -217,17 +215,26 @@ def replay_ms(
     once = begin.elapsed_time(end)
     count = max(calls[0] if once <= graph_ms else 1, min(calls[1], int(graph_ms / once)))
     graph = capture(run, count, None if tidy else side, tidy=tidy)
-    graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
+
+    def times(repeats: int) -> list[float]:
         graph.replay()
-        mark.record()
-    torch.cuda.synchronize()
-    del graph
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            graph.replay()
+            mark.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / count for a, b in itertools.pairwise(marks)]
+
+    return times
+
+
+def replay_ms(run: Callable[[], object], repeats: int, *, tidy: bool = True, **options: Any) -> list[float]:
+    """Device time in ms of `run` in each of `repeats` replays of a CUDA graph, which goes away; see `replayed`."""
+    times = replayed(run, tidy=tidy, **options)(repeats)
     if tidy:
         torch.cuda.empty_cache()
-    return [a.elapsed_time(b) / count for a, b in itertools.pairwise(marks)]
+    return times
 
 
 def call_ms(run: Callable[[], object], repeats: int = 5, block_ms: float = 10.0) -> dict[str, list[float]]:

@@ -195,7 +195,8 @@ def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> l
 
 def metric_over_length(records: Sequence[Record], path: str | os.PathLike, metric: str, label: str) -> None:
     """Draw `metrics[metric]` against `config["length"]`, both logarithmic: a panel per dtype and head dimension, a line
-    per variant, "ours" thick. Records without the metric are left out; lines of different machines are different lines.
+    per variant, "ours" thick. Records without the metric and those of several heads are left out, and nothing is drawn
+    of none; lines of different machines are different lines.
 
     Args:
         label: the metric's name and unit, for the vertical axes.
@@ -207,8 +208,11 @@ def metric_over_length(records: Sequence[Record], path: str | os.PathLike, metri
             (record.variant != "ours", record.variant if len(machines) == 1 else f"{record.variant} [{machine}]"),
             (record.config["length"], record.metrics[metric]),
         )
-        for machine, group in machines.items() for record in group if record.metrics.get(metric) is not None
+        for machine, group in machines.items() for record in group
+        if record.metrics.get(metric) is not None and record.config.get("heads", 1) == 1
     ]  # fmt: skip
+    if not found:
+        return
     names = sorted(dict.fromkeys(name for _, name, _ in found), key=lambda name: name[0])  # ours first
     panels = [
         Panel(

@@ -1,6 +1,9 @@
 """Which calls the Hopper kernels take, and their launchers; the kernels are in hopper_forward.py, hopper_backward.py.
 
-`serves` is the whole rule. What it does not take runs on the Triton kernels, with the same results.
+`serves` is the whole rule, `SERVED` the rule in words, which `distlab doctor` says. What it does not take runs on the
+Triton kernels, with the same results: windows and packed documents, whose rows see keys between two borders where these
+kernels know only the upper one; other head dims, which would have to be padded (`distlab run attention_sweep` has the
+time of that, "ours-padded"); fp32; calls too short to fill the GPU; at d = 64 the forward, where Triton's is faster.
 """
 
 import functools
@@ -15,6 +18,7 @@ from . import configs
 from .options import Problem
 
 HEAD_DIMS = {"forward": (128,), "backward": (64, 128)}  # the Triton forward is the faster one at 64
+SERVED = "fp16 and bf16, head dims 128 and 64 (there the backward), without window and documents, from 16,384 rows on"
 LEAST_ROWS = 2**14  # of all heads: programs of 128 for a GPU of 132 multiprocessors; fewer leave it idle
 DTYPES = (torch.float16, torch.bfloat16)
 ALIGNMENT_BYTES = 16  # of the base address and of every stride, for TMA
@@ -24,6 +28,7 @@ QUERIES = 128  # of a program of the forward, in each of its turns
 LOG2_E = 1.4426950408889634
 CAST_ROWS = 32
 GROUP_BYTES = 2**25  # of the data that programs side by side read: the L2 holds 50 MB
+GROUP_BYTES_OF_BACKWARD = {64: 2**25, 128: 2**26}  # by head dim; twice as much is faster at 128, 3 % slower at 64
 # What a tile of the forward takes besides its key tiles, in the time of one of these: the start of a program, its first
 # loads and its last store; less where they overlap with the tile before. Fitted to 2×32×2048 and 4×32×4096 at D = 128.
 STARTED, TAKEN_IN_TURN = 2.5, 0.8
@@ -94,10 +99,10 @@ def _last_seen(problem: Problem, key_count: int) -> int:
     return problem.hi if problem.has_hi else key_count
 
 
-def _group(owned: Tensor, other: Tensor) -> int:
-    """Heads of `owned` whose programs run side by side: GROUP_BYTES of what they read of `other`, twice."""
+def _group(owned: Tensor, other: Tensor, group_bytes: int) -> int:
+    """Heads of `owned` whose programs run side by side: `group_bytes` of what they read of `other`, twice."""
     head_bytes = 2 * other.element_size() * other.shape[1] * other.shape[2] * other.shape[3] // owned.shape[1]
-    return max(1, GROUP_BYTES // head_bytes)
+    return max(1, group_bytes // head_bytes)
 
 
 @functools.lru_cache(4096)
@@ -126,7 +131,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, prob
     key_count, hi = k.shape[2], _last_seen(problem, k.shape[2])
     programs, group = multiprocessors(q.device), 1
     if not takes_turns(batch * heads, query_count, key_count, hi, programs):
-        programs, group = cdiv(query_count, QUERIES) * batch * heads, _group(q, k)
+        programs, group = cdiv(query_count, QUERIES) * batch * heads, _group(q, k, GROUP_BYTES)
     _dispatch.launch(
         hopper_forward_kernel, (programs,),
         _descriptor(q, 64), _descriptor(k, KEYS), _descriptor(v, KEYS), _descriptor(o, 64), lse,
@@ -149,8 +154,8 @@ def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do:
         _descriptor(q, queries), _descriptor(k, 64), _descriptor(v, 64), _descriptor(do, queries),
         _flat_descriptor(saved.lse2, queries), _flat_descriptor(saved.delta, queries),
         _descriptor(dq_sum, 64, 64), _descriptor(dk, 64), _descriptor(dv, 64),
-        heads, heads // k.shape[1], *saved.counts(), _last_seen(problem, k.shape[2]), _group(k, q),
-        problem.scale, problem.scale * LOG2_E, num_warps=4)
+        heads, heads // k.shape[1], *saved.counts(), _last_seen(problem, k.shape[2]),
+        _group(k, q, GROUP_BYTES_OF_BACKWARD[head_dim]), problem.scale, problem.scale * LOG2_E, num_warps=4)
     launch_cast(dq_sum, dq, problem.scale)
 
 

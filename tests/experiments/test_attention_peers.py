@@ -1,22 +1,65 @@
-"""The float64 result that benchmarks judge by, and the peers they time, on a CPU."""
+"""Shapes of attention, the float64 result that benchmarks judge by, and the peers they time, on a CPU."""
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from experiments._attention import build, exact, naive
+from experiments._attention import Shape, build, exact, inputs, last_head, naive, suits
+from tests.kernels.attention_reference import attention, in_float64, with_gradients
+
+SHAPES = ("2x4:2x50x16", "1x2x20:33x16/full", "1x2x40x16/window=7", "2x2x50x16/documents=4", "1x3x24x20")
 
 
-def test_exact_agrees_with_autograd_in_float64():
-    q, k, v, do = (torch.randn(1, 1, 50, 16, dtype=torch.float64) for _ in range(4))
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    o = naive(q, k, v)
-    expected = (o, *torch.autograd.grad(o, (q, k, v), do))
-    for x, y in zip(exact(q, k, v, do, rows=16), expected, strict=True):
+def reference(shape):
+    ids = shape.document_ids()
+    found = {"causal": shape.causal, "window": shape.window}
+    return found | ({} if ids is None else {"document_ids": ids.expand(shape.batch, -1)})
+
+
+@pytest.mark.parametrize("text", SHAPES)
+def test_exact_is_attention_of_the_last_key_head(text):
+    shape = Shape.parse(text)
+    case = inputs(shape, "float32", "cpu")
+    expected = [last_head(x, shape) for x in in_float64(*case, **reference(shape))]
+    for x, y in zip(exact(shape, *case, rows=16), expected, strict=True):
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("variant", ["sdpa", "ours", "ours-ieee"])
-@pytest.mark.parametrize("shape", [(1, 1, 20, 16), (2, 20, 16)], ids=str)
-def test_variants_are_the_same_function(variant, shape):
-    q, k, v = (torch.randn(shape) for _ in range(3))
-    torch.testing.assert_close(build(variant, 20, "cpu")(q, k, v), naive(q, k, v), atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("variant", ["naive", "sdpa", "ours", "ours-ieee", "ours-padded", "ours-deterministic"])
+@pytest.mark.parametrize("text", SHAPES)
+def test_variants_are_the_same_function(variant, text):
+    shape = Shape.parse(text)
+    case = inputs(shape, "float32", "cpu")
+    assert suits(variant, shape, "float32") == (
+        (variant != "sdpa" or shape.is_plain) and (variant != "ours-padded" or shape.head_dim == 20))
+    if suits(variant, shape, "float32"):
+        expected = in_float64(*case, **reference(shape))
+        for x, y in zip(with_gradients(build(variant, shape, "cpu"), *case), expected, strict=True):
+            torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["1x2x256x16/window=7", "2x2x256x16/documents=4", "2x2x128:256x16"])
+def test_flex_attention_is_given_the_same_mask(text):
+    shape = Shape.parse(text)
+    ids = shape.document_ids()
+    made = create_block_mask(lambda b, h, i, j: shape.visible(i, j, ids), None, None, shape.queries, shape.keys,
+                             device="cpu", BLOCK_SIZE=1)
+    assert torch.equal(made.to_dense()[0, 0].bool(), shape.mask("cpu"))
+
+
+def test_pairs_are_counted_as_the_mask_has_them():
+    for text in (*SHAPES, "1x1x64x8/documents=64"):
+        shape = Shape.parse(text)
+        assert shape.flops() == 4 * shape.batch * shape.heads * shape.head_dim * shape.mask("cpu").sum().item()
+
+
+@pytest.mark.parametrize("text", ["4x32x4096", "4x32x0x64", "4x32:5x64x64", "1x1x64:32x8/documents=2", "1x1x8x8/window",
+                                  "1x1x8x8/band=2", ""])  # fmt: skip
+def test_a_shape_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match=r"shape '.*': give BATCHxHEADS\[:KEY HEADS\]"):
+        Shape.parse(text)
+
+
+def test_naive_attention_is_causal_unless_a_mask_is_given():
+    q, k, v, _ = inputs(Shape.parse("1x1x12x8"), "float32", "cpu")
+    torch.testing.assert_close(naive(q, k, v), attention(q, k, v, causal=True))

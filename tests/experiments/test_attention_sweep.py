@@ -3,38 +3,53 @@
 import os
 import subprocess
 import sys
+from functools import partial
+from operator import mul
 
 import pytest
 import torch
 
-from distlab.report import Record
+from distlab.measure import peak_memory
+from distlab.report import Record, write_json
 from distlab.report.run import Header, Run
 from experiments import attention_sweep as sweep
 from experiments import tune_flash_attention as tuning
-from experiments._attention import naive
+from experiments._attention import Shape, exact, naive
 from experiments.tune_flash_attention import EXPERIMENT, Config
 from kernels.flash_attention import table
 from kernels.flash_attention.configs import Choice, Tile
 from tests.experiments.frame import measured, refused
 
 
-def record(variant, length, ms):
-    config = {"length": length, "head_dim": 16, "dtype": "float32"}
-    return Record(sweep.EXPERIMENT.name, variant, config, {"fwd_bwd_device_p50_ms": ms, "status": "ok"}, {}, None)
+def row(variant, shape="2x32x2048x128", error=1e-3, **ratios):
+    config = {"shape": shape, "dtype": "bfloat16"}
+    metrics = {"max_abs_error": error, "max_abs_grad_error": error} | {f"ours_over_{x}": y for x, y in ratios.items()}
+    return Record(sweep.EXPERIMENT.name, variant, config, metrics, {"device_name": "H100", "cuda": "13.0",
+                                                                    "torch": "", "triton": ""}, None)
 
 
 def test_smoke_rows_are_right_and_complete(tmp_path):
     records = measured(sweep.EXPERIMENT, tmp_path)
-    assert [r.variant for r in records] == ["naive", "sdpa", "ours"]
-    for row in records:
-        assert row.metrics["status"] == "ok"
-        assert row.metrics["max_abs_error"] < 1e-5
-        assert row.metrics["max_abs_grad_error"] < 1e-5
-        assert row.metrics["host_p50_ms"] > 0
+    assert [r.variant for r in records] == ["naive", "sdpa", "ours", "naive", "ours"]
+    for record in records:
+        assert record.metrics["status"] == "ok"
+        assert record.metrics["max_abs_error"] < 1e-5 and record.metrics["max_abs_grad_error"] < 1e-5
+        assert record.metrics["host_p50_ms"] > 0
+        ours = records[2 if record in records[:3] else 4]
+        ratio = None if record is ours else ours.metrics["wall_p50_ms"] / record.metrics["wall_p50_ms"]
+        assert record.metrics.get("ours_over_wall") == ratio
+
+
+def test_a_shape_that_was_cut_off_is_measured_anew_and_others_are_not(tmp_path, monkeypatch):
+    first = measured(sweep.EXPERIMENT, tmp_path)
+    write_json(first[:4], tmp_path / "attention_sweep" / "run" / "records.json")
+    monkeypatch.setattr(sweep, "exact", lambda shape, *case: exact(shape, *case) if shape.documents else 1 / 0)
+    again = measured(sweep.EXPERIMENT, tmp_path)
+    assert again[:3] == first[:3] and [r.variant for r in again] == [r.variant for r in first]
 
 
 def test_a_variant_that_fails_is_a_row_and_not_the_end(monkeypatch, tmp_path):
-    def refuse(variant, length, device):
+    def refuse(variant, shape, device):
         if variant == "sdpa":
             raise RuntimeError("no kernel for this type\nand more")
         if variant == "naive":
@@ -42,65 +57,90 @@ def test_a_variant_that_fails_is_a_row_and_not_the_end(monkeypatch, tmp_path):
         return naive
 
     monkeypatch.setattr(sweep, "build", refuse)
-    statuses = {r.variant: r.metrics["status"] for r in measured(sweep.EXPERIMENT, tmp_path)}
+    records = measured(sweep.EXPERIMENT, tmp_path, shapes=("1x1x8x8",))
+    statuses = {r.variant: r.metrics["status"] for r in records}
     assert statuses == {"naive": "OOM", "sdpa": "RuntimeError: no kernel for this type", "ours": "ok"}
 
 
-def test_wrong_results_show_in_the_error_columns(monkeypatch, tmp_path):
-    monkeypatch.setattr(sweep, "build", lambda *_: lambda q, k, v: naive(q, k, v) * 1.5)
-    assert all(r.metrics["max_abs_error"] > 0.1 for r in measured(sweep.EXPERIMENT, tmp_path))
+def test_wrong_results_are_said(monkeypatch, tmp_path):
+    right = sweep.build
+    monkeypatch.setattr(sweep, "build", lambda *of: (lambda q, k, v: right(*of)(q, k, v) * (1 + (of[0] == "ours"))))
+    records = measured(sweep.EXPERIMENT, tmp_path, shapes=("1x1x16x8",))
+    said = sweep.EXPERIMENT.wrong(records)
+    assert len(said) == 2 and said[0].startswith("WRONG: ours at float32 1x1x16x8: max_abs_error")
+    assert set(said) < set(sweep.EXPERIMENT.view.findings(records))
 
 
-def test_crossovers_name_the_peer_that_wins():
-    records = [
-        record("ours", 128, 2.0),
-        record("naive", 128, 1.0),
-        record("ours", 256, 2.0),
-        record("naive", 256, 3.0),
-    ]
-    assert sweep.crossovers(records) == [
-        "float32 d=16: a peer is faster at 128 (naive 1.0000 ms, ours 2.0000)"
-    ]
-    assert "fastest at every length" in sweep.crossovers(records[2:])[0]
-    (row, _) = sweep.beside_best_peer(records)
-    assert row.metrics == {"ours_ms": 2.0, "peer": "naive", "peer_ms": 1.0, "ours_over_peer": 2.0, "device_ratio": 2.0}
-    assert row.config == {"dtype": "float32", "head_dim": 16, "length": 128, "code": "unknown"}
-    assert "no device times" in sweep.crossovers([record("ours", 128, None)])[0]
+def test_an_error_is_judged_beside_the_peers():
+    assert sweep.wrong([row("sdpa"), row("ours", error=2.9e-3)]) == []
+    assert len(sweep.wrong([row("sdpa"), row("ours", error=3.1e-3)])) == 2
+    assert len(sweep.wrong([row("sdpa"), row("ours", error=float("nan"))])) == 2
+    assert sweep.wrong([row("ours", error=1.0), row("sdpa", shape="other")]) == []
 
 
-def test_warming_up_survives_variants_that_fail():
-    sweep.warm(sweep.Config(**sweep.SMOKE, warm=1), "cpu")
-    assert sweep.warm_one((32, 16, "float32", "cpu", "no such variant")) is None
+def test_peers_that_are_faster_are_named_and_the_mean_is_of_the_twelve():
+    rows = [row("sdpa", device=0.8, wall=0.9), row("sdpa", sweep.TWELVE[0], device=1.25, wall=0.9),
+            row("flex", sweep.TWELVE[0], device=9, wall=2.0), row("sdpa", "1x1x8x8", device=9.0, wall=1.5)]
+    (line,) = sweep.crossovers(rows)
+    assert line == f"A peer is faster at {sweep.TWELVE[0]} (flex, ours / it 2.00), 1x1x8x8 (sdpa, ours / it 1.50)."
+    headline = sweep.EXPERIMENT.view.headline(rows)
+    assert "1.000 on the device, 0.900 by the wall: geometric means of 2 of the twelve" in headline
+    assert "÷" not in sweep.EXPERIMENT.view.headline(rows[2:])
+    table = sweep.EXPERIMENT.view.table(rows)
+    assert "2.00 behind" in table and "0.80 behind" not in table
 
 
-def test_garbage_is_collected_only_where_a_row_has_left_memory_behind(monkeypatch):
-    in_use, collected = [100], []
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: in_use[0])
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(sweep.gc, "collect", lambda: collected.append(in_use[0]))
-    assert sweep.release(100) == 100 and collected == []
-    in_use[0] = 150  # a library's workspace: looked at once, then part of what is in use
-    assert sweep.release(100) == 150 and sweep.release(150) == 150 and collected == [150]
+def test_flex_attention_is_timed_where_its_masks_are_needed():
+    shapes = {text: Shape.parse(text) for text in sweep.Config().shapes}
+    special = [text for text, shape in shapes.items() if "flex" in sweep.Config().rows(shape, "bfloat16")]
+    assert special == [text for text in shapes if ":8x" in text or "/window" in text or "/documents" in text]
+    assert "flex" in sweep.Config(flex="all").rows(shapes[sweep.TWELVE[0]], "bfloat16")
+    padded = [text for text, shape in shapes.items() if "ours-padded" in sweep.Config().rows(shape, "bfloat16")]
+    assert padded == [text for text in shapes if text.endswith(("x80", "x96"))] != []
+
+
+def test_a_shape_that_is_none_ends_before_the_run(tmp_path, capsys):
+    said = refused(capsys, "attention_sweep", "--quick", "--shapes", "4x32", "--out", str(tmp_path))
+    assert "shape '4x32': give BATCHxHEADS" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_warming_up_survives_variants_that_fail(monkeypatch):
+    monkeypatch.setattr(sweep.Config, "rows", lambda *_: ["no such variant", "ours"])
+    monkeypatch.setattr(sweep, "COMPILED", ("no such variant", "ours"))
+    sweep.warm(sweep.Config(**sweep.SMOKE | {"warm": 1, "shapes": ("1x1x8x8",)}), "cpu")
+
+
+def test_old_records_are_shown_with_their_shapes():
+    old = {"batch": 1, "length": 128, "head_dim": 16, "dtype": "float32"}
+    assert sweep.shape_of(Record("attention_sweep", "ours", old, {}, {}, None)) == "1x1x128x16"
+
+
+@pytest.mark.gpu
+def test_device_times_memory_and_kernels():
+    found = sweep.of_shape(Shape.parse("1x4:2x512x64"), "bfloat16", ["sdpa", "sdpa-flash", "ours"], 3, "cuda")
+    for variant, metrics in found.items():
+        assert metrics["status"] == "ok" and 0 < metrics["fwd_device_p50_ms"] < metrics["fwd_bwd_device_p50_ms"]
+        assert metrics["peak_bytes"] > 3 * 4 * 512 * 64 * 2
+        assert ("ours_over_device" in metrics) == (variant != "ours")
+    assert found["ours"]["kernels"] in ("Triton", "Hopper", "Triton + Hopper")
+    assert found["ours"]["max_abs_error"] <= 3 * found["sdpa"]["max_abs_error"]
 
 
 def test_peak_memory_is_what_a_call_takes_and_not_what_was_there(monkeypatch):
     """Workspaces of libraries and the float64 results lie beside the call's own tensors."""
-    case = sweep.inputs((1, 1, 32, 16), "float32", "cpu")
-    expected = sweep.exact(*case)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10_000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10_700)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"requested_bytes.all.peak": 0})
-    times = iter(([1.0] * 3, [2.0] * 3))
-    monkeypatch.setattr(sweep, "replay_ms", lambda run, repeats: next(times))
-    monkeypatch.setattr(sweep, "build", lambda *_: naive)
-    assert sweep.speed(case, expected, "naive", 3, "cuda")["peak_bytes"] == 700 + 4 * 4 * 32 * 16
-
-
-def test_only_fp32_has_a_row_in_ieee_arithmetic(monkeypatch, tmp_path):
-    monkeypatch.setattr(sweep, "build", lambda *_: naive)
-    found = measured(sweep.EXPERIMENT, tmp_path, variants=("ours-ieee",), dtypes=("float16", "float32"))
-    assert [(r.variant, r.config["dtype"]) for r in found] == [("ours-ieee", "float32")]
+    monkeypatch.setattr(sweep, "allocated_bytes", lambda device: 10_000)
+    times = iter((1.0, 2.0) * 2)
+    monkeypatch.setattr(sweep, "replayed", lambda run: partial(mul, [next(times)]))
+    monkeypatch.setattr(sweep, "kernels_of", lambda *_: "Triton")
+    monkeypatch.setattr(sweep, "peak_memory", lambda device: peak_memory("cuda"))
+    found = sweep.of_shape(Shape.parse("1x1x32x16"), "float32", ["naive", "ours"], 3, "cpu")
+    assert found["naive"]["peak_bytes"] == 700 + 4 * 4 * 32 * 16
+    assert found["naive"]["ours_over_device"] == 1.0 and found["ours"]["kernels"] == "Triton"
 
 
 def test_the_table_file_is_what_the_tuner_writes():
@@ -161,8 +201,8 @@ def test_the_winners_of_a_family_are_rows(tmp_path):
 
 
 def test_lengths_at_which_the_two_differ_by_less_than_their_noise_are_ties():
-    spread = {"fwd_bwd_device_p20_ms": 1.8, "fwd_bwd_device_p80_ms": 2.2}
-    ours, naive = record("ours", 128, 2.0), record("naive", 128, 1.9)
-    for row in (ours, naive):
-        row.metrics.update(spread)
-    assert sweep.crossovers([ours, naive]) == ["float32 d=16: no peer is faster; a tie at 128"]
+    noisy = row("sdpa", wall=1.05)
+    noisy.metrics["noise_pct"] = 6.0
+    assert sweep.crossovers([noisy]) == []
+    noisy.metrics["noise_pct"] = 4.0
+    assert len(sweep.crossovers([noisy])) == 1

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import _dispatch
+from distlab import doctor
+from kernels import _dispatch, _triton
 from kernels.flash_attention import configs, flash_attention, hopper, ops
 from kernels.flash_attention.options import Problem, backward_passes
 
@@ -94,6 +95,20 @@ def test_machines_that_take_the_triton_path(monkeypatch):
     assert "no Gluon" in hopper.unavailable(0)
 
 
+def test_the_doctor_says_which_kernels_run_and_why(monkeypatch):
+    """And its words are those of the constants that decide."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(_triton, "interpreted", lambda: False)
+    for reason in (None, "those for Hopper need sm_90, this is sm_80"):
+        monkeypatch.setattr(hopper, "unavailable", lambda index, reason=reason: reason)
+        (said,) = (finding.found for finding in doctor.find_triton() if finding.name == "kernels")
+        assert (reason or hopper.SERVED) in said
+    backward_only = set(hopper.HEAD_DIMS["backward"]) - set(hopper.HEAD_DIMS["forward"])
+    assert (hopper.HEAD_DIMS["forward"], backward_only) == ((128,), {64})
+    assert "128 and 64 (there the backward)" in hopper.SERVED
+    assert f"{hopper.LEAST_ROWS:,} rows" in hopper.SERVED and len(hopper.DTYPES) == 2
+
+
 def test_turns_are_taken_where_they_end_earlier():
     """Short tiles, of which a program for each would mostly start and end; not where the dealing is uneven."""
     assert hopper.takes_turns(64, 2048, 2048, 0, 132)
@@ -101,6 +116,16 @@ def test_turns_are_taken_where_they_end_earlier():
     assert not hopper.takes_turns(16, 16384, 16384, 0, 132)  # 128 tiles a head: the first program's are all long
     assert not hopper.takes_turns(8, 2048, 2048, 0, 132)  # fewer tiles than programs
     assert hopper.takes_turns(64, 1000, 65, -900, 132)  # most rows see no key
+
+
+def test_heads_are_grouped_by_what_the_l2_holds():
+    """At D = 128 the backward takes twice the bytes; with grouped queries a key head reads several query heads."""
+    for head_dim in (64, 128):
+        q, k = tensor(4, 32, 4096, head_dim), tensor(4, 8, 4096, head_dim)
+        size = hopper.GROUP_BYTES_OF_BACKWARD[head_dim]
+        assert hopper._group(q, q, size) == 4 * hopper._group(k, q, size) == 32
+    assert hopper._group(q, q, hopper.GROUP_BYTES) == 16
+    assert hopper._group(q, tensor(1, 32, 2**20, 128), hopper.GROUP_BYTES) == 1
 
 
 def test_forced_tiles_are_those_of_triton(on_hopper):
@@ -162,6 +187,7 @@ def test_a_recorded_descriptor_is_what_the_launcher_reads(monkeypatch):
 
 COMPILE = r"""
 import json, sys, torch
+from experiments.tune_flash_attention import hoppers
 from kernels._compile import compile_for, resources
 from kernels.flash_attention import hopper
 from kernels.flash_attention.options import Problem
@@ -177,6 +203,7 @@ for dtype in (torch.bfloat16, torch.float16):
             hopper.launch_forward(q, k, k, q, lse, problem)
             hopper.launch_backward(q, k, k, q, lse, q, q, k, k, problem)
         found += [(head_dim, kernel) for kernel in compiled]
+assert hoppers("forward", 128)["registers"] == 168 and hoppers("backward", 64)["shared_bytes"] > 190_000
 json.dump([{"name": kernel.metadata.name, "head_dim": head_dim, "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
             "reductions": kernel.asm["ptx"].count("cp.reduce.async.bulk.tensor")} | resources(kernel)
            for head_dim, kernel in found], sys.stdout)
