@@ -150,7 +150,8 @@ def persistent_kernel(a_desc, b_desc, y_desc, bias_ptr, rows, cols, depth, BIAS:
 
 
 @functools.cache
-def _tile(generation: str, itemsize: int, small: bool, norm_block: int = 0, store_bytes: int = 0) -> tuple[Launch, int]:
+def tile_for(generation: str, itemsize: int, small: bool, norm_block: int = 0,
+             store_bytes: int = 0) -> tuple[Launch, int]:
     """Launch parameters and BLOCK_K for a generation of GPUs: within its shared memory, without spilling registers.
 
     From Hopper on the matrix instructions read shared memory, where each stage of a and b lies, in 227 KiB. Before,
@@ -187,7 +188,8 @@ def launch_pointers(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilog
     """Fill y with `grouped_kernel` or the kernel given; any strides of a and b, y contiguous."""
     (rows, depth), cols = a.shape, b.shape[1]
     norm_block = max(16, power_of_two(cols)) if epilogue == "rms_norm" else 0
-    launch, block_k = _tile(_triton.generation(a.device.index), a.element_size(), min(rows, cols) <= 1024, norm_block)
+    generation, small = _triton.generation(a.device.index), min(rows, cols) <= 1024
+    launch, block_k = tile_for(generation, a.element_size(), small, norm_block)
     launch = chosen("matmul", launch)
     block_n = norm_block or launch.block
     grid = (triton.cdiv(rows, launch.rows) * triton.cdiv(cols, block_n),)
@@ -214,7 +216,7 @@ def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epil
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (rows, depth), cols = a.shape, b.shape[1]
-    launch, block_k = _tile(_triton.generation(a.device.index), a.element_size(), min(rows, cols) <= 1024, 0,
+    launch, block_k = tile_for(_triton.generation(a.device.index), a.element_size(), min(rows, cols) <= 1024, 0,
                             y.element_size())
     launch = chosen("matmul_persistent", launch)
     shapes = (launch.rows, block_k), (block_k, launch.block), (launch.rows, launch.block // 2)
