@@ -38,20 +38,20 @@ from distlab.experiment import (
     option,
 )
 from distlab.hardware import GPUSpec, lookup
-from distlab.measure import attempt, call_ms, clock, percentiles, replay_ms
+from distlab.measure import attempt, call_ms, device_percentiles, replay_ms
 from distlab.report import Panel, Series, lines
 from distlab.theory.gpu import wave_quantisation
 from kernels import elementwise, matmul, softmax
 from kernels.cost import Cost
 
 ROWS = 4096
-# Curve → (what the axis shows, sizes of a GPU, sizes of a CPU); rows are cut finer than a tile's 256.
+# Curve → (what the axis shows, sizes of a GPU, sizes of a CPU); rows and columns are cut finer than a tile's 128 × 256.
 CURVES: dict[str, tuple[str, Sequence[int], Sequence[int]]] = {
     "add": ("elements", [2**n for n in range(10, 28)], (2**10, 2**14)),
     "softmax": ("columns of 4,096 rows", [m * 2**n for n in range(8, 15) for m in (2, 3)], (96, 128)),
     "matmul-square": ("rows, columns and depth", [256, *range(512, 8193, 512)], (32, 64)),
-    "matmul-rows": ("rows", range(128, 4097, 128), (32, 48)),
-    "matmul-columns": ("columns", range(256, 4097, 256), (32, 48)),
+    "matmul-rows": ("rows", range(64, 4097, 64), (32, 48)),
+    "matmul-columns": ("columns", range(128, 4097, 128), (32, 48)),
     "matmul-depth": ("depth", [2**n for n in range(6, 14)], (32, 64)),
 }
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}  # of the largest value: sums, then one rounding
@@ -141,22 +141,14 @@ def predicted_ms(cost: Cost, shape: tuple[int, ...], itemsize: int, known: dict[
             "waves": waves.waves, "wave_pct": 100 * waves.efficiency}  # fmt: skip
 
 
-def timed(call: Callable[[], Any], device: str, repeats: int) -> dict[str, float]:
-    """Percentiles of the device's time, and how long a call takes in a loop."""
-    if device != "cuda":
-        samples = clock.measure(call, warmup=1, repeats=repeats, device=device)
-        return {f"time_{p}_ms": ms for p, ms in percentiles(samples).items()}
-    samples = replay_ms(call, repeats, graph_ms=0.5, calls=(10, 20), tidy=False)
-    wall = median(call_ms(call, repeats=3, block_ms=2)["wall"])
-    return {f"time_{p}_ms": ms for p, ms in percentiles(samples).items()} | {"wall_p50_ms": wall}
-
-
 def checked(call: Callable[[], Tensor], expected: Tensor, device: str, config: Config) -> dict[str, Any]:
     """Error and times of one variant."""
     with torch.no_grad():
         error = ((call().double() - expected).abs().max() / expected.abs().max()).item()
         status = "ok" if error <= TOLERANCE[config.dtype] else "WRONG"
-        return {"error": error, "status": status} | timed(call, device, config.repeats)
+        times = device_percentiles(call, device, config.repeats)
+        wall = call_ms(call, repeats=3, block_ms=2)["wall"] if device == "cuda" else None
+    return {"error": error, "status": status, "wall_p50_ms": wall and median(wall)} | times
 
 
 def measure(config: Config, context: RankContext, run: Run) -> None:
@@ -215,8 +207,9 @@ def draw(records: Sequence[Record], path: Path) -> None:
                 series.append(Series("ours, predicted", [r.config["size"] for r in told], ours, line="-", like="ours"))
         log = 2 if part in ("add", "softmax", "matmul-depth") else None
         unit = "TFLOP/s" if part.startswith("matmul") else "GB/s"
-        panels.append(Panel(part, rows[0].config["axis"] if rows else "", unit, series, log_x=log))
-    lines(path, [panel for panel in panels if panel.series], title=f"Rate over size: {headline(records)}")
+        if series:
+            panels.append(Panel(f"{part}: {rows[0].config['axis']}", "", unit, series, log_x=log))
+    lines(path, panels, title=f"Rate over size: {headline(records)}")
 
 
 def findings(records: Sequence[Record]) -> list[str]:
@@ -259,7 +252,7 @@ VIEW = View(
     "wall column, which is what a model pays, is higher still, since the host needs longer to ask than the device to "
     "do. Then the L2 serves: the rate of an addition rises above the memory's and falls once three tensors no "
     "longer fit. Beyond, the memory's rate. Softmax pays for columns up to the next power of two with idle lanes, "
-    "not with traffic. Matmul over rows is a saw: a tile of 256 rows costs as much when one row of it is used "
+    "not with traffic. Matmul over rows is a saw: a tile of 128 rows costs as much when one row of it is used "
     "(tile quantisation), and a last wave of few tiles as much as a full one (wave quantisation); depth only "
     "lengthens each tile's loop. Predictions miss where kernels overlap: the next kernel of a graph starts while "
     "the last one ends; around the size of the L2, which keeps a part; and where small tiles, one to a "

@@ -184,7 +184,7 @@ def tile_for(generation: str, itemsize: int, small: bool, norm_block: int = 0,
 
 
 def launch_pointers(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None, precision: str,
-                    kernel=None) -> None:
+                    kernel=None, group: int = GROUP) -> None:
     """Fill y with `grouped_kernel` or the kernel given; any strides of a and b, y contiguous."""
     (rows, depth), cols = a.shape, b.shape[1]
     norm_block = max(16, power_of_two(cols)) if epilogue == "rms_norm" else 0
@@ -195,7 +195,7 @@ def launch_pointers(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilog
     grid = (triton.cdiv(rows, launch.rows) * triton.cdiv(cols, block_n),)
     _dispatch.launch(kernel or grouped_kernel, grid, a, b, bias, y, rows, cols, depth, *a.stride(), *b.stride(),
                      y.stride(0), BIAS=bias is not None, EPILOGUE=epilogue, BLOCK_M=launch.rows, BLOCK_N=block_n,
-                     BLOCK_K=block_k, GROUP=GROUP, PRECISION=precision, num_warps=launch.warps,
+                     BLOCK_K=block_k, GROUP=group, PRECISION=precision, num_warps=launch.warps,
                      num_stages=launch.stages)
 
 
@@ -208,7 +208,8 @@ def _descriptor_form(x: Tensor) -> tuple[Tensor, bool] | None:
     return None
 
 
-def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None) -> bool:
+def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None,
+                      group: int = GROUP) -> bool:
     """Fill y with `persistent_kernel`; False, and nothing done, where the layout does not allow descriptors."""
     forms = _descriptor_form(a), _descriptor_form(b), _descriptor_form(y)
     if None in forms or epilogue == "rms_norm":
@@ -226,7 +227,7 @@ def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epil
     grid = (min(tiles, _triton.multiprocessors(a.device)),)
     _dispatch.launch(persistent_kernel, grid, *descriptors, bias, rows, cols, depth, BIAS=bias is not None,
                      EPILOGUE=epilogue, A_TRANSPOSED=forms[0][1], B_TRANSPOSED=forms[1][1], BLOCK_M=launch.rows,
-                     BLOCK_N=launch.block, BLOCK_K=block_k, GROUP=GROUP, num_warps=launch.warps,
+                     BLOCK_N=launch.block, BLOCK_K=block_k, GROUP=group, num_warps=launch.warps,
                      num_stages=launch.stages)
     return True
 
