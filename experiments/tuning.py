@@ -53,7 +53,7 @@ from kernels._triton import check_runs, compile_only, generation, interpreted, m
 
 PARTS = ("element-wise", "matmul keys", "attention keys", "group size", "shipped matmul")
 TOLERANCE = 1e-2  # of the largest value: bf16 results, or products of TF32
-BLOCKS, WARPS, STAGES = (256, 1024, 4096, 16384), (1, 4, 8, 16), (1, 2, 4)
+BLOCKS, WARPS, STAGES = (256, 1024, 4096, 8192), (1, 4, 8, 16), (1, 2, 4)
 MATMUL_TILES = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 32, 64, 4, 4))
 ATTENTION_TILES = ((64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2))
 GROUPS = (1, 2, 4, 8, 16, 32)
