@@ -105,7 +105,7 @@ def described(module: str, kernel: Any, capability: int) -> Compiled:
     """What can be said of one of Triton's compiled kernels."""
     from kernels._compile import resources
 
-    stages = {stage: str(kernel.asm[stage]) for stage in STAGES[:-1]}
+    stages = {stage: str(kernel.asm[stage]) for stage in STAGES[:-1] if stage in kernel.asm}  # Gluon has no TTIR
     with contextlib.suppress(OSError, RuntimeError, subprocess.SubprocessError):  # no disassembler
         stages["sass"] = disassembled(kernel.asm["cubin"])
     used, warps = resources(kernel), kernel.metadata.num_warps
