@@ -115,7 +115,7 @@ def dkdv_walk(dk, dv, k, v, q_ptr, do_ptr, q_desc, do_desc, lse2_ptr, delta_ptr,
         dk = tl.dot(ds, q, dk)
         if FUSED:
             dq = tl.dot(ds.T, k)
-            if ATOMIC:  # by TMA, which adds in the L2: no thread waits for it
+            if ATOMIC:  # by TMA, which adds in the L2: the program waits only until its tile has been read
                 dq_desc.atomic_add([row0 + start, 0], dq)
             else:
                 at = (row0 + start + rows).to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
