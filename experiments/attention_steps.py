@@ -137,7 +137,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             calls: Calls = {}
             for name in names:
                 run.progress(f"{name}, head dim {head_dim}")
-                found[name] = {"status": "ok"} | attempt(partial(ready, calls, name, given[dtypes[name]], steps))
+                found[name] = attempt(partial(ready, calls, name, given[dtypes[name]], steps))
             time_in_rounds(found, calls, steps, config, context.device)
             for name, metrics in found.items():
                 if "fwd_p50_ms" in metrics:

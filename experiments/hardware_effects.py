@@ -69,6 +69,11 @@ class Config(Options):
     rounds: int = option(20_000, "of arithmetic, or through shared memory", least=CHECKED_ROUNDS)
     repeats: int = option(9, "timings of a row", least=3)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.elements % BLOCK:
+            raise ValueError(f"elements={self.elements}: this copy has no ragged blocks; give a multiple of {BLOCK:,}")
+
 
 @dataclass(frozen=True)
 class Case:

@@ -71,6 +71,12 @@ class Config(Options):
     repeats: int = option(7, "timings of a row", least=3)
     small: bool = option(False, "small matmuls of the keys, few launches")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.elements & (self.elements - 1) or self.length % 128:
+            raise ValueError(f"elements={self.elements}, length={self.length}: these kernels have no ragged blocks; "
+                             "give a power of two and a multiple of 128")
+
 
 @dataclass
 class Bench:
@@ -126,8 +132,9 @@ def element_wise(bench: Bench) -> None:
         launch(stream_kernel, (programs,), x, y, z, blocks, BLOCK=block, STAGES=stages, num_warps=warps)
 
     copy_ms = bench.time(lambda: torch.neg(x, out=z))["time_p50_ms"]
-    steps = 4 if interpreted() else 4096  # one warp that waits for each pair of loads: their latency
-    latency_ms = bench.time(partial(add, 64, 1, 1, 1, steps))["time_p50_ms"] / steps
+    # One warp that waits for each block of 1,024, over more than the L2 keeps: the latency of a load from memory.
+    steps = min(count // 1024, 4 if interpreted() else 2**15)
+    latency_ms = bench.time(partial(add, 1024, 1, 1, 1, steps))["time_p50_ms"] / steps
     small = bench.config.small
     for block, warps, stages in itertools.product(BLOCKS[:2] if small else BLOCKS, WARPS[:2] if small else WARPS,
                                                   STAGES[:2] if small else STAGES):  # fmt: skip

@@ -36,6 +36,18 @@ def test_every_step_is_attention_across_several_tiles(number):
 
 
 @ON_CPU
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("m", "n"), [(16, 32), (32, 16)])
+def test_tiles_need_not_be_square(m, n, split, fused):
+    tile = lesson.Tile(m, n)
+    step = lesson.Step("step", tile, tile, tile, skip=True, split=split, tma=True, fused=fused)
+    tensors = [torch.randn(1, 64, 16, requires_grad=n < 3) for n in range(4)]
+    found = attention_steps.check(attention_steps.calls_of("step", tensors, {"step": step}), tensors, False)
+    assert found["error"] < 1e-5 and found["grad_error"] < 1e-5, found
+
+
+@ON_CPU
 def test_a_step_that_is_wrong_is_called_wrong(tmp_path, monkeypatch):
     real, last = lesson.backward, attention_steps.staircase(16)[-1]
     monkeypatch.setattr(attention_steps, "staircase", lambda head_dim: [last])
@@ -77,6 +89,8 @@ def test_gains_are_of_the_same_round():
 def test_a_length_with_ragged_tiles_is_refused(capsys):
     arguments = ("--quick", "--length", "200", "--head-dims", "64")
     assert "give a multiple of 128" in refused(capsys, "attention_steps", *arguments)
+    assert "give a power of two" in refused(capsys, "tuning", "--quick", "--elements", "5000")
+    assert "give a multiple of 1,024" in refused(capsys, "hardware_effects", "--quick", "--elements", "1500")
 
 
 def test_without_a_gpu_and_an_interpreter_the_remedy_is_named(monkeypatch):
