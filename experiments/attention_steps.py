@@ -47,10 +47,11 @@ TUNED = {16: {"forward": Tile(32, 64), "dkdv": Tile(32, 32), "dq": Tile(32, 64)}
          128: {"forward": Tile(128, 64, 8), "dkdv": Tile(32, 64), "dq": Tile(128, 64, 8)}}  # fmt: skip
 ONE_PASS = {16: Tile(32, 32), 64: FULL, 128: Tile(64, 64, 8)}
 NAIVE, COMPILED = "as in the formula", "compiled backward"
-OTHERS = {NAIVE: "naive", COMPILED: "ours-compiled-backward", "shipped": "ours", "sdpa-flash": "sdpa-flash",
-          "sdpa-cudnn": "sdpa-cudnn", "fp32, exact": "ours-ieee", "fp32, emulated": "ours"}  # fmt: skip
+OTHERS = {NAIVE: "naive", "shipped": "ours", "sdpa-flash": "sdpa-flash", "sdpa-cudnn": "sdpa-cudnn",
+          "fp32, exact": "ours-ieee", "fp32, emulated": "ours",
+          COMPILED: "ours-compiled-backward"}  # last: what is built after it would make it compile again
 KINDS = ("steps", "others")
-TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 4e-2}  # of the largest value: sums, then one rounding
+TOLERANCE = {"float32": 4e-3, "float16": 4e-3, "bfloat16": 4e-2}  # of the largest value; a GPU's fp32 steps are TF32
 PASSES = ("fwd", "bwd", "fwd_bwd")
 Calls = dict[tuple[str, str], Callable[[], Any]]  # (variant, "fwd" or "bwd") → its call
 
@@ -252,6 +253,7 @@ VIEW = View(
     terminal=("fwd_p50_ms", "bwd_p50_ms", "fwd_bwd_p50_ms", "fwd_gain", "fwd_predicted_gain", "bwd_gain",
               "bwd_predicted_gain", "fwd_bwd_gain", "grad_error"),
     pictures={"steps.png": draw},
+    next=("distlab run ir attention_steps", "distlab run attention_record"),
     findings=findings,
     prediction="From the tiles that a step visits, where a step changes their number or what is done in each.",
 )  # fmt: skip

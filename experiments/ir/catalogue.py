@@ -9,7 +9,26 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels import _dispatch, _long_rows, _scale
+from experiments import _lesson_attention as lesson
+from experiments import _lesson_kernels as lessons
+from kernels import (
+    _dispatch,
+    _scale,
+    adamw,
+    average,
+    cross_entropy,
+    dropout,
+    elementwise,
+    layernorm,
+    matmul,
+    rmsnorm,
+    rope,
+    softmax,
+    swiglu,
+    weighted_sum,
+)
+from kernels import _long_rows as long_rows
+from kernels._language import tl
 
 F, H, I = torch.float32, torch.bfloat16, torch.int64  # noqa: E741
 N, D = 8192, 4096
@@ -20,29 +39,23 @@ def e(*shape: int, dtype: torch.dtype = H) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def elementwise() -> None:
+def _elementwise() -> None:
     """Addition and GeLU."""
-    from kernels import elementwise
-
     x = e(N, D)
     elementwise.launch_flat(elementwise.add_kernel, "add", x, x, x)
     elementwise.launch_flat(elementwise.gelu_forward_kernel, "gelu", x, x)
     elementwise.launch_flat(elementwise.gelu_backward_kernel, "gelu_backward", x, x, x)
 
 
-def weighted_sum() -> None:
+def _weighted_sum() -> None:
     """The course's first reduction."""
-    from kernels import weighted_sum
-
     x, w = e(N, D), e(D)
     weighted_sum.launch_forward(x, w, e(N))
     weighted_sum.launch_backward(e(N), x, w, x)
 
 
-def rmsnorm() -> None:
+def _rmsnorm() -> None:
     """Rows of three lengths, with a residual, and rows that do not fit on chip."""
-    from kernels import rmsnorm
-
     stat = e(N, dtype=F)
     for cols in (1024, D, 16384):
         x, w = e(N, cols), e(cols)
@@ -54,10 +67,8 @@ def rmsnorm() -> None:
     rmsnorm.launch_backward(x, x, x, w, stat, x, True)
 
 
-def layernorm() -> None:
+def _layernorm() -> None:
     """Rows of three lengths."""
-    from kernels import layernorm, rmsnorm
-
     stat = e(N, dtype=F)
     for cols in (1024, D, 16384):
         x, w = e(N, cols), e(cols)
@@ -66,18 +77,16 @@ def layernorm() -> None:
             layernorm.launch_backward(x, x, w, stat, stat, x, H)
 
 
-def long_rows() -> None:
+def _long_rows() -> None:
     """Norms of rows that do not fit on chip."""
     x, w, stat = e(256, 200000), e(200000), e(N, dtype=F)
-    _long_rows.launch_long_forward(x, None, w, x, x, stat, 1e-5, False)
-    _long_rows.launch_long_forward(x, x, w, x, x, stat, 1e-5, True, stat, w)
-    _long_rows.launch_long_backward(x, x, x, w, stat, stat, x, True, H)
+    long_rows.launch_long_forward(x, None, w, x, x, stat, 1e-5, False)
+    long_rows.launch_long_forward(x, x, w, x, x, stat, 1e-5, True, stat, w)
+    long_rows.launch_long_backward(x, x, x, w, stat, stat, x, True, H)
 
 
-def softmax() -> None:
+def _softmax() -> None:
     """Rows of several lengths, in fp32."""
-    from kernels import softmax
-
     for cols in (1024, D, 32768):
         softmax.launch_forward(e(N, cols, dtype=F), e(N, cols, dtype=F))
     for cols in (D, 16384, 32768, 200000):
@@ -87,37 +96,29 @@ def softmax() -> None:
     softmax.launch_long_forward(x[:1], x[:1])  # Triton makes a size of 1 a constant
 
 
-def swiglu() -> None:
+def _swiglu() -> None:
     """Forward and backward."""
-    from kernels import swiglu
-
     x = e(N, D)
     swiglu.launch(swiglu.forward_kernel, "swiglu", (x, x), (x,))
     swiglu.launch(swiglu.backward_kernel, "swiglu_backward", (x, x, x), (x, x))
 
 
-def rope() -> None:
+def _rope() -> None:
     """Of queries that lie in a fused projection."""
-    from kernels import rope
-
     q, table = e(4, 2048, 3, 32, 128).permute(2, 0, 3, 1, 4), e(2048, 128, dtype=F)
     rope.launch_rope(q, table, table, q.contiguous(), 1.0)
 
 
-def dropout() -> None:
+def _dropout() -> None:
     """With and without bias and GeLU."""
-    from kernels import dropout
-
     x, w, seed = e(N, D), e(D), e(1, dtype=I)
     for gelu in (False, True):
         dropout.launch_dropout(x, w if gelu else None, seed, x, 0.1, gelu)
         dropout.launch_dropout(x, w if gelu else None, seed, x, 0.1, gelu, x)
 
 
-def cross_entropy() -> None:
+def _cross_entropy() -> None:
     """Loss alone, loss with its gradient, gradient alone, and the sums over rows."""
-    from kernels import cross_entropy
-
     z, t, one, stat = e(2048, 151936), e(2048, dtype=I), e(1, dtype=F), e(N, dtype=F)
     cross_entropy.launch_loss(z, t, stat, stat, stat, -100, 0.1)
     cross_entropy.launch_loss(z, t, stat, stat, stat, -100, 0.1, z, one)
@@ -128,10 +129,8 @@ def cross_entropy() -> None:
                          COUNT=count, BLOCK=4096, num_warps=16)  # fmt: skip
 
 
-def matmul() -> None:
+def _matmul() -> None:
     """Any strides and dtypes; then, through descriptors, every layout of two 16-bit matrices."""
-    from kernels import matmul
-
     a, w, f, half = e(D, D), e(D), e(D, D, dtype=F), e(D, D, dtype=torch.float16)
     matmul.launch_pointers(a, a, None, a, None, "ieee", matmul.tiled_kernel)
     matmul.launch_pointers(a, a, w, a, "silu", "ieee")
@@ -146,10 +145,8 @@ def matmul() -> None:
     matmul.launch_persistent(half[:512], half[:, :512], None, e(512, 512, dtype=F), None)
 
 
-def adamw() -> None:
+def _adamw() -> None:
     """One step over all parameters, of every dtype; and scaling by a number on the device."""
-    from kernels import adamw
-
     i = e(8, dtype=I)
     options = adamw.factors(3, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     for dtype in adamw._TYPES.values():
@@ -158,7 +155,7 @@ def adamw() -> None:
     _dispatch.launch(_scale.scale_kernel, (8,), e(N, D), e(1, dtype=F), N * D, BLOCK=4096, num_warps=8)
 
 
-def flash_attention() -> None:
+def _flash_attention() -> None:
     """Forward and backward of 64 heads of 4,096 and of one of 2,048, by the tiles of the table; then Hopper's own."""
     from kernels.flash_attention import backward_launch as backward
     from kernels.flash_attention import configs, forward, hopper
@@ -180,10 +177,8 @@ def flash_attention() -> None:
         hopper.launch_backward(q, q, q, q, lse, q, q, q, q, problem)
 
 
-def attention_steps() -> None:
+def _attention_steps() -> None:
     """The lesson's first kernels, and its last."""
-    from experiments import _lesson_attention as lesson
-
     q, lse = e(64, 4096, 64), e(64, 4096, dtype=F)
     small, full, wide = lesson.Tile(16, 16), lesson.Tile(64, 64), lesson.Tile(64, 128)
     for step in (lesson.Step("", small, small, small),
@@ -194,21 +189,19 @@ def attention_steps() -> None:
         lesson.backward(step, q, q, q, q, lse, q)
 
 
-def lesson_kernels() -> None:
+def _lesson_kernels() -> None:
     """What `tuning` and `hardware_effects` launch."""
-    from experiments import _lesson_kernels as lesson
-
     x, f, a = e(2**26), e(2**20, dtype=F), e(D, D)
     for stages in (1, 4):
-        _dispatch.launch(lesson.stream_kernel, (132,), x, x, x, 2**14, BLOCK=4096, STAGES=stages, num_warps=8)
-    _dispatch.launch(lesson.matmul_kernel, (8,), a, a, a, D, D, D, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8,
+        _dispatch.launch(lessons.stream_kernel, (132,), x, x, x, 2**14, BLOCK=4096, STAGES=stages, num_warps=8)
+    _dispatch.launch(lessons.matmul_kernel, (8,), a, a, a, D, D, D, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8,
                      num_warps=8, num_stages=3)  # fmt: skip
-    _dispatch.launch(lesson.strided_kernel, (8,), f, f, 2, 0, BLOCK=1024, num_warps=32)
-    _dispatch.launch(lesson.busy_kernel, (8,), f, 1000, BLOCK=1024, num_warps=32)
-    _dispatch.launch(lesson.divergent_kernel, (8,), f, 1000, WIDTH=1, WAYS=4, BLOCK=1024, num_warps=32)
+    _dispatch.launch(lessons.strided_kernel, (8,), f, f, 2, 0, BLOCK=1024, num_warps=32)
+    _dispatch.launch(lessons.busy_kernel, (8,), f, 1000, BLOCK=1024, num_warps=32)
+    _dispatch.launch(lessons.divergent_kernel, (8,), f, 1000, WIDTH=1, WAYS=4, BLOCK=1024, num_warps=32)
 
 
-def lesson_banks() -> None:
+def _lesson_banks() -> None:
     """Through shared memory without and with a swizzle."""
     from experiments._lesson_banks import transpose_kernel
 
@@ -216,16 +209,14 @@ def lesson_banks() -> None:
         _dispatch.launch(transpose_kernel, (8,), e(8, 32, 32, dtype=F), 1000, PHASES=phases)
 
 
-def average() -> None:
+def _average() -> None:
     """What copy engines have brought, averaged."""
-    from kernels import average
-    from kernels._language import tl
-
     own = e(2**20, dtype=F)
     _dispatch.launch(average.average_kernel, (8,), own, own, 2**20, 2**20, SCALE=0.5, OTHERS=1, SUM=tl.float32,
                      BLOCK=average.BLOCK)  # fmt: skip
 
 
-MODULES: dict[str, Callable[[], None]] = {function.__name__: function for function in (
-    elementwise, weighted_sum, rmsnorm, layernorm, long_rows, softmax, swiglu, rope, dropout, cross_entropy, matmul,
-    adamw, average, flash_attention, attention_steps, lesson_kernels, lesson_banks)}  # fmt: skip
+MODULES: dict[str, Callable[[], None]] = {function.__name__[1:]: function for function in (
+    _elementwise, _weighted_sum, _rmsnorm, _layernorm, _long_rows, _softmax, _swiglu, _rope, _dropout,
+    _cross_entropy, _matmul, _adamw, _average, _flash_attention, _attention_steps, _lesson_kernels,
+    _lesson_banks)}  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distlab.experiment import lone_context
 from distlab.hardware import H100_SXM
 from distlab.theory.gpu import l2_hit_share, tile_order
 from experiments import _lesson_attention as lesson
@@ -220,3 +221,23 @@ def test_ir_writes_every_stage(tmp_path):
 def test_an_unknown_kernel_is_refused(capsys):
     assert "give MODULE or MODULE.KERNEL of elementwise" in refused(capsys, "ir", "softmix")
     assert set(MODULES) >= {"softmax", "flash_attention", "attention_steps"}
+
+
+ON_GPU = {
+    attention_steps: {"heads": 2, "length": 512, "rounds": 3, "calls": 2},
+    size_curves: {"small": True, "dtype": "bfloat16", "repeats": 3},
+    tuning: {"elements": 2**20, "size": 2048, "length": 512, "repeats": 3},
+    hardware_effects: {"elements": 2**20, "rounds": 200, "repeats": 3},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("module", ON_GPU, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_a_study_runs_on_a_gpu_and_all_of_it_is_right(module, tmp_path):
+    context = lone_context("cuda")
+    config = module.EXPERIMENT.config(**ON_GPU[module])
+    run = module.EXPERIMENT.open(config, context, tmp_path)
+    module.measure(config, context, run)
+    assert [(r.variant, r.metrics["status"]) for r in run.records if r.metrics["status"] != "ok"] == []
+    assert all("time_p50_ms" in r.metrics or "fwd_p50_ms" in r.metrics for r in run.records)
+    assert module.EXPERIMENT.finish(run, json_only=True) == 0
