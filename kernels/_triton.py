@@ -46,6 +46,19 @@ def runs_triton(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and installed()
 
 
+def check_runs(device: torch.device) -> None:
+    """For what has kernels and no reference to fall back on.
+
+    Raises:
+        ValueError: kernels do not run on this device; says what to do.
+    """
+    if not (interpreted() or (device.type == "cuda" and installed())):
+        raise ValueError(
+            f"these are Triton kernels, and none run on {device.type} as it is: run on a GPU, or begin the command "
+            "with TRITON_INTERPRET=1 for Triton's interpreter, where times say nothing"
+        )
+
+
 @functools.cache
 def _capability(index: int | None) -> str:
     major, minor = torch.cuda.get_device_capability(index)

@@ -150,7 +150,8 @@ def persistent_kernel(a_desc, b_desc, y_desc, bias_ptr, rows, cols, depth, BIAS:
 
 
 @functools.cache
-def _tile(generation: str, itemsize: int, small: bool, norm_block: int = 0, store_bytes: int = 0) -> tuple[Launch, int]:
+def tile_for(generation: str, itemsize: int, small: bool, norm_block: int = 0,
+             store_bytes: int = 0) -> tuple[Launch, int]:
     """Launch parameters and BLOCK_K for a generation of GPUs: within its shared memory, without spilling registers.
 
     From Hopper on the matrix instructions read shared memory, where each stage of a and b lies, in 227 KiB. Before,
@@ -183,17 +184,18 @@ def _tile(generation: str, itemsize: int, small: bool, norm_block: int = 0, stor
 
 
 def launch_pointers(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None, precision: str,
-                    kernel=None) -> None:
+                    kernel=None, group: int = GROUP) -> None:
     """Fill y with `grouped_kernel` or the kernel given; any strides of a and b, y contiguous."""
     (rows, depth), cols = a.shape, b.shape[1]
     norm_block = max(16, power_of_two(cols)) if epilogue == "rms_norm" else 0
-    launch, block_k = _tile(_triton.generation(a.device.index), a.element_size(), min(rows, cols) <= 1024, norm_block)
+    generation, small = _triton.generation(a.device.index), min(rows, cols) <= 1024
+    launch, block_k = tile_for(generation, a.element_size(), small, norm_block)
     launch = chosen("matmul", launch)
     block_n = norm_block or launch.block
     grid = (triton.cdiv(rows, launch.rows) * triton.cdiv(cols, block_n),)
     _dispatch.launch(kernel or grouped_kernel, grid, a, b, bias, y, rows, cols, depth, *a.stride(), *b.stride(),
                      y.stride(0), BIAS=bias is not None, EPILOGUE=epilogue, BLOCK_M=launch.rows, BLOCK_N=block_n,
-                     BLOCK_K=block_k, GROUP=GROUP, PRECISION=precision, num_warps=launch.warps,
+                     BLOCK_K=block_k, GROUP=group, PRECISION=precision, num_warps=launch.warps,
                      num_stages=launch.stages)
 
 
@@ -206,7 +208,8 @@ def _descriptor_form(x: Tensor) -> tuple[Tensor, bool] | None:
     return None
 
 
-def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None) -> bool:
+def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None,
+                      group: int = GROUP) -> bool:
     """Fill y with `persistent_kernel`; False, and nothing done, where the layout does not allow descriptors."""
     forms = _descriptor_form(a), _descriptor_form(b), _descriptor_form(y)
     if None in forms or epilogue == "rms_norm":
@@ -214,7 +217,7 @@ def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epil
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (rows, depth), cols = a.shape, b.shape[1]
-    launch, block_k = _tile(_triton.generation(a.device.index), a.element_size(), min(rows, cols) <= 1024, 0,
+    launch, block_k = tile_for(_triton.generation(a.device.index), a.element_size(), min(rows, cols) <= 1024, 0,
                             y.element_size())
     launch = chosen("matmul_persistent", launch)
     shapes = (launch.rows, block_k), (block_k, launch.block), (launch.rows, launch.block // 2)
@@ -224,7 +227,7 @@ def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epil
     grid = (min(tiles, _triton.multiprocessors(a.device)),)
     _dispatch.launch(persistent_kernel, grid, *descriptors, bias, rows, cols, depth, BIAS=bias is not None,
                      EPILOGUE=epilogue, A_TRANSPOSED=forms[0][1], B_TRANSPOSED=forms[1][1], BLOCK_M=launch.rows,
-                     BLOCK_N=launch.block, BLOCK_K=block_k, GROUP=GROUP, num_warps=launch.warps,
+                     BLOCK_N=launch.block, BLOCK_K=block_k, GROUP=group, num_warps=launch.warps,
                      num_stages=launch.stages)
     return True
 

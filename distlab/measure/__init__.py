@@ -8,7 +8,14 @@ from distlab.measure.bandwidth import (
     time_collective,
     traffic,
 )
-from distlab.measure.clock import PhaseTimer, call_ms, cpu_threads, replay_ms, slowest_rank
+from distlab.measure.clock import (
+    PhaseTimer,
+    call_ms,
+    cpu_threads,
+    device_percentiles,
+    replay_ms,
+    slowest_rank,
+)
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.measure.flops import FlopsByCategory
 from distlab.measure.gradient_times import gradient_ready_ms
@@ -71,6 +78,7 @@ __all__ = [
     "check_work",
     "closes",
     "cpu_threads",
+    "device_percentiles",
     "disturb",
     "emitter",
     "explain",

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distlab.measure.statistics import percentiles
+
 Instant = torch.cuda.Event | float
 
 
@@ -235,6 +237,15 @@ def replay_ms(run: Callable[[], object], repeats: int, *, tidy: bool = True, **o
     if tidy:
         torch.cuda.empty_cache()
     return times
+
+
+def device_percentiles(run: Callable[[], object], device: torch.device | str, repeats: int) -> dict[str, float]:
+    """`time_p20_ms`, `time_p50_ms`, `time_p80_ms` of `run`: on a GPU of replays (`replay_ms`), elsewhere of calls."""
+    if torch.device(device).type == "cuda":
+        samples = replay_ms(run, repeats, graph_ms=0.5, calls=(10, 20), tidy=False)
+    else:
+        samples = measure(run, warmup=1, repeats=repeats, device=device)
+    return {f"time_{p}_ms": ms for p, ms in percentiles(samples).items()}
 
 
 def call_ms(run: Callable[[], object], repeats: int = 5, block_ms: float = 10.0) -> dict[str, list[float]]:

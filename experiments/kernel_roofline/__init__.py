@@ -3,7 +3,6 @@
     distlab run kernel_roofline --name full                    # all rows, some two minutes; again: resumes
     distlab run kernel_roofline --quick                        # the rows of most interest; on a CPU small sizes
     distlab run kernel_roofline --only rms_norm --tune         # launch parameters of one row kernel
-    distlab run kernel_roofline --quick --dump-ptx gelu        # the generated PTX; --quick needs no GPU
 
 Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's own, compile: the
 naive form through torch.compile, template: of matmuls, the best of Inductor's Triton templates with cuBLAS left out,
@@ -19,8 +18,7 @@ which torch.compile makes one kernel and ours are two.
 
 Rows bound by arithmetic run at a clock that the GPU's power sets: their variants are interleaved, in rounds.
 
-The rows are in `cases`, clocks and ceilings in `timing`, the prediction in `prediction`, `--tune` and `--dump-ptx` in
-`tuning`.
+The rows are in `cases`, clocks and ceilings in `timing`, the prediction in `prediction`, `--tune` in `tuning`.
 """
 
 import dataclasses
@@ -55,7 +53,7 @@ from .timing import (
     spills,
     summary,
 )
-from .tuning import LAUNCHES, TUNED, dump_ptx, tune
+from .tuning import TUNED, tune
 
 # Inductor's matmuls by its own Triton templates, the best of those it tries; without this it takes cuBLAS's.
 TEMPLATES = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON",
@@ -73,7 +71,6 @@ class Config(Options):
     rounds: int = option(8, "of interleaved rows; even: as many forwards as in reverse", least=1)
     small: bool = option(False, "small sizes, in fp32")
     tune: bool = option(False, "time launch parameters of the operations of --only instead")
-    dump_ptx: str | None = option(None, "write the PTX of one kernel instead", choices=tuple(LAUNCHES))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +78,8 @@ class Config(Options):
         if unknown := set(self.only) - names:
             raise ValueError(f"--only {', '.join(sorted(unknown))}: choose among {', '.join(sorted(names))}")
         if self.tune and (self.small or not self.only or set(self.only) - set(TUNED)):
-            raise ValueError(f"--tune: name operations of full size with --only, of {', '.join(TUNED)}")
+            raise ValueError(f"--tune: name operations of full size with --only, of {', '.join(TUNED)}; for "
+                             "tiles of matmuls: distlab run tuning")
 
 
 SMALL = {"small": True, "variants": ("ours", "naive", "builtin"), "repeat_ms": 1, "rounds": 6}
@@ -95,12 +93,9 @@ PRESETS = {
 def measure(config: Config, context: RankContext, run: Run) -> None:
     """A row per operation, direction and variant, those of one operation and direction together; then ours beside all.
 
-    With `tune` a row per launch parameters, with `dump_ptx` one of what the compiler made, beside a file.
+    With `tune` a row per launch parameters.
     """
     device = context.device.type
-    if config.dump_ptx:
-        dump_ptx(config.dump_ptx, run)
-        return
     chosen = [case for case in table.cases(config.small) if not config.only or case.name in config.only]
     if config.tune:
         tune(chosen, device, config.repeat_ms, run)

@@ -1,0 +1,75 @@
+"""Small kernels that show one thing each: loads in flight, an autotuned matmul, strides, waves, divergence.
+
+They are launched by the experiments `tuning` and `hardware_effects` and shown by `ir`. Lengths are multiples of the
+blocks: what ragged ends need is in `kernels/`.
+"""
+
+from kernels._language import tl, triton
+from kernels.matmul import grouped_tile
+
+
+@triton.jit
+def stream_kernel(x_ptr, y_ptr, z_ptr, blocks, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """z = x + y by programs that walk over blocks; with STAGES above 1 the next loads are under way meanwhile."""
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        tl.store(z_ptr + at, tl.load(x_ptr + at) + tl.load(y_ptr + at))
+
+
+@triton.jit
+def matmul_kernel(a_ptr, b_ptr, y_ptr, rows, cols, depth, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                  BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """One tile of y = a b, all contiguous, in grouped order."""
+    row_tile, col_tile = grouped_tile(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N), GROUP)
+    row = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)) % rows  # a tile past the end repeats rows that others write
+    col = (col_tile * BLOCK_N + tl.arange(0, BLOCK_N)) % cols
+    k = tl.arange(0, BLOCK_K)
+    a_ptr += row[:, None] * depth + k[None, :]
+    b_ptr += k[:, None] * cols + col[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for _ in tl.range(0, depth, BLOCK_K):
+        acc = tl.dot(tl.load(a_ptr), tl.load(b_ptr), acc)
+        a_ptr += BLOCK_K
+        b_ptr += BLOCK_K * cols
+    tl.store(y_ptr + row[:, None] * cols + col[None, :], acc.to(y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def strided_kernel(x_ptr, y_ptr, stride, offset, BLOCK: tl.constexpr):
+    """y[i] = x[offset + i · stride]."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + offset + at * stride))
+
+
+@triton.jit
+def busy_kernel(y_ptr, rounds, BLOCK: tl.constexpr):
+    """y[i] = x after `rounds` of x ← x / 2 + 1, beginning at i: work for one multiprocessor, without memory."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = at.to(tl.float32)
+    for _ in tl.range(0, rounds):
+        x = x * 0.5 + 1.0
+    tl.store(y_ptr + at, x)
+
+
+# Lane by lane: `rounds` of x ← x / 2 + 1 in the one branch of four that the lane takes. Triton branches for a whole
+# program, and turns what differs by element into a selection: a branch of a thread has to be written in PTX.
+_BRANCH = """setp.ne.u32 other, $2, {n}; @other bra DONE{n};
+mov.u32 left, $3;
+LOOP{n}: fma.rn.f32 value, value, 0f3F000000, 0f3F800000;
+sub.u32 left, left, 1; setp.ne.u32 more, left, 0; @more bra LOOP{n};
+DONE{n}:
+"""
+DIVERGENT = tl.constexpr(
+    "{ .reg .pred other, more; .reg .u32 left; .reg .f32 value; mov.f32 value, $1;\n"
+    + "".join(_BRANCH.format(n=n) for n in range(4)) + "mov.f32 $0, value; }"
+)  # fmt: skip
+
+
+@triton.jit
+def divergent_kernel(y_ptr, rounds, WIDTH: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr):
+    """As `busy_kernel`; WIDTH neighbouring lanes take the same one of WAYS branches."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    branch = (at // WIDTH) % WAYS
+    x = tl.inline_asm_elementwise(DIVERGENT, "=f,f,r,r", [at.to(tl.float32), branch, rounds + at * 0], tl.float32,
+                                  is_pure=True, pack=1)
+    tl.store(y_ptr + at, x)

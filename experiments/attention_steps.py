@@ -1,0 +1,266 @@
+"""What does each step from a first attention kernel to a fast one bring, forward and backward?
+
+    distlab run attention_steps                                      # 64 heads of 4,096 tokens, on a GPU
+    distlab run attention_steps --head-dims 64 128 --only steps      # the staircase alone, at two head dims
+    TRITON_INTERPRET=1 distlab run attention_steps --quick           # without a GPU: are they right?
+
+Seven kernels in Triton, each the one before with one thing changed (`experiments/_lesson_attention.py`, to be read
+beside this table): 16 × 16 tiles; full tiles, which the tensor cores of a Hopper GPU want; masked tiles skipped; the
+diagonal in a loop of its own; tuned tiles; tensor descriptors; the backward in one pass. Around them, in the same
+rounds: attention as in the formula, a `torch.compile`d backward behind a Triton forward, the shipped kernels, torch's
+own, and the shipped kernels in fp32, with exact fp32 multiplications and with emulated ones.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.measure import attempt, clock, interleave, percentiles
+from distlab.report import stacked_bars
+from experiments._attention import build, exact, inputs, tflop_per_s
+from experiments._lesson_attention import Step, Tile, backward, forward
+from kernels._compile import resources
+from kernels._triton import check_runs, compile_only
+
+FULL = Tile(64, 64)
+# By head dim; 16 is for the interpreter, where every tile costs milliseconds.
+TUNED = {16: {"forward": Tile(32, 64), "dkdv": Tile(32, 32), "dq": Tile(32, 64)},
+         64: {"forward": Tile(64, 128), "dkdv": FULL, "dq": Tile(64, 128)},
+         128: {"forward": Tile(128, 64, 8), "dkdv": Tile(32, 64), "dq": Tile(128, 64, 8)}}  # fmt: skip
+ONE_PASS = {16: Tile(32, 32), 64: FULL, 128: Tile(64, 64, 8)}
+NAIVE, COMPILED = "as in the formula", "compiled backward"
+OTHERS = {NAIVE: "naive", "shipped": "ours", "sdpa-flash": "sdpa-flash", "sdpa-cudnn": "sdpa-cudnn",
+          "fp32, exact": "ours-ieee", "fp32, emulated": "ours",
+          COMPILED: "ours-compiled-backward"}  # last: what is built after it would make it compile again
+KINDS = ("steps", "others")
+TOLERANCE = {"float32": 4e-3, "float16": 4e-3, "bfloat16": 4e-2}  # of the largest value; a GPU's fp32 steps are TF32
+PASSES = ("fwd", "bwd", "fwd_bwd")
+Calls = dict[tuple[str, str], Callable[[], Any]]  # (variant, "fwd" or "bwd") → its call
+
+
+@dataclass(frozen=True)
+class Config(Options):
+    """One run: a row per head dim and variant."""
+
+    head_dims: tuple[int, ...] = option((64,), "head dims", choices=tuple(TUNED))
+    heads: int = option(64, "batch × heads", least=1)
+    length: int = option(4096, "tokens, a multiple of every tile", least=1)
+    dtype: str = option("bfloat16", "of the steps", choices=tuple(TOLERANCE))
+    only: tuple[str, ...] = option(KINDS, "the steps, or what stands around them", choices=KINDS)
+    rounds: int = option(6, "interleaved rounds", least=3)
+    calls: int = option(10, "timed calls in a round", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tiles = [t for d in self.head_dims for s in staircase(d) for t in (s.forward, s.dkdv, s.dq)]
+        if self.length % (most := max(max(tile.m, tile.n) for tile in tiles)):
+            raise ValueError(f"length={self.length}: these kernels have no ragged tiles; give a multiple of {most}")
+
+
+def staircase(head_dim: int) -> list[Step]:
+    """The steps, each the one before and one thing more."""
+    tuned, one_pass = TUNED[head_dim], ONE_PASS[head_dim]
+    full = dict.fromkeys(tuned, Tile(32, 32) if head_dim == 16 else FULL)
+    descriptors = Step("tensor descriptors", **tuned, skip=True, split=True, tma=True)
+    return [
+        Step("16 × 16 tiles", *[Tile(16, 16)] * 3),
+        Step("full tiles", **full),
+        Step("masked tiles skipped", **full, skip=True),
+        Step("diagonal apart", **full, skip=True, split=True),
+        Step("tuned tiles", **tuned, skip=True, split=True),
+        descriptors,
+        replace(descriptors, name="one backward pass", fused=True, dkdv=one_pass),
+    ]
+
+
+def calls_of(name: str, tensors: Sequence[Tensor], steps: Mapping[str, Step]) -> dict[str, Callable[[], Any]]:
+    """`fwd` → o and `bwd` → (dq, dk, dv) of one variant, for q, k, v, dO of (H, T, D); each can be called alone."""
+    q, k, v, do = tensors
+    if step := steps.get(name):
+        with torch.no_grad():
+            saved = forward(step, q, k, v)
+        return {"fwd": lambda: forward(step, q, k, v)[0], "bwd": lambda: backward(step, q, k, v, *saved, do)}
+    attention = build(OTHERS[name], q.shape[1], q.device.type)
+    o = attention(q, k, v)
+    return {"fwd": lambda: attention(q, k, v),
+            "bwd": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)}  # fmt: skip
+
+
+def check(calls: Mapping[str, Callable[[], Any]], tensors: Sequence[Tensor], on_gpu: bool) -> dict[str, Any]:
+    """The largest error of o and of a gradient, each over the largest exact value, on the first head."""
+    found = [x[:1] for x in (calls["fwd"](), *calls["bwd"]())]
+    expected = exact(*(x[:1] for x in tensors))
+    apart = [((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(found, expected, strict=True)]
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    metrics: dict[str, Any] = {"error": apart[0], "grad_error": max(apart[1:])}
+    if not max(apart) <= TOLERANCE[dtype]:
+        metrics["status"] = "WRONG"
+    if on_gpu:
+        with compile_only() as compiled:
+            for call in calls.values():
+                call()
+        used = [resources(kernel) for kernel in compiled]
+        metrics |= {name: max((u[name] for u in used), default=None) for name in ("registers", "spill_bytes")}
+    return metrics
+
+
+def measure(config: Config, context: RankContext, run: Run) -> None:
+    """A row per head dim and variant; those of one head dim are timed in the same rounds."""
+    check_runs(context.device)
+    on_gpu = context.device.type == "cuda"
+    for head_dim in config.head_dims:
+        steps = {step.name: step for step in staircase(head_dim)}
+        others = OTHERS if on_gpu else (NAIVE,)
+        names = [*(steps if "steps" in config.only else ()), *(others if "others" in config.only else ())]
+        if not all(run.done(name, head_dim=head_dim) for name in names):
+            dtypes = {name: "float32" if name.startswith("fp32") else config.dtype for name in names}
+            shape = (config.heads, config.length, head_dim)
+            given = {dtype: inputs(shape, dtype, context.device.type) for dtype in dtypes.values()}
+            found: dict[str, dict[str, Any]] = {}
+            calls: Calls = {}
+            for name in names:
+                run.progress(f"{name}, head dim {head_dim}")
+                found[name] = attempt(partial(ready, calls, name, given[dtypes[name]], steps))
+            time_in_rounds(found, calls, steps, config, context.device)
+            for name, metrics in found.items():
+                if "fwd_p50_ms" in metrics:
+                    q = given[dtypes[name]][0][None]
+                    metrics |= tflop_per_s(q, metrics["fwd_p50_ms"], metrics["fwd_bwd_p50_ms"])
+                kind = "steps" if name in steps else "others"
+                run.add(name, metrics, head_dim=head_dim, kind=kind, arithmetic=dtypes[name])
+
+
+def ready(calls: Calls, name: str, tensors: Sequence[Tensor], steps: Mapping[str, Step]) -> dict[str, Any]:
+    """Put the calls of a variant among `calls` once they have run; errors, and what the kernels of a step use."""
+    mine = calls_of(name, tensors, steps)
+    metrics = check(mine, tensors, tensors[0].is_cuda and name in steps)
+    calls |= {(name, way): call for way, call in mine.items()}
+    return metrics
+
+
+def time_in_rounds(found: dict[str, dict[str, Any]], calls: Calls, steps: Mapping[str, Step], config: Config,
+                   device: torch.device) -> None:  # fmt: skip
+    """Times and gains of all variants, into what was found of them; both directions are the sum of their times."""
+    warmup = int(device.type == "cuda")
+    timed = {key: partial(clock.measure, call, warmup=warmup, repeats=config.calls, device=device)
+             for key, call in calls.items()}  # fmt: skip
+    times = interleave(timed, config.rounds)
+    for name in dict.fromkeys(name for name, _ in calls):
+        both = zip(times[name, "fwd"], times[name, "bwd"], strict=True)
+        times[name, "fwd_bwd"] = [[f + b for f, b in zip(*pair, strict=True)] for pair in both]
+        for way in PASSES:
+            samples = percentiles([ms for part in times[name, way] for ms in part])
+            found[name] |= {f"{way}_{p}_ms": ms for p, ms in samples.items()}
+        found[name]["noise_pct"] = 50 * (samples["p80"] - samples["p20"]) / samples["p50"]
+    gains(found, times, list(steps.values()), config.length)
+
+
+def gains(found: dict[str, dict[str, Any]], times: Mapping[tuple[str, str], list[list[float]]], steps: Sequence[Step],
+          length: int) -> None:  # fmt: skip
+    """Of each step that was timed after one that was, the gain over that one, round by round, and the predicted one:
+    the matmuls of the tiles visited before over those visited now, where a step changes what is computed.
+    """
+    for before, now in pairwise(steps):
+        work = [step.matmul_flops(length) for step in (before, now)]
+        for way in PASSES:
+            if (before.name, way) in times and (now.name, way) in times:
+                pairs = zip(times[before.name, way], times[now.name, way], strict=True)
+                metrics = found[now.name]
+                metrics[f"{way}_gain"] = median(median(a) / median(b) for a, b in pairs)
+                old, new = ((sum(w.values()) if way == "fwd_bwd" else w[way]) for w in work)
+                if (now.skip, now.fused) != (before.skip, before.fused) and old != new:
+                    metrics[f"{way}_predicted_gain"] = old / new
+
+
+def findings(records: Sequence[Record]) -> list[str]:
+    """The whole staircase in a sentence per head dim, and how far predictions were off."""
+    if not any("registers" in r.metrics for r in records):
+        return ["Interpreted: the errors count, and no time does."]
+    said = []
+    for head_dim in dict.fromkeys(r.config["head_dim"] for r in records):
+        rows = [r for r in records if r.config["head_dim"] == head_dim and "fwd_bwd_p50_ms" in r.metrics]
+        steps = [r.metrics for r in rows if r.config["kind"] == "steps"]
+        if len(steps) > 1:
+            ratios = (f"{steps[0][f'{way}_p50_ms'] / steps[-1][f'{way}_p50_ms']:.1f} × {text}"
+                      for way, text in zip(PASSES, ("forward", "backward", "both"), strict=True))  # fmt: skip
+            said.append(f"d = {head_dim}: from the first step to the last {', '.join(ratios)}.")
+        naive = next((r.metrics for r in rows if r.variant == NAIVE), None)
+        if naive and steps:
+            ratio = naive["fwd_bwd_p50_ms"] / min(s["fwd_bwd_p50_ms"] for s in steps)
+            said.append(f"d = {head_dim}: the fastest step takes 1 / {ratio:.1f} of attention as in the formula.")
+    keys = [(f"{way}_gain", f"{way}_predicted_gain") for way in PASSES]
+    pairs = [(r.metrics[b] / r.metrics[a], r.variant) for r in records for a, b in keys if b in r.metrics]
+    if pairs:
+        misses = dict.fromkeys(name for ratio, name in pairs if abs(ratio - 1) > 0.15)
+        said.append(f"Predicted gains: {sum(abs(ratio - 1) <= 0.15 for ratio, _ in pairs)} of {len(pairs)} within 15 % "
+                    f"of measured{'; not those of ' * bool(misses)}{', '.join(misses)}.")  # fmt: skip
+    return said
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Forward and backward of each variant as one bar."""
+    labels = [f"{r.variant}, d = {r.config['head_dim']}" for r in records]
+    parts = {text: [r.metrics.get(f"{way}_p50_ms", None if r.metrics["status"] == "ok" else r.metrics["status"])
+                    for r in records] for way, text in (("fwd", "forward"), ("bwd", "backward"))}  # fmt: skip
+    stacked_bars(path, labels, parts, title=headline(records), unit="ms")
+
+
+headline = headline_from("{heads} × {length:,} × d, {dtype}, causal, {device_name}, torch {torch}, triton {triton}")
+VIEW = View(
+    columns=[
+        Column("config.head_dim", "d"), Column("variant", "step"),
+        *(Column(f"metrics.{way}_p50_ms", f"{text} ms", ".3f") for way, text in zip(PASSES, ("fwd", "bwd", "f+b"),
+                                                                                   strict=True)),
+        Column("metrics.noise_pct", "± %", ".1f"),
+        *(column for way in PASSES for column in (
+            Column(f"metrics.{way}_gain", f"{way.replace('_bwd', '+b').replace('fwd+b', 'f+b')} ×", ".2f", missing=""),
+            Column(f"metrics.{way}_predicted_gain", "predicted", ".2f", missing="", optional=True))),
+        Column("metrics.fwd_tflop_per_s", "fwd TFLOP/s", ".0f"), Column("metrics.bwd_tflop_per_s", "bwd", ".0f"),
+        Column("metrics.registers", "registers", missing="", optional=True),
+        Column("metrics.spill_bytes", "spilled", missing="", optional=True),
+        Column("metrics.error", "error", ".0e"), Column("metrics.grad_error", "grad", ".0e"),
+        Column("metrics.status", "status", optional=True),
+    ],
+    headline=headline,
+    reading="× is the time of the step before over this one's, the median over interleaved rounds; the first step has "
+    "none, nor has what stands around the staircase. Predicted is the same ratio of multiplications in the tiles that "
+    "are visited, for the two steps that compute less: skipped tiles (nearly half of all), and one backward pass (five "
+    "matmuls per tile instead of seven). The other steps do the same work in another way: full tiles are multiplied by "
+    "wgmma, which reads operands from shared memory, where 16 rows leave most of a tensor core idle and load K and V "
+    "once per 16 queries; a diagonal apart takes comparisons out of the loop; tuned tiles keep more programs resident; "
+    "descriptors take addresses out of registers. Between two prediction and measurement stand the softmax, which no "
+    "matmul hides, and programs of unequal length. Errors are over the largest exact value, of the first head. "
+    "TFLOP/s count causal pairs only, backward as 2.5 forwards. Registers and spilled bytes per thread are the most of "
+    "any kernel of a step. In Triton's interpreter times say nothing.",
+    terminal=("fwd_p50_ms", "bwd_p50_ms", "fwd_bwd_p50_ms", "fwd_gain", "fwd_predicted_gain", "bwd_gain",
+              "bwd_predicted_gain", "fwd_bwd_gain", "grad_error"),
+    pictures={"steps.png": draw},
+    next=("distlab run ir attention_steps", "distlab run attention_record"),
+    findings=findings,
+    prediction="From the tiles that a step visits, where a step changes their number or what is done in each.",
+)  # fmt: skip
+SMALL = {"head_dims": (16,), "heads": 1, "length": 64, "dtype": "float32", "rounds": 3, "calls": 1}
+EXPERIMENT = Experiment(
+    Config, measure, VIEW,
+    presets={"quick": {"rounds": 3}, "quick-cpu": SMALL, "smoke": SMALL},
+    gpus=1,
+    wrong=lambda records: [f"{r.variant} is wrong" for r in records if r.metrics["status"] == "WRONG"],
+)

@@ -1,0 +1,207 @@
+"""What does the compiler make of a kernel, from Triton's IR to the GPU's instructions?
+
+    distlab run ir softmax                          # all kernels of kernels/softmax.py; needs no GPU
+    distlab run ir matmul.persistent_kernel         # one kernel
+    distlab run ir attention_steps lesson_banks     # the kernels of the lessons
+    distlab run ir                                  # every kernel, a minute or two
+    distlab run ir rmsnorm --capability 80          # for an A100
+
+Kernels are compiled and not run (`kernels._compile`), at sizes of a benchmark (`catalogue`). Each leaves a file per
+stage in the run's folder, `stages/MODULE.KERNEL.STAGE`, to be read in this order:
+
+    ttir    the kernel as written: blocks, not threads        ttgir   the same with layouts: which thread has what, what
+    llir    one thread, in LLVM's IR                                  lies in shared memory, what is loaded ahead
+    ptx     NVIDIA's portable assembler, endless registers    sass    the instructions, registers given out
+
+The table says what is scarce: registers, spilled bytes, shared memory, and how many programs of it an SM holds at once.
+"""
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from distlab import hardware
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.report import stacked_bars
+from distlab.theory.gpu import occupancy
+from kernels._triton import installed
+
+from .catalogue import MODULES
+
+STAGES = ("ttir", "ttgir", "llir", "ptx", "sass")
+GPUS = {80: hardware.A100_SXM_80GB, 90: hardware.H100_SXM}
+CAPABILITIES = (80, 86, 89, 90)
+MOST_BARS = 30
+# Read in a worker before anything else: where kernels are interpreted there is nothing to compile.
+COMPILES = "import os; os.environ.pop('TRITON_INTERPRET', None)"
+
+
+@dataclass(frozen=True)
+class Config(Options):
+    """Which kernels, for which GPU."""
+
+    kernels: tuple[str, ...] = option((), "MODULE or MODULE.KERNEL [all]", positional=True)
+    capability: int = option(90, "compute capability to compile for", choices=CAPABILITIES)
+    workers: int = option(2, "processes that compile", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if unknown := [name for name in self.kernels if name.partition(".")[0] not in MODULES]:
+            raise ValueError(f"{', '.join(unknown)}: give MODULE or MODULE.KERNEL of {', '.join(MODULES)}")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled kernel: its name, its constants, what it uses, and stage → text."""
+
+    name: str
+    constants: str
+    metrics: dict[str, Any]
+    stages: dict[str, str]
+
+
+def compile_module(module: str, capability: int) -> tuple[list[Compiled], str | None]:
+    """Every kernel of a module, and why there are no more of them."""
+    from kernels._compile import compile_for
+
+    problem = None
+    with compile_for(capability) as found:
+        try:
+            MODULES[module]()
+        except Exception as error:  # on older GPUs there are no descriptors
+            problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:80]}"
+    return [described(module, kernel, capability) for kernel in found], problem
+
+
+def disassembled(cubin: bytes) -> str:
+    """The instructions of a binary, by the disassembler that comes with Triton or a CUDA toolkit."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def described(module: str, kernel: Any, capability: int) -> Compiled:
+    """What can be said of one of Triton's compiled kernels."""
+    from kernels._compile import resources
+
+    stages = {stage: str(kernel.asm[stage]) for stage in STAGES[:-1] if stage in kernel.asm}  # Gluon has no TTIR
+    with contextlib.suppress(OSError, RuntimeError, subprocess.SubprocessError):  # no disassembler
+        stages["sass"] = disassembled(kernel.asm["cubin"])
+    used, warps = resources(kernel), kernel.metadata.num_warps
+    metrics: dict[str, Any] = used | {"warps": warps, "status": "ok"}
+    if spec := GPUS.get(capability):
+        resident = occupancy(spec, 32 * warps, used["registers"], used["shared_bytes"])
+        metrics |= {"programs_per_sm": resident.blocks, "limited_by": resident.limiter}
+    metrics |= {f"{stage}_lines": text.count("\n") for stage, text in stages.items()}
+    metrics["matmul"] = next((name for name in ("wgmma.mma_async", "mma.sync") if name in stages["ptx"]), "")
+    metrics["wide_loads"] = len(re.findall(r"ld\.global[\w.:]*\.v4|cp\.async\.c[ag]", stages["ptx"]))
+    metrics["bulk_copies"] = len(re.findall(r"cp\.(?:reduce\.)?async\.bulk\.tensor", stages["ptx"]))
+    names, given = kernel.src.fn.arg_names, kernel.src.constants
+    constants = {names[place[0]]: value for place, value in given.items() if names[place[0]].isupper()}
+    shown = " ".join(f"{name}={value}" for name, value in constants.items())
+    return Compiled(f"{module}.{kernel.metadata.name}", shown, metrics, stages)
+
+
+def measure(config: Config, context: RankContext, run: Run) -> None:
+    """A row per compiled kernel, and its stages as files; one module per job of the pool."""
+    if not installed():
+        raise ValueError("there is no Triton here, whose compiler this shows: pip install triton (Linux)")
+    wanted = config.kernels or tuple(MODULES)
+    modules = list(dict.fromkeys(name.partition(".")[0] for name in wanted))
+    folder = run.path / "stages"
+    folder.mkdir(exist_ok=True)
+    with ProcessPoolExecutor(min(config.workers, len(modules)), get_context("spawn"), exec, (COMPILES,)) as pool:
+        jobs = pool.map(compile_module, modules, [config.capability] * len(modules))
+        for module, (found, problem) in zip(modules, jobs, strict=True):
+            run.progress(f"{module}: {len(found)} kernels")
+            chosen = [each for each in found if module in wanted or each.name in wanted]
+            for each, stem in zip(chosen, stems(chosen), strict=True):
+                for stage, text in each.stages.items():
+                    (folder / f"{stem}.{stage}").write_text(text, encoding="utf-8")
+                run.add(stem, each.metrics, module=module, constants=each.constants)
+            if problem:
+                run.add(f"{module}, others", {"status": problem}, module=module)
+    if not run.records:
+        raise ValueError(f"{', '.join(wanted)}: no such kernel for compute capability {config.capability}; give MODULE "
+                         "alone to see its kernels")
+
+
+def stems(found: Sequence[Compiled]) -> Iterator[str]:
+    """A name for each; of a kernel that is compiled more than once, with a number."""
+    counts: dict[str, int] = {}
+    for each in found:
+        counts[each.name] = counts.get(each.name, 0) + 1
+        yield each.name + (f"-{counts[each.name]}" if counts[each.name] > 1 else "")
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Lines of each stage, a bar per kernel: how much the compiler adds on the way down."""
+    rows = [r for r in records if "ptx_lines" in r.metrics]
+    if 0 < len(rows) <= MOST_BARS:
+        parts = {stage.upper(): [r.metrics.get(f"{stage}_lines") for r in rows] for stage in STAGES}
+        stacked_bars(path, [r.variant for r in rows], parts, title=f"Length of each stage: {headline(records)}",
+                     unit="lines")  # fmt: skip
+
+
+def findings(records: Sequence[Record]) -> list[str]:
+    """Which kernels spill, and which hold the fewest warps."""
+    rows = [r for r in records if "registers" in r.metrics]
+    spilled = [f"{r.variant} ({r.metrics['spill_bytes']} bytes)" for r in rows if r.metrics["spill_bytes"]]
+    said = [f"Spilled registers: {', '.join(spilled) or 'none'}."]
+    if few := [r for r in rows if "programs_per_sm" in r.metrics]:
+        least = min(few, key=lambda r: r.metrics["programs_per_sm"] * r.metrics["warps"])
+        warps = least.metrics["programs_per_sm"] * least.metrics["warps"]
+        said.append(f"Fewest warps at once: {least.variant}, {warps} of 64, limited by {least.metrics['limited_by']}.")
+    return said
+
+
+headline = headline_from("compiled for compute capability {capability}, triton {triton}")
+VIEW = View(
+    columns=[
+        Column("variant", "kernel"), Column("metrics.registers", "registers"),
+        Column("metrics.spill_bytes", "spilled"),
+        Column("metrics.shared_bytes", "shared KiB", ".1f", scale=1 / 1024), Column("metrics.warps", "warps"),
+        Column("metrics.programs_per_sm", "per SM", missing=""), Column("metrics.limited_by", "limited by", missing=""),
+        Column("metrics.matmul", "matmul by", missing=""), Column("metrics.wide_loads", "16-byte loads"),
+        Column("metrics.bulk_copies", "TMA"),
+        *(Column(f"metrics.{stage}_lines", f"{stage.upper()} lines", missing="") for stage in STAGES),
+        Column("config.constants", "constants", align="left", missing=""), Column("metrics.status", "status"),
+    ],
+    headline=headline,
+    reading="Registers and spilled bytes are a thread's, shared memory a program's. A multiprocessor has 65,536 "
+    "registers: at 128 threads of 255 two programs, at 32 as many warps as there are places. A kernel that "
+    "waits for memory wants many warps; one that multiplies by wgmma wants large tiles, and lives with few. "
+    "Spilled registers are written to memory and read back. In the PTX look for ld.global.v4 (16 bytes by each "
+    "thread), cp.async (loads that go to shared memory without registers), cp.async.bulk.tensor (the same by "
+    "one thread for a whole tile) and wgmma (a warpgroup's matmul out of shared memory). Lines of TTIR are "
+    "counted before anything is unrolled, of SASS after: their ratio is what a block of a kernel becomes for "
+    "one thread.",
+    terminal=("registers", "spill_bytes", "shared_bytes", "warps", "programs_per_sm", "limited_by", "matmul",
+              "ptx_lines", "sass_lines"),
+    pictures={"stages.png": draw},
+    next=("distlab run calculator occupancy --threads 128 --registers 160", "distlab run hardware_effects"),
+    findings=findings,
+    prediction="`per SM` is predicted by `theory.gpu.occupancy`; registers are the assembler's own report.",
+)  # fmt: skip
+EXPERIMENT = Experiment(Config, measure, VIEW, presets={"smoke": {"kernels": ("rope",)}}, ranks="none")

@@ -1,0 +1,222 @@
+"""Every kernel of the lab, launched on tensors without data, at sizes of a benchmark: what a compiler needs to know.
+
+MODULES: file of `kernels/`, or lesson of `experiments/`, → a function that launches all of its kernels, those that need
+Hopper last. Within `kernels._compile.compile_for` a launch compiles and does not run.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from experiments import _lesson_attention as lesson
+from experiments import _lesson_kernels as lessons
+from kernels import (
+    _dispatch,
+    _scale,
+    adamw,
+    average,
+    cross_entropy,
+    dropout,
+    elementwise,
+    layernorm,
+    matmul,
+    rmsnorm,
+    rope,
+    softmax,
+    swiglu,
+    weighted_sum,
+)
+from kernels import _long_rows as long_rows
+from kernels._language import tl
+
+F, H, I = torch.float32, torch.bfloat16, torch.int64  # noqa: E741
+N, D = 8192, 4096
+
+
+def e(*shape: int, dtype: torch.dtype = H) -> Tensor:
+    """A tensor without data."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _elementwise() -> None:
+    """Addition and GeLU."""
+    x = e(N, D)
+    elementwise.launch_flat(elementwise.add_kernel, "add", x, x, x)
+    elementwise.launch_flat(elementwise.gelu_forward_kernel, "gelu", x, x)
+    elementwise.launch_flat(elementwise.gelu_backward_kernel, "gelu_backward", x, x, x)
+
+
+def _weighted_sum() -> None:
+    """The course's first reduction."""
+    x, w = e(N, D), e(D)
+    weighted_sum.launch_forward(x, w, e(N))
+    weighted_sum.launch_backward(e(N), x, w, x)
+
+
+def _rmsnorm() -> None:
+    """Rows of three lengths, with a residual, and rows that do not fit on chip."""
+    stat = e(N, dtype=F)
+    for cols in (1024, D, 16384):
+        x, w = e(N, cols), e(cols)
+        rmsnorm.launch_forward(x, None, w, x, x, stat, 1e-5, False)
+        if cols <= rmsnorm.ONE_TILE_BACKWARD:
+            rmsnorm.launch_backward(x, None, x, w, stat, x, False)
+    x, w = e(N, D), e(D)
+    rmsnorm.launch_forward(x, x, w, x, x, stat, 1e-5, True)
+    rmsnorm.launch_backward(x, x, x, w, stat, x, True)
+
+
+def _layernorm() -> None:
+    """Rows of three lengths."""
+    stat = e(N, dtype=F)
+    for cols in (1024, D, 16384):
+        x, w = e(N, cols), e(cols)
+        layernorm.launch_forward(x, w, w, x, stat, stat, 1e-5)
+        if cols <= rmsnorm.ONE_TILE_BACKWARD:
+            layernorm.launch_backward(x, x, w, stat, stat, x, H)
+
+
+def _long_rows() -> None:
+    """Norms of rows that do not fit on chip."""
+    x, w, stat = e(256, 200000), e(200000), e(N, dtype=F)
+    long_rows.launch_long_forward(x, None, w, x, x, stat, 1e-5, False)
+    long_rows.launch_long_forward(x, x, w, x, x, stat, 1e-5, True, stat, w)
+    long_rows.launch_long_backward(x, x, x, w, stat, stat, x, True, H)
+
+
+def _softmax() -> None:
+    """Rows of several lengths, in fp32."""
+    for cols in (1024, D, 32768):
+        softmax.launch_forward(e(N, cols, dtype=F), e(N, cols, dtype=F))
+    for cols in (D, 16384, 32768, 200000):
+        softmax.launch_backward(*(e(256, cols, dtype=F) for _ in range(3)))
+    x = e(256, 200000)
+    softmax.launch_long_forward(x, x)
+    softmax.launch_long_forward(x[:1], x[:1])  # Triton makes a size of 1 a constant
+
+
+def _swiglu() -> None:
+    """Forward and backward."""
+    x = e(N, D)
+    swiglu.launch(swiglu.forward_kernel, "swiglu", (x, x), (x,))
+    swiglu.launch(swiglu.backward_kernel, "swiglu_backward", (x, x, x), (x, x))
+
+
+def _rope() -> None:
+    """Of queries that lie in a fused projection."""
+    q, table = e(4, 2048, 3, 32, 128).permute(2, 0, 3, 1, 4), e(2048, 128, dtype=F)
+    rope.launch_rope(q, table, table, q.contiguous(), 1.0)
+
+
+def _dropout() -> None:
+    """With and without bias and GeLU."""
+    x, w, seed = e(N, D), e(D), e(1, dtype=I)
+    for gelu in (False, True):
+        dropout.launch_dropout(x, w if gelu else None, seed, x, 0.1, gelu)
+        dropout.launch_dropout(x, w if gelu else None, seed, x, 0.1, gelu, x)
+
+
+def _cross_entropy() -> None:
+    """Loss alone, loss with its gradient, gradient alone, and the sums over rows."""
+    z, t, one, stat = e(2048, 151936), e(2048, dtype=I), e(1, dtype=F), e(N, dtype=F)
+    cross_entropy.launch_loss(z, t, stat, stat, stat, -100, 0.1)
+    cross_entropy.launch_loss(z, t, stat, stat, stat, -100, 0.1, z, one)
+    cross_entropy.launch_gradient(z, t, stat, stat, one, one, z, -100, 0.1)
+    cross_entropy.launch_gradient(z[:1], t[:1], stat, stat, one, one, z[:1], -100, 0.0)
+    for count in (False, True):
+        _dispatch.launch(cross_entropy.total_kernel, (1,), t if count else stat, one, one, one, 2048, -100,
+                         COUNT=count, BLOCK=4096, num_warps=16)  # fmt: skip
+
+
+def _matmul() -> None:
+    """Any strides and dtypes; then, through descriptors, every layout of two 16-bit matrices."""
+    a, w, f, half = e(D, D), e(D), e(D, D, dtype=F), e(D, D, dtype=torch.float16)
+    matmul.launch_pointers(a, a, None, a, None, "ieee", matmul.tiled_kernel)
+    matmul.launch_pointers(a, a, w, a, "silu", "ieee")
+    matmul.launch_pointers(a, e(D, 256), None, e(D, 256), "rms_norm", "ieee")
+    for precision in matmul.PRECISIONS:
+        matmul.launch_pointers(f, f, None, f, None, precision)
+    matmul.launch_pointers(f, e(D, 256, dtype=F), None, e(D, 256, dtype=F), "rms_norm", "tf32x3")
+    for left, right in ((a, a), (a.T, a), (a, a.T)):
+        matmul.launch_persistent(left, right, w, a, "gelu")
+    matmul.launch_persistent(e(512, 512), e(512, 512), None, e(512, 512), None)
+    matmul.launch_persistent(half, half, None, f, None)  # the matmul that a gradient in fp16 starts from
+    matmul.launch_persistent(half[:512], half[:, :512], None, e(512, 512, dtype=F), None)
+
+
+def _adamw() -> None:
+    """One step over all parameters, of every dtype; and scaling by a number on the device."""
+    i = e(8, dtype=I)
+    options = adamw.factors(3, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    for dtype in adamw._TYPES.values():
+        _dispatch.launch(adamw.adamw_kernel, (8,), i, i, e(8, dtype=torch.int32), i, *options, PARAMETER=dtype,
+                         GRADIENT=dtype, ALIGNMENT=16, BLOCK=2048, num_warps=8)  # fmt: skip
+    _dispatch.launch(_scale.scale_kernel, (8,), e(N, D), e(1, dtype=F), N * D, BLOCK=4096, num_warps=8)
+
+
+def _flash_attention() -> None:
+    """Forward and backward of 64 heads of 4,096 and of one of 2,048, by the tiles of the table; then Hopper's own."""
+    from kernels.flash_attention import backward_launch as backward
+    from kernels.flash_attention import configs, forward, hopper
+    from kernels.flash_attention.options import Problem
+
+    problem = Problem((None, 0), 0.125)
+    for shape in ((4, 16, 4096, 64), (1, 1, 2048, 64)):
+        q, lse = e(*shape), e(*shape[:-1], dtype=F)
+        row = configs.lookup(configs.key_of(q, problem, "sm_90"))
+        forward.launch_forward(q, q, q, q, lse, problem, row.forward)
+        saved = backward.launch_delta(q, q, q, q, lse, q)
+        backward.launch_backward(saved, q, q, q, problem, row.passes, row.dkdv, row.dq)
+    split = configs.Tile(64, 64, 4, 2, chunk=512)
+    backward.launch_split(saved, q, q, q, problem, split)
+    if hopper.installed():
+        q = e(4, 16, 4096, 128)
+        lse = e(*q.shape[:-1], dtype=F)
+        hopper.launch_forward(q, q, q, q, lse, problem)
+        hopper.launch_backward(q, q, q, q, lse, q, q, q, q, problem)
+
+
+def _attention_steps() -> None:
+    """The lesson's first kernels, and its last."""
+    q, lse = e(64, 4096, 64), e(64, 4096, dtype=F)
+    small, full, wide = lesson.Tile(16, 16), lesson.Tile(64, 64), lesson.Tile(64, 128)
+    for step in (lesson.Step("", small, small, small),
+                 lesson.Step("", wide, full, wide, skip=True, split=True),
+                 lesson.Step("", wide, full, wide, skip=True, split=True, tma=True),
+                 lesson.Step("", wide, full, wide, skip=True, split=True, tma=True, fused=True)):  # fmt: skip
+        lesson.forward(step, q, q, q)
+        lesson.backward(step, q, q, q, q, lse, q)
+
+
+def _lesson_kernels() -> None:
+    """What `tuning` and `hardware_effects` launch."""
+    x, f, a = e(2**26), e(2**20, dtype=F), e(D, D)
+    for stages in (1, 4):
+        _dispatch.launch(lessons.stream_kernel, (132,), x, x, x, 2**14, BLOCK=4096, STAGES=stages, num_warps=8)
+    _dispatch.launch(lessons.matmul_kernel, (8,), a, a, a, D, D, D, BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP=8,
+                     num_warps=8, num_stages=3)  # fmt: skip
+    _dispatch.launch(lessons.strided_kernel, (8,), f, f, 2, 0, BLOCK=1024, num_warps=32)
+    _dispatch.launch(lessons.busy_kernel, (8,), f, 1000, BLOCK=1024, num_warps=32)
+    _dispatch.launch(lessons.divergent_kernel, (8,), f, 1000, WIDTH=1, WAYS=4, BLOCK=1024, num_warps=32)
+
+
+def _lesson_banks() -> None:
+    """Through shared memory without and with a swizzle."""
+    from experiments._lesson_banks import transpose_kernel
+
+    for phases in (1, 32):
+        _dispatch.launch(transpose_kernel, (8,), e(8, 32, 32, dtype=F), 1000, PHASES=phases)
+
+
+def _average() -> None:
+    """What copy engines have brought, averaged."""
+    own = e(2**20, dtype=F)
+    _dispatch.launch(average.average_kernel, (8,), own, own, 2**20, 2**20, SCALE=0.5, OTHERS=1, SUM=tl.float32,
+                     BLOCK=average.BLOCK)  # fmt: skip
+
+
+MODULES: dict[str, Callable[[], None]] = {function.__name__[1:]: function for function in (
+    _elementwise, _weighted_sum, _rmsnorm, _layernorm, _long_rows, _softmax, _swiglu, _rope, _dropout,
+    _cross_entropy, _matmul, _adamw, _average, _flash_attention, _attention_steps, _lesson_kernels,
+    _lesson_banks)}  # fmt: skip

@@ -1,0 +1,272 @@
+"""From which size on does a kernel run at the hardware's speed, and what limits it before that?
+
+    distlab run size_curves                              # addition, softmax, matmul; on a GPU
+    distlab run size_curves --parts matmul-rows          # one curve
+    distlab run size_curves --quick                      # few small sizes; without a GPU what ours falls back on
+
+Six curves: vector addition over its length, softmax of 4,096 rows over its columns, and matmul over the size of square
+matrices and over rows, columns and depth alone, the other two at 4,096. Each point is called again and again from a
+CUDA graph, so that what fits stays in the L2: p20, p50 and p80 of the replays; wall is the same call in a loop of
+Python.
+
+Beside it stands a prediction from four numbers measured in the same run, of other kernels: the time of an empty kernel,
+the rates of a copy within the L2 and beyond, and cuBLAS's rate at 8,192³.
+
+    memory      empty kernel + bytes / (rate of the L2 where everything fits into it, else of a long copy)
+    matmul      empty kernel + waves · time of one tile on one multiprocessor, and not below its bytes' time
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.hardware import GPUSpec, lookup
+from distlab.measure import attempt, call_ms, device_percentiles, replay_ms
+from distlab.report import Panel, Series, lines
+from distlab.theory.gpu import wave_quantisation
+from kernels import elementwise, matmul, softmax
+from kernels.cost import Cost
+
+ROWS = 4096
+# Curve → (what the axis shows, sizes of a GPU, sizes of a CPU); rows and columns are cut finer than a tile's 128 × 256.
+CURVES: dict[str, tuple[str, Sequence[int], Sequence[int]]] = {
+    "add": ("elements", [2**n for n in range(10, 28)], (2**10, 2**14)),
+    "softmax": ("columns of 4,096 rows", [m * 2**n for n in range(8, 15) for m in (2, 3)], (96, 128)),
+    "matmul-square": ("rows, columns and depth", [256, *range(512, 8193, 512)], (32, 64)),
+    "matmul-rows": ("rows", range(64, 4097, 64), (32, 48)),
+    "matmul-columns": ("columns", range(128, 4097, 128), (32, 48)),
+    "matmul-depth": ("depth", [2**n for n in range(6, 14)], (32, 64)),
+}
+TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}  # of the largest value: sums, then one rounding
+
+
+@dataclass(frozen=True)
+class Config(Options):
+    """Which curves."""
+
+    parts: tuple[str, ...] = option(tuple(CURVES), "curves", choices=tuple(CURVES))
+    repeats: int = option(20, "timings of a point", least=3)
+    dtype: str = option("bfloat16", "of all tensors", choices=tuple(TOLERANCE))
+    small: bool = option(False, "few small sizes")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size of one curve: its inputs, what is compared, and the least it computes and moves."""
+
+    inputs: tuple[Tensor, ...]
+    variants: dict[str, Callable[..., Tensor]]
+    cost: Cost
+    shape: tuple[int, ...]
+
+
+def naive_softmax(x: Tensor) -> Tensor:
+    """One kernel at a time, in x's dtype."""
+    e = torch.exp(x - x.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+def point(curve: str, size: int, dtype: torch.dtype, device: str, others: int = ROWS) -> Point:
+    """The point of a curve at a size; `others` are the rows of softmax and the sides of a matmul that stay."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    if curve == "add":
+        variants = {"ours": elementwise.add, "torch": torch.add}
+        return Point((random(size), random(size)), variants, elementwise.add_cost((size,), dtype), (size,))
+    if curve == "softmax":
+        shape = (others, size)
+        variants = {"ours": softmax.softmax, "torch": partial(torch.softmax, dim=-1), "one by one": naive_softmax}
+        return Point((random(*shape),), variants, softmax.cost(shape, dtype), shape)
+    side = {"matmul-square": (size, size, size), "matmul-rows": (size, others, others),
+            "matmul-columns": (others, others, size), "matmul-depth": (others, size, others)}[curve]  # fmt: skip
+    rows, depth, cols = side
+    variants = {"ours": matmul.matmul, "torch": torch.matmul}
+    return Point((random(rows, depth), random(depth, cols)), variants, matmul.cost(side, dtype), side)
+
+
+def limits(device: str, dtype: torch.dtype, repeats: int) -> dict[str, float]:
+    """What predictions are made of, measured now on kernels of torch's; empty on a CPU, where none are made.
+
+    Returns:
+        `empty_kernel_ms`, `l2_gb_per_s` (a copy within 16 MiB), `copy_gb_per_s`, `cublas_tflop_per_s`.
+    """
+    if device != "cuda":
+        return {}
+
+    def ms(run: Callable[[], Any]) -> float:
+        return median(replay_ms(run, repeats, tidy=False, calls=(10, 20)))
+
+    one, near, far = (torch.ones(n, device=device, dtype=dtype) for n in (1, 2**22, 2**29))
+    outs = [torch.empty_like(x) for x in (one, near, far)]
+    a, b = (torch.randn(8192, 8192, device=device).to(dtype) for _ in range(2))
+    empty = ms(lambda: torch.neg(one, out=outs[0]))
+    rates = [2 * x.nbytes / (ms(partial(torch.neg, x, out=out)) - empty) / 1e6
+             for x, out in ((near, outs[1]), (far, outs[2]))]  # fmt: skip
+    return {"empty_kernel_ms": empty, "l2_gb_per_s": rates[0], "copy_gb_per_s": rates[1],
+            "cublas_tflop_per_s": 2 * 8192**3 / ms(lambda: a @ b) / 1e9}  # fmt: skip
+
+
+def predicted_ms(cost: Cost, shape: tuple[int, ...], itemsize: int, known: dict[str, float], spec: GPUSpec,
+                 generation: str) -> dict[str, float]:  # fmt: skip
+    """`predicted_ms` of ours, and for a matmul also its `tiles`, `waves` and `wave_pct`, the share of places filled."""
+    rate = known["l2_gb_per_s"] if cost.bytes <= spec.l2_bytes else known["copy_gb_per_s"]
+    moving = cost.bytes / rate / 1e6
+    if len(shape) != 3:
+        return {"predicted_ms": known["empty_kernel_ms"] + moving}
+    rows, depth, cols = shape
+    tile, _ = matmul.tile_for(generation, itemsize, min(rows, cols) <= 1024, 0, itemsize)
+    tiles = -(-rows // tile.rows) * -(-cols // tile.block)
+    waves = wave_quantisation(tiles, spec.sms)
+    of_one = 2 * tile.rows * tile.block * depth / (known["cublas_tflop_per_s"] * 1e9 / spec.sms)
+    return {"predicted_ms": known["empty_kernel_ms"] + max(moving, waves.waves * of_one), "tiles": tiles,
+            "waves": waves.waves, "wave_pct": 100 * waves.efficiency}  # fmt: skip
+
+
+def checked(call: Callable[[], Tensor], expected: Tensor, device: str, config: Config) -> dict[str, Any]:
+    """Error and times of one variant."""
+    with torch.no_grad():
+        error = ((call().double() - expected).abs().max() / expected.abs().max()).item()
+        status = "ok" if error <= TOLERANCE[config.dtype] else "WRONG"
+        times = device_percentiles(call, device, config.repeats)
+        wall = call_ms(call, repeats=3, block_ms=2)["wall"] if device == "cuda" else None
+    return {"error": error, "status": status, "wall_p50_ms": wall and median(wall)} | times
+
+
+def measure(config: Config, context: RankContext, run: Run) -> None:
+    """A row per curve, size and variant."""
+    device, dtype = context.device.type, getattr(torch, config.dtype)
+    spec = lookup(str(run.header.environment["device_name"]))
+    known = limits(device, dtype, config.repeats) if spec else {}
+    for curve in config.parts:
+        axis, large, small = CURVES[curve]
+        run.progress(f"{curve}: {len(small if config.small else large)} sizes")
+        for size in small if config.small else large:
+            torch.manual_seed(size)
+            here = point(curve, size, dtype, device, 64 if config.small else ROWS)
+            exact = {"add": torch.add, "softmax": partial(torch.softmax, dim=-1)}.get(curve, torch.matmul)
+            expected = exact(*(x.double() for x in here.inputs))
+            for variant, function in here.variants.items():
+                if run.done(variant, part=curve, size=size):
+                    continue
+                metrics = attempt(partial(checked, partial(function, *here.inputs), expected, device, config))
+                if "time_p50_ms" in metrics:
+                    metrics |= rates(here.cost, metrics, by_memory=len(here.shape) != 3)
+                if variant == "ours" and spec and "time_p50_ms" in metrics:
+                    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+                    metrics |= predicted_ms(here.cost, here.shape, dtype.itemsize, known, spec, arch)
+                    metrics["prediction_error_pct"] = 100 * (metrics["predicted_ms"] / metrics["time_p50_ms"] - 1)
+                run.add(variant, known | metrics, part=curve, size=size, axis=axis, shape=list(here.shape))
+
+
+def rates(cost: Cost, metrics: dict[str, Any], by_memory: bool) -> dict[str, float]:
+    """GB/s of the least traffic, or TFLOP/s, at the median and at both ends."""
+    amount, name = (cost.bytes / 1e6, "gb_per_s") if by_memory else (cost.flops / 1e9, "tflop_per_s")
+    ends = {"p50": "", "p80": "_low", "p20": "_high"}
+    return {f"{name}{end}": amount / metrics[f"time_{p}_ms"] for p, end in ends.items()}
+
+
+def curves(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
+    """Each curve with the rows that were timed."""
+    for part in dict.fromkeys(r.config["part"] for r in records):
+        yield part, [r for r in records if r.config["part"] == part and "time_p50_ms" in r.metrics]
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """A panel per curve: GB/s or TFLOP/s over the size, p20 to p80; ours predicted as a line."""
+    panels = []
+    for part, rows in curves(records):
+        name = "tflop_per_s" if part.startswith("matmul") else "gb_per_s"
+        series = []
+        for variant in dict.fromkeys(r.variant for r in rows):
+            mine = [r for r in rows if r.variant == variant]
+            x, (y, low, high) = [r.config["size"] for r in mine], (
+                [r.metrics[f"{name}{end}"] for r in mine] for end in ("", "_low", "_high"))  # fmt: skip
+            series.append(Series(variant, x, y, low, high, hollow=variant != "ours"))
+            told = [r for r in mine if "predicted_ms" in r.metrics]
+            if told:
+                ours = [r.metrics[name] * r.metrics["time_p50_ms"] / r.metrics["predicted_ms"] for r in told]
+                series.append(Series("ours, predicted", [r.config["size"] for r in told], ours, line="-", like="ours"))
+        log = 2 if part in ("add", "softmax", "matmul-depth") else None
+        unit = "TFLOP/s" if part.startswith("matmul") else "GB/s"
+        if series:
+            panels.append(Panel(f"{part}: {rows[0].config['axis']}", "", unit, series, log_x=log))
+    lines(path, panels, title=f"Rate over size: {headline(records)}")
+
+
+def findings(records: Sequence[Record]) -> list[str]:
+    """Where each curve of ours comes within a tenth of its best, and how far predictions were off."""
+    said = []
+    for part, rows in curves(records):
+        ours = [r for r in rows if r.variant == "ours"]
+        name, unit = ("tflop_per_s", "TFLOP/s") if part.startswith("matmul") else ("gb_per_s", "GB/s")
+        if len(ours) > 1:
+            best = max(ours, key=lambda r: r.metrics[name])
+            near = next(r for r in ours if r.metrics[name] >= 0.9 * best.metrics[name])
+            said.append(f"{part}: best {best.metrics[name]:,.0f} {unit} at {best.config['size']:,}, a tenth below it "
+                        f"from {near.config['size']:,} on; last {ours[-1].metrics[name]:,.0f}.")  # fmt: skip
+        naive = [r for r in rows if r.variant == "one by one"]
+        if naive and ours:
+            ratio = naive[-1].metrics["time_p50_ms"] / ours[-1].metrics["time_p50_ms"]
+            said.append(f"{part}: one kernel at a time takes {ratio:.1f} × ours at the last size.")
+    errors = [r.metrics["prediction_error_pct"] for r in records if "prediction_error_pct" in r.metrics]
+    if errors:
+        said.append(f"Predicted times: {sum(abs(e) <= 15 for e in errors)} of {len(errors)} within 15 % of measured.")
+    return said
+
+
+headline = headline_from("{dtype}, {device_name}, torch {torch}, triton {triton}")
+VIEW = View(
+    columns=[
+        Column("config.size", "size", ",d"), Column("variant", "variant"),
+        *(Column(f"metrics.time_{p}_ms", f"{p} µs", ",.1f", scale=1000) for p in ("p50", "p20", "p80")),
+        Column("metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, missing="", optional=True),
+        Column("metrics.gb_per_s", "GB/s", ",.0f"), Column("metrics.tflop_per_s", "TFLOP/s", ",.1f"),
+        Column("metrics.predicted_ms", "predicted µs", ",.1f", scale=1000, missing="", optional=True),
+        Column("metrics.prediction_error_pct", "off %", "+.0f", missing="", optional=True),
+        Column("metrics.waves", "waves", missing="", optional=True),
+        Column("metrics.wave_pct", "filled %", ".0f", missing="", optional=True),
+        Column("metrics.error", "error", ".0e"),
+    ],
+    headline=headline,
+    parted_by="config.part",
+    reading="Read a curve from the left. Flat time, rising rate: a kernel's start costs more than its work, and the "
+    "wall column, which is what a model pays, is higher still, since the host needs longer to ask than the device to "
+    "do. Then the L2 serves: the rate of an addition rises above the memory's and falls once three tensors no "
+    "longer fit. Beyond, the memory's rate. Softmax pays for columns up to the next power of two with idle lanes, "
+    "not with traffic. Matmul over rows is a saw: a tile of 128 rows costs as much when one row of it is used "
+    "(tile quantisation), and a last wave of few tiles as much as a full one (wave quantisation); depth only "
+    "lengthens each tile's loop. Predictions miss where kernels overlap: the next kernel of a graph starts while "
+    "the last one ends; around the size of the L2, which keeps a part; and where small tiles, one to a "
+    "multiprocessor, do not feed its tensor cores. Errors are against float64, over the largest value.",
+    terminal=("size", "time_p50_ms", "wall_p50_ms", "gb_per_s", "tflop_per_s", "predicted_ms", "prediction_error_pct",
+              "waves", "error"),
+    pictures={"curves.png": draw},
+    next=("distlab run tuning", "distlab run hardware_effects --parts waves"),
+    findings=findings,
+    prediction="From an empty kernel, two copies and one matmul of this run, see above; of ours.",
+)  # fmt: skip
+SMALL = {"small": True, "dtype": "float32", "repeats": 3}
+EXPERIMENT = Experiment(
+    Config, measure, VIEW, presets={"cpu": SMALL, "quick": {"repeats": 5}, "quick-cpu": SMALL, "smoke": SMALL},
+    wrong=lambda records: [f"{r.config['part']} {r.variant} is wrong" for r in records
+                           if r.metrics["status"] == "WRONG"],
+)  # fmt: skip

@@ -1,0 +1,244 @@
+"""The studies of kernels without a GPU: lesson kernels that are right or called wrong, predictions, what is refused."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from distlab.experiment import lone_context
+from distlab.hardware import H100_SXM
+from distlab.theory.gpu import l2_hit_share, tile_order
+from experiments import _lesson_attention as lesson
+from experiments import attention_steps, hardware_effects, ir, size_curves, tuning
+from experiments.ir.catalogue import MODULES
+from kernels import _triton
+from kernels._language import tl, triton
+from kernels.cost import Cost
+from kernels.matmul import grouped_tile
+from tests.experiments.frame import measured, refused
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_CPU = pytest.mark.skipif(not _triton.interpreted(), reason="kernels are compiled here: for a GPU these run in full")
+
+
+@ON_CPU
+@pytest.mark.parametrize("number", range(7))
+def test_every_step_is_attention_across_several_tiles(number):
+    """Longer than a tile in both directions, so that full, cut and skipped tiles all occur."""
+    step = attention_steps.staircase(16)[number]
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 128, 16, requires_grad=n < 3) for n in range(4)]
+    found = attention_steps.check(attention_steps.calls_of(step.name, tensors, {step.name: step}), tensors, False)
+    assert "status" not in found and found["error"] < 1e-5 and found["grad_error"] < 1e-5, found  # fp32 sums
+
+
+@ON_CPU
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("m", "n"), [(16, 32), (32, 16)])
+def test_tiles_need_not_be_square(m, n, split, fused):
+    tile = lesson.Tile(m, n)
+    step = lesson.Step("step", tile, tile, tile, skip=True, split=split, tma=True, fused=fused)
+    tensors = [torch.randn(1, 64, 16, requires_grad=n < 3) for n in range(4)]
+    found = attention_steps.check(attention_steps.calls_of("step", tensors, {"step": step}), tensors, False)
+    assert found["error"] < 1e-5 and found["grad_error"] < 1e-5, found
+
+
+@ON_CPU
+def test_a_step_that_is_wrong_is_called_wrong(tmp_path, monkeypatch):
+    real, last = lesson.backward, attention_steps.staircase(16)[-1]
+    monkeypatch.setattr(attention_steps, "staircase", lambda head_dim: [last])
+    monkeypatch.setattr(attention_steps, "backward", lambda *x: tuple(2 * g for g in real(*x)))
+    records = measured(attention_steps.EXPERIMENT, tmp_path)
+    assert {r.variant: r.metrics["status"] for r in records} == {last.name: "WRONG", attention_steps.NAIVE: "ok"}
+    assert attention_steps.EXPERIMENT.wrong(records) == [f"{last.name} is wrong"]
+
+
+def test_steps_visit_half_of_the_tiles_once_they_skip():
+    steps = {step.name: step for step in attention_steps.staircase(64)}
+    whole, half = (steps[name].matmul_flops(4096) for name in ("full tiles", "masked tiles skipped"))
+    tiles = 4096 // 64
+    for way in ("fwd", "bwd"):
+        assert whole[way] / half[way] == pytest.approx(2 * tiles / (tiles + 1))
+    two, one = (steps[name] for name in ("tensor descriptors", "one backward pass"))
+    assert one.matmul_flops(4096)["bwd"] == 5 * one.visited("dkdv", 4096)
+    assert 1.35 < two.matmul_flops(4096)["bwd"] / one.matmul_flops(4096)["bwd"] < 1.45  # seven matmuls to five
+
+
+@pytest.mark.parametrize(("m", "n"), [(16, 16), (64, 32), (32, 64), (128, 64)])
+def test_visited_tiles_are_those_with_something_to_see(m, n):
+    tile = lesson.Tile(m, n)
+    step, length = lesson.Step("", tile, tile, tile, skip=True), 256
+    seen = {(i // m, j // n) for i in range(length) for j in range(i + 1)}
+    assert step.visited("forward", length) == step.visited("dkdv", length) == len(seen) * m * n
+
+
+def test_gains_are_of_the_same_round():
+    steps = attention_steps.staircase(64)[1:3]
+    found = {step.name: {} for step in steps}
+    times = {(steps[0].name, way): [[2.0], [4.0]] for way in attention_steps.PASSES}
+    times |= {(steps[1].name, way): [[1.0], [2.0]] for way in attention_steps.PASSES}  # a clock that slows down
+    attention_steps.gains(found, times, steps, 4096)
+    assert found[steps[0].name] == {} and found[steps[1].name]["fwd_gain"] == 2.0
+    assert found[steps[1].name]["fwd_predicted_gain"] == pytest.approx(1.97, abs=0.01)
+
+
+def test_a_length_with_ragged_tiles_is_refused(capsys):
+    arguments = ("--quick", "--length", "200", "--head-dims", "64")
+    assert "give a multiple of 128" in refused(capsys, "attention_steps", *arguments)
+    assert "give a power of two" in refused(capsys, "tuning", "--quick", "--elements", "5000")
+    assert "give a multiple of 1,024" in refused(capsys, "hardware_effects", "--quick", "--elements", "1500")
+
+
+def test_without_a_gpu_and_an_interpreter_the_remedy_is_named(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="begin the command with TRITON_INTERPRET=1"):
+        _triton.check_runs(torch.device("cpu"))
+
+
+def test_predicted_times_of_a_size():
+    known = {"empty_kernel_ms": 0.002, "l2_gb_per_s": 5000.0, "copy_gb_per_s": 3000.0, "cublas_tflop_per_s": 700.0}
+
+    def ms(cost, shape):
+        return size_curves.predicted_ms(cost, shape, 2, known, H100_SXM, "sm_90")
+
+    near, far = (ms(Cost(0, n), (n,))["predicted_ms"] for n in (10**7, 10**9))
+    assert near == pytest.approx(0.002 + 10**7 / 5e9) and far == pytest.approx(0.002 + 10**9 / 3e9)
+    one, two = (ms(Cost(0, 0), (rows, 4096, 4096)) for rows in (1056, 1088))  # 9 rows of 16 tiles on 132 SMs
+    assert (one["waves"], two["waves"]) == (2, 2) and one["predicted_ms"] == two["predicted_ms"]
+    assert ms(Cost(0, 0), (2112, 4096, 4096))["waves"] == 3
+    deep, shallow = (ms(Cost(0, 0), (4096, depth, 4096))["predicted_ms"] - 0.002 for depth in (4096, 2048))
+    assert deep == pytest.approx(2 * shallow)
+
+
+def test_rates_of_a_size_lie_between_its_ends():
+    times = {"time_p20_ms": 1.0, "time_p50_ms": 2.0, "time_p80_ms": 4.0}
+    assert size_curves.rates(Cost(0, 8 * 10**6), times, True) == {
+        "gb_per_s": 4.0, "gb_per_s_low": 2.0, "gb_per_s_high": 8.0}  # fmt: skip
+
+
+def test_a_wrong_kernel_of_a_curve_is_called_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(size_curves.elementwise, "add", lambda x, y: x - y)
+    records = measured(size_curves.EXPERIMENT, tmp_path, parts=("add",))
+    assert {r.variant: r.metrics["status"] for r in records} == {"ours": "WRONG", "torch": "ok"}
+
+
+def test_the_order_of_tiles():
+    assert tile_order(2, 3, 1) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert tile_order(3, 2, 2) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]  # the last group is smaller
+    assert sorted(tile_order(7, 5, 3)) == [(row, col) for row in range(7) for col in range(5)]
+    with pytest.raises(ValueError, match="group"):
+        tile_order(2, 2, 0)
+
+
+def test_square_waves_share_most():
+    """16 tiles at once: 4 × 4 fetch 8 strips for 32 loads, 1 × 16 fetch 17."""
+    assert l2_hit_share(tile_order(16, 16, 4), 16) == 1 - 8 / 32
+    assert l2_hit_share(tile_order(16, 16, 1), 16) == 1 - 17 / 32
+    assert l2_hit_share(tile_order(16, 16, 4), 1) == 0
+
+
+@triton.jit
+def numbered(out_ptr, row_tiles, col_tiles, GROUP: tl.constexpr):
+    """Writes each program's number into its tile."""
+    row, col = grouped_tile(tl.program_id(0), row_tiles, col_tiles, GROUP)
+    tl.store(out_ptr + row * col_tiles + col, tl.program_id(0))
+
+
+@ON_CPU
+def test_grouped_order_is_the_kernels_own():
+    out = torch.full((5, 3), -1, dtype=torch.int32)
+    numbered[(15,)](out, 5, 3, GROUP=2)
+    assert [out[place].item() for place in tile_order(5, 3, 2)] == list(range(15))
+
+
+@ON_CPU
+def test_parts_of_a_study_can_be_asked_for_and_are_not_measured_twice(tmp_path):
+    first = measured(tuning.EXPERIMENT, tmp_path, parts=("attention keys",))
+    assert {r.config["part"] for r in first} == {"attention keys"} and len(first) == 6
+    again = measured(tuning.EXPERIMENT, tmp_path, parts=("attention keys",))
+    assert [r.metrics["time_p50_ms"] for r in again] == [r.metrics["time_p50_ms"] for r in first]
+
+
+@ON_CPU
+def test_a_wrong_effect_is_called_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware_effects, "error_after", lambda y, rounds: 1.0)
+    records = measured(hardware_effects.EXPERIMENT, tmp_path, parts=("waves", "strides"))
+    found = {part: {r.metrics["status"] for r in records if r.config["part"] == part} for part in ("waves", "strides")}
+    assert found == {"waves": {"WRONG"}, "strides": {"ok"}}
+
+
+def test_effects_are_predicted_from_theory():
+    config, cpu = hardware_effects.Config(elements=1024), torch.device("cpu")
+    factors = {part: [case.factor for case in getattr(hardware_effects, part)(config, cpu)]
+               for part in hardware_effects.PARTS}  # fmt: skip
+    assert factors["strides"][:6] == [1, 1.5, 2.5, 4.5, 4.5, 4.5]  # 4 to 32 sectors read, 4 written
+    assert factors["banks"] == [1, 1.5, 2.5, 4.5, 8.5, 16.5]  # one round to write, 1 to 32 to read
+    assert factors["divergence"] == [1, 1, 2, 2, 4]
+    assert factors["waves"][0] == 1 and factors["waves"][-1] == 4
+
+
+def test_the_catalogue_has_every_kernel():
+    """Every function `…_kernel` that is decorated in kernels/ and in the lessons is compiled by a module's entry."""
+    files = [*(ROOT / "kernels").rglob("*.py"), *(ROOT / "experiments").glob("_lesson_*.py")]
+    there = {node.name for path in files for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.FunctionDef) and node.decorator_list and node.name.endswith("_kernel")
+             and "jit" in ast.unparse(node.decorator_list[0])}  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", LAUNCHED], env=os.environ | {"TRITON_INTERPRET": "0"}, cwd=ROOT,
+                          capture_output=True, text=True, timeout=200)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    missing = there - set(done.stdout.split())
+    assert not missing, f"add a launch of {', '.join(missing)} to experiments/ir/catalogue.py"
+
+
+LAUNCHED = """
+import triton
+from experiments.ir.catalogue import MODULES
+from kernels._compile import compile_for
+triton.runtime.jit.JITFunction.warmup = lambda kernel, *args, **options: print(kernel.fn.__name__)  # compiles nothing
+with compile_for(90):
+    for launches in MODULES.values():
+        launches()
+"""
+
+
+def test_ir_writes_every_stage(tmp_path):
+    records = measured(ir.EXPERIMENT, tmp_path, kernels=("lesson_banks", "average.average_kernel"))
+    (average,) = [r for r in records if r.variant == "average.average_kernel"]
+    assert average.metrics["registers"] > 0 and average.metrics["spill_bytes"] == 0
+    folder = tmp_path / "ir" / "run" / "stages"
+    signs = {"ttir": "tt.func", "ttgir": "#blocked", "llir": "define", "ptx": ".target sm_90", "sass": "EXIT"}
+    for stage in ir.STAGES:
+        assert signs[stage] in (folder / f"average.average_kernel.{stage}").read_text()
+    assert not (folder / "lesson_banks.transpose_kernel.ttir").exists()  # Gluon begins with layouts
+    plain, swizzled = (r for r in records if r.config["module"] == "lesson_banks")
+    assert (plain.config["constants"], swizzled.config["constants"]) == ("PHASES=1", "PHASES=32")
+
+
+def test_an_unknown_kernel_is_refused(capsys):
+    assert "give MODULE or MODULE.KERNEL of elementwise" in refused(capsys, "ir", "softmix")
+    assert set(MODULES) >= {"softmax", "flash_attention", "attention_steps"}
+
+
+ON_GPU = {
+    attention_steps: {"heads": 2, "length": 512, "rounds": 3, "calls": 2},
+    size_curves: {"small": True, "dtype": "bfloat16", "repeats": 3},
+    tuning: {"elements": 2**20, "size": 2048, "length": 512, "repeats": 3},
+    hardware_effects: {"elements": 2**20, "rounds": 200, "repeats": 3},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("module", ON_GPU, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_a_study_runs_on_a_gpu_and_all_of_it_is_right(module, tmp_path):
+    context = lone_context("cuda")
+    config = module.EXPERIMENT.config(**ON_GPU[module])
+    run = module.EXPERIMENT.open(config, context, tmp_path)
+    module.measure(config, context, run)
+    assert [(r.variant, r.metrics["status"]) for r in run.records if r.metrics["status"] != "ok"] == []
+    assert all("time_p50_ms" in r.metrics or "fwd_p50_ms" in r.metrics for r in run.records)
+    assert module.EXPERIMENT.finish(run, json_only=True) == 0
