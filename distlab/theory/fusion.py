@@ -203,7 +203,8 @@ def _decide(graph: Graph, group: list[Operator], behind: Sequence[Operator], roo
     note = f"; {', '.join(kept)} is used elsewhere and is written all the same" if kept else ""
     chain = _chain(behind)
     if not epilogue and len(chain) > 1 and saving < LEAST_SAVING:
-        saving, note = graph.speed_up(roof, [*group, *chain]), f"{note}; with {', '.join(each.name for each in chain[1:])}, which follows"
+        saving = graph.speed_up(roof, [*group, *chain])
+        note += f"; with {', '.join(each.name for each in chain[1:])}, which follows"
     if epilogue and graph.speed_up(roof, chain) >= max(saving, LEAST_SAVING):
         return Decision(op.name, "leave", f"saves {graph.speed_up(roof, chain):.2f} × with {chain[1].name}, which "
                         f"follows, and {saving:.2f} × as an epilogue", saving)
@@ -253,7 +254,7 @@ def transformer_block(batch: int, context: int, d_model: int, d_ff: int, num_hea
         *casts,
         *norm("1", "x"),
         matmul("qkv_matmul", "n1", "w_qkv", "qkv", d, 3 * d),
-        Operator("rope", ("qkv",), ("qk",), 6 * tokens * d, POINTWISE, eager_kernels=5),
+        Operator("rope", ("qkv",), ("qk",), 6 * tokens * d, POINTWISE, eager_kernels=4 + (itemsize < 4)),
         Operator("attention", ("qk", "qkv"), ("a",), 2 * tokens * context * d, OPAQUE),
         matmul("out_matmul", "a", "w_o", "o", d, d),
         Operator("add1", ("x", "o"), ("x2",), tokens * d),
