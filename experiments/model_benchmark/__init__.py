@@ -8,8 +8,9 @@ Times forward without gradients, forward, forward and backward, and the full ste
 sizes, contexts, batches, dtypes, implementations and strategies; each row is checked against the plainest model of the
 same weights, its clock against the wall's, and its speed against the device's peak.
 
-On request the full step of each combination is taken apart: the kernels with the most time in forward, backward and
-optimizer, and the kinds of work by time beside their FLOPs, from the profiler's trace; memory over time by category,
+On request the full step of each combination is taken apart, from the profiler's traces: the kernels with the most time
+in forward, backward, optimizer and inference, the kinds of work by time beside their FLOPs in each phase, and the
+parts of the model (`by_part`), measured beside predicted; memory over time by category,
 with the largest blocks and who asked for them; and what a block saves for backward, eager, compiled and with this lab's
 kernels. That is in `taken_apart`.
 """
@@ -57,6 +58,7 @@ from distlab.report import NOISE, Panel, lines, noise_of, overlaid, stacked_bars
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.requirements import require, shortage
 
+from .by_part import PART_VIEW
 from .taken_apart import (
     KERNEL_VIEW,
     MEMORY_VIEW,
@@ -427,5 +429,5 @@ EXPERIMENT = Experiment(
     },
     ranks="many",
     nproc=1,
-    parts=(KERNEL_VIEW, WORK_VIEW, MEMORY_VIEW, SAVED_VIEW),
+    parts=(KERNEL_VIEW, WORK_VIEW, PART_VIEW, MEMORY_VIEW, SAVED_VIEW),
 )  # fmt: skip

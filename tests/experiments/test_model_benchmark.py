@@ -8,10 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from distlab.measure import Event
 from distlab.model import TransformerLM
 from distlab.report.record import read_json
 from distlab.testing import run_ranks
 from experiments.model_benchmark import EXPERIMENT, BenchmarkConfig, taken_apart
+from experiments.model_benchmark import by_part as by_part_module
 from tests.experiments.frame import on_rank, refused
 
 SMALL = {"batch": (1,), "context": (16,), "repeats": 4}
@@ -127,7 +129,7 @@ def test_what_forms_of_a_block_save(one_rank, tmp_path):
 def test_the_tables_and_pictures_of_a_step_taken_apart(results):
     folder = results["folder"] / "parts" / "model_benchmark" / "run"
     parts = {path.name: read_json(path / "records.json") for path in (folder / "parts").iterdir()}
-    assert set(parts) == {"model_kernels", "model_work", "model_memory"}
+    assert set(parts) == {"model_kernels", "model_work", "model_parts", "model_memory"}
     traces = [path.name for path in sorted(folder.glob("trace*"))]
     assert traces == ["trace_naive_rank1.json.gz", "trace_sdpa_rank1.json.gz"]
     assert (folder / "memory_naive.png").stat().st_size > 10_000
@@ -136,16 +138,51 @@ def test_the_tables_and_pictures_of_a_step_taken_apart(results):
         assert (folder / "parts" / name / "report.html").exists()
     parts = {name: [r for r in rows if r.config["label"] == "naive"] for name, rows in parts.items()}
     assert len(parts["model_memory"]) == 8 and len(parts["model_kernels"]) > 10
-    kinds = {record.variant.removeprefix("naive: "): record.metrics for record in parts["model_work"]}
-    assert kinds["communication"]["kernel_ms"] > 0 and kinds["communication"]["flops"] == 0
-    assert sum(m["of_kernel_time_pct"] for m in kinds.values()) == pytest.approx(100)
-    assert sum(m["of_flops_pct"] for m in kinds.values()) == pytest.approx(100)
-    assert kinds["matrix products"]["of_flops_pct"] > 80
+    work = {(r.metrics["phase"], r.variant.removeprefix("naive: ")): r.metrics for r in parts["model_work"]}
+    assert work["backward", "communication"]["kernel_ms"] > 0 == work["backward", "communication"]["flops"]
+    phases = ("forward", "backward", "optimizer", "inference")
+    for phase in phases:
+        of_phase = [metrics for (where, _), metrics in work.items() if where == phase]
+        for share in ("of_kernel_time_pct", "of_flops_pct"):
+            assert sum(metrics[share] for metrics in of_phase) == pytest.approx(100)
+    matmuls = {phase: work[phase, "matrix products"] for phase in ("forward", "backward", "inference")}
+    assert matmuls["backward"]["flops"] == 2 * matmuls["forward"]["flops"] == 2 * matmuls["inference"]["flops"]
+    assert matmuls["forward"]["of_flops_pct"] > 80
     assert "timer's step" in taken_apart.work_findings(parts["model_work"])[0]
-    assert {r.metrics["phase"] for r in parts["model_kernels"]} == {"forward", "backward", "optimizer"}
+    assert {r.metrics["phase"] for r in parts["model_kernels"]} == set(phases)
+    by_part = {r.variant.removeprefix("naive: "): r.metrics for r in parts["model_parts"]}
+    assert {"scores", "softmax", "values", "norms", "feed-forward matmuls", "optimizer"} <= set(by_part)
+    for part in ("scores", "softmax", "norms", "SwiGLU"):
+        assert all(by_part[part][f"{said}{phase}_part_ms"] > 0 for said in ("", "predicted_") for phase in phases[:2])
+    assert sum(metrics["of_kernel_time_pct"] for metrics in by_part.values()) == pytest.approx(100)
+    of_flops = {part: metrics["of_flops_pct"] for part, metrics in by_part.items()}
+    assert of_flops["scores"] == of_flops["values"] > 0 == of_flops["norms"]
+    assert "predicted" in by_part_module.part_findings(parts["model_parts"])[0]
     # The buckets were there before the step, and hold the gradients of it.
     held = parts["model_memory"][0].metrics
     assert held["at_peak_gradients_bytes"] > 0.9 * held["at_peak_parameters_bytes"] > 0
+
+
+def test_kernels_count_for_the_range_that_launched_them():
+    """A GPU runs behind the host; what is launched in no range of the model is the rest."""
+    events = [
+        Event("distlab:step", "range", "thread 1", 0, 100),
+        Event("distlab:forward", "range", "thread 1", 0, 10),
+        Event("distlab:in blocks.3.attention", "range", "thread 1", 1, 6),
+        Event("distlab:in blocks.3.attention/attention/scores", "range", "thread 1", 2, 4),
+        Event("distlab:backward", "range", "thread 1", 10, 20),
+        Event("distlab:in blocks.3.attention/attention/scores backward", "range", "thread 2", 11, 12),
+        Event("nvjet_a", "compute", "stream 7", 50, 57, 3, "aten::mm"),
+        Event("nvjet_a", "compute", "stream 7", 57, 60, 5, "aten::mm"),
+        Event("nvjet_a", "compute", "stream 7", 60, 62, 11.5, "aten::mm"),
+        Event("loss", "compute", "stream 7", 62, 63, 9, "aten::nll_loss"),
+        Event("before", "compute", "stream 7", -9, -5, -10),
+    ]
+    ms, count = by_part_module.measured_parts(events)
+    assert ms == {("forward", "scores"): 7, ("forward", "attention's projections"): 3, ("backward", "scores"): 2,
+                  ("forward", "loss and rest"): 1}  # fmt: skip
+    assert count["forward", "scores"] == count["backward", "scores"] == 1
+    assert by_part_module.part_of("encoder.3.conv backward") == "encoder.*.conv"
 
 
 def test_the_pictures_of_a_sweep(results):

@@ -1,0 +1,198 @@
+"""A step's time by part of the model: scores, softmax, values; norms; feed-forward; measured beside predicted.
+
+The trace of a step with named ranges (`measure.nvtx`) says inside which range the host launched each kernel; on a CPU,
+inside which each operator ran. The same step, eager, is counted at torch's dispatcher inside the same ranges: FLOPs and
+bytes of every operator, at the rates that a matmul, fused attention, a copy and an empty kernel reach in this run.
+"""
+
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.bench.timing import Subject, described
+from distlab.experiment import Column, Record, View
+from distlab.measure import Event, FlopsByCategory, busy_ms, clock, emitter, named_ranges, step_windows
+from distlab.measure.nvtx import Emitter
+from distlab.measure.trace.capture import PHASES
+from distlab.model.ops import sdpa
+from distlab.precision import DTYPES
+from distlab.report import stacked_bars
+from distlab.simulate.events import EventLog
+from distlab.simulate.timeline import DeviceModel
+
+INSIDE, REST = "distlab:in ", "loss and rest"
+# The first that is found decides; a user's own model keeps its names, with a star for every number.
+PARTS = (
+    ("scores", r"/scores$"), ("softmax", r"/softmax$"), ("values", r"/values$"), ("fused attention", r"/attention$"),
+    ("norms", r"norm"), ("RoPE", r"/rope$"), ("SwiGLU", r"/swiglu$"), ("feed-forward matmuls", r"feed_forward"),
+    ("attention's projections", r"attention"), ("head and loss", r"^head|loss"), ("embedding", r"^embedding"),
+    ("optimizer", r"^optimizer$"), ("residual additions", r"^blocks\.\d+$"), ("dropout", r"dropout$"),
+    (REST, r"^(model)?$"),
+)  # fmt: skip
+OF_TIME = "of_kernel_time_pct"
+
+
+def part_of(name: str) -> str:
+    """Which part of the model a range belongs to, forward or backward."""
+    name = name.removesuffix(" backward")
+    return next((part for part, pattern in PARTS if re.search(pattern, name)), re.sub(r"\d+", "*", name))
+
+
+def trace_ranges(subject: Subject) -> Any:
+    """While it is open, every part of the model is a range of the profiler's trace."""
+    push, pop = emitter("profiler")
+    return named_ranges(subject.model, Emitter(lambda name: push(INSIDE + name), pop), subject.optimizer)
+
+
+def measured_parts(events: Sequence[Event]) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """(phase, part) → ms of kernels, and number of kernels, per step of a trace with `trace_ranges`."""
+    windows = step_windows(events)
+    ms, count, still_open = Counter(), Counter(), []
+    at = lambda e: e.start_ms if e.launched_ms is None else e.launched_ms  # noqa: E731  of the host
+    for event in sorted(events, key=lambda e: (at(e), e.kind != "range", -e.end_ms)):
+        while still_open and still_open[-1].end_ms < at(event):
+            still_open.pop()
+        if event.kind == "range":
+            still_open.append(event)
+        elif any(start <= event.start_ms and event.end_ms <= end for start, end in windows):
+            names = [each.name for each in reversed(still_open) if at(event) <= each.end_ms]
+            part = next((part_of(name.removeprefix(INSIDE)) for name in names if name.startswith(INSIDE)), REST)
+            phase = next((phase for phase in PHASES if f"distlab:{phase}" in names), "forward")
+            ms[phase, part] += (event.end_ms - event.start_ms) / len(windows)
+            count[phase, part] += 1 / len(windows)
+    return ms, count
+
+
+class _CountedByPart(EventLog):
+    """`items`, and for each the range that was the innermost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.open, self.places = "forward", [""], []
+
+    def _add_operator(self, *operator: Any) -> None:
+        before = len(self.items)
+        super()._add_operator(*operator)
+        self.places += [self.open[-1]] * (len(self.items) - before)
+
+
+def counted_parts(
+    plain: Subject, device: DeviceModel
+) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], dict[str, Counter[str]]]:
+    """(phase, part) → predicted ms, and FLOPs of matmuls; phase → category → all FLOPs, of one eager step."""
+    log, by_phase = _CountedByPart(), {}
+    with FlopsByCategory() as counted, log:
+
+        def mark(phase: str) -> None:
+            by_phase[phase], counted.flops = counted.flops, Counter()
+            log.phase = "optimizer" if phase == "backward" else "backward"
+
+        with named_ranges(plain.model, Emitter(log.open.append, log.open.pop), plain.optimizer):
+            plain("step", mark)
+    by_phase["optimizer"] = by_phase.get("optimizer", Counter()) + counted.flops
+    ms, flops = Counter(), Counter()
+    for operator, place in zip(log.items, log.places, strict=True):
+        ms[operator.phase, part_of(place)] += 1e3 * device.seconds(operator)
+        flops[operator.phase, part_of(place)] += operator.flops
+    return ms, flops, by_phase
+
+
+def device_model(subject: Subject) -> DeviceModel:
+    """The rates of this device now, at the sizes of the model's own matmuls and attention."""
+    shape, options, device = subject.shape, subject.options, subject.context.device
+    dtype, on_gpu = DTYPES[options.dtype] or torch.float32, device.type == "cuda"
+
+    def seconds(call: Callable[[], Any]) -> float:
+        call()
+        times = [busy_ms(call)[0]] if on_gpu else clock.measure(call, warmup=1, repeats=3, device=device)
+        return statistics.median(times) / 1e3
+
+    def made(*sizes: int) -> Tensor:
+        return torch.randn(sizes, device=device).to(dtype)
+
+    tokens = options.batch * shape.context_length
+    x, w = made(tokens, shape.d_model), made(shape.d_model, shape.d_ff)
+    q = made(options.batch, shape.num_heads, shape.context_length, shape.d_model // shape.num_heads)
+    big, tiny = torch.ones(2**26 if on_gpu else 2**20, device=device), torch.ones(1, device=device)
+    launch, copy = seconds(tiny.clone), 2 * big.nbytes / seconds(big.clone)
+    attention = 2 * q.numel() * shape.context_length / seconds(partial(sdpa, q, q, q))  # causal: half of 4·B·T²·d
+    return DeviceModel(2 * tokens * w.numel() / seconds(lambda: x @ w), copy, launch, None, attention)
+
+
+def part_rows(
+    measured: tuple[Counter, Counter], predicted: Counter, flops: Counter
+) -> list[tuple[str, dict[str, Any]]]:
+    """A row for each part, those with the most time first."""
+    (ms, kernels), rows = measured, []
+    for part in dict.fromkeys(part for _, part in ms):
+        of = lambda values, part=part: sum(values[phase, part] for phase in PHASES)  # noqa: E731
+        metrics = {"part_ms": of(ms), "predicted_part_ms": of(predicted) or None, "kernels": of(kernels)}
+        for phase in PHASES[:2]:
+            metrics[f"{phase}_part_ms"] = ms[phase, part] or None
+            metrics[f"predicted_{phase}_part_ms"] = predicted[phase, part] or None
+        metrics |= {OF_TIME: 100 * of(ms) / ms.total(), "of_flops_pct": 100 * of(flops) / (flops.total() or 1)}
+        rows.append((part, metrics))
+    return sorted(rows, key=lambda row: -row[1]["part_ms"])
+
+
+def part_findings(records: Sequence[Record]) -> list[str]:
+    """The whole step's kernels beside the prediction, and the parts that are off by more than 15 %."""
+    lines = []
+    for label in dict.fromkeys(record.config["label"] for record in records):
+        mine = [(r.variant, r.metrics) for r in records if r.config["label"] == label]
+        total, said = (sum(m[name] or 0 for _, m in mine) for name in ("part_ms", "predicted_part_ms"))
+        off = [
+            f"{name} {m['part_ms']:.2f} ({m['predicted_part_ms']:.2f})" for name, m in mine
+            if m[OF_TIME] > 2 and m["predicted_part_ms"] and abs(m["predicted_part_ms"] / m["part_ms"] - 1) > 0.15
+        ]  # fmt: skip
+        missed = f"; beyond 15 %, of parts above 2 % of the time: {', '.join(off)}" if off else ""
+        lines.append(f"{f'{label}: ' if label else ''}kernels take {total:.2f} ms, predicted {said:.2f} ms{missed}.")
+    return lines
+
+
+def draw_parts(records: Sequence[Record], path: Path) -> None:
+    """Time by part of every combination, measured above predicted."""
+    labels = list(dict.fromkeys(record.config["label"] for record in records))
+    named = lambda r: r.variant.removeprefix(f"{r.config['label']}: ")  # noqa: E731
+    known = {(r.config["label"], named(r)): r.metrics for r in records}
+    both = ("part_ms", "predicted_part_ms")
+    parts = {
+        part: [known.get((label, part), {}).get(metric) or 0.0 for label in labels for metric in both]
+        for part in dict.fromkeys(map(named, records))
+    }
+    rows = [f"{label} {said}".strip() for label in labels for said in ("measured", "predicted")]
+    stacked_bars(path, rows, parts, title=f"Where the time goes: {PART_VIEW.headline(records)}", unit="ms per step")
+
+
+def _ms(metric: str, title: str) -> Column:
+    return Column(f"metrics.{metric}", title, ".2f", missing="")
+
+
+PART_VIEW = View(
+    name="model_parts",
+    question="Which part of the model takes the time, and was it predicted?",
+    columns=[
+        Column("variant", "part"), _ms("part_ms", "ms per step"), _ms("predicted_part_ms", "predicted"),
+        _ms("forward_part_ms", "forward"), _ms("predicted_forward_part_ms", "predicted"),
+        _ms("backward_part_ms", "backward"), _ms("predicted_backward_part_ms", "predicted"),
+        Column(f"metrics.{OF_TIME}", "of time %", ".1f"), Column("metrics.of_flops_pct", "of matmul FLOPs %", ".1f"),
+        Column("metrics.kernels", "kernels", ",.0f"),
+    ],
+    headline=lambda records: described([record.config for record in records], records[0].environment),
+    terminal=("part_ms", "predicted_part_ms", "forward_part_ms", "backward_part_ms", OF_TIME, "of_flops_pct"),
+    pictures={"parts.png": draw_parts},
+    findings=part_findings,
+    reading="Kernels by the part of the model in whose range the host launched them, forward or backward; without a "
+    "GPU, operators. Naive attention has scores (their scale and mask included), softmax and values, a fused one is "
+    "one part. What stands in no range (a loss outside of the head, a gradient set to zero) is the rest.",
+    prediction="Every operator of an eager step, counted at torch's dispatcher: the longer of its FLOPs at the rate of "
+    "a matmul (or fused attention) of this model's size and its bytes at the rate of a copy, and an empty kernel; all "
+    "four measured in this run. Backward of attention is taken to reach the rate of its forward.",
+)  # fmt: skip
