@@ -36,6 +36,12 @@ PARTS = (
     ("optimizer", r"^optimizer$"), ("residual additions", r"^blocks\.\d+$"), ("dropout", r"dropout$"),
     (REST, r"^(model)?$"),
 )  # fmt: skip
+DRAWN = {  # in the picture, the kinds of work; all but these are `other`
+    "matrix products": ("feed-forward matmuls", "attention's projections"), "scores": ("scores",),
+    "softmax": ("softmax",), "values": ("values",), "attention": ("fused attention",), "normalisation": ("norms",),
+    "element-wise": ("RoPE", "SwiGLU", "residual additions", "dropout"), "loss": ("head and loss", REST),
+    "optimizer": ("optimizer",),
+}  # fmt: skip
 OF_TIME = "of_kernel_time_pct"
 
 
@@ -160,13 +166,15 @@ def part_findings(records: Sequence[Record]) -> list[str]:
 def draw_parts(records: Sequence[Record], path: Path) -> None:
     """Time by part of every combination, measured above predicted."""
     labels = list(dict.fromkeys(record.config["label"] for record in records))
-    named = lambda r: r.variant.removeprefix(f"{r.config['label']}: ")  # noqa: E731
-    known = {(r.config["label"], named(r)): r.metrics for r in records}
-    both = ("part_ms", "predicted_part_ms")
-    parts = {
-        part: [known.get((label, part), {}).get(metric) or 0.0 for label in labels for metric in both]
-        for part in dict.fromkeys(map(named, records))
-    }
+    bars = [(label, metric) for label in labels for metric in ("part_ms", "predicted_part_ms")]
+    parts = {kind: [0.0] * len(bars) for kind in (*DRAWN, "other")}
+    for record in records:
+        label = record.config["label"]
+        part = record.variant.removeprefix(f"{label}: ")
+        kind = next((kind for kind, names in DRAWN.items() if part in names), "other")
+        for place, (bar, metric) in enumerate(bars):
+            parts[kind][place] += (record.metrics[metric] or 0.0) * (bar == label)
+    parts = {kind: values for kind, values in parts.items() if any(values)}
     rows = [f"{label} {said}".strip() for label in labels for said in ("measured", "predicted")]
     stacked_bars(path, rows, parts, title=f"Where the time goes: {PART_VIEW.headline(records)}", unit="ms per step")
 

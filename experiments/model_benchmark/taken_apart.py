@@ -27,7 +27,7 @@ from distlab.measure import (
 from distlab.measure.trace.capture import PHASES, Phases, load_trace, profile_steps
 from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summarise
 from distlab.report import environment, memory_areas, stacked_bars
-from distlab.theory.memory.activations import PRECISIONS, block_activations
+from distlab.theory.memory.activations import PRECISIONS, block_activations, inference_temporary
 from distlab.theory.model_shape import ModelShape
 
 from .by_part import PART_VIEW, counted_parts, device_model, measured_parts, part_rows, trace_ranges
@@ -250,57 +250,82 @@ WORK_VIEW = View(
 MEMORY = "model_memory"
 
 
+SCOPES = {"inference": "forward only", "step": "full step"}
+
+
 def memory(
     context: RankContext, config: TrialConfig, folder: Path, slug: str, most: int = 8
 ) -> dict[str, Rows]:
-    """Draw rank 0's memory over one step; its largest blocks at the peak as rows, with what is held then."""
-    device = context.device
-    on_cuda = device.type == "cuda"
-    with opened(context, config) as trial:
-        with peak_memory(device) as allocator:
-            timeline = trial.memory_timeline()
-        if on_cuda:
-            history = memory_timeline.allocator_history(folder / f"memory_{slug}.pickle")
-            with history if context.is_main else nullcontext():
-                trial("step")
-    if timeline is None:
-        return {}
-    where = described([asdict(config) | config.facts(context)], environment(device))
-    memory_areas(folder / f"memory_{slug}.png", timeline, title=f"Memory over one training step: {where}")
-    at, categories = timeline.peak()
-    total = sum(categories.values())
-    shared = {f"at_peak_{name.replace(' ', '_')}_bytes": size for name, size in categories.items()}
-    shared |= {"timeline_peak_bytes": total, "peak_alloc_bytes": allocator.peak_alloc_bytes, "peak_at_ms": at}
-    rows = [
-        (block.origin, {
-            "block_bytes": block.bytes, "of_peak_pct": 100 * block.bytes / total, "category": block.category,
-            "phase": block.phase, "from_ms": block.start_ms, "to_ms": block.end_ms,
-        } | shared)
-        for block in timeline.largest(most)
-    ]  # fmt: skip
-    return {MEMORY: rows}
+    """Draw rank 0's memory over a forward without gradients and over a step; the largest blocks at each peak as rows,
+    with what is held then.
+    """
+    device, rows = context.device, []
+    for mode, scope in SCOPES.items():
+        with opened(context, config) as trial:
+            with peak_memory(device) as allocator:
+                timeline = trial.memory_timeline(mode)
+            if device.type == "cuda" and mode == "step":
+                history = memory_timeline.allocator_history(folder / f"memory_{slug}.pickle")
+                with history if context.is_main else nullcontext():
+                    trial(mode)
+        if timeline is None:
+            continue
+        if mode == "inference":
+            timeline = replace(timeline, phases={"forward": timeline.phases["forward"]})
+        where = described([asdict(config) | config.facts(context)], environment(device))
+        picture = folder / f"memory_{slug}{'_forward' * (mode == 'inference')}.png"
+        memory_areas(picture, timeline, title=f"Memory over one {scope.replace('only', 'alone')}: {where}")
+        at, categories = timeline.peak()
+        total = sum(categories.values())
+        shared = {f"at_peak_{name.replace(' ', '_')}_bytes": size for name, size in categories.items()}
+        shared |= {"timeline_peak_bytes": total, "peak_alloc_bytes": allocator.peak_alloc_bytes, "peak_at_ms": at}
+        shared |= {"scope": scope, "predicted_timeline_peak_bytes": predicted_peak(config, context, mode)}
+        rows += [
+            (block.origin, {
+                "block_bytes": block.bytes, "of_peak_pct": 100 * block.bytes / total, "category": block.category,
+                "phase": block.phase, "from_ms": block.start_ms, "to_ms": block.end_ms,
+            } | shared)
+            for block in timeline.largest(most)
+        ]  # fmt: skip
+    return {MEMORY: rows} if rows else {}
+
+
+def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int | None:
+    """Bytes at the peak by the closed form, eager; None for a user's model."""
+    if config.factory is not None:
+        return None
+    expected = config.planned(config.strategy, mode).memory(context.world_size, on_gpu=context.device.type == "cuda")
+    if mode == "step":
+        return expected.peak.total
+    model, precision = config.model(), PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"]
+    sizes = config.batch, model.context_length, precision, model.attention
+    shape, held = ModelShape.of(model), expected.after_init.parameters + expected.before_step.temporary
+    if context.device.type == "cpu" and precision.copies_weights:  # autocast keeps them there; see `ops.linear`
+        held += precision.compute * (shape.num_layers * sum(shape.matrices_per_block) + shape.embedding_parameters)
+    return held + inference_temporary(shape, *sizes)
 
 
 def memory_findings(records: Sequence[Record]) -> list[str]:
-    """What is held at the peak, by category, and whether the allocator says the same."""
+    """What is held at each peak, by category, whether the allocator says the same, and what was predicted."""
     lines = []
-    for label, record in of_each(records).items():
-        m = record.metrics
+    for (label, scope), m in {(r.config["label"], r.metrics["scope"]): r.metrics for r in records}.items():
         held = {name: m[f"at_peak_{name.replace(' ', '_')}_bytes"] for name in memory_timeline.CATEGORIES}
-        parts = [f"{name} {size / 2**20:,.1f}" for name, size in held.items()]
-        count = m["peak_alloc_bytes"]
+        parts = [f"{name} {size / 2**20:,.1f}" for name, size in held.items() if size]
+        count, predicted = m["peak_alloc_bytes"], m["predicted_timeline_peak_bytes"]
         allocator = f", by the allocator's count {count / 2**20:,.1f}" if count else ""
+        said = f", predicted {predicted / 2**20:,.1f}" if predicted else ""
         lines.append(
-            f"{prefix(label)}held at the peak, in MiB: {', '.join(parts)}; together "
-            f"{m['timeline_peak_bytes'] / 2**20:,.1f}{allocator}."
+            f"{prefix(label)}{scope}: held at the peak, in MiB: {', '.join(parts)}; together "
+            f"{m['timeline_peak_bytes'] / 2**20:,.1f}{allocator}{said}."
         )
     return lines
 
 
 MEMORY_VIEW = View(
     name=MEMORY,
-    question="What holds the memory at the peak of a step, and where was it allocated?",
-    columns=[Column("variant", "allocated by"), mib_column("block_bytes", "MiB"),
+    question="What holds the memory at the peak of a step and of its forward alone, and where was it allocated?",
+    columns=[Column("metrics.scope", "over", align="left"), Column("variant", "allocated by"),
+     mib_column("block_bytes", "MiB"),
      Column("metrics.of_peak_pct", "of peak %", ".1f"), Column("metrics.category", "kind", align="left"),
      Column("metrics.phase", "phase", align="left"), ms_column("from_ms", "from ms"), ms_column("to_ms", "to ms")],
     headline=headline,
@@ -308,6 +333,7 @@ MEMORY_VIEW = View(
     reading="The largest blocks at the peak. The origin is the named part of the model and the "
     "operator that allocated the block. Activations are what forward leaves for backward; temporary blocks live within "
     "a phase, or are made in backward; before is memory that existed at the start and is neither parameter nor state.",
+    prediction="The closed form of distlab.theory.memory for an eager step, and for a forward without gradients.",
 )  # fmt: skip
 
 
@@ -337,7 +363,7 @@ def saved(context: RankContext, trial: TrialConfig, most: int = 5) -> dict[str, 
             "status": "ok", "saved_block_bytes": total, "tensors": len(kept), "of_block_pct": 100.0,
             "saved_all_bytes": sum(tensor.bytes for block in blocks.values() for tensor in block),
             "gradient_block_bytes": found["gradients"][name],
-            "predicted_saved_block_bytes": predicted_saved(config) if form == "eager" else None,
+            "predicted_saved_block_bytes": predicted_saved(config, fused=form != "eager"),
         }  # fmt: skip
         rows.append((f"{form}, all", whole))
         for rank, tensor in enumerate(kept[:most], 1):
@@ -359,16 +385,17 @@ def _saved_in_block(context: RankContext, config: TrialConfig, how: str) -> dict
         return {"saved": saved_for_backward(trial.forward, trial.module, blocks), "gradients": gradient_bytes(blocks)}
 
 
-def predicted_saved(config: TrialConfig) -> int | None:
-    """Bytes that the closed form says one eager block keeps, autocast's copies of its matrices included."""
+def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
+    """Bytes that the closed form says one block keeps, autocast's copies of its matrices included; a fused SwiGLU
+    computes silu(w1 x) again.
+    """
     if config.checkpointing != "none":
         return None
-    model, precision = config.model(), "fp32" if config.dtype == "fp32" else "bf16-autocast"
-    kept = block_activations(
-        ModelShape.of(model), config.batch, model.context_length, PRECISIONS[precision], model.attention
-    )
-    copies = 2 * (4 * model.d_model**2 + 3 * model.d_model * model.d_ff) if config.dtype != "fp32" else 0
-    return kept + copies
+    model, precision = config.model(), PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"]
+    shape = ModelShape.of(model)
+    kept = block_activations(shape, config.batch, model.context_length, precision, model.attention)
+    silu = precision.compute * config.batch * model.context_length * model.d_ff
+    return kept + precision.compute * precision.copies_weights * sum(shape.matrices_per_block) - fused * silu
 
 
 def saved_findings(records: Sequence[Record]) -> list[str]:
@@ -398,7 +425,8 @@ SAVED_VIEW = View(
      mib_column("gradient_block_bytes", "gradients MiB"), Column("metrics.status", "status", align="left")],
     headline=headline,
     findings=saved_findings,
-    prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices.",
+    prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices; "
+    "compiled and with our kernels without silu(w1 x), which backward computes again.",
     reading="Tensors as they are handed to autograd, parameters left out, each storage once; the block is the one in "
     "the middle. The operator that made a tensor is searched through views and casts.",
 )  # fmt: skip
