@@ -44,7 +44,7 @@ from distlab.report import GREYS, INK, OKABE_ITO, TIE, grouped, horizontal, host
 
 from . import cases as table
 from .cases import VARIANTS, Case, Function, first, leaves, runner, upstream_of, with_gradients
-from .chains import CHAINS, OPERATIONS, TRAFFIC, accounting, chain_case
+from .chains import CHAINS, OPERATIONS, TRAFFIC, accounts, chain_case
 from .prediction import predicted
 from .timing import (
     Prepared,
@@ -124,17 +124,15 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             continue
         run.progress(f"{case.label} {direction}: {', '.join(missing)}")
         shown = known | {"operation": case.name, "shape": list(case.shape), "dtype": case.dtype}
+        shown |= {"chain": case.name.split("+")} if callable(case.takes) else {}
         for variant, metrics in Row(case, direction, missing, config, device).measure().items():
             run.add(variant, metrics | _rates(case, direction, metrics, limits), **shown)
         _compare_with_prediction(run, case, direction, limits)
-        if callable(case.takes):
-            rows = {r.variant: r for r in run.records if r.config["label"] == case.label}
-            for name, metrics in accounting(case, rows, limits):
-                run.part(TRAFFIC.name).add(name, metrics, **shown)
         if device == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
     run.part(COMPARISON.name).records[:] = beside_peers(run.records)
+    run.part(TRAFFIC.name).records[:] = accounts(run.records)
 
 
 class Row:

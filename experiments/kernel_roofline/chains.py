@@ -7,6 +7,7 @@ A chain is a list of names of OPERATIONS, applied one after the other to x (N, D
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -110,7 +111,7 @@ def in_one_kernel(chain: Chain) -> Function | None:
     return run
 
 
-def chain_graph(chain: Chain, shape: Sequence[int], itemsize: int) -> Graph:
+def chain_graph(chain: Sequence[str], shape: Sequence[int], itemsize: int) -> Graph:
     """The chain as the advisor takes it."""
     n, d = shape
     sizes, operators, count = {"x0": n * d * itemsize}, [], n * d
@@ -139,7 +140,7 @@ def chain_case(chain: Chain) -> Case:
 
     variants = {"naive": applied(chain, "naive"), "builtin": applied(chain, "one"), "ours": in_one_kernel(chain)}
     found = {name: function for name, function in variants.items() if function is not None}
-    return Case("+".join(chain), NORM, (64, 4096), "bfloat16", operands, least, found, ("fwd",))
+    return Case("+".join(chain), NORM, (16, 4096), "bfloat16", operands, least, found, ("fwd",))
 
 
 ONE_BY_ONE, WIDENED = "one by one", "one by one, in fp32"
@@ -186,13 +187,28 @@ def accounting(case: Case, rows: dict[str, Record], limits: dict[str, float]) ->
     return found
 
 
+def accounts(records: Sequence[Record]) -> list[Record]:
+    """The traffic tables of the chains among the rows of a run, or of several."""
+    found = []
+    for mine in grouped([r for r in records if r.config.get("chain")], lambda r: r.config["label"]).values():
+        first, limits = mine[0], next((r.metrics for r in mine if "rows_gb_per_s" in r.metrics), None)
+        if limits is not None:
+            of_its_size = {"shape": tuple(first.config["shape"]), "dtype": first.config["dtype"]}
+            case = replace(chain_case(tuple(first.config["chain"])), **of_its_size)
+            found += [
+                Record(TRAFFIC.name, name, first.config, metrics, first.environment, first.commit)
+                for name, metrics in accounting(case, {r.variant: r for r in mine}, limits)
+            ]
+    return found
+
+
 def advice(records: Sequence[Record]) -> list[str]:
     """What the advisor says of each chain, and whether a kernel of one's own pays."""
     lines = []
     for label, rows in grouped(records, lambda r: r.config["label"]).items():
         first, times = rows[0], {r.variant: r.metrics.get("time_p50_ms") for r in rows}
-        graph = chain_graph(tuple(first.config["operation"].split("+")), first.config["shape"],
-                            getattr(torch, first.config["dtype"]).itemsize)  # fmt: skip
+        itemsize = getattr(torch, first.config["dtype"]).itemsize
+        graph = chain_graph(first.config["chain"], first.config["shape"], itemsize)
         plan = advise(graph, lookup(first.environment.get("device_name") or "") or H100_SXM)
         groups = " | ".join(" + ".join(op.name.rpartition(" ")[0] for op in group) for group in plan.groups)
         ours, inductor = times.get("fused, ours"), times.get("fused by Inductor")

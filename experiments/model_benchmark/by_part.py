@@ -90,7 +90,7 @@ class _CountedByPart(EventLog):
 
 
 def counted_parts(
-    plain: Subject, device: DeviceModel
+    plain: Subject, device: DeviceModel | None
 ) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], dict[str, Counter[str]]]:
     """(phase, part) → predicted ms, and FLOPs of matmuls; phase → category → all FLOPs, of one eager step."""
     log, by_phase = _CountedByPart(), {}
@@ -105,13 +105,15 @@ def counted_parts(
     by_phase["optimizer"] = by_phase.get("optimizer", Counter()) + counted.flops
     ms, flops = Counter(), Counter()
     for operator, place in zip(log.items, log.places, strict=True):
-        ms[operator.phase, part_of(place)] += 1e3 * device.seconds(operator)
+        ms[operator.phase, part_of(place)] += 0.0 if device is None else 1e3 * device.seconds(operator)
         flops[operator.phase, part_of(place)] += operator.flops
     return ms, flops, by_phase
 
 
-def device_model(subject: Subject) -> DeviceModel:
-    """The rates of this device now, at the sizes of the model's own matmuls and attention."""
+def device_model(subject: Subject) -> DeviceModel | None:
+    """The rates of this device now, at the sizes of the model's own matmuls and attention; None for a user's model."""
+    if subject.options.factory is not None:
+        return None
     shape, options, device = subject.shape, subject.options, subject.context.device
     dtype, on_gpu = DTYPES[options.dtype] or torch.float32, device.type == "cuda"
 

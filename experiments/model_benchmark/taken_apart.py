@@ -299,7 +299,7 @@ def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int 
         return expected.peak.total
     model, precision = config.model(), PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"]
     sizes = config.batch, model.context_length, precision, model.attention
-    shape, held = ModelShape.of(model), expected.after_init.parameters + expected.before_step.temporary
+    shape, held = ModelShape.of(model), expected.after_init.total + expected.before_step.temporary
     if context.device.type == "cpu" and precision.copies_weights:  # autocast keeps them there; see `ops.linear`
         held += precision.compute * (shape.num_layers * sum(shape.matrices_per_block) + shape.embedding_parameters)
     return held + inference_temporary(shape, *sizes)

@@ -14,6 +14,7 @@ from distlab.report import Record
 from distlab.theory.fusion import kernel_counts, transformer_block
 from experiments import model_comparison
 from experiments.model_comparison import Config, Way, launch_findings, predicted_launches
+from tests.experiments.frame import measured
 
 
 class Dispatched(TorchDispatchMode):
@@ -54,6 +55,17 @@ def test_both_counts_of_theory_agree(dtype, autocast):
     for way, name in (("torch", "eager"), ("ours", "ours"), ("torch-compiled", "compiled")):
         assert predicted_launches(way, config)["predicted_forward_launches"] == counts[name]
     assert predicted_launches("ours-graphs", config) == {}
+
+
+def test_launches_are_drawn_and_written(monkeypatch, tmp_path):
+    """As a GPU's rows have them."""
+    counts = {"forward_launches": 24, "backward_launches": 50, "often_launched": {"forward": {}, "backward": {"mm": 9}}}
+    predicted = model_comparison.predicted_launches
+    monkeypatch.setattr(model_comparison, "predicted_launches", lambda *args: counts | predicted(*args))
+    measured(model_comparison.EXPERIMENT, tmp_path, ways=("torch",))
+    folder = tmp_path / "model_comparison" / "run"
+    assert (folder / "launches.png").stat().st_size > 10_000
+    assert "of a block: forward" in (folder / "table.md").read_text()
 
 
 def test_a_miss_names_the_kernels():
