@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from distlab.experiment import Column, Record, View
 from distlab.hardware import H100_SXM, lookup
-from distlab.report import grouped
+from distlab.report import grouped, stacked_bars
 from distlab.theory.fusion import POINTWISE, ROWS, Graph, Operator, advise
 from kernels import reference
 from kernels.cost import Cost
@@ -220,6 +221,16 @@ def advice(records: Sequence[Record]) -> list[str]:
     return lines
 
 
+def draw_chains(records: Sequence[Record], path: Path) -> None:
+    """Speed-up of each fused form over one by one in the same dtype, measured above predicted."""
+    rows = [r for r in records if r.metrics.get("speed_up")]
+    labels = [f"{'+'.join(r.config['chain'])}, {r.variant}{said}" for r in rows for said in ("", " (predicted)")]
+    parts = {"speed-up": [r.metrics[f"{said}speed_up"] for r in rows for said in ("", "predicted_")]}
+    if rows:
+        stacked_bars(path, labels, parts, title=f"Chains as one kernel: {TRAFFIC.headline(rows)}",
+                     unit="× one by one in the same dtype")  # fmt: skip
+
+
 def _us(metric: str, title: str) -> Column:
     return Column(f"metrics.{metric}", title, ",.1f", scale=1000, missing="")
 
@@ -243,6 +254,7 @@ TRAFFIC = View(
         f"{records[0].environment.get('device_name', 'CPU')}, torch {records[0].environment.get('torch', '?')}"
     ),
     terminal=("label", "bytes", "time_p50_ms", "predicted_time_p50_ms", "speed_up", "predicted_speed_up"),
+    pictures={"chains.png": draw_chains},
     findings=advice,
     reading="A row for each operation by itself, then for each form of the chain. × same dtype is the speed-up over "
     "torch's own operators one by one in the inputs' dtype, × fp32 that over the naive form, which widens to fp32 and "

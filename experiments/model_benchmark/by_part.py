@@ -32,12 +32,12 @@ INSIDE, REST = "distlab:in ", "loss and rest"
 PARTS = (
     ("scores", r"/scores$"), ("softmax", r"/softmax$"), ("values", r"/values$"), ("fused attention", r"/attention$"),
     ("norms", r"norm"), ("RoPE", r"/rope$"), ("SwiGLU", r"/swiglu$"), ("feed-forward matmuls", r"feed_forward"),
-    ("attention's projections", r"attention"), ("head and loss", r"^head|loss"), ("embedding", r"^embedding"),
+    ("projections", r"attention"), ("head and loss", r"^head|loss"), ("embedding", r"^embedding"),
     ("optimizer", r"^optimizer$"), ("residual additions", r"^blocks\.\d+$"), ("dropout", r"dropout$"),
     (REST, r"^(model)?$"),
 )  # fmt: skip
 DRAWN = {  # in the picture, the kinds of work; all but these are `other`
-    "matrix products": ("feed-forward matmuls", "attention's projections"), "scores": ("scores",),
+    "matrix products": ("feed-forward matmuls", "projections"), "scores": ("scores",),
     "softmax": ("softmax",), "values": ("values",), "attention": ("fused attention",), "normalisation": ("norms",),
     "element-wise": ("RoPE", "SwiGLU", "residual additions", "dropout"), "loss": ("head and loss", REST),
     "optimizer": ("optimizer",),
@@ -154,7 +154,7 @@ def part_findings(records: Sequence[Record]) -> list[str]:
     """The whole step's kernels beside the prediction, and the parts that are off by more than 15 %."""
     lines = []
     for label in dict.fromkeys(record.config["label"] for record in records):
-        mine = [(r.variant, r.metrics) for r in records if r.config["label"] == label]
+        mine = [(r.variant.removeprefix(f"{label}: "), r.metrics) for r in records if r.config["label"] == label]
         total, said = (sum(m[name] or 0 for _, m in mine) for name in ("part_ms", "predicted_part_ms"))
         off = [
             f"{name} {m['part_ms']:.2f} ({m['predicted_part_ms']:.2f})" for name, m in mine

@@ -98,20 +98,23 @@ def profile(
         if config.compile == "off":  # compiled code has no ranges inside
             with trace_ranges(trial):
                 by_part = run(f"parts_{slug}", 1)
-    events, counted, by_part = collectives.gather_objects((events, counted, by_part), context.group)[ranks[0]]
-    predicted, matmuls, flops = counted
-    training, inference = map(summarise, events)
-    flops["inference"] = flops["forward"]
-    phases = {phase: training for phase in PHASES} | {"inference": _renamed(inference)}
-    rows = {KERNELS: _kernel_rows(phases), WORK: _work_rows(phases, timer_ms, flops)}
-    return rows if by_part is None else rows | {PART_VIEW.name: part_rows(measured_parts(by_part), predicted, matmuls)}
+    rows: dict[str, Rows] = {}
+    if counted is not None:
+        predicted, matmuls, flops = counted
+        training, inference = (summarise(each) for each in events)
+        flops["inference"] = flops["forward"]
+        phases = {phase: training for phase in PHASES} | {"inference": _renamed(inference)}
+        rows = {KERNELS: _kernel_rows(phases), WORK: _work_rows(phases, timer_ms, flops)}
+        if by_part is not None:
+            rows[PART_VIEW.name] = part_rows(measured_parts(by_part), predicted, matmuls)
+    return collectives.gather_objects(rows, context.group)[ranks[0]]
 
 
 def _traced(
     context: RankContext, trial: Subject, ranks: Sequence[int], folder: Path, name: str, steps: int,
     mode: str = "step",
-) -> list[Event] | None:  # fmt: skip
-    """The events of some steps on one of these ranks, whose trace is written; None on the others."""
+) -> list[Event]:  # fmt: skip
+    """The events of some steps on one of these ranks, whose trace is written; none on the others."""
     phases = Phases()
 
     def step() -> None:
@@ -122,7 +125,7 @@ def _traced(
         for _ in range(1 + steps):  # the profiler's own warm-up is a step too
             step()
         dist.barrier(context.group)
-        return None
+        return []
     path = folder / f"{name}_rank{context.rank}.json.gz"
     profile_steps(
         step, steps=steps, path=path, rank=context.rank, world_size=context.world_size,

@@ -73,6 +73,7 @@ def test_chains_in_small(tmp_path):
     assert {r.variant: r.metrics["status"] for r in records} == dict.fromkeys(("ours", "naive", "builtin"), "ok")
     page = tmp_path / "named" / "kernel_roofline" / "run" / "parts" / TRAFFIC.name / "table.md"
     text = page.read_text()
+    assert page.with_name("chains.png").stat().st_size > 10_000
     assert "one by one, in fp32" in text and "the advisor makes 1 kernel(s) of it, add + layer_norm" in text
 
 

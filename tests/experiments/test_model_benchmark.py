@@ -197,7 +197,7 @@ def test_kernels_count_for_the_range_that_launched_them():
         Event("before", "compute", "stream 7", -9, -5, -10),
     ]
     ms, count = by_part_module.measured_parts(events)
-    assert ms == {("forward", "scores"): 7, ("forward", "attention's projections"): 3, ("backward", "scores"): 2,
+    assert ms == {("forward", "scores"): 7, ("forward", "projections"): 3, ("backward", "scores"): 2,
                   ("forward", "loss and rest"): 1}  # fmt: skip
     assert count["forward", "scores"] == count["backward", "scores"] == 1
     assert by_part_module.part_of("encoder.3.conv backward") == "encoder.*.conv"
