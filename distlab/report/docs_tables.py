@@ -44,18 +44,6 @@ def redraw_pages(pages: Sequence[Path], view_of: Callable[[str], View], root: Pa
     return int(check and stale)
 
 
-def redrawn(page: str, view_of: Callable[[str], View], root: Path) -> str:
-    """A page with its tables and code as records and source have them now."""
-    tables = partial(table_of, view_of=view_of, root=root)
-    page = embed(page, "table", tables)
-    page = embed(page, "table-if", lambda source: tables(source) if _file(root, source).exists() else None)
-    return embed(page, "code", partial(code_of, root=root))
-
-
-def _file(root: Path, source: str) -> Path:
-    return root / re.split("[#@]", source, maxsplit=1)[0]
-
-
 def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
     """Headline and table of a file of records, in Markdown.
 
@@ -104,6 +92,18 @@ def embed(page: str, kind: str, made: Callable[[str], str | None]) -> str:
         return match[0] if text is None else f"{match[1]}\n{text}\n\n{match[3]}"
 
     return marked.sub(drawn, page)
+
+
+def redrawn(page: str, view_of: Callable[[str], View], root: Path) -> str:
+    """A page with its tables and code as records and source have them now."""
+    tables = partial(table_of, view_of=view_of, root=root)
+    page = embed(page, "table", tables)
+    page = embed(page, "table-if", lambda source: tables(source) if _file(root, source).exists() else None)
+    return embed(page, "code", partial(code_of, root=root))
+
+
+def _file(root: Path, source: str) -> Path:
+    return root / re.split("[#@]", source, maxsplit=1)[0]
 
 
 def definition(path: Path, name: str) -> str:
