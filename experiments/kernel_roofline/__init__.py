@@ -17,12 +17,13 @@ run; launched kernels; registers and spills of ours; the largest error against f
 predicted one.
 
 Two rows lose on purpose: `spilling_add_rms_norm_silu`, a chain fused into too few threads' registers, and `add_gelu`,
-which torch.compile makes one kernel and ours are two.
+which torch.compile makes one kernel and ours are two. Chains (`add+rms_norm+silu`, in `chains`) are also rows, each with
+an account of its traffic one by one and fused.
 
 Rows bound by arithmetic run at a clock that the GPU's power sets: their variants are interleaved, in rounds.
 
-The rows are in `cases`, those of chains in `chains`, clocks and ceilings in `timing`, the prediction in `prediction`,
-`--tune` and `--dump-ptx` in `tuning`.
+The rows are in `cases`, clocks and ceilings in `timing`, the prediction in `prediction`, `--tune` and `--dump-ptx` in
+`tuning`.
 """
 
 import dataclasses
@@ -109,14 +110,14 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     if config.dump_ptx:
         dump_ptx(config.dump_ptx, run)
         return
-    every = [*table.cases(config.small), *(chain_case(chain).sized(config.small) for chain in CHAINS)]
-    chosen = [case for case in every if not config.only or case.name in config.only]
-    if config.chain:
-        chosen = [chain_case(config.chain).sized(config.small)]
+    chosen = [case for case in table.cases(config.small) if not config.only or case.name in config.only]
     if config.tune:
         tune(chosen, device, config.repeat_ms, run)
         return
     limits = ceilings(device, config.repeat_ms)
+    named = [chain for chain in CHAINS if not config.only or "+".join(chain) in config.only]
+    chosen = [] if config.chain else chosen
+    chosen += [chain_case(chain).sized(config.small) for chain in ([config.chain] if config.chain else named)]
     for case, direction in [(each, way) for each in chosen for way in each.directions]:
         known = {"label": case.label, "direction": direction}
         missing = [v for v in config.variants if case.has(v) and not run.done(v, **known)]
