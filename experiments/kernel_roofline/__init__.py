@@ -17,8 +17,8 @@ run; launched kernels; registers and spills of ours; the largest error against f
 predicted one.
 
 Two rows lose on purpose: `spilling_add_rms_norm_silu`, a chain fused into too few threads' registers, and `add_gelu`,
-which torch.compile makes one kernel and ours are two. Chains (`add+rms_norm+silu`, in `chains`) are rows too, each with an
-account of its traffic one by one and fused.
+which torch.compile makes one kernel and ours are two. Chains (`add+rms_norm+silu`, in `chains`) are rows too, with
+an account of its traffic.
 
 Rows bound by arithmetic run at a clock that the GPU's power sets: their variants are interleaved, in rounds.
 
