@@ -2,30 +2,34 @@
 
 The trace of a step with named ranges (`measure.nvtx`) says inside which range the host launched each kernel; on a CPU,
 inside which each operator ran. The same step, eager, is counted at torch's dispatcher inside the same ranges: FLOPs and
-bytes of every operator, at the rates that a matmul, fused attention, a copy and an empty kernel reach in this run.
+bytes of every operator, at the rates that such operators reach by themselves in this run (`Rates`).
 """
 
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from distlab.bench.timing import Subject, described
 from distlab.experiment import Column, Record, View
 from distlab.measure import Event, FlopsByCategory, busy_ms, clock, emitter, named_ranges, step_windows
+from distlab.measure.collectives import tensors_in
 from distlab.measure.nvtx import Emitter
 from distlab.measure.trace.capture import PHASES
+from distlab.measure.traffic import kind_of
 from distlab.model.ops import sdpa
 from distlab.precision import DTYPES
 from distlab.report import stacked_bars
 from distlab.simulate.events import EventLog
-from distlab.simulate.timeline import DeviceModel
+from distlab.theory.operators import Compute
 
 INSIDE, REST = "distlab:in ", "loss and rest"
 # The first that is found decides; a user's own model keeps its names, with a star for every number.
@@ -42,6 +46,7 @@ DRAWN = {  # in the picture, the kinds of work; all but these are `other`
     "element-wise": ("RoPE", "SwiGLU", "residual additions", "dropout"), "loss": ("head and loss", REST),
     "optimizer": ("optimizer",),
 }  # fmt: skip
+TORCHS_NORMS = ("_fused_rms_norm", "native_layer_norm")  # one kernel each on a GPU, slower than their bytes
 OF_TIME = "of_kernel_time_pct"
 
 
@@ -76,21 +81,83 @@ def measured_parts(events: Sequence[Event]) -> tuple[Counter[tuple[str, str]], C
     return ms, count
 
 
+@dataclass(frozen=True)
+class Rates:
+    """What this device reaches now, at the sizes of the model's own operators.
+
+    Args:
+        flops_per_s: of a matmul (`matmul`), of fused attention (`attention`) and of its backward.
+        bytes_per_s: of each of `measure.traffic.KINDS`, and of torch's norm (`norm`) and its backward.
+        launch_s: what an empty kernel takes.
+    """
+
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: Mapping[str, float]
+    launch_s: float
+
+    def seconds(self, operator: Compute, kind: str) -> float:
+        """Time of an operator that does its FLOPs as one kind and moves its bytes as another."""
+        backward = " backward" * (operator.phase == "backward")
+        doing = f"attention{backward}" if operator.is_attention else "matmul"
+        kind = f"norm{backward}" if operator.name.startswith(TORCHS_NORMS) else kind
+        return self.launch_s + max(operator.flops / self.flops_per_s[doing], operator.bytes / self.bytes_per_s[kind])
+
+
+def rates(subject: Subject) -> Rates | None:
+    """Measured now; None for a user's model, of whose sizes nothing is known."""
+    if subject.options.factory is not None:
+        return None
+    shape, options, device = subject.shape, subject.options, subject.context.device
+    dtype, on_gpu = DTYPES[options.dtype] or torch.float32, device.type == "cuda"
+
+    def seconds(call: Callable[[], Any]) -> float:
+        call()
+        times = [busy_ms(call)[0]] if on_gpu else clock.measure(call, warmup=1, repeats=3, device=device)
+        return statistics.median(times) / 1e3
+
+    def both(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[float, float]:
+        """Seconds of forward and of backward."""
+        leaves = [each.detach().requires_grad_() for each in inputs]
+        forward = seconds(partial(function, *leaves))
+        upstream = torch.ones_like(function(*leaves))
+        together = seconds(lambda: torch.autograd.grad(function(*leaves), leaves, upstream))
+        return forward, max(together - forward, 0.1 * forward)
+
+    tokens, d = options.batch * shape.context_length, shape.d_model
+    x, w, stream = (torch.randn(sizes, device=device) for sizes in ((tokens, d), (d, shape.d_ff), (tokens, d)))
+    x, w, gain = x.to(dtype), w.to(dtype), torch.ones(d, device=device)
+    q = torch.randn(options.batch, shape.num_heads, shape.context_length, d // shape.num_heads, device=device).to(dtype)
+    norms = both(lambda s, g: F.rms_norm(s, (d,), g), stream, gain)
+    attentions = both(sdpa, q, q.clone(), q.clone())
+    big = torch.ones(2**14 if on_gpu else 2**8, 2**12, device=device)
+    narrow, half, tiny = torch.ones(len(big), 1, device=device), big.bfloat16(), torch.ones(1, device=device)
+    moved = {"copy": (2, big.clone), "broadcast": (2, lambda: big - narrow), "reduce": (1, lambda: big.sum(-1)),
+             "widen": (1.5, half.float)}  # fmt: skip
+    bytes_per_s = {kind: times * big.nbytes / seconds(call) for kind, (times, call) in moved.items()}
+    bytes_per_s |= {"norm": 2 * stream.nbytes / norms[0], "norm backward": 4 * stream.nbytes / norms[1]}
+    scores = 2 * q.numel() * shape.context_length  # causal: half of 4·B·T²·d; backward five matmuls for two
+    flops_per_s = {"matmul": 2 * tokens * w.numel() / seconds(lambda: x @ w),
+                   "attention": scores / attentions[0], "attention backward": 2.5 * scores / attentions[1]}  # fmt: skip
+    return Rates(flops_per_s, bytes_per_s, seconds(tiny.clone))
+
+
 class _CountedByPart(EventLog):
-    """`items`, and for each the range that was the innermost."""
+    """`items`, and for each the kind of its traffic and the range that was the innermost."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phase, self.open, self.places = "forward", [""], []
 
-    def _add_operator(self, *operator: Any) -> None:
+    def _add_operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         before = len(self.items)
-        super()._add_operator(*operator)
-        self.places += [self.open[-1]] * (len(self.items) - before)
+        super()._add_operator(func, args, kwargs, result)
+        for operator in self.items[before:]:
+            kind = "copy" if operator.flops else kind_of(tensors_in((args, kwargs)), tensors_in(result))
+            self.places.append((kind, self.open[-1]))
 
 
 def counted_parts(
-    plain: Subject, device: DeviceModel | None
+    plain: Subject, device: Rates | None
 ) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], dict[str, Counter[str]]]:
     """(phase, part) → predicted ms, and FLOPs of matmuls; phase → category → all FLOPs, of one eager step."""
     log, by_phase = _CountedByPart(), {}
@@ -104,34 +171,10 @@ def counted_parts(
             plain("step", mark)
     by_phase["optimizer"] = by_phase.get("optimizer", Counter()) + counted.flops
     ms, flops = Counter(), Counter()
-    for operator, place in zip(log.items, log.places, strict=True):
-        ms[operator.phase, part_of(place)] += 0.0 if device is None else 1e3 * device.seconds(operator)
+    for operator, (kind, place) in zip(log.items, log.places, strict=True):
+        ms[operator.phase, part_of(place)] += 0.0 if device is None else 1e3 * device.seconds(operator, kind)
         flops[operator.phase, part_of(place)] += operator.flops
     return ms, flops, by_phase
-
-
-def device_model(subject: Subject) -> DeviceModel | None:
-    """The rates of this device now, at the sizes of the model's own matmuls and attention; None for a user's model."""
-    if subject.options.factory is not None:
-        return None
-    shape, options, device = subject.shape, subject.options, subject.context.device
-    dtype, on_gpu = DTYPES[options.dtype] or torch.float32, device.type == "cuda"
-
-    def seconds(call: Callable[[], Any]) -> float:
-        call()
-        times = [busy_ms(call)[0]] if on_gpu else clock.measure(call, warmup=1, repeats=3, device=device)
-        return statistics.median(times) / 1e3
-
-    def made(*sizes: int) -> Tensor:
-        return torch.randn(sizes, device=device).to(dtype)
-
-    tokens = options.batch * shape.context_length
-    x, w = made(tokens, shape.d_model), made(shape.d_model, shape.d_ff)
-    q = made(options.batch, shape.num_heads, shape.context_length, shape.d_model // shape.num_heads)
-    big, tiny = torch.ones(2**26 if on_gpu else 2**20, device=device), torch.ones(1, device=device)
-    launch, copy = seconds(tiny.clone), 2 * big.nbytes / seconds(big.clone)
-    attention = 2 * q.numel() * shape.context_length / seconds(partial(sdpa, q, q, q))  # causal: half of 4·B·T²·d
-    return DeviceModel(2 * tokens * w.numel() / seconds(lambda: x @ w), copy, launch, None, attention)
 
 
 def part_rows(
@@ -203,6 +246,6 @@ PART_VIEW = View(
     "GPU, operators. Naive attention has scores (their scale and mask included), softmax and values, a fused one is "
     "one part. What stands in no range (a loss outside of the head, a gradient set to zero) is the rest.",
     prediction="Every operator of an eager step, counted at torch's dispatcher: the longer of its FLOPs at the rate of "
-    "a matmul (or fused attention) of this model's size and its bytes at the rate of a copy, and an empty kernel; all "
-    "four measured in this run. Backward of attention is taken to reach the rate of its forward.",
+    "a matmul (or fused attention) of this model's size and its bytes at the rate of such operators (copies, "
+    "broadcasts, reductions, widening casts, norms), and an empty kernel; all measured alone in this run.",
 )  # fmt: skip

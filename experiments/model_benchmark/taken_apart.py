@@ -30,7 +30,7 @@ from distlab.report import environment, memory_areas, stacked_bars
 from distlab.theory.memory.activations import PRECISIONS, block_activations, inference_temporary
 from distlab.theory.model_shape import ModelShape
 
-from .by_part import PART_VIEW, counted_parts, device_model, measured_parts, part_rows, trace_ranges
+from .by_part import PART_VIEW, counted_parts, measured_parts, part_rows, rates, trace_ranges
 
 Rows = list[tuple[str, dict[str, Any]]]  # variant and metrics, of one part
 
@@ -83,7 +83,7 @@ def profile(
     if context.rank == ranks[0]:
         with opened(context, replace(config, compile="off", strategy="local")) as plain:
             plain("step")
-            counted = counted_parts(plain, device_model(plain))
+            counted = counted_parts(plain, rates(plain))
     timer = PhaseTimer(context.device)
     with opened(context, config) as trial:
         for _ in range(first):

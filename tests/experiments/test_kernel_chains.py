@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from distlab.measure.traffic import KINDS
 from experiments.kernel_roofline import EXPERIMENT, Config, chain_kernel
 from experiments.kernel_roofline.chains import (
     CHAINS,
@@ -13,7 +14,6 @@ from experiments.kernel_roofline.chains import (
     chain_graph,
     in_one_kernel,
 )
-from experiments.kernel_roofline.prediction import KINDS
 from kernels import _triton
 from tests.experiments.frame import measured, refused
 from tests.kernels.fused import DEVICE, TOLERANCE

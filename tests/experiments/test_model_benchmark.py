@@ -12,6 +12,7 @@ from distlab.measure import Event
 from distlab.model import TransformerLM
 from distlab.report.record import read_json
 from distlab.testing import run_ranks
+from distlab.theory.operators import Compute
 from experiments.model_benchmark import EXPERIMENT, BenchmarkConfig, taken_apart
 from experiments.model_benchmark import by_part as by_part_module
 from tests.experiments.frame import on_rank, refused
@@ -201,6 +202,19 @@ def test_kernels_count_for_the_range_that_launched_them():
                   ("forward", "loss and rest"): 1}  # fmt: skip
     assert count["forward", "scores"] == count["backward", "scores"] == 1
     assert by_part_module.part_of("encoder.3.conv backward") == "encoder.*.conv"
+
+
+def test_an_operator_takes_the_longer_of_its_flops_and_its_bytes():
+    bytes_per_s = {"copy": 10.0, "widen": 5.0, "norm": 4.0, "norm backward": 2.0}
+    rates = by_part_module.Rates({"matmul": 100.0, "attention": 50.0, "attention backward": 20.0}, bytes_per_s, 1.0)
+    for name, flops, moved, phase, kind, seconds in (
+        ("mm", 1000, 10, "forward", "copy", 11), ("add", 0, 10, "forward", "copy", 2),
+        ("_to_copy", 0, 10, "forward", "widen", 3), ("_fused_rms_norm", 0, 8, "forward", "copy", 3),
+        ("_fused_rms_norm_backward", 0, 8, "backward", "copy", 5), ("rms_norm_backward", 0, 10, "backward", "copy", 2),
+        ("_scaled_dot_product_attention", 100, 1, "forward", "copy", 3),
+        ("_scaled_dot_product_attention_backward", 100, 1, "backward", "copy", 6),
+    ):  # fmt: skip
+        assert rates.seconds(Compute(name, flops, moved, phase), kind) == seconds, name
 
 
 def test_the_pictures_of_a_sweep(results):
