@@ -311,8 +311,9 @@ class Subject:
         yield from (local_part(gradient) for gradient in held if gradient is not None)
 
     def memory_timeline(self, mode: str = "step") -> MemoryTimeline | None:
-        """Memory over one settled step of the main rank, or a part of it; the others step along, and get None."""
-        self(mode)  # the optimizer's state comes with the first step
+        """Memory over one settled step of the main rank; the others step along, and get None."""
+        if not self._calls:
+            self("step")  # the optimizer's state comes with the first
         self.model.zero_grad(set_to_none=True)
         self.optimizer.zero_grad(set_to_none=True)
         self.last_loss = None

@@ -266,6 +266,7 @@ def memory(
     for mode, scope in SCOPES.items():
         with opened(context, config) as trial:
             with peak_memory(device) as allocator:
+                trial(mode)
                 timeline = trial.memory_timeline(mode)
             if device.type == "cuda" and mode == "step":
                 history = memory_timeline.allocator_history(folder / f"memory_{slug}.pickle")
