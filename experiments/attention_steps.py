@@ -35,7 +35,7 @@ from distlab.experiment import (
 )
 from distlab.measure import attempt, clock, interleave, percentiles
 from distlab.report import stacked_bars
-from experiments._attention import build, exact, inputs, tflop_per_s
+from experiments._attention import Shape, build, exact, inputs
 from experiments._lesson_attention import Step, Tile, backward, forward
 from kernels._compile import resources
 from kernels._triton import check_runs, compile_only
@@ -91,23 +91,25 @@ def staircase(head_dim: int) -> list[Step]:
     ]
 
 
-def calls_of(name: str, tensors: Sequence[Tensor], steps: Mapping[str, Step]) -> dict[str, Callable[[], Any]]:
-    """`fwd` → o and `bwd` → (dq, dk, dv) of one variant, for q, k, v, dO of (H, T, D); each can be called alone."""
+def calls_of(name: str, shape: Shape, tensors: Sequence[Tensor],
+             steps: Mapping[str, Step]) -> dict[str, Callable[[], Any]]:  # fmt: skip
+    """`fwd` → o and `bwd` → (dq, dk, dv) of one variant, for q, k, v, dO of (1, H, T, D); each can be called alone."""
     q, k, v, do = tensors
-    if step := steps.get(name):
-        with torch.no_grad():
-            saved = forward(step, q, k, v)
+    if step := steps.get(name):  # of (H, T, D)
+        q, k, v, do = (x.detach()[0] for x in tensors)
+        saved = forward(step, q, k, v)
         return {"fwd": lambda: forward(step, q, k, v)[0], "bwd": lambda: backward(step, q, k, v, *saved, do)}
-    attention = build(OTHERS[name], q.shape[1], q.device.type)
+    attention = build(OTHERS[name], shape, q.device.type)
     o = attention(q, k, v)
     return {"fwd": lambda: attention(q, k, v),
             "bwd": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)}  # fmt: skip
 
 
-def check(calls: Mapping[str, Callable[[], Any]], tensors: Sequence[Tensor], on_gpu: bool) -> dict[str, Any]:
-    """The largest error of o and of a gradient, each over the largest exact value, on the first head."""
-    found = [x[:1] for x in (calls["fwd"](), *calls["bwd"]())]
-    expected = exact(*(x[:1] for x in tensors))
+def check(calls: Mapping[str, Callable[[], Any]], shape: Shape, tensors: Sequence[Tensor],
+          on_gpu: bool) -> dict[str, Any]:  # fmt: skip
+    """The largest error of o and of a gradient, each over the largest exact value, on the last head."""
+    found = [x.flatten(0, -3)[-1:] for x in (calls["fwd"](), *calls["bwd"]())]
+    expected = exact(shape, *tensors)
     apart = [((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(found, expected, strict=True)]
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     metrics: dict[str, Any] = {"error": apart[0], "grad_error": max(apart[1:])}
@@ -132,26 +134,28 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         names = [*(steps if "steps" in config.only else ()), *(others if "others" in config.only else ())]
         if not all(run.done(name, head_dim=head_dim) for name in names):
             dtypes = {name: "float32" if name.startswith("fp32") else config.dtype for name in names}
-            shape = (config.heads, config.length, head_dim)
+            shape = Shape(1, config.heads, config.heads, config.length, config.length, head_dim)
             given = {dtype: inputs(shape, dtype, context.device.type) for dtype in dtypes.values()}
             found: dict[str, dict[str, Any]] = {}
             calls: Calls = {}
             for name in names:
                 run.progress(f"{name}, head dim {head_dim}")
-                found[name] = attempt(partial(ready, calls, name, given[dtypes[name]], steps))
+                found[name] = attempt(partial(ready, calls, name, shape, given[dtypes[name]], steps))
             time_in_rounds(found, calls, steps, config, context.device)
             for name, metrics in found.items():
                 if "fwd_p50_ms" in metrics:
-                    q = given[dtypes[name]][0][None]
-                    metrics |= tflop_per_s(q, metrics["fwd_p50_ms"], metrics["fwd_bwd_p50_ms"])
+                    work = shape.flops() / 1e9  # by convention: visible pairs, backward 2.5 × forward
+                    metrics |= {f"{way}_tflop_per_s": times * work / metrics[f"{way}_p50_ms"]
+                                for way, times in (("fwd", 1.0), ("bwd", 2.5), ("fwd_bwd", 3.5))}
                 kind = "steps" if name in steps else "others"
                 run.add(name, metrics, head_dim=head_dim, kind=kind, arithmetic=dtypes[name])
 
 
-def ready(calls: Calls, name: str, tensors: Sequence[Tensor], steps: Mapping[str, Step]) -> dict[str, Any]:
+def ready(calls: Calls, name: str, shape: Shape, tensors: Sequence[Tensor],
+          steps: Mapping[str, Step]) -> dict[str, Any]:  # fmt: skip
     """Put the calls of a variant among `calls` once they have run; errors, and what the kernels of a step use."""
-    mine = calls_of(name, tensors, steps)
-    metrics = check(mine, tensors, tensors[0].is_cuda and name in steps)
+    mine = calls_of(name, shape, tensors, steps)
+    metrics = check(mine, shape, tensors, tensors[0].is_cuda and name in steps)
     calls |= {(name, way): call for way, call in mine.items()}
     return metrics
 
@@ -253,7 +257,7 @@ VIEW = View(
     terminal=("fwd_p50_ms", "bwd_p50_ms", "fwd_bwd_p50_ms", "fwd_gain", "fwd_predicted_gain", "bwd_gain",
               "bwd_predicted_gain", "fwd_bwd_gain", "grad_error"),
     pictures={"steps.png": draw},
-    next=("distlab run ir attention_steps", "distlab run attention_record"),
+    next=("distlab run ir attention_steps", "distlab run attention_sweep"),
     findings=findings,
     prediction="From the tiles that a step visits, where a step changes their number or what is done in each.",
 )  # fmt: skip

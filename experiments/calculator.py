@@ -139,7 +139,8 @@ def run_chain(args: Any) -> Answer:
 
 
 def run_block(args: Any) -> Answer:
-    graph = fusion.transformer_block(args.batch, args.context, args.d_model, args.d_ff, args.heads)
+    sizes = args.batch, args.context, args.d_model, args.d_ff, args.heads
+    graph = fusion.transformer_block(*sizes, DTYPES[args.dtype].itemsize, autocast=args.dtype != "fp32")
     plan = fusion.advise(graph, args.spec, args.dtype)
     counts = fusion.kernel_counts(graph, args.spec, args.dtype)
     saved = graph.unfused().bytes - sum(graph.fused(group).bytes for group in plan.groups)

@@ -3,11 +3,10 @@
 import argparse
 import re
 import shlex
-from functools import partial
 
 import pytest
 
-from distlab.report.docs_tables import code_of, definition, embed, table_of
+from distlab.report.docs_tables import code_of, definition, embed, redrawn, table_of
 from launch import notebook, sample, trainer
 from launch.__main__ import COMMANDS, experiments, load, view_of
 from tests.commands import ROOT
@@ -21,9 +20,15 @@ FILLED_IN = {r"local,<name>,": "local,naive,", r"run NAME": "run ddp_bench", r" 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_and_code_are_drawn_from_records_and_source(page):
     text = page.read_text(encoding="utf-8")
-    tables = partial(table_of, view_of=view_of, root=ROOT)
-    code = partial(code_of, root=ROOT)
-    assert embed(embed(text, "table", tables), "code", code) == text, "run make tables"
+    assert redrawn(text, view_of, ROOT) == text, "run make tables"
+
+
+def test_a_table_to_come_is_drawn_once_its_record_is_there():
+    record = "records/attention/record_h100.json"
+    page = "<!-- table-if {} -->\nNot yet.\n<!-- end table-if -->\n"
+    assert redrawn(page.format("records/none.json@a"), view_of, ROOT) == page.format("records/none.json@a")
+    drawn = redrawn(page.format(record), view_of, ROOT)
+    assert "Not yet" not in drawn and table_of(record, view_of, ROOT) in drawn
 
 
 def test_code_that_is_not_there_is_an_error():

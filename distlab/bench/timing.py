@@ -310,7 +310,7 @@ class Subject:
         held = (shard.tensor.grad for shard in self.model.shards())
         yield from (local_part(gradient) for gradient in held if gradient is not None)
 
-    def memory_timeline(self) -> MemoryTimeline | None:
+    def memory_timeline(self, mode: str = "step") -> MemoryTimeline | None:
         """Memory over one settled step of the main rank; the others step along, and get None."""
         if not self._calls:
             self("step")  # the optimizer's state comes with the first
@@ -318,11 +318,11 @@ class Subject:
         self.optimizer.zero_grad(set_to_none=True)
         self.last_loss = None
         if not self.context.is_main:
-            return self("step")
+            return self(mode)
         named = named_ranges(self.model, emitter("profiler"), self.optimizer)
         with tempfile.TemporaryDirectory(prefix="distlab-memory-") as temporary, named:
             path = Path(temporary) / "trace.json"
-            held = record_memory(partial(self, "step"), self.model, self.optimizer, path, self.context.device)
+            held = record_memory(partial(self, mode), self.model, self.optimizer, path, self.context.device)
             return memory_timeline(path, held, self.context.device)
 
     def profile(self, path: Path, steps: int, *, warmup: int = 1) -> None:

@@ -52,7 +52,7 @@ from distlab.measure.trace.account import (
     streams,
     within,
 )
-from distlab.measure.trace.capture import Event, busy_ms, load_trace, load_trace_and_origin
+from distlab.measure.trace.capture import Event, busy_ms, launched, load_trace, load_trace_and_origin
 from distlab.measure.validity import attempt, check_clock, check_speed, check_work, is_out_of_memory
 
 __all__ = [
@@ -90,6 +90,7 @@ __all__ = [
     "interleave",
     "is_out_of_memory",
     "lanes",
+    "launched",
     "load_trace",
     "load_trace_and_origin",
     "median_step",

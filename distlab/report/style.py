@@ -52,6 +52,8 @@ COLOURS = {
     "backward": OKABE_ITO["blue"],
     "matrix products": OKABE_ITO["blue"],
     "attention": OKABE_ITO["green"],
+    "scores": OKABE_ITO["sky"],
+    "values": GREYS["grey"],
     "softmax": OKABE_ITO["vermillion"],
     "normalisation": OKABE_ITO["purple"],
     "element-wise": OKABE_ITO["yellow"],

@@ -3,12 +3,15 @@
 For each operator and the group before it, in this order:
 
 1. *Memory-bound?* A matmul gains nothing from a neighbour that saves it bytes it does not wait for; an element-wise
-   operation behind one may join it as its epilogue, though, because it is the neighbour that is saved.
+   operation behind one may join it as its epilogue, though, because it is the neighbour that is saved: if 4 holds,
+   and if it would not save more together with what follows it (a residual addition with the norm behind it).
 2. *Does it fit?* What the fused kernel keeps on the chip must stay within 0.6 of an SM's shared memory and registers,
    or too few warps are left to hide latency, and values spill.
 3. *Same parallel pattern?* Programs that own elements and programs that own rows go together (rows decide); two
    matmuls, or a matmul and a whole row, do not.
-4. *Is it worth it?* The group's bytes one by one must be at least 1.5 times the bytes of the fused kernel.
+4. *Is it worth it?* The group, with what can join it next, must take at least 1.5 times as long one by one as in one
+   kernel, by the roofline: where all of it waits for memory, 1.5 times the bytes. An epilogue is a small part of a
+   compute-bound matmul's time.
 5. *Is an intermediate used elsewhere?* Then it is written all the same, which counts in 4.
 
 The answers: "fuse" with the group before; "split", a new group begins here because the two cannot be one; "leave", they
@@ -104,9 +107,10 @@ class Graph:
         leaving = {tensor for tensor in written if self.leaves(tensor, group)}
         return Cost(sum(op.flops for op in group), sum(self.sizes[t] for t in entering | leaving))
 
-    def speed_up(self, roof: Roofline) -> float:
-        """Predicted time unfused over time fused, launches left out."""
-        return sum(roof.seconds(self.alone(op)) for op in self.operators) / roof.seconds(self.fused())
+    def speed_up(self, roof: Roofline, group: Sequence[Operator] | None = None) -> float:
+        """Predicted time of operators (all by default) unfused over fused, launches left out."""
+        group = self.operators if group is None else group
+        return sum(roof.seconds(self.alone(op)) for op in group) / roof.seconds(self.fused(group))
 
 
 def pointwise_chain(count: int, elements: int, itemsize: int, flops_each: int = 1) -> Graph:
@@ -127,7 +131,7 @@ class Decision:
         operator: its name.
         action: "start", "fuse", "split" or "leave".
         reason: why, for people.
-        saving: bytes one by one over bytes fused, of the group with this operator; None where it was not asked.
+        saving: time one by one over time fused, of the group with this operator; None where it was not asked.
     """
 
     operator: str
@@ -154,8 +158,9 @@ def advise(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> Plan:
     roof = roofline(spec, dtype)
     decisions: list[Decision] = []
     groups: list[list[Operator]] = []
-    for op in graph.operators:
-        decision = _decide(graph, groups[-1], op, roof, spec) if groups else Decision(op.name, "start", "the first")
+    for index, op in enumerate(graph.operators):
+        behind = graph.operators[index:]
+        decision = _decide(graph, groups[-1], behind, roof, spec) if groups else Decision(op.name, "start", "the first")
         decisions.append(decision)
         if decision.action != "fuse":
             groups.append([])
@@ -163,7 +168,19 @@ def advise(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> Plan:
     return Plan(tuple(decisions), tuple(tuple(group) for group in groups))
 
 
-def _decide(graph: Graph, group: list[Operator], op: Operator, roof: Roofline, spec: GPUSpec) -> Decision:
+def _chain(operators: Sequence[Operator]) -> list[Operator]:
+    """The first, and those right behind it that neither are matmuls nor a library's and read what these write."""
+    chain = [operators[0]]
+    for op in operators[1:]:
+        if op.pattern not in (POINTWISE, ROWS) or not {t for each in chain for t in each.writes} & set(op.reads):
+            break
+        chain.append(op)
+    return chain
+
+
+def _decide(graph: Graph, group: list[Operator], behind: Sequence[Operator], roof: Roofline,
+            spec: GPUSpec) -> Decision:
+    op = behind[0]
     written = {tensor for member in group for tensor in member.writes}
     shared = written & set(op.reads)
     if not shared:
@@ -181,18 +198,30 @@ def _decide(graph: Graph, group: list[Operator], op: Operator, roof: Roofline, s
     need = sum(member.row_bytes for member in together if member.pattern == ROWS)
     if need > chip_bytes(spec):
         return Decision(op.name, "split", f"rows of {need:,} bytes exceed {CHIP_SHARE} of an SM ({chip_bytes(spec):,})")
-    saving = graph.unfused(together).bytes / graph.fused(together).bytes
+    saving = graph.speed_up(roof, together)
     kept = sorted(t for t in shared if graph.leaves(t, together))
     note = f"; {', '.join(kept)} is used elsewhere and is written all the same" if kept else ""
-    if epilogue:
-        return Decision(op.name, "fuse", f"epilogue on the accumulator: its own pass over memory is gone{note}", saving)
+    chain = _chain(behind)
+    if not epilogue and len(chain) > 1 and saving < LEAST_SAVING:
+        saving = graph.speed_up(roof, [*group, *chain])
+        note += f"; with {', '.join(each.name for each in chain[1:])}, which follows"
+    if epilogue and graph.speed_up(roof, chain) >= max(saving, LEAST_SAVING):
+        return Decision(op.name, "leave", f"saves {graph.speed_up(roof, chain):.2f} × with {chain[1].name}, which "
+                        f"follows, and {saving:.2f} × as an epilogue", saving)
+    what = "as an epilogue" if epilogue else "memory-bound, same pattern:"
     if saving < LEAST_SAVING:
-        return Decision(op.name, "leave", f"saves {saving:.2f} × the traffic, less than {LEAST_SAVING}{note}", saving)
-    return Decision(op.name, "fuse", f"memory-bound, same pattern, saves {saving:.2f} × the traffic{note}", saving)
+        return Decision(op.name, "leave", f"{what} saves {saving:.2f} ×, less than {LEAST_SAVING}{note}", saving)
+    return Decision(op.name, "fuse", f"{what} saves {saving:.2f} ×{note}", saving)
 
 
-def transformer_block(batch: int, context: int, d_model: int, d_ff: int, num_heads: int, itemsize: int = 2) -> Graph:
+def transformer_block(batch: int, context: int, d_model: int, d_ff: int, num_heads: int, itemsize: int = 2,
+                      autocast: bool = False) -> Graph:
     """The forward of one pre-norm block with SwiGLU, as this lab's model runs it.
+
+    Args:
+        batch, context: sequences, and tokens in each.
+        itemsize: bytes per element of the computation.
+        autocast: parameters, the residual stream and norms are fp32: each matrix is cast, and each norm's result.
 
     Raises:
         ValueError: a size below one, or heads that do not divide d_model.
@@ -201,24 +230,35 @@ def transformer_block(batch: int, context: int, d_model: int, d_ff: int, num_hea
     if d_model % num_heads:
         raise ValueError(f"num_heads={num_heads} does not divide d_model={d_model}")
     tokens, d, f = batch * context, d_model, d_ff
-    wide, inner = tokens * d * itemsize, tokens * f * itemsize
-    tensors = {name: wide for name in ("x", "n1", "a", "o", "x2", "n2", "m", "y")}
-    tensors |= {"qkv": 3 * wide, "qk": 2 * wide, "gate": inner, "up": inner, "act": inner, "h": inner,
-                "w_qkv": 3 * d * d * itemsize, "w_o": d * d * itemsize, "w1": d * f * itemsize,
-                "w3": d * f * itemsize, "w2": d * f * itemsize, "g1": d * itemsize, "g2": d * itemsize}
-    row = 4 * d
+    stored = 4 if autocast else itemsize
+    wide, inner, stream = tokens * d * itemsize, tokens * f * itemsize, tokens * d * stored
+    weights = {"w_qkv": 3 * d * d, "w_o": d * d, "w1": d * f, "w3": d * f, "w2": d * f}
+    tensors = dict.fromkeys(("n1", "n2", "a", "o", "m"), wide) | dict.fromkeys(("x", "x2", "y"), stream)
+    tensors |= dict.fromkeys(("gate", "up", "act", "h"), inner) | {"qkv": 3 * wide, "qk": 2 * wide}
+    tensors |= {name: count * itemsize for name, count in weights.items()} | {"g1": d * stored, "g2": d * stored}
+    casts: tuple[Operator, ...] = ()
+    if autocast:
+        tensors |= {f"{name} fp32": count * 4 for name, count in weights.items()}
+        tensors |= {"n1 fp32": stream, "n2 fp32": stream}
+        casts = tuple(Operator(f"cast_{name}", (f"{name} fp32",), (name,)) for name in weights)
 
     def matmul(name: str, x: str, w: str, y: str, depth: int, cols: int) -> Operator:
         return Operator(name, (x, w), (y,), 2 * tokens * depth * cols, MATMUL)
 
+    def norm(number: str, x: str) -> tuple[Operator, ...]:
+        result = f"n{number} fp32" if autocast else f"n{number}"
+        alone = Operator(f"norm{number}", (x, f"g{number}"), (result,), 4 * tokens * d, ROWS, 4 * d)
+        return (alone, Operator(f"cast{number}", (result,), (f"n{number}",))) if autocast else (alone,)
+
     return Graph((
-        Operator("norm1", ("x", "g1"), ("n1",), 4 * tokens * d, ROWS, row),
+        *casts,
+        *norm("1", "x"),
         matmul("qkv_matmul", "n1", "w_qkv", "qkv", d, 3 * d),
-        Operator("rope", ("qkv",), ("qk",), 6 * tokens * d, POINTWISE, eager_kernels=5),
+        Operator("rope", ("qkv",), ("qk",), 6 * tokens * d, POINTWISE, eager_kernels=4 + (itemsize < 4)),
         Operator("attention", ("qk", "qkv"), ("a",), 2 * tokens * context * d, OPAQUE),
         matmul("out_matmul", "a", "w_o", "o", d, d),
         Operator("add1", ("x", "o"), ("x2",), tokens * d),
-        Operator("norm2", ("x2", "g2"), ("n2",), 4 * tokens * d, ROWS, row),
+        *norm("2", "x2"),
         matmul("gate_matmul", "n2", "w1", "gate", d, f),
         matmul("up_matmul", "n2", "w3", "up", d, f),
         Operator("silu", ("gate",), ("act",), 5 * tokens * f),
@@ -228,17 +268,20 @@ def transformer_block(batch: int, context: int, d_model: int, d_ff: int, num_hea
     ), tensors, frozenset({"y"}))
 
 
+OURS = (("norm1", "cast1"), ("add1", "norm2"), ("norm2", "cast2"), ("silu", "multiply"))  # one kernel of this lab
+
+
 def kernel_counts(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> dict[str, int]:
-    """Launches of a graph: eager; compiled, where everything that is no library call is merged along the order as
-    Inductor does; with `--ops triton`, where RoPE, residual + norm, and SwiGLU are one kernel each; and by the advice.
+    """Launches of a `transformer_block`: eager; compiled, where everything that is no library call is merged with what
+    it reads along the order, as Inductor does; with `--ops triton`, whose kernels are in OURS; and by the advice.
     """
-    plain = [op.pattern in (POINTWISE, ROWS) for op in graph.operators]
-    compiled = len(plain) - sum(before and this for before, this in itertools.pairwise(plain))
+    rest, compiled = graph.operators, 0
+    while rest:
+        rest, compiled = rest[len(_chain(rest)) if rest[0].pattern in (POINTWISE, ROWS) else 1:], compiled + 1
     names = [op.name for op in graph.operators]
-    ours = len(names) - sum(a in names and b in names for a, b in (("add1", "norm2"), ("silu", "multiply")))
     return {
         "eager": sum(op.eager_kernels for op in graph.operators),
         "compiled": compiled,
-        "ours": ours,
+        "ours": len(names) - sum(pair in OURS for pair in itertools.pairwise(names)),
         "advised": len(advise(graph, spec, dtype).groups),
     }

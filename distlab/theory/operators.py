@@ -39,6 +39,13 @@ class Compute:
         """Whether it is fused attention, forward or backward."""
         return "dot_product" in self.name  # torch has several
 
+    @property
+    def launches(self) -> int:
+        """Kernels of a GPU: a norm's backward has one for the weight too, attention's one before it for dO·O and one
+        behind it that rounds dq.
+        """
+        return 3 if self.is_attention and self.phase == "backward" else 1 + (self.name == "rms_norm_backward")
+
 
 @dataclass(frozen=True)
 class Workload:

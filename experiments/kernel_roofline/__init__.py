@@ -2,6 +2,8 @@
 
     distlab run kernel_roofline --name full                    # all rows, some two minutes; again: resumes
     distlab run kernel_roofline --quick                        # the rows of most interest; on a CPU small sizes
+    distlab run kernel_roofline --preset chains                # chains of operations as one kernel, with their traffic
+    distlab run kernel_roofline --chain bias gelu multiply     # one of your own
     distlab run kernel_roofline --only rms_norm --tune         # launch parameters of one row kernel
 
 Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's own, compile: the
@@ -14,7 +16,8 @@ run; launched kernels; registers and spills of ours; the largest error against f
 predicted one.
 
 Two rows lose on purpose: `spilling_add_rms_norm_silu`, a chain fused into too few threads' registers, and `add_gelu`,
-which torch.compile makes one kernel and ours are two.
+which torch.compile makes one kernel and ours are two. Chains (`add+rms_norm+silu`, in `chains`) are rows too, with
+an account of its traffic.
 
 Rows bound by arithmetic run at a clock that the GPU's power sets: their variants are interleaved, in rounds.
 
@@ -40,6 +43,7 @@ from distlab.report import GREYS, INK, OKABE_ITO, TIE, grouped, horizontal, host
 
 from . import cases as table
 from .cases import VARIANTS, Case, Function, first, leaves, runner, upstream_of, with_gradients
+from .chains import CHAINS, OPERATIONS, TRAFFIC, accounts, chain_case
 from .prediction import predicted
 from .timing import (
     Prepared,
@@ -66,6 +70,7 @@ class Config(Options):
     """One run: operations × directions × variants rows."""
 
     only: tuple[str, ...] = option((), "these operations [all]")
+    chain: tuple[str, ...] = option((), "these one after the other on one tensor instead", choices=tuple(OPERATIONS))
     variants: tuple[str, ...] = option(VARIANTS, "what to time", choices=VARIANTS)
     repeat_ms: int = option(60, "ms of device time per number", least=1)
     rounds: int = option(8, "of interleaved rows; even: as many forwards as in reverse", least=1)
@@ -74,7 +79,9 @@ class Config(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = {case.name for case in table.cases(True)} if self.only else set()
+        if self.only and self.chain:
+            raise ValueError("--only and --chain: give one of them")
+        names = {case.name for case in table.cases(True) + list(map(chain_case, CHAINS))} if self.only else set()
         if unknown := set(self.only) - names:
             raise ValueError(f"--only {', '.join(sorted(unknown))}: choose among {', '.join(sorted(names))}")
         if self.tune and (self.small or not self.only or set(self.only) - set(TUNED)):
@@ -86,7 +93,9 @@ SMALL = {"small": True, "variants": ("ours", "naive", "builtin"), "repeat_ms": 1
 PRESETS = {
     "quick": {"only": ("rms_norm", "layer_norm", "softmax", "swiglu", "cross_entropy", "matmul")},
     "quick-cpu": SMALL | {"only": ()},
-    "smoke": SMALL | {"only": ("add", "rms_norm", "matmul")},
+    "chains": {"only": tuple("+".join(chain) for chain in CHAINS)},
+    "chains-cpu": {"small": True, "repeat_ms": 1, "variants": SMALL["variants"]},
+    "smoke": SMALL | {"only": ("add", "rms_norm", "matmul", "+".join(CHAINS[0]))},
 }
 
 
@@ -101,6 +110,9 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         tune(chosen, device, config.repeat_ms, run)
         return
     limits = ceilings(device, config.repeat_ms)
+    named = [chain for chain in CHAINS if not config.only or "+".join(chain) in config.only]
+    chosen = [] if config.chain else chosen
+    chosen += [chain_case(chain).sized(config.small) for chain in ([config.chain] if config.chain else named)]
     for case, direction in [(each, way) for each in chosen for way in each.directions]:
         known = {"label": case.label, "direction": direction}
         missing = [v for v in config.variants if case.has(v) and not run.done(v, **known)]
@@ -108,6 +120,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             continue
         run.progress(f"{case.label} {direction}: {', '.join(missing)}")
         shown = known | {"operation": case.name, "shape": list(case.shape), "dtype": case.dtype}
+        shown |= {"chain": case.name.split("+")} if callable(case.takes) else {}
         for variant, metrics in Row(case, direction, missing, config, device).measure().items():
             run.add(variant, metrics | _rates(case, direction, metrics, limits), **shown)
         _compare_with_prediction(run, case, direction, limits)
@@ -115,6 +128,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             gc.collect()
             torch.cuda.empty_cache()
     run.part(COMPARISON.name).records[:] = beside_peers(run.records)
+    run.part(TRAFFIC.name).records[:] = accounts(run.records)
 
 
 class Row:
@@ -130,7 +144,7 @@ class Row:
     def __init__(self, case: Case, direction: str, variants: list[str], config: Config, device: str):
         self.case, self.direction, self.config, self.device = case, direction, config, device
         self.inputs = case.inputs(device)
-        self.upstream = upstream_of(first(case.variants["ours"](*[t.detach() for t in self.inputs])), direction)
+        self.upstream = upstream_of(first(case.main(*[t.detach() for t in self.inputs])), direction)
         self.found: dict[str, dict[str, Any]] = {variant: {"status": "ok"} for variant in variants}
         self.functions: dict[str, Function] = {}  # of those that were right
         # How one variant alone is timed; an optimizer's steps are not captured.
@@ -372,6 +386,8 @@ def beside_peers(records: Sequence[Record]) -> list[Record]:
             times = {f"{peer}_ms": rows[peer].metrics.get("time_p50_ms") if peer in rows else None for peer in PEERS}
             metrics = {name: ours.metrics.get(name) for name in KEPT} | times
             metrics["peer_over_ours"] = best[1] if best else None
+            if metrics["builtin_ms"] and metrics["time_p50_ms"]:
+                metrics["over_same_dtype"] = over_ours(rows["builtin"].metrics, ours.metrics)
             if called := _ratio_to_best(rows, "wall"):
                 metrics["peer_over_ours_wall"] = called[1]
             found.append(
@@ -400,7 +416,8 @@ COMPARISON_COLUMNS = [
     Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
     Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
     Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30), Column("metrics.error", "error", ".0e"),
-    Column("metrics.speed_up", "naive / ours", ".1f", missing=""),
+    Column("metrics.over_same_dtype", "builtin / ours", ".1f", missing="", optional=True),
+    Column("metrics.speed_up", "naive (in fp32) / ours", ".1f", missing=""),
     Column("metrics.predicted_speed_up", "predicted", ".1f", missing=""),
 ]
 
@@ -526,6 +543,7 @@ COMPARISON = View(
     reading="Times in µs; wall is of calls in a loop, the others on the device. Above 1 in `best peer / ours` ours is "
     "faster; ± is the difference between two timings of ours, one before and one after the peers. If `rounds` has a "
     "number, all were interleaved in so many rounds: the ratio is the median over rounds, and ± how far the 95 % "
-    "interval of ours over ours reaches.",
+    "interval of ours over ours reaches. The naive form widens its inputs to fp32, operation by operation, which "
+    "inflates the last ratio; builtin is torch's own operators in the inputs' dtype, one for each operation.",
 )
-EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1, parts=(COMPARISON,))
+EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1, parts=(COMPARISON, TRAFFIC))

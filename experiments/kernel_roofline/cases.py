@@ -48,7 +48,7 @@ class Case:
         shape: what the table shows, and what `least` is called with.
         tiny: the shape in the smoke test.
         dtype: torch's name of it.
-        takes: a name of OPERANDS.
+        takes: a name of OPERANDS, or what makes operands of the shape.
         least: least FLOPs and bytes, a function of shape, dtype and, unless it has none, `backward`.
         variants: name → function of the inputs; "compile" and "template" are made from `plain`.
         directions: "fwd", "bwd" or "both".
@@ -60,7 +60,7 @@ class Case:
     shape: tuple[int, ...]
     tiny: tuple[int, ...]
     dtype: str
-    takes: str
+    takes: str | Callable[..., list[Operand]]
     least: Callable[..., Cost]
     variants: dict[str, Function]
     directions: tuple[str, ...] = ("fwd", "bwd")
@@ -76,6 +76,15 @@ class Case:
         """What torch.compile is given, and what is right in float64: the naive form, or torch's own."""
         return None if self.name == "adamw" else self.variants.get("naive", self.variants.get("builtin"))
 
+    @property
+    def main(self) -> Function:
+        """Ours, or where there is none what is plain."""
+        return self.variants.get("ours") or self.variants["naive"]
+
+    def sized(self, small: bool) -> "Case":
+        """Itself, or as in the smoke test."""
+        return dataclasses.replace(self, shape=self.tiny, dtype="float32") if small else self
+
     def has(self, variant: str) -> bool:
         """Whether there is such a row: torch.compile takes what is plain, its templates are for single matmuls."""
         made = {"compile": self.plain is not None, "template": self.name in ("matmul", "matmul_gelu")}
@@ -85,7 +94,8 @@ class Case:
         """Its tensors; on the meta device nothing is drawn."""
         dtype, found = getattr(torch, self.dtype), []
         generator = None if device == "meta" else torch.Generator(device).manual_seed(len(self.shape) + sum(self.shape))
-        for shape, deviation, mean, classes in OPERANDS[self.takes](*self.shape):
+        takes = OPERANDS[self.takes] if isinstance(self.takes, str) else self.takes
+        for shape, deviation, mean, classes in takes(*self.shape):
             if classes:
                 found.append(torch.arange(*shape, device=device) * 7919 % classes)
             else:
@@ -108,7 +118,7 @@ def cases(small: bool = False) -> list[Case]:
         return every
     found: dict[str, Case] = {}
     for case in every:
-        shrunk = dataclasses.replace(case, shape=case.tiny, dtype="float32")
+        shrunk = case.sized(small)
         found.setdefault(shrunk.label, shrunk)
     return list(found.values())
 
@@ -191,8 +201,10 @@ def _fused_norms() -> list[Case]:
             return rmsnorm.add_rms_norm(x, r, w, 1e-5, "silu")
 
     def variants(activation: str | None) -> dict[str, Function]:
+        after = F.silu if activation else lambda y: y
         return {"ours": lambda x, r, w: rmsnorm.add_rms_norm(x, r, w, 1e-5, activation),
-                "naive": lambda x, r, w: reference.add_rms_norm(x, r, w, 1e-5, activation)}  # fmt: skip
+                "naive": lambda x, r, w: reference.add_rms_norm(x, r, w, 1e-5, activation),
+                "builtin": lambda x, r, w: after(F.rms_norm(x + r, w.shape, w, 1e-5))}  # fmt: skip
 
     silu = variants("silu")
     return [

@@ -2,8 +2,9 @@
 
 The naive form runs on the meta device, where nothing is computed, under a counter at torch's dispatcher. Torch's
 kernels for whole tensors reach the copy's bandwidth, those that broadcast a smaller operand, reduce, or widen the dtype
-do not; the rates of the four kinds are measured in the run itself. The fused kernel is predicted to move the least
-bytes, or those it knowingly moves, at the copy's bandwidth. Every number carries the time of an empty kernel once.
+do not; the rates of the four kinds (`distlab.measure.traffic`) are measured in the run itself. The fused kernel is
+predicted to move the least bytes, or those it knowingly moves, at the copy's bandwidth. Every number carries the time
+of an empty kernel once.
 """
 
 import contextlib
@@ -13,26 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distlab.measure.traffic import kind_of, stored
+
 from .cases import Case, first, leaves, with_gradients
-
-KINDS = ("copy", "broadcast", "reduce", "widen")
-
-
-def kind_of(inputs: list[Tensor], outputs: list[Tensor]) -> str:
-    """Which of KINDS an operation is, by the sizes and dtypes of what it reads and writes."""
-    largest = max((t.numel() for t in inputs), default=0)
-    written = max((t.numel() for t in outputs), default=0)
-    if written < largest:
-        return "reduce"
-    if any(1 < stored(t) < written for t in inputs):
-        return "broadcast"
-    widths = [t.element_size() for t in inputs if t.numel() == written]
-    return "widen" if widths and outputs[0].element_size() > max(widths) else "copy"
-
-
-def stored(t: Tensor) -> int:
-    """Elements that lie in memory: an expanded tensor has fewer than it shows."""
-    return min(t.numel(), t.untyped_storage().nbytes() // t.element_size())
 
 
 class TrafficCounter(TorchDispatchMode):

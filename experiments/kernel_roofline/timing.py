@@ -179,6 +179,7 @@ def ceilings(device: str, repeat_ms: int) -> dict[str, float]:
         "broadcast_gb_per_s": 2 * x.nbytes / ms(lambda: torch.sub(x, narrow, out=out)) / 1e6,
         "reduce_gb_per_s": x.nbytes / ms(lambda: x.sum(-1)) / 1e6,
         "widen_gb_per_s": 1.5 * x.nbytes / ms(lambda: half.float()) / 1e6,
+        "rows_gb_per_s": 2 * half.nbytes / ms(lambda: torch.nn.functional.layer_norm(half, (cols,))) / 1e6,
         "empty_kernel_ms": ms(lambda: torch.abs(narrow[:1], out=narrow[:1])),
     }
     size = 8192 if on_gpu else 64

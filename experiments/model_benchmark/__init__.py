@@ -3,13 +3,16 @@
     distlab run model_benchmark --size small --batch 4 --context 128 --warmup 0 1 2 5
     distlab run model_benchmark --size medium --dtype fp32 bf16 --attention naive sdpa flash --ops torch triton
     distlab run model_benchmark --quick --profile --memory-snapshot --saved
+    distlab run model_benchmark --preset profile               # parts and kinds of work over contexts of 256 to 4,096
+    distlab run model_benchmark --preset memory                # memory over contexts, in fp32 and bf16
 
 Times forward without gradients, forward, forward and backward, and the full step for every combination of the given
 sizes, contexts, batches, dtypes, implementations and strategies; each row is checked against the plainest model of the
 same weights, its clock against the wall's, and its speed against the device's peak.
 
-On request the full step of each combination is taken apart: the kernels with the most time in forward, backward and
-optimizer, and the kinds of work by time beside their FLOPs, from the profiler's trace; memory over time by category,
+On request the full step of each combination is taken apart, from the profiler's traces: the kernels with the most time
+in forward, backward, optimizer and inference, the kinds of work by time beside their FLOPs in each phase, and the
+parts of the model (`by_part`), measured beside predicted; memory over time by category,
 with the largest blocks and who asked for them; and what a block saves for backward, eager, compiled and with this lab's
 kernels. That is in `taken_apart`.
 """
@@ -57,6 +60,7 @@ from distlab.report import NOISE, Panel, lines, noise_of, overlaid, stacked_bars
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.requirements import require, shortage
 
+from .by_part import PART_VIEW
 from .taken_apart import (
     KERNEL_VIEW,
     MEMORY_VIEW,
@@ -419,13 +423,23 @@ VIEW = View(
     "so in its status.",
     prediction="None: see ddp_bench, plan and the calculator for predicted steps.",
 )
+# Where the time and the memory of a step and of a forward alone go, over contexts.
+PROFILED = {
+    "size": ("medium",), "batch": (2,), "context": (256, 512, 1024, 2048, 4096), "dtype": ("bf16",),
+    "modes": ("inference", "step"), "warmups": (2,), "repeats": 5,
+}  # fmt: skip
+ON_CPU = {"size": ("tiny",), "batch": (1,), "dtype": ("fp32",), "context": (64, 256), "repeats": 3}
 EXPERIMENT = Experiment(
     BenchmarkConfig, measure, VIEW,
     presets={
         "quick": {"warmups": (1,)},
+        "profile": PROFILED | {"attention": ("naive", "sdpa"), "profile": True},
+        "profile-cpu": ON_CPU,
+        "memory": PROFILED | {"context": (256, 1024, 2048), "dtype": ("fp32", "bf16"), "memory": True},
+        "memory-cpu": ON_CPU,
         "smoke": {"batch": (1,), "context": (16,), "warmups": (1,), "repeats": 3, "modes": ("forward", "step")},
     },
     ranks="many",
     nproc=1,
-    parts=(KERNEL_VIEW, WORK_VIEW, MEMORY_VIEW, SAVED_VIEW),
+    parts=(KERNEL_VIEW, WORK_VIEW, PART_VIEW, MEMORY_VIEW, SAVED_VIEW),
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """A step taken apart: kernels and kinds of work by time, memory by category, and what a block saves for backward."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -9,12 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distlab.bench.timing import TrialConfig, compiled, described, opened
+from distlab.bench.timing import Subject, TrialConfig, compiled, described, opened
 from distlab.comm import collectives
 from distlab.experiment import Column, RankContext, Record, View
 from distlab.measure import (
     MIN_SAMPLES,
-    FlopsByCategory,
+    Event,
     PhaseTimer,
     attempt,
     gradient_bytes,
@@ -26,8 +27,10 @@ from distlab.measure import (
 from distlab.measure.trace.capture import PHASES, Phases, load_trace, profile_steps
 from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summarise
 from distlab.report import environment, memory_areas, stacked_bars
-from distlab.theory.memory.activations import PRECISIONS, block_activations
+from distlab.theory.memory.activations import PRECISIONS, block_activations, inference_temporary
 from distlab.theory.model_shape import ModelShape
+
+from .by_part import PART_VIEW, counted_parts, measured_parts, part_rows, rates, trace_ranges
 
 Rows = list[tuple[str, dict[str, Any]]]  # variant and metrics, of one part
 
@@ -62,15 +65,6 @@ def mib_column(metric: str, title: str) -> Column:
 KERNELS, WORK = "model_kernels", "model_work"
 
 
-def count_flops(context: RankContext, trial: TrialConfig) -> dict[str, int]:
-    """FLOPs of one full step by category, counted in eager mode on one rank's model."""
-    with opened(context, replace(trial, compile="off", strategy="local")) as plain:
-        plain("step")
-        with FlopsByCategory() as counted:
-            plain("step")
-    return dict(counted.flops)
-
-
 def profile(
     context: RankContext,
     config: TrialConfig,
@@ -79,50 +73,79 @@ def profile(
     folder: Path,
     slug: str,
 ) -> dict[str, Rows]:
-    """Write the traces of these ranks; rows of kernels and of kinds of work, from the first of them.
+    """Write the traces of these ranks; rows of kernels, of kinds of work and of parts, from the first of them.
 
     Args:
         traced: first and last step of the traces.
     """
     first, last = traced
-    flops = count_flops(context, config) if context.rank == ranks[0] else {}
-    phases, timer = Phases(), PhaseTimer(context.device)
-    found = None
+    counted = None
+    if context.rank == ranks[0]:
+        with opened(context, replace(config, compile="off", strategy="local")) as plain:
+            plain("step")
+            counted = counted_parts(plain, rates(plain))
+    timer = PhaseTimer(context.device)
     with opened(context, config) as trial:
-
-        def step() -> None:
-            with phases.step():
-                trial("step", phases.mark)
-
         for _ in range(first):
             trial("step")
         timer.synchronize()
         for _ in timer.each(MIN_SAMPLES + 2):  # the same steps without the profiler
             trial("step", timer.mark)
         timer_ms = percentiles([sample["step"] for sample in timer.steps()])["p50"]
-        steps = last - first + 1
-        if context.rank in ranks:
-            path = folder / f"trace_{slug}_rank{context.rank}.json.gz"
-            profile_steps(
-                step, steps=steps, path=path, rank=context.rank, world_size=context.world_size,
-                device=context.device, finish=partial(dist.barrier, context.group),
-            )  # fmt: skip
-            found = summarise(load_trace(path))
-        else:
-            for _ in range(1 + steps):  # the profiler's own warm-up is a step too
-                step()
-            dist.barrier(context.group)
-    chosen, flops = collectives.gather_objects((found, flops), context.group)[ranks[0]]
-    return {KERNELS: _kernel_rows(chosen), WORK: _work_rows(chosen, timer_ms, flops)}
+        run = partial(_traced, context, trial, ranks, folder)
+        events = run(f"trace_{slug}", last - first + 1), run(f"inference_{slug}", 1, "inference")
+        by_part = None
+        if config.compile == "off":  # compiled code has no ranges inside
+            with trace_ranges(trial):
+                by_part = run(f"parts_{slug}", 1)
+    rows: dict[str, Rows] = {}
+    if counted is not None:
+        predicted, matmuls, flops = counted
+        training, inference = (summarise(each) for each in events)
+        flops["inference"] = flops["forward"]
+        phases = {phase: training for phase in PHASES} | {"inference": _renamed(inference)}
+        rows = {KERNELS: _kernel_rows(phases), WORK: _work_rows(phases, timer_ms, flops)}
+        if by_part is not None:
+            rows[PART_VIEW.name] = part_rows(measured_parts(by_part), predicted, matmuls)
+    return collectives.gather_objects(rows, context.group)[ranks[0]]
 
 
-def _kernel_rows(profile: Profile, most: int = 8) -> Rows:
+def _traced(
+    context: RankContext, trial: Subject, ranks: Sequence[int], folder: Path, name: str, steps: int,
+    mode: str = "step",
+) -> list[Event]:  # fmt: skip
+    """The events of some steps on one of these ranks, whose trace is written; none on the others."""
+    phases = Phases()
+
+    def step() -> None:
+        with phases.step():
+            trial(mode, phases.mark)
+
+    if context.rank not in ranks:
+        for _ in range(1 + steps):  # the profiler's own warm-up is a step too
+            step()
+        dist.barrier(context.group)
+        return []
+    path = folder / f"{name}_rank{context.rank}.json.gz"
+    profile_steps(
+        step, steps=steps, path=path, rank=context.rank, world_size=context.world_size,
+        device=context.device, finish=partial(dist.barrier, context.group),
+    )  # fmt: skip
+    return load_trace(path)
+
+
+def _renamed(profile: Profile) -> Profile:
+    """A profile of forwards without gradients, whose phase is inference."""
+    return replace(profile, kernels=tuple(replace(kernel, phase="inference") for kernel in profile.kernels))
+
+
+def _kernel_rows(profiles: Mapping[str, Profile], most: int = 8) -> Rows:
     return [
         (short_name(kernel.name), {
             "phase": phase, "category": kernel.category, "calls_per_step": kernel.count, "kernel_ms": kernel.ms,
             "of_kernel_time_pct": 100 * kernel.ms / profile.kernel_ms,
         })
-        for phase in PHASES for kernel in profile.top(phase, most)
+        for phase, profile in profiles.items() for kernel in profile.top(phase, most)
     ]  # fmt: skip
 
 
@@ -142,53 +165,67 @@ def short_name(kernel: str, longest: int = 64) -> str:
     return name if len(name) <= longest else name[: longest - 1] + "…"
 
 
-def _work_rows(profile: Profile, timer_ms: float, flops: dict[str, int]) -> Rows:
-    times, all_flops = profile.ms_by("category"), sum(flops.values())
-    rows = []
-    for kind in CATEGORIES:
-        ms, operations = times.get(kind, 0.0), flops.get(kind, 0)
-        if ms or operations:
-            metrics = {
-                "kernel_ms": ms, "of_kernel_time_pct": 100 * ms / profile.kernel_ms, "flops": operations,
-                "of_flops_pct": 100 * operations / all_flops, "tflops_per_s": operations / ms / 1e9 if ms else None,
-                "profiler_step_ms": profile.step_ms, "profiler_busy_ms": profile.busy_ms,
-                "profiler_kernel_ms": profile.kernel_ms, "timer_step_ms": timer_ms,
-                "profiler_error_pct": 100 * (profile.step_ms / timer_ms - 1),
-            }  # fmt: skip
-            metrics |= {f"{phase}_kernel_ms": profile.ms_by("phase")[phase] for phase in PHASES}
-            rows.append((kind, metrics))
+def _work_rows(profiles: Mapping[str, Profile], timer_ms: float, flops: Mapping[str, Mapping[str, int]]) -> Rows:
+    training, rows = profiles["forward"], []
+    shared = {
+        "profiler_step_ms": training.step_ms, "profiler_busy_ms": training.busy_ms,
+        "profiler_kernel_ms": training.kernel_ms, "timer_step_ms": timer_ms,
+        "profiler_error_pct": 100 * (training.step_ms / timer_ms - 1),
+    }  # fmt: skip
+    for phase, profile in profiles.items():
+        times: Counter[str] = Counter()
+        for kernel in profile.kernels:
+            times[kernel.category] += kernel.ms * (kernel.phase == phase)
+        for kind in CATEGORIES:
+            ms, operations = times[kind], flops[phase].get(kind, 0)
+            if ms or operations:
+                metrics = {
+                    "phase": phase, "kernel_ms": ms, "of_kernel_time_pct": 100 * ms / (times.total() or 1),
+                    "flops": operations, "of_flops_pct": 100 * operations / (sum(flops[phase].values()) or 1),
+                    "tflops_per_s": operations / ms / 1e9 if ms else None, "phase_kernel_ms": times.total(),
+                }  # fmt: skip
+                rows.append((kind, metrics | shared))
     return rows
 
 
 def draw_work(records: Sequence[Record], path: Path) -> None:
-    """Shares of time beside shares of FLOPs, by kind of work."""
-    labels = list(dict.fromkeys(record.config["label"] for record in records))
-    known = {(r.config["label"], r.variant.removeprefix(prefix(r.config["label"]))): r.metrics for r in records}
+    """Shares of time beside shares of FLOPs, by kind of work, in each phase; of several combinations in forward."""
+    bars = dict.fromkeys((r.config["label"], r.metrics["phase"]) for r in records)
+    if len(of_each(records)) > 1:
+        bars = dict.fromkeys(bar for bar in bars if bar[1] == "forward")
+    known = {
+        (r.config["label"], r.metrics["phase"], r.variant.removeprefix(prefix(r.config["label"]))): r.metrics
+        for r in records
+    }
     shares = {"time": "of_kernel_time_pct", "FLOPs": "of_flops_pct"}
-    rows = [f"{label} {what}".strip() for label in labels for what in shares]
+    rows = [f"{prefix(label)}{phase}, {what}" for label, phase in bars for what in shares]
     parts = {
-        kind: [known.get((label, kind), {}).get(share, 0.0) for label in labels for share in shares.values()]
+        kind: [known.get((*bar, kind), {}).get(share, 0.0) for bar in bars for share in shares.values()]
         for kind in CATEGORIES
-        if any((label, kind) in known for label in labels)
+        if any((*bar, kind) in known for bar in bars)
     }
     stacked_bars(path, rows, parts, title=f"Where time and arithmetic go: {headline(records)}", unit="%")
 
 
 def work_findings(records: Sequence[Record]) -> list[str]:
     """The profiler's total beside the timer's."""
-    return [
-        f"{prefix(label)}the profiler's step takes {r.metrics['profiler_step_ms']:.2f} ms and its kernels "
-        f"{r.metrics['profiler_kernel_ms']:.2f} ms (forward {r.metrics['forward_kernel_ms']:.2f}, backward "
-        f"{r.metrics['backward_kernel_ms']:.2f}, optimizer {r.metrics['optimizer_kernel_ms']:.2f}); the timer's step, "
-        f"without the profiler, {r.metrics['timer_step_ms']:.2f} ms ({r.metrics['profiler_error_pct']:+.1f} %)."
-        for label, r in of_each(records).items()
-    ]
+    lines = []
+    for label, r in of_each(records).items():
+        phases = {e.metrics["phase"]: e.metrics["phase_kernel_ms"] for e in records if e.config["label"] == label}
+        lines.append(
+            f"{prefix(label)}the profiler's step takes {r.metrics['profiler_step_ms']:.2f} ms and its kernels "
+            f"{r.metrics['profiler_kernel_ms']:.2f} ms ("
+            f"{', '.join(f'{phase} {phases[phase]:.2f}' for phase in PHASES if phase in phases)}; inference "
+            f"{phases.get('inference', 0):.2f}); the timer's step, without the profiler, "
+            f"{r.metrics['timer_step_ms']:.2f} ms ({r.metrics['profiler_error_pct']:+.1f} %)."
+        )
+    return lines
 
 
 _SHARE = Column("metrics.of_kernel_time_pct", "of time %", ".1f")
 KERNEL_VIEW = View(
     name=KERNELS,
-    question="Which kernels take the time in forward, backward and optimizer?",
+    question="Which kernels take the time in forward, backward and optimizer, and in inference?",
     columns=[Column("metrics.phase", "phase", align="left"), Column("variant", "kernel"),
      Column("metrics.category", "kind", align="left"), Column("metrics.calls_per_step", "calls", ",.0f"),
      ms_column("kernel_ms", "ms per step"), _SHARE],
@@ -199,14 +236,15 @@ KERNEL_VIEW = View(
 WORK_VIEW = View(
     name=WORK,
     question="Which kind of work takes the time, and which does the arithmetic?",
-    columns=[Column("variant", "kind"), ms_column("kernel_ms", "ms per step"), _SHARE,
+    columns=[Column("metrics.phase", "phase", align="left"), Column("variant", "kind"),
+     ms_column("kernel_ms", "ms per step"), _SHARE,
      Column("metrics.flops", "GFLOP", ",.2f", scale=1e-9), Column("metrics.of_flops_pct", "of FLOPs %", ".2f"),
      Column("metrics.tflops_per_s", "TFLOP/s", ",.2f")],
     headline=headline,
     pictures={"work.png": draw_work},
     findings=work_findings,
-    reading="Kinds are determined by the names of kernels and of the operators that launched them. FLOPs are counted "
-    "in an "
+    reading="Shares are of a phase. Inference is a forward without gradients, profiled alone. Kinds are determined by "
+    "the names of kernels and of the operators that launched them. FLOPs are counted in an "
     "eager step at torch's dispatcher, matmuls and attention by formula, everything else per element. On a CPU torch "
     "decomposes normalisation into simple operations, and its backward counts as element-wise.",
 )  # fmt: skip
@@ -215,57 +253,83 @@ WORK_VIEW = View(
 MEMORY = "model_memory"
 
 
+SCOPES = {"inference": "forward only", "step": "full step"}
+
+
 def memory(
     context: RankContext, config: TrialConfig, folder: Path, slug: str, most: int = 8
 ) -> dict[str, Rows]:
-    """Draw rank 0's memory over one step; its largest blocks at the peak as rows, with what is held then."""
-    device = context.device
-    on_cuda = device.type == "cuda"
-    with opened(context, config) as trial:
-        with peak_memory(device) as allocator:
-            timeline = trial.memory_timeline()
-        if on_cuda:
-            history = memory_timeline.allocator_history(folder / f"memory_{slug}.pickle")
-            with history if context.is_main else nullcontext():
-                trial("step")
-    if timeline is None:
-        return {}
-    where = described([asdict(config) | config.facts(context)], environment(device))
-    memory_areas(folder / f"memory_{slug}.png", timeline, title=f"Memory over one training step: {where}")
-    at, categories = timeline.peak()
-    total = sum(categories.values())
-    shared = {f"at_peak_{name.replace(' ', '_')}_bytes": size for name, size in categories.items()}
-    shared |= {"timeline_peak_bytes": total, "peak_alloc_bytes": allocator.peak_alloc_bytes, "peak_at_ms": at}
-    rows = [
-        (block.origin, {
-            "block_bytes": block.bytes, "of_peak_pct": 100 * block.bytes / total, "category": block.category,
-            "phase": block.phase, "from_ms": block.start_ms, "to_ms": block.end_ms,
-        } | shared)
-        for block in timeline.largest(most)
-    ]  # fmt: skip
-    return {MEMORY: rows}
+    """Draw rank 0's memory over a forward without gradients and over a step; the largest blocks at each peak as rows,
+    with what is held then.
+    """
+    device, rows = context.device, []
+    for mode, scope in SCOPES.items():
+        with opened(context, config) as trial:
+            with peak_memory(device) as allocator:
+                trial(mode)
+                timeline = trial.memory_timeline(mode)
+            if device.type == "cuda" and mode == "step":
+                history = memory_timeline.allocator_history(folder / f"memory_{slug}.pickle")
+                with history if context.is_main else nullcontext():
+                    trial(mode)
+        if timeline is None:
+            continue
+        if mode == "inference":
+            timeline = replace(timeline, phases={"forward": timeline.phases["forward"]})
+        where = described([asdict(config) | config.facts(context)], environment(device))
+        picture = folder / f"memory_{slug}{'_forward' * (mode == 'inference')}.png"
+        memory_areas(picture, timeline, title=f"Memory over one {scope.replace('only', 'alone')}: {where}")
+        at, categories = timeline.peak()
+        total = sum(categories.values())
+        shared = {f"at_peak_{name.replace(' ', '_')}_bytes": size for name, size in categories.items()}
+        shared |= {"timeline_peak_bytes": total, "peak_alloc_bytes": allocator.peak_alloc_bytes, "peak_at_ms": at}
+        shared |= {"scope": scope, "predicted_timeline_peak_bytes": predicted_peak(config, context, mode)}
+        rows += [
+            (block.origin, {
+                "block_bytes": block.bytes, "of_peak_pct": 100 * block.bytes / total, "category": block.category,
+                "phase": block.phase, "from_ms": block.start_ms, "to_ms": block.end_ms,
+            } | shared)
+            for block in timeline.largest(most)
+        ]  # fmt: skip
+    return {MEMORY: rows} if rows else {}
+
+
+def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int | None:
+    """Bytes at the peak by the closed form, eager; None for a user's model."""
+    if config.factory is not None:
+        return None
+    expected = config.planned(config.strategy, mode).memory(context.world_size, on_gpu=context.device.type == "cuda")
+    if mode == "step":
+        return expected.peak.total
+    model, precision = config.model(), PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"]
+    sizes = config.batch, model.context_length, precision, model.attention
+    shape, held = ModelShape.of(model), expected.after_init.total + expected.before_step.temporary
+    if context.device.type == "cpu" and precision.copies_weights:  # autocast keeps them there; see `ops.linear`
+        held += precision.compute * (shape.num_layers * sum(shape.matrices_per_block) + shape.embedding_parameters)
+    return held + inference_temporary(shape, *sizes)
 
 
 def memory_findings(records: Sequence[Record]) -> list[str]:
-    """What is held at the peak, by category, and whether the allocator says the same."""
+    """What is held at each peak, by category, whether the allocator says the same, and what was predicted."""
     lines = []
-    for label, record in of_each(records).items():
-        m = record.metrics
+    for (label, scope), m in {(r.config["label"], r.metrics["scope"]): r.metrics for r in records}.items():
         held = {name: m[f"at_peak_{name.replace(' ', '_')}_bytes"] for name in memory_timeline.CATEGORIES}
-        parts = [f"{name} {size / 2**20:,.1f}" for name, size in held.items()]
-        count = m["peak_alloc_bytes"]
+        parts = [f"{name} {size / 2**20:,.1f}" for name, size in held.items() if size]
+        count, predicted = m["peak_alloc_bytes"], m["predicted_timeline_peak_bytes"]
         allocator = f", by the allocator's count {count / 2**20:,.1f}" if count else ""
+        said = f", predicted {predicted / 2**20:,.1f}" if predicted else ""
         lines.append(
-            f"{prefix(label)}held at the peak, in MiB: {', '.join(parts)}; together "
-            f"{m['timeline_peak_bytes'] / 2**20:,.1f}{allocator}."
+            f"{prefix(label)}{scope}: held at the peak, in MiB: {', '.join(parts)}; together "
+            f"{m['timeline_peak_bytes'] / 2**20:,.1f}{allocator}{said}."
         )
     return lines
 
 
 MEMORY_VIEW = View(
     name=MEMORY,
-    question="What holds the memory at the peak of a step, and where was it allocated?",
-    columns=[Column("variant", "allocated by"), mib_column("block_bytes", "MiB"),
+    question="What holds the memory at the peak of a step and of its forward alone, and where was it allocated?",
+    columns=[Column("metrics.scope", "over", align="left"), Column("variant", "allocated by"),
+     mib_column("block_bytes", "MiB"),
      Column("metrics.of_peak_pct", "of peak %", ".1f"), Column("metrics.category", "kind", align="left"),
      Column("metrics.phase", "phase", align="left"), ms_column("from_ms", "from ms"), ms_column("to_ms", "to ms")],
     headline=headline,
@@ -273,6 +337,7 @@ MEMORY_VIEW = View(
     reading="The largest blocks at the peak. The origin is the named part of the model and the "
     "operator that allocated the block. Activations are what forward leaves for backward; temporary blocks live within "
     "a phase, or are made in backward; before is memory that existed at the start and is neither parameter nor state.",
+    prediction="The closed form of distlab.theory.memory for an eager step, and for a forward without gradients.",
 )  # fmt: skip
 
 
@@ -302,7 +367,7 @@ def saved(context: RankContext, trial: TrialConfig, most: int = 5) -> dict[str, 
             "status": "ok", "saved_block_bytes": total, "tensors": len(kept), "of_block_pct": 100.0,
             "saved_all_bytes": sum(tensor.bytes for block in blocks.values() for tensor in block),
             "gradient_block_bytes": found["gradients"][name],
-            "predicted_saved_block_bytes": predicted_saved(config) if form == "eager" else None,
+            "predicted_saved_block_bytes": predicted_saved(config, fused=form != "eager"),
         }  # fmt: skip
         rows.append((f"{form}, all", whole))
         for rank, tensor in enumerate(kept[:most], 1):
@@ -324,16 +389,17 @@ def _saved_in_block(context: RankContext, config: TrialConfig, how: str) -> dict
         return {"saved": saved_for_backward(trial.forward, trial.module, blocks), "gradients": gradient_bytes(blocks)}
 
 
-def predicted_saved(config: TrialConfig) -> int | None:
-    """Bytes that the closed form says one eager block keeps, autocast's copies of its matrices included."""
+def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
+    """Bytes that the closed form says one block keeps, autocast's copies of its matrices included; a fused SwiGLU
+    computes silu(w1 x) again.
+    """
     if config.checkpointing != "none":
         return None
-    model, precision = config.model(), "fp32" if config.dtype == "fp32" else "bf16-autocast"
-    kept = block_activations(
-        ModelShape.of(model), config.batch, model.context_length, PRECISIONS[precision], model.attention
-    )
-    copies = 2 * (4 * model.d_model**2 + 3 * model.d_model * model.d_ff) if config.dtype != "fp32" else 0
-    return kept + copies
+    model, precision = config.model(), PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"]
+    shape = ModelShape.of(model)
+    kept = block_activations(shape, config.batch, model.context_length, precision, model.attention)
+    silu = precision.compute * config.batch * model.context_length * model.d_ff
+    return kept + precision.compute * precision.copies_weights * sum(shape.matrices_per_block) - fused * silu
 
 
 def saved_findings(records: Sequence[Record]) -> list[str]:
@@ -363,7 +429,8 @@ SAVED_VIEW = View(
      mib_column("gradient_block_bytes", "gradients MiB"), Column("metrics.status", "status", align="left")],
     headline=headline,
     findings=saved_findings,
-    prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices.",
+    prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices; "
+    "compiled and with our kernels without silu(w1 x), which backward computes again.",
     reading="Tensors as they are handed to autograd, parameters left out, each storage once; the block is the one in "
     "the middle. The operator that made a tensor is searched through views and casts.",
 )  # fmt: skip

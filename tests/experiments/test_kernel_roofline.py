@@ -9,6 +9,7 @@ import torch
 
 from distlab.experiment import lone_context
 from distlab.measure import clock
+from distlab.measure.traffic import KINDS, kind_of
 from distlab.report import Record, write_json
 from distlab.report.run import Header, Run
 from experiments.kernel_roofline import (
@@ -25,7 +26,7 @@ from experiments.kernel_roofline import (
     worst_error,
 )
 from experiments.kernel_roofline import cases as rows
-from experiments.kernel_roofline.prediction import KINDS, kind_of, naive_bytes, predicted
+from experiments.kernel_roofline.prediction import naive_bytes, predicted
 from experiments.kernel_roofline.timing import fits
 from kernels.cost import Cost
 from tests.experiments.frame import measured, refused

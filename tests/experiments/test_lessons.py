@@ -14,6 +14,7 @@ from distlab.hardware import H100_SXM
 from distlab.theory.gpu import l2_hit_share, tile_order
 from experiments import _lesson_attention as lesson
 from experiments import attention_steps, hardware_effects, ir, size_curves, tuning
+from experiments._attention import Shape, inputs
 from experiments.ir.catalogue import MODULES
 from kernels import _triton
 from kernels._language import tl, triton
@@ -25,14 +26,18 @@ ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = pytest.mark.skipif(not _triton.interpreted(), reason="kernels are compiled here: for a GPU these run in full")
 
 
+def errors_of(step, shape):
+    tensors = inputs(shape, "float32", "cpu")
+    calls = attention_steps.calls_of(step.name, shape, tensors, {step.name: step})
+    return attention_steps.check(calls, shape, tensors, False)
+
+
 @ON_CPU
 @pytest.mark.parametrize("number", range(7))
 def test_every_step_is_attention_across_several_tiles(number):
     """Longer than a tile in both directions, so that full, cut and skipped tiles all occur."""
     step = attention_steps.staircase(16)[number]
-    torch.manual_seed(0)
-    tensors = [torch.randn(2, 128, 16, requires_grad=n < 3) for n in range(4)]
-    found = attention_steps.check(attention_steps.calls_of(step.name, tensors, {step.name: step}), tensors, False)
+    found = errors_of(step, Shape(1, 2, 2, 128, 128, 16))
     assert "status" not in found and found["error"] < 1e-5 and found["grad_error"] < 1e-5, found  # fp32 sums
 
 
@@ -43,8 +48,7 @@ def test_every_step_is_attention_across_several_tiles(number):
 def test_tiles_need_not_be_square(m, n, split, fused):
     tile = lesson.Tile(m, n)
     step = lesson.Step("step", tile, tile, tile, skip=True, split=split, tma=True, fused=fused)
-    tensors = [torch.randn(1, 64, 16, requires_grad=n < 3) for n in range(4)]
-    found = attention_steps.check(attention_steps.calls_of("step", tensors, {"step": step}), tensors, False)
+    found = errors_of(step, Shape(1, 1, 1, 64, 64, 16))
     assert found["error"] < 1e-5 and found["grad_error"] < 1e-5, found
 
 
@@ -197,6 +201,7 @@ def test_the_catalogue_has_every_kernel():
 
 LAUNCHED = """
 import triton
+from experiments._attention import Shape, inputs
 from experiments.ir.catalogue import MODULES
 from kernels._compile import compile_for
 triton.runtime.jit.JITFunction.warmup = lambda kernel, *args, **options: print(kernel.fn.__name__)  # compiles nothing

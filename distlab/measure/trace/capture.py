@@ -29,6 +29,7 @@ import os
 import re
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -144,12 +145,22 @@ def busy_ms(step: Callable[[], object], steps: int = 2) -> tuple[float, float]:
     Kernels take as long while the host is slow, or slowed down by the profiler: beside the time of a step that nobody
     traced, this says for how long the GPU waits. `step` must be warm.
     """
+    events = _on_device(step, steps)
+    spans = union((e.time_range.start, e.time_range.end) for e in events)
+    return total(spans) / 1e3 / steps, len(events) / steps
+
+
+def launched(call: Callable[[], object]) -> Counter[str]:
+    """Name → how often: the kernels and copies that one call, warm, starts on a GPU."""
+    return Counter(event.name for event in _on_device(call, 1))
+
+
+def _on_device(call: Callable[[], object], times: int) -> list[Any]:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        for _ in range(steps):
-            step()
+        for _ in range(times):
+            call()
         torch.cuda.synchronize()
-    events = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return total(union((e.start, e.end) for e in events)) / 1e3 / steps, len(events) / steps
+    return [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
 def annotate_forward(module: nn.Module) -> list[RemovableHandle]:

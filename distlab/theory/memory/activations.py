@@ -148,3 +148,24 @@ def activations(
         block_temporary=max(swiglu, rotation, scores),
         residual_gradient=r * n * d,
     )
+
+
+def inference_temporary(
+    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa"
+) -> int:
+    """Most bytes that an eager forward without gradients holds beside the parameters; arguments as
+    `block_activations`.
+
+    The largest of three moments. In attention: the residual stream, qkv's output, queries and keys after rotation, and
+    the result; naive attention also holds the scores twice in the dtype of the computation and once in fp32 (in fp32:
+    twice), and the mask. In SwiGLU: gate, its silu, up and the result. In the loss: logits, in fp32, and their
+    log-softmax. A matrix under use has its cast beside it.
+    """
+    n, d, f, c, r = batch * context, shape.d_model, shape.d_ff, precision.compute, precision.residual
+    scores = n * shape.num_heads * context
+    naive = (2 * FP32 * scores + context * context) * (attention == "naive")
+    rotated, qkv = c * n * (d + shape.kv_width), c * n * (d + 2 * shape.kv_width)
+    in_attention = r * n * d + qkv + rotated + (naive or c * n * d)
+    in_swiglu = 2 * r * n * d + c * n * d + 4 * c * n * f + c * precision.copies_weights * d * f
+    in_loss = (FP32 * 2 + (c if c != FP32 else 0)) * n * shape.vocab_size
+    return max(in_attention, in_swiglu, in_loss)

@@ -1,0 +1,57 @@
+"""One kernel for chains around a row operation: [x + residual] → norm or softmax → [· SCALE] → [+ bias] → [silu].
+
+    s = x + residual, in fp32, never stored;  z = RMSNorm(s)·w, LayerNorm(s)·w + b or softmax(s)
+    y = silu(SCALE·z + bias)
+
+Shapes: x, residual, y (N, D), contiguous, any of fp32, fp16 and bf16; w, b, bias (D). A program per tile of rows, each
+of which stays in registers from its load to its store. Forward only: it shows what a fusion brings. Bytes: x, residual
+and y once; `kernels.rmsnorm.add_rms_norm` stores s too, which the next block needs.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels import _dispatch
+from kernels._language import tl, triton
+from kernels._rows import row_launch
+
+
+@triton.jit
+def chain_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, bias_ptr, y_ptr, rows, cols, eps, RESIDUAL: tl.constexpr,
+                 KIND: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
+                 BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = (columns < cols)[None, :]
+    inside = (row < rows)[:, None] & real
+    at = row.to(tl.int64)[:, None] * cols + columns[None, :]
+    s = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        s += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if KIND == "softmax":
+        powered = tl.where(real, tl.exp(s - tl.max(tl.where(real, s, float("-inf")), 1)[:, None]), 0.0)
+        y = powered / tl.sum(powered, 1)[:, None]
+    else:
+        if KIND == "layer_norm":
+            s = tl.where(real, s - (tl.sum(s, 1) / cols)[:, None], 0.0)
+        y = s * tl.rsqrt(tl.sum(s * s, 1) / cols + eps)[:, None]
+        y *= tl.load(w_ptr + columns, mask=columns < cols, other=0.0).to(tl.float32)[None, :]
+        if KIND == "layer_norm":
+            y += tl.load(b_ptr + columns, mask=columns < cols, other=0.0).to(tl.float32)[None, :]
+    y *= SCALE
+    if BIAS:
+        y += tl.load(bias_ptr + columns, mask=columns < cols, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        y = y / (1.0 + tl.exp(-y))
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def launch(x: Tensor, residual: Tensor | None, kind: str, w: Tensor | None, b: Tensor | None, scale: float,
+           bias: Tensor | None, silu: bool, eps: float = 1e-5) -> Tensor:
+    """y; `kind` is rms_norm, layer_norm or softmax."""
+    y, (rows, cols) = torch.empty_like(x), x.shape
+    how = row_launch("chain", cols)
+    _dispatch.launch(chain_kernel, (triton.cdiv(rows, how.rows),), x, residual, w, b, bias, y, rows, cols, eps,
+                     RESIDUAL=residual is not None, KIND=kind, SCALE=scale, BIAS=bias is not None, SILU=silu,
+                     ROWS=how.rows, BLOCK=how.block, num_warps=how.warps)
+    return y

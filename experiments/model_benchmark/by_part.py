@@ -1,0 +1,251 @@
+"""A step's time by part of the model: scores, softmax, values; norms; feed-forward; measured beside predicted.
+
+The trace of a step with named ranges (`measure.nvtx`) says inside which range the host launched each kernel; on a CPU,
+inside which each operator ran. The same step, eager, is counted at torch's dispatcher inside the same ranges: FLOPs and
+bytes of every operator, at the rates that such operators reach by themselves in this run (`Rates`).
+"""
+
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distlab.bench.timing import Subject, described
+from distlab.experiment import Column, Record, View
+from distlab.measure import Event, FlopsByCategory, busy_ms, clock, emitter, named_ranges, step_windows
+from distlab.measure.collectives import tensors_in
+from distlab.measure.nvtx import Emitter
+from distlab.measure.trace.capture import PHASES
+from distlab.measure.traffic import kind_of
+from distlab.model.ops import sdpa
+from distlab.precision import DTYPES
+from distlab.report import stacked_bars
+from distlab.simulate.events import EventLog
+from distlab.theory.operators import Compute
+
+INSIDE, REST = "distlab:in ", "loss and rest"
+# The first that is found decides; a user's own model keeps its names, with a star for every number.
+PARTS = (
+    ("scores", r"/scores$"), ("softmax", r"/softmax$"), ("values", r"/values$"), ("fused attention", r"/attention$"),
+    ("norms", r"norm"), ("RoPE", r"/rope$"), ("SwiGLU", r"/swiglu$"), ("feed-forward matmuls", r"feed_forward"),
+    ("projections", r"attention"), ("head and loss", r"^head|loss"), ("embedding", r"^embedding"),
+    ("optimizer", r"^optimizer$"), ("residual additions", r"^blocks\.\d+$"), ("dropout", r"dropout$"),
+    (REST, r"^(model)?$"),
+)  # fmt: skip
+DRAWN = {  # in the picture, the kinds of work; all but these are `other`
+    "matrix products": ("feed-forward matmuls", "projections"), "scores": ("scores",),
+    "softmax": ("softmax",), "values": ("values",), "attention": ("fused attention",), "normalisation": ("norms",),
+    "element-wise": ("RoPE", "SwiGLU", "residual additions", "dropout"), "loss": ("head and loss", REST),
+    "optimizer": ("optimizer",),
+}  # fmt: skip
+TORCHS_NORMS = ("_fused_rms_norm", "native_layer_norm")  # one kernel each on a GPU, slower than their bytes
+OF_TIME = "of_kernel_time_pct"
+
+
+def part_of(name: str) -> str:
+    """Which part of the model a range belongs to, forward or backward."""
+    name = name.removesuffix(" backward")
+    return next((part for part, pattern in PARTS if re.search(pattern, name)), re.sub(r"\d+", "*", name))
+
+
+def trace_ranges(subject: Subject) -> Any:
+    """While it is open, every part of the model is a range of the profiler's trace."""
+    push, pop = emitter("profiler")
+    return named_ranges(subject.model, Emitter(lambda name: push(INSIDE + name), pop), subject.optimizer)
+
+
+def measured_parts(events: Sequence[Event]) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """(phase, part) → ms of kernels, and number of kernels, per step of a trace with `trace_ranges`."""
+    windows = step_windows(events)
+    ms, count, still_open = Counter(), Counter(), []
+    at = lambda e: e.start_ms if e.launched_ms is None else e.launched_ms  # noqa: E731  of the host
+    for event in sorted(events, key=lambda e: (at(e), e.kind != "range", -e.end_ms)):
+        while still_open and still_open[-1].end_ms < at(event):
+            still_open.pop()
+        if event.kind == "range":
+            still_open.append(event)
+        elif any(start <= event.start_ms and event.end_ms <= end for start, end in windows):
+            names = [each.name for each in reversed(still_open) if at(event) <= each.end_ms]
+            part = next((part_of(name.removeprefix(INSIDE)) for name in names if name.startswith(INSIDE)), REST)
+            phase = next((phase for phase in PHASES if f"distlab:{phase}" in names), "forward")
+            ms[phase, part] += (event.end_ms - event.start_ms) / len(windows)
+            count[phase, part] += 1 / len(windows)
+    return ms, count
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this device reaches now, at the sizes of the model's own operators.
+
+    Args:
+        flops_per_s: of a matmul (`matmul`), of fused attention (`attention`) and of its backward.
+        bytes_per_s: of each of `measure.traffic.KINDS`, and of torch's norm (`norm`) and its backward.
+        launch_s: what an empty kernel takes.
+    """
+
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: Mapping[str, float]
+    launch_s: float
+
+    def seconds(self, operator: Compute, kind: str) -> float:
+        """Time of an operator that does its FLOPs as one kind and moves its bytes as another."""
+        backward = " backward" * (operator.phase == "backward")
+        doing = f"attention{backward}" if operator.is_attention else "matmul"
+        kind = f"norm{backward}" if operator.name.startswith(TORCHS_NORMS) else kind
+        return self.launch_s + max(operator.flops / self.flops_per_s[doing], operator.bytes / self.bytes_per_s[kind])
+
+
+def rates(subject: Subject) -> Rates | None:
+    """Measured now; None for a user's model, of whose sizes nothing is known."""
+    if subject.options.factory is not None:
+        return None
+    shape, options, device = subject.shape, subject.options, subject.context.device
+    dtype, on_gpu = DTYPES[options.dtype] or torch.float32, device.type == "cuda"
+
+    def seconds(call: Callable[[], Any]) -> float:
+        call()
+        times = [busy_ms(call)[0]] if on_gpu else clock.measure(call, warmup=1, repeats=3, device=device)
+        return statistics.median(times) / 1e3
+
+    def both(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[float, float]:
+        """Seconds of forward and of backward."""
+        leaves = [each.detach().requires_grad_() for each in inputs]
+        forward = seconds(partial(function, *leaves))
+        upstream = torch.ones_like(function(*leaves))
+        together = seconds(lambda: torch.autograd.grad(function(*leaves), leaves, upstream))
+        return forward, max(together - forward, 0.1 * forward)
+
+    tokens, d = options.batch * shape.context_length, shape.d_model
+    x, w, stream = (torch.randn(sizes, device=device) for sizes in ((tokens, d), (d, shape.d_ff), (tokens, d)))
+    x, w, gain = x.to(dtype), w.to(dtype), torch.ones(d, device=device)
+    q = torch.randn(options.batch, shape.num_heads, shape.context_length, d // shape.num_heads, device=device).to(dtype)
+    norms = both(lambda s, g: F.rms_norm(s, (d,), g), stream, gain)
+    attentions = both(sdpa, q, q.clone(), q.clone())
+    big = torch.ones(2**14 if on_gpu else 2**8, 2**12, device=device)
+    narrow, half, tiny = torch.ones(len(big), 1, device=device), big.bfloat16(), torch.ones(1, device=device)
+    moved = {"copy": (2, big.clone), "broadcast": (2, lambda: big - narrow), "reduce": (1, lambda: big.sum(-1)),
+             "widen": (1.5, half.float)}  # fmt: skip
+    bytes_per_s = {kind: times * big.nbytes / seconds(call) for kind, (times, call) in moved.items()}
+    bytes_per_s |= {"norm": 2 * stream.nbytes / norms[0], "norm backward": 4 * stream.nbytes / norms[1]}
+    scores = 2 * q.numel() * shape.context_length  # causal: half of 4·B·T²·d; backward five matmuls for two
+    flops_per_s = {"matmul": 2 * tokens * w.numel() / seconds(lambda: x @ w),
+                   "attention": scores / attentions[0], "attention backward": 2.5 * scores / attentions[1]}  # fmt: skip
+    return Rates(flops_per_s, bytes_per_s, seconds(tiny.clone))
+
+
+class _CountedByPart(EventLog):
+    """`items`, and for each the kind of its traffic and the range that was the innermost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.open, self.places = "forward", [""], []
+
+    def _add_operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        before = len(self.items)
+        super()._add_operator(func, args, kwargs, result)
+        for operator in self.items[before:]:
+            kind = "copy" if operator.flops else kind_of(tensors_in((args, kwargs)), tensors_in(result))
+            self.places.append((kind, self.open[-1]))
+
+
+def counted_parts(
+    plain: Subject, device: Rates | None
+) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], dict[str, Counter[str]]]:
+    """(phase, part) → predicted ms, and FLOPs of matmuls; phase → category → all FLOPs, of one eager step."""
+    log, by_phase = _CountedByPart(), {}
+    with FlopsByCategory() as counted, log:
+
+        def mark(phase: str) -> None:
+            by_phase[phase], counted.flops = counted.flops, Counter()
+            log.phase = "optimizer" if phase == "backward" else "backward"
+
+        with named_ranges(plain.model, Emitter(log.open.append, log.open.pop), plain.optimizer):
+            plain("step", mark)
+    by_phase["optimizer"] = by_phase.get("optimizer", Counter()) + counted.flops
+    ms, flops = Counter(), Counter()
+    for operator, (kind, place) in zip(log.items, log.places, strict=True):
+        ms[operator.phase, part_of(place)] += 0.0 if device is None else 1e3 * device.seconds(operator, kind)
+        flops[operator.phase, part_of(place)] += operator.flops
+    return ms, flops, by_phase
+
+
+def part_rows(
+    measured: tuple[Counter, Counter], predicted: Counter, flops: Counter
+) -> list[tuple[str, dict[str, Any]]]:
+    """A row for each part, those with the most time first."""
+    (ms, kernels), rows = measured, []
+    for part in dict.fromkeys(part for _, part in ms):
+        of = lambda values, part=part: sum(values[phase, part] for phase in PHASES)  # noqa: E731
+        metrics = {"part_ms": of(ms), "predicted_part_ms": of(predicted) or None, "kernels": of(kernels)}
+        for phase in PHASES[:2]:
+            metrics[f"{phase}_part_ms"] = ms[phase, part] or None
+            metrics[f"predicted_{phase}_part_ms"] = predicted[phase, part] or None
+        metrics |= {OF_TIME: 100 * of(ms) / ms.total(), "of_flops_pct": 100 * of(flops) / (flops.total() or 1)}
+        rows.append((part, metrics))
+    return sorted(rows, key=lambda row: -row[1]["part_ms"])
+
+
+def part_findings(records: Sequence[Record]) -> list[str]:
+    """The whole step's kernels beside the prediction, and the parts that are off by more than 15 %."""
+    lines = []
+    for label in dict.fromkeys(record.config["label"] for record in records):
+        mine = [(r.variant.removeprefix(f"{label}: "), r.metrics) for r in records if r.config["label"] == label]
+        total, said = (sum(m[name] or 0 for _, m in mine) for name in ("part_ms", "predicted_part_ms"))
+        off = [
+            f"{name} {m['part_ms']:.2f} ({m['predicted_part_ms']:.2f})" for name, m in mine
+            if m[OF_TIME] > 2 and m["predicted_part_ms"] and abs(m["predicted_part_ms"] / m["part_ms"] - 1) > 0.15
+        ]  # fmt: skip
+        missed = f"; beyond 15 %, of parts above 2 % of the time: {', '.join(off)}" if off else ""
+        lines.append(f"{f'{label}: ' if label else ''}kernels take {total:.2f} ms, predicted {said:.2f} ms{missed}.")
+    return lines
+
+
+def draw_parts(records: Sequence[Record], path: Path) -> None:
+    """Time by part of every combination, measured above predicted."""
+    labels = list(dict.fromkeys(record.config["label"] for record in records))
+    bars = [(label, metric) for label in labels for metric in ("part_ms", "predicted_part_ms")]
+    parts = {kind: [0.0] * len(bars) for kind in (*DRAWN, "other")}
+    for record in records:
+        label = record.config["label"]
+        part = record.variant.removeprefix(f"{label}: ")
+        kind = next((kind for kind, names in DRAWN.items() if part in names), "other")
+        for place, (bar, metric) in enumerate(bars):
+            parts[kind][place] += (record.metrics[metric] or 0.0) * (bar == label)
+    parts = {kind: values for kind, values in parts.items() if any(values)}
+    rows = [f"{label} {said}".strip() for label in labels for said in ("measured", "predicted")]
+    stacked_bars(path, rows, parts, title=f"Where the time goes: {PART_VIEW.headline(records)}", unit="ms per step")
+
+
+def _ms(metric: str, title: str) -> Column:
+    return Column(f"metrics.{metric}", title, ".2f", missing="")
+
+
+PART_VIEW = View(
+    name="model_parts",
+    question="Which part of the model takes the time, and was it predicted?",
+    columns=[
+        Column("variant", "part"), _ms("part_ms", "ms per step"), _ms("predicted_part_ms", "predicted"),
+        _ms("forward_part_ms", "forward"), _ms("predicted_forward_part_ms", "predicted"),
+        _ms("backward_part_ms", "backward"), _ms("predicted_backward_part_ms", "predicted"),
+        Column(f"metrics.{OF_TIME}", "of time %", ".1f"), Column("metrics.of_flops_pct", "of matmul FLOPs %", ".1f"),
+        Column("metrics.kernels", "kernels", ",.0f"),
+    ],
+    headline=lambda records: described([record.config for record in records], records[0].environment),
+    terminal=("part_ms", "predicted_part_ms", "forward_part_ms", "backward_part_ms", OF_TIME, "of_flops_pct"),
+    pictures={"parts.png": draw_parts},
+    findings=part_findings,
+    reading="Kernels by the part of the model in whose range the host launched them, forward or backward; without a "
+    "GPU, operators. Naive attention has scores (their scale and mask included), softmax and values, a fused one is "
+    "one part. What stands in no range (a loss outside of the head, a gradient set to zero) is the rest.",
+    prediction="Every operator of an eager step, counted at torch's dispatcher: the longer of its FLOPs at the rate of "
+    "a matmul (or fused attention) of this model's size and its bytes at the rate of such operators (copies, "
+    "broadcasts, reductions, widening casts, norms), and an empty kernel; all measured alone in this run.",
+)  # fmt: skip

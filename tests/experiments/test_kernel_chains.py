@@ -1,0 +1,83 @@
+"""Chains of operations as one kernel: right against float64, their traffic by hand, and what is said of them."""
+
+import pytest
+import torch
+
+from distlab.measure.traffic import KINDS
+from experiments.kernel_roofline import EXPERIMENT, Config, chain_kernel
+from experiments.kernel_roofline.chains import (
+    CHAINS,
+    TRAFFIC,
+    accounting,
+    applied,
+    chain_case,
+    chain_graph,
+    in_one_kernel,
+)
+from kernels import _triton
+from tests.experiments.frame import measured, refused
+from tests.kernels.fused import DEVICE, TOLERANCE
+
+MORE = (("rms_norm",), ("add", "softmax", "silu"), ("layer_norm", "scale", "bias", "silu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("chain", [chain for chain in (*CHAINS, *MORE) if in_one_kernel(chain)], ids="+".join)
+@pytest.mark.parametrize("shape", [(3, 7), (5, 1000)], ids=str)
+def test_one_kernel_against_float64(chain, dtype, shape, monkeypatch):
+    case = chain_case(chain)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(sizes, generator=generator).to(DEVICE, dtype) for sizes, *_ in case.takes(*shape)]
+    launches, launch = [], chain_kernel.launch
+    monkeypatch.setattr(chain_kernel, "launch", lambda *args: launches.append(args) or launch(*args))
+    found = case.variants["ours"](*inputs)
+    exact = applied(chain, "naive")(*(tensor.double() for tensor in inputs))
+    torch.testing.assert_close(found.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert found.dtype == dtype and len(launches) == 1
+    monkeypatch.setattr(_triton, "runs_triton", lambda tensor: False)
+    plain = case.variants["ours"](*inputs)  # without Triton
+    torch.testing.assert_close(plain, found, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_what_the_kernel_has_no_form_for():
+    for chain in (("bias", "gelu"), ("silu", "rms_norm"), ("rms_norm", "softmax"), ("rms_norm", "add")):
+        assert in_one_kernel(chain) is None
+    assert "ours" not in chain_case(("bias", "gelu")).variants
+
+
+def test_the_traffic_of_a_chain():
+    """Residual + RMSNorm + SiLU: three, two and two tensors one by one; three fused, four where the sum is stored."""
+    tensor = 8192 * 4096 * 2
+    graph = chain_graph(("add", "rms_norm", "silu"), (8192, 4096), 2)
+    vector = 4096 * 2
+    assert graph.unfused().bytes == 7 * tensor + vector and graph.fused().bytes == 3 * tensor + vector
+
+
+def test_the_accounting_of_a_chain():
+    """At equal rates and without launches, times are bytes."""
+    rates = {f"{kind}_gb_per_s": 1000.0 for kind in (*KINDS, "rows")} | {"empty_kernel_ms": 0.0}
+    case = chain_case(("add", "rms_norm", "silu"))
+    rows = dict(accounting(case, {}, rates))
+    assert list(rows) == ["add", "rms_norm", "silu", "one by one"]
+    assert rows["add"]["read_bytes"] == 2 * rows["add"]["written_bytes"]
+    assert rows["one by one"]["bytes"] == sum(rows[name]["bytes"] for name in ("add", "rms_norm", "silu"))
+    assert rows["one by one"]["predicted_time_p50_ms"] == pytest.approx(rows["one by one"]["bytes"] / 1e9)
+
+
+def test_chains_in_small(tmp_path):
+    config = {"only": (), "chain": ("bias", "silu", "multiply")}
+    records = measured(EXPERIMENT, tmp_path, **config)
+    assert {r.variant for r in records} == {"naive", "builtin"}
+    assert all(r.metrics["status"] == "ok" for r in records)
+    records = measured(EXPERIMENT, tmp_path / "named", only=("add+layer_norm",))
+    assert {r.variant: r.metrics["status"] for r in records} == dict.fromkeys(("ours", "naive", "builtin"), "ok")
+    page = tmp_path / "named" / "kernel_roofline" / "run" / "parts" / TRAFFIC.name / "table.md"
+    text = page.read_text()
+    assert page.with_name("chains.png").stat().st_size > 10_000
+    assert "one by one, in fp32" in text and "the advisor makes 1 kernel(s) of it, add + layer_norm" in text
+
+
+def test_bad_chains_are_refused(capsys):
+    assert "'norm' is unknown" in refused(capsys, "kernel_roofline", "--quick", "--chain", "norm")
+    with pytest.raises(ValueError, match="give one of them"):
+        Config(only=("add",), chain=("add",))
