@@ -1,16 +1,106 @@
-"""Which tiles a program visits, shared by the three attention kernels.
+"""Which tiles a program visits, which scores it masks and how it loads rows, shared by the three attention kernels.
 
 Every mask this package knows is an interval of keys per query. With q and k counted from the first row,
 
-    key k is visible to query q  <=>  q - lo <= k <= q + hi      (each side optional: HAS_LO, HAS_HI)
-                                      and k lies in q's document (optional: HAS_DOC)
+    key k is visible to query q  <=>  q - lo <= k <= q + hi      (each side optional: has_lo, has_hi)
+                                      and k lies in q's document (optional: has_doc)
 
 causal attention is hi = 0 (or T_k - T_q when the last rows are aligned), a sliding window of w adds lo = w. Seen from
-a key the visible queries are an interval too, with lo and hi exchanged, so one function serves all passes.
+a key the visible queries are an interval too, with lo and hi exchanged, so one function serves all passes: the launcher
+of the pass that owns keys exchanges them.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+
+from .._triton import next_power_of_2
+from .configs import Tile
+from .options import Problem
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# arguments of the kernels that are not worth a compilation per value
+COUNTS = ["heads", "kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads", "chunk"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is compiled for, the one constexpr argument of each.
+
+    Args:
+        has_lo, has_hi: whether the band ends on these sides, as the tile that a program owns sees it.
+        has_doc, softcap: whether there are documents, and whether scores are capped.
+        ragged: whether the other sequence ends within a tile.
+        head_dim: D; block_d: D rounded up to a power of two.
+        block_m, block_n, head_group: as in `Tile`.
+        precision: as in `Problem`.
+        tma: whether the tiles of the inner loop come through tensor descriptors.
+        split: whether a program takes one chunk of the other sequence.
+    """
+
+    has_lo: bool
+    has_hi: bool
+    has_doc: bool
+    softcap: bool
+    ragged: bool
+    head_dim: int
+    block_d: int
+    block_m: int
+    block_n: int
+    head_group: int
+    precision: str
+    tma: bool
+    split: bool
+
+
+class Rows(NamedTuple):
+    """Where `load_tile` finds the rows of one head: by pointer, or from (row0, col0) on in a descriptor's matrix."""
+
+    base: tl.tensor
+    stride: tl.tensor
+    desc: tl.tensor_descriptor | None
+    row0: tl.tensor
+    col0: tl.tensor
+
+
+class Mask(NamedTuple):
+    """What `visible` compares positions of the other sequence with, for a program's own positions."""
+
+    own: tl.tensor
+    count: tl.tensor
+    lo: tl.tensor
+    hi: tl.tensor
+    doc_first: tl.tensor
+    doc_last: tl.tensor
+
+
+def variant(problem: Problem, tile: Tile, head_dim: int, other_count: int, *, keys: bool, tma: bool,
+            split: bool = False) -> Variant:
+    """Of a kernel whose programs own queries, or keys, and walk over `other_count` rows of the other sequence."""
+    lo, hi = (problem.has_lo, problem.has_hi)[:: -1 if keys else 1]
+    return Variant(lo, hi, problem.has_doc, problem.softcap is not None,
+                   other_count % (tile.block_m if keys else tile.block_n) != 0, head_dim, block_d(head_dim),
+                   tile.block_m, tile.block_n, tile.head_group, problem.precision, tma, split)
+
+
+def block_d(head_dim: int) -> int:
+    """Columns of a tile: matmuls take powers of two from 16 on."""
+    return max(16, next_power_of_2(head_dim))
+
+
+def scales(problem: Problem) -> tuple[float, float, float]:
+    """(scale, scale_log2, cap): P = exp2(scale_log2 · s − LSE2), with softcap of tanh(cap · s) in place of s."""
+    if problem.softcap is None:
+        return problem.scale, problem.scale * LOG2_E.value, 0.0
+    return problem.scale, problem.softcap * LOG2_E.value, problem.scale / problem.softcap
+
+
+def documents(problem: Problem) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """First and one past the last position of the document of each, (B, T), or nothing."""
+    return (problem.bounds[0], problem.bounds[1]) if problem.has_doc else (None, None)
 
 
 @triton.jit
@@ -32,7 +122,7 @@ def schedule(pid, tiles, heads, GROUP: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def tile_range(start, own_count, other_count, lo, hi, doc_first, doc_last, OWN: tl.constexpr, OTHER: tl.constexpr,
-               HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr):
+               V: tl.constexpr):
     """Rows of the *other* sequence that the tile [start, start + OWN) needs.
 
     Returns (begin, full_begin, full_end, end): [begin, full_begin) and [full_end, end) need the mask,
@@ -44,18 +134,18 @@ def tile_range(start, own_count, other_count, lo, hi, doc_first, doc_last, OWN: 
     full_begin = 0
     full_end = other_count // OTHER * OTHER
     end = other_count
-    if HAS_HI:
+    if V.has_hi:
         end = tl.maximum(tl.minimum(end, last + hi + 1), 0)
         full_end = tl.minimum(full_end, tl.maximum(start + hi + 1, 0) // OTHER * OTHER)
-    if HAS_LO:
+    if V.has_lo:
         begin = tl.maximum(start - lo, 0) // OTHER * OTHER
         full_begin = tl.cdiv(tl.maximum(last - lo, 0), OTHER) * OTHER
-    if HAS_DOC:
+    if V.has_doc:
         begin = tl.maximum(begin, tl.load(doc_first + start) // OTHER * OTHER)
         end = tl.minimum(end, tl.load(doc_last + last))
         full_begin = tl.maximum(full_begin, tl.cdiv(tl.load(doc_first + last), OTHER) * OTHER)
         full_end = tl.minimum(full_end, tl.load(doc_last + start) // OTHER * OTHER)
-    if HAS_LO or HAS_DOC:
+    if V.has_lo or V.has_doc:
         if full_end <= full_begin:  # no full tile: the first masked sweep takes all
             full_begin = tl.maximum(begin, end)
             full_end = full_begin
@@ -63,68 +153,62 @@ def tile_range(start, own_count, other_count, lo, hi, doc_first, doc_last, OWN: 
 
 
 @triton.jit
-def phase_range(phase: tl.constexpr, begin, full_begin, full_end, end):
-    """The part of `tile_range`'s result that belongs to phase 0 (masked), 1 (full) or 2 (masked)."""
-    if phase == 0:
-        return begin, full_begin
-    if phase == 1:
-        return full_begin, full_end
-    return full_end, end
+def mask_of(own, own_count, other_count, lo, hi, doc_first, doc_last, V: tl.constexpr):
+    """The mask of a program's own positions, shaped to broadcast against those of the other sequence."""
+    first = own[:, None]
+    last = own[:, None]
+    if V.has_doc:
+        first = tl.load(doc_first + own, mask=own < own_count, other=0)[:, None]
+        last = tl.load(doc_last + own, mask=own < own_count, other=0)[:, None]
+    return Mask(own[:, None], other_count, lo, hi, first, last)
 
 
 @triton.jit
-def cut_range(first, last, begin, full_begin, full_end, end):
-    """`tile_range`'s result for a program that takes only what lies in [first, last), multiples of the tile."""
-    begin = tl.minimum(tl.maximum(begin, first), last)
-    full_begin = tl.minimum(tl.maximum(full_begin, first), last)
-    full_end = tl.minimum(tl.maximum(full_end, first), last)
-    end = tl.minimum(tl.maximum(end, first), last)
-    return begin, full_begin, full_end, end
-
-
-@triton.jit
-def visible(own, other, other_count, lo, hi, own_doc_first, own_doc_last,
-            HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr):
-    """The mask of a tile; `own` and `other` are positions shaped to broadcast against each other."""
-    seen = other < other_count
-    if HAS_HI:
-        seen = seen & (other <= own + hi)
-    if HAS_LO:
-        seen = seen & (other >= own - lo)
-    if HAS_DOC:
-        seen = seen & (other >= own_doc_first) & (other < own_doc_last)
+def visible(mask, other, V: tl.constexpr):
+    """Which of the positions `other`, shaped (1, tile), each of the program's own sees."""
+    seen = other < mask.count
+    if V.has_hi:
+        seen = seen & (other <= mask.own + mask.hi)
+    if V.has_lo:
+        seen = seen & (other >= mask.own - mask.lo)
+    if V.has_doc:
+        seen = seen & (other >= mask.doc_first) & (other < mask.doc_last)
     return seen
 
 
 @triton.jit
-def load_rows(base, offs, stride, offs_d, row_limit, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-              CHECK_ROWS: tl.constexpr):
-    """Load a (rows, BLOCK_D) tile; rows from `row_limit` on and columns from HEAD_DIM on are zeros."""
+def load_rows(base, offs, stride, offs_d, row_limit, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
+    """Load a (rows, block_d) tile; rows from `row_limit` on and columns from head_dim on are zeros."""
     ptrs = base + offs[:, None] * stride + offs_d[None, :]
     if CHECK_ROWS:
-        if HEAD_DIM == BLOCK_D:
+        if V.head_dim == V.block_d:
             return tl.load(ptrs, mask=(offs < row_limit)[:, None], other=0.0)
-        return tl.load(ptrs, mask=(offs < row_limit)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
-    if HEAD_DIM == BLOCK_D:
+        return tl.load(ptrs, mask=(offs < row_limit)[:, None] & (offs_d < V.head_dim)[None, :], other=0.0)
+    if V.head_dim == V.block_d:
         return tl.load(ptrs)
-    return tl.load(ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(ptrs, mask=(offs_d < V.head_dim)[None, :], other=0.0)
 
 
 @triton.jit
-def head_origin(start, stride, TMA: tl.constexpr):
-    """Row and column, in a matrix with rows of `stride` elements, of the element `start`: see descriptors.py."""
-    if TMA:
-        return (start // stride).to(tl.int32), (start % stride).to(tl.int32)
-    return 0, 0
+def rows_of(ptr, desc, start, stride, V: tl.constexpr):
+    """The rows of the head whose first element is `start`; in a matrix with rows of `stride` see descriptors.py."""
+    if V.tma:
+        return Rows(ptr + start, stride, desc, (start // stride).to(tl.int32), (start % stride).to(tl.int32))
+    return Rows(ptr + start, stride, desc, 0, 0)
 
 
 @triton.jit
-def load_tile(base, desc, start, offs, stride, offs_d, row_limit, row0, col0, HEAD_DIM: tl.constexpr,
-              BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr, TMA: tl.constexpr):
-    """Rows [start, start + len(offs)) of one head: through its tensor descriptor, or by pointers from `base`.
+def load_tile(base, rows, start, offs, offs_d, row_limit, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
+    """Rows [start, start + len(offs)) of one head, to whose row `start` `base` points already."""
+    if V.tma:
+        return rows.desc.load([rows.row0 + start, rows.col0])
+    return load_rows(base, offs, rows.stride, offs_d, row_limit - start, CHECK_ROWS, V)
 
-    `base` already points to row `start`; (row0, col0) is where the head begins in the descriptor's matrix.
-    """
-    if TMA:
-        return desc.load([row0 + start, col0])
-    return load_rows(base, offs, stride, offs_d, row_limit - start, HEAD_DIM, BLOCK_D, CHECK_ROWS)
+
+@triton.jit
+def capped(s, cap):
+    """tanh(cap · s); near zero by its series, where 1 − 2 / (exp(2x) + 1) would cancel."""
+    x = s * cap
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315))))
+    return tl.where(square < 1.0 / 64, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0))
