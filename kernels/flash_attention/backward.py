@@ -32,7 +32,6 @@ from .ranges import (
     load_rows,
     load_tile,
     mask_of,
-    rows_of,
     schedule,
     tile_range,
     visible,
@@ -82,7 +81,7 @@ def delta_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, dq_sum_p
 def load_stats(rows, start, offs, V: tl.constexpr):
     """LSE or Δ of the queries from `start` on."""
     if V.tma:
-        return rows.desc.load([rows.row0 + start])
+        return rows.desc.load([rows.head.to(tl.int32) + start])
     return tl.load(rows.base + start + offs)
 
 
@@ -150,11 +149,11 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_des
     dv = tl.zeros(v.shape, tl.float32)
     for member in tl.range(0, kv_group):
         head = kv_head * kv_group + member
-        q_rows = rows_of(q_ptr, q_desc, batch * stride_qb + head * stride_qh, stride_qt, V)
-        do_rows = rows_of(do_ptr, do_desc, batch * stride_gb + head * stride_gh, stride_gt, V)
+        q_rows = Rows(q_ptr + batch * stride_qb + head * stride_qh, stride_qt, q_desc, batch, head)
+        do_rows = Rows(do_ptr + batch * stride_gb + head * stride_gh, stride_gt, do_desc, batch, head)
         stats = (batch * kv_heads * kv_group + head) * padded_count
-        delta_rows = Rows(delta_ptr + stats, 1, delta_desc, stats.to(tl.int32), 0)
-        lse2_rows = Rows(lse2_ptr + stats, 1, lse2_desc, stats.to(tl.int32), 0)
+        delta_rows = Rows(delta_ptr + stats, 1, delta_desc, 0, stats)
+        lse2_rows = Rows(lse2_ptr + stats, 1, lse2_desc, 0, stats)
         for phase in tl.static_range(3):  # tiles cut by the mask, full tiles, tiles cut by the mask
             if phase == 1 or V.has_doc or (phase == 0 and V.has_lo) or (phase == 2 and (V.has_hi or V.ragged)):
                 dk, dv = _walk_queries(dk, dv, k, v, q_rows, do_rows, delta_rows, lse2_rows, mask, stops[phase],
@@ -216,8 +215,9 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, 
     stats = bh.to(tl.int64) * padded_count
     lse2 = tl.load(lse2_ptr + stats + rows)
     delta = tl.load(delta_ptr + stats + rows)
-    k_rows = rows_of(k_ptr, k_desc, batch * stride_kb + (head // kv_group) * stride_kh, stride_kt, V)
-    v_rows = rows_of(v_ptr, v_desc, batch * stride_vb + (head // kv_group) * stride_vh, stride_vt, V)
+    kv_head = head // kv_group
+    k_rows = Rows(k_ptr + batch * stride_kb + kv_head * stride_kh, stride_kt, k_desc, batch, kv_head)
+    v_rows = Rows(v_ptr + batch * stride_vb + kv_head * stride_vh, stride_vt, v_desc, batch, kv_head)
     if V.has_doc:
         doc_first += batch * query_count
         doc_last += batch * query_count

@@ -34,13 +34,13 @@ from .options import Problem
 from .products import product
 from .ranges import (
     COUNTS,
+    Rows,
     block_d,
     capped,
     documents,
     load_rows,
     load_tile,
     mask_of,
-    rows_of,
     scales,
     schedule,
     tile_range,
@@ -93,8 +93,9 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
     tile, bh = schedule(tl.program_id(0), tl.cdiv(query_count, V.block_m), batch_heads, V.head_group, V.has_hi)
     batch = (bh // heads).to(tl.int64)
     head = (bh % heads).to(tl.int64)
-    k_rows = rows_of(k_ptr, k_desc, batch * stride_kb + (head // kv_group) * stride_kh, stride_kt, V)
-    v_rows = rows_of(v_ptr, v_desc, batch * stride_vb + (head // kv_group) * stride_vh, stride_vt, V)
+    kv_head = head // kv_group
+    k_rows = Rows(k_ptr + batch * stride_kb + kv_head * stride_kh, stride_kt, k_desc, batch, kv_head)
+    v_rows = Rows(v_ptr + batch * stride_vb + kv_head * stride_vh, stride_vt, v_desc, batch, kv_head)
     row0 = tile * V.block_m
     offs_m = tl.arange(0, V.block_m)
     offs_d = tl.arange(0, V.block_d)

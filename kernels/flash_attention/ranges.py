@@ -10,8 +10,8 @@ a key the visible queries are an interval too, with lo and hi exchanged, so one 
 of the pass that owns keys exchanges them.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -51,30 +51,15 @@ class Variant:
     block_m: int
     block_n: int
     head_group: int
-    precision: str
+    precision: tl.constexpr  # Triton 3.6 passes no plain str on to a function
     tma: bool
     split: bool
 
 
-class Rows(NamedTuple):
-    """Where `load_tile` finds the rows of one head: by pointer, or from (row0, col0) on in a descriptor's matrix."""
-
-    base: tl.tensor
-    stride: tl.tensor
-    desc: tl.tensor_descriptor | None
-    row0: tl.tensor
-    col0: tl.tensor
-
-
-class Mask(NamedTuple):
-    """What `visible` compares positions of the other sequence with, for a program's own positions."""
-
-    own: tl.tensor
-    count: tl.tensor
-    lo: tl.tensor
-    hi: tl.tensor
-    doc_first: tl.tensor
-    doc_last: tl.tensor
+# Where `load_tile` finds the rows of one head: by pointer, or in a descriptor of the whole tensor.
+Rows = namedtuple("Rows", "base stride desc batch head")
+# What `visible` compares positions of the other sequence with, for a program's own positions.
+Mask = namedtuple("Mask", "own count lo hi doc_first doc_last")
 
 
 def variant(problem: Problem, tile: Tile, head_dim: int, other_count: int, *, keys: bool, tma: bool,
@@ -83,7 +68,7 @@ def variant(problem: Problem, tile: Tile, head_dim: int, other_count: int, *, ke
     lo, hi = (problem.has_lo, problem.has_hi)[:: -1 if keys else 1]
     return Variant(lo, hi, problem.has_doc, problem.softcap is not None,
                    other_count % (tile.block_m if keys else tile.block_n) != 0, head_dim, block_d(head_dim),
-                   tile.block_m, tile.block_n, tile.head_group, problem.precision, tma, split)
+                   tile.block_m, tile.block_n, tile.head_group, tl.constexpr(problem.precision), tma, split)
 
 
 def block_d(head_dim: int) -> int:
@@ -190,18 +175,11 @@ def load_rows(base, offs, stride, offs_d, row_limit, CHECK_ROWS: tl.constexpr, V
 
 
 @triton.jit
-def rows_of(ptr, desc, start, stride, V: tl.constexpr):
-    """The rows of the head whose first element is `start`; in a matrix with rows of `stride` see descriptors.py."""
-    if V.tma:
-        return Rows(ptr + start, stride, desc, (start // stride).to(tl.int32), (start % stride).to(tl.int32))
-    return Rows(ptr + start, stride, desc, 0, 0)
-
-
-@triton.jit
 def load_tile(base, rows, start, offs, offs_d, row_limit, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
-    """Rows [start, start + len(offs)) of one head, to whose row `start` `base` points already."""
+    """Rows [start, start + len(offs)) of one head, to whose row `start` `base` points already; zeros past its end."""
     if V.tma:
-        return rows.desc.load([rows.row0 + start, rows.col0])
+        tile = rows.desc.load([rows.batch.to(tl.int32), rows.head.to(tl.int32), start, 0])
+        return tile.reshape([offs.shape[0], offs_d.shape[0]])
     return load_rows(base, offs, rows.stride, offs_d, row_limit - start, CHECK_ROWS, V)
 
 

@@ -334,9 +334,10 @@ def test_three_dimensions(function):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "packed"])
-def test_tensor_descriptors(layout):
-    """The descriptor path of every kernel, for the layouts it claims to take."""
-    q, k, v, do = inputs(2, 2, 1 if layout == "contiguous" else 2, 64, 64, 16)
+@pytest.mark.parametrize(("length", "head_dim"), [(64, 16), (50, 16), (37, 48)])
+def test_tensor_descriptors(layout, length, head_dim):
+    """The descriptor path of every kernel: layouts, lengths and head dims that are and are not those of tiles."""
+    q, k, v, do = inputs(2, 2, 1 if layout == "contiguous" else 2, length, length, head_dim)
     if layout == "transposed":
         q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do))
     if layout == "packed":
@@ -346,9 +347,11 @@ def test_tensor_descriptors(layout):
     from kernels.flash_attention.descriptors import row_descriptors
 
     assert None not in row_descriptors((q, k, v, do), 32)
-    assert row_descriptors((q, k[:, :, :40]), 32) == (None, None)  # the tail tile would read the next head
+    assert row_descriptors((q, k[:, :1].expand_as(q)), 32) == (None, None)
+    assert row_descriptors((q, torch.zeros(1, 1, 8, 17, device=DEVICE)[..., 1:]), 32) == (None, None)
     with configs.forced(forward=tile, dkdv=tile, dq=tile):
         check(FlashAttention2, (q, k, v, do), causal=True)
+        check(FlashAttention2, (q, k, v, do), window=7)
 
 
 @pytest.mark.parametrize(
