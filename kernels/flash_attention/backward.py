@@ -31,7 +31,6 @@ from .ranges import (
     capped,
     load_rows,
     load_tile,
-    mask_of,
     schedule,
     tile_range,
     visible,
@@ -128,18 +127,12 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_des
 
     lo, hi and their flags are the band as keys see it. Δ and LSE·log2(e) are `delta_kernel`'s.
     """
-    tile, bh = schedule(tl.program_id(0), tl.cdiv(key_count, V.block_n), batch_heads, V.head_group, False)
-    batch = (bh // kv_heads).to(tl.int64)
-    kv_head = (bh % kv_heads).to(tl.int64)
+    tile, _, batch, kv_head = schedule(tl.cdiv(key_count, V.block_n), kv_heads, batch_heads, V.head_group, False)
     col0 = tile * V.block_n
     wide0 = col0.to(tl.int64)
     offs_n = tl.arange(0, V.block_n)
     offs_d = tl.arange(0, V.block_d)
-    if V.has_doc:
-        doc_first += batch * key_count
-        doc_last += batch * key_count
-    mask = mask_of(col0 + offs_n, key_count, query_count, lo, hi, doc_first, doc_last, V)
-    stops = tile_range(col0, key_count, query_count, lo, hi, doc_first, doc_last, V.block_n, V.block_m, V)
+    stops, mask = tile_range(col0, key_count, query_count, batch, lo, hi, doc_first, doc_last, V.block_n, V.block_m, V)
     k = load_rows(k_ptr + batch * stride_kb + kv_head * stride_kh + wide0 * stride_kt, offs_n, stride_kt, offs_d,
                   key_count - col0, True, V)
     v = load_rows(v_ptr + batch * stride_vb + kv_head * stride_vh + wide0 * stride_vt, offs_n, stride_vt, offs_d,
@@ -200,9 +193,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, 
               heads, kv_group, query_count, key_count, padded_count, lo, hi, scale, scale_log2, cap, batch_heads,
               V: tl.constexpr):
     """One program: block_m rows of one head's dQ. Δ and LSE·log2(e) are `delta_kernel`'s."""
-    tile, bh = schedule(tl.program_id(0), tl.cdiv(query_count, V.block_m), batch_heads, V.head_group, V.has_hi)
-    batch = (bh // heads).to(tl.int64)
-    head = (bh % heads).to(tl.int64)
+    tile, bh, batch, head = schedule(tl.cdiv(query_count, V.block_m), heads, batch_heads, V.head_group, V.has_hi)
     row0 = tile * V.block_m
     wide0 = row0.to(tl.int64)
     offs_m = tl.arange(0, V.block_m)
@@ -218,11 +209,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, 
     kv_head = head // kv_group
     k_rows = Rows(k_ptr + batch * stride_kb + kv_head * stride_kh, stride_kt, k_desc, batch, kv_head)
     v_rows = Rows(v_ptr + batch * stride_vb + kv_head * stride_vh, stride_vt, v_desc, batch, kv_head)
-    if V.has_doc:
-        doc_first += batch * query_count
-        doc_last += batch * query_count
-    mask = mask_of(rows, query_count, key_count, lo, hi, doc_first, doc_last, V)
-    stops = tile_range(row0, query_count, key_count, lo, hi, doc_first, doc_last, V.block_m, V.block_n, V)
+    stops, mask = tile_range(row0, query_count, key_count, batch, lo, hi, doc_first, doc_last, V.block_m, V.block_n, V)
 
     dq = tl.zeros(q.shape, tl.float32)
     for phase in tl.static_range(3):

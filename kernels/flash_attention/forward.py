@@ -40,7 +40,6 @@ from .ranges import (
     documents,
     load_rows,
     load_tile,
-    mask_of,
     scales,
     schedule,
     tile_range,
@@ -90,9 +89,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
                    stride_ob, stride_oh, stride_ot, heads, kv_group, query_count, key_count, lo, hi, scale_log2, cap,
                    batch_heads, chunk, V: tl.constexpr):
     """One program: block_m rows of one head's output and log-sum-exp; with `split` over `chunk` keys only."""
-    tile, bh = schedule(tl.program_id(0), tl.cdiv(query_count, V.block_m), batch_heads, V.head_group, V.has_hi)
-    batch = (bh // heads).to(tl.int64)
-    head = (bh % heads).to(tl.int64)
+    tile, bh, batch, head = schedule(tl.cdiv(query_count, V.block_m), heads, batch_heads, V.head_group, V.has_hi)
     kv_head = head // kv_group
     k_rows = Rows(k_ptr + batch * stride_kb + kv_head * stride_kh, stride_kt, k_desc, batch, kv_head)
     v_rows = Rows(v_ptr + batch * stride_vb + kv_head * stride_vh, stride_vt, v_desc, batch, kv_head)
@@ -100,11 +97,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
     offs_m = tl.arange(0, V.block_m)
     offs_d = tl.arange(0, V.block_d)
     rows = row0 + offs_m
-    if V.has_doc:
-        doc_first += batch * query_count
-        doc_last += batch * query_count
-    mask = mask_of(rows, query_count, key_count, lo, hi, doc_first, doc_last, V)
-    stops = tile_range(row0, query_count, key_count, lo, hi, doc_first, doc_last, V.block_m, V.block_n, V)
+    stops, mask = tile_range(row0, query_count, key_count, batch, lo, hi, doc_first, doc_last, V.block_m, V.block_n, V)
     own_rows = query_count - row0
     o_base = o_ptr + batch * stride_ob + head * stride_oh
     if V.split:

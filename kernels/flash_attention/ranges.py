@@ -89,31 +89,35 @@ def documents(problem: Problem) -> tuple[torch.Tensor, torch.Tensor] | tuple[Non
 
 
 @triton.jit
-def schedule(pid, tiles, heads, GROUP: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Map a program id to (tile, batch·head): GROUP heads advance together, so that their K and V share the L2.
+def schedule(tiles, heads, batch_heads, GROUP: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """(tile, batch·head, batch, head) of this program: GROUP heads advance together and share their K and V in the L2.
 
     Within a group all heads do the same tile index before the next; LAST_FIRST starts from the last tile, which under
     a causal mask is the longest, so that short programs fill the gaps at the end.
     """
     per_group = GROUP * tiles
-    first = pid // per_group * GROUP
-    size = tl.minimum(heads - first, GROUP)
-    rem = pid % per_group
+    first = tl.program_id(0) // per_group * GROUP
+    size = tl.minimum(batch_heads - first, GROUP)
+    rem = tl.program_id(0) % per_group
     tile = rem // size
     if LAST_FIRST:
         tile = tiles - 1 - tile
-    return tile, first + rem % size
+    bh = first + rem % size
+    return tile, bh, (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
 
 
 @triton.jit
-def tile_range(start, own_count, other_count, lo, hi, doc_first, doc_last, OWN: tl.constexpr, OTHER: tl.constexpr,
-               V: tl.constexpr):
-    """Rows of the *other* sequence that the tile [start, start + OWN) needs.
+def tile_range(start, own_count, other_count, batch, lo, hi, doc_first, doc_last, OWN: tl.constexpr,
+               OTHER: tl.constexpr, V: tl.constexpr):
+    """Rows of the *other* sequence that the tile [start, start + OWN) needs, and its Mask.
 
-    Returns (begin, full_begin, full_end, end): [begin, full_begin) and [full_end, end) need the mask,
+    The former are (begin, full_begin, full_end, end): [begin, full_begin) and [full_end, end) need the mask,
     [full_begin, full_end) is visible to every row of the tile. Every non-empty range starts at a multiple of OTHER.
     `doc_first`, `doc_last` point to the first and one past the last position of each position's document.
     """
+    own = start + tl.arange(0, OWN)
+    own_first = own
+    own_last = own
     last = tl.minimum(start + OWN, own_count) - 1
     begin = 0
     full_begin = 0
@@ -126,6 +130,10 @@ def tile_range(start, own_count, other_count, lo, hi, doc_first, doc_last, OWN: 
         begin = tl.maximum(start - lo, 0) // OTHER * OTHER
         full_begin = tl.cdiv(tl.maximum(last - lo, 0), OTHER) * OTHER
     if V.has_doc:
+        doc_first += batch * own_count
+        doc_last += batch * own_count
+        own_first = tl.load(doc_first + own, mask=own < own_count, other=0)
+        own_last = tl.load(doc_last + own, mask=own < own_count, other=0)
         begin = tl.maximum(begin, tl.load(doc_first + start) // OTHER * OTHER)
         end = tl.minimum(end, tl.load(doc_last + last))
         full_begin = tl.maximum(full_begin, tl.cdiv(tl.load(doc_first + last), OTHER) * OTHER)
@@ -134,18 +142,8 @@ def tile_range(start, own_count, other_count, lo, hi, doc_first, doc_last, OWN: 
         if full_end <= full_begin:  # no full tile: the first masked sweep takes all
             full_begin = tl.maximum(begin, end)
             full_end = full_begin
-    return begin, full_begin, full_end, end
-
-
-@triton.jit
-def mask_of(own, own_count, other_count, lo, hi, doc_first, doc_last, V: tl.constexpr):
-    """The mask of a program's own positions, shaped to broadcast against those of the other sequence."""
-    first = own[:, None]
-    last = own[:, None]
-    if V.has_doc:
-        first = tl.load(doc_first + own, mask=own < own_count, other=0)[:, None]
-        last = tl.load(doc_last + own, mask=own < own_count, other=0)[:, None]
-    return Mask(own[:, None], other_count, lo, hi, first, last)
+    mask = Mask(own[:, None], other_count, lo, hi, own_first[:, None], own_last[:, None])
+    return (begin, full_begin, full_end, end), mask
 
 
 @triton.jit

@@ -218,8 +218,10 @@ def test_emulated_fp32_is_the_arithmetic_that_the_table_has_for_the_call(monkeyp
         q = torch.empty(1, 1, length, head_dim, device="meta", dtype=dtype)
         return configs.settled(q, problem).precision
 
-    assert [arithmetic(length, 100) for length in (128, 8192, 8193, 16384, 2**20)] == ["tf32x3"] * 2 + ["bf16x6"] * 3
-    assert arithmetic(16384, 16) == "bf16x6" and arithmetic(16384, 256) == "tf32x3"
+    for head_dim in (16, 32, 64, 100):
+        found = [arithmetic(length, head_dim) for length in (128, 8192, 8193, 16384, 32768, 2**20)]
+        assert found == ["tf32x3"] * 2 + ["bf16x6"] * 4
+    assert arithmetic(16384, 256) == "tf32x3"
     assert arithmetic(16384, 128, dtype=torch.bfloat16) == "ieee"
     with configs.forced(dq=configs.Tile(16, 16)):  # a tile of one kernel says nothing of the others'
         assert arithmetic(16384, 128) == "tf32x3"
