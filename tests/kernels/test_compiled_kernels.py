@@ -19,6 +19,8 @@ from unittest import mock
 from kernels._compile import compile_for, resources
 from kernels import adamw, cross_entropy, dropout, elementwise, layernorm, matmul, rmsnorm, rope, softmax, swiglu
 from kernels import weighted_sum, _dispatch, _long_rows, _scale, _triton
+from kernels.flash_attention import backward_launch, configs, forward
+from kernels.flash_attention.options import Problem
 from experiments.kernel_roofline.tuning import compile_kernel
 
 F, H, I = torch.float32, torch.bfloat16, torch.int64
@@ -32,6 +34,15 @@ wide, wide_w = e(256, 200000), e(200000)
 z, t, one = e(2048, 151936), e(2048, dtype=I), e(1, dtype=F)
 q = e(4, 2048, 3, 32, 128).permute(2, 0, 3, 1, 4)
 table = e(2048, 128, dtype=F)
+
+def attention(tiles, softcap, bounds, head_dim=64, length=1000):
+    problem = Problem((100, 0), 0.125, "ieee", softcap, bounds)
+    q, k, lse = e(2, 4, length, head_dim), e(2, 2, length, head_dim), e(2, 4, length, dtype=F)
+    forward.launch_forward(q, k, k, q, lse, problem, tiles.forward)
+    saved = backward_launch.launch_delta(q, k, k, q, lse, q, dlse=lse)
+    backward_launch.launch_dkdv(saved, k, k, problem, tiles.dkdv)
+    backward_launch.launch_dq(saved, q, problem, tiles.dq)
+
 with compile_for(90) as compiled:
     elementwise.launch_flat(elementwise.add_kernel, "add", x, x, x)
     elementwise.launch_flat(elementwise.gelu_forward_kernel, "gelu", x, x)
@@ -83,11 +94,16 @@ with compile_for(90) as compiled:
         options = adamw.factors(3, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
         _dispatch.launch(adamw.adamw_kernel, (8,), i, i, e(8, dtype=torch.int32), i, *options,
                        PARAMETER=dtype, GRADIENT=dtype, ALIGNMENT=16, BLOCK=2048, num_warps=8)
+    long = configs.lookup(configs.Key("sm_90", 16, "ieee", 64, True, 65536))
+    for softcap, bounds in ((None, None), (30.0, e(2, 2, 1000, dtype=torch.int32))):
+        attention(long, softcap, bounds)
+    attention(long, None, None, head_dim=48)
 older = []
 for capability in (80, 86, 89):
     with compile_for(capability) as found:
         matmul.launch_pointers(a, a, w, a, "gelu", "ieee")
         matmul.launch_pointers(a, e(d, 256), None, e(d, 256), "rms_norm", "ieee")
+        attention(configs.Choice(*[configs.CANDIDATES[16][-1]] * 3), 30.0, None)
         if capability == 86:
             long, longer = e(n, d, dtype=F), e(n, 8192, dtype=F)
             rmsnorm.launch_backward(longer, None, longer, e(8192), stat, longer, False)
