@@ -42,7 +42,7 @@ ROW_PADDING = 128  # Δ and LSE are padded to a multiple of this, so that tiles 
 LONG_DELTA_ROWS, SHORT_DELTA_ROWS, FEW_ROWS = 64, 16, 8192
 
 
-@triton.jit(do_not_specialize=["heads", "query_count", "padded_count"])
+@triton.jit(do_not_specialize=COUNTS)
 def delta_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, dq_sum_ptr,
                  stride_ob, stride_oh, stride_ot, stride_gb, stride_gh, stride_gt, heads, query_count, padded_count,
                  HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
@@ -186,7 +186,7 @@ def _walk_keys(dq, q, do, lse2, delta, k_rows, v_rows, mask, first, last, scale_
     return dq
 
 
-@triton.jit(do_not_specialize=[name for name in COUNTS if name != "chunk"])
+@triton.jit(do_not_specialize=COUNTS)
 def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, dq_ptr, doc_first, doc_last,
               stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
               stride_gb, stride_gh, stride_gt, stride_dqb, stride_dqh, stride_dqt,

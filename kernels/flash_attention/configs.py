@@ -143,8 +143,7 @@ def lookup(key: Key) -> Choice | None:
     Without one of their own, full masks share the causal rows, and tf32 and bf16x6 those of tf32x3.
     """
     precision = "ieee" if key.precision == "ieee" else "tf32x3"
-    longer = [c for c in ROW_CLASSES if c >= key.rows]
-    classes = longer + [c for c in reversed(ROW_CLASSES) if c < key.rows]
+    classes = sorted(ROW_CLASSES, key=lambda c: (c < key.rows, abs(c - key.rows)))
     for near in (key, replace(key, causal=True), replace(key, causal=True, precision=precision)):
         for rows in classes:
             if (found := replace(near, rows=rows)) in TABLE:

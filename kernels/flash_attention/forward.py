@@ -83,7 +83,7 @@ def _walk_keys(acc, row_sum, row_max, q, k_rows, v_rows, mask, first, last, scal
     return acc, row_sum, row_max
 
 
-@triton.jit(do_not_specialize=[name for name in COUNTS if name not in ("kv_heads", "padded_count")])
+@triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_first, doc_last,
                    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                    stride_ob, stride_oh, stride_ot, heads, kv_group, query_count, key_count, lo, hi, scale_log2, cap,

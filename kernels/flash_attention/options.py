@@ -204,10 +204,9 @@ def _check_options(causal: bool, window: int | None, alignment: str, precision: 
             raise TypeError(f"window must be an int or None, got {window!r}")
         if window < 0:
             raise ValueError(f"window is {window}; allowed: 0 or more, or None for no window")
-    if alignment not in ALIGNMENTS:
-        raise ValueError(f"alignment is {alignment!r}; allowed: {', '.join(ALIGNMENTS)}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; allowed: {', '.join(PRECISIONS)}")
+    for name, value, allowed in (("alignment", alignment, ALIGNMENTS), ("precision", precision, PRECISIONS)):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
 
 
 def check_documents(q: torch.Tensor, k: torch.Tensor, document_ids: torch.Tensor) -> None:

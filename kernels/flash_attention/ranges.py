@@ -23,7 +23,7 @@ from .options import Problem
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # arguments of the kernels that are not worth a compilation per value
-COUNTS = ["heads", "kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads", "chunk"]
+COUNTS = ["heads", "kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads", "chunk", "parts"]
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ import triton.language as tl
 from .._dispatch import launch
 from .._triton import cdiv, next_power_of_2
 from .configs import Tile
+from .ranges import COUNTS
 
 MOST_PARTS = 64  # however many keys a few queries have
 # Rows of one program, and parts that it loads together; of all that were tried, records/flash_attention_sums.csv.
 COMBINE = {"ROWS": 4, "STEP": 8, "num_warps": 1}
-COMBINE_COUNTS = ["heads", "query_count", "batch_heads", "parts"]
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def cut(first, last, stops):
     return begin, full_begin, full_end, tl.minimum(tl.maximum(stops[3], first), last)
 
 
-@triton.jit(do_not_specialize=COMBINE_COUNTS)
+@triton.jit(do_not_specialize=COUNTS)
 def combine_kernel(o_part_ptr, lse_part_ptr, o_ptr, lse_ptr, stride_ob, stride_oh, stride_ot, heads, query_count,
                    batch_heads, parts, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
                    STEP: tl.constexpr):
