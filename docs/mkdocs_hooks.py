@@ -18,7 +18,7 @@ REFERENCE = {
     "distlab.comm": "RankContext rank_context",
     "distlab.testing": "run_ranks",
     "distlab.experiment": "Experiment",
-    "kernels.flash_attention": "FlashAttention2 FlashAttention2PyTorch flash_attention",
+    "kernels.flash_attention": "FlashAttention2 FlashAttention2PyTorch document_bounds flash_attention",
     **{f"kernels.{name}": "" for name in (
         "rmsnorm", "layernorm", "softmax", "swiglu", "rope", "matmul", "dropout", "cross_entropy", "adamw",
         "linear_cross_entropy")},

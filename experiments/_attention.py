@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels._autograd import first_order
-from kernels.flash_attention import FlashAttention2, cost, flash_attention
+from kernels.flash_attention import FlashAttention2, cost, document_bounds, flash_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (B, H, Tq, D), k and v (B, Hk, Tk, D) → o like q
 BACKENDS = {
@@ -181,7 +181,7 @@ def build(variant: str, shape: Shape, device: str) -> Attention:
         return functools.partial(naive if variant == "naive" else torch.compile(naive, dynamic=False), seen=seen)
     if variant == "ours-compiled-backward":
         return lambda q, k, v: CompiledBackward.apply(q, k, v, shape.causal)
-    packed = None if ids is None else ids.expand(shape.batch, -1)
+    packed = None if ids is None else document_bounds(ids.expand(shape.batch, -1))  # once, as a model does
     options = {"causal": shape.causal, "window": shape.window, "document_ids": packed}
     options |= {"ours-ieee": {"precision": "ieee"}, "ours-deterministic": {"deterministic": True}}.get(variant, {})
     return functools.partial(_padded if variant == "ours-padded" else flash_attention, **options)

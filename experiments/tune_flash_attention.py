@@ -7,8 +7,8 @@
 A family is a dtype, an arithmetic and a head dim; it is tuned for one head of each length given, which are the row
 classes of `configs.ROW_CLASSES`. Every candidate of the three kernels is compiled in parallel processes, those that
 spill or do not fit are dropped, the rest are checked against a small tile on poisoned outputs and timed, length after
-length, as long as they stay near the best. Forward and backward are tried split over chunks too, up to 4,096 rows. Then
-the backward is timed as a whole, in every way of `Choice.passes`. The best of each are timed again, interleaved.
+length, as long as they stay near the best. The forward is tried split over chunks of keys too, up to 4,096 rows. The
+best of each are timed again, interleaved.
 
 Everything measured goes to a file per family; --table rewrites `kernels/flash_attention/table.py` after each length,
 and a name that exists is resumed, so that a cut-off run keeps what it has.
@@ -53,9 +53,8 @@ from kernels.flash_attention import configs, forward, hopper, table
 from kernels.flash_attention.configs import Choice, Key, Tile, key_of
 from kernels.flash_attention.options import Problem
 
-PAIRS = 3  # of tiles in one launch
 CHUNKS = (64, 128, 256, 512, 1024)
-TIMED = (*configs.KERNELS, "split")
+LONGEST_SPLIT = 4096  # keys
 Row = dict[str, Any]  # of one candidate: kernel, length, how, ms (inf if it cannot be used), and why, or what it uses
 
 
@@ -88,23 +87,15 @@ class Case:
 def candidates(kernel: str, dtype: str, head_dim: int, precision: str = "ieee") -> Iterator[Tile]:
     """Tiles of 16 to 64 rows of one's own, by the warps that can share them; larger ones lost at every length.
 
-    None that is miscompiled. Those of a split pass, and the same of the forward once more, carry the
-    smallest chunk. With "bf16x6" whole warpgroups multiply, 64 rows of one's own each, and nothing is split:
-    it is for long calls.
+    None that is miscompiled. Those of the forward come once more with the smallest chunk. With "bf16x6" whole
+    warpgroups multiply, 64 rows of one's own each, and nothing is split: it is for long calls.
     """
     bits = 32 if dtype == "float32" else 16
     if precision == "bf16x6":
         depths = (1, 2) if head_dim > 64 else (1, 2, 3)
-        for own, other, stages in itertools.product((64, 128), (32, 64), depths if kernel != "split" else ()):
+        for own, other, stages in itertools.product((64, 128), (32, 64), depths):
             m, n = (other, own) if kernel == "dkdv" else (own, other)
             yield Tile(m, n, own // 16, stages)
-        return
-    if kernel == "split":
-        wide = dtype != "float32"
-        for m, n, count in itertools.product((16, 32, 64), (32, 64, 128) if wide else (16, 32, 64), (4, 8)):
-            tile = Tile(m, n, count, 2, chunk=CHUNKS[0])
-            if not configs.miscompiled(bits, tile):
-                yield tile
         return
     if dtype == "float32":
         warps = {16: (2, 4), 32: (4, 8), 64: (4, 8)}
@@ -125,34 +116,14 @@ def candidates(kernel: str, dtype: str, head_dim: int, precision: str = "ieee") 
 
 def chunked(tiles: list[Tile], length: int) -> list[Tile]:
     """Each tile that carries a chunk with every chunk that splits this length."""
-    chunks = [c for c in CHUNKS if c < length <= configs.LONGEST_SPLIT and length // c <= 32]
+    chunks = [c for c in CHUNKS if c < length <= LONGEST_SPLIT and length // c <= 32]
     return [dataclasses.replace(t, chunk=c) for t in tiles for c in (chunks if t.chunk else (0,))
             if c == 0 or c >= max(t.block_m, t.block_n)]
 
 
-def shape_of(how: Tile | Choice) -> Tile | Choice:
+def shape_of(tile: Tile) -> Tile:
     """What is compiled: the same for all chunks."""
-    return dataclasses.replace(how, chunk=min(how.chunk, CHUNKS[0])) if isinstance(how, Tile) else how
-
-
-def pairs(found: dict[str, list[Row]]) -> list[Choice]:
-    """Backwards worth timing as a whole: the best tiles one after the other, good ones in one launch."""
-    for kernel in configs.KERNELS:
-        if not any(row["ms"] < float("inf") for row in found[kernel]):
-            raise ValueError(f"no tile of {kernel} can be used: {[row.get('why') for row in found[kernel]]}")
-    forward, dkdv, dq = (found[kernel][0]["how"] for kernel in configs.KERNELS)
-    usable = {kernel: [row for row in found[kernel] if row["ms"] < float("inf")] for kernel in ("dkdv", "dq")}
-    joint = []
-    for a, b in itertools.product(usable["dkdv"], usable["dq"]):
-        if a["how"].launch_options() == b["how"].launch_options():
-            joint.append((max(a["ms"], b["ms"]) + 0.3 * min(a["ms"], b["ms"]), a["how"], b["how"]))
-    joint.sort(key=lambda pair: pair[0])
-    split = [row["how"] for row in found["split"][:2] if row["ms"] < float("inf")]
-    return [
-        Choice(forward, dkdv, dq),
-        *(Choice(forward, tile, dq, "split") for tile in split),
-        *(Choice(forward, a, b, "joint") for _, a, b in joint[:PAIRS]),
-    ]
+    return dataclasses.replace(tile, chunk=min(tile.chunk, CHUNKS[0]))
 
 
 GRAPH_MS = 0.5  # of launches in one timed graph replay, so that starting it weighs little
@@ -163,7 +134,7 @@ LIMIT_SPILLED_BYTES = {"float32": 1024, "float16": 256, "bfloat16": 256}  # per 
 
 
 class Bench:
-    """Inputs of a case and a launcher per kernel: "forward", "dkdv", "dq", "split", or "backward" for a `Choice`'s."""
+    """Inputs of a case and a launcher per kernel, one of `configs.KERNELS`."""
 
     def __init__(self, case: Case, device: str = "cuda"):
         self.problem = case.problem()
@@ -172,39 +143,32 @@ class Bench:
         self.grads = tuple(torch.empty_like(self.q) for _ in range(3))
         if device == "cuda":
             self.launch("forward", case.first_guess())
-            self.saved = self._delta()
+            self.saved = backward.launch_delta(self.q, self.k, self.v, self.o, self.lse, self.do)
         else:
             padded = torch.empty(*self.lse.shape[:2], -(-case.length // 128) * 128, device=device)
             self.saved = backward.Saved(self.q, self.k, self.v, self.do, padded, padded)
 
-    def _delta(self) -> backward.Saved:
-        return backward.launch_delta(self.q, self.k, self.v, self.o, self.lse, self.do)
-
-    def launch(self, kernel: str, how: Tile | Choice) -> None:
+    def launch(self, kernel: str, tile: Tile) -> None:
         """Run one kernel with a tile, on this bench's tensors."""
         dq, dk, dv = self.grads
         if kernel == "forward":
-            forward.launch_forward(self.q, self.k, self.v, self.o, self.lse, self.problem, how)
+            forward.launch_forward(self.q, self.k, self.v, self.o, self.lse, self.problem, tile)
         elif kernel == "dkdv":
-            backward.launch_dkdv(self.saved, dk, dv, self.problem, how)
-        elif kernel == "dq":
-            backward.launch_dq(self.saved, dq, self.problem, how)
-        elif kernel == "split":
-            backward.launch_split(self.saved, dq, dk, dv, self.problem, how)
+            backward.launch_dkdv(self.saved, dk, dv, self.problem, tile)
         else:
-            backward.launch_backward(self._delta(), dq, dk, dv, self.problem, how.passes, how.dkdv, how.dq)
+            backward.launch_dq(self.saved, dq, self.problem, tile)
 
-    def outputs(self, kernel: str, how: Tile | Choice) -> tuple[torch.Tensor, ...]:
+    def outputs(self, kernel: str, tile: Tile) -> tuple[torch.Tensor, ...]:
         """Copies of what a launch filled, poisoned before."""
         dq, dk, dv = self.grads
-        filled = {"forward": (self.o,), "dkdv": (dk, dv), "dq": (dq,)}.get(kernel, self.grads)
+        filled = {"forward": (self.o,), "dkdv": (dk, dv), "dq": (dq,)}[kernel]
         for x in filled:
             x.fill_(float("nan"))
-        self.launch(kernel, how)
+        self.launch(kernel, tile)
         return tuple(x.float() for x in filled)
 
 
-def compile_candidate(job: tuple[Case, str, Tile | Choice]) -> dict[str, int] | str:
+def compile_candidate(job: tuple[Case, str, Tile]) -> dict[str, int] | str:
     """Compile without running; registers, spilled bytes and shared memory, or why it cannot be used.
 
     Without a GPU, for an H100.
@@ -214,7 +178,7 @@ def compile_candidate(job: tuple[Case, str, Tile | Choice]) -> dict[str, int] | 
         bench = Bench(case, "meta")
         with compile_only() if torch.cuda.is_available() else compile_for(90) as compiled:
             bench.launch(kernel, how)
-        return resources([c for c in compiled if c.metadata.name not in ("combine_kernel", "sum_kernel")][-1])
+        return resources(compiled[0])  # of a split forward what combines the parts follows
     except Exception as error:
         reason = str(error).strip().splitlines()
         return f"{type(error).__name__}: {reason[0][:80] if reason else ''}"
@@ -236,9 +200,9 @@ def device_ms(run: Callable[[], None], repetitions: int) -> float:
     return median(replay_ms(run, repetitions, graph_ms=GRAPH_MS, calls=(5, 20), tidy=False))
 
 
-def time_candidates(bench: Bench, case: Case, kernel: str, jobs: list, uses: dict, guess: Tile | Choice) -> list[Row]:
+def time_candidates(bench: Bench, case: Case, kernel: str, jobs: list, uses: dict, guess: Tile) -> list[Row]:
     """One row per job: time, resources and error, or why there is none; fastest first."""
-    reference = jobs and bench.outputs("backward" if kernel == "split" else kernel, guess)
+    reference = jobs and bench.outputs(kernel, guess)
     rows = []
     for how in jobs:
         use = uses[kernel, shape_of(how)]
@@ -277,7 +241,6 @@ PRUNE = 4.0  # times the best at one length, beyond which a tile is not tried at
 FAMILIES = (*(f"float32:{head_dim}:tf32x3" for head_dim in (64, 128, 32, 16)),
             *(f"float32:{head_dim}:bf16x6" for head_dim in (128, 64, 32, 16)),  # after those it is compared with
             *(f"bfloat16:{head_dim}" for head_dim in (128, 64, 32, 16)))  # fmt: skip
-COMPILED = {"spilled_bytes": 0, "shared_bytes": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,12 +270,12 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         shipped(dict(list(configs.TABLE.items())[: config.shipped]), run)
         return
     families = [*config.families, *(FAMILIES if config.all_families else ())]
-    missing = [f for f in families if not run.done("backward", family=f, length=config.lengths[-1])]
+    missing = [f for f in families if not run.done("dq", family=f, length=config.lengths[-1])]
     rows, begin = table.ROWS, time.monotonic()
     with ProcessPoolExecutor(config.workers, multiprocessing.get_context("spawn")) as pool:
         prepared = {family: begun(family, config.lengths, pool) for family in missing}
         for family, (cases, jobs, compiled) in prepared.items():
-            found = tune(cases, jobs, dict(compiled), pool)
+            found = tune(cases, jobs, dict(compiled))
             run.progress(f"{family}, {time.monotonic() - begin:.0f} s")
             write_json(to_records(family, found, run), run.path / f"{family.replace(':', '_')}.json")
             for case in cases:
@@ -324,21 +287,12 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
 
 
 def shipped(rows: dict[configs.Key, Choice], run: Run) -> None:
-    """A row per kernel of the table: registers, spilled bytes and shared memory, or why it does not compile.
-
-    A backward whose passes run jointly is one kernel, "backward"; one that is split has a kernel "split", and the two
-    others for calls with a window.
-    """
+    """A row per kernel of the table: registers, spilled bytes and shared memory, or why it does not compile."""
     compiled = functools.cache(compile_candidate)
     pace = Pace(len(rows), "configurations", run.progress)
     for key, choice in rows.items():
         case = Case(4096, key.head_dim, "float32" if key.bits == 32 else "bfloat16", key.precision)
-        kernels = {kernel: getattr(choice, kernel) for kernel in configs.KERNELS}
-        if choice.passes == "joint":
-            kernels = {"forward": choice.forward, "backward": choice}
-        elif choice.passes == "split":
-            kernels["split"] = choice.dkdv
-        for kernel, how in kernels.items():
+        for kernel, how in choice._asdict().items():
             found = compiled((case, kernel, how))
             metrics = found if isinstance(found, dict) else {"status": found}
             run.add(kernel, metrics, family=f"{case.dtype}:{case.head_dim}:{case.precision}", length=key.rows,
@@ -368,75 +322,55 @@ def begun(
     """
     dtype, head_dim, *precision = family.split(":")
     cases = [Case(length, int(head_dim), dtype, *precision) for length in lengths]
-    short = min(lengths) <= configs.LONGEST_SPLIT
-    tried = {kernel: candidates(kernel, dtype, int(head_dim), cases[0].precision) for kernel in TIMED}
+    short = min(lengths) <= LONGEST_SPLIT
+    tried = {kernel: candidates(kernel, dtype, int(head_dim), cases[0].precision) for kernel in configs.KERNELS}
     jobs = {kernel: [tile for tile in tiles if short or not tile.chunk] for kernel, tiles in tried.items()}
     asked = [(kernel, tile) for kernel, tiles in jobs.items() for tile in tiles]
-    return cases, jobs, zip(asked, compiling(cases[0], asked, pool), strict=True)
+    uses = pool.map(compile_candidate, [(cases[0], *job) for job in asked], chunksize=2)
+    return cases, jobs, zip(asked, uses, strict=True)
 
 
-def compiling(case: Case, asked: Sequence[tuple[str, Tile | Choice]], pool: ProcessPoolExecutor) -> Iterator[Any]:
-    """What each (kernel, tile) uses, as `compile_candidate` says."""
-    return pool.map(compile_candidate, [(case, *job) for job in asked], chunksize=2)
-
-
-def tune(
-    cases: list[Case], jobs: dict[str, list[Tile]], uses: dict[tuple[str, Tile], Any], pool: ProcessPoolExecutor
-) -> list[Row]:
+def tune(cases: list[Case], jobs: dict[str, list[Tile]], uses: dict[tuple[str, Tile], Any]) -> list[Row]:
     """All rows of one family."""
-    rows, wholes = [], {}
+    rows = []
     for case in cases:
-        bench, guess = Bench(case), case.first_guess()
-        guesses = dict.fromkeys(configs.KERNELS, guess) | {"split": Choice(guess, guess, guess)}
-        found = {k: time_candidates(bench, case, k, chunked(jobs[k], case.length), uses, guesses[k]) for k in TIMED}
-        for kernel, mine in found.items():
+        bench = Bench(case)
+        for kernel in configs.KERNELS:
+            tiles = chunked(jobs[kernel], case.length)
+            mine = time_candidates(bench, case, kernel, tiles, uses, case.first_guess())
             rows += mine
             near = [row["how"] for row in mine if row["ms"] <= PRUNE * mine[0]["ms"] < float("inf")]
             jobs[kernel] = list(dict.fromkeys(map(shape_of, near))) if mine else jobs[kernel]
-        wholes[case] = pairs(found)
-    hows = dict.fromkeys(how for wholes_of in wholes.values() for how in wholes_of)
-    of_wholes = {("backward", how): COMPILED for how in hows}  # apart from the joint ones, their kernels have been
-    asked = [("backward", how) for how in hows if how.passes == "joint"]
-    of_wholes |= zip(asked, compiling(cases[0], asked, pool), strict=True)
-    for case, hows in wholes.items():
-        rows += time_candidates(Bench(case), case, "backward", hows, of_wholes, hows[0])
     return rows
 
 
-def best_of(rows: list[Row], kernel: str, length: int) -> Row:
+def best_of(rows: Sequence[Row], kernel: str, length: int) -> Row:
     """The fastest row of a kernel at one length, among those that were timed again."""
-    mine = [r for r in rows if (r["kernel"], r["length"]) == (kernel, length) and "sustained_ms" in r]
-    return min(mine, key=lambda r: r["sustained_ms"])
+    mine = [r for r in rows if (r["kernel"], r["length"]) == (kernel, length)]
+    if not any("sustained_ms" in row for row in mine):
+        raise ValueError(f"no tile of {kernel} can be used: {[row.get('why') for row in mine]}")
+    return min((r for r in mine if "sustained_ms" in r), key=lambda r: r["sustained_ms"])
 
 
 def add_winners(run: Run, family: str, case: Case, found: Sequence[Row]) -> None:
-    """A row for the best of each kernel at one length; of the backward with the best time of each way to run it."""
-    for kernel in (*TIMED, "backward"):
-        mine = [r for r in found if (r["kernel"], r["length"]) == (kernel, case.length)]
-        if any("sustained_ms" in row for row in mine):
-            best = best_of(mine, kernel, case.length)
-            metrics = measured_of(best)
-            if kernel == "backward":
-                ways = {way: [r["ms"] for r in mine if r["how"].passes == way] for way in configs.PASSES}
-                metrics |= {f"{way.replace(' ', '_')}_ms": min(ms) for way, ms in ways.items() if ms}
-            run.add(kernel, metrics, family=family, length=case.length, tiles=describe(best["how"]))
+    """A row for the best of each kernel at one length."""
+    for kernel in configs.KERNELS:
+        best = best_of(found, kernel, case.length)
+        run.add(kernel, measured_of(best), family=family, length=case.length, tiles=describe(best["how"]))
 
 
-def describe(how: Tile | Choice) -> str:
-    """Tiles as queries × keys, warps, stages."""
-    if isinstance(how, Choice):
-        return f"{how.passes}: {describe(how.dkdv)} | {describe(how.dq)}"
-    extras = " tma" * how.tma + f" c{how.chunk}" * bool(how.chunk)
-    return f"{how.block_m}x{how.block_n} w{how.warps} s{how.stages}{extras}"
+def describe(tile: Tile) -> str:
+    """A tile as queries × keys, warps, stages."""
+    extras = " tma" * tile.tma + f" c{tile.chunk}" * bool(tile.chunk)
+    return f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages}{extras}"
 
 
 def beats_tf32(case: Case, found: list[Row], run: Run) -> bool:
     """Whether the winners of a bf16x6 case are faster than the table's row for tf32x3, timed now on the same shape."""
     other = dataclasses.replace(case, precision="tf32x3")
     bench, row = Bench(other), configs.lookup(other.key(generation()))
-    theirs = sum(device_ms(lambda k=kernel, h=how: bench.launch(k, h), 5)
-                 for kernel, how in (("forward", row.forward), ("backward", row)))
-    ours = sum(best_of(found, kernel, case.length)["sustained_ms"] for kernel in ("forward", "backward"))
+    theirs = sum(device_ms(lambda k=kernel, t=tile: bench.launch(k, t), 5) for kernel, tile in row._asdict().items())
+    ours = sum(best_of(found, kernel, case.length)["sustained_ms"] for kernel in configs.KERNELS)
     run.progress(f"{case.length:6d} bf16x6 {1e3 * ours:8.1f} us, tf32x3 {1e3 * theirs:8.1f} us")
     return ours < theirs
 
@@ -447,10 +381,10 @@ def merge(rows: tuple, case: Case, found: list[Row], gpu: str) -> tuple:
     others = [row for row in rows if row[0] != key]
     if not found:
         return tuple(others)
-    forward, whole = (best_of(found, kernel, case.length) for kernel in ("forward", "backward"))
-    origin = f"1x1x{case.length}x{case.head_dim}: {forward['sustained_ms']:.4f} + {whole['sustained_ms']:.4f} ms"
-    tiles = (forward["how"], whole["how"].dkdv, whole["how"].dq)
-    return tuple(sorted([*others, (key, origin, *map(fields, tiles), whole["how"].passes)], key=lambda row: row[0]))
+    best = [best_of(found, kernel, case.length) for kernel in configs.KERNELS]
+    times = " ".join(f"{row['sustained_ms']:.4f}" for row in best)
+    row = (key, f"1x1x{case.length}x{case.head_dim}: {times} ms", *(fields(row["how"]) for row in best))
+    return tuple(sorted([*others, row], key=lambda row: row[0]))
 
 
 def fields(tile: Tile) -> tuple:
@@ -461,10 +395,9 @@ def fields(tile: Tile) -> tuple:
 def table_source(rows: tuple) -> str:
     """The text of table.py for these rows; its docstring is kept."""
     lines = [f'"""{table.__doc__}"""', "", "ROWS = ("]
-    for key, origin, *tiles, passes in rows:
+    for key, origin, *tiles in rows:
         lines.append(f'    ({key!r}, "{origin}",'.replace("'", '"'))
-        line, end = "     " + ", ".join(repr(tile) for tile in tiles), f'"{passes}"),'
-        lines += [f"{line}, {end}"] if len(line) + len(end) < 119 else [f"{line},", f"     {end}"]
+        lines.append("     " + ", ".join(repr(tile) for tile in tiles) + "),")
     return "\n".join([*lines, ")", ""])
 
 
@@ -490,7 +423,6 @@ VIEW = View(
         Column("config.tiles", "tiles", align="left"), Column("metrics.sustained_ms", "µs", ",.1f", scale=1000),
         Column("metrics.registers", "registers"), Column("metrics.spilled_bytes", "spilled B"),
         Column("metrics.shared_bytes", "shared B", ",d"), Column("metrics.status", "status"),
-        *(Column(f"metrics.{way.replace(' ', '_')}_ms", f"{way} µs", ",.1f", scale=1000) for way in configs.PASSES),
     ],
     headline=headline_from(
         "{where}; torch {torch}, triton {triton}",

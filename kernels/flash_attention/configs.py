@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -18,11 +19,9 @@ from .options import Problem
 from .table import ROWS
 
 KERNELS = ("forward", "dkdv", "dq")
-PASSES = ("in turn", "joint", "split")
 # Classes of batch·heads·length, by their largest member; the last stands for all that is longer. What wins changes
 # while a GPU is not full: 132 multiprocessors take 8,448 rows in tiles of 64.
 ROW_CLASSES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
-LONGEST_SPLIT = 4096  # keys of a call whose backward is split: the shares of dQ grow with queries times keys
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,8 @@ class Tile:
         block_m: queries per tile; block_n: keys per tile. Powers of two, at least 16, block_m at most 128.
         warps, stages: warps per program, depth of the software pipeline.
         head_group: heads that advance together, so that their K and V stay in the L2.
-        maxnreg: register limit per thread, or None.
         tma: load the tiles of the inner loop through tensor descriptors where the layout allows it.
-        chunk: rows of the other sequence that one program takes, a multiple of the tile; 0 for all. See split.py.
+        chunk: keys that one program of the forward takes, a multiple of the tile; 0 for all. See split.py.
     """
 
     block_m: int
@@ -43,16 +41,8 @@ class Tile:
     warps: int = 4
     stages: int = 2
     head_group: int = 1
-    maxnreg: int | None = None
     tma: bool = False
     chunk: int = 0
-
-    def launch_options(self) -> dict[str, int]:
-        """What Triton's launch takes besides the kernel's own arguments."""
-        options = {"num_warps": self.warps, "num_stages": self.stages}
-        if self.maxnreg is not None:
-            options["maxnreg"] = self.maxnreg
-        return options
 
 
 def miscompiled(bits: int, tile: Tile) -> bool:
@@ -84,40 +74,19 @@ class Key:
     rows: int
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A row of the table.
-
-    Args:
-        forward, dkdv, dq: the tiles of the three kernels.
-        passes: of the backward: "in turn", "joint" in one launch (see backward_joint.py), which then share warps,
-            stages and register limit, or "split", a single pass by the tile of dK/dV with its `chunk` (see split.py).
-    """
+class Choice(NamedTuple):
+    """A row of the table: the tiles of the three kernels."""
 
     forward: Tile
     dkdv: Tile
     dq: Tile
-    passes: str = "in turn"
-
-    def __post_init__(self) -> None:
-        if self.passes == "joint" and self.dkdv.launch_options() != self.dq.launch_options():
-            raise ValueError(f"joint passes need one set of launch options, got {self.dkdv} and {self.dq}")
-        if self.passes == "split" and self.dkdv.chunk == 0:
-            raise ValueError(f"a split pass needs the rows of a chunk, got {self.dkdv}")
 
 
-TABLE: dict[Key, Choice] = {
-    Key(*key): Choice(Tile(*forward), Tile(*dkdv), Tile(*dq), passes) for key, _, forward, dkdv, dq, passes in ROWS
-}
+TABLE: dict[Key, Choice] = {Key(*key): Choice(*(Tile(*tile) for tile in tiles)) for key, _, *tiles in ROWS}
 
 CANDIDATES = {
     16: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
     32: (Tile(32, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
-}
-FUSED_TILES = {  # of the dK/dV pass when it adds to dQ as well, by head dim; 16-bit dtypes on sm_90
-    64: Tile(64, 128, 8, 2, tma=True),
-    128: Tile(32, 128, 8, 2, tma=True),
-    256: Tile(32, 64, 8, 2, tma=True),
 }
 # Instead of a tile made for descriptors where the layout or the length rules them out: addresses in registers would
 # make it spill. By (kernel, padded head dim); other tiles stay as they are.
@@ -130,13 +99,13 @@ POINTER_TILES = {
 }
 INTERPRETED_TILES = {"forward": Tile(32, 16), "dkdv": Tile(16, 32), "dq": Tile(32, 16)}
 
-_forced: dict[str, Tile | str] = {}
+_forced: dict[str, Tile] = {}
 _searched: dict[tuple[str, Key], Tile] = {}
 
 
 @contextlib.contextmanager
-def forced(**choices: Tile | str) -> Iterator[None]:
-    """Use these fields of a `Choice` whatever the table says, `passes` with both of its tiles: for tests."""
+def forced(**choices: Tile) -> Iterator[None]:
+    """Use these fields of a `Choice` whatever the table says: for tests."""
     before = dict(_forced)
     _forced.update(choices)
     _dispatch.forget()
@@ -174,8 +143,7 @@ def lookup(key: Key) -> Choice | None:
     Without one of their own, full masks share the causal rows, and tf32 and bf16x6 those of tf32x3.
     """
     precision = "ieee" if key.precision == "ieee" else "tf32x3"
-    longer = [c for c in ROW_CLASSES if c >= key.rows]
-    classes = longer + [c for c in reversed(ROW_CLASSES) if c < key.rows]
+    classes = sorted(ROW_CLASSES, key=lambda c: (c < key.rows, abs(c - key.rows)))
     for near in (key, replace(key, causal=True), replace(key, causal=True, precision=precision)):
         for rows in classes:
             if (found := replace(near, rows=rows)) in TABLE:
@@ -183,18 +151,18 @@ def lookup(key: Key) -> Choice | None:
     return None
 
 
-def settled(q: torch.Tensor, problem: Problem, fused: bool = False) -> Problem:
+def settled(q: torch.Tensor, problem: Problem) -> Problem:
     """The problem with "emulated" precision replaced by the arithmetic that is the faster one for a call with this q.
 
-    That is "bf16x6" where TABLE has a row for it, and "tf32x3" elsewhere and for the `fused` backward. Dtypes of 16
-    bits have one arithmetic, "ieee".
+    That is "bf16x6" where TABLE has a row for it, and "tf32x3" elsewhere. Dtypes of 16 bits have one arithmetic,
+    "ieee".
     """
     if q.element_size() == 2:
         return replace(problem, precision="ieee")
     if problem.precision != "emulated":
         return problem
     six = replace(problem, precision="bf16x6")
-    known = not (fused or interpreted() or _forced) and replace(key_of(q, six), causal=True) in TABLE
+    known = not (interpreted() or _forced) and replace(key_of(q, six), causal=True) in TABLE
     return six if known else replace(problem, precision="tf32x3")
 
 
@@ -214,26 +182,6 @@ def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile],
             return CANDIDATES[key.bits][-1]  # nothing can be measured now: the one that fits everywhere
         _searched[kernel, key] = _fastest(CANDIDATES[key.bits], run)
     return _searched[kernel, key]
-
-
-def concurrent(q: torch.Tensor, key_count: int, problem: Problem) -> Choice | None:
-    """The row to follow if both passes of this backward run at once, else None; a window cannot be split."""
-    if "passes" in _forced:
-        row = Choice(_forced["dq"], _forced["dkdv"], _forced["dq"], _forced["passes"])
-    else:
-        row = None if interpreted() or _forced else lookup(key_of(q, problem))
-    if row is None or row.passes == "in turn":
-        return None
-    whole = problem.has_lo or problem.has_doc or key_count > LONGEST_SPLIT
-    return None if row.passes == "split" and whole else row
-
-
-def choose_fused(q: torch.Tensor, problem: Problem, run: Callable[[Tile], None]) -> Tile:
-    """The tile of the fused backward; dtypes and GPUs without one of their own take that of the dK/dV pass."""
-    key = key_of(q, problem)
-    if "dkdv" in _forced or key.gpu != "sm_90" or key.bits == 32:
-        return choose("dkdv", q, problem, run)
-    return FUSED_TILES[max(64, key.head_dim)]
 
 
 def _fastest(tiles: tuple[Tile, ...], run: Callable[[Tile], None]) -> Tile:

@@ -16,11 +16,11 @@ from ..cost import Cost
 from . import ops, tiled
 from .options import (
     DTYPES,
-    backward_passes,
     band,
     check_call,
     check_documents,
     document_bounds,
+    is_deterministic,
     visible_pairs,
 )
 
@@ -28,8 +28,8 @@ from .options import (
 class FlashAttention2(Function):
     """Triton FlashAttention-2: `apply(q, k, v, is_causal=False)` → o, of q's shape.
 
-    Further positional options: scale, window, alignment, precision, document_ids, backward, deterministic; see
-    `flash_attention`.
+    Further positional options: scale, window, alignment, precision, document_ids, backward, deterministic, softcap,
+    return_lse; see `flash_attention`.
     Where Triton cannot run the plain-torch tiles are used instead. Saved: q, k, v, o, and the log-sum-exp of shape
     `q.shape[:-1]`.
 
@@ -38,35 +38,40 @@ class FlashAttention2(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
-                document_ids=None, backward=None, deterministic=None):
-        cast = autocast(q, k, v)
-        options = is_causal, scale, window, alignment, precision
-        if document_ids is not None:  # else the operator checks, once for all calls alike
-            check_call(*cast, *options)
-        passes = backward_passes(backward, deterministic)
-        documents = _documents(*cast[:2], document_ids)
-        o, lse = ops.forward_op(*cast, *options, *documents)
+                document_ids=None, backward=None, deterministic=None, softcap=None, return_lse=False):
+        options = is_causal, scale, window, alignment, precision, softcap
+        cast = _begin(ctx, (q, k, v), options, document_ids, backward, deterministic, return_lse)
+        o, lse = ops.forward_op(*cast, *ctx.options)
         ctx.save_for_backward(*cast, o, lse)
-        ctx.options = *options, *documents, passes
         ctx.input_dtypes = q.dtype, k.dtype, v.dtype
-        return o
+        return (o, lse) if return_lse else o
 
     @staticmethod
     @first_order
-    def backward(ctx, do):
+    def backward(ctx, do, dlse=None):
         q, k, v, o, lse = ctx.saved_tensors
         do = do if do.dtype is o.dtype else do.to(o.dtype)
-        grads = ops.backward_op(q, k, v, o, lse, do, *ctx.options)
-        return *cast_back(grads, ctx.input_dtypes), *[None] * 8
+        grads = ops.backward_op(q, k, v, o, lse, do, dlse, ctx.deterministic, *ctx.options)
+        return *cast_back(grads, ctx.input_dtypes), *[None] * 10
 
 
-def _documents(q: Tensor, k: Tensor,
-               document_ids: Tensor | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """The bounds of each position's document; checks what the operator is not given."""
-    if document_ids is None:
-        return None, None
-    check_documents(q, k, document_ids)
-    return document_bounds(document_ids)
+def _begin(ctx, inputs: tuple[Tensor, ...], options: tuple, document_ids: Tensor | None, backward: str | None,
+           deterministic: bool | None, return_lse: bool, dtypes: tuple[torch.dtype, ...] | None = None) -> tuple:
+    """q, k and v as autocast wants them, and in ctx what the operators are given besides.
+
+    Checks what the operator does not, and with documents all; for `dtypes` all, too.
+    """
+    cast = autocast(*inputs)
+    if document_ids is not None or dtypes:
+        check_call(*cast, *options, dtypes=dtypes or DTYPES)
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
+    ctx.deterministic = is_deterministic(backward, deterministic)
+    if document_ids is not None:
+        check_documents(*cast[:2], document_ids)
+        document_ids = document_ids if document_ids.dim() == 3 else document_bounds(document_ids)
+    ctx.options = *options, document_ids
+    return cast
 
 
 class FlashAttention2PyTorch(Function):
@@ -74,34 +79,32 @@ class FlashAttention2PyTorch(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
-                document_ids=None, backward=None, deterministic=None):
-        cast = autocast(q, k, v)
-        options = is_causal, scale, window, alignment, precision
-        check_call(*cast, *options, dtypes=(*DTYPES, torch.float64))
-        backward_passes(backward, deterministic)  # checks them; the tiles are summed in one order always
-        documents = _documents(*cast[:2], document_ids)
-        ctx.problem = ops.problem_of(*cast[:2], *options, *documents)
-        o, lse = tiled.forward(*ops.four_d(*cast), ctx.problem)
+                document_ids=None, backward=None, deterministic=None, softcap=None, return_lse=False):
+        options = is_causal, scale, window, alignment, precision, softcap
+        cast = _begin(ctx, (q, k, v), options, document_ids, backward, deterministic, return_lse,
+                      (*DTYPES, torch.float64))
+        o, lse = tiled.forward(*ops.four_d(*cast), ops.problem_of(*cast[:2], *ctx.options))
         o, lse = o.view(q.shape), lse.view(q.shape[:-1])
         ctx.save_for_backward(*cast, o, lse)
         ctx.input_dtypes = q.dtype, k.dtype, v.dtype
-        return o
+        return (o, lse) if return_lse else o
 
     @staticmethod
     @first_order
-    def backward(ctx, do):
+    def backward(ctx, do, dlse=None):
         q, k, v, o, lse = ctx.saved_tensors
-        lse = lse.view(ops.four_d(q)[0].shape[:-1])
-        grads = tiled.backward(*ops.four_d(q, k, v, o), lse, *ops.four_d(do), ctx.problem)
+        problem = ops.problem_of(q, k, *ctx.options)
+        grads = tiled.backward(*ops.four_d(q, k, v, o), lse, *ops.four_d(do), dlse, problem)
         dq, dk, dv = (g.view(x.shape).to(dtype)
                       for g, x, dtype in zip(grads, (q, k, v), ctx.input_dtypes, strict=True))
-        return dq, dk, dv, *[None] * 8
+        return dq, dk, dv, *[None] * 10
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
                     window: int | None = None, alignment: str = "top-left", precision: str = "emulated",
                     document_ids: Tensor | None = None, backward: str | None = None,
-                    deterministic: bool | None = None) -> Tensor:
+                    deterministic: bool | None = None, softcap: float | None = None,
+                    return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · q kᵀ + mask) v, without the (T, T) matrix in memory; differentiable in q, k and v.
 
     Args:
@@ -118,14 +121,18 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
             faster for the head dim and length; "ieee", fp32 units; "tf32", one matmul with 11 bits. fp16 and bf16 do
             not depend on it.
         document_ids: (B, T) integers for packed sequences, Tq = Tk: positions see each other only within one run of
-            equal ids.
-        backward: deprecated: "two-pass" is deterministic=True; "fused" is one pass with atomic additions to dQ.
+            equal ids. Or what `document_bounds` made of them, or of cu_seqlens, once for all layers.
+        backward: deprecated: "two-pass" is deterministic=True, "fused" deterministic=False.
         deterministic: True for gradients that are bit-identical from run to run. False takes the fastest kernels, whose
             sums of dQ may come in any order, so that its last bits change (those for Hopper do that; o, dk and dv are
             bit-identical always). None follows `torch.use_deterministic_algorithms`.
+        softcap: caps scores smoothly: s becomes softcap · tanh(s / softcap), as in Gemma 2. The Triton kernels take
+            such calls on every GPU.
+        return_lse: whether to return the log-sum-exp of the scores too, differentiable.
 
     Returns:
         (B, T, D) or (B, H, T, D) in q's dtype (autocast's under autocast). Rows that see no key are 0.
+        With `return_lse` also (B, T) or (B, H, T) in fp32: log Σ exp(s) over visible keys, −inf where there is none.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
@@ -134,7 +141,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
     devices the plain-torch tiles. `create_graph=True` raises: the gradient of a gradient is not defined.
     """
     return FlashAttention2.apply(q, k, v, causal, scale, window, alignment, precision, document_ids, backward,
-                                 deterministic)
+                                 deterministic, softcap, return_lse)
 
 
 def cost(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: torch.dtype, *, causal: bool = False,

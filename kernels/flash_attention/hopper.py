@@ -3,7 +3,7 @@
 `serves` is the whole rule, `SERVED` the rule in words, which `distlab doctor` says. What it does not take runs on the
 Triton kernels, with the same results: windows and packed documents, whose rows see keys between two borders where these
 kernels know only the upper one; other head dims, which would have to be padded (`distlab run attention_sweep` has the
-time of that, "ours-padded"); fp32; calls too short to fill the GPU; at d = 64 the forward, where Triton's is faster.
+time of that, "ours-padded"); fp32; softcap; calls too short to fill the GPU; at d = 64 the forward, where Triton's is faster.
 """
 
 import functools
@@ -18,7 +18,7 @@ from . import configs
 from .options import Problem
 
 HEAD_DIMS = {"forward": (128,), "backward": (64, 128)}  # the Triton forward is the faster one at 64
-SERVED = "fp16 and bf16, head dims 128 and 64 (there the backward), without window and documents, from 16,384 rows on"
+SERVED = "fp16 and bf16, head dims 128 and 64 (there the backward), without window, documents and softcap, from 16,384 rows on"
 LEAST_ROWS = 2**14  # of all heads: programs of 128 for a GPU of 132 multiprocessors; fewer leave it idle
 DTYPES = (torch.float16, torch.bfloat16)
 ALIGNMENT_BYTES = 16  # of the base address and of every stride, for TMA
@@ -54,13 +54,14 @@ def serves(direction: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *m
     """Whether the Hopper kernel takes this call: (B, H, T, D) tensors with contiguous rows, `more` likewise.
 
     They take fp16 and bf16 with one of HEAD_DIMS, causal or not, any lengths and heads, from LEAST_ROWS rows on, on
-    compute capability 9.0 with a Triton that has Gluon; no window and no documents. TMA asks for 16-byte aligned
+    compute capability 9.0 with a Triton that has Gluon; no window, documents or softcap. TMA asks for 16-byte aligned
     addresses and strides, and for dimensions that are not expanded. `direction` is "forward" or "backward".
     """
     owned = q if direction == "forward" else k  # whose rows the programs share out
     padded_rows = q.shape[0] * q.shape[1] * (q.shape[2] + KEYS)  # of Δ: more than of anything else but the keys
     return (
         q.shape[-1] in HEAD_DIMS[direction] and q.dtype in DTYPES and not (problem.has_lo or problem.has_doc)
+        and problem.softcap is None
         and owned.shape[0] * owned.shape[1] * owned.shape[2] >= LEAST_ROWS
         and max(padded_rows, q.shape[2] + k.shape[2] + KEYS) < LARGEST
         and all(_described(x) for x in (q, k, v, *more))
@@ -140,7 +141,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, prob
 
 
 def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dq: Tensor, dk: Tensor,
-                    dv: Tensor, problem: Problem) -> None:
+                    dv: Tensor, problem: Problem, dlse: Tensor | None = None) -> None:
     """Fill dq, dk and dv: tensors as in backward.py that `serves` takes, do, dk and dv among them."""
     from .backward_launch import launch_delta
     from .hopper_backward import hopper_backward_kernel
@@ -148,7 +149,7 @@ def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do:
     batch, heads, _, head_dim = q.shape
     queries = 64 if head_dim == 128 else 128
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    saved = launch_delta(q, k, v, o, lse, do, dq_sum)
+    saved = launch_delta(q, k, v, o, lse, do, dq_sum, dlse)
     _dispatch.launch(
         hopper_backward_kernel, (cdiv(k.shape[2], KEYS) * batch * k.shape[1],),
         _descriptor(q, queries), _descriptor(k, 64), _descriptor(v, 64), _descriptor(do, queries),

@@ -6,7 +6,6 @@ They have no autograd formula: `function.py` holds the autograd Functions.
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +15,6 @@ from torch.utils.flop_counter import register_flop_formula
 from .. import _dispatch, _triton
 from . import configs, hopper, tiled
 from .options import Problem, band, check_call, visible_pairs
-
-if TYPE_CHECKING:
-    from .backward_launch import Saved
-
 
 FURTHEST_ROWS = 2**24  # elements; kernels compute offsets within a tile, of up to 128 rows, in 32 bits
 
@@ -53,17 +48,18 @@ def four_d(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def problem_of(q: Tensor, k: Tensor, causal: bool, scale: float | None, window: int | None, alignment: str,
-               precision: str, doc_first: Tensor | None, doc_last: Tensor | None) -> Problem:
+               precision: str, softcap: float | None, bounds: Tensor | None) -> Problem:
     """What the options of a call mean for tensors of these shapes."""
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return Problem(band(q.shape[-2], k.shape[-2], causal, window, alignment), factor, precision, doc_first, doc_last)
+    cap = None if softcap is None else float(softcap)
+    return Problem(band(q.shape[-2], k.shape[-2], causal, window, alignment), factor, precision, cap, bounds)
 
 
 @_dispatch.operator("flash_attention_forward", check_call, opaque=True)
 def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None, alignment: str,
-               precision: str, doc_first: Tensor | None, doc_last: Tensor | None) -> tuple[Tensor, Tensor]:
+               precision: str, softcap: float | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
     """q (B, H, Tq, D), k and v (B, Hk, Tk, D), or without heads → o like q, lse (B, H, Tq) fp32."""
-    problem = problem_of(q, k, causal, scale, window, alignment, precision, doc_first, doc_last)
+    problem = problem_of(q, k, causal, scale, window, alignment, precision, softcap, bounds)
     shape = q.shape
     q, k, v = (_rows_contiguous(x) for x in four_d(q, k, v))
     o = _empty_like(q)
@@ -96,63 +92,46 @@ def _launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, pro
 
 
 @_dispatch.operator("flash_attention_backward", opaque=True)
-def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float | None,
-                window: int | None, alignment: str, precision: str, doc_first: Tensor | None, doc_last: Tensor | None,
-                passes: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v from what the forward saved and do, like o; `passes` as `backward_passes` says."""
-    problem = problem_of(q, k, causal, scale, window, alignment, precision, doc_first, doc_last)
+def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
+                deterministic: bool, causal: bool, scale: float | None, window: int | None, alignment: str,
+                precision: str, softcap: float | None, bounds: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v from what the forward saved, do, like o, and dlse, like lse."""
+    problem = problem_of(q, k, causal, scale, window, alignment, precision, softcap, bounds)
     shapes = q.shape, k.shape, v.shape
     q, k, v = (_rows_contiguous(x) for x in four_d(q, k, v))
     o, do = four_d(o, do)
-    lse = lse.contiguous().view(q.shape[:-1])
+    lse, dlse = (x if x is None else x.contiguous().view(q.shape[:-1]) for x in (lse, dlse))
     grads = _empty_like(q), _empty_like(k), _empty_like(v)
     if _dispatch.idle(q) or k.numel() == 0:
         for grad in grads:
             grad.zero_()
     elif not _triton.runs_triton(q):
-        for grad, made in zip(grads, tiled.backward(q, k, v, o, lse, do, problem), strict=True):
+        for grad, made in zip(grads, tiled.backward(q, k, v, o, lse, do, dlse, problem), strict=True):
             grad.copy_(made)
     else:
-        _launch_backward(q, k, v, o, lse, do, grads, problem, passes)
+        _launch_backward(q, k, v, o, lse, do, dlse, grads, problem, deterministic)
     dq, dk, dv = (grad.view(shape) for grad, shape in zip(grads, shapes, strict=True))
     return dq, dk, dv
 
 
-def _launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, grads: tuple[Tensor, ...],
-                     problem: Problem, passes: str) -> None:
-    from .backward_launch import launch_backward, launch_delta, launch_dkdv, launch_dq
+def _launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
+                     grads: tuple[Tensor, ...], problem: Problem, deterministic: bool) -> None:
+    from .backward_launch import launch_delta, launch_dkdv, launch_dq
 
     head_dim = q.shape[-1]
     q, k, v, o, do = _aligned(q, k, v, o, do)
-    if passes == "fastest" and hopper.serves("backward", q, k, v, problem, do, *grads):
-        hopper.launch_backward(q, k, v, o, lse, do, *grads, problem)
+    if not deterministic and hopper.serves("backward", q, k, v, problem, do, *grads):
+        hopper.launch_backward(q, k, v, o, lse, do, *grads, problem, dlse)
         return
-    problem = configs.settled(q, problem, passes == "fused")
+    problem = configs.settled(q, problem)
     outs = grads if head_dim == q.shape[-1] else tuple(torch.empty_like(x) for x in (q, k, v))
-    saved = launch_delta(q, k, v, o, lse, do)
-    if passes == "fused":
-        _launch_fused(saved, *outs, problem)
-    elif at_once := configs.concurrent(q, k.shape[2], problem):
-        launch_backward(saved, *outs, problem, at_once.passes, at_once.dkdv, at_once.dq)
-    else:
-        for kernel, run in (("dkdv", partial(launch_dkdv, saved, outs[1], outs[2], problem)),
-                            ("dq", partial(launch_dq, saved, outs[0], problem))):
-            run(configs.choose(kernel, q, problem, run))
+    saved = launch_delta(q, k, v, o, lse, do, dlse=dlse)
+    for kernel, run in (("dkdv", partial(launch_dkdv, saved, outs[1], outs[2], problem)),
+                        ("dq", partial(launch_dq, saved, outs[0], problem))):
+        run(configs.choose(kernel, q, problem, run))
     if outs is not grads:
         for grad, out in zip(grads, outs, strict=True):
             grad.copy_(out[..., :head_dim])
-
-
-def _launch_fused(saved: "Saved", dq: Tensor, dk: Tensor, dv: Tensor, problem: Problem) -> None:
-    """One pass; programs add their shares of dQ in fp32 in whatever order they come."""
-    from .backward_launch import launch_dkdv
-
-    def run(tile: configs.Tile) -> Tensor:
-        dq_sum = torch.zeros(dq.shape, dtype=torch.float32, device=dq.device)
-        launch_dkdv(saved, dk, dv, problem, tile, dq_sum)
-        return dq_sum
-
-    dq.copy_(run(configs.choose_fused(saved.q, problem, run)).mul_(problem.scale))
 
 
 @register_flop_formula(torch.ops.distlab_kernels.flash_attention_forward)
@@ -164,6 +143,7 @@ def forward_flops(q, k, v, causal, scale, window, alignment, *_, out_shape=None,
 
 
 @register_flop_formula(torch.ops.distlab_kernels.flash_attention_backward)
-def backward_flops(q, k, v, o, lse, do, causal, scale, window, alignment, *_, out_shape=None, **__) -> int:
+def backward_flops(q, k, v, o, lse, do, dlse, deterministic, causal, scale, window, alignment, *_, out_shape=None,
+                   **__) -> int:
     """Five matmuls per visible pair, the convention, although the two-pass backward computes seven."""
     return forward_flops(q, k, v, causal, scale, window, alignment) * 5 // 2

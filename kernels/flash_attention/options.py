@@ -19,17 +19,18 @@ class Problem:
 
     Args:
         lo, hi: the band; None leaves that side open.
-        doc_first, doc_last: (B, T) int32, first and one past the last position of each position's document, or None.
         scale: multiplies Q Kᵀ; positive.
         precision: arithmetic of fp32 matmuls, one of PRECISIONS; without effect on fp16 and bf16. Kernels take any
             but "emulated", which stands for one of them (`configs.settled`).
+        softcap: scores become softcap · tanh(scores / softcap), unless None.
+        bounds: documents as `document_bounds` makes them, or None.
     """
 
     band: tuple[int | None, int | None]
     scale: float
     precision: str = "ieee"
-    doc_first: torch.Tensor | None = None
-    doc_last: torch.Tensor | None = None
+    softcap: float | None = None
+    bounds: torch.Tensor | None = None
 
     @property
     def has_lo(self) -> bool:
@@ -44,7 +45,7 @@ class Problem:
     @property
     def has_doc(self) -> bool:
         """Whether documents are kept apart."""
-        return self.doc_first is not None
+        return self.bounds is not None
 
     @property
     def lo(self) -> int:
@@ -71,11 +72,8 @@ def band(query_count: int, key_count: int, causal: bool, window: int | None,
     return lo, hi
 
 
-def backward_passes(backward: str | None, deterministic: bool | None) -> str:
-    """What the backward operator is asked for: "two-pass", "fused", or "fastest" where the caller leaves it open.
-
-    `deterministic` None follows torch.use_deterministic_algorithms.
-    """
+def is_deterministic(backward: str | None, deterministic: bool | None) -> bool:
+    """Whether gradients must be bit-identical in every run; None follows torch.use_deterministic_algorithms."""
     if backward not in (None, *BACKWARDS):
         raise ValueError(f"backward is {backward!r}; allowed: {', '.join(BACKWARDS)}")
     if deterministic not in (None, True, False):
@@ -83,12 +81,11 @@ def backward_passes(backward: str | None, deterministic: bool | None) -> str:
     if backward is not None:
         if not torch.compiler.is_compiling():  # which cannot trace a warning
             warnings.warn("backward= is deprecated and gone in the next version; deterministic=True means two passes",
-                          DeprecationWarning, stacklevel=4)
+                          DeprecationWarning, stacklevel=5)
         if deterministic and backward == "fused":
             raise ValueError("backward is 'fused', which is not deterministic, and deterministic True; leave one out")
-    if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:
-        return "two-pass"
-    return backward or "fastest"
+    asked = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    return asked or backward == "two-pass"
 
 
 def visible_pairs(query_count: int, key_count: int, lo: int | None, hi: int | None) -> int:
@@ -106,27 +103,58 @@ def visible_pairs(query_count: int, key_count: int, lo: int | None, hi: int | No
     return max(upper - lower, 0)
 
 
-def document_bounds(document_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and one past the last position of the run of equal ids around each position; (B, T) → two (B, T) int32."""
+def document_bounds(document_ids: torch.Tensor | None = None, *,
+                    cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    """Where the document of each position begins and ends: computed once per batch, for the attention of every layer.
+
+    Args:
+        document_ids: (B, T) integers; a document is a run of equal ids.
+        cu_seqlens: instead, for B = 1, (n + 1,) integers: 0 and the ends of n documents, the last of which is T. Its
+            values are read, for which the CPU waits if they are on a GPU.
+
+    Returns:
+        (2, B, T) int32, the first and one past the last position, for `flash_attention(..., document_ids=...)`.
+
+    Raises:
+        TypeError, ValueError: neither or both, no integer tensor, another shape, offsets that do not ascend from 0.
+    """
+    if (document_ids is None) == (cu_seqlens is None):
+        raise ValueError("document_bounds needs either document_ids or cu_seqlens")
+    if cu_seqlens is not None:
+        _check_integers("cu_seqlens", cu_seqlens)
+        offsets = cu_seqlens.tolist() if cu_seqlens.dim() == 1 else []
+        if offsets[:1] != [0] or offsets != sorted(offsets):
+            raise ValueError(f"cu_seqlens is {str(offsets)[:80]}, of shape {tuple(cu_seqlens.shape)}; allowed: one "
+                             "dimension, ascending from 0")
+        ends = torch.stack((cu_seqlens[:-1], cu_seqlens[1:]))
+        return ends.repeat_interleave(cu_seqlens.diff(), 1, output_size=offsets[-1])[:, None].to(torch.int32)
+    _check_integers("document_ids", document_ids)
+    if document_ids.dim() != 2:
+        raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}; allowed: (batch, seq)")
     count = document_ids.shape[1]
     position = torch.arange(count, device=document_ids.device).expand(document_ids.shape)
     changes = document_ids[:, 1:] != document_ids[:, :-1]
     edge = torch.ones_like(document_ids[:, :1], dtype=torch.bool)
     first = torch.where(torch.cat([edge, changes], 1), position, 0).cummax(1).values
     after = torch.where(torch.cat([changes, edge], 1), position + 1, count)
-    last = after.flip(1).cummin(1).values.flip(1)
-    return first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
+    return torch.stack((first, after.flip(1).cummin(1).values.flip(1))).to(torch.int32)
+
+
+def _check_integers(name: str, values: torch.Tensor) -> None:
+    if not isinstance(values, torch.Tensor) or values.is_floating_point() or values.is_complex():
+        raise TypeError(f"{name} must be an integer tensor or None")
 
 
 def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None,
-               window: int | None, alignment: str, precision: str, *_: object,
+               window: int | None, alignment: str, precision: str, softcap: float | None = None, *_: object,
                dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     """Raise for tensors that do not belong together and for options that are not allowed, naming the argument."""
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     _check_inputs(q, k, v, dtypes)
-    _check_options(causal, scale, window, alignment, precision)
+    _check_options(causal, window, alignment, precision)
+    _check_factors(scale, softcap, q.shape[-1])
 
 
 def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -156,33 +184,41 @@ def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tup
             raise ValueError(f"k has {k.shape[1]} heads and q {q.shape[1]}; q's must be a multiple of k's")
 
 
-def _check_options(causal: bool, scale: float | None, window: int | None, alignment: str, precision: str) -> None:
+def _check_factors(scale: float | None, softcap: float | None, head_dim: int) -> None:
+    for name, value, default in (("scale", scale, "1/sqrt(head dim)"), ("softcap", softcap, "scores as they are")):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and LEAST_SCALE <= value <= LARGEST_SCALE):
+            raise ValueError(f"{name} is {value!r}; allowed: a number from {LEAST_SCALE:.1e} to {LARGEST_SCALE:.1e}, "
+                             f"or None for {default}")
+    factor = head_dim**-0.5 if scale is None else scale
+    if softcap is not None and factor / softcap > LARGEST_SCALE:
+        raise ValueError(f"softcap is {softcap!r}, {factor / softcap:.1e} times smaller than scale; allowed: up to "
+                         f"{LARGEST_SCALE:.1e} times")
+
+
+def _check_options(causal: bool, window: int | None, alignment: str, precision: str) -> None:
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
-    number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if scale is not None and not (number and LEAST_SCALE <= scale <= LARGEST_SCALE):
-        raise ValueError(f"scale is {scale!r}; allowed: a number from {LEAST_SCALE:.1e} to {LARGEST_SCALE:.1e}, "
-                         "or None for 1/sqrt(head dim)")
     if window is not None:
         if isinstance(window, bool) or not isinstance(window, int | torch.SymInt):
             raise TypeError(f"window must be an int or None, got {window!r}")
         if window < 0:
             raise ValueError(f"window is {window}; allowed: 0 or more, or None for no window")
-    if alignment not in ALIGNMENTS:
-        raise ValueError(f"alignment is {alignment!r}; allowed: {', '.join(ALIGNMENTS)}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; allowed: {', '.join(PRECISIONS)}")
+    for name, value, allowed in (("alignment", alignment, ALIGNMENTS), ("precision", precision, PRECISIONS)):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
 
 
 def check_documents(q: torch.Tensor, k: torch.Tensor, document_ids: torch.Tensor) -> None:
-    """Raise unless these are the documents of q's and k's positions; tensors have passed `check_call`."""
-    numbers = isinstance(document_ids, torch.Tensor)
-    if not numbers or document_ids.is_floating_point() or document_ids.is_complex():
-        raise TypeError("document_ids must be an integer tensor or None")
+    """Raise unless these are the documents, or their bounds, of q's and k's positions; those have passed `check_call`.
+    """
+    _check_integers("document_ids", document_ids)
     if document_ids.device != q.device:
         raise ValueError(f"document_ids is on {document_ids.device}, q on {q.device}; they must be on one device")
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"document_ids needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}")
-    if tuple(document_ids.shape) != (q.shape[0], q.shape[-2]):
-        raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}; allowed: (batch, seq) = "
-                         f"({q.shape[0]}, {q.shape[-2]})")
+    shape = q.shape[0], q.shape[-2]
+    bounds = tuple(document_ids.shape) == (2, *shape) and document_ids.dtype == torch.int32
+    if not bounds and tuple(document_ids.shape) != shape:
+        raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}; allowed: (batch, seq) = {shape}, or "
+                         "what document_bounds makes of such")

@@ -1,130 +1,190 @@
-"""Which tiles a program visits, shared by the three attention kernels.
+"""Which tiles a program visits, which scores it masks and how it loads rows, shared by the three attention kernels.
 
 Every mask this package knows is an interval of keys per query. With q and k counted from the first row,
 
-    key k is visible to query q  <=>  q - lo <= k <= q + hi      (each side optional: HAS_LO, HAS_HI)
-                                      and k lies in q's document (optional: HAS_DOC)
+    key k is visible to query q  <=>  q - lo <= k <= q + hi      (each side optional: has_lo, has_hi)
+                                      and k lies in q's document (optional: has_doc)
 
 causal attention is hi = 0 (or T_k - T_q when the last rows are aligned), a sliding window of w adds lo = w. Seen from
-a key the visible queries are an interval too, with lo and hi exchanged, so one function serves all passes.
+a key the visible queries are an interval too, with lo and hi exchanged, so one function serves all passes: the launcher
+of the pass that owns keys exchanges them.
 """
 
+from collections import namedtuple
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
+from .._triton import next_power_of_2
+from .configs import Tile
+from .options import Problem
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# arguments of the kernels that are not worth a compilation per value
+COUNTS = ["heads", "kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads", "chunk", "parts"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is compiled for, the one constexpr argument of each.
+
+    Args:
+        has_lo, has_hi: whether the band ends on these sides, as the tile that a program owns sees it.
+        has_doc, softcap: whether there are documents, and whether scores are capped.
+        ragged: whether the other sequence ends within a tile.
+        head_dim: D; block_d: D rounded up to a power of two.
+        block_m, block_n, head_group: as in `Tile`.
+        precision: as in `Problem`.
+        tma: whether the tiles of the inner loop come through tensor descriptors.
+        split: whether a program takes one chunk of the other sequence.
+    """
+
+    has_lo: bool
+    has_hi: bool
+    has_doc: bool
+    softcap: bool
+    ragged: bool
+    head_dim: int
+    block_d: int
+    block_m: int
+    block_n: int
+    head_group: int
+    precision: tl.constexpr  # Triton 3.6 passes no plain str on to a function
+    tma: bool
+    split: bool
+
+
+# Where `load_tile` finds the rows of one head: by pointer, or in a descriptor of the whole tensor.
+Rows = namedtuple("Rows", "base stride desc batch head")
+# What `visible` compares positions of the other sequence with, for a program's own positions.
+Mask = namedtuple("Mask", "own count lo hi doc_first doc_last")
+
+
+def variant(problem: Problem, tile: Tile, head_dim: int, other_count: int, *, keys: bool, tma: bool,
+            split: bool = False) -> Variant:
+    """Of a kernel whose programs own queries, or keys, and walk over `other_count` rows of the other sequence."""
+    lo, hi = (problem.has_lo, problem.has_hi)[:: -1 if keys else 1]
+    return Variant(lo, hi, problem.has_doc, problem.softcap is not None,
+                   other_count % (tile.block_m if keys else tile.block_n) != 0, head_dim, block_d(head_dim),
+                   tile.block_m, tile.block_n, tile.head_group, tl.constexpr(problem.precision), tma, split)
+
+
+def block_d(head_dim: int) -> int:
+    """Columns of a tile: matmuls take powers of two from 16 on."""
+    return max(16, next_power_of_2(head_dim))
+
+
+def scales(problem: Problem) -> tuple[float, float, float]:
+    """(scale, scale_log2, cap): P = exp2(scale_log2 · s − LSE2), with softcap of tanh(cap · s) in place of s."""
+    if problem.softcap is None:
+        return problem.scale, problem.scale * LOG2_E.value, 0.0
+    return problem.scale, problem.softcap * LOG2_E.value, problem.scale / problem.softcap
+
+
+def documents(problem: Problem) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """First and one past the last position of the document of each, (B, T), or nothing."""
+    return (problem.bounds[0], problem.bounds[1]) if problem.has_doc else (None, None)
+
 
 @triton.jit
-def schedule(pid, tiles, heads, GROUP: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Map a program id to (tile, batch·head): GROUP heads advance together, so that their K and V share the L2.
+def schedule(tiles, heads, batch_heads, GROUP: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """(tile, batch·head, batch, head) of this program: GROUP heads advance together and share their K and V in the L2.
 
     Within a group all heads do the same tile index before the next; LAST_FIRST starts from the last tile, which under
     a causal mask is the longest, so that short programs fill the gaps at the end.
     """
     per_group = GROUP * tiles
-    first = pid // per_group * GROUP
-    size = tl.minimum(heads - first, GROUP)
-    rem = pid % per_group
+    first = tl.program_id(0) // per_group * GROUP
+    size = tl.minimum(batch_heads - first, GROUP)
+    rem = tl.program_id(0) % per_group
     tile = rem // size
     if LAST_FIRST:
         tile = tiles - 1 - tile
-    return tile, first + rem % size
+    bh = first + rem % size
+    return tile, bh, (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
 
 
 @triton.jit
-def tile_range(start, own_count, other_count, lo, hi, doc_first, doc_last, OWN: tl.constexpr, OTHER: tl.constexpr,
-               HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr):
-    """Rows of the *other* sequence that the tile [start, start + OWN) needs.
+def tile_range(start, own_count, other_count, batch, lo, hi, doc_first, doc_last, OWN: tl.constexpr,
+               OTHER: tl.constexpr, V: tl.constexpr):
+    """Rows of the *other* sequence that the tile [start, start + OWN) needs, and its Mask.
 
-    Returns (begin, full_begin, full_end, end): [begin, full_begin) and [full_end, end) need the mask,
+    The former are (begin, full_begin, full_end, end): [begin, full_begin) and [full_end, end) need the mask,
     [full_begin, full_end) is visible to every row of the tile. Every non-empty range starts at a multiple of OTHER.
     `doc_first`, `doc_last` point to the first and one past the last position of each position's document.
     """
+    own = start + tl.arange(0, OWN)
+    own_first = own
+    own_last = own
     last = tl.minimum(start + OWN, own_count) - 1
     begin = 0
     full_begin = 0
     full_end = other_count // OTHER * OTHER
     end = other_count
-    if HAS_HI:
+    if V.has_hi:
         end = tl.maximum(tl.minimum(end, last + hi + 1), 0)
         full_end = tl.minimum(full_end, tl.maximum(start + hi + 1, 0) // OTHER * OTHER)
-    if HAS_LO:
+    if V.has_lo:
         begin = tl.maximum(start - lo, 0) // OTHER * OTHER
         full_begin = tl.cdiv(tl.maximum(last - lo, 0), OTHER) * OTHER
-    if HAS_DOC:
+    if V.has_doc:
+        doc_first += batch * own_count
+        doc_last += batch * own_count
+        own_first = tl.load(doc_first + own, mask=own < own_count, other=0)
+        own_last = tl.load(doc_last + own, mask=own < own_count, other=0)
         begin = tl.maximum(begin, tl.load(doc_first + start) // OTHER * OTHER)
         end = tl.minimum(end, tl.load(doc_last + last))
         full_begin = tl.maximum(full_begin, tl.cdiv(tl.load(doc_first + last), OTHER) * OTHER)
         full_end = tl.minimum(full_end, tl.load(doc_last + start) // OTHER * OTHER)
-    if HAS_LO or HAS_DOC:
+    if V.has_lo or V.has_doc:
         if full_end <= full_begin:  # no full tile: the first masked sweep takes all
             full_begin = tl.maximum(begin, end)
             full_end = full_begin
-    return begin, full_begin, full_end, end
+    mask = Mask(own[:, None], other_count, lo, hi, own_first[:, None], own_last[:, None])
+    return (begin, full_begin, full_end, end), mask
 
 
 @triton.jit
-def phase_range(phase: tl.constexpr, begin, full_begin, full_end, end):
-    """The part of `tile_range`'s result that belongs to phase 0 (masked), 1 (full) or 2 (masked)."""
-    if phase == 0:
-        return begin, full_begin
-    if phase == 1:
-        return full_begin, full_end
-    return full_end, end
-
-
-@triton.jit
-def cut_range(first, last, begin, full_begin, full_end, end):
-    """`tile_range`'s result for a program that takes only what lies in [first, last), multiples of the tile."""
-    begin = tl.minimum(tl.maximum(begin, first), last)
-    full_begin = tl.minimum(tl.maximum(full_begin, first), last)
-    full_end = tl.minimum(tl.maximum(full_end, first), last)
-    end = tl.minimum(tl.maximum(end, first), last)
-    return begin, full_begin, full_end, end
-
-
-@triton.jit
-def visible(own, other, other_count, lo, hi, own_doc_first, own_doc_last,
-            HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, HAS_DOC: tl.constexpr):
-    """The mask of a tile; `own` and `other` are positions shaped to broadcast against each other."""
-    seen = other < other_count
-    if HAS_HI:
-        seen = seen & (other <= own + hi)
-    if HAS_LO:
-        seen = seen & (other >= own - lo)
-    if HAS_DOC:
-        seen = seen & (other >= own_doc_first) & (other < own_doc_last)
+def visible(mask, other, V: tl.constexpr):
+    """Which of the positions `other`, shaped (1, tile), each of the program's own sees."""
+    seen = other < mask.count
+    if V.has_hi:
+        seen = seen & (other <= mask.own + mask.hi)
+    if V.has_lo:
+        seen = seen & (other >= mask.own - mask.lo)
+    if V.has_doc:
+        seen = seen & (other >= mask.doc_first) & (other < mask.doc_last)
     return seen
 
 
 @triton.jit
-def load_rows(base, offs, stride, offs_d, row_limit, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-              CHECK_ROWS: tl.constexpr):
-    """Load a (rows, BLOCK_D) tile; rows from `row_limit` on and columns from HEAD_DIM on are zeros."""
+def load_rows(base, offs, stride, offs_d, row_limit, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
+    """Load a (rows, block_d) tile; rows from `row_limit` on and columns from head_dim on are zeros."""
     ptrs = base + offs[:, None] * stride + offs_d[None, :]
     if CHECK_ROWS:
-        if HEAD_DIM == BLOCK_D:
+        if V.head_dim == V.block_d:
             return tl.load(ptrs, mask=(offs < row_limit)[:, None], other=0.0)
-        return tl.load(ptrs, mask=(offs < row_limit)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
-    if HEAD_DIM == BLOCK_D:
+        return tl.load(ptrs, mask=(offs < row_limit)[:, None] & (offs_d < V.head_dim)[None, :], other=0.0)
+    if V.head_dim == V.block_d:
         return tl.load(ptrs)
-    return tl.load(ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(ptrs, mask=(offs_d < V.head_dim)[None, :], other=0.0)
 
 
 @triton.jit
-def head_origin(start, stride, TMA: tl.constexpr):
-    """Row and column, in a matrix with rows of `stride` elements, of the element `start`: see descriptors.py."""
-    if TMA:
-        return (start // stride).to(tl.int32), (start % stride).to(tl.int32)
-    return 0, 0
+def load_tile(base, rows, start, offs, offs_d, row_limit, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
+    """Rows [start, start + len(offs)) of one head, to whose row `start` `base` points already; zeros past its end."""
+    if V.tma:
+        tile = rows.desc.load([rows.batch.to(tl.int32), rows.head.to(tl.int32), start, 0])
+        return tile.reshape([offs.shape[0], offs_d.shape[0]])
+    return load_rows(base, offs, rows.stride, offs_d, row_limit - start, CHECK_ROWS, V)
 
 
 @triton.jit
-def load_tile(base, desc, start, offs, stride, offs_d, row_limit, row0, col0, HEAD_DIM: tl.constexpr,
-              BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr, TMA: tl.constexpr):
-    """Rows [start, start + len(offs)) of one head: through its tensor descriptor, or by pointers from `base`.
-
-    `base` already points to row `start`; (row0, col0) is where the head begins in the descriptor's matrix.
-    """
-    if TMA:
-        return desc.load([row0 + start, col0])
-    return load_rows(base, offs, stride, offs_d, row_limit - start, HEAD_DIM, BLOCK_D, CHECK_ROWS)
+def capped(s, cap):
+    """tanh(cap · s); near zero by its series, where 1 − 2 / (exp(2x) + 1) would cancel."""
+    x = s * cap
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315))))
+    return tl.where(square < 1.0 / 64, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0))

@@ -48,8 +48,7 @@ def _seen(rows: slice, cols: slice, problem: Problem, device: torch.device) -> t
         seen &= distance <= problem.hi
     seen = seen[None]
     if problem.has_doc:
-        seen = seen & (positions >= problem.doc_first[:, rows, None])
-        seen = seen & (positions < problem.doc_last[:, rows, None])
+        seen = seen & (positions >= problem.bounds[0][:, rows, None]) & (positions < problem.bounds[1][:, rows, None])
     return seen[:, None, None]
 
 
@@ -63,6 +62,15 @@ def _skipped(rows: slice, cols: slice, problem: Problem) -> bool:
     above = problem.has_hi and cols.start > rows.stop - 1 + problem.hi
     below = problem.has_lo and cols.stop - 1 < rows.start - problem.lo
     return above or below
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, problem: Problem) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """s and its derivative by scale · q kᵀ: c · tanh(x / c) and 1 − tanh² with softcap c, else x and 1."""
+    s = problem.scale * (q @ k.mT)
+    if problem.softcap is None:
+        return s, 1.0
+    tanh = torch.tanh(s / problem.softcap)
+    return problem.softcap * tanh, 1 - tanh * tanh
 
 
 @without_autocast
@@ -79,7 +87,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem)
         for cols in _tiles(k.shape[-2]):
             if _skipped(rows, cols, problem):
                 continue
-            s = problem.scale * (q[..., rows, :] @ k[..., cols, :].mT)
+            s, _ = _scores(q[..., rows, :], k[..., cols, :], problem)
             s = s.masked_fill(~_seen(rows, cols, problem, q.device), float("-inf"))
             new_max = torch.maximum(row_max, s.amax(-1))
             shift = new_max.masked_fill(new_max == float("-inf"), 0.0)  # no key seen yet: any finite shift will do
@@ -96,23 +104,30 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem)
 
 @without_autocast
 def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-             do: torch.Tensor, problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Recompute P from the log-sum-exp, tile by tile, and return dq, dk, dv in the dtypes of q, k, v."""
+             do: torch.Tensor, dlse: torch.Tensor | None,
+             problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Recompute P from the log-sum-exp, tile by tile, and return dq, dk, dv in the dtypes of q, k, v.
+
+    do and dlse are the gradients of o and of the log-sum-exp, whose own gradient is P: dS = P ∘ (dP − Δ + dlse).
+    """
     out_dtype = q.dtype
     q, k, v = _grouped(q, k, v)
     do = do.to(q.dtype).reshape(q.shape)
     delta = (do * o.to(q.dtype).reshape(q.shape)).sum(-1)
-    lse = lse.reshape(delta.shape).masked_fill(lse.reshape(delta.shape) == float("-inf"), float("inf"))
+    hidden = lse.reshape(delta.shape) == float("-inf")
+    lse = lse.reshape(delta.shape).masked_fill(hidden, float("inf"))
+    if dlse is not None:
+        delta = delta - dlse.reshape(delta.shape).masked_fill(hidden, 0.0)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for cols in _tiles(k.shape[-2]):
         for rows in _tiles(q.shape[-2]):
             if _skipped(rows, cols, problem):
                 continue
-            s = problem.scale * (q[..., rows, :] @ k[..., cols, :].mT)
+            s, slope = _scores(q[..., rows, :], k[..., cols, :], problem)
             p = torch.exp(s - lse[..., rows, None]).masked_fill(~_seen(rows, cols, problem, q.device), 0.0)
             dv[..., cols, :] += (p.mT @ do[..., rows, :]).sum(2, keepdim=True)
             dp = do[..., rows, :] @ v[..., cols, :].mT
-            ds = p * (dp - delta[..., rows, None])
+            ds = p * (dp - delta[..., rows, None]) * slope
             dq[..., rows, :] += problem.scale * ds @ k[..., cols, :]
             dk[..., cols, :] += problem.scale * (ds.mT @ q[..., rows, :]).sum(2, keepdim=True)
     return dq.flatten(1, 2).to(out_dtype), dk.squeeze(2).to(out_dtype), dv.squeeze(2).to(out_dtype)

@@ -17,7 +17,7 @@ from experiments import tune_flash_attention as tuning
 from experiments._attention import Shape, exact, naive
 from experiments.tune_flash_attention import EXPERIMENT, Config
 from kernels.flash_attention import table
-from kernels.flash_attention.configs import Choice, Tile
+from kernels.flash_attention.configs import Tile
 from tests.experiments.frame import measured, refused
 
 
@@ -147,27 +147,22 @@ def test_the_table_file_is_what_the_tuner_writes():
     """Writing the rows gives the file itself, and the fastest tiles replace a row. Run apart, as the tuner compiles."""
     script = """
 from experiments.tune_flash_attention import *
-from experiments.tune_flash_attention import candidates, chunked, configs, fields, merge, pairs, shape_of
+from experiments.tune_flash_attention import candidates, chunked, configs, fields, merge, shape_of
 assert table_source(table.ROWS) == open(table.__file__, encoding="utf-8").read()
 case = Case(2048, 64, "bfloat16")
 tiles = [Tile(16, 16, warps) for warps in (2, 4, 8)]
 found = [{"kernel": k, "length": length, "how": tile, "ms": ms, "sustained_ms": ms}
          for k in configs.KERNELS for length in (1024, 2048) for tile, ms in zip(tiles, (3.0, 1.0, 2.0))]
-found += [{"kernel": "backward", "length": 2048, "how": Choice(tiles[0], tiles[2], tiles[2], way), "ms": ms,
-           "sustained_ms": ms} for way, ms in (("in turn", 5.0), ("joint", 4.0))]
 rows = merge(table.ROWS, case, found, "sm_90")
 (row,) = [row for row in rows if row[0] == ("sm_90", 16, "ieee", 64, True, 2048)]
-assert len(rows) == len(table.ROWS) and row[1] == "1x1x2048x64: 1.0000 + 4.0000 ms"
-assert (Tile(*row[2]), Tile(*row[3]), Tile(*row[4]), row[5]) == (tiles[1], tiles[2], tiles[2], "joint")
-assert fields(tiles[0]) == (16, 16, 2, 2, 1, None, False) and fields(Tile(16, 16, chunk=64))[-1] == 64
-usable = [{"how": t, "ms": ms} for t, ms in zip(tiles, (1.0, 2.0, float("inf")))]
-rows_of = dict.fromkeys(configs.KERNELS, usable) | {"split": [{"how": Tile(16, 16, chunk=64), "ms": 1.0}]}
-assert {choice.passes for choice in pairs(rows_of)} == set(configs.PASSES)
-assert all(tiles[2] not in (c.dkdv, c.dq) for c in pairs(rows_of))
-assert all(0 < len(list(candidates(k, t, d))) < 80 for k in TIMED for d in (16, 128) for t in ("bfloat16", "float32"))
-every = [tile for k in TIMED for d in (16, 128) for tile in candidates(k, "float32", d)]
+assert len(rows) == len(table.ROWS) and row[1] == "1x1x2048x64: 1.0000 1.0000 1.0000 ms"
+assert [Tile(*tile) for tile in row[2:]] == [tiles[1]] * 3
+assert fields(tiles[0]) == (16, 16, 2, 2, 1, False) and fields(Tile(16, 16, chunk=64))[-1] == 64
+kinds = [(k, t, d) for k in configs.KERNELS for t in ("bfloat16", "float32") for d in (16, 128)]
+assert all(0 < len(list(candidates(*kind))) < 80 for kind in kinds)
+every = [tile for kind in kinds if kind[1] == "float32" for tile in candidates(*kind)]
 assert not any(configs.miscompiled(32, tile) for tile in every) and any(tile.warps == 8 for tile in every)
-split = list(candidates("split", "float32", 64))
+split = [tile for tile in candidates("forward", "float32", 64) if tile.chunk]
 assert {t.chunk for t in chunked(split, 2048)} == {64, 128, 256, 512, 1024} and chunked(split, 8192) == []
 assert {shape_of(t) for t in chunked(split, 2048)} == set(split) and chunked(tiles, 8192) == tiles
 """
@@ -185,19 +180,18 @@ def test_tuning_refuses_what_it_does_not_know(capsys):
 
 def test_the_winners_of_a_family_are_rows(tmp_path):
     tiles = [Tile(16, 16, warps) for warps in (2, 4)]
-    found = [{"kernel": "forward", "length": 1024, "how": t, "ms": ms, "sustained_ms": ms, "registers": 9}
-             for t, ms in zip(tiles, (3.0, 1.0), strict=True)]
-    found += [{"kernel": "backward", "length": 1024, "how": Choice(tiles[0], tiles[1], tiles[1], way), "ms": ms,
-               "sustained_ms": ms} for way, ms in (("in turn", 5.0), ("joint", 4.0))]
+    found = [{"kernel": kernel, "length": 1024, "how": t, "ms": ms, "sustained_ms": ms, "registers": 9}
+             for kernel in ("forward", "dkdv", "dq") for t, ms in zip(tiles, (3.0, 1.0), strict=True)]
     found += [{"kernel": "dq", "length": 1024, "how": tiles[0], "ms": float("inf"), "why": "wrong"}]
     run = Run(Header("tune_flash_attention", {}, 1, {"device_name": "H100", "torch": "", "triton": ""}, None), tmp_path)
     tuning.add_winners(run, "bfloat16:64", tuning.Case(1024, 64, "bfloat16"), found)
-    forward, backward = run.records
+    forward, _, dq = run.records
     assert forward.config["tiles"] == "16x16 w4 s2" and forward.metrics["registers"] == 9
-    assert (backward.metrics["in_turn_ms"], backward.metrics["joint_ms"]) == (5.0, 4.0)
-    assert backward.metrics["sustained_ms"] == 4.0
-    assert [r.metrics.get("status") for r in tuning.to_records("bfloat16:64", found, run)] == [None] * 4 + ["wrong"]
-    assert EXPERIMENT.view.table(run.records) and run.done("backward", family="bfloat16:64", length=1024)
+    assert dq.metrics["sustained_ms"] == 1.0
+    assert [r.metrics.get("status") for r in tuning.to_records("bfloat16:64", found, run)] == [None] * 6 + ["wrong"]
+    assert EXPERIMENT.view.table(run.records) and run.done("dq", family="bfloat16:64", length=1024)
+    with pytest.raises(ValueError, match=r"no tile of dq can be used: \['wrong'\]"):
+        tuning.best_of(found[-1:], "dq", 1024)
 
 
 def test_lengths_at_which_the_two_differ_by_less_than_their_noise_are_ties():

@@ -20,11 +20,11 @@ from kernels.flash_attention import (
     FlashAttention2,
     FlashAttention2PyTorch,
     configs,
+    document_bounds,
     flash_attention,
     ops,
 )
 from kernels.flash_attention.configs import Tile
-from kernels.flash_attention.options import Problem
 
 from .attention_reference import attention, in_float64, log_sum_exp, with_gradients
 
@@ -45,14 +45,15 @@ def inputs(batch, heads, kv_heads, query_count, key_count, head_dim, dtype=torch
     return q, k, v, draw(batch, heads, query_count, head_dim)
 
 
-def apply(function, *, causal=False, scale=None, window=None, alignment="top-left", document_ids=None,
-          backward=None):
-    return lambda q, k, v: function.apply(q, k, v, causal, scale, window, alignment, "ieee", document_ids, backward)
+def apply(function, *, causal=False, scale=None, window=None, alignment="top-left", document_ids=None, softcap=None,
+          return_lse=False):
+    return lambda q, k, v: function.apply(q, k, v, causal, scale, window, alignment, "ieee", document_ids, None, None,
+                                          softcap, return_lse)
 
 
-def check(function, tensors, backward=None, **options):
+def check(function, tensors, **options):
     """Output and gradients against float64."""
-    ours = with_gradients(apply(function, backward=backward, **options), *tensors)
+    ours = with_gradients(apply(function, **options), *tensors)
     expected = in_float64(*tensors, **options)
     tolerance = TOLERANCE[tensors[0].dtype]
     for name, x, y in zip(("o", "dq", "dk", "dv"), ours, expected, strict=True):
@@ -130,8 +131,100 @@ def test_documents(function, causal, window):
 
 
 @BOTH
+def test_bounds_of_documents_made_once(function):
+    """Of ids, or of the offsets in which packed sequences come, an empty document among them."""
+    q, k, v, do = inputs(1, 2, 1, 97, 97, 16)
+    lengths = torch.tensor([5, 60, 0, 1, 31], device=DEVICE)
+    ids = torch.repeat_interleave(torch.arange(5, device=DEVICE), lengths)[None]
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    expected = with_gradients(apply(function, causal=True, document_ids=ids), q, k, v, do)
+    for bounds in (document_bounds(ids), document_bounds(cu_seqlens=offsets.int())):
+        found = with_gradients(apply(function, causal=True, document_ids=bounds), q, k, v, do)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_bounds_made_once_are_all_that_a_layer_is_given(monkeypatch):
+    """No launches per layer to find the documents again."""
+    q, k, v, _ = inputs(1, 1, 1, 9, 9, 16)
+    bounds = document_bounds(torch.zeros(1, 9, dtype=torch.int64, device=DEVICE))
+    monkeypatch.setattr("kernels.flash_attention.function.document_bounds", None)
+    given = []
+    monkeypatch.setattr(ops, "forward_op", lambda *x: given.append(x[-1]) or (q, q[..., 0]))
+    flash_attention(q, k, v, document_ids=bounds)
+    assert given[0] is bounds
+
+
+@BOTH
 def test_scale(function):
     check(function, inputs(1, 1, 1, 20, 20, 16), scale=0.5, causal=True)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("query_count", "key_count", "options"),
+    [(33, 33, {"causal": True}), (20, 50, {}), (50, 20, {"causal": True, "alignment": "bottom-right"}),
+     (50, 50, {"window": 5, "scale": 0.7}), (50, 50, {"document_ids": (torch.arange(50) // 20)[None].to(DEVICE)})],
+)
+def test_softcap(function, query_count, key_count, options):
+    """Some scores are cut to a half and some hardly changed."""
+    check(function, inputs(1, 4, 2, query_count, key_count, 24), softcap=1.5, **options)
+
+
+@BOTH
+@pytest.mark.parametrize("softcap", [1e-3, 30, 1e6, 1e30])
+def test_softcap_far_from_the_scores(function, softcap):
+    """A large one changes nothing, and must not cost digits; of a small one all scores are alike."""
+    check(function, inputs(1, 2, 1, 20, 33, 16), causal=True, softcap=softcap)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("query_count", "key_count", "options"),
+    [(33, 33, {"causal": True}), (20, 50, {}), (50, 20, {"causal": True, "alignment": "bottom-right"}),
+     (50, 50, {"window": 5, "softcap": 1.5})],
+)
+def test_log_sum_exp_and_its_gradient(function, query_count, key_count, options):
+    """Of a loss that takes both results, of one that takes the log-sum-exp alone, and of one that ignores it."""
+    tensors = inputs(1, 4, 2, query_count, key_count, 16)
+    weight = torch.randn(1, 4, query_count, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+    def gradients(call, q, k, v, do, weight, parts):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        o, lse = call(q, k, v)
+        seen = lse != float("-inf")
+        both = ("o" in parts) * (o * do).sum() + ("lse" in parts) * torch.where(seen, lse * weight, 0.0).sum()
+        return o, lse, *torch.autograd.grad(both, (q, k, v), materialize_grads=True)
+
+    def exact(q, k, v):
+        return attention(q, k, v, **options), log_sum_exp(q, k, **options)
+
+    for parts in (("o", "lse"), ("lse",), ("o",)):
+        ours = gradients(apply(function, return_lse=True, **options), *tensors, weight, parts)
+        assert ours[1].shape == (1, 4, query_count) and ours[1].dtype == torch.float32
+        expected = gradients(exact, *(x.double() for x in tensors), weight.double(), parts)
+        for x, y in zip(ours, expected, strict=True):
+            torch.testing.assert_close(x.double(), y.nan_to_num(0.0, neginf=float("-inf")), atol=2e-5, rtol=2e-5)
+
+
+@BOTH
+def test_gradients_of_rows_without_a_key_are_zero_whatever_comes_for_their_log_sum_exp(function):
+    """As of exp(lse), a weight when attention over parts of the keys is combined: −inf · 0 there is not a number."""
+    q, k, v, do = inputs(1, 1, 1, 50, 20, 16)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    o, lse = apply(function, causal=True, alignment="bottom-right", return_lse=True)(q, k, v)
+    dlse = torch.where(lse == float("-inf"), float("nan"), 1.0)
+    assert dlse.isnan().any()
+    dq, dk, dv = torch.autograd.grad((o, lse), (q, k, v), (do, dlse))
+    assert (dq[dlse.isnan()] == 0).all() and all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+@BOTH
+def test_log_sum_exp_without_heads_and_under_autocast(function):
+    q, k, v, _ = (x[:, 0] for x in inputs(2, 1, 1, 9, 12, 16))
+    with torch.autocast(DEVICE, torch.float16):
+        o, lse = function.apply(q, k, v, False, None, None, "top-left", "ieee", None, None, None, None, True)
+    assert o.dtype is torch.float16 and lse.dtype is torch.float32 and lse.shape == (2, 9)
+    torch.testing.assert_close(lse, log_sum_exp(q[:, None], k[:, None])[:, 0], atol=4e-3, rtol=4e-3)
 
 
 # RELIABILITY 38: no keys, no queries, no batch
@@ -241,9 +334,10 @@ def test_three_dimensions(function):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "packed"])
-def test_tensor_descriptors(layout):
-    """The descriptor path of every kernel, for the layouts it claims to take."""
-    q, k, v, do = inputs(2, 2, 1 if layout == "contiguous" else 2, 64, 64, 16)
+@pytest.mark.parametrize(("length", "head_dim"), [(64, 16), (50, 16), (37, 48)])
+def test_tensor_descriptors(layout, length, head_dim):
+    """The descriptor path of every kernel: layouts, lengths and head dims that are and are not those of tiles."""
+    q, k, v, do = inputs(2, 2, 1 if layout == "contiguous" else 2, length, length, head_dim)
     if layout == "transposed":
         q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do))
     if layout == "packed":
@@ -253,26 +347,11 @@ def test_tensor_descriptors(layout):
     from kernels.flash_attention.descriptors import row_descriptors
 
     assert None not in row_descriptors((q, k, v, do), 32)
-    assert row_descriptors((q, k[:, :, :40]), 32) == (None, None)  # the tail tile would read the next head
+    assert row_descriptors((q, k[:, :1].expand_as(q)), 32) == (None, None)
+    assert row_descriptors((q, torch.zeros(1, 1, 8, 17, device=DEVICE)[..., 1:]), 32) == (None, None)
     with configs.forced(forward=tile, dkdv=tile, dq=tile):
         check(FlashAttention2, (q, k, v, do), causal=True)
-
-
-@pytest.mark.parametrize(
-    ("query_count", "key_count", "options"),
-    [(33, 33, {"causal": True}), (20, 33, {}), (33, 20, {"causal": True, "alignment": "bottom-right"}),
-     (48, 48, {"causal": True, "window": 5}), (33, 33, {"document_ids": (torch.arange(33) // 20)[None].to(DEVICE)})],
-)
-def test_both_passes_at_once(query_count, key_count, options):
-    """Gradients are those of the passes in turn; with descriptors where the length allows them."""
-    tensors = inputs(1, 2, 1, query_count, key_count, 16)
-    tiles = {"dkdv": Tile(16, 32, tma=True), "dq": Tile(32, 16, head_group=2, tma=True)}
-    with configs.forced(**tiles):
-        in_turn = with_gradients(apply(FlashAttention2, **options), *tensors)
-    with configs.forced(**tiles, passes="joint"):
-        at_once = with_gradients(apply(FlashAttention2, **options), *tensors)
-    for x, y in zip(at_once, in_turn, strict=True):  # the same sums; a compiler may contract them differently
-        torch.testing.assert_close(x, y, atol=0 if interpreted() else 2e-6, rtol=0)
+        check(FlashAttention2, (q, k, v, do), window=7)
 
 
 @pytest.mark.parametrize(
@@ -282,40 +361,21 @@ def test_both_passes_at_once(query_count, key_count, options):
      (50, 50, {"document_ids": (torch.arange(50) // 20)[None].to(DEVICE)})],
 )
 def test_split_calls(query_count, key_count, options, monkeypatch):
-    """Chunks of keys in the forward, of queries in the backward; what no program wrote is not read."""
+    """Chunks of keys in the forward; what no program wrote is not read."""
     monkeypatch.setattr(torch, "empty", lambda *a, **o: torch.full(*a, float("nan"), **o))
-    tiles = {"forward": Tile(32, 16, chunk=32), "dkdv": Tile(16, 32, tma=True, chunk=32), "dq": Tile(32, 16)}
-    with configs.forced(**tiles, passes="split"):
+    with configs.forced(forward=Tile(32, 16, chunk=32)):
         check(FlashAttention2, inputs(1, 2, 1, query_count, key_count, 16), **options)
 
 
-def test_a_split_pass_keeps_its_tile_where_descriptors_are_ruled_out():
-    """Other wide tiles give way to one without descriptors; the shares are laid out by this one."""
-    tile = Tile(16, 16, tma=True, chunk=16)
-    assert ("dkdv", 128) in configs.POINTER_TILES
-    with configs.forced(forward=tile, dkdv=tile, dq=tile, passes="split"):
-        check(FlashAttention2, inputs(1, 1, 1, 20, 20, 80))
-
-
 def test_few_queries_of_many_keys_have_a_bounded_number_of_parts(monkeypatch):
-    """As in decoding: neither the parts of the forward nor the shares of dQ may grow with the keys."""
+    """As in decoding: the parts of the forward must not grow with the keys."""
     from kernels.flash_attention import split
 
     monkeypatch.setattr(split, "MOST_PARTS", 2)
-    monkeypatch.setattr(configs, "LONGEST_SPLIT", 64)
     tile = Tile(16, 16, chunk=16)
     assert [split.chunk_of(tile, count) for count in (16, 32, 33, 100)] == [16, 16, 32, 64]
-    tensors = inputs(1, 1, 1, 5, 100, 16)
-    problem = Problem((None, None), 1.0)
-    with configs.forced(forward=tile, dkdv=tile, dq=tile, passes="split"):
-        assert configs.concurrent(tensors[0], 64, problem).passes == "split"
-        assert configs.concurrent(tensors[0], 65, problem) is None
-        check(FlashAttention2, tensors)
-
-
-def test_a_split_pass_needs_a_chunk():
-    with pytest.raises(ValueError, match="chunk"):
-        configs.Choice(Tile(16, 16), Tile(16, 16), Tile(16, 16), "split")
+    with configs.forced(forward=tile):
+        check(FlashAttention2, inputs(1, 1, 1, 5, 100, 16))
 
 
 def test_heads_advance_in_groups():
@@ -325,28 +385,13 @@ def test_heads_advance_in_groups():
         check(FlashAttention2, inputs(1, 3, 3, 33, 33, 16), causal=True)
 
 
-@pytest.mark.parametrize(
-    ("query_count", "key_count", "options"),
-    [(33, 33, {"causal": True}), (20, 50, {}), (50, 20, {"causal": True, "alignment": "bottom-right"}),
-     (50, 50, {"window": 5}), (50, 50, {"document_ids": (torch.arange(50) // 20)[None].to(DEVICE)})],
-)
-def test_fused_backward(query_count, key_count, options):
-    check(FlashAttention2, inputs(1, 4, 2, query_count, key_count, 24), backward="fused", **options)
-
-
-def test_fused_backward_ignores_what_lies_past_the_last_key():
-    """There P = exp(0 − LSE) overflows when all real scores are very negative; infinity · zero must not enter dQ."""
-    q, k, v, do = inputs(1, 1, 1, 20, 20, 16)
-    q, k = q.abs() * 20, -k.abs() * 20
-    check_finite = with_gradients(apply(FlashAttention2, backward="fused"), q, k, v, do)
-    assert all(x.isfinite().all() for x in check_finite)
-
-
 # RELIABILITY 43
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradcheck(causal):
     q, k, v = (x.double().requires_grad_() for x in inputs(1, 2, 1, 5, 7, 4)[:3])
-    assert torch.autograd.gradcheck(apply(FlashAttention2PyTorch, causal=causal, window=3), (q, k, v))
+    call = apply(FlashAttention2PyTorch, causal=causal, window=3, softcap=0.8, return_lse=True)
+    assert torch.autograd.gradcheck(lambda *x: call(*x)[0], (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: torch.where(call(*x)[1] > -1e9, call(*x)[1], 0.0), (q, k, v))
 
 
 def test_triton_agrees_with_tiled_torch():
@@ -377,6 +422,19 @@ def test_compile_of_the_public_function():
     compiled = torch.compile(lambda *x: flash_attention(*x, **options), fullgraph=True, backend="aot_eager")
     for x, y in zip(with_gradients(compiled, q, k, v, do), in_float64(q, k, v, do, **options), strict=True):
         torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5)
+
+
+def test_compile_of_documents_and_log_sum_exp():
+    q, k, v, do = inputs(1, 2, 1, 40, 40, 16)
+    bounds = document_bounds(cu_seqlens=torch.tensor([0, 15, 40], dtype=torch.int32, device=DEVICE))
+
+    def call(q, k, v):
+        o, lse = flash_attention(q, k, v, causal=True, document_ids=bounds, softcap=2.0, return_lse=True)
+        return o * lse[..., None].exp()
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for x, y in zip(with_gradients(compiled, q, k, v, do), with_gradients(call, q, k, v, do), strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_autocast_casts_inside_and_returns_gradients_in_the_input_type():

@@ -26,10 +26,10 @@ import torch.nn.functional as F
 
 from kernels import _dispatch
 from kernels._triton import generation
-from kernels.flash_attention import FlashAttention2, configs, flash_attention
+from kernels.flash_attention import FlashAttention2, configs, document_bounds, flash_attention
 from kernels.flash_attention.options import Problem
 
-from .attention_reference import attention, in_float64, rms, with_gradients
+from .attention_reference import attention, in_float64, log_sum_exp, rms, with_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -92,12 +92,6 @@ def test_random_shapes(head_dim, dtype):
         check_beside_eager(inputs(*sizes, head_dim, dtype, seed), options, {})
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_random_shapes_with_the_fused_backward(head_dim):
-    for seed, (sizes, options) in enumerate(random_cases(f"{head_dim} fused", 10)):
-        check_beside_eager(inputs(*sizes, head_dim, torch.bfloat16, seed), options, {"backward": "fused"})
-
-
 @pytest.mark.parametrize(
     ("head_dim", "precision"),
     [*((d, p) for d in (16, 40, 64) for p in ("ieee", "tf32x3")), *((d, "bf16x6") for d in (16, 40, 64, 80, 128))],
@@ -113,6 +107,33 @@ def test_wide_heads_in_fp32(head_dim, precision):
     for seed, options in enumerate(({"causal": True}, {"causal": False})):
         tensors = inputs(1, 2, 1, 200, 177, head_dim, torch.float32, seed)
         check_beside_eager(tensors, options, {"precision": precision})
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (80, torch.float16), (128, torch.bfloat16),
+                                                 (64, torch.float32)])
+def test_random_shapes_with_softcap(head_dim, dtype, softcap):
+    for seed, (sizes, options) in enumerate(random_cases(f"{head_dim} {dtype} {softcap}", 8)):
+        check_beside_eager(inputs(*sizes, head_dim, dtype, seed), options | {"softcap": softcap}, {})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gradient_of_the_log_sum_exp(dtype):
+    """With a window, which no kernel but these takes."""
+    tensors = inputs(2, 4, 2, 300, 300, 64, dtype)
+    dlse = torch.randn(2, 4, 300, device="cuda")
+
+    def gradients(call, q, k, v, do):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        o, lse = call(q, k, v)
+        return o.detach(), lse.detach(), *torch.autograd.grad((o, lse), (q, k, v), (do, dlse.to(lse.dtype)))
+
+    options = {"causal": True, "window": 40}
+    exact = gradients(lambda q, k, v: (attention(q, k, v, **options), log_sum_exp(q, k, **options)),
+                      *(x.double() for x in tensors))
+    ours = gradients(lambda *x: flash_attention(*x, **options, return_lse=True), *tensors)
+    for x, y in zip(ours, exact, strict=True):
+        assert rms(x.double() - y) <= (1e-5 if dtype == torch.float32 else 1e-2) * rms(y)
 
 
 def check_beside_eager(tensors, options, arithmetic):
@@ -149,6 +170,7 @@ def test_documents(head_dim, dtype):
     options = {"causal": True, "document_ids": ids}
     exact = in_float64(*tensors, **options)
     peer = with_gradients(lambda *x: attention(*x, **options), *tensors)
+    options["document_ids"] = document_bounds(ids)
     judge(with_gradients(lambda *x: flash_attention(*x, **options, precision="bf16x6"), *tensors), peer, exact,
           rms_factor=3.0 if dtype == torch.float32 else 1.5)
 
@@ -187,23 +209,6 @@ def test_every_shipped_configuration(key, kernel):
             assert rms(x.double() - y) <= tolerance * rms(y)
 
 
-@pytest.mark.parametrize("key", [key for key, row in configs.TABLE.items() if row.passes != "in turn"], ids=str)
-def test_every_shipped_way_to_run_both_passes_at_once(key):
-    """The gradients of the passes in turn: the same tiles compute the same sums."""
-    if key.gpu != generation(torch.cuda.current_device()):
-        pytest.skip(f"a configuration for {key.gpu}, this is {generation(torch.cuda.current_device())}")
-    choice = configs.TABLE[key]
-    tensors = inputs(1, 3, 3, 640, 640, key.head_dim, torch.float32 if key.bits == 32 else torch.bfloat16)
-    results = []
-    for passes in ("in turn", choice.passes):
-        with configs.forced(forward=choice.forward, dkdv=choice.dkdv, dq=choice.dq, passes=passes):
-            call = lambda *x: flash_attention(*x, causal=True, precision=key.precision)  # noqa: E731
-            results.append(with_gradients(call, *tensors))
-    for x, y in zip(*results, strict=True):
-        assert x.isfinite().all()
-        torch.testing.assert_close(x, y, rtol=1e-2 if key.bits == 16 else 1e-5, atol=1e-2 if key.bits == 16 else 1e-5)
-
-
 # RELIABILITY 39
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_logits(dtype):
@@ -221,7 +226,7 @@ def test_large_logits(dtype):
      (1, 512, 128, torch.bfloat16), (1, 512, 64, torch.float32), (1, 8192, 128, torch.float32)],
 )
 def test_repeats_are_bit_identical(batch, length, head_dim, dtype):
-    """In the table the first runs its passes in turn, the others at once or split."""
+    """Of one head and of many; in some the forward is split over chunks of keys."""
     tensors = inputs(batch, 2, 2, length, length, head_dim, dtype)
     first = with_gradients(lambda *x: flash_attention(*x, causal=True, deterministic=True), *tensors)
     for _ in range(100):
@@ -268,19 +273,6 @@ def test_rows_of_a_tile_more_than_two_to_the_31_elements_apart():
                             *(x.clone(memory_format=torch.contiguous_format) for x in tensors))
     for x, y in zip(strided, packed, strict=True):
         torch.testing.assert_close(x, y)
-
-
-def test_fused_backward_of_a_head_of_more_than_two_to_the_31_elements():
-    """The last rows of dQ equal those of the last rows alone; a window keeps the arithmetic small."""
-    shape = (1, 1, 2**23 + 128, 256)
-    assert torch.Size(shape).numel() > 2**31
-    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    options = {"causal": True, "window": 100, "backward": "fused"}
-    whole = with_gradients(lambda *x: flash_attention(*x, **options), q, k, v, do)
-    last = (x[:, :, -512:].clone() for x in (q, k, v, do))
-    alone = with_gradients(lambda *x: flash_attention(*x, **options), *last)
-    for x, y in zip(whole, alone, strict=True):
-        torch.testing.assert_close(x[:, :, -256:], y[:, :, -256:], atol=2e-2, rtol=1.6e-2)
 
 
 def test_memory_grows_linearly():

@@ -65,6 +65,11 @@ def test_tensors_that_do_not_fit(function, arguments, message):
         ({"scale": 1e40}, ValueError, r"scale is 1e\+40; allowed"),
         ({"scale": 10**400}, ValueError, "scale is 10000"),
         ({"scale": True}, ValueError, "scale is True; allowed"),
+        ({"softcap": 0.0}, ValueError, "softcap is 0.0; allowed: a number from 1.2e-38"),
+        ({"softcap": True}, ValueError, "softcap is True; allowed"),
+        ({"softcap": float("inf")}, ValueError, "softcap is inf; allowed: .* or None for scores as they are"),
+        ({"softcap": 1e-30, "scale": 1e30}, ValueError, r"softcap is 1e-30, 1.0e\+60 times smaller than scale"),
+        ({"return_lse": 1}, TypeError, "return_lse must be True or False, got 1"),
         ({"causal": 1}, TypeError, "causal must be True or False"),
         ({"alignment": "left"}, ValueError, "alignment is 'left'; allowed: top-left, bottom-right"),
         ({"precision": "fp8"}, ValueError, "precision is 'fp8'; allowed: emulated, ieee, tf32x3, bf16x6, tf32"),
@@ -95,6 +100,32 @@ def test_document_ids_must_have_the_shape_of_the_sequence():
         flash_attention(Q, Q, Q, document_ids=torch.zeros(5).long())
 
 
+@pytest.mark.parametrize("bounds", [torch.zeros(2, 2, 6, dtype=torch.int32), torch.zeros(2, 2, 5, dtype=torch.int64),
+                                    torch.zeros(3, 2, 5, dtype=torch.int32)], ids=["length", "dtype", "not two"])
+def test_bounds_that_are_not_those_of_the_sequence(bounds):
+    with pytest.raises(ValueError, match=r"document_ids has shape .*; allowed: .*, or what document_bounds makes"):
+        flash_attention(Q, Q, Q, document_ids=bounds)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ValueError, "either document_ids or cu_seqlens"),
+        ({"document_ids": torch.zeros(1, 3).long(), "cu_seqlens": torch.tensor([0, 3])}, ValueError, "either"),
+        ({"document_ids": torch.zeros(3).long()}, ValueError, r"document_ids has shape \(3,\); allowed: \(batch"),
+        ({"cu_seqlens": torch.tensor([0.0, 3.0])}, TypeError, "cu_seqlens must be an integer tensor"),
+        ({"cu_seqlens": [0, 3]}, TypeError, "cu_seqlens must be an integer tensor"),
+        ({"cu_seqlens": torch.tensor([[0, 3]])}, ValueError, "one dimension, ascending from 0"),
+        ({"cu_seqlens": torch.tensor([1, 3])}, ValueError, r"cu_seqlens is \[1, 3\], of shape \(2,\)"),
+        ({"cu_seqlens": torch.tensor([0, 3, 2])}, ValueError, r"cu_seqlens is \[0, 3, 2\]"),
+        ({"cu_seqlens": torch.tensor([], dtype=torch.int32)}, ValueError, r"cu_seqlens is \[\]"),
+    ],
+)
+def test_document_bounds_of_what_are_no_documents(arguments, error, message):
+    with pytest.raises(error, match=message):
+        document_bounds(**arguments)
+
+
 def test_not_a_tensor():
     with pytest.raises(TypeError, match=r"k must be a torch\.Tensor, got list"):
         flash_attention(Q, [1], K)
@@ -112,7 +143,9 @@ def test_visible_pairs_counts_the_mask(query_count, key_count, causal, window, a
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=6, max_size=6), min_size=1, max_size=3))
 def test_document_bounds_are_the_runs_of_equal_ids(ids):
-    first, last = document_bounds(torch.tensor(ids))
+    bounds = document_bounds(torch.tensor(ids))
+    assert bounds.dtype == torch.int32
+    first, last = bounds
     for row, begins, ends in zip(ids, first.tolist(), last.tolist(), strict=True):
         for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             assert begin <= i < end
@@ -181,14 +214,15 @@ def test_emulated_fp32_is_the_arithmetic_that_the_table_has_for_the_call(monkeyp
     monkeypatch.setattr(configs, "interpreted", lambda: False)
     problem = Problem((None, None), 1.0, "emulated")
 
-    def arithmetic(length, head_dim, fused=False, dtype=torch.float32):
+    def arithmetic(length, head_dim, dtype=torch.float32):
         q = torch.empty(1, 1, length, head_dim, device="meta", dtype=dtype)
-        return configs.settled(q, problem, fused).precision
+        return configs.settled(q, problem).precision
 
-    assert [arithmetic(length, 100) for length in (128, 8192, 8193, 16384, 2**20)] == ["tf32x3"] * 2 + ["bf16x6"] * 3
-    assert arithmetic(16384, 16) == "bf16x6" and arithmetic(16384, 256) == "tf32x3"
+    for head_dim in (16, 32, 64, 100):
+        found = [arithmetic(length, head_dim) for length in (128, 8192, 8193, 16384, 32768, 2**20)]
+        assert found == ["tf32x3"] * 2 + ["bf16x6"] * 4
+    assert arithmetic(16384, 256) == "tf32x3"
     assert arithmetic(16384, 128, dtype=torch.bfloat16) == "ieee"
-    assert arithmetic(16384, 128, fused=True) == "tf32x3"
     with configs.forced(dq=configs.Tile(16, 16)):  # a tile of one kernel says nothing of the others'
         assert arithmetic(16384, 128) == "tf32x3"
     monkeypatch.setattr(configs, "generation", lambda index: "sm_00")
@@ -202,8 +236,3 @@ def test_row_classes_count_the_rows_of_the_whole_call():
     shapes = {(1, 1, 1024): 1024, (1, 1, 1025): 2048, (2, 4, 1024): 8192, (4, 2, 4096): 32768, (4, 16, 4096): 65536}
     for shape, rows in shapes.items():
         assert configs.key_of(torch.empty(*shape, 16, device="meta"), problem, "sm_90").rows == rows
-
-
-def test_joint_passes_need_one_set_of_launch_options():
-    with pytest.raises(ValueError, match="one set of launch options"):
-        configs.Choice(configs.Tile(16, 16), configs.Tile(16, 16, 2), configs.Tile(16, 16, 4), "joint")

@@ -11,9 +11,8 @@ from kernels.flash_attention import configs, flash_attention
 from kernels.flash_attention.backward import FEW_ROWS, ROW_PADDING
 from kernels.flash_attention.backward_launch import launch_delta
 from kernels.flash_attention.configs import Tile
-from kernels.flash_attention.options import Problem
 from kernels.flash_attention.products import _split_bf16, _split_tf32, product
-from kernels.flash_attention.split import COMBINE, SUM, launch_combine, launch_sum
+from kernels.flash_attention.split import COMBINE, launch_combine
 
 from .attention_reference import with_gradients
 
@@ -115,7 +114,7 @@ def test_an_infinite_input_shows_in_its_row_only(split):
     expected = with_gradients(lambda *x: flash_attention(*x, causal=True), q, k, v, do)
     q[..., 40, 3] = INFINITY
     forward = Tile(16, 16, chunk=16 if split else 0)
-    with configs.forced(forward=forward, dkdv=Tile(16, 16, chunk=16), dq=Tile(16, 16)):
+    with configs.forced(forward=forward):
         leaf = q.clone().requires_grad_()
         o = flash_attention(leaf, k, v, causal=True)
         (lse,) = (x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1])
@@ -166,33 +165,3 @@ def test_delta_and_log_sum_exp_are_padded_so_that_tiles_need_no_mask(heads):
     assert (saved.delta[..., 37:] == 0).all() and (saved.lse2[..., 37:] == INFINITY).all()
     expected = torch.where(lse == -INFINITY, INFINITY, lse / math.log(2))
     torch.testing.assert_close(saved.lse2[..., :37], expected, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("hi", [None, 0, 21, -21])
-def test_sums_read_all_parts_that_were_written_and_no_other(hi):
-    """More parts than are loaded together; `written` follows the programs of the pass, tile by tile.
-
-    What they write for a query and keys that it does not see is zero, what they do not write here NaN.
-    """
-    queries, keys, block_m, block_n, chunk = 75, 71, 2, 2, 2
-    reach = hi if hi is not None else keys + queries
-    row, tile_starts = torch.arange(queries), torch.arange(0, keys, block_n)
-    column, chunk_ends = torch.arange(keys), torch.arange(0, queries, chunk) + chunk - 1
-    assert min(len(tile_starts), len(chunk_ends)) > SUM["STEP"]
-    dq_written = row // block_m * block_m + block_m - 1 + reach >= tile_starts[:, None]
-    first = (column // block_n * block_n - reach).clamp(min=0) // block_m * block_m  # query that a tile of keys visits
-    dkv_written = chunk_ends[:, None] >= first
-    dq_seen = row + reach >= tile_starts[:, None]
-    dkv_seen = chunk_ends.clamp(max=queries - 1)[:, None] + reach >= column
-    parts, expected = [], []
-    for i, (written, seen) in enumerate([(dq_written, dq_seen), (dkv_written, dkv_seen), (dkv_written, dkv_seen)]):
-        part = draw(written.shape[0], 1, 2, written.shape[1], 16, seed=i)
-        written, seen = (x.to(DEVICE)[:, None, None, :, None].expand_as(part) for x in (written, seen))
-        assert (written | ~seen).all()
-        part = torch.where(seen, part, 0.0)
-        expected.append((0.5 if i == 0 else 1.0) * part.double().sum(0))
-        parts.append(torch.where(written, part, NAN))
-    grads = tuple(torch.full(x.shape[1:], NAN, device=DEVICE) for x in parts)
-    launch_sum(tuple(parts), grads, Problem((None, hi), 0.5, "ieee"), Tile(block_m, block_n, chunk=chunk))
-    for x, y in zip(grads, expected, strict=True):
-        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5)

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from distlab import doctor
 from kernels import _dispatch, _triton
 from kernels.flash_attention import configs, flash_attention, hopper, ops
-from kernels.flash_attention.options import Problem, backward_passes
+from kernels.flash_attention.options import Problem, is_deterministic
 
-from .attention_reference import attention, in_float64, rms, with_gradients
+from .attention_reference import attention, in_float64, log_sum_exp, rms, with_gradients
 from .test_flash_attention_gpu import inputs, judge
 
 CAUSAL = Problem((None, 0), 0.125)
@@ -53,9 +53,13 @@ def test_what_the_hopper_kernels_take(on_hopper):
     assert not served(tensor(2, 32, 4096, 64), direction="forward")  # where the Triton kernel is faster
 
 
-@pytest.mark.parametrize("problem", [Problem((5, 0), 0.125), Problem((None, 0), 0.125, "ieee", *[tensor(2, 4096)] * 2)],
-                         ids=["window", "documents"])
-def test_masks_that_the_hopper_kernels_leave_to_triton(on_hopper, problem):
+@pytest.mark.parametrize(
+    "problem",
+    [Problem((5, 0), 0.125), Problem((None, 0), 0.125, bounds=tensor(2, 2, 4096)),
+     Problem((None, 0), 0.125, softcap=30.0)],
+    ids=["window", "documents", "softcap"],
+)
+def test_scores_that_the_hopper_kernels_leave_to_triton(on_hopper, problem):
     assert not served(tensor(2, 32, 4096, 128), problem=problem)
 
 
@@ -134,39 +138,39 @@ def test_forced_tiles_are_those_of_triton(on_hopper):
 
 
 def test_the_operators_launch_what_serves_says(monkeypatch):
-    """The backward only where nothing asks for two passes."""
+    """The backward only where nothing asks for bits that are the same in every run; with the gradient of lse."""
     launched = []
     monkeypatch.setattr(ops._triton, "runs_triton", lambda x: True)
     monkeypatch.setattr(hopper, "serves", lambda *_: True)
     monkeypatch.setattr(hopper, "launch_forward", lambda *_: launched.append("forward"))
-    monkeypatch.setattr(hopper, "launch_backward", lambda *_: launched.append("backward"))
-    monkeypatch.setattr(ops, "_launch_fused", lambda *_: launched.append("fused"))
-    monkeypatch.setattr("kernels.flash_attention.backward_launch.launch_delta", lambda *_: None)
-    monkeypatch.setattr(configs, "concurrent", lambda *_: configs.Choice(*[configs.Tile(16, 16)] * 3))
-    monkeypatch.setattr("kernels.flash_attention.backward_launch.launch_backward", lambda *_: launched.append("passes"))
+    monkeypatch.setattr(hopper, "launch_backward", lambda *x: launched.append(x[-1]))
+    launches = "kernels.flash_attention.backward_launch.launch_"
+    monkeypatch.setattr(launches + "delta", lambda *_, dlse: launched.append(dlse))
+    monkeypatch.setattr(launches + "dkdv", lambda *_: launched.append("dkdv"))
+    monkeypatch.setattr(launches + "dq", lambda *_: launched.append("dq"))
     q, lse, problem = torch.zeros(1, 1, 16, 64, dtype=torch.float16), torch.zeros(1, 1, 16), CAUSAL
     ops._launch_forward(q, q, q, q, lse, problem)
-    for passes in ("fastest", "two-pass", "fused"):
-        ops._launch_backward(q, q, q, q, lse, q, (q, q, q), problem, passes)
-    assert launched == ["forward", "backward", "passes", "fused"]
+    for deterministic in (False, True):
+        ops._launch_backward(q, q, q, q, lse, q, lse, (q, q, q), problem, deterministic)
+    assert launched[0] == "forward" and launched[1] is lse and launched[2] is lse and launched[3:] == ["dkdv", "dq"]
 
 
 def test_what_deterministic_means():
-    assert backward_passes(None, None) == "fastest"
-    assert backward_passes(None, True) == "two-pass"
-    assert backward_passes(None, False) == "fastest"
+    assert not is_deterministic(None, None)
+    assert is_deterministic(None, True)
+    assert not is_deterministic(None, False)
     torch.use_deterministic_algorithms(True)
     try:
-        assert backward_passes(None, None) == "two-pass"
-        assert backward_passes(None, False) == "fastest"
+        assert is_deterministic(None, None)
+        assert not is_deterministic(None, False)
     finally:
         torch.use_deterministic_algorithms(False)
     with pytest.warns(DeprecationWarning, match="deterministic=True"):
-        assert backward_passes("two-pass", None) == "two-pass"
+        assert is_deterministic("two-pass", None) and not is_deterministic("fused", None)
     with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match="leave one out"):
-        backward_passes("fused", True)
+        is_deterministic("fused", True)
     with pytest.raises(TypeError, match="deterministic must be True, False or None, got 'yes'"):
-        backward_passes(None, "yes")
+        is_deterministic(None, "yes")
 
 
 @pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
@@ -301,6 +305,27 @@ def test_strided_inputs(everything, head_dim):
     exact = in_float64(q, k, v, do, causal=True)
     for x, y in zip(strided, exact, strict=True):
         assert rms(x.double() - y) <= 1e-2 * rms(y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_gradient_of_the_log_sum_exp(everything, head_dim):
+    """It reaches q and k through Δ alone, which both backwards read."""
+    tensors = inputs(2, 4, 2, 300, 257, head_dim, torch.bfloat16)
+    dlse = torch.randn(2, 4, 300, device="cuda")
+
+    def gradients(call, q, k, v, do):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        o, lse = call(q, k, v)
+        return o.detach(), lse.detach(), *torch.autograd.grad((o, lse), (q, k, v), (do, dlse.to(lse.dtype)))
+
+    exact = gradients(lambda q, k, v: (attention(q, k, v), log_sum_exp(q, k)), *(x.double() for x in tensors))
+    for deterministic in (False, True):
+        ours = gradients(lambda *x: flash_attention(*x, deterministic=deterministic, return_lse=True),  # noqa: B023
+                         *tensors)
+        assert ours[1].dtype is torch.float32
+        for x, y in zip(ours, exact, strict=True):
+            assert rms(x.double() - y) <= 1e-2 * rms(y)
 
 
 @pytest.mark.gpu
