@@ -5,10 +5,11 @@
     distlab run long_context --nproc 2 --minutes 9 --name mine      what is left is done by the same command again
 
 First this lab's trainer trains the model for some steps, with warm-up, on tokens that can be learnt. Then steps of the
-lab's FSDP and of torch's FSDP2 (SDPA, compiled blocks, three ways to recompute them) are timed in interleaved rounds,
-built anew in each, so that both fit; all compute the loss in chunks, in the head. Peers that the first round shows to
-be slow are left out of the others. The last round ends with a profiled step, which says how much communication nothing
-covers. Memory and time of each were predicted before anything was allocated.
+lab's FSDP and of torch's FSDP2 (SDPA, compiled blocks, three ways to recompute them, of which `selective` is
+torchtitan's) are timed in interleaved rounds, built anew in each, so that both fit; all compute the loss in chunks, in
+the head. Peers that the first round shows to be slow are left out of the others. The last round ends with a profiled
+step, which says how much communication nothing covers. Memory and time of each were predicted before anything was
+allocated.
 """
 
 import gc
@@ -71,7 +72,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {  # row → (strategy, options th
     "fsdp flash": ("fsdp", {"attention": "flash"}),
     **{
         f"fsdp2 {keep}": ("fsdp2", PEER | {"checkpointing": keep})
-        for keep in ("block", "attention", "qkv", "auto")
+        for keep in ("block", "attention", "qkv", "selective", "auto")
     },
 }
 
@@ -86,7 +87,7 @@ class LongContextConfig(BenchOptions, TimingOptions):
     ops: str = option("triton", "of the lab's rows", choices=OPS_CHOICES)
     checkpointing: str = option("auto", "of the lab's rows: auto, or as for distlab train")
     rows: tuple[str, ...] = option(
-        (OURS, "fsdp2 qkv", "fsdp2 attention", "fsdp2 block"), "what to time", choices=tuple(ROWS)
+        (OURS, "fsdp2 selective", "fsdp2 qkv", "fsdp2 attention"), "what to time", choices=tuple(ROWS)
     )
     train_steps: int = option(20, "of the trainer, 0 for none", least=0)
     lr: float = option(3e-4, "largest learning rate, after warm-up over half of the steps", above=0)
