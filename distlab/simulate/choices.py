@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from distlab.model import ModelConfig
 from distlab.simulate.estimate import estimate_step
-from distlab.simulate.run import hybrid, simulate_training
+from distlab.simulate.run import simulate_training
 from distlab.simulate.timeline import Machine, replay
 from distlab.theory.memory.peak import StepMemory
 from distlab.theory.model_shape import divisors
@@ -97,11 +97,12 @@ def simulated(config: ModelConfig, choice: Choice, machine: Machine, ranks: int,
     """Seconds of the step by events: the strategy's own code on fake ranks, replayed on the machine."""
     step = simulate_training(
         config,
-        "fsdp" if choice.strategy == "hsdp" else choice.strategy,
+        choice.strategy,
         batch=choice.micro_batch,
-        world_size=choice.group or ranks,
+        world_size=ranks,
+        shard_size=choice.group,
         dtype=dtype,
         checkpointing=choice.recompute,
         micro_batches=choice.micro_batches,
     )
-    return replay(hybrid(step, ranks) if choice.strategy == "hsdp" else step, machine).step_ms / 1e3
+    return replay(step, machine).step_ms / 1e3
