@@ -445,6 +445,8 @@ VIEW = View(
         Column("metrics.predicted_peak_bytes", "plan GiB", ".1f", scale=2**-30),
         Column("metrics.peak_error_pct", "err %", "+.1f"),
         Column("metrics.loss_rel_diff", "Δ loss", ".1e"),
+        Column("metrics.train_step_p50_ms", "trainer's step ms", ",.1f", optional=True),
+        Column("metrics.train_peak_alloc_bytes", "trainer's peak GiB", ".1f", scale=2**-30, optional=True),
         Column("metrics.profiled_step_ms", "profiled step ms", ",.1f", optional=True),
         Column("metrics.compute_ms", "compute", ",.1f", optional=True),
         Column("metrics.comm_ms", "comm", ",.1f", optional=True),
