@@ -465,7 +465,8 @@ VIEW = View(
     reading="Forward holds the loss and, since it is computed in chunks, both matmuls of its gradients; backward what "
     "is recomputed and the waits for gradients. Communication alone and idle time are of a profiled step of rank 0. "
     "Blocks keep: `block` their input alone, `attention` also its output, `qkv` also queries, keys, values and the "
-    "output projection, `gate-up` also SwiGLU's two; the rest is recomputed. MFU counts causal attention as half, and "
+    "output projection, `gate-up` also SwiGLU's two; `selective` attention's output and every other matmul's; the rest "
+    "is recomputed. MFU counts causal attention as half, and "
     "no recomputation. The ratio is over the fastest of torch's rows, paired by step, with the upper end of its 95 % "
     "interval. Δ loss is the relative difference from the first row's after as many steps from equal weights.",
     prediction="Memory in closed form (distlab.theory.memory); time from two simulated layers at the shares of the "
