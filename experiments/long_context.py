@@ -5,10 +5,11 @@
     distlab run long_context --nproc 2 --minutes 9 --name mine      what is left is done by the same command again
 
 First this lab's trainer trains the model for some steps, with warm-up, on tokens that can be learnt. Then steps of the
-lab's FSDP and of torch's FSDP2 (SDPA, compiled blocks, three ways to recompute them) are timed in interleaved rounds,
-built anew in each, so that both fit; all compute the loss in chunks, in the head. Peers that the first round shows to
-be slow are left out of the others. The last round ends with a profiled step, which says how much communication nothing
-covers. Memory and time of each were predicted before anything was allocated.
+lab's FSDP and of torch's FSDP2 (SDPA, compiled blocks, three ways to recompute them, of which `selective` is
+torchtitan's) are timed in interleaved rounds, built anew in each, so that both fit; all compute the loss in chunks, in
+the head. Peers that the first round shows to be slow are left out of the others. The last round ends with a profiled
+step, which says how much communication nothing covers. Memory and time of each were predicted before anything was
+allocated.
 """
 
 import gc
@@ -71,7 +72,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {  # row → (strategy, options th
     "fsdp flash": ("fsdp", {"attention": "flash"}),
     **{
         f"fsdp2 {keep}": ("fsdp2", PEER | {"checkpointing": keep})
-        for keep in ("block", "attention", "qkv", "auto")
+        for keep in ("block", "attention", "qkv", "selective", "auto")
     },
 }
 
@@ -86,7 +87,7 @@ class LongContextConfig(BenchOptions, TimingOptions):
     ops: str = option("triton", "of the lab's rows", choices=OPS_CHOICES)
     checkpointing: str = option("auto", "of the lab's rows: auto, or as for distlab train")
     rows: tuple[str, ...] = option(
-        (OURS, "fsdp2 qkv", "fsdp2 attention", "fsdp2 block"), "what to time", choices=tuple(ROWS)
+        (OURS, "fsdp2 selective", "fsdp2 qkv", "fsdp2 attention"), "what to time", choices=tuple(ROWS)
     )
     train_steps: int = option(20, "of the trainer, 0 for none", least=0)
     lr: float = option(3e-4, "largest learning rate, after warm-up over half of the steps", above=0)
@@ -444,6 +445,8 @@ VIEW = View(
         Column("metrics.predicted_peak_bytes", "plan GiB", ".1f", scale=2**-30),
         Column("metrics.peak_error_pct", "err %", "+.1f"),
         Column("metrics.loss_rel_diff", "Δ loss", ".1e"),
+        Column("metrics.train_step_p50_ms", "trainer's step ms", ",.1f", optional=True),
+        Column("metrics.train_peak_alloc_bytes", "trainer's peak GiB", ".1f", scale=2**-30, optional=True),
         Column("metrics.profiled_step_ms", "profiled step ms", ",.1f", optional=True),
         Column("metrics.compute_ms", "compute", ",.1f", optional=True),
         Column("metrics.comm_ms", "comm", ",.1f", optional=True),
@@ -462,7 +465,8 @@ VIEW = View(
     reading="Forward holds the loss and, since it is computed in chunks, both matmuls of its gradients; backward what "
     "is recomputed and the waits for gradients. Communication alone and idle time are of a profiled step of rank 0. "
     "Blocks keep: `block` their input alone, `attention` also its output, `qkv` also queries, keys, values and the "
-    "output projection, `gate-up` also SwiGLU's two; the rest is recomputed. MFU counts causal attention as half, and "
+    "output projection, `gate-up` also SwiGLU's two; `selective` attention's output and every other matmul's; the rest "
+    "is recomputed. MFU counts causal attention as half, and "
     "no recomputation. The ratio is over the fastest of torch's rows, paired by step, with the upper end of its 95 % "
     "interval. Δ loss is the relative difference from the first row's after as many steps from equal weights.",
     prediction="Memory in closed form (distlab.theory.memory); time from two simulated layers at the shares of the "

@@ -12,7 +12,7 @@ the first choice against every other, simulated.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from distlab.experiment import (
 from distlab.hardware import GPUSpec, by_alias, cluster
 from distlab.model import ModelConfig, kept_levels
 from distlab.model.config import RECOMPUTATION as KNOWN
+from distlab.model.config import ModelChanges
 from distlab.report import stacked_bars
 from distlab.simulate.choices import RECOMPUTATION, STRATEGIES, Choice, choices, estimated, memory
 from distlab.simulate.estimate import USABLE, MachineOptions, host_time
@@ -88,9 +89,10 @@ class PlanConfig(MachineOptions):
         if self.factory is None:
             return super().shape()
         check_name(self.factory)
-        if self.dimensions():
+        idle = [each.name for each in fields(ModelChanges) if getattr(self, each.name) != each.default]
+        if idle:
             raise ValueError(
-                f"--context, --layers and the like are of the lab's Transformer, and --model {self.model} has its own"
+                f"--{idle[0].replace('_', '-')} is of the lab's Transformer, and --model {self.model} decides it itself"
             )
         return None
 

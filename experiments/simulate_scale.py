@@ -19,7 +19,7 @@ from distlab.report import stacked_bars, timeline
 from distlab.simulate import replay
 from distlab.simulate.estimate import USABLE, MachineOptions
 from distlab.simulate.events import CATEGORIES
-from distlab.simulate.run import hybrid, simulate_training
+from distlab.simulate.run import simulate_training
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.step_time import sharding_group
 
@@ -32,10 +32,10 @@ class ScaleConfig(MachineOptions):
     device: str = option("h100", "kind of GPU, such as h100")
     ranks: int = option(1024, "world size", least=1)
     batch: int = option(2, "sequences per rank", least=1)
-    strategies: tuple[str, ...] = option(("bucketed", "zero1", "fsdp"), "of this lab; hsdp is FSDP in groups")
+    strategies: tuple[str, ...] = option(("bucketed", "zero1", "fsdp"), "of this lab")
     bucket_size_mb: float = option(100.0, "MiB", above=0)
     checkpointing: str = option("none", "what backward recomputes, as for distlab train")
-    group: int | None = option(None, "of hsdp, ranks that share a copy of the parameters [a node]", least=1)
+    group: int | None = option(None, "ranks of a shard group, of strategies with a mesh [a node]", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,12 +49,22 @@ class ScaleConfig(MachineOptions):
         if hosts is not None and self.ranks != hosts.gpus:
             raise ValueError(f"ranks={self.ranks}: {self.cluster} has {hosts.gpus}; give --ranks {hosts.gpus}")
         for name in self.strategies:
-            if name == "hsdp":
-                sharding_group(name, self.ranks, self.machine().network.devices_per_node, self.group)
-            elif get_strategy(name).is_peer:
+            self.shard_size(name)
+            if get_strategy(name).is_peer:
                 raise ValueError(
                     f"strategy {name!r} is torch's, whose C++ cannot run on fake tensors; choose ours"
                 )
+
+
+    def shard_size(self, strategy: str) -> int | None:
+        """Ranks of a shard group, for a strategy on a mesh.
+
+        Raises:
+            ValueError: a group that does not divide the ranks.
+        """
+        if not get_strategy(strategy).takes_mesh:
+            return None
+        return sharding_group("hsdp", self.ranks, self.machine().network.devices_per_node, self.group)
 
 
 def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
@@ -65,18 +75,16 @@ def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
     for strategy in config.strategies:
         run.progress(f"simulating {strategy} on {config.ranks} ranks")
         begin = time.perf_counter()
-        is_hybrid = strategy == "hsdp"
-        group = sharding_group(strategy, config.ranks, machine.network.devices_per_node, config.group)
         step = simulate_training(
             model,
-            "fsdp" if is_hybrid else strategy,
+            strategy,
             batch=config.batch,
-            world_size=group if is_hybrid else config.ranks,
+            world_size=config.ranks,
+            shard_size=config.shard_size(strategy),
             dtype=config.dtype,
             bucket_size_mb=config.bucket_size_mb,
             checkpointing=config.checkpointing,
         )
-        step = hybrid(step, config.ranks) if is_hybrid else step
         line = replay(step, machine)
         lanes[strategy] = line.lanes
         metrics = {

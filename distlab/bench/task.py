@@ -25,7 +25,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_map
 
 from distlab.comm import RankContext, collectives
 from distlab.ending import is_out_of_memory
+from distlab.model.config import ModelChanges
 from distlab.options import Options, option
 from distlab.parallel import Strategy
 from distlab.train.step import LossFunction, next_token_loss
@@ -96,22 +97,8 @@ class OwnModel(Options):
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
         """Raise ValueError for options of the lab's Transformer beside `--model`."""
-        idle = [
-            name
-            for name in (
-                "size",
-                "context",
-                "vocab",
-                "d_model",
-                "d_ff",
-                "layers",
-                "heads",
-                "attention",
-                "ops",
-                "checkpointing",
-            )
-            if name in given
-        ]
+        of_ours = ("size", *(each.name for each in fields(ModelChanges) if each.name != "compile"), "checkpointing")
+        idle = [name for name in of_ours if name in given]
         if given.get("factory") and idle:
             raise ValueError(
                 f"--{idle[0].replace('_', '-')} is of the lab's Transformer, and --model gives another "

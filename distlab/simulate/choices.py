@@ -6,7 +6,7 @@ from itertools import product
 
 from distlab.model import ModelConfig
 from distlab.simulate.estimate import estimate_step, host_time
-from distlab.simulate.run import hybrid, simulate_training
+from distlab.simulate.run import simulate_training
 from distlab.simulate.timeline import Machine, replay
 from distlab.theory.memory.peak import StepMemory
 from distlab.theory.model_shape import divisors
@@ -105,13 +105,13 @@ def simulated(config: ModelConfig, choice: Choice, machine: Machine, ranks: int,
     """
     step = simulate_training(
         config,
-        "fsdp" if choice.strategy == "hsdp" else choice.strategy,
+        choice.strategy,
         batch=choice.micro_batch,
-        world_size=choice.group or ranks,
+        world_size=ranks,
+        shard_size=choice.group,
         dtype=dtype,
         checkpointing=choice.recompute,
         micro_batches=choice.micro_batches,
         bucket_size_mb=choice.bucket_size_mb,
     )
-    step = hybrid(step, ranks) if choice.strategy == "hsdp" else step
     return max(replay(step, machine).step_ms / 1e3, host_time(len(step.operators), len(step.calls)))

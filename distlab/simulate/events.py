@@ -8,8 +8,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 from torch.utils.flop_counter import flop_registry
 
 from distlab.comm import collectives
@@ -27,11 +28,14 @@ _BORN = {
 
 
 @dataclass(frozen=True)
-class ReplicaCall(CollectiveCall):
-    """A collective among the ranks that hold the same shard in different groups of `group` ranks; `ranks` of them."""
+class GroupCall(CollectiveCall):
+    """A collective among `ranks` of all ranks, whose numbers are `stride` apart.
 
-    group: int = 1
+    Of neighbours that is 1; of those that hold the same shard in different groups the size of a group.
+    """
+
     ranks: int = 1
+    stride: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class EventLog(CollectiveRecorder):
         self.items: list[Compute | CollectiveCall | Wait] = []
         self.memory: list[MemoryMoment] = []
         self._through_seam = False
+        self._group: ProcessGroup | None = None  # of the collective that is being issued
         self._alive = dict.fromkeys(CATEGORIES, 0)
         self._sizes: dict[int, tuple[str, int]] = {}  # storage → (category, bytes)
         self._changed = False
@@ -138,13 +143,22 @@ class EventLog(CollectiveRecorder):
     def _at_seam(self, function: Any) -> Any:
         def issue(*args: Any, **kwargs: Any) -> "_TracedWork":
             self._through_seam = True
+            self._group = next((each for each in (*args, *kwargs.values()) if isinstance(each, ProcessGroup)), None)
             try:
                 work = function(*args, **kwargs)
             finally:
-                self._through_seam = False
+                self._through_seam, self._group = False, None
             return _TracedWork(work, self, self.calls[-1].sequence)
 
         return issue
+
+    def _record(self, name: str, args: tuple, result: Any) -> None:
+        before = len(self.calls)
+        super()._record(name, args, result)
+        if len(self.calls) > before and self._group is not None and self._group.size() < dist.get_world_size():
+            ranks = dist.get_process_group_ranks(self._group)
+            stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+            self.calls[-1] = GroupCall(**vars(self.calls[-1]), ranks=len(ranks), stride=stride)
 
     # -- memory --------------------------------------------------------------------------------------------
 

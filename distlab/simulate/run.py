@@ -19,10 +19,9 @@ from distlab.model import ModelConfig, TransformerLM, ops
 from distlab.model.config import Checkpointing
 from distlab.parallel import ParallelModel, Strategy, get_strategy
 from distlab.precision import DTYPES
-from distlab.simulate.events import Compute, EventLog, MemoryMoment, ReplicaCall, Wait
+from distlab.simulate.events import Compute, EventLog, MemoryMoment, Wait
 from distlab.simulate.world import fake_world
 from distlab.theory.checks import at_least_one
-from distlab.theory.model_shape import divisors
 from distlab.train.step import TrainStep, loss_function
 
 Mark = Callable[[str], None]
@@ -66,39 +65,6 @@ class SimulatedStep:
         return tuple(item for item in self.items[self.boundary :] if isinstance(item, Compute))
 
 
-def hybrid(step: SimulatedStep, ranks: int) -> SimulatedStep:
-    """FSDP on one group of ranks, made hybrid sharding on `ranks`: replicas of that group, whose shards of gradients
-    are averaged as soon as they are reduced inside it.
-
-    A reduce-scatter of S bytes in a group of G is followed by an all-reduce of S/G bytes among the replicas, and an
-    all-reduce by one of the same size; who waits for the first waits for both. Gathers stay inside the group. So it
-    needs nothing of the strategy but FSDP's own events.
-
-    Args:
-        step: of `fsdp` on a world of one group.
-
-    Raises:
-        ValueError: a group that does not divide the ranks.
-    """
-    group = step.world_size
-    if ranks % group:
-        raise ValueError(f"groups of {group} do not divide {ranks} ranks; choose one of {divisors(ranks)}")
-
-    def with_replicas(items: tuple) -> list:
-        result = []
-        for item in items:
-            result.append(item)
-            if isinstance(item, CollectiveCall) and item.op in ("reduce_scatter", "all_reduce") and ranks > group:
-                parts = group if item.op == "reduce_scatter" else 1
-                shard = vars(item) | {"op": "all_reduce", "bytes": item.bytes // parts, "numel": item.numel // parts}
-                result.append(ReplicaCall(**shard, group=group, ranks=ranks // group))
-        return result
-
-    before = with_replicas(step.items[: step.boundary])
-    items = tuple(before + with_replicas(step.items[step.boundary :]))
-    return replace(step, items=items, boundary=len(before), calls=tuple(with_replicas(step.calls)))
-
-
 def simulate_step(
     strategy: str | Strategy,
     build: Callable[[], nn.Module],
@@ -107,6 +73,7 @@ def simulate_step(
     world_size: int,
     rank: int = 0,
     bucket_size_mb: float | None = 25.0,
+    shard_size: int | None = None,
     compute_dtype: torch.dtype | None = None,
     optimizer_cls: type[Optimizer] = torch.optim.AdamW,
     optimizer_options: dict[str, Any] | None = None,
@@ -119,7 +86,7 @@ def simulate_step(
         build: makes the module; called where tensors are fake.
         make_step: `make_step(wrapper, optimizer, mark)` returns a function that trains one step and calls
             `mark("forward_backward")` before its optimizer's step, as `TrainStep` does.
-        compute_dtype: of forward; see `Strategy.build`.
+        shard_size, compute_dtype: see `Strategy.build`.
         optimizer_options: default for AdamW: the fused kernel.
         like_nccl: see `fake_world`.
 
@@ -137,8 +104,9 @@ def simulate_step(
     log = EventLog()
     with _collecting_only_what_is_new(), fake_world(world_size, rank, like_nccl=like_nccl) as group, log.recording():
         wrapper, optimizer = entry.build(
-            build(), group, optimizer_cls, optimizer_options, compute_dtype=compute_dtype, bucket_size_mb=bucket_size_mb
-        )
+            build(), group, optimizer_cls, optimizer_options, compute_dtype=compute_dtype,
+            bucket_size_mb=bucket_size_mb, shard_size=shard_size,
+        )  # fmt: skip
         gc.collect()
         log.own_parameters(wrapper.parameters())
         after_init = dict(log._alive)
@@ -176,6 +144,7 @@ def simulate_training(
     bucket_size_mb: float | None = 25.0,
     checkpointing: Checkpointing = False,
     micro_batches: int = 1,
+    shard_size: int | None = None,
 ) -> SimulatedStep:
     """One step of what ddp_bench times: full-length sequences, fused AdamW, computation in `dtype`.
 
@@ -189,6 +158,7 @@ def simulate_training(
         dtype: `fp32`, or `bf16`/`fp16` over fp32 parameters.
         checkpointing: see `TransformerLM`'s `checkpoint_blocks`.
         micro_batches: accumulated in a step, of `batch` sequences each.
+        shard_size: ranks of a shard group, for strategies on a mesh; None for all.
 
     Raises:
         ValueError: an unknown strategy or dtype, one of torch's strategies, a size below one.
@@ -212,6 +182,7 @@ def simulate_training(
             make_step,
             world_size=world_size,
             bucket_size_mb=bucket_size_mb,
+            shard_size=shard_size,
             compute_dtype=compute_dtype,
         )
 

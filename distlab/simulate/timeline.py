@@ -13,7 +13,7 @@ from typing import Protocol
 
 from distlab.measure.collectives import CollectiveCall
 from distlab.measure.trace.intervals import Interval, intersect, subtract, total, union
-from distlab.simulate.events import Compute, ReplicaCall, Wait
+from distlab.simulate.events import Compute, GroupCall, Wait
 from distlab.simulate.run import SimulatedStep
 
 
@@ -143,8 +143,8 @@ class _Streams:
                 self._compute(self.machine.device.seconds(item))
             elif isinstance(item, CollectiveCall):
                 network, ranks = self.machine.network, self.ranks
-                if isinstance(item, ReplicaCall):
-                    network, ranks = network.across(item.group), item.ranks
+                if isinstance(item, GroupCall):
+                    network, ranks = network.across(item.stride), item.ranks
                 seconds = network.seconds(item.bytes, ranks, operation=item.op)
                 self.queue.append([item.sequence, seconds])
             else:

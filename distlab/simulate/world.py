@@ -1,11 +1,12 @@
 """A world of any size in one process: torch's fake process group and fake tensors, as if it were NCCL on GPUs.
 
 Fake tensors have shapes, dtypes and storages of the right size, and no memory; collectives on the fake group return
-at once. The strategies are the real ones. Three things they do need real values or real peers, and are answered here
+at once. The strategies are the real ones. Some things they do need real values or real peers, and are answered here
 for the time of the simulation:
 
 - objects that ranks exchange (`gather_objects`, to compare models): every rank says what this one says;
 - which backend serves the group: NCCL's answers (averages in the reduction, shards in place), where asked for;
+- groups of other ranks, which are not made;
 - whether an optimizer is element-wise, which is tried out on small real tensors, outside of the fake mode.
 
 On a CPU torch takes RMSNorm apart; on a GPU it is one kernel that keeps less. Here it is the one kernel.
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from distlab.comm import collectives
+from distlab.comm import collectives, subgroups
 from distlab.parallel import elementwise
 
 
@@ -53,6 +54,9 @@ def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Ite
         with unset_fake_temporarily():
             return parts_equal_whole(*arguments)
 
+    def own_group(ranks: Sequence[int], *options: Any) -> dist.ProcessGroup | None:
+        return dist.new_group(list(ranks)) if rank in ranks else None
+
     excepthook = sys.excepthook  # torch puts its own around it, once per group, and never takes it off
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -60,6 +64,7 @@ def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Ite
             mock.patch.object(collectives, "gather_objects", lambda value, group: [value] * group.size()),
             mock.patch.object(collectives, "averages_in_reduction", lambda device, group: like_nccl),
             mock.patch.object(elementwise, "parts_equal_whole", tried_out),
+            mock.patch.object(subgroups, "_new_group", own_group),
             FakeTensorMode(),
             # Patched, and no torch function mode: that would be off inside backward, where blocks are recomputed.
             mock.patch.object(F, "rms_norm", _rms_norm),

@@ -239,6 +239,12 @@ def _what_fits(plan: PlannedStep, fits: Callable[..., bool]) -> str:
     if fits(replace(plan, batch=1, model=replace(model, context_length=1))):
         return "A smaller --batch and a smaller --context together would fit"
     sharded = replace(plan, strategy="fsdp", checkpointing="block")
-    enough = (ranks for ranks in (2**k for k in range(1, 11)) if fits(sharded, ranks))
-    more = f"--strategy fsdp --checkpointing block on {n} ranks with as much each" if (n := next(enough, 0)) else "fsdp"
-    return f"The parameters and what is kept of each are too much alone: take a smaller --size, or {more}"
+    shortest = replace(sharded, batch=1, model=replace(model, context_length=1))
+    for step, also in ((sharded, ""), (shortest, " and a smaller --context")):
+        enough = next((ranks for ranks in (2**k for k in range(1, 11)) if fits(step, ranks)), None)
+        if enough:
+            more = f", or --strategy fsdp --checkpointing block on {enough} ranks with as much each{also}"
+            break
+    else:
+        more = ""
+    return f"The parameters and what is kept of each are too much alone: take a smaller --size{more}"

@@ -2,8 +2,9 @@
 
 `serves` is the whole rule, `SERVED` the rule in words, which `distlab doctor` says. What it does not take runs on the
 Triton kernels, with the same results: windows and packed documents, whose rows see keys between two borders where these
-kernels know only the upper one; other head dims, which would have to be padded (`distlab run attention_sweep` has the
-time of that, "ours-padded"); fp32; softcap; calls too short to fill the GPU; at d = 64 the forward, where Triton's is faster.
+kernels know only the upper one; softcap; other head dims, which would have to be padded (`distlab run attention_sweep`
+has the time of that, "ours-padded"); fp32; calls too short to fill the GPU; at d = 64 the forward, where Triton's is
+faster.
 """
 
 import functools
@@ -18,7 +19,7 @@ from . import configs
 from .options import Problem
 
 HEAD_DIMS = {"forward": (128,), "backward": (64, 128)}  # the Triton forward is the faster one at 64
-SERVED = "fp16 and bf16, head dims 128 and 64 (there the backward), without window, documents and softcap, from 16,384 rows on"
+SERVED = "16 bits, head dims 128 and 64 (there the backward), without window, documents or softcap, from 16,384 rows on"
 LEAST_ROWS = 2**14  # of all heads: programs of 128 for a GPU of 132 multiprocessors; fewer leave it idle
 DTYPES = (torch.float16, torch.bfloat16)
 ALIGNMENT_BYTES = 16  # of the base address and of every stride, for TMA

@@ -128,5 +128,7 @@ def test_what_contradicts_model_is_refused(capsys):
     assert "package.module:function" in refused(capsys, "ddp_bench", "--model", "resnet")
     assert "--size is of the lab's Transformer" in refused(capsys, "ddp_bench", "--model", "a:b", "--size", "xl")
     assert "--compile blocks is of" in refused(capsys, "ddp_bench", "--model", "a:b", "--compile", "blocks")
+    assert "--kv-heads is of" in refused(capsys, "ddp_bench", "--model", "a:b", "--kv-heads", "2")
     assert "--context is of" in refused(capsys, "plan", "--model", "a:b", "--context", "8")
+    assert "--compile is of" in refused(capsys, "plan", "--model", "a:b", "--compile", "blocks")
     assert "No module named 'no_such'" in refused(capsys, "plan", "--model", "no_such:b", "--devices", "h100:1")

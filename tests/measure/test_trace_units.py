@@ -35,7 +35,7 @@ def test_on_a_gpu_a_unit_lasts_until_the_next_ones_first_kernel():
         host(STEP, 0, 5), host(UNIT + "forward a", 1), host(UNIT + "forward b", 2), host(UNIT + "backward b", 3),
         host(UNIT + "backward a", 4), host(OPTIMIZER, 4.5, 4.9), host(NEXT, 5, 6),
         kernel("compute", 10, 14, 0.5), kernel("compute", 14, 20, 1.5), kernel("compute", 22, 30, 2.5),
-        kernel("communication", 19, 23, 1.7, "stream 20"), kernel("compute", 30, 40, 3.5),
+        kernel("communication", 19, 23, 2.2, "stream 20"), kernel("compute", 30, 40, 3.5),
         kernel("copy", 40, 41, 3.6), kernel("compute", 41, 50, 4.2), kernel("compute", 53, 55, 4.6),
         kernel("compute", 56, 99, 5.6),
     ]  # fmt: skip

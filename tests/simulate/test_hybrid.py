@@ -1,45 +1,66 @@
-"""Hybrid sharding in the simulation: FSDP's events of one group, and what its replicas add."""
+"""Hybrid sharding in the simulation: the strategies' own collectives, and in which groups they run."""
 
 import pytest
 
 from distlab.hardware import cluster
 from distlab.model import ModelConfig
 from distlab.simulate.estimate import estimate_step, machine_on
-from distlab.simulate.run import hybrid, simulate_training
+from distlab.simulate.events import GroupCall
+from distlab.simulate.run import simulate_training
 from distlab.simulate.timeline import replay
 
 CONFIG = ModelConfig(1024, 4096, 4, 8, vocab_size=4000, context_length=1024)
 
 
+def simulated(strategy, ranks, shard_size=None):
+    return simulate_training(CONFIG, strategy, batch=4, world_size=ranks, shard_size=shard_size)
+
+
 @pytest.fixture(scope="module")
-def group():
-    return simulate_training(CONFIG, "fsdp", batch=4, world_size=8)
+def fsdp():
+    return simulated("fsdp", 8)
 
 
-def test_every_reduced_shard_is_averaged_once_among_replicas(group):
-    found = hybrid(group, 64)
-    scattered = [call for call in group.calls if call.op == "reduce_scatter"]
-    reduced = [call for call in group.calls if call.op == "all_reduce"]
-    added = [call for call in found.calls if getattr(call, "ranks", None) == 8]
-    assert len(added) == len(scattered) + len(reduced) > 0
-    assert sum(call.bytes for call in added) == sum(call.bytes // 8 for call in scattered) + sum(
-        call.bytes for call in reduced
-    )
-    assert [call for call in found.calls if call not in added] == list(group.calls)
+def by_group(step, stride):
+    """(op, bytes) of the collectives of groups of that stride; None: of all ranks."""
+    return [(call.op, call.bytes) for call in step.calls if getattr(call, "stride", None) == stride]
 
 
-def test_one_group_is_fsdp(group):
-    assert hybrid(group, 8) == group
+def test_every_reduced_shard_is_averaged_once_among_replicas(fsdp):
+    step = simulated("hsdp", 64, 8)
+    inside, between = by_group(step, 1), by_group(step, 8)
+    norms = [(call.op, call.bytes) for call in fsdp.calls if call.op == "all_reduce"]
+    assert sorted(inside) == sorted((call.op, call.bytes) for call in fsdp.calls if call.op != "all_reduce")
+    scattered = [size for op, size in inside if op == "reduce_scatter"]
+    assert between == [("all_reduce", size // 8) for size in scattered] and by_group(step, None) == norms
+    assert {call.ranks for call in step.calls if isinstance(call, GroupCall)} == {8}
+    assert step.peak.total >= fsdp.peak.total
+
+
+def test_one_group_is_fsdp(fsdp):
+    one = simulated("hsdp", 8, 8)
+    assert (one.calls, one.items) == (fsdp.calls, fsdp.items)
+
+
+def test_messages_in_two_levels_cross_hosts_with_a_share(fsdp):
+    """Of an eighth each, one step behind the other."""
+    two = simulated("bucketed-two-level", 64, 8)
+    plain = [call.bytes for call in simulated("bucketed", 64).calls]
+    for op, stride, part in (("reduce_scatter", 1, 1), ("all_reduce", 8, 8), ("all_gather", 1, 1)):
+        sizes = [size for name, size in by_group(two, stride) if name == op]
+        assert sizes == pytest.approx([size / part for size in plain], abs=32)
+    machine = machine_on(cluster("dgx-h100:64"))
+    assert replay(two, machine).comm_ms > 0
 
 
 @pytest.mark.parametrize("ranks", [16, 256])
-def test_the_estimate_is_close(group, ranks):
+def test_the_estimate_is_close(fsdp, ranks):
     """As for other strategies (`test_estimate`): the closed form assumes an even flow of messages."""
     machine = machine_on(cluster(f"dgx-h100:{ranks}"))
-    line = replay(hybrid(group, ranks), machine)
+    line = replay(simulated("hsdp", ranks, 8), machine)
     found = estimate_step(CONFIG, "hsdp", machine, batch=4, ranks=ranks)
     assert 1e3 * found.step == pytest.approx(line.step_ms, rel=0.08)
-    plain = replay(group, machine)
+    plain = replay(fsdp, machine)
     assert line.comm_ms > plain.comm_ms and line.step_ms >= plain.step_ms
 
 
@@ -56,6 +77,6 @@ def test_groups_smaller_and_larger_than_a_host():
     assert [machine.network.across(size).devices_per_node for size in (4, 8, 16)] == [2, 1, 1]
 
 
-def test_refusals(group):
-    with pytest.raises(ValueError, match="groups of 8 do not divide 12 ranks"):
-        hybrid(group, 12)
+def test_refusals():
+    with pytest.raises(ValueError, match="shard_size=8 does not divide the 12 ranks"):
+        simulated("hsdp", 12, 8)

@@ -52,6 +52,10 @@ def test_each_kind_of_excess_has_its_remedy(free):
     assert "A smaller --batch and a smaller --context together" in both
     text = shortage(PlannedStep(preset("10B"), 1), "cpu")
     assert "take a smaller --size, or --strategy fsdp --checkpointing block on 16 ranks with as much each" in text
+    text = shortage(PlannedStep(preset("10B", context_length=10**6), 1), "cpu")
+    assert text.endswith("block on 16 ranks with as much each and a smaller --context")
+    text = shortage(PlannedStep(preset("10B", vocab_size=10**9), 1), "cpu")
+    assert text.endswith("too much alone: take a smaller --size")
     text = shortage(PlannedStep(preset("tiny", context_length=131_072), 4), "cpu")
     assert text.endswith("--checkpointing auto would fit")
 
