@@ -2,7 +2,7 @@
 
 The naive form runs on the meta device, where nothing is computed, under a counter at torch's dispatcher. Torch's
 kernels for whole tensors reach the copy's bandwidth, those that broadcast a smaller operand, reduce, or widen the dtype
-do not; the rates of the four kinds (`distlab.measure.traffic`) are measured in the run itself. The fused kernel is
+do not; the rates of the four kinds (`measure.memory_traffic`) are measured in the run itself. The fused kernel is
 predicted to move the least bytes, or those it knowingly moves, at the copy's bandwidth. Every number carries the time
 of an empty kernel once.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distlab.measure.traffic import kind_of, stored
+from distlab.measure.memory_traffic import kind_of, stored
 
 from .cases import Case, first, leaves, with_gradients
 

@@ -22,9 +22,9 @@ from distlab.bench.timing import Subject, described
 from distlab.experiment import Column, Record, View
 from distlab.measure import Event, FlopsByCategory, busy_ms, clock, emitter, named_ranges, step_windows
 from distlab.measure.collectives import tensors_in
+from distlab.measure.memory_traffic import kind_of
 from distlab.measure.nvtx import Emitter
 from distlab.measure.trace.capture import PHASES
-from distlab.measure.traffic import kind_of
 from distlab.model.ops import sdpa
 from distlab.precision import DTYPES
 from distlab.report import stacked_bars
@@ -87,7 +87,7 @@ class Rates:
 
     Args:
         flops_per_s: of a matmul (`matmul`), of fused attention (`attention`) and of its backward.
-        bytes_per_s: of each of `measure.traffic.KINDS`, and of torch's norm (`norm`) and its backward.
+        bytes_per_s: of each of `measure.memory_traffic.KINDS`, and of torch's norm (`norm`) and its backward.
         launch_s: what an empty kernel takes.
     """
 

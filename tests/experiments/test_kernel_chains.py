@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distlab.measure.traffic import KINDS
+from distlab.measure.memory_traffic import KINDS
 from experiments.kernel_roofline import EXPERIMENT, Config, chain_kernel
 from experiments.kernel_roofline.chains import (
     CHAINS,

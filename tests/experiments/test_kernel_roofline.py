@@ -9,7 +9,7 @@ import torch
 
 from distlab.experiment import lone_context
 from distlab.measure import clock
-from distlab.measure.traffic import KINDS, kind_of
+from distlab.measure.memory_traffic import KINDS, kind_of
 from distlab.report import Record, write_json
 from distlab.report.run import Header, Run
 from experiments.kernel_roofline import (

@@ -90,7 +90,7 @@ def test_plan_steps_it_in_the_fake_world(tmp_path):
     )
     best = rows[0].metrics
     assert best["predicted_examples_per_s"] == pytest.approx(64 / best["predicted_step_ms"] * 1e3)
-    parts = [best[f"{part}_ms"] for part in ("compute", "memory_bandwidth", "communication", "optimizer")]
+    parts = [best[f"{part}_ms"] for part in ("compute", "memory_bandwidth", "communication", "optimizer", "host")]
     assert sum(parts) == pytest.approx(best["predicted_step_ms"], rel=0.05)
 
 
