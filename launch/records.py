@@ -4,7 +4,8 @@
     distlab records --machine h200x2                  measure what this commit has not measured yet
     distlab records --machine h200x2 --minutes 9      begin nothing that would end later; the same command goes on
 
-A record is copied to records/EXPERIMENT/MACHINE-CASE.json when its run has ended well, never edited. A run that was cut
+A record is copied to records/EXPERIMENT/MACHINE-CASE.json when its run has ended well, those of its parts to
+records/PART/MACHINE-CASE.json; none is ever edited. A run that was cut
 off resumes under outputs/records where its experiment can.
 """
 
@@ -117,6 +118,10 @@ def measure(left: Sequence[Case], commit: str, into: Path, minutes: float) -> in
             print(f"FAILED: {case.experiment}/{case.run}", file=sys.stderr)
             failed = 1
             continue
-        case.file(into).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / RUNS / case.experiment / case.run / "records.json", case.file(into))
+        made = ROOT / RUNS / case.experiment / case.run
+        parts = {part.name: part for part in made.glob("parts/*")}  # with views of their own
+        for experiment, folder in {case.experiment: made, **parts}.items():
+            record = into / experiment / case.file(into).name
+            record.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(folder / "records.json", record)
     return failed
