@@ -1,8 +1,10 @@
 """Two runs or more of one experiment side by side: what differs between them, and which rows do beyond their noise.
 
-A difference counts where it is larger than the noise of the noisier row (`report.noise`) and, if both runs kept their
+A difference counts where it is larger than twice the noise of the noisier row (`report.noise`: each of two medians may
+be off by as much; once for ratios to another row of the same run, in which drift cancels) and, if both runs kept their
 samples, the 95 % interval of the ratio of medians does not contain 1. The interval alone would not do: samples of one
-run share its moment of the machine, so it is too narrow for what two runs differ by.
+run share its moment of the machine, so it is too narrow for what two runs differ by. On a busy host the same code
+twice differed by 1.3 to 1.9 times the noise of a run.
 """
 
 from __future__ import annotations
@@ -231,9 +233,10 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
         findings=lambda rows: [*differing, *findings(rows)],
         pictures={"trend.png" if len(runs) > 2 else "compare.png": _trend if len(runs) > 2 else _draw},
         reading="Medians, the last run against the first. A row is worse or better where the difference is larger than "
-        "the noise of the noisier run and, with samples of both, its 95 % interval (10,000 resamples of each run's own "
-        "steps) does not contain 0. Everything else is a tie. Noise is half of what the samples spread from p20 to "
-        "p80, or what a run measured against itself, whichever is more.",
+        "twice the noise of the noisier run, since either may be off by it (once for ratios to a row), and, with "
+        "samples of both, its 95 % interval (10,000 resamples of each run's own steps) does not contain 0. Everything "
+        "else is a tie. Noise is half of what the samples spread from p20 to p80, or what a run measured against "
+        "itself, whichever is more.",
         prediction="None: this compares what was measured.",
         noise="The noise column holds the larger of the two runs'.",
     )
@@ -275,12 +278,13 @@ def _verdict(old: Record | None, new: Record | None, metric: str) -> dict[str, A
     samples = [record.metrics.get(f"{quantity}_samples_ms") or () for record in (old, new)]
     if min(map(len, samples)) >= MIN_PAIRS:
         ratio = unpaired_ratio(samples[1], samples[0])
+    least = None if noise is None else noise if metric == RATIO else 2 * noise
     inside = ratio.low is not None and ratio.low <= 1 <= ratio.high
     percent = {
         name: None if value is None else 100 * (value - 1)
         for name, value in zip(("difference_pct", "low_pct", "high_pct"), ratio, strict=True)
     }
-    if last == first or inside or (noise is not None and abs(percent["difference_pct"]) <= noise):
+    if last == first or inside or (least is not None and abs(percent["difference_pct"]) <= least):
         verdict = TIE
     elif noise is None and ratio.low is None and not metric.endswith("_bytes"):  # bytes are counted
         verdict = UNSURE

@@ -190,3 +190,13 @@ def test_what_does_not_differ_is_not_listed():
     run = SavedRun("a", Path(__file__), [record("a", 1.0, date="2026-01-01")])
     again = SavedRun("b", Path(__file__), [record("a", 1.0, date="2026-02-01")])
     assert differences([run, again]) == []
+
+
+def test_a_difference_below_twice_the_noise_is_none(tmp_path):
+    """The same code twice on a busy host: 10.1 and 13.2 ms, each with a noise of 16 %."""
+    runs = [
+        SavedRun.read(saved(tmp_path, name, record("local", p50, step_p20_ms=0.84 * p50, step_p80_ms=1.16 * p50)))
+        for name, p50 in (("before", 10.05), ("after", 13.18), ("slower", 13.4))
+    ]
+    assert verdicts(compared(runs[:2])) == {"local": "tie"}
+    assert verdicts(compared([runs[0], runs[2]])) == {"local": "worse"}
