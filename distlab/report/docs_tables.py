@@ -2,7 +2,7 @@
 
 A page holds a pair of markers, and what lies between them is made:
 
-    <!-- table records/ddp_bench/cpu.json -->
+    <!-- table records/ddp_bench/cpu-tiny.json -->
     …
     <!-- end table -->
 
