@@ -5,8 +5,8 @@
     distlab records --machine h200x2 --minutes 9      begin nothing that would end later; the same command goes on
 
 A record is copied to records/EXPERIMENT/MACHINE-CASE.json when its run has ended well, those of its parts to
-records/PART/MACHINE-CASE.json; none is ever edited. A run that was cut
-off resumes under outputs/records where its experiment can.
+records/PART/MACHINE-CASE.json; none is ever edited. A run that was cut off resumes under outputs/records where its
+experiment can.
 """
 
 import argparse
