@@ -69,7 +69,7 @@ PEER = {"ops": "torch", "attention": "sdpa", "compile": "blocks"}
 ROWS: dict[str, tuple[str, dict[str, str]]] = {  # row → (strategy, options that are not the command's)
     OURS: ("fsdp", {}),
     "fsdp blocks": ("fsdp", {"checkpointing": "block"}),
-    "fsdp flash": ("fsdp", {"attention": "flash"}),
+    "fsdp sdpa": ("fsdp", {"attention": "sdpa"}),
     **{
         f"fsdp2 {keep}": ("fsdp2", PEER | {"checkpointing": keep})
         for keep in ("block", "attention", "qkv", "selective", "auto")

@@ -29,7 +29,6 @@ QUERIES = 128  # of a program of the forward, in each of its turns
 LOG2_E = 1.4426950408889634
 CAST_ROWS = 32
 GROUP_BYTES = 2**25  # of the data that programs side by side read: the L2 holds 50 MB
-GROUP_BYTES_OF_BACKWARD = {64: 2**25, 128: 2**26}  # by head dim; twice as much is faster at 128, 3 % slower at 64
 # What a tile of the forward takes besides its key tiles, in the time of one of these: the start of a program, its first
 # loads and its last store; less where they overlap with the tile before. Fitted to 2×32×2048 and 4×32×4096 at D = 128.
 STARTED, TAKEN_IN_TURN = 2.5, 0.8
@@ -157,7 +156,7 @@ def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do:
         _flat_descriptor(saved.lse2, queries), _flat_descriptor(saved.delta, queries),
         _descriptor(dq_sum, 64, 64), _descriptor(dk, 64), _descriptor(dv, 64),
         heads, heads // k.shape[1], *saved.counts(), _last_seen(problem, k.shape[2]),
-        _group(k, q, GROUP_BYTES_OF_BACKWARD[head_dim]), problem.scale, problem.scale * LOG2_E, num_warps=4)
+        _group(k, q, GROUP_BYTES), problem.scale, problem.scale * LOG2_E, num_warps=4)
     launch_cast(dq_sum, dq, problem.scale)
 
 

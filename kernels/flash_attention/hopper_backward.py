@@ -14,11 +14,12 @@ That half leaves as fp32 by a TMA reduction: other programs add to the same rows
 last bits of dQ differ from run to run. dK and dV are bit-identical.
 
     producer     K V Q₀ dO₀ │ Q₁ dO₁ │ ⋯                       (waits until the buffers of two tiles ago are read)
-    consumer 0   │ dPᵀ │ exp2: P │ dV │ dS → shared, dK │ wait ds_full │ dQ │ Sᵀ of the next tile │ dQ → shared → TMA │
-    consumer 1   │ the same for the other 64 keys                ⋮                                                    │
+    consumer 0   │ dPᵀ │ exp2: P │ dV │ dS → shared, dK │ dQ of the tile before │ Sᵀ of the next │ dQ → shared → TMA │
+    consumer 1         │ the same for the other 64 keys, half a step later      ⋮                                     │
 
-Sᵀ of the next tile is issued before dQ of this one is stored: the store overlaps it. dS has two buffers: a consumer
-that passes `ds_full` of a tile knows that the other is done with dQ of the tile before.
+dQ of a tile waits for a step, because it needs dS of both consumers: so they do not meet in the middle of every step,
+and one's exp2 runs under the other's matmuls. Sᵀ of the next tile is issued before dQ is stored: the store overlaps
+it. dS has two buffers: `ds_full` says that both consumers have written one, `ds_free` that both have read it.
 
 Registers per thread of a consumer: dK and dV D/2 each, Sᵀ and dPᵀ Q/2 each, where Q is the queries of a tile, dQ 32 and
 the operands Q/4 each: 256 at D = 128, of which not all live at once, in the 240 that `setmaxnreg` leaves.
@@ -78,7 +79,8 @@ def _producer(given):
             for i in gl.static_range(2):
                 v.acquire(i, v_desc.block_type.nbytes)
                 v.copy(i, v_desc, batch, kv_head, first_key + i * KEYS)
-        do.acquire(j, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+        # Q and dO of a tile are released together: `q.acquire` has waited for both
+        mbarrier.expect(do.full.index(j % STAGES), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
         do.copy(j, do_desc, batch, head, row)
         tma.async_copy_global_to_shared(delta_desc, [stats], do.full.index(j % STAGES), delta.index(j % STAGES))
 
@@ -111,11 +113,11 @@ def _add_dq(dq, dq_desc, dq_tiles, batch, head, row, W: gl.constexpr, QUERIES: g
 
 
 @gluon.jit
-def _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, more, first_seen, masked, scale_log2,
-          W: gl.constexpr):
-    """Tile j, whose Sᵀ is there already; leaves Sᵀ of the next one, where there is `more`."""
+def _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, last_head, last_row, more, first_seen, masked,
+          scale_log2, W: gl.constexpr, FIRST: gl.constexpr):
+    """Tile j but for its dQ, and dQ of tile j - 1, so that the consumers may run half a step apart."""
     k, v, q = operands
-    do, lse2, delta, ds, ds_full, dq_tiles = others
+    do, lse2, delta, ds, ds_full, dq_tiles, ds_free, start = others
     S_LAYOUT: gl.constexpr = st.type.layout
     QUERIES: gl.constexpr = st.shape[1]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -123,6 +125,8 @@ def _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, more, firs
     DTYPE: gl.constexpr = q.tiles.dtype
     zeros = gl.zeros([KEYS, QUERIES], gl.float32, S_LAYOUT)
     do.wait_full(j)
+    if FIRST and W == 1:
+        mbarrier.wait(start.index(0), 0)  # half a step behind the other consumer
     dpt = warpgroup_mma(v.tile(W), do.tile(j).permute((1, 0)), zeros, use_acc=False, is_async=True)
     pt = gl.exp2(st * scale_log2 - lse2.index(j % STAGES).load(COLUMN)[None, :])
     if masked:
@@ -131,26 +135,32 @@ def _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, more, firs
     p_left = gl.convert_layout(pt.to(DTYPE), LEFT)
     dpt = warpgroup_mma_wait(0, deps=[dpt])
     dv = warpgroup_mma(p_left, do.tile(j), dv, is_async=True)
-    # loaded after the wait: live before it, Δ would push other values out of the registers
+    if FIRST and W == 0:
+        mbarrier.arrive(start.index(0), count=1)
     dst = (pt * (dpt - delta.index(j % STAGES).load(COLUMN)[None, :])).to(DTYPE)
     b = j & 1
+    if not FIRST:
+        mbarrier.wait(ds_free.index(b), ((j // 2) & 1) ^ 1)  # both have read dS of tile j - 2
     ds.index(2 * b + W).store(dst)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(b), count=1)
     ds_left = gl.convert_layout(dst, LEFT)
     dk = warpgroup_mma(ds_left, q.tile(j), dk, is_async=True)
-    mbarrier.wait(ds_full.index(b), (j // 2) & 1)
-    dq = _issue_dq(b, k, ds, W)
-    dv, p_left = warpgroup_mma_wait(3, deps=[dv, p_left])  # in flight: dK and two of dQ
-    do.release(j)
-    dk, ds_left = warpgroup_mma_wait(2, deps=[dk, ds_left])
+    if FIRST:
+        dv, p_left, dk, ds_left = warpgroup_mma_wait(0, deps=[dv, p_left, dk, ds_left])
+    else:
+        mbarrier.wait(ds_full.index(1 - b), ((j - 1) // 2) & 1)
+        dq = _issue_dq(1 - b, k, ds, W)
+        tma.store_wait(0)  # the last reduction has read its buffer
+        dv, p_left, dk, ds_left = warpgroup_mma_wait(2, deps=[dv, p_left, dk, ds_left])  # in flight: two of dQ
     q.release(j)
     q.wait_full(j + 1, pred=more)
     # after the last tile this multiplies what lies there, and nobody reads the result
     st = warpgroup_mma(k.tile(W), q.tile(j + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    tma.store_wait(0)  # the last reduction has read its buffer
-    dq = warpgroup_mma_wait(1, deps=[dq])
-    _add_dq(dq, dq_desc, dq_tiles, batch, head, row, W, QUERIES)
+    if not FIRST:
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        mbarrier.arrive(ds_free.index(1 - b), count=1)
+        _add_dq(dq, dq_desc, dq_tiles, batch, last_head, last_row, W, QUERIES)
     # a wgmma in flight across the loop's back edge would make ptxas serialise all of them
     st = warpgroup_mma_wait(0, deps=[st])
     return st, dk, dv
@@ -184,13 +194,30 @@ def _consumer(given, operands, others, W: gl.constexpr):
     st = warpgroup_mma(k.tile(W), q.tile(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     st = warpgroup_mma_wait(0, deps=[st])
     v.wait_full(W, pred=total > 0)
-    head, row = kv_head * kv_group, first_query
-    for j in range(total):
-        st, dk, dv = _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, j + 1 < total, first_seen,
-                           row < masked, scale_log2, W)
+    last_head, last_row = kv_head * kv_group, first_query
+    # Two pairs, not `last_row = row` in the loop alone: Triton's frontend takes a name for constant in a loop if its
+    # value before the loop is the one that the loop's first pass gives it.
+    head, row = last_head, first_query + QUERIES
+    if row >= end:
+        row, head = first_query, last_head + 1
+    if total > 0:
+        st, dk, dv = _step(0, st, dk, dv, dq_desc, operands, others, batch, last_head, last_row, last_head, last_row,
+                           total > 1, first_seen, last_row < masked, scale_log2, W, True)
+    for j in range(1, total):
+        st, dk, dv = _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, last_head, last_row,
+                           j + 1 < total, first_seen, row < masked, scale_log2, W, False)
+        last_head, last_row = head, row
         row += QUERIES
         if row >= end:
             row, head = first_query, head + 1
+    if total > 0:
+        _, _, _, ds, ds_full, dq_tiles, _, _ = others
+        b = (total - 1) & 1
+        mbarrier.wait(ds_full.index(b), ((total - 1) // 2) & 1)
+        dq = _issue_dq(b, k, ds, W)
+        tma.store_wait(0)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        _add_dq(dq, dq_desc, dq_tiles, batch, last_head, last_row, W, QUERIES)
     tma.store_wait(0)
     copy_out(dv_desc, batch, kv_head, key0, v.tile(W), dv)
     tma.store_wait(0)
@@ -211,7 +238,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], delta_desc.layout)
     ds = gl.allocate_shared_memory(q_desc.dtype, [4, KEYS, QUERIES], gl.NVMMASharedLayout(128, 16, rank=2))
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, 64], gl.NVMMASharedLayout(128, 32, rank=2))
-    ds_full = barriers(2, 2)
+    ds_full, ds_free, start = barriers(2, 2), barriers(2, 2), barriers(1, 1)
     fence_async_shared()
     key_tiles = (key_count + 2 * KEYS - 1) // (2 * KEYS)
     kv_heads = heads // kv_group
@@ -223,7 +250,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
     tiles = gl.maximum((query_count - first_query + QUERIES - 1) // QUERIES, 0)
     given = (dq_desc, dk_desc, dv_desc, batch, kv_head, kv_group, first_key, key_count, hi, first_query, tiles, scale,
              scale_log2)
-    operands, others = (k, v, q), (do, lse2, delta, ds, ds_full, dq_tiles)
+    operands, others = (k, v, q), (do, lse2, delta, ds, ds_full, dq_tiles, ds_free, start)
     to_load = (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch, kv_head, heads,
                kv_group, first_key, first_query, tiles, padded_count)
     gl.warp_specialize([(_consumer, (given, operands, others, 0)), (_consumer, (given, operands, others, 1)),

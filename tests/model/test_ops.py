@@ -259,3 +259,17 @@ def test_very_many_logits_are_computed_in_chunks(monkeypatch):
         torch.testing.assert_close(chunked, whole, atol=1e-6, rtol=1e-5)  # sums in another order
     assert preset("tiny", ops="triton").loss_in_head
     assert {name for name in PRESETS if preset(name).loss_in_head} == {"8B", "llama-8B", "llama-70B", "100B"}
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, hopper, source", [
+        ((1, 32, 32768, 128), torch.bfloat16, True, "flash"),
+        ((4, 20, 2048, 64), torch.float16, True, "flash"),
+        ((4, 16, 1024, 64), torch.bfloat16, True, "sdpa"),  # a call of ours is bound by the host
+        ((2, 32, 2048, 80), torch.bfloat16, True, "sdpa"),
+        ((1, 32, 32768, 128), torch.float32, True, "sdpa"),
+        ((1, 32, 32768, 128), torch.bfloat16, False, "sdpa"),
+    ],
+)  # fmt: skip
+def test_attention_auto_takes_what_was_measured_to_be_faster(shape, dtype, hopper, source):
+    assert ops.attention_source(shape, dtype, hopper=hopper) == source
