@@ -2,9 +2,8 @@
 
 `serves` is the whole rule, `SERVED` the rule in words, which `distlab doctor` says. What it does not take runs on the
 Triton kernels, with the same results: windows and packed documents, whose rows see keys between two borders where these
-kernels know only the upper one; softcap; other head dims, which would have to be padded (`distlab run attention_sweep`
-has the time of that, "ours-padded"); fp32; calls too short to fill the GPU; at d = 64 the forward, where Triton's is
-faster.
+kernels know only the upper one; softcap; other head dims; fp32; calls too short to fill the GPU; at d = 64 the forward,
+where Triton's is faster.
 """
 
 import functools
@@ -18,8 +17,12 @@ from .._triton import cdiv, generation, multiprocessors
 from . import configs
 from .options import Problem
 
-HEAD_DIMS = {"forward": (128,), "backward": (64, 128)}  # the Triton forward is the faster one at 64
-SERVED = "16 bits, head dims 128 and 64 (there the backward), without window, documents or softcap, from 16,384 rows on"
+# The Triton forward is the faster one at 64. Heads of 80 and 96 are tiles of 128 whose other columns TMA makes zeros.
+HEAD_DIMS = {"forward": (80, 96, 128), "backward": (64, 80, 96, 128)}
+SERVED = (
+    "16 bits, head dims 80, 96, 128 and 64 (there the backward), without window, documents or softcap, "
+    "from 16,384 rows on"
+)
 LEAST_ROWS = 2**14  # of all heads: programs of 128 for a GPU of 132 multiprocessors; fewer leave it idle
 DTYPES = (torch.float16, torch.bfloat16)
 ALIGNMENT_BYTES = 16  # of the base address and of every stride, for TMA
@@ -81,10 +84,15 @@ def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> "TensorDesc
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    head_dim = x.shape[3]
+    head_dim, tile = x.shape[3], columns or tile_columns(x.shape[3])
     strides = [head_dim if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
     layout = NVMMASharedLayout(128, 8 * x.element_size(), rank=4)
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns or head_dim], layout)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, tile], layout)
+
+
+def tile_columns(head_dim: int) -> int:
+    """Of the kernels: columns past the head dim are read as zeros and not written."""
+    return 64 if head_dim <= 64 else 128
 
 
 def _flat_descriptor(x: Tensor, rows: int) -> "TensorDescriptor":  # noqa: F821
@@ -147,7 +155,7 @@ def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do:
     from .hopper_backward import hopper_backward_kernel
 
     batch, heads, _, head_dim = q.shape
-    queries = 64 if head_dim == 128 else 128
+    queries = 64 if tile_columns(head_dim) == 128 else 128
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     saved = launch_delta(q, k, v, o, lse, do, dq_sum, dlse)
     _dispatch.launch(
@@ -167,4 +175,4 @@ def launch_cast(dq_sum: Tensor, dq: Tensor, scale: float) -> None:
     _, heads, query_count, head_dim = dq.shape
     rows = dq_sum.numel() // head_dim
     _dispatch.launch(cast_kernel, (cdiv(rows, CAST_ROWS),), dq_sum, dq, *dq.stride()[:3], heads, query_count, rows,
-                     scale, HEAD_DIM=head_dim, ROWS=CAST_ROWS, num_warps=4)
+                     scale, HEAD_DIM=head_dim, COLUMNS=tile_columns(head_dim), ROWS=CAST_ROWS, num_warps=4)

@@ -259,11 +259,11 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
 
 @triton.jit(do_not_specialize=["heads", "query_count", "rows"])
 def cast_kernel(sum_ptr, dq_ptr, stride_b, stride_h, stride_t, heads, query_count, rows, scale,
-                HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
+                HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     """dQ = scale · its sum in fp32, for ROWS of the B · H · Tq rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, HEAD_DIM)
-    inside = (row < rows)[:, None]
+    columns = tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (columns < HEAD_DIM)[None, :]
     total = tl.load(sum_ptr + row[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
     bh = row // query_count
     to = bh // heads * stride_b + bh % heads * stride_h + row % query_count * stride_t

@@ -24,6 +24,7 @@ from .attention_reference import attention, in_float64, log_sum_exp, rms, with_g
 from .test_flash_attention_gpu import inputs, judge
 
 CAUSAL = Problem((None, 0), 0.125)
+HEAD_DIMS = (64, 80, 96, 128)
 
 
 def tensor(*shape, dtype=torch.bfloat16):
@@ -49,6 +50,7 @@ def test_what_the_hopper_kernels_take(on_hopper):
     assert served(tensor(2, 4096, 32, 128, dtype=torch.float16).transpose(1, 2))
     assert served(tensor(2, 4096, 3, 32, 128)[:, :, 1].transpose(1, 2))  # of a fused projection
     assert served(q, direction="forward")
+    assert served(tensor(2, 32, 4096, 80)) and served(tensor(2, 32, 4096, 96), direction="forward")
     assert served(tensor(2, 32, 4096, 64))
     assert not served(tensor(2, 32, 4096, 64), direction="forward")  # where the Triton kernel is faster
 
@@ -67,14 +69,14 @@ def test_scores_that_the_hopper_kernels_leave_to_triton(on_hopper, problem):
     "q",
     [
         tensor(2, 32, 4096, 128, dtype=torch.float32),
-        tensor(2, 32, 4096, 80),
+        tensor(2, 32, 4096, 72),
         tensor(2, 32, 4096, 256),
         tensor(1, 1, 8192, 128),  # too few rows for a GPU
         tensor(2, 1, 4096, 128).expand(2, 32, 4096, 128),
         tensor(2, 32, 4096, 132)[..., :128],  # rows 264 bytes apart
         tensor(2**17, 8, 2**11, 64),  # more rows than coordinates count
     ],
-    ids=["fp32", "head dim 80", "head dim 256", "short", "expanded", "unaligned strides", "too many rows"],
+    ids=["fp32", "head dim 72", "head dim 256", "short", "expanded", "unaligned strides", "too many rows"],
 )
 def test_tensors_that_the_hopper_kernels_leave_to_triton(on_hopper, q):
     assert not served(q)
@@ -108,8 +110,8 @@ def test_the_doctor_says_which_kernels_run_and_why(monkeypatch):
         (said,) = (finding.found for finding in doctor.find_triton() if finding.name == "kernels")
         assert (reason or hopper.SERVED) in said
     backward_only = set(hopper.HEAD_DIMS["backward"]) - set(hopper.HEAD_DIMS["forward"])
-    assert (hopper.HEAD_DIMS["forward"], backward_only) == ((128,), {64})
-    assert "128 and 64 (there the backward)" in hopper.SERVED
+    assert (hopper.HEAD_DIMS["forward"], backward_only) == ((80, 96, 128), {64})
+    assert "80, 96, 128 and 64 (there the backward)" in hopper.SERVED
     assert f"{hopper.LEAST_ROWS:,} rows" in hopper.SERVED and len(hopper.DTYPES) == 2
 
 
@@ -196,7 +198,7 @@ from kernels.flash_attention.options import Problem
 
 found = []
 for dtype in (torch.bfloat16, torch.float16):
-    for head_dim in (64, 128):
+    for head_dim in (64, 80, 128):
         q, k = (torch.empty(2, heads, 1000, head_dim, dtype=dtype, device="meta") for heads in (4, 2))
         lse = torch.empty(2, 4, 1000, device="meta")
         problem = Problem((None, 0), 0.125)
@@ -219,7 +221,7 @@ def test_the_kernels_compile_within_their_registers_and_shared_memory():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = json.loads(done.stdout)
-    assert len(kernels) == 4 * 4
+    assert len(kernels) == 4 * 6
     for kernel in kernels:
         matmuls = kernel["name"].startswith("hopper")
         assert kernel["serialized"] == 0, kernel
@@ -230,7 +232,8 @@ def test_the_kernels_compile_within_their_registers_and_shared_memory():
         assert (kernel["reductions"] > 0) == (kernel["name"] == "hopper_backward_kernel")
 
 
-SPILLS = {("hopper_backward_kernel", 64): 216, ("hopper_backward_kernel", 128): 112, ("hopper_forward_kernel", 128): 32}
+SPILLS = {("hopper_backward_kernel", 64): 216, ("hopper_backward_kernel", 80): 112,
+          ("hopper_backward_kernel", 128): 112, ("hopper_forward_kernel", 80): 32, ("hopper_forward_kernel", 128): 32}
 
 
 @pytest.fixture
@@ -238,7 +241,7 @@ def everything(monkeypatch):
     """The Hopper kernels take all that they can, however short."""
     if not torch.cuda.is_available() or configs.generation(torch.cuda.current_device()) != "sm_90":
         pytest.skip("needs a GPU of compute capability 9.0")
-    monkeypatch.setattr(hopper, "HEAD_DIMS", dict.fromkeys(hopper.HEAD_DIMS, (64, 128)))
+    monkeypatch.setattr(hopper, "HEAD_DIMS", dict.fromkeys(hopper.HEAD_DIMS, HEAD_DIMS))
     monkeypatch.setattr(hopper, "LEAST_ROWS", 0)
     _dispatch.forget()
     yield
@@ -253,7 +256,7 @@ def beside_eager(tensors, **options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_random_shapes(everything, monkeypatch, head_dim, dtype):
     """A hundred, with lengths on either side of the tiles, rows without keys, keys without queries, in turns or not."""
     draw = random.Random(f"{head_dim} {dtype}")
@@ -271,7 +274,7 @@ def test_random_shapes(everything, monkeypatch, head_dim, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("key_count", [1, 3, 127, 128, 129, 4097, 65537])
 def test_key_lengths(everything, key_count, head_dim):
     for causal in (False, True):
@@ -280,7 +283,7 @@ def test_key_lengths(everything, key_count, head_dim):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_accuracy_beside_sdpa(everything, causal, head_dim, dtype):
     tensors = inputs(2, 4, 4, 2048, 2048, head_dim, dtype)
@@ -290,7 +293,7 @@ def test_accuracy_beside_sdpa(everything, causal, head_dim, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_strided_inputs(everything, head_dim):
     """Heads innermost, slices of a fused projection, and a gradient of another layout than the output."""
     q, k, v, do = inputs(2, 4, 4, 300, 300, head_dim, torch.bfloat16)
@@ -306,7 +309,7 @@ def test_strided_inputs(everything, head_dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_gradient_of_the_log_sum_exp(everything, head_dim):
     """It reaches q and k through Δ alone, which both backwards read."""
     tensors = inputs(2, 4, 2, 300, 257, head_dim, torch.bfloat16)
@@ -327,7 +330,7 @@ def test_the_gradient_of_the_log_sum_exp(everything, head_dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_large_inputs_and_those_that_are_not_finite(everything, head_dim):
     """As SDPA: a NaN in a query reaches its row only; one in a key or value every row that sees it."""
     q, k, v, do = inputs(1, 2, 2, 300, 300, head_dim, torch.bfloat16)
@@ -345,7 +348,7 @@ def test_large_inputs_and_those_that_are_not_finite(everything, head_dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_hundred_repeats(everything, head_dim):
     """None hangs; o, dk and dv are bit-identical, dq is too where it is asked for."""
     tensors = inputs(2, 4, 2, 1000, 1000, head_dim, torch.bfloat16)
@@ -389,7 +392,7 @@ def test_two_streams_at_once(everything):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_cuda_graph_capture(everything, head_dim):
     tensors = inputs(1, 2, 1, 257, 300, head_dim, torch.bfloat16)
     q, k, v = (x.requires_grad_() for x in tensors[:3])
