@@ -22,7 +22,7 @@ BACKENDS = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }  # fmt: skip
 VARIANTS = ("naive", "compiled", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "ours-compiled-backward",
-            "ours-ieee", "ours-padded", "ours-deterministic", "ours")  # fmt: skip
+            "ours-ieee", "ours-deterministic", "ours")  # fmt: skip
 WRITTEN = re.compile(r"(\d+)x(\d+)(?::(\d+))?x(\d+)(?::(\d+))?x(\d+)(?:/(full|window=\d+|documents=\d+))?")
 
 
@@ -152,17 +152,10 @@ class CompiledBackward(FlashAttention2):
         return *(g.view(shape).to(t) for g, t in zip(grads, ctx.input_dtypes, strict=True)), *[None] * 7
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """Ours with zeros up to the next power of two as head dim."""
-    head_dim = q.shape[-1]
-    room = (1 << (head_dim - 1).bit_length()) - head_dim
-    return flash_attention(*(F.pad(x, (0, room)) for x in (q, k, v)), scale=head_dim**-0.5, **options)[..., :head_dim]
-
-
 def suits(variant: str, shape: Shape, dtype: str) -> bool:
     """Whether there is such a row: a variant that knows the shape's mask, and differs from another there."""
     rules = {
-        "ours-ieee": dtype == "float32", "ours-padded": shape.head_dim & (shape.head_dim - 1) != 0,
+        "ours-ieee": dtype == "float32",
         "ours-compiled-backward": shape.is_plain and (shape.heads, shape.queries) == (shape.kv_heads, shape.keys),
     }  # fmt: skip
     return rules.get(variant, shape.is_plain or not variant.startswith("sdpa"))
@@ -184,7 +177,7 @@ def build(variant: str, shape: Shape, device: str) -> Attention:
     packed = None if ids is None else document_bounds(ids.expand(shape.batch, -1))  # once, as a model does
     options = {"causal": shape.causal, "window": shape.window, "document_ids": packed}
     options |= {"ours-ieee": {"precision": "ieee"}, "ours-deterministic": {"deterministic": True}}.get(variant, {})
-    return functools.partial(_padded if variant == "ours-padded" else flash_attention, **options)
+    return functools.partial(flash_attention, **options)
 
 
 def last_head(x: Tensor, shape: Shape) -> Tensor:

@@ -66,7 +66,7 @@ def launch(kernel, name: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor,
     """Launch over matrices of one shape; outputs contiguous, nothing empty."""
     inputs = _flat(*inputs)
     rows, cols = inputs[0].shape
-    options = chosen(name, Launch(block=8192, warps=16))
+    options = chosen(name, Launch(block=2048, warps=8))
     grid = (rows * triton.cdiv(cols, options.block),)
     strides = (0,) * len(inputs) if rows == 1 else (t.stride(0) for t in inputs)
     _dispatch.launch(kernel, grid, *inputs, *outputs, cols, *strides, BLOCK=options.block, num_warps=options.warps)

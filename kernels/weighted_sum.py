@@ -60,8 +60,8 @@ def backward_kernel(dy_ptr, x_ptr, w_ptr, dx_ptr, parts_ptr, rows, cols, stride_
 def launch_forward(x: Tensor, w: Tensor, y: Tensor) -> None:
     """Fill y."""
     rows, cols = x.shape
-    block = min(4096, power_of_two(cols))
-    launch = chosen("weighted_sum", Launch(block, max(1, 8192 // block), 16))
+    block = min(2048, power_of_two(cols))
+    launch = chosen("weighted_sum", Launch(block, max(1, 8192 // block), 8))
     _dispatch.launch(forward_kernel, (triton.cdiv(rows, launch.rows),), x, w, y, rows, cols, x.stride(0),
                      ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
 

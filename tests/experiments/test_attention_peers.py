@@ -25,13 +25,12 @@ def test_exact_is_attention_of_the_last_key_head(text):
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("variant", ["naive", "sdpa", "ours", "ours-ieee", "ours-padded", "ours-deterministic"])
+@pytest.mark.parametrize("variant", ["naive", "sdpa", "ours", "ours-ieee", "ours-deterministic"])
 @pytest.mark.parametrize("text", SHAPES)
 def test_variants_are_the_same_function(variant, text):
     shape = Shape.parse(text)
     case = inputs(shape, "float32", "cpu")
-    assert suits(variant, shape, "float32") == (
-        (variant != "sdpa" or shape.is_plain) and (variant != "ours-padded" or shape.head_dim == 20))
+    assert suits(variant, shape, "float32") == (variant != "sdpa" or shape.is_plain)
     if suits(variant, shape, "float32"):
         expected = in_float64(*case, **reference(shape))
         for x, y in zip(with_gradients(build(variant, shape, "cpu"), *case), expected, strict=True):

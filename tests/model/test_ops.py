@@ -266,7 +266,8 @@ def test_very_many_logits_are_computed_in_chunks(monkeypatch):
         ((1, 32, 32768, 128), torch.bfloat16, True, "flash"),
         ((4, 20, 2048, 64), torch.float16, True, "flash"),
         ((4, 16, 1024, 64), torch.bfloat16, True, "sdpa"),  # a call of ours is bound by the host
-        ((2, 32, 2048, 80), torch.bfloat16, True, "sdpa"),
+        ((2, 32, 2048, 80), torch.bfloat16, True, "flash"),
+        ((2, 32, 2048, 256), torch.bfloat16, True, "sdpa"),
         ((1, 32, 32768, 128), torch.float32, True, "sdpa"),
         ((1, 32, 32768, 128), torch.bfloat16, False, "sdpa"),
     ],
