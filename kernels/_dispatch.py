@@ -142,7 +142,7 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
             if device.type == "cuda" and device.index != torch.cuda.current_device():
                 with torch.cuda.device(device):
                     return program(*tensors)
-            if torch.is_autocast_enabled(device.type):  # what was recorded has been cast
+            if program.calls_torch and torch.is_autocast_enabled(device.type):  # what was recorded has been cast
                 with torch.autocast(device.type, enabled=False):
                     return program(*tensors)
             return program(*tensors)
@@ -233,7 +233,7 @@ class _Recorder(TorchDispatchMode):
         # id of a tensor → (the tensor, weakly: nothing lives longer for being recorded; its root's number; offset)
         self.places: dict[int, tuple[weakref.ref, int, int]] = {}
         self.last_use: dict[int, int] = {}  # number of a root → line
-        self.repeatable, self.discarded = True, False
+        self.repeatable, self.discarded, self.calls_torch = True, False, False
         self.inputs = [self._new(tensor) for tensor in inputs]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -252,6 +252,7 @@ class _Recorder(TorchDispatchMode):
             given = [self.expression(x) for x in args]
             given += [f"{name}={self.expression(x)}" for name, x in (kwargs or {}).items()]
             line = f"{self._constant(func)}({', '.join(given)})"
+            self.calls_torch = True
             if not any(self._known(x) for x in made):  # else in place, or with `out`
                 names = ", ".join(self._new(x) for x in made)
                 line = f"[{names}] = {line}" if isinstance(result, list | tuple) else f"{names} = {line}"
@@ -350,7 +351,7 @@ class _Recorder(TorchDispatchMode):
         source = "\n    ".join([f"def program({', '.join(self.inputs)}):", *lines])
         exec(source, self.constants)
         made = self.constants["program"]
-        made.__doc__ = source
+        made.__doc__, made.calls_torch = source, self.calls_torch
         return made
 
 
