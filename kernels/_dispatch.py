@@ -363,7 +363,7 @@ class _Encoded(dict):
 
     def __init__(self, like: Any, encoding: Any) -> None:
         super().__init__()
-        self.like, self.encoding = like, encoding
+        self.like, self.encoding = _Descriptor(like, 0), encoding  # without its tensor, which must not live on here
         self.make = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
 
     def __missing__(self, address: int) -> tuple:

@@ -11,6 +11,7 @@ right is `reference`'s to say.
 from __future__ import annotations
 
 import gc
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
@@ -238,6 +239,7 @@ class Subject:
         mark: Callable[[str], None] | None = None,
     ) -> None:
         self.context, self.options, self.shape = context, options, options.model()
+        self._name = variant.name
         task = options.task()
         if options.factory is None:
             keeps = settled(options.planned(variant.strategy.name), context)
@@ -271,8 +273,12 @@ class Subject:
             else:
                 self._part(mode, batch, mark or (lambda phase: None))
         except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):  # complete what was begun, so that all ranks have sent the same
-                self.model.finish_gradient_synchronization()
+            if is_out_of_memory(error):
+                # Where others had room and a strategy has collectives left in backward, they wait until the timeout.
+                why = str(error).split(". ")[0]
+                said = f"[rank {self.context.rank}] no memory left in a step of {self._name}: {why}"
+                print(said, file=sys.stderr, flush=True)
+                self.model.finish_gradient_synchronization()  # complete what was begun: all ranks have sent the same
             raise
 
     def _part(self, mode: str, batch: Batch, mark: Callable[[str], None]) -> None:

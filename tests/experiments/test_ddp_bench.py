@@ -113,9 +113,10 @@ def _no_memory(_: torch.Tensor) -> None:
     raise torch.OutOfMemoryError("injected")
 
 
-def test_a_row_without_memory_says_so_and_the_sweep_goes_on():
+def test_a_row_without_memory_says_so_and_the_sweep_goes_on(capfd):
     for answer in run_ranks(out_of_memory_on_one_rank, 2):
         assert answer == {"naive": False, "overlap": True, "bucketed": False}
+    assert "[rank 1] no memory left in a step of overlap: injected" in capfd.readouterr().err
 
 
 def steps_in_turn(context: RankContext) -> dict[str, int]:

@@ -4,11 +4,13 @@ Gluon has no interpreter: without a GPU the kernels are compiled only, and the r
 are judged by the rule of test_flash_attention_gpu.py.
 """
 
+import gc
 import json
 import os
 import random
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -184,9 +186,12 @@ def test_a_recorded_descriptor_is_what_the_launcher_reads(monkeypatch):
 
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=Utils()))
     made = hopper._descriptor(torch.zeros(2, 3, 70, 128, dtype=torch.float16), 64)
-    recorded = _dispatch._Descriptor(made, made.base.data_ptr())
     metadata = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 64, 64], "fp4_padded": False}
-    assert make_tensordesc_arg(recorded, metadata) == make_tensordesc_arg(made, metadata)
+    recorded, address = _dispatch._Encoded(made, metadata), made.base.data_ptr()
+    assert recorded[address] == tuple(make_tensordesc_arg(made, metadata))
+    tensor = weakref.ref(made.base)
+    del made
+    assert recorded[address] and tensor() is None  # a program keeps no memory
 
 
 COMPILE = r"""
@@ -252,6 +257,19 @@ def beside_eager(tensors, **options):
     exact = in_float64(*tensors, **options)
     peer = with_gradients(lambda *x: attention(*x, **options), *tensors)
     judge(with_gradients(lambda *x: flash_attention(*x, **options), *tensors), peer, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"window": 100}], ids=["Hopper", "Triton"])
+def test_nothing_is_kept_after_a_call(everything, options):
+    """Neither a program nor a descriptor holds the tensors of the call that it was made from."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):
+        with_gradients(lambda *x: flash_attention(*x, causal=True, **options),
+                       *inputs(1, 2, 2, 1024, 1024, 128, torch.bfloat16))
+        gc.collect()
+        assert torch.cuda.memory_allocated() == before
 
 
 @pytest.mark.gpu
