@@ -42,6 +42,7 @@ from .ranges import (
     load_tile,
     scales,
     schedule,
+    store_rows,
     tile_range,
     variant,
     visible,
@@ -56,11 +57,10 @@ def _walk_keys(acc, row_sum, row_max, q, k_rows, v_rows, mask, first, last, scal
                V: tl.constexpr):
     """Fold the key tiles [first, last) into (acc, row_sum, row_max); row_max is in units of log2."""
     offs_n = tl.arange(0, V.block_n)
-    offs_d = tl.arange(0, V.block_d)
     k_base = k_rows.base + first.to(tl.int64) * k_rows.stride
     v_base = v_rows.base + first.to(tl.int64) * v_rows.stride
     for start in tl.range(first, last, V.block_n):
-        k = load_tile(k_base, k_rows, start, offs_n, offs_d, mask.count, MASKED, V)
+        k = load_tile(k_base, k_rows, start, mask.count, V.block_n, MASKED, V)
         s = product(q, tl.trans(k), None, V.precision)
         if V.softcap:
             s = capped(s, cap)
@@ -75,7 +75,7 @@ def _walk_keys(acc, row_sum, row_max, q, k_rows, v_rows, mask, first, last, scal
         shrink = tl.exp2(row_max - shift)
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        v = load_tile(v_base, v_rows, start, offs_n, offs_d, mask.count, MASKED, V)
+        v = load_tile(v_base, v_rows, start, mask.count, V.block_n, MASKED, V)
         acc = product(p.to(v.dtype), v, acc, V.precision)
         row_max = new_max
         k_base += V.block_n * k_rows.stride
@@ -94,9 +94,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
     k_rows = Rows(k_ptr + batch * stride_kb + kv_head * stride_kh, stride_kt, k_desc, batch, kv_head)
     v_rows = Rows(v_ptr + batch * stride_vb + kv_head * stride_vh, stride_vt, v_desc, batch, kv_head)
     row0 = tile * V.block_m
-    offs_m = tl.arange(0, V.block_m)
-    offs_d = tl.arange(0, V.block_d)
-    rows = row0 + offs_m
+    rows = row0 + tl.arange(0, V.block_m)
     stops, mask = tile_range(row0, query_count, key_count, batch, lo, hi, doc_first, doc_last, V.block_m, V.block_n, V)
     own_rows = query_count - row0
     o_base = o_ptr + batch * stride_ob + head * stride_oh
@@ -107,7 +105,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
         o_base += part.to(tl.int64) * batch_heads * query_count * V.head_dim
         lse_ptr += part.to(tl.int64) * batch_heads * query_count
     q_base = q_ptr + batch * stride_qb + head * stride_qh + row0.to(tl.int64) * stride_qt
-    q = load_rows(q_base, offs_m, stride_qt, offs_d, own_rows, True, V)
+    q = load_rows(q_base, stride_qt, own_rows, V.block_m, True, V)
 
     acc = tl.zeros(q.shape, tl.float32)
     row_sum = tl.zeros(rows.shape, tl.float32)
@@ -121,12 +119,10 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
     acc = acc / safe_sum[:, None]
     lse = tl.where(row_sum == 0.0, float("-inf"), row_max * LN_2 + tl.log(safe_sum))
     tl.store(lse_ptr + bh.to(tl.int64) * query_count + rows, lse, mask=rows < query_count)
-    o_base += row0.to(tl.int64) * stride_ot
     written = rows < query_count
     if V.split:
         written = written & (row_sum != 0.0)  # what saw no key is left out when the parts are put together
-    tl.store(o_base + offs_m[:, None] * stride_ot + offs_d[None, :], acc.to(o_ptr.dtype.element_ty),
-             mask=written[:, None] & (offs_d < V.head_dim)[None, :])
+    store_rows(o_base + row0.to(tl.int64) * stride_ot, stride_ot, acc, written, V)
 
 
 def launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,

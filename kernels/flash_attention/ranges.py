@@ -160,8 +160,10 @@ def visible(mask, other, V: tl.constexpr):
 
 
 @triton.jit
-def load_rows(base, offs, stride, offs_d, row_limit, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
-    """Load a (rows, block_d) tile; rows from `row_limit` on and columns from head_dim on are zeros."""
+def load_rows(base, stride, row_limit, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
+    """Load a (ROWS, block_d) tile; rows from `row_limit` on and columns from head_dim on are zeros."""
+    offs = tl.arange(0, ROWS)
+    offs_d = tl.arange(0, V.block_d)
     ptrs = base + offs[:, None] * stride + offs_d[None, :]
     if CHECK_ROWS:
         if V.head_dim == V.block_d:
@@ -173,12 +175,20 @@ def load_rows(base, offs, stride, offs_d, row_limit, CHECK_ROWS: tl.constexpr, V
 
 
 @triton.jit
-def load_tile(base, rows, start, offs, offs_d, row_limit, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
-    """Rows [start, start + len(offs)) of one head, to whose row `start` `base` points already; zeros past its end."""
+def load_tile(base, rows, start, row_limit, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
+    """Rows [start, start + ROWS) of one head, to whose row `start` `base` points already; zeros past its end."""
     if V.tma:
         tile = rows.desc.load([rows.batch.to(tl.int32), rows.head.to(tl.int32), start, 0])
-        return tile.reshape([offs.shape[0], offs_d.shape[0]])
-    return load_rows(base, offs, rows.stride, offs_d, row_limit - start, CHECK_ROWS, V)
+        return tile.reshape([ROWS, V.block_d])
+    return load_rows(base, rows.stride, row_limit - start, ROWS, CHECK_ROWS, V)
+
+
+@triton.jit
+def store_rows(base, stride, x, keep, V: tl.constexpr):
+    """Store those rows of a (rows, block_d) tile that `keep` says, in the dtype of what `base` points to."""
+    offs_d = tl.arange(0, V.block_d)
+    ptrs = base + tl.arange(0, x.shape[0])[:, None] * stride + offs_d[None, :]
+    tl.store(ptrs, x.to(base.dtype.element_ty), mask=keep[:, None] & (offs_d < V.head_dim)[None, :])
 
 
 @triton.jit
