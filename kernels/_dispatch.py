@@ -17,13 +17,14 @@ changes what it does calls `forget`. Reading a tensor's value, and whatever else
 while recording; such calls have no program and run as written every time.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,20 @@ def forget() -> None:
     """Drop all programs."""
     for programs in _kept.values():
         programs.clear()
+
+
+@contextlib.contextmanager
+def forcing(forced: dict[str, Any], **choices: Any) -> Iterator[None]:
+    """Within, `forced` holds these launch parameters too: calls are recorded anew, and again after it."""
+    before = dict(forced)
+    forced.update(choices)
+    forget()
+    try:
+        yield
+    finally:
+        forced.clear()
+        forced.update(before)
+        forget()
 
 
 def programs() -> list[str]:

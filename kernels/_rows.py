@@ -5,8 +5,8 @@ read once, kept in registers, and written once. How a tile is launched depends o
 replaces that choice, for tests and tuning.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -47,18 +47,9 @@ class Launch:
 _forced: dict[str, Launch] = {}
 
 
-@contextlib.contextmanager
-def forced(**launches: Launch) -> Iterator[None]:
+def forced(**launches: Launch) -> AbstractContextManager[None]:
     """Use these launch parameters, by kernel name, whatever the length of a row."""
-    before = dict(_forced)
-    _forced.update(launches)
-    _dispatch.forget()
-    try:
-        yield
-    finally:
-        _forced.clear()
-        _forced.update(before)
-        _dispatch.forget()
+    return _dispatch.forcing(_forced, **launches)
 
 
 def chosen(kernel: str, default: Launch) -> Launch:

@@ -32,6 +32,7 @@ from .ranges import (
     load_rows,
     load_tile,
     schedule,
+    store_rows,
     tile_range,
     visible,
 )
@@ -89,13 +90,12 @@ def _walk_queries(dk, dv, k, v, q_rows, do_rows, delta_rows, lse2_rows, mask, fi
                   MASKED: tl.constexpr, V: tl.constexpr):
     """Fold the query tiles [first, last) into dk (still without the scale) and dv."""
     offs_m = tl.arange(0, V.block_m)
-    offs_d = tl.arange(0, V.block_d)
     q_base = q_rows.base + first.to(tl.int64) * q_rows.stride
     do_base = do_rows.base + first.to(tl.int64) * do_rows.stride
     for start in tl.range(first, last, V.block_m):
-        q = load_tile(q_base, q_rows, start, offs_m, offs_d, mask.count, MASKED, V)
+        q = load_tile(q_base, q_rows, start, mask.count, V.block_m, MASKED, V)
         lse2 = load_stats(lse2_rows, start, offs_m, V)
-        do = load_tile(do_base, do_rows, start, offs_m, offs_d, mask.count, MASKED, V)
+        do = load_tile(do_base, do_rows, start, mask.count, V.block_m, MASKED, V)
         delta = load_stats(delta_rows, start, offs_m, V)
         # every wait for a load stands before the first matmul: a wait between wgmma instructions makes ptxas
         # serialise them
@@ -130,13 +130,11 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_des
     tile, _, batch, kv_head = schedule(tl.cdiv(key_count, V.block_n), kv_heads, batch_heads, V.head_group, False)
     col0 = tile * V.block_n
     wide0 = col0.to(tl.int64)
-    offs_n = tl.arange(0, V.block_n)
-    offs_d = tl.arange(0, V.block_d)
     stops, mask = tile_range(col0, key_count, query_count, batch, lo, hi, doc_first, doc_last, V.block_n, V.block_m, V)
-    k = load_rows(k_ptr + batch * stride_kb + kv_head * stride_kh + wide0 * stride_kt, offs_n, stride_kt, offs_d,
-                  key_count - col0, True, V)
-    v = load_rows(v_ptr + batch * stride_vb + kv_head * stride_vh + wide0 * stride_vt, offs_n, stride_vt, offs_d,
-                  key_count - col0, True, V)
+    k = load_rows(k_ptr + batch * stride_kb + kv_head * stride_kh + wide0 * stride_kt, stride_kt, key_count - col0,
+                  V.block_n, True, V)
+    v = load_rows(v_ptr + batch * stride_vb + kv_head * stride_vh + wide0 * stride_vt, stride_vt, key_count - col0,
+                  V.block_n, True, V)
 
     dk = tl.zeros(k.shape, tl.float32)
     dv = tl.zeros(v.shape, tl.float32)
@@ -152,11 +150,9 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_des
                 dk, dv = _walk_queries(dk, dv, k, v, q_rows, do_rows, delta_rows, lse2_rows, mask, stops[phase],
                                        stops[phase + 1], scale_log2, cap, phase != 1, V)
 
-    keep = (offs_n < key_count - col0)[:, None] & (offs_d < V.head_dim)[None, :]
-    dk_base = dk_ptr + batch * stride_dkb + kv_head * stride_dkh + wide0 * stride_dkt
-    tl.store(dk_base + offs_n[:, None] * stride_dkt + offs_d[None, :], (dk * scale).to(dk_ptr.dtype.element_ty), keep)
-    dv_base = dv_ptr + batch * stride_dvb + kv_head * stride_dvh + wide0 * stride_dvt
-    tl.store(dv_base + offs_n[:, None] * stride_dvt + offs_d[None, :], dv.to(dv_ptr.dtype.element_ty), keep)
+    keep = tl.arange(0, V.block_n) < key_count - col0
+    store_rows(dk_ptr + batch * stride_dkb + kv_head * stride_dkh + wide0 * stride_dkt, stride_dkt, dk * scale, keep, V)
+    store_rows(dv_ptr + batch * stride_dvb + kv_head * stride_dvh + wide0 * stride_dvt, stride_dvt, dv, keep, V)
 
 
 @triton.jit
@@ -164,13 +160,12 @@ def _walk_keys(dq, q, do, lse2, delta, k_rows, v_rows, mask, first, last, scale_
                V: tl.constexpr):
     """Fold the key tiles [first, last) into dq (still without the scale)."""
     offs_n = tl.arange(0, V.block_n)
-    offs_d = tl.arange(0, V.block_d)
     k_base = k_rows.base + first.to(tl.int64) * k_rows.stride
     v_base = v_rows.base + first.to(tl.int64) * v_rows.stride
     for start in tl.range(first, last, V.block_n):
-        k = load_tile(k_base, k_rows, start, offs_n, offs_d, mask.count, MASKED, V)
+        k = load_tile(k_base, k_rows, start, mask.count, V.block_n, MASKED, V)
         s = product(q, tl.trans(k), None, V.precision)
-        v = load_tile(v_base, v_rows, start, offs_n, offs_d, mask.count, MASKED, V)
+        v = load_tile(v_base, v_rows, start, mask.count, V.block_n, MASKED, V)
         dp = product(do, tl.trans(v), None, V.precision)
         if V.softcap:
             s = capped(s, cap)
@@ -196,13 +191,11 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, 
     tile, bh, batch, head = schedule(tl.cdiv(query_count, V.block_m), heads, batch_heads, V.head_group, V.has_hi)
     row0 = tile * V.block_m
     wide0 = row0.to(tl.int64)
-    offs_m = tl.arange(0, V.block_m)
-    offs_d = tl.arange(0, V.block_d)
-    rows = row0 + offs_m
-    q = load_rows(q_ptr + batch * stride_qb + head * stride_qh + wide0 * stride_qt, offs_m, stride_qt, offs_d,
-                  query_count - row0, True, V)
-    do = load_rows(do_ptr + batch * stride_gb + head * stride_gh + wide0 * stride_gt, offs_m, stride_gt, offs_d,
-                   query_count - row0, True, V)
+    rows = row0 + tl.arange(0, V.block_m)
+    q = load_rows(q_ptr + batch * stride_qb + head * stride_qh + wide0 * stride_qt, stride_qt, query_count - row0,
+                  V.block_m, True, V)
+    do = load_rows(do_ptr + batch * stride_gb + head * stride_gh + wide0 * stride_gt, stride_gt, query_count - row0,
+                   V.block_m, True, V)
     stats = bh.to(tl.int64) * padded_count
     lse2 = tl.load(lse2_ptr + stats + rows)
     delta = tl.load(delta_ptr + stats + rows)
@@ -217,6 +210,5 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, 
             dq = _walk_keys(dq, q, do, lse2, delta, k_rows, v_rows, mask, stops[phase], stops[phase + 1], scale_log2,
                             cap, phase != 1, V)
 
-    dq_base = dq_ptr + batch * stride_dqb + head * stride_dqh + wide0 * stride_dqt
-    tl.store(dq_base + offs_m[:, None] * stride_dqt + offs_d[None, :], (dq * scale).to(dq_ptr.dtype.element_ty),
-             (rows < query_count)[:, None] & (offs_d < V.head_dim)[None, :])
+    store_rows(dq_ptr + batch * stride_dqb + head * stride_dqh + wide0 * stride_dqt, stride_dqt, dq * scale,
+               rows < query_count, V)

@@ -1,8 +1,9 @@
 """Launchers of the backward kernels; their math and shapes are in backward.py."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._dispatch import launch
 from .._triton import cdiv
@@ -15,10 +16,9 @@ from .backward import (
     dkdv_kernel,
     dq_kernel,
 )
-from .configs import POINTER_TILES, Tile
-from .descriptors import MAX_COORDINATE, flat_descriptor, row_descriptors
+from .configs import Tile
 from .options import Problem
-from .ranges import block_d, documents, scales, variant
+from .ranges import MAX_COORDINATE, block_d, described, documents, scales, variant
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,9 @@ def launch_dkdv(saved: Saved, dk: torch.Tensor, dv: torch.Tensor, problem: Probl
     """Fill dk and dv."""
     q, k, v, do, delta, lse2 = saved.q, saved.k, saved.v, saved.do, saved.delta, saved.lse2
     batch, kv_heads, key_count, head_dim = k.shape
-    tma = tile.tma and delta.numel() < MAX_COORDINATE
-    q_desc, do_desc = row_descriptors((q, do), tile.block_m) if tma else (None, None)
-    if tile.tma and q_desc is None:
-        tile = POINTER_TILES.get(("dkdv", block_d(head_dim)), tile)
-    delta_desc, lse2_desc = (flat_descriptor(x, tile.block_m) if q_desc is not None else None for x in (delta, lse2))
+    tile, (q_desc, do_desc) = described("dkdv", replace(tile, tma=tile.tma and delta.numel() < MAX_COORDINATE), q, do)
+    delta_desc, lse2_desc = (
+        TensorDescriptor(x, [x.numel()], [1], [tile.block_m]) if q_desc is not None else None for x in (delta, lse2))
     launch(dkdv_kernel, (cdiv(key_count, tile.block_n) * batch * kv_heads,),
            q, k, v, do, delta, lse2, q_desc, do_desc, delta_desc, lse2_desc, dk, dv, *documents(problem),
            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
@@ -75,9 +73,7 @@ def launch_dq(saved: Saved, dq: torch.Tensor, problem: Problem, tile: Tile) -> N
     """Fill dq."""
     q, k, v, do, delta, lse2 = saved.q, saved.k, saved.v, saved.do, saved.delta, saved.lse2
     batch, heads, query_count, head_dim = q.shape
-    k_desc, v_desc = row_descriptors((k, v), tile.block_n) if tile.tma else (None, None)
-    if tile.tma and k_desc is None:
-        tile = POINTER_TILES.get(("dq", block_d(head_dim)), tile)
+    tile, (k_desc, v_desc) = described("dq", tile, k, v)
     launch(dq_kernel, (cdiv(query_count, tile.block_m) * batch * heads,),
            q, k, v, do, delta, lse2, k_desc, v_desc, dq, *documents(problem),
            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],

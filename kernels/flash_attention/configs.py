@@ -1,14 +1,14 @@
-"""Tile shapes and launch parameters of the three attention kernels, by GPU, dtype, head dim, mask and size.
+"""Tile shapes and launch parameters of the three attention kernels, by GPU, dtype, head dim and size.
 
 TABLE is frozen: found with `distlab run tune_flash_attention` and kept in table.py, so that nobody waits for a
 search at start. A GPU that is not in it gets a small search among CANDIDATES at the first call of each kind.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from statistics import median
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ class Tile:
         warps, stages: warps per program, depth of the software pipeline.
         head_group: heads that advance together, so that their K and V stay in the L2.
         tma: load the tiles of the inner loop through tensor descriptors where the layout allows it.
-        chunk: keys that one program of the forward takes, a multiple of the tile; 0 for all. See split.py.
+        chunk: keys that one program of the forward takes, a multiple of the tile; 0 for all. See forward.py.
     """
 
     block_m: int
@@ -45,14 +45,6 @@ class Tile:
     chunk: int = 0
 
 
-def miscompiled(bits: int, tile: Tile) -> bool:
-    """Whether nobody may use this tile: of fp32, with 16 rows and eight warps.
-
-    Triton 3.6 makes illegal memory accesses of such tiles on Hopper, seen at 64 × 16 forward and 16 × 64 backward.
-    """
-    return bits == 32 and tile.warps == 8 and min(tile.block_m, tile.block_n) == 16
-
-
 @dataclass(frozen=True)
 class Key:
     """What a configuration depends on.
@@ -62,7 +54,6 @@ class Key:
         bits: of the element dtype; fp16 and bf16 share their configurations.
         precision: of fp32 matmuls; "ieee" for the 16-bit dtypes, where it has no effect.
         head_dim: rounded up to a power of two, at least 16.
-        causal: whether later keys are hidden.
         rows: one of ROW_CLASSES.
     """
 
@@ -70,7 +61,6 @@ class Key:
     bits: int
     precision: str
     head_dim: int
-    causal: bool
     rows: int
 
 
@@ -97,24 +87,15 @@ POINTER_TILES = {
     ("dkdv", 256): Tile(32, 32, 4, 2),
     ("dq", 256): Tile(64, 32, 8, 2),
 }
-INTERPRETED_TILES = {"forward": Tile(32, 16), "dkdv": Tile(16, 32), "dq": Tile(32, 16)}
+INTERPRETED = Choice(forward=Tile(32, 16), dkdv=Tile(16, 32), dq=Tile(32, 16))
 
 _forced: dict[str, Tile] = {}
 _searched: dict[tuple[str, Key], Tile] = {}
 
 
-@contextlib.contextmanager
-def forced(**choices: Tile) -> Iterator[None]:
+def forced(**choices: Tile) -> AbstractContextManager[None]:
     """Use these fields of a `Choice` whatever the table says: for tests."""
-    before = dict(_forced)
-    _forced.update(choices)
-    _dispatch.forget()
-    try:
-        yield
-    finally:
-        _forced.clear()
-        _forced.update(before)
-        _dispatch.forget()
+    return _dispatch.forcing(_forced, **choices)
 
 
 def forces() -> bool:
@@ -131,7 +112,6 @@ def key_of(q: torch.Tensor, problem: Problem, gpu: str | None = None) -> Key:
         bits=bits,
         precision=problem.precision if bits == 32 else "ieee",
         head_dim=max(16, next_power_of_2(head_dim)),
-        causal=problem.has_hi,
         rows=next((c for c in ROW_CLASSES if batch * heads * count <= c), ROW_CLASSES[-1]),
     )
 
@@ -140,15 +120,12 @@ def key_of(q: torch.Tensor, problem: Problem, gpu: str | None = None) -> Key:
 def lookup(key: Key) -> Choice | None:
     """The row of TABLE for a key, or that of its next longer class, or of the longest there is.
 
-    Without one of their own, full masks share the causal rows, and tf32 and bf16x6 those of tf32x3.
+    Without one of their own, tf32 and bf16x6 share the rows of tf32x3.
     """
-    precision = "ieee" if key.precision == "ieee" else "tf32x3"
     classes = sorted(ROW_CLASSES, key=lambda c: (c < key.rows, abs(c - key.rows)))
-    for near in (key, replace(key, causal=True), replace(key, causal=True, precision=precision)):
-        for rows in classes:
-            if (found := replace(near, rows=rows)) in TABLE:
-                return TABLE[found]
-    return None
+    precisions = key.precision, "ieee" if key.precision == "ieee" else "tf32x3"
+    near = (replace(key, precision=precision, rows=rows) for precision in precisions for rows in classes)
+    return next((TABLE[found] for found in near if found in TABLE), None)
 
 
 def settled(q: torch.Tensor, problem: Problem) -> Problem:
@@ -162,7 +139,7 @@ def settled(q: torch.Tensor, problem: Problem) -> Problem:
     if problem.precision != "emulated":
         return problem
     six = replace(problem, precision="bf16x6")
-    known = not (interpreted() or _forced) and replace(key_of(q, six), causal=True) in TABLE
+    known = not (interpreted() or _forced) and key_of(q, six) in TABLE
     return six if known else replace(problem, precision="tf32x3")
 
 
@@ -171,9 +148,7 @@ def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile],
     if kernel in _forced:
         return _forced[kernel]
     key = key_of(q, problem)
-    if key.gpu == "interpreter":
-        return INTERPRETED_TILES[kernel]
-    row = lookup(key)
+    row = INTERPRETED if key.gpu == "interpreter" else lookup(key)
     if row is not None:
         return getattr(row, kernel)
     if (kernel, key) not in _searched:
@@ -185,24 +160,16 @@ def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile],
 
 
 def _fastest(tiles: tuple[Tile, ...], run: Callable[[Tile], None]) -> Tile:
-    """Time each tile that compiles and fits; median of five, in the order given."""
-    best, best_ms, failure = None, float("inf"), None
+    """Time each tile that compiles and fits."""
+    from triton.testing import do_bench
+
+    times, failure = {}, None
     for tile in tiles:
         try:
             run(tile)
-            times = []
-            for _ in range(5):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
-                run(tile)
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end))
+            times[tile] = do_bench(partial(run, tile), warmup=1, rep=5, return_mode="median")
         except Exception as error:  # out of shared memory or registers, or a tile this GPU's compiler refuses
             failure = error
-            continue
-        if median(times) < best_ms:
-            best, best_ms = tile, median(times)
-    if best is None:
+    if not times:
         raise RuntimeError("no attention configuration runs on this GPU") from failure
-    return best
+    return min(times, key=times.get)

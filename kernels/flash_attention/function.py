@@ -6,6 +6,8 @@ The Functions are the outermost layer: casts under autocast and reshaping happen
 Shapes: q (B, T, D) or (B, H, T, D); k and v (B, Tk, D) or (B, Hk, Tk, D), H a multiple of Hk.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -14,15 +16,7 @@ from .._autograd import first_order
 from .._rows import autocast, cast_back
 from ..cost import Cost
 from . import ops, tiled
-from .options import (
-    DTYPES,
-    band,
-    check_call,
-    check_documents,
-    document_bounds,
-    is_deterministic,
-    visible_pairs,
-)
+from .options import DTYPES, check_call, check_documents, document_bounds, is_deterministic
 
 
 class FlashAttention2(Function):
@@ -152,13 +146,10 @@ def cost(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: torch.dtype,
         q_shape, k_shape: as for `flash_attention`.
         backward: the backward instead of the forward; counted by convention as five matmuls (2.5 × the forward).
     """
-    *outer, query_count, head_dim = q_shape
-    rows = query_count * int(torch.Size(outer).numel())
-    pairs = visible_pairs(query_count, k_shape[-2], *band(query_count, k_shape[-2], causal, window, alignment))
-    flops = 4 * torch.Size(outer).numel() * head_dim * pairs
-    q_bytes = rows * head_dim * dtype.itemsize
-    k_bytes = torch.Size(k_shape).numel() * dtype.itemsize
-    lse_bytes = 4 * rows
+    flops = ops.forward_flops(q_shape, k_shape, k_shape, causal, None, window, alignment)
+    q_bytes = math.prod(q_shape) * dtype.itemsize
+    k_bytes = math.prod(k_shape) * dtype.itemsize
+    lse_bytes = 4 * math.prod(q_shape[:-1])
     if backward:  # read q, k, v, o, do, lse; write dq, dk, dv
         return Cost(2.5 * flops, 4 * q_bytes + 4 * k_bytes + lse_bytes)
     return Cost(flops, 2 * q_bytes + 2 * k_bytes + lse_bytes)

@@ -64,14 +64,12 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
     q, k, v = (_rows_contiguous(x) for x in four_d(q, k, v))
     o = _empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    if _dispatch.idle(q) or k.numel() == 0:
-        o.zero_()
-        lse.fill_(float("-inf"))
-    elif not _triton.runs_triton(q):
-        for out, made in zip((o, lse), tiled.forward(q, k, v, problem), strict=True):
-            out.copy_(made)
-    else:
-        _launch_forward(q, k, v, o, lse, problem)
+    if not _dispatch.idle(q):
+        if k.numel() and _triton.runs_triton(q):
+            _launch_forward(q, k, v, o, lse, problem)
+        else:
+            for out, made in zip((o, lse), tiled.forward(q, k, v, problem), strict=True):
+                out.copy_(made)
     return o.view(shape), lse.view(shape[:-1])
 
 

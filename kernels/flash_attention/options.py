@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .._rows import DTYPES, check, check_device
+
 MAX_HEAD_DIM = 256
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PRECISIONS = ("emulated", "ieee", "tf32x3", "bf16x6", "tf32")
 ALIGNMENTS = ("top-left", "bottom-right")
 BACKWARDS = ("two-pass", "fused")
@@ -78,12 +79,11 @@ def is_deterministic(backward: str | None, deterministic: bool | None) -> bool:
         raise ValueError(f"backward is {backward!r}; allowed: {', '.join(BACKWARDS)}")
     if deterministic not in (None, True, False):
         raise TypeError(f"deterministic must be True, False or None, got {deterministic!r}")
-    if backward is not None:
-        if not torch.compiler.is_compiling():  # which cannot trace a warning
-            warnings.warn("backward= is deprecated and gone in the next version; deterministic=True means two passes",
-                          DeprecationWarning, stacklevel=5)
-        if deterministic and backward == "fused":
-            raise ValueError("backward is 'fused', which is not deterministic, and deterministic True; leave one out")
+    if backward is not None and not torch.compiler.is_compiling():  # which cannot trace a warning
+        warnings.warn("backward= is deprecated and gone in the next version; deterministic=True means two passes",
+                      DeprecationWarning, stacklevel=5)
+    if deterministic and backward == "fused":
+        raise ValueError("backward is 'fused', which is not deterministic, and deterministic True; leave one out")
     asked = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     return asked or backward == "two-pass"
 
@@ -126,8 +126,7 @@ def document_bounds(document_ids: torch.Tensor | None = None, *,
         if offsets[:1] != [0] or offsets != sorted(offsets):
             raise ValueError(f"cu_seqlens is {str(offsets)[:80]}, of shape {tuple(cu_seqlens.shape)}; allowed: one "
                              "dimension, ascending from 0")
-        ends = torch.stack((cu_seqlens[:-1], cu_seqlens[1:]))
-        return ends.repeat_interleave(cu_seqlens.diff(), 1, output_size=offsets[-1])[:, None].to(torch.int32)
+        document_ids = torch.repeat_interleave(cu_seqlens.diff(), output_size=offsets[-1])[None]
     _check_integers("document_ids", document_ids)
     if document_ids.dim() != 2:
         raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}; allowed: (batch, seq)")
@@ -149,39 +148,30 @@ def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, 
                window: int | None, alignment: str, precision: str, softcap: float | None = None, *_: object,
                dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     """Raise for tensors that do not belong together and for options that are not allowed, naming the argument."""
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     _check_inputs(q, k, v, dtypes)
     _check_options(causal, window, alignment, precision)
     _check_factors(scale, softcap, q.shape[-1])
 
 
 def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype not in dtypes:
-            allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-            raise ValueError(f"{name} has dtype {tensor.dtype}; allowed: {allowed}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check(name, x, dtypes=dtypes)
+        check_device(name, x, "q", q)
     if q.dim() not in (3, 4):
         raise ValueError(f"q has shape {tuple(q.shape)}; allowed: (batch, seq, d) or (batch, heads, seq, d)")
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
         raise ValueError(f"q has head dim {q.shape[-1]}; allowed: 1 to {MAX_HEAD_DIM}")
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}; all inputs must be on one device")
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, q {q.dtype}; all inputs must have one dtype")
-        if tensor.dim() != q.dim():
-            raise ValueError(f"{name} has {tensor.dim()} dimensions, q {q.dim()}; all inputs must have as many")
-        if tensor.shape[-1] != q.shape[-1]:
-            raise ValueError(f"{name} has head dim {tensor.shape[-1]}, q {q.shape[-1]}; they must be equal")
-        if tensor.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} has batch {tensor.shape[0]}, q {q.shape[0]}; they must be equal")
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() != q.dim():
+            raise ValueError(f"{name} has {x.dim()} dimensions, q {q.dim()}; all inputs must have as many")
+        for what, theirs, ours in (("dtype", x.dtype, q.dtype), ("head dim", x.shape[-1], q.shape[-1]),
+                                   ("batch", x.shape[0], q.shape[0])):
+            if theirs != ours:
+                raise ValueError(f"{name} has {what} {theirs}, q {ours}; they must be equal")
     if k.shape != v.shape:
         raise ValueError(f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they must be equal")
-    if q.dim() == 4 and q.shape[1] != k.shape[1]:
-        if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
-            raise ValueError(f"k has {k.shape[1]} heads and q {q.shape[1]}; q's must be a multiple of k's")
+    if q.dim() == 4 and q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0):
+        raise ValueError(f"k has {k.shape[1]} heads and q {q.shape[1]}; q's must be a multiple of k's")
 
 
 def _check_factors(scale: float | None, softcap: float | None, head_dim: int) -> None:
@@ -199,11 +189,10 @@ def _check_factors(scale: float | None, softcap: float | None, head_dim: int) ->
 def _check_options(causal: bool, window: int | None, alignment: str, precision: str) -> None:
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
-    if window is not None:
-        if isinstance(window, bool) or not isinstance(window, int | torch.SymInt):
-            raise TypeError(f"window must be an int or None, got {window!r}")
-        if window < 0:
-            raise ValueError(f"window is {window}; allowed: 0 or more, or None for no window")
+    if isinstance(window, bool) or not isinstance(window, int | torch.SymInt | None):
+        raise TypeError(f"window must be an int or None, got {window!r}")
+    if window is not None and window < 0:
+        raise ValueError(f"window is {window}; allowed: 0 or more, or None for no window")
     for name, value, allowed in (("alignment", alignment, ALIGNMENTS), ("precision", precision, PRECISIONS)):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
@@ -213,8 +202,7 @@ def check_documents(q: torch.Tensor, k: torch.Tensor, document_ids: torch.Tensor
     """Raise unless these are the documents, or their bounds, of q's and k's positions; those have passed `check_call`.
     """
     _check_integers("document_ids", document_ids)
-    if document_ids.device != q.device:
-        raise ValueError(f"document_ids is on {document_ids.device}, q on {q.device}; they must be on one device")
+    check_device("document_ids", document_ids, "q", q)
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"document_ids needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}")
     shape = q.shape[0], q.shape[-2]

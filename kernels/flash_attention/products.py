@@ -9,10 +9,15 @@ INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
+def _rounded(x, HALF: tl.constexpr, KEPT: tl.constexpr):
+    """fp32 rounded to the bits of KEPT, of whose last one HALF is the half; still fp32."""
+    return ((x.to(tl.uint32, bitcast=True) + HALF) & KEPT).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _split_tf32(x):
     """fp32 → (x rounded to the 11 bits of TF32, the rest): the sum is exact, and 11 bits of the rest are used."""
-    rounded = (x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000
-    high = rounded.to(tl.float32, bitcast=True)
+    high = _rounded(x, 0x1000, 0xFFFFE000)
     return high, x - high
 
 
@@ -23,18 +28,11 @@ def _bf16(x):
 
 
 @triton.jit
-def _round_bf16(x):
-    """fp32 rounded to the 8 bits of bf16, still fp32."""
-    rounded = (x.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000
-    return rounded.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _split_bf16(x):
     """fp32 → three bf16, whose sum is exact."""
-    high = _round_bf16(x)
+    high = _rounded(x, 0x8000, 0xFFFF0000)
     rest = x - high
-    middle = _round_bf16(rest)
+    middle = _rounded(rest, 0x8000, 0xFFFF0000)
     return _bf16(high), _bf16(middle), _bf16(rest - middle)
 
 
@@ -59,15 +57,12 @@ def product(a, b, acc, PRECISION: tl.constexpr):
     For Higher-Precision Computations (2019).
     """
     if a.dtype != tl.float32:
-        found = tl.dot(a, b) if acc is None else tl.dot(a, b, acc)
-    elif PRECISION == "tf32x3" or PRECISION == "bf16x6":
-        found = _three(a, b) if PRECISION == "tf32x3" else _six(a, b)
-        if acc is not None:
-            found = acc + found
-    elif acc is None:
-        found = tl.dot(a, b, input_precision=PRECISION)
-    else:
+        found = tl.dot(a, b, acc)
+    elif PRECISION == "ieee" or PRECISION == "tf32":
         found = tl.dot(a, b, acc, input_precision=PRECISION)
+    else:
+        alone = _three(a, b) if PRECISION == "tf32x3" else _six(a, b)
+        found = alone if acc is None else acc + alone
     return found
 
 

@@ -16,11 +16,14 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._triton import next_power_of_2
-from .configs import Tile
+from .configs import POINTER_TILES, Tile
 from .options import Problem
 
+ALIGNMENT_BYTES = 16  # of the base address and of every stride, for descriptors
+MAX_COORDINATE = 2**31  # of descriptors: int32
 LOG2_E = tl.constexpr(1.4426950408889634)
 # arguments of the kernels that are not worth a compilation per value
 COUNTS = ["heads", "kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads", "chunk", "parts"]
@@ -69,6 +72,24 @@ def variant(problem: Problem, tile: Tile, head_dim: int, other_count: int, *, ke
     return Variant(lo, hi, problem.has_doc, problem.softcap is not None,
                    other_count % (tile.block_m if keys else tile.block_n) != 0, head_dim, block_d(head_dim),
                    tile.block_m, tile.block_n, tile.head_group, tl.constexpr(problem.precision), tma, split)
+
+
+def described(kernel: str, tile: Tile, *tensors: torch.Tensor) -> tuple[Tile, list[TensorDescriptor | None]]:
+    """The tile to launch with, and a descriptor of each (B, H, T, D) tensor that the inner loop reads, or None of all.
+
+    Descriptors (Hopper's TMA) give zeros past a head's last row and past its last column. Any layout will do whose
+    rows, heads and batches begin at aligned addresses and are not expanded; others take another tile, by pointers.
+    """
+    block_rows, found = tile.block_m if kernel == "dkdv" else tile.block_n, []
+    for x in tensors if tile.tma else ():
+        strides = [x.shape[3] if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
+        aligned = all(s > 0 and s * x.element_size() % ALIGNMENT_BYTES == 0 for s in strides)
+        if aligned and x.data_ptr() % ALIGNMENT_BYTES == 0:
+            found.append(TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, block_rows, block_d(x.shape[3])]))
+    if len(found) == len(tensors):
+        return tile, found
+    other = POINTER_TILES.get((kernel, block_d(tensors[0].shape[3])), tile)
+    return other if tile.tma else tile, [None] * len(tensors)
 
 
 def block_d(head_dim: int) -> int:
@@ -160,8 +181,10 @@ def visible(mask, other, V: tl.constexpr):
 
 
 @triton.jit
-def load_rows(base, offs, stride, offs_d, row_limit, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
-    """Load a (rows, block_d) tile; rows from `row_limit` on and columns from head_dim on are zeros."""
+def load_rows(base, stride, row_limit, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
+    """Load a (ROWS, block_d) tile; rows from `row_limit` on and columns from head_dim on are zeros."""
+    offs = tl.arange(0, ROWS)
+    offs_d = tl.arange(0, V.block_d)
     ptrs = base + offs[:, None] * stride + offs_d[None, :]
     if CHECK_ROWS:
         if V.head_dim == V.block_d:
@@ -173,12 +196,20 @@ def load_rows(base, offs, stride, offs_d, row_limit, CHECK_ROWS: tl.constexpr, V
 
 
 @triton.jit
-def load_tile(base, rows, start, offs, offs_d, row_limit, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
-    """Rows [start, start + len(offs)) of one head, to whose row `start` `base` points already; zeros past its end."""
+def load_tile(base, rows, start, row_limit, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
+    """Rows [start, start + ROWS) of one head, to whose row `start` `base` points already; zeros past its end."""
     if V.tma:
         tile = rows.desc.load([rows.batch.to(tl.int32), rows.head.to(tl.int32), start, 0])
-        return tile.reshape([offs.shape[0], offs_d.shape[0]])
-    return load_rows(base, offs, rows.stride, offs_d, row_limit - start, CHECK_ROWS, V)
+        return tile.reshape([ROWS, V.block_d])
+    return load_rows(base, rows.stride, row_limit - start, ROWS, CHECK_ROWS, V)
+
+
+@triton.jit
+def store_rows(base, stride, x, keep, V: tl.constexpr):
+    """Store those rows of a (rows, block_d) tile that `keep` says, in the dtype of what `base` points to."""
+    offs_d = tl.arange(0, V.block_d)
+    ptrs = base + tl.arange(0, x.shape[0])[:, None] * stride + offs_d[None, :]
+    tl.store(ptrs, x.to(base.dtype.element_ty), mask=keep[:, None] & (offs_d < V.head_dim)[None, :])
 
 
 @triton.jit

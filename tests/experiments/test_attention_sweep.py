@@ -145,21 +145,26 @@ def test_the_table_file_is_what_the_tuner_writes():
     """Writing the rows gives the file itself, and the fastest tiles replace a row. Run apart, as the tuner compiles."""
     script = """
 from experiments.tune_flash_attention import *
-from experiments.tune_flash_attention import candidates, chunked, configs, fields, merge, shape_of
+from experiments.tune_flash_attention import candidates, chunked, configs, fields, merge, miscompiled, shape_of
 assert table_source(table.ROWS) == open(table.__file__, encoding="utf-8").read()
 case = Case(2048, 64, "bfloat16")
 tiles = [Tile(16, 16, warps) for warps in (2, 4, 8)]
 found = [{"kernel": k, "length": length, "how": tile, "ms": ms, "sustained_ms": ms}
          for k in configs.KERNELS for length in (1024, 2048) for tile, ms in zip(tiles, (3.0, 1.0, 2.0))]
 rows = merge(table.ROWS, case, found, "sm_90")
-(row,) = [row for row in rows if row[0] == ("sm_90", 16, "ieee", 64, True, 2048)]
+(row,) = [row for row in rows if row[0] == ("sm_90", 16, "ieee", 64, 2048)]
 assert len(rows) == len(table.ROWS) and row[1] == "1x1x2048x64: 1.0000 1.0000 1.0000 ms"
 assert [Tile(*tile) for tile in row[2:]] == [tiles[1]] * 3
 assert fields(tiles[0]) == (16, 16, 2, 2, 1, False) and fields(Tile(16, 16, chunk=64))[-1] == 64
 kinds = [(k, t, d) for k in configs.KERNELS for t in ("bfloat16", "float32") for d in (16, 128)]
 assert all(0 < len(list(candidates(*kind))) < 80 for kind in kinds)
 every = [tile for kind in kinds if kind[1] == "float32" for tile in candidates(*kind)]
-assert not any(configs.miscompiled(32, tile) for tile in every) and any(tile.warps == 8 for tile in every)
+assert not any(miscompiled(32, tile) for tile in every) and any(tile.warps == 8 for tile in every)
+known = [(key.bits, tile) for key, row in configs.TABLE.items() for tile in row]
+known += [(bits, tile) for bits, tiles in configs.CANDIDATES.items() for tile in tiles]
+assert [(bits, tile) for bits, tile in known if miscompiled(bits, tile)] == []
+sizes = ((64, 16, 8), (16, 64, 8), (64, 32, 8))
+assert [miscompiled(32, Tile(*size)) for size in sizes] == [True, True, False] and not miscompiled(16, Tile(64, 16, 8))
 split = [tile for tile in candidates("forward", "float32", 64) if tile.chunk]
 assert {t.chunk for t in chunked(split, 2048)} == {64, 128, 256, 512, 1024} and chunked(split, 8192) == []
 assert {shape_of(t) for t in chunked(split, 2048)} == set(split) and chunked(tiles, 8192) == tiles

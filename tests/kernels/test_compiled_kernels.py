@@ -35,7 +35,7 @@ with compile_for(90) as compiled:
     for name, launches in MODULES.items():
         if name != "flash_attention":  # whose registers are the tests' of its own
             launches()
-    long = configs.lookup(configs.Key("sm_90", 16, "ieee", 64, True, 65536))
+    long = configs.lookup(configs.Key("sm_90", 16, "ieee", 64, 65536))
     for softcap, bounds in ((None, None), (30.0, e(2, 2, 1000, dtype=torch.int32))):
         attention(long, softcap, bounds)
     attention(long, None, None, head_dim=48)

@@ -344,11 +344,14 @@ def test_tensor_descriptors(layout, length, head_dim):
         packed = torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2)  # (B, T, 3, H, D)
         q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
     tile = Tile(32, 16, tma=True)
-    from kernels.flash_attention.descriptors import row_descriptors
+    from kernels.flash_attention.ranges import described
 
-    assert None not in row_descriptors((q, k, v, do), 32)
-    assert row_descriptors((q, k[:, :1].expand_as(q)), 32) == (None, None)
-    assert row_descriptors((q, torch.zeros(1, 1, 8, 17, device=DEVICE)[..., 1:]), 32) == (None, None)
+    found, descriptors = described("dkdv", tile, q, k, v, do)
+    assert found is tile and None not in descriptors and all(x.block_shape[2] == 32 for x in descriptors)
+    assert described("dq", tile, q, k[:, :1].expand_as(q)) == (tile, [None, None])
+    assert described("dq", tile, q, torch.zeros(1, 1, 8, 17, device=DEVICE)[..., 1:]) == (tile, [None, None])
+    wide = torch.zeros(1, 1, 8, 129, device=DEVICE)[..., 1:]
+    assert described("dq", tile, wide) == (configs.POINTER_TILES["dq", 128], [None])
     with configs.forced(forward=tile, dkdv=tile, dq=tile):
         check(FlashAttention2, (q, k, v, do), causal=True)
         check(FlashAttention2, (q, k, v, do), window=7)
@@ -369,11 +372,11 @@ def test_split_calls(query_count, key_count, options, monkeypatch):
 
 def test_few_queries_of_many_keys_have_a_bounded_number_of_parts(monkeypatch):
     """As in decoding: the parts of the forward must not grow with the keys."""
-    from kernels.flash_attention import split
+    from kernels.flash_attention import forward
 
-    monkeypatch.setattr(split, "MOST_PARTS", 2)
+    monkeypatch.setattr(forward, "MOST_PARTS", 2)
     tile = Tile(16, 16, chunk=16)
-    assert [split.chunk_of(tile, count) for count in (16, 32, 33, 100)] == [16, 16, 32, 64]
+    assert [forward.chunk_of(tile, count) for count in (16, 32, 33, 100)] == [16, 16, 32, 64]
     with configs.forced(forward=tile):
         check(FlashAttention2, inputs(1, 1, 1, 5, 100, 16))
 

@@ -11,8 +11,8 @@ from kernels.flash_attention import configs, flash_attention
 from kernels.flash_attention.backward import FEW_ROWS, ROW_PADDING
 from kernels.flash_attention.backward_launch import launch_delta
 from kernels.flash_attention.configs import Tile
+from kernels.flash_attention.forward import COMBINE, launch_combine
 from kernels.flash_attention.products import _split_bf16, _split_tf32, product
-from kernels.flash_attention.split import COMBINE, launch_combine
 
 from .attention_reference import with_gradients
 
