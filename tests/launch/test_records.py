@@ -8,6 +8,7 @@ import pytest
 
 from distlab.options import given
 from distlab.report.changed import changed_since, imported
+from launch import __main__ as command_line
 from launch import records
 from launch.__main__ import ROOT, load, main
 
@@ -59,6 +60,21 @@ def test_records_of_no_commit_or_machine_are_refused(argv, line, monkeypatch, tm
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
     assert main(["records", *argv]) == 2
     assert line in capsys.readouterr().err
+
+
+def test_a_page_shows_no_record_of_uncommitted_code(monkeypatch, tmp_path, capsys):
+    saved = json.loads((ROOT / "records/predict_published/cpu-published.json").read_text())
+    saved["headers"][0]["commit"] += "-dirty"
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "mine.json").write_text(json.dumps(saved))
+    (tmp_path / "README.md").write_text("<!-- table-if mine.json -->\nOld.\n<!-- end table-if -->\n")
+    monkeypatch.setattr(command_line, "ROOT", tmp_path)
+    assert main(["tables"]) == 2
+    said = capsys.readouterr().err
+    assert "mine.json is of code that was never committed" in said and "distlab records" in said
+    assert "Old." in (tmp_path / "README.md").read_text()
+    (tmp_path / "mine.json").write_text(json.dumps(saved).replace("-dirty", ""))
+    assert main(["tables"]) == 0 and "Old." not in (tmp_path / "README.md").read_text()
 
 
 def test_code_behind_an_experiment_is_what_it_imports_at_any_depth():
