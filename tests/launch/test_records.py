@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+import tomllib
 
 import pytest
 
@@ -19,7 +20,7 @@ ranks = 1
 first = { minutes = 1, options = "--preset smoke" }
 long = { minutes = 30, options = "--preset smoke" }
 """
-MACHINES = ("h200x2", "h200", "cpu")
+MACHINES = tuple(tomllib.loads(records.MANIFEST.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_a_record_is_measured_once_per_commit_and_within_the_minutes(tmp_path, m
 
 @pytest.mark.parametrize(
     "argv, line", [
-        (["--machine", "h2"], "machine 'h2' is unknown; manifest.toml has h200x2, h200, cpu"),
+        (["--machine", "h2"], "machine 'h2' is unknown; manifest.toml has h200x2, h200, h200x4, h100, cpu"),
         (["--machine", "h200", "--commit", "b" * 40 + "-dirty"], "-dirty: commit first, or --commit SHA"),
     ],
 )  # fmt: skip
