@@ -5,7 +5,8 @@
 
 and afterwards, beside what was measured:
 
-    distlab run predict_steps --predictions records/predict_steps/cpu-h200.json --compare records/ddp_bench/h200x[24]-*-batch[28].json
+    distlab run predict_steps --predictions records/predict_steps/cpu-h200.json \
+        --compare records/ddp_bench/h200x[24]-*-batch[28].json
 
 Five constants of the machine come from one record of ddp_bench (its local, naive, flat and overlap rows), and the
 memory bandwidth of operators from `local` of another (see `distlab.simulate.calibrate`); all other numbers are
