@@ -195,7 +195,7 @@ def gains(found: dict[str, dict[str, Any]], times: Mapping[tuple[str, str], list
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """The whole staircase in a sentence per head dim."""
+    """The whole staircase in a sentence per head dim, and how far predictions were off."""
     if not any("registers" in r.metrics for r in records):
         return ["Interpreted: the errors count, and no time does."]
     said = []
@@ -210,6 +210,12 @@ def findings(records: Sequence[Record]) -> list[str]:
         if naive and steps:
             ratio = naive["fwd_bwd_p50_ms"] / min(s["fwd_bwd_p50_ms"] for s in steps)
             said.append(f"d = {head_dim}: the fastest step takes 1 / {ratio:.1f} of attention as in the formula.")
+    keys = [(f"{way}_gain", f"{way}_predicted_gain") for way in PASSES]
+    pairs = [(r.metrics[b] / r.metrics[a], r.variant) for r in records for a, b in keys if b in r.metrics]
+    if pairs:
+        misses = dict.fromkeys(name for ratio, name in pairs if abs(ratio - 1) > 0.15)
+        said.append(f"Predicted gains: {sum(abs(ratio - 1) <= 0.15 for ratio, _ in pairs)} of {len(pairs)} within 15 % "
+                    f"of measured{'; not those of ' * bool(misses)}{', '.join(misses)}.")  # fmt: skip
     return said
 
 

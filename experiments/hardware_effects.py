@@ -207,7 +207,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """The worst of each effect."""
+    """The worst of each effect, and how far predictions were off."""
     if not records[0].environment.get("cuda"):
         return ["Interpreted: the predictions and the errors count, and no time does."]
     said, rows = [], [r for r in records if "factor" in r.metrics]
@@ -215,7 +215,8 @@ def findings(records: Sequence[Record]) -> list[str]:
         worst = max((r for r in rows if r.config["part"] == part), key=lambda r: r.metrics["factor"])
         said.append(f"{part}: {worst.variant} takes {worst.metrics['factor']:.1f} ×, predicted "
                     f"{worst.metrics['predicted_factor']:.1f} ×.")  # fmt: skip
-    return said
+    off = [abs(r.metrics["prediction_error_pct"]) for r in rows if r.metrics["factor"] != 1]
+    return [*said, f"Predicted factors: {sum(e <= 15 for e in off)} of {len(off)} within 15 % of measured."]
 
 
 headline = headline_from("{device_name}, torch {torch}, triton {triton}")

@@ -213,7 +213,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """Where each curve of ours comes within a tenth of its best."""
+    """Where each curve of ours comes within a tenth of its best, and how far predictions were off."""
     said = []
     for part, rows in curves(records):
         ours = [r for r in rows if r.variant == "ours"]
@@ -227,6 +227,9 @@ def findings(records: Sequence[Record]) -> list[str]:
         if naive and ours:
             ratio = naive[-1].metrics["time_p50_ms"] / ours[-1].metrics["time_p50_ms"]
             said.append(f"{part}: one kernel at a time takes {ratio:.1f} × ours at the last size.")
+    errors = [r.metrics["prediction_error_pct"] for r in records if "prediction_error_pct" in r.metrics]
+    if errors:
+        said.append(f"Predicted times: {sum(abs(e) <= 15 for e in errors)} of {len(errors)} within 15 % of measured.")
     return said
 
 

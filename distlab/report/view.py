@@ -9,7 +9,7 @@ import json
 import string
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ from distlab.files import write_whole
 from distlab.report import page as html
 from distlab.report import spans
 from distlab.report.record import Record, json_line, write_csv, write_json
-from distlab.report.table import Column, by_machine, grouped, is_number, render, render_for_terminal
+from distlab.report.table import Column, by_machine, grouped, render, render_for_terminal
 
 WIDTH = 100  # characters of a terminal
-BAR_PCT = 15  # a prediction that is further off is named
 Draw = Callable[[Sequence[Record], Path], None]
 
 
@@ -97,14 +96,6 @@ class View:
             texts.append((f"{part}:\n" if len(tables) > 1 else "") + render_for_terminal(group, columns, WIDTH))
         return "\n\n".join(texts)
 
-    def findings_of(self, records: Sequence[Record]) -> list[str]:
-        """What follows from the records of each machine, and how far predictions were off."""
-        return [
-            line
-            for group in by_machine(records).values()
-            for line in (*self.findings(group), *_within(self.columns, group))
-        ]
-
     def headline_of(self, records: Sequence[Record]) -> str:
         """The headline of each machine's records."""
         return "; ".join(self.headline(group) for group in by_machine(records).values())
@@ -127,22 +118,6 @@ class _Words(string.Formatter):
         spec = ("B" if value >= 1e9 else "M") if spec == "N" else spec
         unit = {"M": 1e6, "B": 1e9}.get(spec)
         return format(value, spec) if unit is None else f"{value / unit:,.1f} {spec}"
-
-
-def _within(columns: Sequence[Column], records: Sequence[Record]) -> Iterator[str]:
-    """For each column of prediction errors, how many lie within 15 %, and the largest of the others."""
-    for column in columns:
-        if not column.key.endswith("error_pct"):
-            continue
-        errors = [(r.variant, error) for r in records if is_number(error := column.value(r))]
-        beyond = sorted((e for e in errors if abs(e[1]) > BAR_PCT), key=lambda e: -abs(e[1]))
-        what = _named(column).removesuffix("error_pct").replace("_", " ")
-        if errors:
-            furthest = ", ".join(f"{variant} {error:+.0f} %" for variant, error in beyond[:5])
-            yield (
-                f"{what}predictions within {BAR_PCT} %: {len(errors) - len(beyond)} of {len(errors)}"
-                f"{'; furthest off: ' * bool(beyond)}{furthest}."
-            )
 
 
 def _only(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
@@ -168,7 +143,7 @@ def write(view: View, records: Sequence[Record], path: Path) -> Path:
     check_records(view, records)
     write_json(records, path / "records.json")
     write_csv(records, path / "records.csv")
-    findings = view.findings_of(records)
+    findings = [line for group in by_machine(records).values() for line in view.findings(group)]
     below = "".join(f"\n{line}\n" for line in findings)
     files = {
         "table.md": f"{view.headline_of(records)}\n\n{view.table(records, 'markdown')}\n{below}",
@@ -226,8 +201,9 @@ def say(
     """
     if not quiet:
         print(f"{_filled(view.headline_of(records))}\n\n{view.short_table(records)}\n")
-        for finding in view.findings_of(records):
-            print(highlighted(_filled(finding)))
+        for group in by_machine(records).values():
+            for finding in view.findings(group):
+                print(highlighted(_filled(finding)))
         print(f"report: {page}")
     if line and (quiet or not sys.stdout.isatty()):
         print(json_line(view.name, records, page.parent), flush=True)
