@@ -20,6 +20,11 @@ ranks = 1
 first = { minutes = 1, options = "--preset smoke" }
 long = { minutes = 30, options = "--preset smoke" }
 """
+# Of experiments that runs no longer make, and three of uncommitted code, whose tables wait for records of other names.
+WITHOUT_CASE = {
+    "attention/comparison_h100.json", "attention/record_h100.json", "bucket_sweep/h200x2_xl_batch2.json",
+    "ddp_bench/h200x4_xl_batch8.json", "scaling/h200x4_weak_xl_batch8.json",
+}  # fmt: skip
 MACHINES = tuple(tomllib.loads(records.MANIFEST.read_text()))
 
 
@@ -31,6 +36,12 @@ def test_a_command_of_the_manifest_is_one(case):
     args = experiment.parser().parse_args(shlex.split(case.options))
     preset = experiment.preset(getattr(args, "preset", None) or "", on_gpu=case.machine != "cpu")
     experiment.config(**preset | given(experiment.config, args))
+
+
+def test_every_record_has_the_name_of_a_case_that_renews_it():
+    known = {case.run for name in MACHINES for case in records.cases(name)}
+    found = {path.relative_to(records.MANIFEST.parent).as_posix() for path in records.MANIFEST.parent.rglob("*.json")}
+    assert {path for path in found if path[:-5].partition("/")[2] not in known} == WITHOUT_CASE
 
 
 def test_a_record_is_measured_once_per_commit_and_within_the_minutes(tmp_path, monkeypatch, capsys):
