@@ -60,6 +60,9 @@ def test_a_record_is_measured_once_per_commit_and_within_the_minutes(tmp_path, m
     made = record.stat().st_mtime_ns
     assert main(command) == 0 and record.stat().st_mtime_ns == made
     assert "here-first" not in capsys.readouterr().err
+    command[4] = "b" * 40  # a later commit's run does not go on with that of an earlier one
+    assert main(command) == 0
+    assert json.loads(record.read_text())["headers"][0]["commit"] == "b" * 40
 
 
 @pytest.mark.parametrize(
