@@ -305,6 +305,10 @@ VIEW = View(
         Column("metrics.fit_ms", "fit ms", ".3f", missing=""),
         Column("metrics.fit_error_pct", "error %", "+.1f", missing=""),
         Column("metrics.max_abs_error", "max |Δ|", ".1e", missing=""),
+        Column("metrics.latency_us", "α µs", ".0f", missing=""),
+        Column("metrics.fitted_busbw_gb_per_s", "W as busbw GB/s", ".3g", missing=""),
+        Column("metrics.fit_error_max_pct", "largest error %", ".1f", missing=""),
+        Column("metrics.fit_error_above_1mb_pct", "above 1 MB %", ".1f", missing=""),
     ],
     headline=headline,
     terminal=(
