@@ -45,7 +45,7 @@ from distlab.measure import (
 from distlab.model import TransformerLM, checkpoint_groups, checkpoint_plan, cross_entropy
 from distlab.model.config import RECOMPUTATION
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, TIE, interval_ties, noise_of, stacked_bars
+from distlab.report import NOISE, TIE, interval_ties, noise_of, prediction_error, stacked_bars
 from distlab.simulate.run import simulate_step
 from distlab.theory.flops import forward_flops
 from distlab.theory.memory.activations import PRECISIONS, activations
@@ -293,6 +293,7 @@ VIEW = View(
         Column("metrics.step_p80_ms", "p80", ".1f"),
         NOISE,
         Column("metrics.predicted_step_ms", "predicted ms", ".1f"),
+        prediction_error("predicted_step_ms", "step_p50_ms"),
         Column(
             "metrics.step_over_none", "× none", ".2f",
             note=lambda r: TIE if r.metrics.get("step_over_none_is_tie") else "",
@@ -300,6 +301,7 @@ VIEW = View(
         Column("metrics.blocks_run_again", "blocks run again", "d"),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".3f", scale=2**-30),
         Column("metrics.predicted_peak_bytes", "predicted GiB", ".3f", scale=2**-30),
+        prediction_error("predicted_peak_bytes", "peak_alloc_bytes"),
         Column("metrics.counted_peak_bytes", "fake tensors GiB", ".3f", scale=2**-30),
         Column("metrics.predicted_peak_phase", "peak in", align="left"),
         Column("metrics.max_rel_grad_norm_diff", "max |Δ‖grad‖|", ".1e"),

@@ -3,8 +3,8 @@
     distlab run allreduce_sweep                                        all GPUs, or two CPU ranks
     distlab run allreduce_sweep --nproc 4 --group-sizes 2 4
 
-Times the library's all-reduce, all-gather, reduce-scatter and broadcast, and rings made of sends and receives, for
-sizes from kilobytes to two gigabytes on the first 2, 4, … ranks of one launch; fits α–β to each (piecewise, by relative
+Times the library's eight collectives, from all-reduce to all-to-all, and rings made of sends and receives, for sizes
+from kilobytes to two gigabytes on the first 2, 4, … ranks of one launch; fits α–β to each (piecewise, by relative
 error); and measures how a matmul and an all-reduce slow each other down, both ways. Every row's result is checked. The
 fits are records: `distlab.simulate.calibrate.measured_links` reads them for predictions.
 """
@@ -305,6 +305,10 @@ VIEW = View(
         Column("metrics.fit_ms", "fit ms", ".3f", missing=""),
         Column("metrics.fit_error_pct", "error %", "+.1f", missing=""),
         Column("metrics.max_abs_error", "max |Δ|", ".1e", missing=""),
+        Column("metrics.latency_us", "α µs", ".0f", missing=""),
+        Column("metrics.fitted_busbw_gb_per_s", "W as busbw GB/s", ".3g", missing=""),
+        Column("metrics.fit_error_max_pct", "largest error %", ".1f", missing=""),
+        Column("metrics.fit_error_above_1mb_pct", "above 1 MB %", ".1f", missing=""),
     ],
     headline=headline,
     terminal=(

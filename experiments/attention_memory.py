@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distlab.experiment import Column, Experiment, Options, RankContext, Run, View, headline_from, option
 from distlab.measure import Pace, PhaseTimer, allocated_bytes, attempt, peak_memory
-from distlab.report import metric_over_length
+from distlab.report import metric_over_length, prediction_error
 from experiments._attention import VARIANTS, Attention, Shape, build, inputs
 from kernels.flash_attention import hopper
 from kernels.flash_attention.options import Problem
@@ -127,8 +127,10 @@ VIEW = View(
         Column("metrics.bwd_p50_ms", "bwd ms", ".3f"),
         Column("metrics.before_bwd_alloc_bytes", "before bwd MiB", ".1f", scale=2**-20),
         Column("metrics.predicted_before_bwd_bytes", "predicted", ".1f", scale=2**-20),
+        prediction_error("predicted_before_bwd_bytes", "before_bwd_alloc_bytes"),
         Column("metrics.peak_alloc_bytes", "peak MiB", ".1f", scale=2**-20),
-        Column("metrics.predicted_peak_bytes", "predicted", ".1f", scale=2**-20), Column("metrics.status", "status"),
+        Column("metrics.predicted_peak_bytes", "predicted", ".1f", scale=2**-20),
+        prediction_error("predicted_peak_bytes", "peak_alloc_bytes"), Column("metrics.status", "status"),
     ],
     headline=headline_from("Batch {batch}, no heads, causal, {passes} passes, {device_name}, torch {torch}"),
     terminal=("dtype", "head_dim", "length", "variant", "before_bwd_alloc_bytes", "peak_alloc_bytes",

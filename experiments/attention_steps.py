@@ -34,7 +34,7 @@ from distlab.experiment import (
     option,
 )
 from distlab.measure import attempt, clock, interleave, percentiles
-from distlab.report import stacked_bars
+from distlab.report import prediction_error, stacked_bars
 from experiments._attention import Shape, build, exact, inputs
 from experiments._lesson_attention import Step, Tile, backward, forward
 from kernels._compile import resources
@@ -236,7 +236,8 @@ VIEW = View(
         Column("metrics.noise_pct", "± %", ".1f"),
         *(column for way in PASSES for column in (
             Column(f"metrics.{way}_gain", f"{way.replace('_bwd', '+b').replace('fwd+b', 'f+b')} ×", ".2f", missing=""),
-            Column(f"metrics.{way}_predicted_gain", "predicted", ".2f", missing="", optional=True))),
+            Column(f"metrics.{way}_predicted_gain", "predicted", ".2f", missing="", optional=True),
+            prediction_error(f"{way}_predicted_gain", f"{way}_gain"))),
         Column("metrics.fwd_tflop_per_s", "fwd TFLOP/s", ".0f"), Column("metrics.bwd_tflop_per_s", "bwd", ".0f"),
         Column("metrics.registers", "registers", missing="", optional=True),
         Column("metrics.spill_bytes", "spilled", missing="", optional=True),

@@ -38,7 +38,7 @@ from distlab.measure import (
 from distlab.model import TransformerLM
 from distlab.model.ops import rope_tables, sources
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, stacked_bars
+from distlab.report import NOISE, prediction_error, stacked_bars
 from distlab.theory.memory.activations import PRECISIONS
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import Workload
@@ -304,6 +304,7 @@ VIEW = View(
           for phase, titles in (("forward", ("of a block: forward", "predicted")),
                                 ("backward", ("backward", "predicted")))
           for said, title in zip(("", "predicted_"), titles, strict=True)),
+        *(prediction_error(f"predicted_{phase}_launches", f"{phase}_launches") for phase in ("forward", "backward")),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
         Column("metrics.loss_rel_error", "loss error", ".0e"),
         Column("metrics.grad_rel_error", "gradient error", ".1e"),

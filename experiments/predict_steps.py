@@ -1,11 +1,12 @@
 """What will the bench measure? Step time, exposed communication, volume and peak memory, written down beforehand.
 
-    distlab run predict_steps --calibrate records/ddp_bench/h200x2_xl_batch8.json \
-        --memory records/ddp_bench/h200x2_medium_batch8.json --cases xl:2 xl:8 medium:8 --ranks 2 4
+    distlab run predict_steps --calibrate records/ddp_bench/h200x2-xl-batch8.json \
+        --memory records/ddp_bench/h200x2-medium-batch8.json --cases xl:2 xl:8 medium:8 --ranks 2 4
 
 and afterwards, beside what was measured:
 
-    distlab run predict_steps --predictions records/predictions/h200.json --compare records/ddp_bench/h200x[24]_*.json
+    distlab run predict_steps --predictions records/predict_steps/cpu-h200.json \
+        --compare records/ddp_bench/h200x[24]-*-batch[28].json
 
 Five constants of the machine come from one record of ddp_bench (its local, naive, flat and overlap rows), and the
 memory bandwidth of operators from `local` of another (see `distlab.simulate.calibrate`); all other numbers are
@@ -297,14 +298,14 @@ EXPERIMENT = Experiment(
     PredictConfig, measure, VIEW,
     presets={
         "quick": {
-            "calibrate": str(RECORDS / "ddp_bench" / "h200x2_xl_batch8.json"),
+            "calibrate": str(RECORDS / "ddp_bench" / "h200x2-xl-batch8.json"),
             "cases": (("medium", 8),),
             "ranks": (2,),
             "rows": ("local", "flat", "bucketed-100", "fsdp"),
         },
         "smoke": {
-            "predictions": str(RECORDS / "predictions" / "h200.json"),
-            "compare": (str(RECORDS / "ddp_bench" / "h200x2_xl_batch2.json"),),
+            "predictions": str(RECORDS / "predict_steps" / "cpu-h200.json"),
+            "compare": (str(RECORDS / "ddp_bench" / "h200x2-xl-batch2.json"),),
         },
     },
     ranks="none",

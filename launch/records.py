@@ -5,8 +5,8 @@
     distlab records --machine h200x2 --minutes 9      begin nothing that would end later; the same command goes on
 
 A record is copied to records/EXPERIMENT/MACHINE-CASE.json when its run has ended well, those of its parts to
-records/PART/MACHINE-CASE.json; none is ever edited. A run that was cut off resumes under outputs/records where its
-experiment can.
+records/PART/MACHINE-CASE.json; none is ever edited. A run that was cut off resumes under outputs/records/COMMIT where
+its experiment can.
 """
 
 import argparse
@@ -57,7 +57,8 @@ class Case:
         """What measures it."""
         ranks = ["--nproc", str(self.ranks)] if load(self.experiment).EXPERIMENT.ranks == "many" else []
         words = ["run", self.experiment, *shlex.split(self.options), *ranks]
-        return [sys.executable, "-m", "launch", *words, "--name", self.run, "--out", str(RUNS), "--commit", commit]
+        words += ["--name", self.run, "--out", str(RUNS / commit), "--commit", commit]
+        return [sys.executable, "-m", "launch", *words]
 
 
 def cases(machine: str, manifest: Path = MANIFEST) -> list[Case]:
@@ -118,7 +119,7 @@ def measure(left: Sequence[Case], commit: str, into: Path, minutes: float) -> in
             print(f"FAILED: {case.experiment}/{case.run}", file=sys.stderr)
             failed = 1
             continue
-        made = ROOT / RUNS / case.experiment / case.run
+        made = ROOT / RUNS / commit / case.experiment / case.run
         parts = {part.name: part for part in made.glob("parts/*")}  # with views of their own
         for experiment, folder in {case.experiment: made, **parts}.items():
             record = into / experiment / case.file(into).name

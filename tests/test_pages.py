@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from distlab.options import given
 from distlab.report.docs_tables import code_of, definition, embed, redrawn, table_of
 from launch import notebook, sample, trainer
 from launch.__main__ import COMMANDS, experiments, load, view_of
@@ -14,7 +15,7 @@ from tests.pages import Command, commands_of, fenced_lines, pages
 
 PAGES = pages()
 # What a page leaves to the reader.
-FILLED_IN = {r"local,<name>,": "local,naive,", r"run NAME": "run ddp_bench", r" …$": ""}
+FILLED_IN = {r"local,<name>,": "local,naive,", r"run NAME": "run ddp_bench", r" MACHINE": " cpu", r" …$": ""}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -96,9 +97,14 @@ def check(command: Command) -> None:
         parser = parser_of(ours)
         if parser is not None:
             try:
-                parser.parse_args(ours[2:] if ours[0] == "run" else ours[1:])
+                args = parser.parse_args(ours[2:] if ours[0] == "run" else ours[1:])
             except SystemExit as end:
                 assert end.code == 0, where
+                return
+            experiment = getattr(load(ours[1]), "EXPERIMENT", None) if ours[0] == "run" else None
+            if experiment is not None and len(ours) > 2:  # these options are allowed together, too
+                chosen = experiment.preset(getattr(args, "preset", None) or "", on_gpu=True)
+                experiment.config(**chosen | given(experiment.config, args))
 
 
 def arguments_of(words: list[str]) -> list[str]:

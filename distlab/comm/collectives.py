@@ -104,6 +104,28 @@ def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Work:
     return dist.broadcast(tensor, group=group, group_src=source, async_op=True)
 
 
+def reduce(tensor: Tensor, group: ProcessGroup) -> Work:
+    """Replace rank 0's `tensor` by the sum over the ranks; those of the others hold nothing of use afterwards."""
+    return dist.reduce(tensor, group=group, group_dst=0, async_op=True)
+
+
+def gather(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
+    """Concatenate every rank's `input` `(n,)` in rank order into rank 0's `output` `(N·n,)`."""
+    parts = list(output.chunk(group.size())) if group.rank() == 0 else None
+    return dist.gather(input, parts, group=group, group_dst=0, async_op=True)
+
+
+def scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
+    """Give rank r the r-th of N equal slices of rank 0's `input`: `(N·n,)` → `output` `(n,)`."""
+    parts = list(input.chunk(group.size())) if group.rank() == 0 else None
+    return dist.scatter(output, parts, group=group, group_src=0, async_op=True)
+
+
+def all_to_all(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
+    """Send the r-th of N equal slices of `input` `(N·n,)` to rank r; those that arrive make `output` `(N·n,)`."""
+    return dist.all_to_all_single(output, input, group=group, async_op=True)
+
+
 @torch.no_grad()
 def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup, *, source: int = 0) -> None:
     """Overwrite all tensors, of any strides, by those of rank `source`, and wait.

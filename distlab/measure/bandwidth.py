@@ -1,7 +1,8 @@
 """How long does a collective take, and is its result right? The library's, and those of `distlab.comm.ring`.
 
-The payload S of a collective is what `collectives` counts: the tensor of an all-reduce or broadcast, the output of an
-all-gather, the input of a reduce-scatter. Bandwidths, as nccl-tests define them:
+The payload S of a collective is the larger of what a rank contributes and of its result: the tensor of an all-reduce,
+broadcast, reduce or all-to-all, the output of an (all-)gather, the input of a (reduce-)scatter. Bandwidths, as
+nccl-tests define them:
 
     algbw = S / seconds        busbw = algbw · `traffic`, the share of S that the busiest link carries
 
@@ -26,21 +27,25 @@ from distlab.comm import RankContext, collectives, ring
 from distlab.measure.clock import PhaseTimer, measure, slowest_rank
 from distlab.measure.statistics import percentiles
 
-# Each on the whole tensor, this rank's part of it, and a group.
+# Each from what this rank contributes to its result, which are one tensor where the collective works in place.
 _CALLS: dict[str, Callable[[Tensor, Tensor, ProcessGroup], object]] = {
     "all_reduce": lambda whole, _, group: collectives.all_reduce_mean(whole, group, prescaled=True).wait(),
-    "all_gather": lambda whole, part, group: collectives.all_gather(whole, part, group).wait(),
+    "all_gather": lambda part, whole, group: collectives.all_gather(whole, part, group).wait(),
     "reduce_scatter": lambda whole, part, group: collectives.reduce_scatter_mean(
         part, whole, group, prescaled=True
     ).wait(),
     "broadcast": lambda whole, _, group: collectives.broadcast(whole, group).wait(),
+    "reduce": lambda whole, _, group: collectives.reduce(whole, group).wait(),
+    "gather": lambda part, whole, group: collectives.gather(whole, part, group).wait(),
+    "scatter": lambda whole, part, group: collectives.scatter(part, whole, group).wait(),
+    "all_to_all": lambda sent, received, group: collectives.all_to_all(received, sent, group).wait(),
     "ring_all_reduce": lambda whole, _, group: ring.all_reduce(whole, group),
-    "ring_all_gather": lambda whole, part, group: ring.all_gather(whole, part, group),
+    "ring_all_gather": lambda part, whole, group: ring.all_gather(whole, part, group),
     "ring_reduce_scatter": lambda whole, part, group: ring.reduce_scatter(part, whole, group),
     "whole_all_reduce": lambda whole, _, group: ring.all_reduce_whole(whole, group),
 }
 OPERATIONS = tuple(_CALLS)
-LIBRARY, BY_HAND = OPERATIONS[:4], OPERATIONS[4:]
+LIBRARY, BY_HAND = OPERATIONS[:8], OPERATIONS[8:]
 TINY = 1e-30  # sums grow with every repetition: from here they stay finite
 LEAST_REPEATS = 5
 
@@ -57,7 +62,7 @@ def traffic(operation: str, ranks: int) -> float:
         raise ValueError(f"operation {operation!r} is unknown; choose among {', '.join(OPERATIONS)}")
     if ranks == 1:
         return 0.0
-    if operation == "broadcast":
+    if operation in ("broadcast", "reduce"):
         return 1.0
     return (2 if operation.endswith("all_reduce") else 1) * (ranks - 1) / ranks
 
@@ -131,24 +136,27 @@ def _case(
     group, rank, ranks, device = context.group, context.rank, context.world_size, context.device
     kind = operation.removeprefix("ring_").removeprefix("whole_")
     everything, own = slice(None), slice(rank * chunk, (rank + 1) * chunk)
-    whole = torch.empty(ranks * chunk, device=device)
-    part = torch.empty(chunk if kind in ("all_gather", "reduce_scatter") else 0, device=device)
-    source, sent = (part, own) if kind == "all_gather" else (whole, everything)
-    result, received = (part, own) if kind == "reduce_scatter" else (whole, everything)
+    sent = own if kind in ("all_gather", "gather") else everything
+    received = own if kind in ("reduce_scatter", "scatter") else everything
+    source = torch.empty(chunk if sent == own else ranks * chunk, device=device)
+    in_place = kind in ("all_reduce", "broadcast", "reduce")
+    result = source if in_place else torch.zeros(chunk if received == own else ranks * chunk, device=device)
 
     def values(share: slice) -> Tensor:
         return torch.arange(ranks * chunk, device=device, dtype=torch.float32)[share] % 251
 
     def expected() -> Tensor:
-        found = values(received)
-        if kind == "broadcast":
+        if kind in ("reduce", "gather") and rank > 0:
+            return result  # rank 0 alone has one
+        found = values(own).repeat(ranks) if kind == "all_to_all" else values(received)
+        if kind in ("broadcast", "scatter"):
             return found
-        if kind == "all_gather":
+        if kind in ("all_gather", "gather", "all_to_all"):  # the k-th part is rank k's
             return found.add_(torch.arange(ranks, device=device).repeat_interleave(chunk))
-        averages = operation in LIBRARY and collectives.averages_in_reduction(device, group)
+        averages = operation in ("all_reduce", "reduce_scatter") and collectives.averages_in_reduction(device, group)
         return found.mul_(ranks).add_(ranks * (ranks - 1) / 2).mul_(1 / ranks if averages else 1.0)
 
-    return lambda: _CALLS[operation](whole, part, group), source, result, lambda: values(sent).add_(rank), expected
+    return lambda: _CALLS[operation](source, result, group), source, result, lambda: values(sent).add_(rank), expected
 
 
 def disturb(

@@ -20,7 +20,7 @@ from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, reading, write_csv, write_json
 from distlab.report.run import OutputFolder
 from distlab.report.style import GREYS, INK, OKABE_ITO, horizontal, picture
-from distlab.report.table import Column, grouped, is_number, render, render_for_terminal
+from distlab.report.table import Column, grouped, is_number, prediction_error, render, render_for_terminal
 from distlab.report.view import View, write
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "noise_of",
     "overlaid",
     "picture",
+    "prediction_error",
     "read_json",
     "reading",
     "render",

@@ -46,16 +46,14 @@ def redraw_pages(pages: Sequence[Path], view_of: Callable[[str], View], root: Pa
 
 
 def aged(pages: Sequence[Path], root: Path) -> list[str]:
-    """A line for each record behind the pages' tables that is of uncommitted code, or of code that changed since."""
+    """A line for each record behind the pages' tables whose code has changed since."""
     texts = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     lines = []
     for source in sorted(set(re.findall(r"<!-- table ([^#@\s]+)", texts))):
         records = read_json(root / source)
         commits = sorted({record.commit or "unknown" for record in records})
         changed = [changed_since(commit, records[0].experiment, root) for commit in commits]
-        if any(commit.endswith("-dirty") for commit in commits):
-            lines.append(f"{source}: of code that was never committed ({', '.join(commit[:8] for commit in commits)})")
-        elif any(changed):
+        if any(changed):
             of = ", ".join(commit[:8] for commit in commits)
             lines.append(f"{source}: {max(map(len, changed))} files that it ran through have changed since {of}")
     return lines
@@ -67,19 +65,24 @@ def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
     Or of some of its variants, and of some columns by the last part of their keys: `records/….json#naive,flat@comm_ms`.
 
     Raises:
-        ValueError: a variant that the file lacks, or records of an experiment without a view.
+        ValueError: records of uncommitted code, a variant that the file lacks, or an experiment without a view.
     """
     source, _, only = source.partition("@")
     source, _, rows = source.partition("#")
     records = read_json(root / source)
+    commits = dict.fromkeys(record.commit or "unknown" for record in records)
+    if dirty := [commit for commit in commits if commit.endswith("-dirty")]:
+        raise ValueError(
+            f"{source} is of code that was never committed ({', '.join(dirty)}), and a page shows records of a clean "
+            "commit: commit, then measure it again with distlab records"
+        )
     if rows:
         wanted = rows.split(",")
         records = [record for record in records if record.variant in wanted]
         if {record.variant for record in records} != set(wanted):
             raise ValueError(f"{source}: not all of {rows} are variants there")
     view = view_of(records[0].experiment)
-    # Twelve digits, and what follows them: `-dirty`.
-    commits = dict.fromkeys(re.sub(r"^(\w{12})\w*", r"\1", record.commit or "unknown") for record in records)
+    commits = dict.fromkeys((record.commit or "unknown")[:12] for record in records)
     note = f"{view.headline_of(records)} (commit{'s' * (len(commits) > 1)} {', '.join(commits)}, `{source}`)"
     return f"{note}\n\n{view.table(records, 'markdown', only.split(',') if only else ())}"
 

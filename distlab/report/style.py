@@ -35,7 +35,7 @@ FAINT = "#BBBBBB"
 
 # For lines, the first ones furthest apart; yellow is too faint on white.
 LINES = [OKABE_ITO[name] for name in ("blue", "vermillion", "green", "orange", "purple", "sky", "black")]
-MARKERS = "osD^vPX"
+MARKERS = "osD^vPX*"  # one more than colours: the eighth line has the first colour and a marker of its own
 # For areas, from the bottom up.
 AREAS = [OKABE_ITO[name] for name in ("black", "blue", "orange", "green", "sky", "purple", "vermillion", "yellow")]
 DARK = [OKABE_ITO[name] for name in ("black", "blue", "vermillion", "green")]  # white text can be read on these

@@ -32,19 +32,19 @@ LIKE = {"bucketed-dma": "bucketed", "torch-ddp": "bucketed", "torch-ddp-tuned": 
         "torch-hsdp": "hsdp"}  # fmt: skip
 USABLE = 0.94  # of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
 # Shares of the datasheet's peaks that one calibrated machine reaches: two H200s training the 3.4 B and the 0.4 B preset
-# in bf16 (records/ddp_bench/h200x2_xl_batch8.json and h200x2_medium_batch8.json; rules in
+# in bf16 (records/ddp_bench/h200x2-xl-batch8.json and h200x2-medium-batch8.json; rules in
 # `distlab.simulate.calibrate`). MEMORY of operators, UPDATE of the optimizer. Other machines are assumed alike.
 FLOPS_SHARE, MEMORY_SHARE, UPDATE_SHARE, LINK_SHARE = 0.68, 0.56, 0.78, 0.79
 LATENCY_S, CONTENTION = 58e-6, (0.64, 0.73)
 # Of the host: until it has started an operator with all Python around it, and a collective with its hook. The most that
-# a quiet host can have taken (records/ddp_bench/h200x2_medium_batch8.json: `local`, then `overlap`); a busy one took 37
+# a quiet host can have taken (records/ddp_bench/h200x2-medium-batch8.json: `local`, then `overlap`); a busy one took 37
 # and more (h200x2-host.json, where next to nothing is computed).
 HOST_OPERATOR_S, HOST_CALL_S = 30e-6, 39e-6
 
 
 # Of the bf16 peak that fused attention reaches, by backend and head width, forward and backward together, causal, one
-# head of 65,536 tokens (records/attention/sweep_h100.json): cuDNN's kernels, and FlashAttention-2's, which do not use
-# Hopper's own instructions; on other devices these reach what cuDNN's do on Hopper.
+# head of 65,536 tokens (records/attention_sweep/h100-lengths.json): cuDNN's kernels, and FlashAttention-2's, which do
+# not use Hopper's own instructions; on other devices these reach what cuDNN's do on Hopper.
 ATTENTION_SHARE = {"cudnn": {64: 0.44, 128: 0.57}, "flash": {64: 0.28, 128: 0.32}}
 # A matmul is limited by power: of a chip below its full limit the rate falls as the square root of what is left for
 # switching, between a voltage that follows the clock (power ~ clock³) and one that is at its floor (power ~ clock);

@@ -39,7 +39,17 @@ from torch import Tensor
 from distlab.experiment import Column, Experiment, Options, RankContext, Record, Run, View, option
 from distlab.hardware import lookup
 from distlab.measure import allocated_bytes, attempt, call_ms, peak_memory
-from distlab.report import GREYS, INK, OKABE_ITO, TIE, grouped, horizontal, host_bound, picture
+from distlab.report import (
+    GREYS,
+    INK,
+    OKABE_ITO,
+    TIE,
+    grouped,
+    horizontal,
+    host_bound,
+    picture,
+    prediction_error,
+)
 
 from . import cases as table
 from .cases import VARIANTS, Case, Function, first, leaves, runner, upstream_of, with_gradients
@@ -419,6 +429,7 @@ COMPARISON_COLUMNS = [
     Column("metrics.over_same_dtype", "builtin / ours", ".1f", missing="", optional=True),
     Column("metrics.speed_up", "naive (in fp32) / ours", ".1f", missing=""),
     Column("metrics.predicted_speed_up", "predicted", ".1f", missing=""),
+    prediction_error("predicted_speed_up", "speed_up"),
 ]
 
 
@@ -511,7 +522,8 @@ VIEW = View(
         Column("metrics.spill_bytes", "spilled", missing=""),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30), Column("metrics.error", "error", ".1e"),
         Column("metrics.speed_up", "× naive", ".2f", missing=""),
-        Column("metrics.predicted_speed_up", "predicted", ".2f", missing=""), Column("metrics.status", "status"),
+        Column("metrics.predicted_speed_up", "predicted", ".2f", missing=""),
+        prediction_error("predicted_speed_up", "speed_up"), Column("metrics.status", "status"),
     ],
     next=("distlab run kernel_host_time", "distlab run model_benchmark --ops torch triton"),
     headline=headline,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distlab.experiment import Column, Record, View
 from distlab.hardware import H100_SXM, lookup
-from distlab.report import grouped, stacked_bars
+from distlab.report import grouped, prediction_error, stacked_bars
 from distlab.theory.fusion import POINTWISE, ROWS, Graph, Operator, advise
 from kernels import reference
 from kernels.cost import Cost
@@ -246,9 +246,10 @@ TRAFFIC = View(
         Column("config.label", "chain", align="left"), Column("variant", "operation or form", align="left"),
         *(Column(f"metrics.{name}", title, ",.1f", scale=1e-6, missing="") for name, title in
           (("read_bytes", "read MB"), ("written_bytes", "written MB"), ("bytes", "MB"))),
-        _us("time_p50_ms", "µs"), _us("predicted_time_p50_ms", "predicted"), _times("speed_up", "× same dtype"),
-        _times("predicted_speed_up", "predicted"), _times("speed_up_over_fp32", "× fp32"),
-        _times("predicted_speed_up_over_fp32", "predicted"),
+        _us("time_p50_ms", "µs"), _us("predicted_time_p50_ms", "predicted"),
+        prediction_error("predicted_time_p50_ms", "time_p50_ms"), _times("speed_up", "× same dtype"),
+        _times("predicted_speed_up", "predicted"), prediction_error("predicted_speed_up", "speed_up"),
+        _times("speed_up_over_fp32", "× fp32"), _times("predicted_speed_up_over_fp32", "predicted"),
     ],
     headline=lambda records: (
         f"{records[0].environment.get('device_name', 'CPU')}, torch {records[0].environment.get('torch', '?')}"

@@ -27,7 +27,7 @@ from distlab.measure.nvtx import Emitter
 from distlab.measure.trace.capture import PHASES
 from distlab.model.ops import sdpa
 from distlab.precision import DTYPES
-from distlab.report import stacked_bars
+from distlab.report import prediction_error, stacked_bars
 from distlab.simulate.events import EventLog
 from distlab.theory.operators import Compute
 
@@ -233,6 +233,7 @@ PART_VIEW = View(
     question="Which part of the model takes the time, and was it predicted?",
     columns=[
         Column("variant", "part"), _ms("part_ms", "ms per step"), _ms("predicted_part_ms", "predicted"),
+        prediction_error("predicted_part_ms", "part_ms"),
         _ms("forward_part_ms", "forward"), _ms("predicted_forward_part_ms", "predicted"),
         _ms("backward_part_ms", "backward"), _ms("predicted_backward_part_ms", "predicted"),
         Column(f"metrics.{OF_TIME}", "of time %", ".1f"), Column("metrics.of_flops_pct", "of matmul FLOPs %", ".1f"),

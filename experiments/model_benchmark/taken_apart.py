@@ -26,7 +26,7 @@ from distlab.measure import (
 )
 from distlab.measure.trace.capture import PHASES, Phases, load_trace, profile_steps
 from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summarise
-from distlab.report import environment, memory_areas, stacked_bars
+from distlab.report import environment, memory_areas, prediction_error, stacked_bars
 from distlab.theory.memory.activations import PRECISIONS, block_activations, inference_temporary
 from distlab.theory.model_shape import ModelShape
 
@@ -424,7 +424,8 @@ SAVED_VIEW = View(
     question="What does a block save for backward, eager, compiled and with this lab's kernels?",
     columns=[Column("variant", "form"), mib_column("saved_block_bytes", "MiB"),
      Column("metrics.of_block_pct", "of block %", ".1f"),
-     mib_column("predicted_saved_block_bytes", "predicted"), Column("metrics.shape", "shape"),
+     mib_column("predicted_saved_block_bytes", "predicted"),
+     prediction_error("predicted_saved_block_bytes", "saved_block_bytes"), Column("metrics.shape", "shape"),
      Column("metrics.dtype", "type"), Column("metrics.made_by", "made by", align="left"),
      mib_column("gradient_block_bytes", "gradients MiB"), Column("metrics.status", "status", align="left")],
     headline=headline,

@@ -104,11 +104,9 @@ def _own() -> Iterator[Case]:
     for name, variants in OWN:
         for record in read_json(ROOT / "records" / name):
             facts = record.config
-            if record.variant not in variants or "batch" not in facts:
+            if record.variant not in variants:
                 continue
-            if record.variant == "local" and facts["world_size"] != 1 and "scaling" in name:
-                continue  # measured on one GPU too
-            size = facts.get("size") or facts["regime"].split(":")[1]
+            size = facts["size"]
             model = preset(size)
             ranks = 1 if record.variant == "local" else facts["world_size"]
             shape = vars(ModelShape.of(model)) | {"context": facts.get("context", model.context_length)}

@@ -65,10 +65,11 @@ ZERO_TABLE = {0: 120.0, 1: 31.4, 2: 16.6, 3: 1.9}
 
 # This lab's own runs: record → the rows taken; FSDP, and one process without communication.
 OWN = (
-    ("scaling/h200x4_weak_xl_batch8.json", ("local", "fsdp")),
-    ("ddp_bench/h200x2_xl_batch2.json", ("local", "fsdp")),
-    ("ddp_bench/h200x2_medium_batch8.json", ("local", "fsdp")),
-    ("ddp_bench/h200x4_medium_batch8.json", ("fsdp",)),
+    ("ddp_bench/h200x2-xl-batch8.json", ("local", "fsdp")),
+    ("ddp_bench/h200x2-xl-batch2.json", ("local", "fsdp")),
+    ("ddp_bench/h200x4-xl-batch2.json", ("fsdp",)),
+    ("ddp_bench/h200x2-medium-batch8.json", ("local", "fsdp")),
+    ("ddp_bench/h200x4-medium-batch8.json", ("fsdp",)),
 )
 LONG_RUN = {
     "model": {"d_model": 4096, "d_ff": 11008, "num_layers": 34, "num_heads": 32, "vocab_size": 151_936,

@@ -235,7 +235,7 @@ def test_ranks_that_differ_are_seen():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SweepConfig(operations=("all_to_all",)), "'all_to_all' is unknown; allowed: all_reduce"),
+        (lambda: SweepConfig(operations=("barrier",)), "'barrier' is unknown; allowed: all_reduce"),
         (lambda: SweepConfig(sizes=(4096,)), "give two or more positive sizes"),
         (lambda: SweepConfig(repeats=2), "repeats=2"),
         (lambda: SweepConfig().groups(1), "one rank alone sends nothing: start two or more with --nproc"),

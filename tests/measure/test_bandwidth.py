@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.comm import ring
+from distlab.comm import collectives, ring
 from distlab.measure.bandwidth import OPERATIONS, disturb, rate_beside, time_collective, traffic
 from distlab.measure.gradient_times import gradient_ready_ms
 from distlab.testing import run_ranks
@@ -54,12 +54,33 @@ def test_a_broken_synchronisation_shows_in_the_row():
         assert all(error != 0 for error in errors), errors
 
 
+def without_exchange(context):
+    """Every call of the library returns at once, and does nothing."""
+    done, real = torch.futures.Future(), {}
+    done.set_result(None)
+    names = ("reduce", "gather", "scatter", "all_to_all", "all_gather", "broadcast")
+    for name in names:
+        real[name] = getattr(collectives, name)
+        setattr(collectives, name, lambda *tensors, **_: done)
+    try:
+        return [time_collective(context, name, 4096, warmup=0, repeats=5).max_abs_error for name in names]
+    finally:
+        for name, function in real.items():
+            setattr(collectives, name, function)
+
+
+def test_a_collective_that_does_nothing_shows_in_the_row():
+    for errors in run_ranks(without_exchange, 3):
+        assert all(error != 0 for error in errors), errors
+
+
 def test_shares_of_the_payload():
     assert traffic("all_reduce", 4) == traffic("ring_all_reduce", 4) == traffic("whole_all_reduce", 4) == 1.5
     assert traffic("all_gather", 4) == traffic("reduce_scatter", 4) == 0.75
-    assert traffic("broadcast", 8) == 1 and traffic("broadcast", 1) == 0
-    with pytest.raises(ValueError, match="'all_to_all' is unknown; choose among all_reduce"):
-        traffic("all_to_all", 2)
+    assert all(traffic(name, 4) == 0.75 for name in ("gather", "scatter", "all_to_all"))
+    assert traffic("broadcast", 8) == traffic("reduce", 8) == 1 and traffic("broadcast", 1) == 0
+    with pytest.raises(ValueError, match="'barrier' is unknown; choose among all_reduce"):
+        traffic("barrier", 2)
     with pytest.raises(ValueError, match="num_bytes=0"):
         time_collective(None, "all_reduce", 0)
 

@@ -1,10 +1,11 @@
 """Tables show what was measured, say what was not, and stay valid in each style."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from distlab.report import Column, Record, render, render_for_terminal
+from distlab.report import Column, Record, prediction_error, render, render_for_terminal
 from distlab.report.table import escaped
 
 COLUMNS = [
@@ -109,3 +110,10 @@ def test_a_table_in_typst():
     )
     cited = citation(rows)
     assert cited.startswith("@misc{distlab-e-abcdef01,") and "year   = {2026}" in cited and "commit abcdef0123" in cited
+
+
+def test_how_far_a_prediction_is_off():
+    rows = [record("near", 100.0), record("far", 50.0), record("none", "OOM")]
+    rows = [replace(row, metrics=row.metrics | {"predicted_step_ms": 90.0}) for row in rows]
+    column = prediction_error("predicted_step_ms", "step_p50_ms")
+    assert [column.text(row) for row in rows] == ["-10", "+80", ""]

@@ -85,7 +85,7 @@ def test_recorded_steps_on_two_h200():
     """Batch 8 is where the machine's shares come from, batch 2 is predicted: all within 15 % of p50."""
     machine = machine_of(H200_SXM)
     compared = 0
-    for name in ("h200x2_xl_batch2.json", "h200x2_xl_batch8.json"):
+    for name in ("h200x2-xl-batch2.json", "h200x2-xl-batch8.json"):
         for record in read_json(RECORDS / name):
             if record.variant not in ("local", "naive", "flat", "overlap", "bucketed", "zero1", "fsdp"):
                 continue

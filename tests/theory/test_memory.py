@@ -34,7 +34,7 @@ SHAPES = st.builds(
 )
 
 
-@pytest.mark.parametrize("name", ["h200x2_xl_batch2.json", "h200x2_xl_batch8.json"])
+@pytest.mark.parametrize("name", ["h200x2-xl-batch2.json", "h200x2-xl-batch8.json"])
 def test_recorded_peaks(name):
     """Within 2 % of every peak measured on two H200s; the goal was 10."""
     rows = read_json(RECORDS / name)
