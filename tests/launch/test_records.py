@@ -67,7 +67,7 @@ def test_a_record_is_measured_once_per_commit_and_within_the_minutes(tmp_path, m
 
 @pytest.mark.parametrize(
     "argv, line", [
-        (["--machine", "h2"], "machine 'h2' is unknown; manifest.toml has h200x2, h200, h200x4, h100, cpu"),
+        (["--machine", "h2"], "machine 'h2' is unknown; manifest.toml has h200, h200x2, h200x4, h100, cpu"),
         (["--machine", "h200", "--commit", "b" * 40 + "-dirty"], "-dirty: commit first, or --commit SHA"),
     ],
 )  # fmt: skip
