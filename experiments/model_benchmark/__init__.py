@@ -19,6 +19,7 @@ kernels. That is in `taken_apart`.
 
 import gc
 import itertools
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -202,8 +203,8 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
     rows.
     """
     label = config.label(trial)
-    name = label or trial.size
-    slug = name.replace(", ", "-").replace(" ", "-")
+    name = label or trial.factory or trial.size
+    slug = re.sub("[^A-Za-z0-9_.]+", "-", name)
     parts: dict[str, Callable[[], dict[str, Rows]]] = {}
     if config.profile:
         parts["profiling"] = partial(
@@ -239,7 +240,7 @@ def timed(
             for mode in modes:
                 if mode in found:
                     continue
-                label = f"{config.label(trial) or trial.size}: {mode}"
+                label = f"{config.label(trial) or trial.factory or trial.size}: {mode}"
                 progress(label)
                 pace = Pace(max(config.warmups) + config.repeats, label, progress)
                 found[mode] = agreed(

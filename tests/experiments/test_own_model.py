@@ -73,7 +73,7 @@ def test_a_step_is_profiled_and_its_memory_drawn(tmp_path):
     (step,) = measured(model_benchmark.EXPERIMENT, tmp_path, factory=f"{OURS}dictionary", profile=True, memory=True,
                        modes=("step",), profile_steps=(0, 0), batch=(4,))  # fmt: skip
     assert step.metrics["status"] == "ok" and step.metrics["examples_per_s"] > 0
-    assert list((tmp_path / "model_benchmark/run").glob("memory_*.png"))
+    assert list((tmp_path / "model_benchmark/run").glob("memory_*dictionary*.png"))
 
 
 def test_plan_steps_it_in_the_fake_world(tmp_path):
