@@ -83,8 +83,11 @@ def main(arguments: Sequence[str]) -> int:
     args = parser().parse_args(arguments)
     now = commit(args.commit)
     into = Path(args.into or MANIFEST.parent)
-    only = args.only or ("",)
-    wanted = [case for case in cases(args.machine) if any(word in f"{case.experiment}/{case.name}" for word in only)]
+    named = {f"{case.experiment}/{case.name} {case.experiment}/{case.run}": case for case in cases(args.machine)}
+    for word in args.only:
+        if not any(word in name for name in named):
+            raise ValueError(f"--only {word}: no record of {args.machine} is called so; --list names them")
+    wanted = [case for name, case in named.items() if any(word in name for word in args.only or ("",))]
     if args.list:
         for case in wanted:
             print(f"{case.experiment + '/' + case.run:<48} {case.minutes:5.1f} min  {case.commit(into) or 'none'}")

@@ -65,10 +65,18 @@ def test_a_record_is_measured_once_per_commit_and_within_the_minutes(tmp_path, m
     assert json.loads(record.read_text())["headers"][0]["commit"] == "b" * 40
 
 
+def test_a_record_is_chosen_by_the_name_that_the_list_gives(capsys):
+    for word in ("ddp_bench/cpu-tiny", "ddp_bench/tiny", "tiny"):
+        assert main(["records", "--machine", "cpu", "--list", "--only", word]) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith("ddp_bench/cpu-tiny ")
+
+
 @pytest.mark.parametrize(
     "argv, line", [
         (["--machine", "h2"], "machine 'h2' is unknown; manifest.toml has h200, h200x2, h200x4, h100, cpu"),
         (["--machine", "h200", "--commit", "b" * 40 + "-dirty"], "-dirty: commit first, or --commit SHA"),
+        (["--machine", "cpu", "--only", "sabotage", "tinny"], "--only tinny: no record of cpu is called so; --list"),
     ],
 )  # fmt: skip
 def test_records_of_no_commit_or_machine_are_refused(argv, line, monkeypatch, tmp_path, capsys):
