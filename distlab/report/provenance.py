@@ -72,8 +72,8 @@ def _without_folders(path: str, root: Path) -> str:
 def commit(default: str | None = None) -> str | None:
     """The git commit of the checkout that holds this file, with ``-dirty`` if it differs from that commit.
 
-    Dirty means: a tracked file changed, or an untracked ``.py`` file lies in the tree (results and notes
-    beside the code do not make a measurement irreproducible).
+    Dirty means: a tracked file outside of records/ changed, or an untracked ``.py`` file lies in the tree (results and
+    notes beside the code do not make a measurement irreproducible, nor do the records measured before it).
 
     Args:
         default: returned where git or the checkout is missing, such as a copied tree (``--commit``).
@@ -85,7 +85,7 @@ def commit(default: str | None = None) -> str | None:
     head, top = git(here, "rev-parse", "HEAD"), git(here, "rev-parse", "--show-toplevel")
     if tracked is None or head is None or top is None:
         return default
-    status = git(Path(top), "status", "--porcelain", "--untracked-files=all") or ""
+    status = git(Path(top), "status", "--porcelain", "--untracked-files=all", "--", ".", ":(exclude)records") or ""
     changes = [line for line in status.splitlines() if not line.startswith("??") or line.endswith(".py")]
     return f"{head}-dirty" if changes else head
 

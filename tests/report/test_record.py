@@ -127,12 +127,16 @@ def test_commit_is_that_of_the_checkout_that_holds_the_code(tmp_path, monkeypatc
     git(tmp_path, "commit", "-m", "somebody else's repository")
     assert commit() is None  # an untracked copy of the code: not our checkout
 
-    git(tmp_path, "add", "distlab")
+    record = tmp_path / "records" / "x" / "cpu-all.json"
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    git(tmp_path, "add", "distlab", "records")
     git(tmp_path, "commit", "-m", "code")
     clean = commit()
     assert len(clean) == 40
     (tmp_path / "results.json").write_text("")
-    assert commit() == clean  # results beside the code do not change what ran
+    record.write_text("measured again")
+    assert commit() == clean  # results beside the code do not change what ran, nor records the next one's
     (tmp_path / "distlab" / "new.py").write_text("")
     assert commit() == f"{clean}-dirty"
     (tmp_path / "distlab" / "new.py").unlink()
