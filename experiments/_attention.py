@@ -149,7 +149,7 @@ class CompiledBackward(FlashAttention2):
         *tensors, do = (x.unsqueeze(1) if len(shape) == 3 else x for x in (*saved, do.to(saved[3].dtype)))
         causal, scale, *_ = ctx.options
         grads = _compiled_whole_matrix_backward()(*tensors, do, scale or shape[-1] ** -0.5, causal)
-        return *(g.view(shape).to(t) for g, t in zip(grads, ctx.input_dtypes, strict=True)), *[None] * 7
+        return *(g.view(shape) for g in grads), *[None] * 7
 
 
 def suits(variant: str, shape: Shape, dtype: str) -> bool:

@@ -153,12 +153,12 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
             program = kept.get(tuple(key))
             if program is None:
                 return _written(function, check, kept, args, tensors, tuple(key), otherwise)
-            device = tensors[0].device
-            if device.type == "cuda" and device.index != torch.cuda.current_device():
-                with torch.cuda.device(device):
+            first = tensors[0]
+            if first.is_cuda and first.get_device() != torch.cuda.current_device():
+                with torch.cuda.device(first.device):
                     return program(*tensors)
-            if program.calls_torch and torch.is_autocast_enabled(device.type):  # what was recorded has been cast
-                with torch.autocast(device.type, enabled=False):
+            if program.calls_torch and torch.is_autocast_enabled(first.device.type):  # what was recorded has been cast
+                with torch.autocast(first.device.type, enabled=False):
                     return program(*tensors)
             return program(*tensors)
 

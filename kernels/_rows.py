@@ -166,18 +166,17 @@ def common_dtype(y_name: str, y: Tensor, x_name: str, x: Tensor) -> torch.dtype:
     return autocast_dtype(x)
 
 
-def autocast(*tensors: Tensor) -> list[Tensor]:
-    """The tensors as autocast casts them, where it is on; what is no tensor is left to the operator's check."""
+def autocast(*tensors: Tensor) -> Sequence[Tensor]:
+    """The tensors as autocast casts them, where it is on; what is no tensor is left to the operator's check.
+
+    Autograd casts the gradients back.
+    """
     first = autocast_dtype(tensors[0])
-    if all(getattr(x, "dtype", None) is first for x in tensors):  # nothing to cast: the usual case, looked at once
-        return list(tensors)
-    dtypes = [autocast_dtype(x) for x in tensors]
-    return [x if getattr(x, "dtype", y) is y else x.to(y) for x, y in zip(tensors, dtypes, strict=True)]
-
-
-def cast_back(grads: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
-    """Gradients in their inputs' dtypes; calling `to` for nothing would cost the host microseconds."""
-    return tuple(g if g.dtype is dtype else g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True))
+    for x in tensors:
+        if getattr(x, "dtype", None) is not first:
+            dtypes = [autocast_dtype(x) for x in tensors]
+            return [x if getattr(x, "dtype", y) is y else x.to(y) for x, y in zip(tensors, dtypes, strict=True)]
+    return tensors  # nothing to cast: the usual case, in few microseconds
 
 
 def sum_over_rows(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from . import _dispatch, _triton, reference
 from ._autograd import first_order
 from ._language import tl, triton
-from ._rows import Launch, as_rows, autocast, cast_back, check, check_like, chosen
+from ._rows import Launch, as_rows, autocast, check, check_like, chosen
 from .cost import Cost
 
 
@@ -109,17 +109,14 @@ class SwiGLU(Function):
 
     @staticmethod
     def forward(ctx, gate, up):
-        cast = autocast(gate, up)
-        y = forward_op(*cast)
-        ctx.dtypes = gate.dtype, up.dtype
-        ctx.save_for_backward(*cast)
-        return y
+        gate, up = autocast(gate, up)
+        ctx.save_for_backward(gate, up)
+        return forward_op(gate, up)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        grads = backward_op(dy, *ctx.saved_tensors)
-        return cast_back(grads, ctx.dtypes)
+        return backward_op(dy, *ctx.saved_tensors)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

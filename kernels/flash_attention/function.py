@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._autograd import first_order
-from .._rows import autocast, cast_back
+from .._rows import autocast
 from ..cost import Cost
 from . import ops, tiled
 from .options import DTYPES, check_call, check_documents, document_bounds, is_deterministic
@@ -34,10 +34,9 @@ class FlashAttention2(Function):
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
                 document_ids=None, backward=None, deterministic=None, softcap=None, return_lse=False):
         options = is_causal, scale, window, alignment, precision, softcap
-        cast = _begin(ctx, (q, k, v), options, document_ids, backward, deterministic, return_lse)
-        o, lse = ops.forward_op(*cast, *ctx.options)
-        ctx.save_for_backward(*cast, o, lse)
-        ctx.input_dtypes = q.dtype, k.dtype, v.dtype
+        q, k, v = _begin(ctx, (q, k, v), options, document_ids, backward, deterministic, return_lse)
+        o, lse = ops.forward_op(q, k, v, *ctx.options)
+        ctx.save_for_backward(q, k, v, o, lse)
         return (o, lse) if return_lse else o
 
     @staticmethod
@@ -46,7 +45,7 @@ class FlashAttention2(Function):
         q, k, v, o, lse = ctx.saved_tensors
         do = do if do.dtype is o.dtype else do.to(o.dtype)
         grads = ops.backward_op(q, k, v, o, lse, do, dlse, ctx.deterministic, *ctx.options)
-        return *cast_back(grads, ctx.input_dtypes), *[None] * 10
+        return *grads, *[None] * 10
 
 
 def _begin(ctx, inputs: tuple[Tensor, ...], options: tuple, document_ids: Tensor | None, backward: str | None,
@@ -80,7 +79,6 @@ class FlashAttention2PyTorch(Function):
         o, lse = tiled.forward(*ops.four_d(*cast), ops.problem_of(*cast[:2], *ctx.options))
         o, lse = o.view(q.shape), lse.view(q.shape[:-1])
         ctx.save_for_backward(*cast, o, lse)
-        ctx.input_dtypes = q.dtype, k.dtype, v.dtype
         return (o, lse) if return_lse else o
 
     @staticmethod
@@ -89,9 +87,7 @@ class FlashAttention2PyTorch(Function):
         q, k, v, o, lse = ctx.saved_tensors
         problem = ops.problem_of(q, k, *ctx.options)
         grads = tiled.backward(*ops.four_d(q, k, v, o), lse, *ops.four_d(do), dlse, problem)
-        dq, dk, dv = (g.view(x.shape).to(dtype)
-                      for g, x, dtype in zip(grads, (q, k, v), ctx.input_dtypes, strict=True))
-        return dq, dk, dv, *[None] * 10
+        return *(g.view(x.shape) for g, x in zip(grads, (q, k, v), strict=True)), *[None] * 10
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,

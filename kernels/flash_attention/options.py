@@ -75,16 +75,18 @@ def band(query_count: int, key_count: int, causal: bool, window: int | None,
 
 def is_deterministic(backward: str | None, deterministic: bool | None) -> bool:
     """Whether gradients must be bit-identical in every run; None follows torch.use_deterministic_algorithms."""
-    if backward not in (None, *BACKWARDS):
-        raise ValueError(f"backward is {backward!r}; allowed: {', '.join(BACKWARDS)}")
     if deterministic not in (None, True, False):
         raise TypeError(f"deterministic must be True, False or None, got {deterministic!r}")
-    if backward is not None and not torch.compiler.is_compiling():  # which cannot trace a warning
+    asked = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    if backward is None:
+        return asked
+    if backward not in BACKWARDS:
+        raise ValueError(f"backward is {backward!r}; allowed: {', '.join(BACKWARDS)}")
+    if not torch.compiler.is_compiling():  # which cannot trace a warning
         warnings.warn("backward= is deprecated and gone in the next version; deterministic=True means two passes",
                       DeprecationWarning, stacklevel=5)
     if deterministic and backward == "fused":
         raise ValueError("backward is 'fused', which is not deterministic, and deterministic True; leave one out")
-    asked = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     return asked or backward == "two-pass"
 
 
