@@ -194,6 +194,10 @@ def rank_context(
         # for computation, NCCL and copy engines. Read when CUDA starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(device)
+        # Gathered parameters and activations of long sequences fit into no gap of each other: without segments that
+        # grow, 138 GiB were not enough for tensors of 126. A user's own settings stay.
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         # Communication kernels must get onto SMs that computation keeps busy: a high-priority stream
         # lets a bucket start when the next thread block retires instead of when the queue drains.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

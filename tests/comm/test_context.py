@@ -54,6 +54,20 @@ def test_more_nccl_ranks_than_gpus_are_refused(monkeypatch):
     assert choose_device(None, 1, 2) == ("nccl", torch.device("cuda", 1))
 
 
+def freed_in_pieces(context: RankContext) -> int:
+    piece = 2**28
+    pieces = [torch.empty(piece, dtype=torch.uint8, device=context.device) for _ in range(4)]
+    del pieces
+    whole = torch.empty(4 * piece, dtype=torch.uint8, device=context.device)
+    return torch.cuda.memory_reserved() - whole.numel()
+
+
+@pytest.mark.gpu
+def test_what_was_freed_in_pieces_serves_a_larger_tensor():
+    """Else 126 GiB of tensors did not fit into 138: no piece, once reserved, was of use to anything larger."""
+    assert run_ranks(freed_in_pieces, 1, backend="nccl")[0] < 2**26
+
+
 OUTSIDE = {
     "RANK is no number": ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is no whole number"),
     "WORLD_SIZE is no number": ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE='' is no whole number"),
