@@ -33,7 +33,6 @@ class Tile:
         warps, stages: warps per program, depth of the software pipeline.
         head_group: heads that advance together, so that their K and V stay in the L2.
         tma: load the tiles of the inner loop through tensor descriptors where the layout allows it.
-        chunk: keys that one program of the forward takes, a multiple of the tile; 0 for all. See forward.py.
     """
 
     block_m: int
@@ -42,7 +41,6 @@ class Tile:
     stages: int = 2
     head_group: int = 1
     tma: bool = False
-    chunk: int = 0
 
 
 @dataclass(frozen=True)

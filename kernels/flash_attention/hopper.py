@@ -151,7 +151,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, prob
 def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dq: Tensor, dk: Tensor,
                     dv: Tensor, problem: Problem, dlse: Tensor | None = None) -> None:
     """Fill dq, dk and dv: tensors as in backward.py that `serves` takes, do, dk and dv among them."""
-    from .backward_launch import launch_delta
+    from .backward import launch_delta
     from .hopper_backward import hopper_backward_kernel
 
     batch, heads, _, head_dim = q.shape

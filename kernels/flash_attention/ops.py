@@ -114,7 +114,7 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
 
 def _launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
                      grads: tuple[Tensor, ...], problem: Problem, deterministic: bool) -> None:
-    from .backward_launch import launch_delta, launch_dkdv, launch_dq
+    from .backward import launch_delta, launch_dkdv, launch_dq
 
     head_dim = q.shape[-1]
     q, k, v, o, do = _aligned(q, k, v, o, do)

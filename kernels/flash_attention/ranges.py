@@ -26,7 +26,7 @@ ALIGNMENT_BYTES = 16  # of the base address and of every stride, for descriptors
 MAX_COORDINATE = 2**31  # of descriptors: int32
 LOG2_E = tl.constexpr(1.4426950408889634)
 # arguments of the kernels that are not worth a compilation per value
-COUNTS = ["heads", "kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads", "chunk", "parts"]
+COUNTS = ["heads", "kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ class Variant:
         block_m, block_n, head_group: as in `Tile`.
         precision: as in `Problem`.
         tma: whether the tiles of the inner loop come through tensor descriptors.
-        split: whether a program takes one chunk of the other sequence.
     """
 
     has_lo: bool
@@ -56,7 +55,6 @@ class Variant:
     head_group: int
     precision: tl.constexpr  # Triton 3.6 passes no plain str on to a function
     tma: bool
-    split: bool
 
 
 # Where `load_tile` finds the rows of one head: by pointer, or in a descriptor of the whole tensor.
@@ -65,13 +63,13 @@ Rows = namedtuple("Rows", "base stride desc batch head")
 Mask = namedtuple("Mask", "own count lo hi doc_first doc_last")
 
 
-def variant(problem: Problem, tile: Tile, head_dim: int, other_count: int, *, keys: bool, tma: bool,
-            split: bool = False) -> Variant:
+def variant(problem: Problem, tile: Tile, head_dim: int, other_count: int, *, keys: bool,
+            tma: bool) -> Variant:
     """Of a kernel whose programs own queries, or keys, and walk over `other_count` rows of the other sequence."""
     lo, hi = (problem.has_lo, problem.has_hi)[:: -1 if keys else 1]
     return Variant(lo, hi, problem.has_doc, problem.softcap is not None,
                    other_count % (tile.block_m if keys else tile.block_n) != 0, head_dim, block_d(head_dim),
-                   tile.block_m, tile.block_n, tile.head_group, tl.constexpr(problem.precision), tma, split)
+                   tile.block_m, tile.block_n, tile.head_group, tl.constexpr(problem.precision), tma)
 
 
 def described(kernel: str, tile: Tile, *tensors: torch.Tensor) -> tuple[Tile, list[TensorDescriptor | None]]:

@@ -357,30 +357,6 @@ def test_tensor_descriptors(layout, length, head_dim):
         check(FlashAttention2, (q, k, v, do), window=7)
 
 
-@pytest.mark.parametrize(
-    ("query_count", "key_count", "options"),
-    [(70, 70, {"causal": True}), (20, 50, {}), (20, 70, {"causal": True}), (70, 20, {"causal": True}),
-     (70, 33, {"causal": True, "alignment": "bottom-right"}), (48, 48, {"causal": True, "window": 5}),
-     (50, 50, {"document_ids": (torch.arange(50) // 20)[None].to(DEVICE)})],
-)
-def test_split_calls(query_count, key_count, options, monkeypatch):
-    """Chunks of keys in the forward; what no program wrote is not read."""
-    monkeypatch.setattr(torch, "empty", lambda *a, **o: torch.full(*a, float("nan"), **o))
-    with configs.forced(forward=Tile(32, 16, chunk=32)):
-        check(FlashAttention2, inputs(1, 2, 1, query_count, key_count, 16), **options)
-
-
-def test_few_queries_of_many_keys_have_a_bounded_number_of_parts(monkeypatch):
-    """As in decoding: the parts of the forward must not grow with the keys."""
-    from kernels.flash_attention import forward
-
-    monkeypatch.setattr(forward, "MOST_PARTS", 2)
-    tile = Tile(16, 16, chunk=16)
-    assert [forward.chunk_of(tile, count) for count in (16, 32, 33, 100)] == [16, 16, 32, 64]
-    with configs.forced(forward=tile):
-        check(FlashAttention2, inputs(1, 1, 1, 5, 100, 16))
-
-
 def test_heads_advance_in_groups():
     """Grouped scheduling with a last, smaller group visits every tile of every head."""
     tile = Tile(16, 16, head_group=2)

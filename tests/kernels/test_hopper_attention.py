@@ -146,7 +146,7 @@ def test_the_operators_launch_what_serves_says(monkeypatch):
     monkeypatch.setattr(hopper, "serves", lambda *_: True)
     monkeypatch.setattr(hopper, "launch_forward", lambda *_: launched.append("forward"))
     monkeypatch.setattr(hopper, "launch_backward", lambda *x: launched.append(x[-1]))
-    launches = "kernels.flash_attention.backward_launch.launch_"
+    launches = "kernels.flash_attention.backward.launch_"
     monkeypatch.setattr(launches + "delta", lambda *_, dlse: launched.append(dlse))
     monkeypatch.setattr(launches + "dkdv", lambda *_: launched.append("dkdv"))
     monkeypatch.setattr(launches + "dq", lambda *_: launched.append("dq"))
