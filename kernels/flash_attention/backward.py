@@ -29,15 +29,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._dispatch import launch
 from .._triton import cdiv
-from .configs import Tile
+from .configs import MAX_COORDINATE, Tile, block_d
 from .options import Problem
 from .products import product
 from .ranges import (
     COUNTS,
     LOG2_E,
-    MAX_COORDINATE,
     Rows,
-    block_d,
     capped,
     described,
     documents,
@@ -239,10 +237,6 @@ class Saved:
     delta: torch.Tensor
     lse2: torch.Tensor
 
-    def counts(self) -> tuple[int, int, int]:
-        """Queries, keys, and rows of the padded log-sum-exp."""
-        return self.q.shape[2], self.k.shape[2], self.lse2.shape[2]
-
 
 def launch_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
                  do: torch.Tensor, dq_sum: torch.Tensor | None = None, dlse: torch.Tensor | None = None) -> Saved:
@@ -267,12 +261,12 @@ def launch_dkdv(saved: Saved, dk: torch.Tensor, dv: torch.Tensor, problem: Probl
     batch, kv_heads, key_count, head_dim = k.shape
     tile, (q_desc, do_desc) = described("dkdv", replace(tile, tma=tile.tma and delta.numel() < MAX_COORDINATE), q, do)
     delta_desc, lse2_desc = (
-        TensorDescriptor(x, [x.numel()], [1], [tile.block_m]) if q_desc is not None else None for x in (delta, lse2))
+        TensorDescriptor(x, [x.numel()], [1], [tile.block_m]) if tile.tma else None for x in (delta, lse2))
     launch(dkdv_kernel, (cdiv(key_count, tile.block_n) * batch * kv_heads,),
            q, k, v, do, delta, lse2, q_desc, do_desc, delta_desc, lse2_desc, dk, dv, *documents(problem),
            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-           kv_heads, q.shape[1] // kv_heads, *saved.counts(), problem.hi, problem.lo, *scales(problem),
-           batch * kv_heads, V=variant(problem, tile, head_dim, q.shape[2], keys=True, tma=q_desc is not None),
+           kv_heads, q.shape[1] // kv_heads, q.shape[2], key_count, lse2.shape[2], problem.hi, problem.lo,
+           *scales(problem), batch * kv_heads, V=variant(problem, tile, head_dim, q.shape[2], keys=True),
            num_warps=tile.warps, num_stages=tile.stages)
 
 
@@ -284,6 +278,6 @@ def launch_dq(saved: Saved, dq: torch.Tensor, problem: Problem, tile: Tile) -> N
     launch(dq_kernel, (cdiv(query_count, tile.block_m) * batch * heads,),
            q, k, v, do, delta, lse2, k_desc, v_desc, dq, *documents(problem),
            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
-           heads, heads // k.shape[1], *saved.counts(), problem.lo, problem.hi, *scales(problem), batch * heads,
-           V=variant(problem, tile, head_dim, k.shape[2], keys=False, tma=k_desc is not None),
+           heads, heads // k.shape[1], query_count, k.shape[2], lse2.shape[2], problem.lo, problem.hi, *scales(problem),
+           batch * heads, V=variant(problem, tile, head_dim, k.shape[2], keys=False),
            num_warps=tile.warps, num_stages=tile.stages)

@@ -120,5 +120,5 @@ def launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.T
         q, k, v, k_desc, v_desc, o, lse, *documents(problem),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
         heads, heads // k.shape[1], query_count, k.shape[2], problem.lo, problem.hi, *scales(problem)[1:],
-        batch * heads, V=variant(problem, tile, head_dim, k.shape[2], keys=False, tma=k_desc is not None),
+        batch * heads, V=variant(problem, tile, head_dim, k.shape[2], keys=False),
         num_warps=tile.warps, num_stages=tile.stages)

@@ -130,8 +130,8 @@ def test_heads_are_grouped_by_what_the_l2_holds():
     """With grouped queries a key head reads several query heads."""
     for head_dim, group in ((64, 32), (128, 16)):
         q, k = tensor(4, 32, 4096, head_dim), tensor(4, 8, 4096, head_dim)
-        assert hopper._group(q, q, hopper.GROUP_BYTES) == 4 * hopper._group(k, q, hopper.GROUP_BYTES) == group
-    assert hopper._group(q, tensor(1, 32, 2**20, 128), hopper.GROUP_BYTES) == 1
+        assert hopper._group(q, q) == 4 * hopper._group(k, q) == group
+    assert hopper._group(q, tensor(1, 32, 2**20, 128)) == 1
 
 
 def test_forced_tiles_are_those_of_triton(on_hopper):
