@@ -46,8 +46,7 @@ def predicted_memory(variant: str, batch: int, length: int, head_dim: int, dtype
     A tensor is T·D per sequence, a matrix T². Naive attention saves P and the shared boolean mask beside q, k, v, o;
     its backward holds dP, the softmax's gradient and the masked one beside P. Flash attention saves q, k, v, o and the
     log-sum-exp; its backward adds dq, dk, dv and, as fp32, two rows of statistics. torch's own fused kernels are
-    predicted alike, with a sum of dq in fp32 besides, which ours too keep where Hopper's kernels run. The shares of a
-    split call, up to 4,096 rows, are left out.
+    predicted alike, with a sum of dq in fp32 besides, which ours too keep where Hopper's kernels run.
     """
     tensor = batch * length * head_dim * dtype.itemsize
     matrix = batch * length * length * dtype.itemsize

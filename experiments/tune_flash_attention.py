@@ -7,8 +7,7 @@
 A family is a dtype, an arithmetic and a head dim; it is tuned for one head of each length given, which are the row
 classes of `configs.ROW_CLASSES`. Every candidate of the three kernels is compiled in parallel processes, those that
 spill or do not fit are dropped, the rest are checked against a small tile on poisoned outputs and timed, length after
-length, as long as they stay near the best. The forward is tried split over chunks of keys too, up to 4,096 rows. The
-best of each are timed again, interleaved.
+length, as long as they stay near the best. The best of each are timed again, interleaved.
 
 Everything measured goes to a file per family; --table rewrites `kernels/flash_attention/table.py` after each length,
 and a name that exists is resumed, so that a cut-off run keeps what it has.
@@ -48,13 +47,10 @@ from distlab.measure import Pace, attempt, interleave, replay_ms
 from distlab.report import write_json
 from kernels._compile import compile_for
 from kernels._triton import compile_only, generation
-from kernels.flash_attention import backward_launch as backward
-from kernels.flash_attention import configs, forward, hopper, table
+from kernels.flash_attention import backward, configs, forward, hopper, table
 from kernels.flash_attention.configs import Choice, Key, Tile, key_of
 from kernels.flash_attention.options import Problem
 
-CHUNKS = (64, 128, 256, 512, 1024)
-LONGEST_SPLIT = 4096  # keys
 Row = dict[str, Any]  # of one candidate: kernel, length, how, ms (inf if it cannot be used), and why, or what it uses
 
 
@@ -95,8 +91,7 @@ def miscompiled(bits: int, tile: Tile) -> bool:
 def candidates(kernel: str, dtype: str, head_dim: int, precision: str = "ieee") -> Iterator[Tile]:
     """Tiles of 16 to 64 rows of one's own, by the warps that can share them; larger ones lost at every length.
 
-    None that is miscompiled. Those of the forward come once more with the smallest chunk. With "bf16x6" whole
-    warpgroups multiply, 64 rows of one's own each, and nothing is split: it is for long calls.
+    None that is miscompiled. With "bf16x6" whole warpgroups multiply, 64 rows of one's own each: it is for long calls.
     """
     bits = 32 if dtype == "float32" else 16
     if precision == "bf16x6":
@@ -115,23 +110,8 @@ def candidates(kernel: str, dtype: str, head_dim: int, precision: str = "ieee") 
         for count in warps[own]:
             m, n = (other, own) if kernel == "dkdv" else (own, other)
             tile = Tile(m, n, count, stages, tma=tma)
-            if miscompiled(bits, tile):
-                continue
-            yield tile
-            if kernel == "forward" and other > others[0]:
-                yield dataclasses.replace(tile, chunk=CHUNKS[0])
-
-
-def chunked(tiles: list[Tile], length: int) -> list[Tile]:
-    """Each tile that carries a chunk with every chunk that splits this length."""
-    chunks = [c for c in CHUNKS if c < length <= LONGEST_SPLIT and length // c <= 32]
-    return [dataclasses.replace(t, chunk=c) for t in tiles for c in (chunks if t.chunk else (0,))
-            if c == 0 or c >= max(t.block_m, t.block_n)]
-
-
-def shape_of(tile: Tile) -> Tile:
-    """What is compiled: the same for all chunks."""
-    return dataclasses.replace(tile, chunk=min(tile.chunk, CHUNKS[0]))
+            if not miscompiled(bits, tile):
+                yield tile
 
 
 GRAPH_MS = 0.5  # of launches in one timed graph replay, so that starting it weighs little
@@ -186,7 +166,7 @@ def compile_candidate(job: tuple[Case, str, Tile]) -> dict[str, int] | str:
         bench = Bench(case, "meta")
         with compile_only() if torch.cuda.is_available() else compile_for(90) as compiled:
             bench.launch(kernel, how)
-        return resources(compiled[0])  # of a split forward what combines the parts follows
+        return resources(compiled[0])
     except Exception as error:
         reason = str(error).strip().splitlines()
         return f"{type(error).__name__}: {reason[0][:80] if reason else ''}"
@@ -213,7 +193,7 @@ def time_candidates(bench: Bench, case: Case, kernel: str, jobs: list, uses: dic
     reference = jobs and bench.outputs(kernel, guess)
     rows = []
     for how in jobs:
-        use = uses[kernel, shape_of(how)]
+        use = uses[kernel, how]
         row: Row = {"kernel": kernel, "length": case.length, "how": how, "ms": float("inf")}
         rows.append(row)
         lacks = isinstance(use, str) or use["shared_bytes"] > LIMIT_SHARED_BYTES
@@ -330,9 +310,7 @@ def begun(
     """
     dtype, head_dim, *precision = family.split(":")
     cases = [Case(length, int(head_dim), dtype, *precision) for length in lengths]
-    short = min(lengths) <= LONGEST_SPLIT
-    tried = {kernel: candidates(kernel, dtype, int(head_dim), cases[0].precision) for kernel in configs.KERNELS}
-    jobs = {kernel: [tile for tile in tiles if short or not tile.chunk] for kernel, tiles in tried.items()}
+    jobs = {kernel: list(candidates(kernel, dtype, int(head_dim), cases[0].precision)) for kernel in configs.KERNELS}
     asked = [(kernel, tile) for kernel, tiles in jobs.items() for tile in tiles]
     uses = pool.map(compile_candidate, [(cases[0], *job) for job in asked], chunksize=2)
     return cases, jobs, zip(asked, uses, strict=True)
@@ -344,11 +322,10 @@ def tune(cases: list[Case], jobs: dict[str, list[Tile]], uses: dict[tuple[str, T
     for case in cases:
         bench = Bench(case)
         for kernel in configs.KERNELS:
-            tiles = chunked(jobs[kernel], case.length)
-            mine = time_candidates(bench, case, kernel, tiles, uses, case.first_guess())
+            mine = time_candidates(bench, case, kernel, jobs[kernel], uses, case.first_guess())
             rows += mine
             near = [row["how"] for row in mine if row["ms"] <= PRUNE * mine[0]["ms"] < float("inf")]
-            jobs[kernel] = list(dict.fromkeys(map(shape_of, near))) if mine else jobs[kernel]
+            jobs[kernel] = near if mine else jobs[kernel]
     return rows
 
 
@@ -369,8 +346,7 @@ def add_winners(run: Run, family: str, case: Case, found: Sequence[Row]) -> None
 
 def describe(tile: Tile) -> str:
     """A tile as queries × keys, warps, stages."""
-    extras = " tma" * tile.tma + f" c{tile.chunk}" * bool(tile.chunk)
-    return f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages}{extras}"
+    return f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages}" + " tma" * tile.tma
 
 
 def beats_tf32(case: Case, found: list[Row], run: Run) -> bool:
@@ -391,13 +367,8 @@ def merge(rows: tuple, case: Case, found: list[Row], gpu: str) -> tuple:
         return tuple(others)
     best = [best_of(found, kernel, case.length) for kernel in configs.KERNELS]
     times = " ".join(f"{row['sustained_ms']:.4f}" for row in best)
-    row = (key, f"1x1x{case.length}x{case.head_dim}: {times} ms", *(fields(row["how"]) for row in best))
+    row = (key, f"1x1x{case.length}x{case.head_dim}: {times} ms", *(dataclasses.astuple(row["how"]) for row in best))
     return tuple(sorted([*others, row], key=lambda row: row[0]))
-
-
-def fields(tile: Tile) -> tuple:
-    """A tile as in table.py: without the chunk if it is 0."""
-    return dataclasses.astuple(tile) if tile.chunk else dataclasses.astuple(tile)[:-1]
 
 
 def table_source(rows: tuple) -> str:
@@ -438,8 +409,7 @@ VIEW = View(
         if any("sustained_ms" in r.metrics for r in records) else "Compiled for an H100 (sm_90), nothing ran",
     ),
     terminal=("family", "length", "variant", "tiles", "sustained_ms", "registers", "spilled_bytes", "status"),
-    reading="Tiles are queries × keys, warps (w), pipeline stages (s), rows of a chunk (c); times are those of the "
-    "winner. "
+    reading="Tiles are queries × keys, warps (w), pipeline stages (s); times are those of the winner. "
     "A block of w warps takes 32·w times the table's registers, of 65,536 per SM; spilled bytes go through local "
     "memory "
     "and should be few. Shared memory and registers together decide how many blocks an SM holds.",

@@ -22,6 +22,8 @@ KERNELS = ("forward", "dkdv", "dq")
 # Classes of batch·heads·length, by their largest member; the last stands for all that is longer. What wins changes
 # while a GPU is not full: 132 multiprocessors take 8,448 rows in tiles of 64.
 ROW_CLASSES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+# What TMA asks for: alignment of the base address and of every stride; coordinates are int32.
+ALIGNMENT_BYTES, MAX_COORDINATE = 16, 2**31
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,6 @@ class Tile:
         warps, stages: warps per program, depth of the software pipeline.
         head_group: heads that advance together, so that their K and V stay in the L2.
         tma: load the tiles of the inner loop through tensor descriptors where the layout allows it.
-        chunk: keys that one program of the forward takes, a multiple of the tile; 0 for all. See forward.py.
     """
 
     block_m: int
@@ -42,7 +43,6 @@ class Tile:
     stages: int = 2
     head_group: int = 1
     tma: bool = False
-    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Key:
         gpu: as `_triton.generation` names it.
         bits: of the element dtype; fp16 and bf16 share their configurations.
         precision: of fp32 matmuls; "ieee" for the 16-bit dtypes, where it has no effect.
-        head_dim: rounded up to a power of two, at least 16.
+        head_dim: as `block_d` rounds it up.
         rows: one of ROW_CLASSES.
     """
 
@@ -89,18 +89,28 @@ POINTER_TILES = {
 }
 INTERPRETED = Choice(forward=Tile(32, 16), dkdv=Tile(16, 32), dq=Tile(32, 16))
 
-_forced: dict[str, Tile] = {}
+FORCED: dict[str, Tile] = {}  # by tests and measurements, whatever the table says
 _searched: dict[tuple[str, Key], Tile] = {}
 
 
 def forced(**choices: Tile) -> AbstractContextManager[None]:
     """Use these fields of a `Choice` whatever the table says: for tests."""
-    return _dispatch.forcing(_forced, **choices)
+    return _dispatch.forcing(FORCED, **choices)
 
 
-def forces() -> bool:
-    """Whether tests or measurements force tiles of the Triton kernels."""
-    return bool(_forced)
+def block_d(head_dim: int) -> int:
+    """Columns of a tile: matmuls take powers of two from 16 on."""
+    return max(16, next_power_of_2(head_dim))
+
+
+def tma_strides(x: torch.Tensor) -> list[int] | None:
+    """The strides by which a tensor descriptor (Hopper's TMA) finds the rows of x (B, H, T, D); None if it cannot.
+
+    Rows, heads and batches have to begin at aligned addresses and must not be expanded.
+    """
+    strides = [x.shape[3] if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    aligned = all(s > 0 and s * x.element_size() % ALIGNMENT_BYTES == 0 for s in strides)
+    return [*strides, 1] if aligned and x.data_ptr() % ALIGNMENT_BYTES == 0 else None
 
 
 def key_of(q: torch.Tensor, problem: Problem, gpu: str | None = None) -> Key:
@@ -111,7 +121,7 @@ def key_of(q: torch.Tensor, problem: Problem, gpu: str | None = None) -> Key:
         gpu=gpu or generation(q.device.index),
         bits=bits,
         precision=problem.precision if bits == 32 else "ieee",
-        head_dim=max(16, next_power_of_2(head_dim)),
+        head_dim=block_d(head_dim),
         rows=next((c for c in ROW_CLASSES if batch * heads * count <= c), ROW_CLASSES[-1]),
     )
 
@@ -139,14 +149,14 @@ def settled(q: torch.Tensor, problem: Problem) -> Problem:
     if problem.precision != "emulated":
         return problem
     six = replace(problem, precision="bf16x6")
-    known = not (interpreted() or _forced) and key_of(q, six) in TABLE
+    known = not (interpreted() or FORCED) and key_of(q, six) in TABLE
     return six if known else replace(problem, precision="tf32x3")
 
 
 def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile], None]) -> Tile:
     """The tile for `kernel`, one of KERNELS; `run` launches it with a tile and may be called to measure."""
-    if kernel in _forced:
-        return _forced[kernel]
+    if kernel in FORCED:
+        return FORCED[kernel]
     key = key_of(q, problem)
     row = INTERPRETED if key.gpu == "interpreter" else lookup(key)
     if row is not None:

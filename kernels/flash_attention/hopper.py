@@ -25,8 +25,6 @@ SERVED = (
 )
 LEAST_ROWS = 2**14  # of all heads: programs of 128 for a GPU of 132 multiprocessors; fewer leave it idle
 DTYPES = (torch.float16, torch.bfloat16)
-ALIGNMENT_BYTES = 16  # of the base address and of every stride, for TMA
-LARGEST = 2**31  # coordinates are int32
 KEYS = 128  # of a program of the backward, of a tile of the forward
 QUERIES = 128  # of a program of the forward, in each of its turns
 LOG2_E = 1.4426950408889634
@@ -63,55 +61,35 @@ def serves(direction: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *m
     owned = q if direction == "forward" else k  # whose rows the programs share out
     padded_rows = q.shape[0] * q.shape[1] * (q.shape[2] + KEYS)  # of Δ: more than of anything else but the keys
     return (
-        q.shape[-1] in HEAD_DIMS[direction] and q.dtype in DTYPES and not (problem.has_lo or problem.has_doc)
-        and problem.softcap is None
+        q.shape[-1] in HEAD_DIMS[direction] and q.dtype in DTYPES and problem.band[0] is None
+        and problem.bounds is None and problem.softcap is None
         and owned.shape[0] * owned.shape[1] * owned.shape[2] >= LEAST_ROWS
-        and max(padded_rows, q.shape[2] + k.shape[2] + KEYS) < LARGEST
-        and all(_described(x) for x in (q, k, v, *more))
-        and unavailable(q.device.index) is None and not configs.forces()
+        and max(padded_rows, q.shape[2] + k.shape[2] + KEYS) < configs.MAX_COORDINATE
+        and all(configs.tma_strides(x) for x in (q, k, v, *more))
+        and unavailable(q.device.index) is None and not configs.FORCED
     )
 
 
-def _described(x: Tensor) -> bool:
-    """Whether TMA can describe x."""
-    apart = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    return x.data_ptr() % ALIGNMENT_BYTES == 0 and all(
-        s > 0 and s * x.element_size() % ALIGNMENT_BYTES == 0 for s in apart)
-
-
 def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> "TensorDescriptor":  # noqa: F821
-    """Of tiles of `rows` rows of one head; all columns unless given."""
+    """Of tiles of `rows` rows of one head of a (B, H, T, D) tensor, all columns unless given.
+
+    Columns past the head dim are read as zeros and not written. Of Δ and the log-sum-exp, which are contiguous: of runs
+    of `rows` elements.
+    """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    head_dim, tile = x.shape[3], columns or tile_columns(x.shape[3])
-    strides = [head_dim if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    if x.dim() == 3:
+        return TensorDescriptor(x, [x.numel()], [1], [rows], NVMMASharedLayout(0, 32, rank=1))
     layout = NVMMASharedLayout(128, 8 * x.element_size(), rank=4)
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, tile], layout)
+    block = [1, 1, rows, columns or configs.block_d(x.shape[3])]
+    return TensorDescriptor(x, list(x.shape), configs.tma_strides(x), block, layout)
 
 
-def tile_columns(head_dim: int) -> int:
-    """Of the kernels: columns past the head dim are read as zeros and not written."""
-    return 64 if head_dim <= 64 else 128
-
-
-def _flat_descriptor(x: Tensor, rows: int) -> "TensorDescriptor":  # noqa: F821
-    """Of runs of `rows` elements of a contiguous tensor."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(x, [x.numel()], [1], [rows], NVMMASharedLayout(0, 8 * x.element_size(), rank=1))
-
-
-def _last_seen(problem: Problem, key_count: int) -> int:
-    """hi of a band that has none reaches past the last key from everywhere."""
-    return problem.hi if problem.has_hi else key_count
-
-
-def _group(owned: Tensor, other: Tensor, group_bytes: int) -> int:
-    """Heads of `owned` whose programs run side by side: `group_bytes` of what they read of `other`, twice."""
+def _group(owned: Tensor, other: Tensor) -> int:
+    """Heads of `owned` whose programs run side by side: GROUP_BYTES of what they read of `other`, twice."""
     head_bytes = 2 * other.element_size() * other.shape[1] * other.shape[2] * other.shape[3] // owned.shape[1]
-    return max(1, group_bytes // head_bytes)
+    return max(1, GROUP_BYTES // head_bytes)
 
 
 @functools.lru_cache(4096)
@@ -137,10 +115,11 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, prob
     from .hopper_forward import hopper_forward_kernel
 
     batch, heads, query_count, _ = q.shape
-    key_count, hi = k.shape[2], _last_seen(problem, k.shape[2])
+    key_count = k.shape[2]
+    hi = key_count if problem.band[1] is None else problem.hi
     programs, group = multiprocessors(q.device), 1
     if not takes_turns(batch * heads, query_count, key_count, hi, programs):
-        programs, group = cdiv(query_count, QUERIES) * batch * heads, _group(q, k, GROUP_BYTES)
+        programs, group = cdiv(query_count, QUERIES) * batch * heads, _group(q, k)
     _dispatch.launch(
         hopper_forward_kernel, (programs,),
         _descriptor(q, 64), _descriptor(k, KEYS), _descriptor(v, KEYS), _descriptor(o, 64), lse,
@@ -151,28 +130,22 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, prob
 def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dq: Tensor, dk: Tensor,
                     dv: Tensor, problem: Problem, dlse: Tensor | None = None) -> None:
     """Fill dq, dk and dv: tensors as in backward.py that `serves` takes, do, dk and dv among them."""
-    from .backward_launch import launch_delta
-    from .hopper_backward import hopper_backward_kernel
+    from .backward import launch_delta
+    from .hopper_backward import cast_kernel, hopper_backward_kernel
 
-    batch, heads, _, head_dim = q.shape
-    queries = 64 if tile_columns(head_dim) == 128 else 128
+    batch, heads, query_count, head_dim = q.shape
+    columns = configs.block_d(head_dim)
+    queries = 64 if columns == 128 else 128
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     saved = launch_delta(q, k, v, o, lse, do, dq_sum, dlse)
     _dispatch.launch(
         hopper_backward_kernel, (cdiv(k.shape[2], KEYS) * batch * k.shape[1],),
         _descriptor(q, queries), _descriptor(k, 64), _descriptor(v, 64), _descriptor(do, queries),
-        _flat_descriptor(saved.lse2, queries), _flat_descriptor(saved.delta, queries),
+        _descriptor(saved.lse2, queries), _descriptor(saved.delta, queries),
         _descriptor(dq_sum, 64, 64), _descriptor(dk, 64), _descriptor(dv, 64),
-        heads, heads // k.shape[1], *saved.counts(), _last_seen(problem, k.shape[2]),
-        _group(k, q, GROUP_BYTES), problem.scale, problem.scale * LOG2_E, num_warps=4)
-    launch_cast(dq_sum, dq, problem.scale)
-
-
-def launch_cast(dq_sum: Tensor, dq: Tensor, scale: float) -> None:
-    """dq = scale · dq_sum."""
-    from .hopper_backward import cast_kernel
-
-    _, heads, query_count, head_dim = dq.shape
-    rows = dq_sum.numel() // head_dim
+        heads, heads // k.shape[1], query_count, k.shape[2], saved.lse2.shape[2],
+        k.shape[2] if problem.band[1] is None else problem.hi,
+        _group(k, q), problem.scale, problem.scale * LOG2_E, num_warps=4)
+    rows = batch * heads * query_count
     _dispatch.launch(cast_kernel, (cdiv(rows, CAST_ROWS),), dq_sum, dq, *dq.stride()[:3], heads, query_count, rows,
-                     scale, HEAD_DIM=head_dim, COLUMNS=tile_columns(head_dim), ROWS=CAST_ROWS, num_warps=4)
+                     problem.scale, HEAD_DIM=head_dim, COLUMNS=columns, ROWS=CAST_ROWS, num_warps=4)

@@ -22,15 +22,11 @@ FURTHEST_ROWS = 2**24  # elements; kernels compute offsets within a tile, of up 
 def _rows_contiguous(x: Tensor) -> Tensor:
     """The kernels take any strides but need a contiguous last dimension; an expanded dO, say, is copied here.
 
-    So are rows that lie FURTHEST_ROWS or more apart.
+    So are rows that lie FURTHEST_ROWS or more apart, and what torch's `empty_like` makes of overlapping rows, which has
+    gaps inside of rows.
     """
     dense = x.stride(-1) == 1 or x.shape[-1] == 1
     return x if dense and x.stride(-2) < FURTHEST_ROWS else x.contiguous()
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    """Room for a result in x's layout, or contiguous: where rows overlap, torch's has gaps inside of rows."""
-    return _rows_contiguous(torch.empty_like(x))
 
 
 def _aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -51,8 +47,7 @@ def problem_of(q: Tensor, k: Tensor, causal: bool, scale: float | None, window: 
                precision: str, softcap: float | None, bounds: Tensor | None) -> Problem:
     """What the options of a call mean for tensors of these shapes."""
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    cap = None if softcap is None else float(softcap)
-    return Problem(band(q.shape[-2], k.shape[-2], causal, window, alignment), factor, precision, cap, bounds)
+    return Problem(band(q.shape[-2], k.shape[-2], causal, window, alignment), factor, precision, softcap, bounds)
 
 
 @_dispatch.operator("flash_attention_forward", check_call, opaque=True)
@@ -62,7 +57,7 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
     problem = problem_of(q, k, causal, scale, window, alignment, precision, softcap, bounds)
     shape = q.shape
     q, k, v = (_rows_contiguous(x) for x in four_d(q, k, v))
-    o = _empty_like(q)
+    o = _rows_contiguous(torch.empty_like(q))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if not _dispatch.idle(q):
         if k.numel() and _triton.runs_triton(q):
@@ -99,7 +94,7 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
     q, k, v = (_rows_contiguous(x) for x in four_d(q, k, v))
     o, do = four_d(o, do)
     lse, dlse = (x if x is None else x.contiguous().view(q.shape[:-1]) for x in (lse, dlse))
-    grads = _empty_like(q), _empty_like(k), _empty_like(v)
+    grads = tuple(_rows_contiguous(torch.empty_like(x)) for x in (q, k, v))
     if _dispatch.idle(q) or k.numel() == 0:
         for grad in grads:
             grad.zero_()
@@ -108,13 +103,12 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
             grad.copy_(made)
     else:
         _launch_backward(q, k, v, o, lse, do, dlse, grads, problem, deterministic)
-    dq, dk, dv = (grad.view(shape) for grad, shape in zip(grads, shapes, strict=True))
-    return dq, dk, dv
+    return tuple(grad.view(shape) for grad, shape in zip(grads, shapes, strict=True))
 
 
 def _launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
                      grads: tuple[Tensor, ...], problem: Problem, deterministic: bool) -> None:
-    from .backward_launch import launch_delta, launch_dkdv, launch_dq
+    from .backward import launch_delta, launch_dkdv, launch_dq
 
     head_dim = q.shape[-1]
     q, k, v, o, do = _aligned(q, k, v, o, do)

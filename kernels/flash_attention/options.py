@@ -19,7 +19,7 @@ class Problem:
     """A call in the form the kernels take: key k is visible to query q iff q − lo ≤ k ≤ q + hi, same document.
 
     Args:
-        lo, hi: the band; None leaves that side open.
+        band: (lo, hi); None leaves that side open.
         scale: multiplies Q Kᵀ; positive.
         precision: arithmetic of fp32 matmuls, one of PRECISIONS; without effect on fp16 and bf16. Kernels take any
             but "emulated", which stands for one of them (`configs.settled`).
@@ -34,29 +34,14 @@ class Problem:
     bounds: torch.Tensor | None = None
 
     @property
-    def has_lo(self) -> bool:
-        """Whether keys far before the query are hidden."""
-        return self.band[0] is not None
-
-    @property
-    def has_hi(self) -> bool:
-        """Whether keys after the query are hidden."""
-        return self.band[1] is not None
-
-    @property
-    def has_doc(self) -> bool:
-        """Whether documents are kept apart."""
-        return self.bounds is not None
-
-    @property
     def lo(self) -> int:
-        """Keys visible before the query; 0 where there is no limit (ask `has_lo`)."""
-        return self.band[0] if self.has_lo else 0
+        """Keys visible before the query; 0 where there is no limit."""
+        return self.band[0] or 0
 
     @property
     def hi(self) -> int:
-        """Keys visible after the query; 0 where there is no limit (ask `has_hi`)."""
-        return self.band[1] if self.has_hi else 0
+        """Keys visible after the query; 0 where there is no limit."""
+        return self.band[1] or 0
 
 
 def band(query_count: int, key_count: int, causal: bool, window: int | None,
@@ -100,9 +85,7 @@ def visible_pairs(query_count: int, key_count: int, lo: int | None, hi: int | No
         rising = (start + offset + stop - 1 + offset) * (stop - start) // 2
         return rising + (query_count - stop) * key_count
 
-    upper = query_count * key_count if hi is None else below(hi + 1)
-    lower = 0 if lo is None else below(-lo)
-    return max(upper - lower, 0)
+    return below(key_count if hi is None else hi + 1) - below(-query_count if lo is None else -lo)
 
 
 def document_bounds(document_ids: torch.Tensor | None = None, *,
@@ -151,8 +134,7 @@ def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, 
                dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     """Raise for tensors that do not belong together and for options that are not allowed, naming the argument."""
     _check_inputs(q, k, v, dtypes)
-    _check_options(causal, window, alignment, precision)
-    _check_factors(scale, softcap, q.shape[-1])
+    _check_options(causal, window, alignment, precision, scale, softcap, q.shape[-1])
 
 
 def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -176,19 +158,8 @@ def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tup
         raise ValueError(f"k has {k.shape[1]} heads and q {q.shape[1]}; q's must be a multiple of k's")
 
 
-def _check_factors(scale: float | None, softcap: float | None, head_dim: int) -> None:
-    for name, value, default in (("scale", scale, "1/sqrt(head dim)"), ("softcap", softcap, "scores as they are")):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and LEAST_SCALE <= value <= LARGEST_SCALE):
-            raise ValueError(f"{name} is {value!r}; allowed: a number from {LEAST_SCALE:.1e} to {LARGEST_SCALE:.1e}, "
-                             f"or None for {default}")
-    factor = head_dim**-0.5 if scale is None else scale
-    if softcap is not None and factor / softcap > LARGEST_SCALE:
-        raise ValueError(f"softcap is {softcap!r}, {factor / softcap:.1e} times smaller than scale; allowed: up to "
-                         f"{LARGEST_SCALE:.1e} times")
-
-
-def _check_options(causal: bool, window: int | None, alignment: str, precision: str) -> None:
+def _check_options(causal: bool, window: int | None, alignment: str, precision: str, scale: float | None,
+                   softcap: float | None, head_dim: int) -> None:
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
     if isinstance(window, bool) or not isinstance(window, int | torch.SymInt | None):
@@ -198,6 +169,15 @@ def _check_options(causal: bool, window: int | None, alignment: str, precision: 
     for name, value, allowed in (("alignment", alignment, ALIGNMENTS), ("precision", precision, PRECISIONS)):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+    for name, value, default in (("scale", scale, "1/sqrt(head dim)"), ("softcap", softcap, "scores as they are")):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and LEAST_SCALE <= value <= LARGEST_SCALE):
+            raise ValueError(f"{name} is {value!r}; allowed: a number from {LEAST_SCALE:.1e} to {LARGEST_SCALE:.1e}, "
+                             f"or None for {default}")
+    factor = head_dim**-0.5 if scale is None else scale
+    if softcap is not None and factor / softcap > LARGEST_SCALE:
+        raise ValueError(f"softcap is {softcap!r}, {factor / softcap:.1e} times smaller than scale; allowed: up to "
+                         f"{LARGEST_SCALE:.1e} times")
 
 
 def check_documents(q: torch.Tensor, k: torch.Tensor, document_ids: torch.Tensor) -> None:

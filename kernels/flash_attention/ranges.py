@@ -11,22 +11,19 @@ of the pass that owns keys exchanges them.
 """
 
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .._triton import next_power_of_2
-from .configs import POINTER_TILES, Tile
+from .configs import POINTER_TILES, Tile, block_d, tma_strides
 from .options import Problem
 
-ALIGNMENT_BYTES = 16  # of the base address and of every stride, for descriptors
-MAX_COORDINATE = 2**31  # of descriptors: int32
 LOG2_E = tl.constexpr(1.4426950408889634)
 # arguments of the kernels that are not worth a compilation per value
-COUNTS = ["heads", "kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads", "chunk", "parts"]
+COUNTS = ["heads", "kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,6 @@ class Variant:
         block_m, block_n, head_group: as in `Tile`.
         precision: as in `Problem`.
         tma: whether the tiles of the inner loop come through tensor descriptors.
-        split: whether a program takes one chunk of the other sequence.
     """
 
     has_lo: bool
@@ -56,7 +52,6 @@ class Variant:
     head_group: int
     precision: tl.constexpr  # Triton 3.6 passes no plain str on to a function
     tma: bool
-    split: bool
 
 
 # Where `load_tile` finds the rows of one head: by pointer, or in a descriptor of the whole tensor.
@@ -65,36 +60,27 @@ Rows = namedtuple("Rows", "base stride desc batch head")
 Mask = namedtuple("Mask", "own count lo hi doc_first doc_last")
 
 
-def variant(problem: Problem, tile: Tile, head_dim: int, other_count: int, *, keys: bool, tma: bool,
-            split: bool = False) -> Variant:
+def variant(problem: Problem, tile: Tile, head_dim: int, other_count: int, *, keys: bool) -> Variant:
     """Of a kernel whose programs own queries, or keys, and walk over `other_count` rows of the other sequence."""
-    lo, hi = (problem.has_lo, problem.has_hi)[:: -1 if keys else 1]
-    return Variant(lo, hi, problem.has_doc, problem.softcap is not None,
+    lo, hi = (limit is not None for limit in problem.band[:: -1 if keys else 1])
+    return Variant(lo, hi, problem.bounds is not None, problem.softcap is not None,
                    other_count % (tile.block_m if keys else tile.block_n) != 0, head_dim, block_d(head_dim),
-                   tile.block_m, tile.block_n, tile.head_group, tl.constexpr(problem.precision), tma, split)
+                   tile.block_m, tile.block_n, tile.head_group, tl.constexpr(problem.precision), tile.tma)
 
 
 def described(kernel: str, tile: Tile, *tensors: torch.Tensor) -> tuple[Tile, list[TensorDescriptor | None]]:
     """The tile to launch with, and a descriptor of each (B, H, T, D) tensor that the inner loop reads, or None of all.
 
-    Descriptors (Hopper's TMA) give zeros past a head's last row and past its last column. Any layout will do whose
-    rows, heads and batches begin at aligned addresses and are not expanded; others take another tile, by pointers.
+    Descriptors give zeros past a head's last row and past its last column. Tensors that TMA cannot describe take
+    another tile, by pointers.
     """
-    block_rows, found = tile.block_m if kernel == "dkdv" else tile.block_n, []
-    for x in tensors if tile.tma else ():
-        strides = [x.shape[3] if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
-        aligned = all(s > 0 and s * x.element_size() % ALIGNMENT_BYTES == 0 for s in strides)
-        if aligned and x.data_ptr() % ALIGNMENT_BYTES == 0:
-            found.append(TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, block_rows, block_d(x.shape[3])]))
-    if len(found) == len(tensors):
-        return tile, found
-    other = POINTER_TILES.get((kernel, block_d(tensors[0].shape[3])), tile)
-    return other if tile.tma else tile, [None] * len(tensors)
-
-
-def block_d(head_dim: int) -> int:
-    """Columns of a tile: matmuls take powers of two from 16 on."""
-    return max(16, next_power_of_2(head_dim))
+    strides, columns = [tma_strides(x) for x in tensors], block_d(tensors[0].shape[3])
+    if tile.tma and all(strides):
+        block = [1, 1, tile.block_m if kernel == "dkdv" else tile.block_n, columns]
+        return tile, [TensorDescriptor(x, list(x.shape), s, block) for x, s in zip(tensors, strides, strict=True)]
+    if tile.tma:
+        tile = POINTER_TILES.get((kernel, columns), replace(tile, tma=False))
+    return tile, [None] * len(tensors)
 
 
 def scales(problem: Problem) -> tuple[float, float, float]:
@@ -106,7 +92,7 @@ def scales(problem: Problem) -> tuple[float, float, float]:
 
 def documents(problem: Problem) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     """First and one past the last position of the document of each, (B, T), or nothing."""
-    return (problem.bounds[0], problem.bounds[1]) if problem.has_doc else (None, None)
+    return (problem.bounds[0], problem.bounds[1]) if problem.bounds is not None else (None, None)
 
 
 @triton.jit

@@ -29,9 +29,7 @@ def without_autocast(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(q, *args):
-        if q.is_meta:  # there is no autocast on meta
-            return function(q, *args)
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # there is none on meta
             return function(q, *args)
 
     return run
@@ -42,12 +40,13 @@ def _seen(rows: slice, cols: slice, problem: Problem, device: torch.device) -> t
     positions = torch.arange(cols.start, cols.stop, device=device)
     distance = positions - torch.arange(rows.start, rows.stop, device=device)[:, None]
     seen = torch.ones_like(distance, dtype=torch.bool)
-    if problem.has_lo:
-        seen &= distance >= -problem.lo
-    if problem.has_hi:
-        seen &= distance <= problem.hi
+    lo, hi = problem.band
+    if lo is not None:
+        seen &= distance >= -lo
+    if hi is not None:
+        seen &= distance <= hi
     seen = seen[None]
-    if problem.has_doc:
+    if problem.bounds is not None:
         seen = seen & (positions >= problem.bounds[0][:, rows, None]) & (positions < problem.bounds[1][:, rows, None])
     return seen[:, None, None]
 
@@ -59,8 +58,9 @@ def _tiles(count: int) -> Iterator[slice]:
 
 def _skipped(rows: slice, cols: slice, problem: Problem) -> bool:
     """Whether the band hides the whole tile, so that it is never visited."""
-    above = problem.has_hi and cols.start > rows.stop - 1 + problem.hi
-    below = problem.has_lo and cols.stop - 1 < rows.start - problem.lo
+    lo, hi = problem.band
+    above = hi is not None and cols.start > rows.stop - 1 + hi
+    below = lo is not None and cols.stop - 1 < rows.start - lo
     return above or below
 
 

@@ -18,7 +18,7 @@ import json, re, sys, torch
 from unittest import mock
 from kernels._compile import compile_for, resources
 from kernels import layernorm, matmul, rmsnorm
-from kernels.flash_attention import backward_launch, configs, forward
+from kernels.flash_attention import backward, configs, forward
 from kernels.flash_attention.options import Problem
 from experiments.ir.catalogue import MODULES, D, F, H, N, e
 
@@ -27,9 +27,9 @@ def attention(tiles, softcap, bounds, head_dim=64, length=1000):
     problem = Problem((100, 0), 0.125, "ieee", softcap, bounds)
     q, k, lse = e(2, 4, length, head_dim), e(2, 2, length, head_dim), e(2, 4, length, dtype=F)
     forward.launch_forward(q, k, k, q, lse, problem, tiles.forward)
-    saved = backward_launch.launch_delta(q, k, k, q, lse, q, dlse=lse)
-    backward_launch.launch_dkdv(saved, k, k, problem, tiles.dkdv)
-    backward_launch.launch_dq(saved, q, problem, tiles.dq)
+    saved = backward.launch_delta(q, k, k, q, lse, q, dlse=lse)
+    backward.launch_dkdv(saved, k, k, problem, tiles.dkdv)
+    backward.launch_dq(saved, q, problem, tiles.dq)
 
 with compile_for(90) as compiled:
     for name, launches in MODULES.items():

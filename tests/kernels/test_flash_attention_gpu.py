@@ -184,8 +184,7 @@ def test_every_shipped_configuration(key, kernel):
     """Several seeds, outputs poisoned before each run, against float64; the tile must not depend on luck."""
     if key.gpu != generation(torch.cuda.current_device()):
         pytest.skip(f"a configuration for {key.gpu}, this is {generation(torch.cuda.current_device())}")
-    from kernels.flash_attention import backward_launch as backward
-    from kernels.flash_attention import forward
+    from kernels.flash_attention import backward, forward
 
     choice = configs.TABLE[key]
     problem = Problem((None, 0), key.head_dim**-0.5, key.precision)
@@ -226,7 +225,7 @@ def test_large_logits(dtype):
      (1, 512, 128, torch.bfloat16), (1, 512, 64, torch.float32), (1, 8192, 128, torch.float32)],
 )
 def test_repeats_are_bit_identical(batch, length, head_dim, dtype):
-    """Of one head and of many; in some the forward is split over chunks of keys."""
+    """Of one head and of many."""
     tensors = inputs(batch, 2, 2, length, length, head_dim, dtype)
     first = with_gradients(lambda *x: flash_attention(*x, causal=True, deterministic=True), *tensors)
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Pieces of attention by themselves: products of a tile, and how the parts of a split call are put together."""
+"""Pieces of attention by themselves: products of a tile, and what the backward needs of the forward."""
 
 import math
 
@@ -8,10 +8,8 @@ import triton
 import triton.language as tl
 
 from kernels.flash_attention import configs, flash_attention
-from kernels.flash_attention.backward import FEW_ROWS, ROW_PADDING
-from kernels.flash_attention.backward_launch import launch_delta
+from kernels.flash_attention.backward import FEW_ROWS, ROW_PADDING, launch_delta
 from kernels.flash_attention.configs import Tile
-from kernels.flash_attention.forward import COMBINE, launch_combine
 from kernels.flash_attention.products import _split_bf16, _split_tf32, product
 
 from .attention_reference import with_gradients
@@ -107,14 +105,12 @@ def test_the_parts_of_a_number_are_short_and_their_sum_is_exact(three):
     assert (low.abs() <= (2**-16 if three else 2**-11) * x.abs()).all()
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_an_infinite_input_shows_in_its_row_only(split):
+def test_an_infinite_input_shows_in_its_row_only():
     """Output, log-sum-exp and gradient of the query whose score is not a number, the others as without it."""
     q, k, v, do = (draw(1, 1, 48, 16, seed=i) for i in range(4))
     expected = with_gradients(lambda *x: flash_attention(*x, causal=True), q, k, v, do)
     q[..., 40, 3] = INFINITY
-    forward = Tile(16, 16, chunk=16 if split else 0)
-    with configs.forced(forward=forward):
+    with configs.forced(forward=Tile(16, 16)):
         leaf = q.clone().requires_grad_()
         o = flash_attention(leaf, k, v, causal=True)
         (lse,) = (x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1])
@@ -124,33 +120,6 @@ def test_an_infinite_input_shows_in_its_row_only(split):
     others = torch.arange(48, device=DEVICE) != 40
     torch.testing.assert_close(o[..., others, :], expected[0][..., others, :], atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(dq[..., others, :], expected[1][..., others, :], atol=2e-5, rtol=2e-5)
-
-
-def test_a_key_that_is_not_a_number_is_not_lost_between_parts():
-    """Its part is the second of three: what the rows after it get is no softmax over the keys of the others."""
-    q, k, v, _ = (draw(1, 1, 48, 16, seed=i) for i in range(4))
-    k[..., 20, 0] = NAN
-    with configs.forced(forward=Tile(16, 16, chunk=16)):
-        o = flash_attention(q.requires_grad_(), k, v, causal=True)
-    (lse,) = (x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1])
-    assert lse[..., 20:].isnan().all() and o[..., 20:, :].isnan().all()
-    assert lse[..., :16].isfinite().all() and o[..., :16, :].isfinite().all()
-
-
-@pytest.mark.parametrize("parts", [COMBINE["STEP"] - 1, 2 * COMBINE["STEP"] + 3])
-def test_parts_are_combined_whatever_those_without_a_key_hold(parts):
-    """More parts than are loaded together, too; rows whose first keys, last keys or all keys are hidden."""
-    o_parts, lse_parts = draw(parts, 2, 1, 9, 24), 10 * draw(parts, 2, 1, 9, seed=1)
-    hidden = torch.zeros(parts, 2, 1, 9, dtype=torch.bool, device=DEVICE)
-    hidden[:-1, :, :, 0] = hidden[1:, :, :, 1] = hidden[:, :, :, 2] = hidden[::2, 1, :, 3] = True
-    o_parts[hidden], lse_parts[hidden] = NAN, -INFINITY
-    o, lse = torch.full((2, 1, 9, 24), NAN, device=DEVICE), torch.full((2, 1, 9), NAN, device=DEVICE)
-    launch_combine(o_parts, lse_parts, o, lse)
-    weights = torch.softmax(lse_parts.double(), 0).nan_to_num(0.0)
-    expected = (weights[..., None] * o_parts.nan_to_num(0.0).double()).sum(0)
-    torch.testing.assert_close(o.double(), expected, atol=2e-6, rtol=2e-6)
-    torch.testing.assert_close(lse.double(), torch.logsumexp(lse_parts.double(), 0), atol=2e-6, rtol=2e-6)
-    assert (o[:, :, 2] == 0).all() and (lse[:, :, 2] == -INFINITY).all()
 
 
 @pytest.mark.parametrize("heads", [2, FEW_ROWS // ROW_PADDING + 1], ids=["short call", "long call"])

@@ -130,8 +130,8 @@ def test_heads_are_grouped_by_what_the_l2_holds():
     """With grouped queries a key head reads several query heads."""
     for head_dim, group in ((64, 32), (128, 16)):
         q, k = tensor(4, 32, 4096, head_dim), tensor(4, 8, 4096, head_dim)
-        assert hopper._group(q, q, hopper.GROUP_BYTES) == 4 * hopper._group(k, q, hopper.GROUP_BYTES) == group
-    assert hopper._group(q, tensor(1, 32, 2**20, 128), hopper.GROUP_BYTES) == 1
+        assert hopper._group(q, q) == 4 * hopper._group(k, q) == group
+    assert hopper._group(q, tensor(1, 32, 2**20, 128)) == 1
 
 
 def test_forced_tiles_are_those_of_triton(on_hopper):
@@ -146,7 +146,7 @@ def test_the_operators_launch_what_serves_says(monkeypatch):
     monkeypatch.setattr(hopper, "serves", lambda *_: True)
     monkeypatch.setattr(hopper, "launch_forward", lambda *_: launched.append("forward"))
     monkeypatch.setattr(hopper, "launch_backward", lambda *x: launched.append(x[-1]))
-    launches = "kernels.flash_attention.backward_launch.launch_"
+    launches = "kernels.flash_attention.backward.launch_"
     monkeypatch.setattr(launches + "delta", lambda *_, dlse: launched.append(dlse))
     monkeypatch.setattr(launches + "dkdv", lambda *_: launched.append("dkdv"))
     monkeypatch.setattr(launches + "dq", lambda *_: launched.append("dq"))
