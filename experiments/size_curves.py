@@ -53,7 +53,7 @@ ROWS = 4096
 CURVES: dict[str, tuple[str, Sequence[int], Sequence[int]]] = {
     "add": ("elements", [2**n for n in range(10, 28)], (2**10, 2**14)),
     "softmax": ("columns of 4,096 rows", [m * 2**n for n in range(8, 15) for m in (2, 3)], (96, 128)),
-    "matmul-square": ("rows, columns and depth", [256, *range(512, 8193, 512)], (32, 64)),
+    "matmul-square": ("each side", [256, *range(512, 8193, 512)], (32, 64)),
     "matmul-rows": ("rows", range(64, 4097, 64), (32, 48)),
     "matmul-columns": ("columns", range(128, 4097, 128), (32, 48)),
     "matmul-depth": ("depth", [2**n for n in range(6, 14)], (32, 64)),
