@@ -279,7 +279,7 @@ def _bandwidth_series(rows: Sequence[Record]) -> list[Series]:
         payload = link.metrics["payload_bytes"]
         peak = payload * traffic("all_reduce", link.config["world_size"]) / link.metrics["link_ms"] / 1e6
         x = [end(r.metrics["payload_bytes"] for r in rows) for end in (min, max)]
-        series.append(Series("peak of the link", x, [peak, peak], line="-", like="~"))
+        series.append(Series("peak of the link", x, [peak, peak], line=":", like="~"))
     return series
 
 

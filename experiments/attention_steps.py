@@ -50,6 +50,7 @@ NAIVE, COMPILED = "as in the formula", "compiled backward"
 OTHERS = {NAIVE: "naive", "shipped": "ours", "sdpa-flash": "sdpa-flash", "sdpa-cudnn": "sdpa-cudnn",
           "fp32, exact": "ours-ieee", "fp32, emulated": "ours",
           COMPILED: "ours-compiled-backward"}  # last: what is built after it would make it compile again
+LONG = {NAIVE, "fp32, exact", "fp32, emulated", COMPILED}
 KINDS = ("steps", "others")
 TOLERANCE = {"float32": 4e-3, "float16": 4e-3, "bfloat16": 4e-2}  # of the largest value; a GPU's fp32 steps are TF32
 PASSES = ("fwd", "bwd", "fwd_bwd")
@@ -220,8 +221,10 @@ def findings(records: Sequence[Record]) -> list[str]:
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """Forward and backward of each variant as one bar."""
-    labels = [f"{r.variant}, d = {r.config['head_dim']}" for r in records]
+    """Forward and backward of each step as one bar, and of the peers; rows several times as long stay in the table."""
+    records = [r for r in records if r.variant not in LONG] or records
+    several = len({r.config["head_dim"] for r in records}) > 1
+    labels = [f"{r.variant}, d = {r.config['head_dim']}" if several else r.variant for r in records]
     parts = {text: [r.metrics.get(f"{way}_p50_ms", None if r.metrics["status"] == "ok" else r.metrics["status"])
                     for r in records] for way, text in (("fwd", "forward"), ("bwd", "backward"))}  # fmt: skip
     stacked_bars(path, labels, parts, title=headline(records), unit="ms")

@@ -27,7 +27,8 @@ from distlab.report.table import by_machine
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ABREAST = 4  # small panels in a row
+ABREAST = 4  # small panels in a row, at most
+AGAIN = {"-": "-.", "--": ":"}  # lines whose colour another one has
 _BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # text that crosses grid lines
 
 
@@ -92,8 +93,8 @@ class Panel:
 
 
 def lines(path: str | os.PathLike, panels: Sequence[Panel], *, title: str) -> None:
-    """Draw up to three panels side by side, more of them small and four abreast; what has one label has one colour in
-    all of them, and the legend stands once, below.
+    """Draw up to three panels side by side, more of them small and in even rows of at most four; what has one label has
+    one colour in all of them, and the legend stands once, below.
 
     Args:
         path: a ``.png`` (or ``.svg``, ``.pdf``), written atomically.
@@ -105,8 +106,8 @@ def lines(path: str | os.PathLike, panels: Sequence[Panel], *, title: str) -> No
     if not panels or not all(panel.series for panel in panels) or any(len(s.x) != len(s.y) for s in every):
         raise ValueError("a chart needs at least one panel, series in each, and as many x as y")
     small = len(panels) > 3
-    abreast = ABREAST if small else len(panels)
-    rows = -(-len(panels) // abreast)
+    rows = -(-len(panels) // ABREAST)
+    abreast = -(-len(panels) // rows)
     keys = list(dict.fromkeys(series.key for series in every))
     handles: dict[str, Any] = {}
     with picture(path, title, 0.8 + 1.9 * rows if small else 4.4, small=small) as figure:
@@ -125,8 +126,9 @@ def lines(path: str | os.PathLike, panels: Sequence[Panel], *, title: str) -> No
 
 def _draw(axes: Axes, series: Series, place: int) -> Any:
     colour = LINES[place % len(LINES)]
+    line = series.line if place < len(LINES) else AGAIN.get(series.line, series.line)
     (drawn,) = axes.plot(
-        series.x, series.y, linestyle=series.line or "none", linewidth=series.width, color=colour, label=series.label,
+        series.x, series.y, linestyle=line or "none", linewidth=series.width, color=colour, label=series.label,
         marker=MARKERS[place % len(MARKERS)] if series.marked or not series.line else "none",
         markerfacecolor="white" if series.hollow else colour,
     )  # fmt: skip
@@ -241,7 +243,8 @@ def stacked_bars(
     unit: str,
     whiskers: Sequence[tuple[float, float] | None] | None = None,
 ) -> None:
-    """One horizontal bar per label, made of the parts in their order, with the total written beside it.
+    """One horizontal bar per label, made of the parts in their order, with the total written beside it and, if there
+    are several parts, each long one's value inside.
 
     Args:
         path: a ``.png`` (or ``.svg``, ``.pdf``).
@@ -271,7 +274,7 @@ def stacked_bars(
             lengths = [max(value, 0.0) for value in known]
             colour = colour_of(name, list(parts))
             drawn = axes.barh(range(len(labels)), lengths, 0.66, ends, color=colour, ec="white", lw=0.6, label=name)
-            inside = [_number(value) if value > room else "" for value in known]
+            inside = [_number(value) if value > room and len(parts) > 1 else "" for value in known]
             ink = "white" if colour in DARK else "black"
             axes.bar_label(drawn, inside, label_type="center", fontsize=7.5, color=ink)
             ends = [end + length for end, length in zip(ends, lengths, strict=True)]
@@ -299,8 +302,10 @@ def _legend_above(axes: Axes, columns: int = 5) -> None:
 
 
 def _number(value: float) -> str:
-    """About three significant digits, the same number of decimals for values of the same size."""
-    size = abs(value)
+    """About three significant digits, the same number of decimals for values of the same size; counts as they are."""
+    if isinstance(value, int):
+        return str(value)
+    size = float(f"{abs(value):.3g}")
     return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
 
 

@@ -189,10 +189,12 @@ def _work_rows(profiles: Mapping[str, Profile], timer_ms: float, flops: Mapping[
 
 
 def draw_work(records: Sequence[Record], path: Path) -> None:
-    """Shares of time beside shares of FLOPs, by kind of work, in each phase; of several combinations in forward."""
+    """Shares of time beside shares of FLOPs, by kind of work, in each phase; of several combinations in forward
+    and backward.
+    """
     bars = dict.fromkeys((r.config["label"], r.metrics["phase"]) for r in records)
     if len(of_each(records)) > 1:
-        bars = dict.fromkeys(bar for bar in bars if bar[1] == "forward")
+        bars = dict.fromkeys(bar for bar in bars if bar[1] in ("forward", "backward"))
     known = {
         (r.config["label"], r.metrics["phase"], r.variant.removeprefix(prefix(r.config["label"]))): r.metrics
         for r in records

@@ -66,6 +66,22 @@ def test_bars_show_totals_and_gaps(tmp_path, drawn):
     assert texts(drawn[1]) == ["n/a"]
 
 
+def test_one_part_carries_no_second_label_and_counts_have_no_decimals(tmp_path, drawn):
+    stacked_bars(tmp_path / "a.png", ["a"], {"launches": [29]}, title="", unit="launches")
+    stacked_bars(tmp_path / "b.png", ["a"], {"forward": [29], "backward": [39]}, title="", unit="launches")
+    stacked_bars(tmp_path / "c.png", ["a"], {"time": [60.0], "more": [39.9999]}, title="", unit="%")
+    assert [texts(figure) for figure in drawn] == [["29"], ["29", "39", "68"], ["60.0", "40.0", "100"]]
+
+
+def test_six_panels_stand_in_two_even_rows_and_lines_of_one_colour_differ(tmp_path, drawn):
+    series = [Series(str(number), [1, 2], [number, number], line="-") for number in range(9)]
+    lines(tmp_path / "a.png", [Panel("", "x", "y", series)] * 6, title="")
+    axes = drawn[0].axes
+    assert [axis.get_subplotspec().get_geometry()[:2] for axis in axes] == [(2, 3)] * 6
+    looks = [(line.get_color(), line.get_linestyle()) for line in axes[0].lines]
+    assert len(set(looks)) == len(series)
+
+
 def test_the_whisker_stands_on_the_total(tmp_path, drawn):
     stacked_bars(
         tmp_path / "a.png", ["a"], {"x": [2.0], "y": [3.0]}, title="", unit="ms", whiskers=[(4.5, 6.0)]
@@ -137,8 +153,8 @@ def test_small_panels_say_what_is_not_finite(tmp_path, drawn):
     notes = [[text.get_text() for text in axes.texts] for axes in every]
     assert notes == [["bad: no finite value"], ["bad: no value"], [], [], []]
     assert len(drawn[0].legends) == 1
-    assert [axes.get_xlabel() for axes in every] == ["", *["step"] * 4]  # the lowest of each column
-    assert [axes.get_ylabel() for axes in every] == ["loss", "", "", "", "loss"]
+    assert [axes.get_xlabel() for axes in every] == ["", "", *["step"] * 3]  # the lowest of each column
+    assert [axes.get_ylabel() for axes in every] == ["loss", "", "", "loss", ""]
 
 
 def test_lines_that_cover_each_other_are_ever_thinner(tmp_path, drawn):
