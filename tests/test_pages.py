@@ -32,6 +32,16 @@ def test_a_table_to_come_is_drawn_once_its_record_is_there():
     assert "Not yet" not in drawn and table_of(record, view_of, ROOT) in drawn
 
 
+def test_rows_with_commas_in_their_names_and_values_of_what_was_varied_can_be_chosen():
+    drawn = table_of("records/kernel_chains/h200-chains.json#one by one;fused, ours", view_of, ROOT)
+    assert {line.split("|")[2].strip() for line in drawn.splitlines() if "8192×4096" in line} == {"one by one", "fused, ours"}
+    source = "records/size_curves/h200-all.json#ours?size=512,4096"
+    rows = [line for line in table_of(source, view_of, ROOT).splitlines() if "| ours" in line]
+    assert rows and all(line.split("|")[1].strip() in ("512", "4,096") for line in rows)
+    with pytest.raises(ValueError, match="not all of 513 are values of size"):
+        table_of("records/size_curves/h200-all.json?size=513", view_of, ROOT)
+
+
 def test_code_that_is_not_there_is_an_error():
     found = definition(ROOT / "distlab/parallel/naive.py", "NaiveDDP._synchronize")
     assert found.startswith("@torch.no_grad()")

@@ -49,7 +49,7 @@ def aged(pages: Sequence[Path], root: Path) -> list[str]:
     """A line for each record behind the pages' tables whose code has changed since."""
     texts = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     lines = []
-    for source in sorted(set(re.findall(r"<!-- table ([^#@\s]+)", texts))):
+    for source in sorted(set(re.findall(r"<!-- table ([^#?@\s]+)", texts))):
         records = read_json(root / source)
         commits = sorted({record.commit or "unknown" for record in records})
         changed = [changed_since(commit, records[0].experiment, root) for commit in commits]
@@ -63,11 +63,14 @@ def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
     """Headline and table of a file of records, in Markdown.
 
     Or of some of its variants, and of some columns by the last part of their keys: `records/….json#naive,flat@comm_ms`.
+    Variants with commas in their names are divided by semicolons: `#one by one;fused, ours`. After them some values of
+    what was varied can be named, too: `#ours?size=64,4096`.
 
     Raises:
-        ValueError: records of uncommitted code, a variant that the file lacks, or an experiment without a view.
+        ValueError: records of uncommitted code, a variant or value that the file lacks, or an experiment without a view.
     """
     source, _, only = source.partition("@")
+    source, _, of = source.partition("?")
     source, _, rows = source.partition("#")
     records = read_json(root / source)
     commits = dict.fromkeys(record.commit or "unknown" for record in records)
@@ -77,10 +80,15 @@ def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
             "commit: commit, then measure it again with distlab records"
         )
     if rows:
-        wanted = rows.split(",")
+        wanted = rows.split(";" if ";" in rows else ",")
         records = [record for record in records if record.variant in wanted]
         if {record.variant for record in records} != set(wanted):
             raise ValueError(f"{source}: not all of {rows} are variants there")
+    if of:
+        key, _, values = of.partition("=")
+        records = [record for record in records if str(record.config.get(key)) in values.split(",")]
+        if {str(record.config[key]) for record in records} != set(values.split(",")):
+            raise ValueError(f"{source}: not all of {values} are values of {key} there")
     view = view_of(records[0].experiment)
     commits = dict.fromkeys((record.commit or "unknown")[:12] for record in records)
     note = f"{view.headline_of(records)} (commit{'s' * (len(commits) > 1)} {', '.join(commits)}, `{source}`)"
@@ -123,7 +131,7 @@ def redrawn(page: str, view_of: Callable[[str], View], root: Path) -> str:
 
 
 def _file(root: Path, source: str) -> Path:
-    return root / re.split("[#@]", source, maxsplit=1)[0]
+    return root / re.split("[#?@]", source, maxsplit=1)[0]
 
 
 def definition(path: Path, name: str) -> str:
