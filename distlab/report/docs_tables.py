@@ -67,7 +67,8 @@ def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
     what was varied can be named, too: `#ours?size=64,4096`.
 
     Raises:
-        ValueError: records of uncommitted code, a variant or value that the file lacks, or an experiment without a view.
+        ValueError: records of uncommitted code, a variant or a value that the file lacks, or an experiment without a
+            view.
     """
     source, _, only = source.partition("@")
     source, _, of = source.partition("?")
