@@ -59,14 +59,19 @@ class View:
     question: str = ""
 
     def table(self, records: Sequence[Record], style: str = "text", only: Sequence[str] = ()) -> str:
-        """The table, or tables, in one of `render`'s styles; `only` some columns, by the last part of their keys.
+        """The table, or tables, in one of `render`'s styles; `only` some columns, by the last part of their keys: of
+        several tables those that each has.
 
         Raises:
             ValueError: no column has such a key.
         """
         tables = self.tables(records)
         if only:
-            tables = [(part, group, _only(columns, only)) for part, group, columns in tables]
+            known = dict.fromkeys(_named(column) for _, _, columns in tables for column in columns)
+            if unknown := [name for name in only if name not in known]:
+                raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(known)}")
+            tables = [(part, group, [c for c in columns if _named(c) in ("variant", *only)])
+                      for part, group, columns in tables]  # fmt: skip
         title = {"text": "{}:\n", "markdown": "**{}**\n\n", "latex": "% {}\n", "typst": "*{}*\n\n"}.get(style, "")
         return "\n\n".join(
             (title.format(part) if len(tables) > 1 else "") + render(group, columns, style)
@@ -118,13 +123,6 @@ class _Words(string.Formatter):
         spec = ("B" if value >= 1e9 else "M") if spec == "N" else spec
         unit = {"M": 1e6, "B": 1e9}.get(spec)
         return format(value, spec) if unit is None else f"{value / unit:,.1f} {spec}"
-
-
-def _only(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
-    known = {_named(column): column for column in columns}
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(known)}")
-    return [column for name, column in known.items() if name == "variant" or name in names]
 
 
 def _named(column: Column) -> str:
