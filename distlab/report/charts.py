@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ABREAST = 4  # small panels in a row, at most
-AGAIN = {"-": "-.", "--": ":"}  # lines whose colour another one has
+AGAIN = {"-": ("-", "-.", "--", ":"), "--": ("--", ":")}  # with each time that the colours begin again
 _BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # text that crosses grid lines
 
 
@@ -126,9 +126,10 @@ def lines(path: str | os.PathLike, panels: Sequence[Panel], *, title: str) -> No
 
 def _draw(axes: Axes, series: Series, place: int) -> Any:
     colour = LINES[place % len(LINES)]
-    line = series.line if place < len(LINES) else AGAIN.get(series.line, series.line)
+    styles = AGAIN.get(series.line, (series.line or "none",))
+    line = styles[place // len(LINES) % len(styles)]
     (drawn,) = axes.plot(
-        series.x, series.y, linestyle=line or "none", linewidth=series.width, color=colour, label=series.label,
+        series.x, series.y, linestyle=line, linewidth=series.width, color=colour, label=series.label,
         marker=MARKERS[place % len(MARKERS)] if series.marked or not series.line else "none",
         markerfacecolor="white" if series.hollow else colour,
     )  # fmt: skip
@@ -183,12 +184,10 @@ def measured(
 
 
 def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> list[Series]:
-    """Lines of a panel, name → (x, y), that may cover each other: later ones are thinner, so that all stay visible;
-    where colours repeat, lines are dashed.
-    """
+    """Lines of a panel, name → (x, y), that may cover each other: later ones are thinner, so that all stay visible."""
     return [
         Series(
-            name, x, y, line=("-", "--", ":", "-.")[index // len(LINES) % 4],
+            name, x, y, line="-",
             width=3.2 - 2.4 * index / (len(curves) - 1) if len(curves) > 1 else 1.6,
         )
         for index, (name, (x, y)) in enumerate(curves.items())
@@ -221,10 +220,9 @@ def metric_over_length(records: Sequence[Record], path: str | os.PathLike, metri
             f"dtype {shape[0]}, head_dim {shape[1]}", "length", label, log_y=True,
             series=[
                 Series(
-                    name[1], *zip(*sorted(points), strict=True), marked=True, width=1 if name[0] else 2.2,
-                    line="-" if number < len(LINES) else "--",
+                    name[1], *zip(*sorted(points), strict=True), line="-", marked=True, width=1 if name[0] else 2.2,
                 )
-                for number, name in enumerate(names)
+                for name in names
                 if (points := [point for *where, point in found if where == [shape, name]])
             ],
         )
