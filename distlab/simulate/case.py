@@ -229,6 +229,7 @@ def peak(case: Case) -> list[tuple[str, Breakdown]]:
         loss_chunk=LOGITS_CHUNK if case.fused_loss else None,
         accumulates=case.micro_batches > 1,
         fused=case.compiled or case.kernels == "fused",
+        compiled=case.compiled,
     ).moments
     if case.strategy != "fsdp2":
         return list(moments)

@@ -83,6 +83,7 @@ class PlannedStep:
             accumulates=self.accumulates,
             workspace_bytes=CUBLAS_WORKSPACES if on_gpu else 0,
             fused=self.compiled or (on_gpu and self.model.ops != "torch"),
+            compiled=self.compiled,
         )
 
     def least_bytes(self, world_size: int, *, on_gpu: bool) -> int:

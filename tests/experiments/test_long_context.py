@@ -2,14 +2,17 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from distlab.experiment import Record
 from distlab.model import preset
+from distlab.report.record import read_json
 from distlab.simulate.plan import Plan
 from experiments.long_context import (
     EXPERIMENT,
+    ROWS,
     LongContextConfig,
     attempted,
     compare,
@@ -28,6 +31,15 @@ def test_the_model_is_the_presets_or_a_fraction_of_it():
     assert eighth.context_length == 100  # given dimensions are not scaled
     smallest = LongContextConfig(scale="1/1000").model()
     assert (smallest.num_heads, smallest.num_layers, smallest.d_model) == (1, 1, 128)
+
+
+@pytest.mark.parametrize("case", ["full", "selective", "short", "gqa"])
+def test_the_plan_is_what_was_measured(case):
+    """Within 2 %, on two H200s."""
+    for record in read_json(Path(__file__).parents[2] / f"records/long_context/h200x2-{case}.json"):
+        row = LongContextConfig.of(record.config).variant(record.variant, checkpointing=record.metrics["keeps"])
+        planned = row.options.planned(ROWS[record.variant][0]).memory(world_size=2, on_gpu=True).peak.total
+        assert planned == pytest.approx(record.metrics["peak_alloc_bytes"], rel=0.02), record.variant
 
 
 def test_peers_are_set_up_as_their_users_would():

@@ -119,9 +119,13 @@ def block_activations(
 
 
 def activations(
-    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa", fused: bool = False
-) -> Activations:
-    """All parts for a batch on one rank; arguments and errors as `block_activations`."""
+    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa", fused: bool = False,
+    compiled: bool = False,
+) -> Activations:  # fmt: skip
+    """All parts for a batch on one rank; arguments and errors as `block_activations`.
+
+    A compiled block does not store what `recompute.KEEPS` names and nothing needs: w2's result.
+    """
     block = block_activations(shape, batch, context, precision, attention, fused)
     n, d, f, vocabulary = batch * context, shape.d_model, shape.d_ff, shape.vocab_size
     c, r = precision.compute, precision.residual
@@ -133,7 +137,7 @@ def activations(
     rotation = 0 if fused else 3 * FP32 * n * (d + shape.kv_width)
     # Nothing of naive attention is kept: backward needs the scores anyway.
     of_attention = (c * n * d + FP32 * n * shape.num_heads) * (attention != "naive")
-    matmuls = {"qkv": d + 2 * shape.kv_width, "output": d, "w1": f, "w3": f, "w2": d}
+    matmuls = {"qkv": d + 2 * shape.kv_width, "output": d, "w1": f, "w3": f, "w2": 0 if compiled else d}
     results = {"attention": of_attention} | {name: c * n * width for name, width in matmuls.items()}
     return Activations(
         block=block,

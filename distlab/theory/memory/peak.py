@@ -75,6 +75,7 @@ def step_memory(
     accumulates: bool = False,
     workspace_bytes: int = CUBLAS_WORKSPACES,
     fused: bool = False,
+    compiled: bool = False,
 ) -> StepMemory:
     """Predict the memory of a training step on one rank, in bytes of the allocator.
 
@@ -91,6 +92,7 @@ def step_memory(
         optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`.
         accumulates: several micro-batches without synchronisation; FSDP then keeps full gradients in fp32.
         fused: blocks are compiled, or run as fused kernels, and keep a little less (`block_activations`).
+        compiled: they are compiled (`activations`).
         workspace_bytes: what libraries take from the same allocator; 0 on a CPU.
 
     Raises:
@@ -105,7 +107,7 @@ def step_memory(
             raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
     at_least_one(world_size=world_size)
     precision = PRECISIONS[precision] if isinstance(precision, str) else precision
-    kept = activations(shape, batch, context, precision, attention, fused)
+    kept = activations(shape, batch, context, precision, attention, fused, compiled)
     groups = checkpointing if isinstance(checkpointing, tuple) else (1,) if checkpointing else ()
     levels = tuple(size for size in groups if isinstance(size, str))
     groups = () if levels else groups
