@@ -7,7 +7,7 @@
 One small kernel per effect (`experiments/_lesson_kernels.py`, `_lesson_banks.py`), run so that nothing else matters;
 every row beside what `distlab.theory` says of it, as a multiple of the effect's first row:
 
-- strides: a copy that reads every stride-th element. Memory comes in sectors of 32 bytes, needed or not.
+- strides: a copy that reads every stride-th element. HBM comes 64 bytes at a time, needed or not.
 - banks: a tile of 32 × 32 words through shared memory, written by rows and read by columns, with its columns exchanged
   by column xor (row mod phases). One phase leaves a column in one bank of 32, 32 phases spread it over all.
 - divergence: the same arithmetic in up to four branches. A warp executes each branch that any of its lanes takes.
@@ -37,15 +37,7 @@ from distlab.experiment import (
 from distlab.measure import attempt, device_percentiles
 from distlab.report import Panel, Series, lines
 from distlab.theory.gpu import wave_quantisation
-from distlab.theory.warp_access import (
-    BANKS,
-    SECTOR,
-    WARP,
-    bank_conflicts,
-    strided_access,
-    swizzle,
-    warp_divergence,
-)
+from distlab.theory.warp_access import BANKS, WARP, bank_conflicts, swizzle, warp_divergence
 from experiments._lesson_kernels import busy_kernel, divergent_kernel, strided_kernel
 from kernels._dispatch import launch
 from kernels._triton import check_runs, interpreted, multiprocessors
@@ -58,6 +50,7 @@ BRANCHES = {"one branch": (WARP, 1), "four, by warp": (WARP, 4), "two, by half w
 SIDE = 32  # of the tile that goes through shared memory
 CHECKED_ROUNDS = 5  # after more of them every element is 2
 BLOCK = 1024  # one element for each of 32 warps' lanes
+ACCESS = 64  # bytes: two sectors, the least that HBM3 gives
 
 
 @dataclass(frozen=True)
@@ -94,20 +87,23 @@ class Case:
 
 
 def strides(config: Config, device: torch.device) -> Iterator[Case]:
-    """Sectors read and written by a warp, over those of stride 1; the last row begins in the middle of a sector."""
+    """Bytes that memory moves for warps side by side, over those of stride 1; the last row begins within a sector."""
     count = config.elements
     x = torch.arange(count * max(STRIDES) + BLOCK, device=device, dtype=torch.int32)
     y = torch.empty(count, device=device, dtype=torch.int32)
-    written = WARP * y.element_size() // SECTOR
 
-    def run(_: int, stride: int, offset: int) -> None:
-        launch(strided_kernel, (count // BLOCK,), x, y, stride, offset, BLOCK=BLOCK, num_warps=32)
+    def run(_: int, stride: int, offset: int) -> None:  # eight elements per thread: enough bytes under way at stride 1
+        launch(strided_kernel, (count // BLOCK,), x, y, stride, offset, BLOCK=BLOCK, num_warps=4)
+
+    def moved(stride: int, offset: int) -> int:
+        """Read and written for 64 warps."""
+        elements, size = range(64 * WARP), x.element_size()
+        return ACCESS * len({(offset + i * stride) * size // ACCESS for i in elements}) + size * len(elements)
 
     for stride, offset in (*((stride, 0) for stride in STRIDES), (1, 4)):
-        sectors = strided_access(stride, x.element_size(), offset * x.element_size()).sectors + written
         expected = x[offset :: stride][:count]
         name = f"stride {stride}" + f", {offset * x.element_size()} bytes off" * bool(offset)
-        yield Case(name, stride, sectors / (2 * written), partial(run, stride=stride, offset=offset),
+        yield Case(name, stride, moved(stride, offset) / moved(1, 0), partial(run, stride=stride, offset=offset),
                    lambda _, e=expected: (y - e).abs().max().item())  # fmt: skip
 
 
@@ -232,10 +228,10 @@ VIEW = View(
     headline=headline,
     parted_by="config.part",
     reading="Each effect is counted, not fitted: × first is a time over that of the table's first row.\n\n"
-    "strides: a warp's 32 numbers lie in 4 sectors at stride 1 and in 32 from stride 8 on, where reading costs eight "
-    "times as much; writing stays as it is. That is what a transposed or sliced tensor costs a kernel that walks along "
-    "the wrong dimension. Where more is measured, the memory fetched more than the sectors: an HBM access is 64 bytes, "
-    "and pages of memory are opened for few bytes each. A few bytes off costs a sector per warp, which the L1 has.\n\n"
+    "strides: a warp asks for 4 sectors of 32 bytes at stride 1 and for 32 from stride 8 on; an access to HBM is two "
+    "sectors, so that reading costs sixteen times as much from stride 16 on; writing stays as it is. That is what a "
+    "transposed or sliced tensor costs a kernel that walks along the wrong dimension. Where more is measured, pages of "
+    "memory are opened for few bytes each. A few bytes off costs a sector per warp, which its neighbour needs too.\n\n"
     "banks: 32 lanes that read 32 words of one bank wait for each other. The swizzle costs an xor, and no memory; a "
     "column of padding does the same for 3 % more.\n\n"
     "divergence: which lanes take which branch decides, not how many branches there are: by warp they are free. Short "
@@ -247,7 +243,7 @@ VIEW = View(
     pictures={"effects.png": draw},
     next=("distlab run ir lesson_banks", "distlab run calculator banks"),
     findings=findings,
-    prediction="`distlab.theory.warp_access` and `theory.gpu`: sectors, rounds, branches and waves.",
+    prediction="Bytes of memory, and `distlab.theory.warp_access` and `theory.gpu`: rounds, branches and waves.",
 )  # fmt: skip
 SMALL = {"elements": BLOCK, "rounds": CHECKED_ROUNDS, "repeats": 3}
 EXPERIMENT = Experiment(

@@ -9,11 +9,14 @@ matrices and over rows, columns and depth alone, the other two at 4,096. Each po
 CUDA graph, so that what fits stays in the L2: p20, p50 and p80 of the replays; wall is the same call in a loop of
 Python.
 
-Beside it stands a prediction from four numbers measured in the same run, of other kernels: the time of an empty kernel,
-the rates of a copy within the L2 and beyond, and cuBLAS's rate at 8,192³.
+Beside it stands a prediction from numbers measured in the same run: the time of an empty kernel and of our addition of
+one element, the rates of a copy within the L2 and beyond, and of both tiles of our matmul at 4,096³, forced there.
 
-    memory      empty kernel + bytes / (rate of the L2 where everything fits into it, else of a long copy)
+    memory      empty kernel + bytes / (rate of the L2 where everything fits into half of it, else of a long copy)
     matmul      empty kernel + waves · time of one tile on one multiprocessor, and not below its bytes' time
+    both        and not below the addition of one element
+
+Half, because an L2 of this size is two, each of which also holds what its own multiprocessors read from the other's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +44,8 @@ from distlab.hardware import GPUSpec, lookup
 from distlab.measure import attempt, call_ms, device_percentiles, replay_ms
 from distlab.report import Panel, Series, lines
 from distlab.theory.gpu import wave_quantisation
-from kernels import elementwise, matmul, softmax
+from kernels import _triton, elementwise, matmul, softmax
+from kernels._rows import Launch, forced
 from kernels.cost import Cost
 
 ROWS = 4096
@@ -49,7 +53,7 @@ ROWS = 4096
 CURVES: dict[str, tuple[str, Sequence[int], Sequence[int]]] = {
     "add": ("elements", [2**n for n in range(10, 28)], (2**10, 2**14)),
     "softmax": ("columns of 4,096 rows", [m * 2**n for n in range(8, 15) for m in (2, 3)], (96, 128)),
-    "matmul-square": ("rows, columns and depth", [256, *range(512, 8193, 512)], (32, 64)),
+    "matmul-square": ("each side", [256, *range(512, 8193, 512)], (32, 64)),
     "matmul-rows": ("rows", range(64, 4097, 64), (32, 48)),
     "matmul-columns": ("columns", range(128, 4097, 128), (32, 48)),
     "matmul-depth": ("depth", [2**n for n in range(6, 14)], (32, 64)),
@@ -107,7 +111,8 @@ def limits(device: str, dtype: torch.dtype, repeats: int) -> dict[str, float]:
     """What predictions are made of, measured now on kernels of torch's; empty on a CPU, where none are made.
 
     Returns:
-        `empty_kernel_ms`, `l2_gb_per_s` (a copy within 16 MiB), `copy_gb_per_s`, `cublas_tflop_per_s`.
+        `empty_kernel_ms`, `least_ms` of one element, `l2_gb_per_s` (a copy within 16 MiB), `copy_gb_per_s`, and
+        `large_tile_tflop_per_s` and `small_tile_tflop_per_s` of our matmul.
     """
     if device != "cuda":
         return {}
@@ -117,28 +122,41 @@ def limits(device: str, dtype: torch.dtype, repeats: int) -> dict[str, float]:
 
     one, near, far = (torch.ones(n, device=device, dtype=dtype) for n in (1, 2**22, 2**29))
     outs = [torch.empty_like(x) for x in (one, near, far)]
-    a, b = (torch.randn(8192, 8192, device=device).to(dtype) for _ in range(2))
     empty = ms(lambda: torch.neg(one, out=outs[0]))
     rates = [2 * x.nbytes / (ms(partial(torch.neg, x, out=out)) - empty) / 1e6
              for x, out in ((near, outs[1]), (far, outs[2]))]  # fmt: skip
-    return {"empty_kernel_ms": empty, "l2_gb_per_s": rates[0], "copy_gb_per_s": rates[1],
-            "cublas_tflop_per_s": 2 * 8192**3 / ms(lambda: a @ b) / 1e9}  # fmt: skip
+    a, b = (torch.randn(ROWS, ROWS, device=device).to(dtype) for _ in range(2))
+    known = {"empty_kernel_ms": empty, "least_ms": ms(lambda: elementwise.add(one, one)), "l2_gb_per_s": rates[0],
+             "copy_gb_per_s": rates[1]}  # fmt: skip
+    for size in ("large", "small"):
+        tile, _ = tile_of(size == "small", dtype.itemsize)
+        with forced(matmul_persistent=tile):
+            known[f"{size}_tile_tflop_per_s"] = 2 * ROWS**3 / ms(lambda: matmul.matmul(a, b)) / 1e9
+    return known
+
+
+def tile_of(small: bool, itemsize: int, generation: str | None = None) -> tuple[Launch, int]:
+    """Of our matmul, on this GPU unless another's generation is given."""
+    return matmul.tile_for(generation or _triton.generation(torch.cuda.current_device()), itemsize, small, 0, itemsize)
 
 
 def predicted_ms(cost: Cost, shape: tuple[int, ...], itemsize: int, known: dict[str, float], spec: GPUSpec,
-                 generation: str) -> dict[str, float]:  # fmt: skip
+                 generation: str | None = None) -> dict[str, float]:  # fmt: skip
     """`predicted_ms` of ours, and for a matmul also its `tiles`, `waves` and `wave_pct`, the share of places filled."""
-    rate = known["l2_gb_per_s"] if cost.bytes <= spec.l2_bytes else known["copy_gb_per_s"]
+    rate = known["l2_gb_per_s"] if cost.bytes <= spec.l2_bytes / 2 else known["copy_gb_per_s"]
     moving = cost.bytes / rate / 1e6
     if len(shape) != 3:
-        return {"predicted_ms": known["empty_kernel_ms"] + moving}
+        return {"predicted_ms": max(known["least_ms"], known["empty_kernel_ms"] + moving)}
     rows, depth, cols = shape
-    tile, _ = matmul.tile_for(generation, itemsize, min(rows, cols) <= 1024, 0, itemsize)
+    small = min(rows, cols) <= 1024
+    tile, _ = tile_of(small, itemsize, generation)
     tiles = -(-rows // tile.rows) * -(-cols // tile.block)
     waves = wave_quantisation(tiles, spec.sms)
-    of_one = 2 * tile.rows * tile.block * depth / (known["cublas_tflop_per_s"] * 1e9 / spec.sms)
-    return {"predicted_ms": known["empty_kernel_ms"] + max(moving, waves.waves * of_one), "tiles": tiles,
-            "waves": waves.waves, "wave_pct": 100 * waves.efficiency}  # fmt: skip
+    per_sm = known[f"{'small' if small else 'large'}_tile_tflop_per_s"] * 1e9 / spec.sms
+    of_one = 2 * tile.rows * tile.block * depth / per_sm
+    found = known["empty_kernel_ms"] + max(moving, waves.waves * of_one)
+    return {"predicted_ms": max(known["least_ms"], found), "tiles": tiles, "waves": waves.waves,
+            "wave_pct": 100 * waves.efficiency}  # fmt: skip
 
 
 def checked(call: Callable[[], Tensor], expected: Tensor, device: str, config: Config) -> dict[str, Any]:
@@ -171,8 +189,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
                 if "time_p50_ms" in metrics:
                     metrics |= rates(here.cost, metrics, by_memory=len(here.shape) != 3)
                 if variant == "ours" and spec and "time_p50_ms" in metrics:
-                    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-                    metrics |= predicted_ms(here.cost, here.shape, dtype.itemsize, known, spec, arch)
+                    metrics |= predicted_ms(here.cost, here.shape, dtype.itemsize, known, spec)
                     metrics["prediction_error_pct"] = 100 * (metrics["predicted_ms"] / metrics["time_p50_ms"] - 1)
                 run.add(variant, known | metrics, part=curve, size=size, axis=axis, shape=list(here.shape))
 
@@ -254,15 +271,16 @@ VIEW = View(
     "longer fit. Beyond, the memory's rate. Softmax pays for columns up to the next power of two with idle lanes, "
     "not with traffic. Matmul over rows is a saw: a tile of 128 rows costs as much when one row of it is used "
     "(tile quantisation), and a last wave of few tiles as much as a full one (wave quantisation); depth only "
-    "lengthens each tile's loop. Predictions miss where kernels overlap: the next kernel of a graph starts while "
-    "the last one ends; around the size of the L2, which keeps a part; and where small tiles, one to a "
-    "multiprocessor, do not feed its tensor cores. Errors are against float64, over the largest value.",
+    "lengthens each tile's loop. Predictions miss around half the size of the L2, which keeps a part of what does "
+    "not fit; where a row of softmax is so wide that a multiprocessor holds one, and loads none while it stores; and "
+    "where a matmul's loop is short beside the start and end of its tiles. Errors are against float64, over the "
+    "largest value.",
     terminal=("size", "time_p50_ms", "wall_p50_ms", "gb_per_s", "tflop_per_s", "predicted_ms", "prediction_error_pct",
               "waves", "error"),
     pictures={"curves.png": draw},
     next=("distlab run tuning", "distlab run hardware_effects --parts waves"),
     findings=findings,
-    prediction="From an empty kernel, two copies and one matmul of this run, see above; of ours.",
+    prediction="From two small kernels, two copies and two matmuls of this run, see above; of ours.",
 )  # fmt: skip
 SMALL = {"small": True, "dtype": "float32", "repeats": 3}
 EXPERIMENT = Experiment(

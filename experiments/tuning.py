@@ -53,7 +53,7 @@ from kernels._triton import check_runs, compile_only, generation, interpreted, m
 
 PARTS = ("element-wise", "matmul keys", "attention keys", "group size", "shipped matmul")
 TOLERANCE = 1e-2  # of the largest value: bf16 results, or products of TF32
-BLOCKS, WARPS, STAGES = (256, 1024, 4096, 8192), (1, 4, 8, 16), (1, 2, 4)
+BLOCKS, WARPS, STAGES = (256, 1024, 4096), (1, 4, 16), (1, 4)
 MATMUL_TILES = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 32, 64, 4, 4))
 ATTENTION_TILES = ((64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2))
 GROUPS = (1, 2, 4, 8, 16, 32)
@@ -146,7 +146,8 @@ def element_wise(bench: Bench) -> None:
                 call()
             used = resources(compiled[0])
             resident = occupancy(bench.spec, 32 * warps, max(1, used["registers"]), used["shared_bytes"]).blocks
-            loads = 2 * x.element_size() * block * max(1, stages - 1)  # of one program
+            ahead = stages - 1 if block * x.element_size() >= 4 * 32 * warps else 1  # cp.async copies 4 bytes or more
+            loads = 2 * x.element_size() * block * max(1, ahead)  # of one program
             flying = loads * min(programs, resident * sms)
             moved = 3 * x.nbytes
             known = {"registers": used["registers"], "in_flight_kib": flying / sms / 1024,

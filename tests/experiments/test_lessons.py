@@ -105,18 +105,22 @@ def test_without_a_gpu_and_an_interpreter_the_remedy_is_named(monkeypatch):
 
 
 def test_predicted_times_of_a_size():
-    known = {"empty_kernel_ms": 0.002, "l2_gb_per_s": 5000.0, "copy_gb_per_s": 3000.0, "cublas_tflop_per_s": 700.0}
+    known = {"empty_kernel_ms": 0.002, "least_ms": 0.003, "l2_gb_per_s": 5000.0, "copy_gb_per_s": 3000.0,
+             "large_tile_tflop_per_s": 700.0, "small_tile_tflop_per_s": 350.0}  # fmt: skip
 
     def ms(cost, shape):
         return size_curves.predicted_ms(cost, shape, 2, known, H100_SXM, "sm_90")
 
     near, far = (ms(Cost(0, n), (n,))["predicted_ms"] for n in (10**7, 10**9))
     assert near == pytest.approx(0.002 + 10**7 / 5e9) and far == pytest.approx(0.002 + 10**9 / 3e9)
+    assert ms(Cost(0, 10), (10,))["predicted_ms"] == 0.003
     one, two = (ms(Cost(0, 0), (rows, 4096, 4096)) for rows in (1056, 1088))  # 9 rows of 16 tiles on 132 SMs
     assert (one["waves"], two["waves"]) == (2, 2) and one["predicted_ms"] == two["predicted_ms"]
     assert ms(Cost(0, 0), (2112, 4096, 4096))["waves"] == 3
     deep, shallow = (ms(Cost(0, 0), (4096, depth, 4096))["predicted_ms"] - 0.002 for depth in (4096, 2048))
     assert deep == pytest.approx(2 * shallow)
+    few = ms(Cost(0, 0), (1024, 4096, 4096))  # as many tiles, of a quarter of the work, at half the rate
+    assert few["waves"] == 4 and few["predicted_ms"] - 0.002 == pytest.approx(deep / 2)
 
 
 def test_rates_of_a_size_lie_between_its_ends():
@@ -180,7 +184,8 @@ def test_effects_are_predicted_from_theory():
     config, cpu = hardware_effects.Config(elements=1024), torch.device("cpu")
     factors = {part: [case.factor for case in getattr(hardware_effects, part)(config, cpu)]
                for part in hardware_effects.PARTS}  # fmt: skip
-    assert factors["strides"][:6] == [1, 1.5, 2.5, 4.5, 4.5, 4.5]  # 4 to 32 sectors read, 4 written
+    assert factors["strides"][:6] == [1, 1.5, 2.5, 4.5, 8.5, 8.5]  # 1 to 16 times the bytes read, once written
+    assert factors["strides"][6] == pytest.approx(1, abs=0.01)
     assert factors["banks"] == [1, 1.5, 2.5, 4.5, 8.5, 16.5]  # one round to write, 1 to 32 to read
     assert factors["divergence"] == [1, 1, 2, 2, 4]
     assert factors["waves"][0] == 1 and factors["waves"][-1] == 4
