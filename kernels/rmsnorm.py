@@ -104,7 +104,7 @@ def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: 
                    silu: bool) -> None:
     """Fill y, r and, with a residual, s. x and residual have contiguous rows, the outputs are contiguous."""
     rows, cols = x.shape
-    launch = row_launch("rmsnorm", cols)
+    launch = row_launch("rmsnorm", cols, per_thread=32)
     grid = (launch.programs(triton.cdiv(rows, launch.rows), x.device),)
     _dispatch.launch(forward_kernel, grid, x, residual, w, y, s, r, rows, cols, x.stride(0),
                      0 if residual is None else residual.stride(0), eps, RESIDUAL=residual is not None, SILU=silu,
