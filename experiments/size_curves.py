@@ -10,11 +10,12 @@ CUDA graph, so that what fits stays in the L2: p20, p50 and p80 of the replays; 
 Python.
 
 Beside it stands a prediction from numbers measured in the same run: the time of an empty kernel and of our addition of
-one element, the rates of a copy within the L2 and beyond, and of both tiles of our matmul at 4,096³, forced there.
+64 elements, the rates of a copy within the L2 and beyond, and of both tiles of our matmul at 4,096³, forced there.
 
     memory      empty kernel + bytes / (rate of the L2 where everything fits into half of it, else of a long copy)
+    softmax     the same for the columns of its tile, the next power of two, since idle lanes have no bytes under way
     matmul      empty kernel + waves · time of one tile on one multiprocessor, and not below its bytes' time
-    both        and not below the addition of one element
+    each        and not below the addition of 64 elements
 
 Half, because an L2 of this size is two, each of which also holds what its own multiprocessors read from the other's.
 """
@@ -45,7 +46,7 @@ from distlab.measure import attempt, call_ms, device_percentiles, replay_ms
 from distlab.report import Panel, Series, lines
 from distlab.theory.gpu import wave_quantisation
 from kernels import _triton, elementwise, matmul, softmax
-from kernels._rows import Launch, forced
+from kernels._rows import Launch, forced, power_of_two
 from kernels.cost import Cost
 
 ROWS = 4096
@@ -111,7 +112,7 @@ def limits(device: str, dtype: torch.dtype, repeats: int) -> dict[str, float]:
     """What predictions are made of, measured now on kernels of torch's; empty on a CPU, where none are made.
 
     Returns:
-        `empty_kernel_ms`, `least_ms` of one element, `l2_gb_per_s` (a copy within 16 MiB), `copy_gb_per_s`, and
+        `empty_kernel_ms`, `least_ms` of 64 elements, `l2_gb_per_s` (a copy within 16 MiB), `copy_gb_per_s`, and
         `large_tile_tflop_per_s` and `small_tile_tflop_per_s` of our matmul.
     """
     if device != "cuda":
@@ -120,13 +121,13 @@ def limits(device: str, dtype: torch.dtype, repeats: int) -> dict[str, float]:
     def ms(run: Callable[[], Any]) -> float:
         return median(replay_ms(run, repeats, tidy=False, calls=(10, 20)))
 
-    one, near, far = (torch.ones(n, device=device, dtype=dtype) for n in (1, 2**22, 2**29))
-    outs = [torch.empty_like(x) for x in (one, near, far)]
-    empty = ms(lambda: torch.neg(one, out=outs[0]))
+    few, near, far = (torch.ones(n, device=device, dtype=dtype) for n in (64, 2**22, 2**29))
+    outs = [torch.empty_like(x) for x in (few, near, far)]
+    empty = ms(lambda: torch.neg(few[:1], out=outs[0][:1]))
     rates = [2 * x.nbytes / (ms(partial(torch.neg, x, out=out)) - empty) / 1e6
              for x, out in ((near, outs[1]), (far, outs[2]))]  # fmt: skip
     a, b = (torch.randn(ROWS, ROWS, device=device).to(dtype) for _ in range(2))
-    known = {"empty_kernel_ms": empty, "least_ms": ms(lambda: elementwise.add(one, one)), "l2_gb_per_s": rates[0],
+    known = {"empty_kernel_ms": empty, "least_ms": ms(lambda: elementwise.add(few, few)), "l2_gb_per_s": rates[0],
              "copy_gb_per_s": rates[1]}  # fmt: skip
     for size in ("large", "small"):
         tile, _ = tile_of(size == "small", dtype.itemsize)
@@ -144,7 +145,7 @@ def predicted_ms(cost: Cost, shape: tuple[int, ...], itemsize: int, known: dict[
                  generation: str | None = None) -> dict[str, float]:  # fmt: skip
     """`predicted_ms` of ours, and for a matmul also its `tiles`, `waves` and `wave_pct`, the share of places filled."""
     rate = known["l2_gb_per_s"] if cost.bytes <= spec.l2_bytes / 2 else known["copy_gb_per_s"]
-    moving = cost.bytes / rate / 1e6
+    moving = cost.bytes / rate / 1e6 * (power_of_two(shape[1]) / shape[1] if len(shape) == 2 else 1)
     if len(shape) != 3:
         return {"predicted_ms": max(known["least_ms"], known["empty_kernel_ms"] + moving)}
     rows, depth, cols = shape

@@ -114,6 +114,7 @@ def test_predicted_times_of_a_size():
     near, far = (ms(Cost(0, n), (n,))["predicted_ms"] for n in (10**7, 10**9))
     assert near == pytest.approx(0.002 + 10**7 / 5e9) and far == pytest.approx(0.002 + 10**9 / 3e9)
     assert ms(Cost(0, 10), (10,))["predicted_ms"] == 0.003
+    assert ms(Cost(0, 10**9), (4096, 96))["predicted_ms"] == pytest.approx(0.002 + 10**9 / 3e9 * 128 / 96)
     one, two = (ms(Cost(0, 0), (rows, 4096, 4096)) for rows in (1056, 1088))  # 9 rows of 16 tiles on 132 SMs
     assert (one["waves"], two["waves"]) == (2, 2) and one["predicted_ms"] == two["predicted_ms"]
     assert ms(Cost(0, 0), (2112, 4096, 4096))["waves"] == 3
