@@ -162,7 +162,7 @@ def backward_op(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor,
         return dx.copy_(inner * r.view(*x.shape[:-1], 1)), dw, db
     launch = launch_backward if x.shape[-1] <= ONE_TILE_BACKWARD else _launch_long
     dw, db = launch(as_rows(dy), as_rows(x), w.contiguous(), m, r, dx, bias_dtype)
-    return dx, dw, w.new_zeros(0) if db is None else db
+    return dx, dw, w.new_empty(0) if db is None else db
 
 
 def _launch_long(dy, x, w, m, r, dx, bias_dtype):
