@@ -222,7 +222,7 @@ class AddRMSNorm(Function):
             raise ValueError(f"activation is {activation!r}; allowed: None, 'silu'")
         y, s, r = forward_op(x, residual, weight, eps, activation == "silu", autocast_dtype(x))
         ctx.save_for_backward(s, weight, r)
-        ctx.silu, ctx.dtypes = activation == "silu", (x.dtype, residual.dtype)
+        ctx.silu = activation == "silu"
         ctx.set_materialize_grads(False)
         return y, s
 
@@ -234,7 +234,7 @@ class AddRMSNorm(Function):
             ds, dw = dtotal, None
         else:
             ds, dw = backward_op(dy, dtotal, s, weight, r, ctx.silu)
-        return *(None if ds is None else ds.to(dtype) for dtype in ctx.dtypes), dw, None, None
+        return ds, ds, dw, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:

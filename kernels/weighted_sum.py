@@ -79,7 +79,12 @@ def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
     return sum_columns(parts, w.dtype)[0]
 
 
-@_dispatch.operator("weighted_sum_forward")
+def _check(x: object, w: object) -> None:
+    check("x", x, 1)
+    check_width("weight", w, "x", x)
+
+
+@_dispatch.operator("weighted_sum_forward", _check)
 def forward_op(x: Tensor, w: Tensor) -> Tensor:
     """x (…, D), w (D) → y (…)."""
     y = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
@@ -108,10 +113,9 @@ class WeightedSum(Function):
 
     @staticmethod
     def forward(ctx, x, weight):
-        check("x", x, 1)
-        check_width("weight", weight, "x", x)
+        y = forward_op(x, weight)
         ctx.save_for_backward(x, weight)
-        return forward_op(x, weight)
+        return y
 
     @staticmethod
     @first_order
