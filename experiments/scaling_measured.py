@@ -376,15 +376,17 @@ def draw_regime(number: int, records: Sequence[Record], path: Path) -> None:
     names = [n for n in dict.fromkeys(r.config["regime"] for r in records) if n != "collectives"]
     if number > len(names):
         return
-    rows = [r for r in records if r.config["regime"] == names[number - 1] and r.variant != "local"]
+    rows = [r for r in records if r.config["regime"] == names[number - 1]]
     rows = [r for r in rows if isinstance(r.metrics.get("step_p50_ms"), float)]
+    alone = [r for r in rows if r.config["world_size"] == 1]  # where every line begins
+    rows = [r for r in rows if r.variant != "local"]
     rows.sort(key=lambda r: r.config["world_size"])
     if not rows:
         return
-    ticks = [(ranks, str(ranks)) for ranks in sorted({r.config["world_size"] for r in rows})]
+    ticks = [(ranks, str(ranks)) for ranks in sorted({r.config["world_size"] for r in alone + rows})]
     series: dict[str, list[Series]] = {"efficiency_pct": [], "step_p50_ms": []}
     for strategy, mine in grouped(rows, lambda r: r.variant).items():
-        own, x = OURS.get(strategy), [r.config["world_size"] for r in mine]
+        own = OURS.get(strategy)
         places = [*STRATEGIES, strategy]  # side by side, not on top of each other
         shift = 0.88 + 0.24 * places.index(strategy) / len(STRATEGIES)
         for metric, predicted in PREDICTED.items():
@@ -392,11 +394,12 @@ def draw_regime(number: int, records: Sequence[Record], path: Path) -> None:
                 continue
             spread = [[_at(r, metric, f"step_{p}_ms") for r in mine] for p in ("p20", "p50", "p80")]
             low, middle, high = spread if metric == "step_p50_ms" else spread[::-1]  # the shorter the step, the higher
-            points = [shift * ranks for ranks in x]
+            points = [shift * r.config["world_size"] for r in mine]
             series[metric].append(Series(strategy, points, middle, low, high, hollow=own is not None, like=own))
             if own is None and all(predicted in r.metrics for r in mine):
-                line = [r.metrics[predicted] for r in mine]
-                series[metric].append(Series(f"{strategy}, predicted", x, line, line="-", like=strategy))
+                line = {r.config["world_size"]: r.metrics[predicted] for r in alone + mine if predicted in r.metrics}
+                x, y = list(line), list(line.values())
+                series[metric].append(Series(f"{strategy}, predicted", x, y, line="-", like=strategy))
     panels = [
         Panel(title, "ranks", unit, series[metric], x_ticks=ticks, from_zero=metric != "efficiency_pct")
         for title, unit, metric in (("efficiency", "%", "efficiency_pct"), ("step time", "ms", "step_p50_ms"))

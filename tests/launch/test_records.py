@@ -20,11 +20,8 @@ ranks = 1
 first = { minutes = 1, options = "--preset smoke" }
 long = { minutes = 30, options = "--preset smoke" }
 """
-# Of experiments that runs no longer make, and three of uncommitted code, whose tables wait for records of other names.
-WITHOUT_CASE = {
-    "attention/comparison_h100.json", "attention/record_h100.json", "bucket_sweep/h200x2_xl_batch2.json",
-    "ddp_bench/h200x4_xl_batch8.json", "scaling/h200x4_weak_xl_batch8.json",
-}  # fmt: skip
+# Of experiments that runs no longer make.
+WITHOUT_CASE = {"attention/comparison_h100.json", "attention/record_h100.json"}
 MACHINES = tuple(tomllib.loads(records.MANIFEST.read_text()))
 
 
