@@ -24,14 +24,6 @@ def test_tables_and_code_are_drawn_from_records_and_source(page):
     assert redrawn(text, view_of, ROOT) == text, "run make tables"
 
 
-def test_a_table_to_come_is_drawn_once_its_record_is_there():
-    record = "records/attention/record_h100.json"
-    page = "<!-- table-if {} -->\nNot yet.\n<!-- end table-if -->\n"
-    assert redrawn(page.format("records/none.json@a"), view_of, ROOT) == page.format("records/none.json@a")
-    drawn = redrawn(page.format(record), view_of, ROOT)
-    assert "Not yet" not in drawn and table_of(record, view_of, ROOT) in drawn
-
-
 def test_rows_with_commas_in_their_names_and_values_of_what_was_varied_can_be_chosen():
     drawn = table_of("records/kernel_chains/h200-chains.json#one by one;fused, ours", view_of, ROOT)
     forms = {line.split("|")[2].strip() for line in drawn.splitlines() if "8192×4096" in line}

@@ -9,9 +9,6 @@ A page holds a pair of markers, and what lies between them is made:
     <!-- code distlab/parallel/naive.py NaiveDDP._synchronize -->
     …
     <!-- end code -->
-
-A table whose record is still to be measured stands between `<!-- table-if records/….json -->` and
-`<!-- end table-if -->`: what lies there stays until the file exists.
 """
 
 import ast
@@ -106,8 +103,8 @@ def code_of(source: str, root: Path) -> str:
     return f"```python\n{definition(root / path, name)}\n```"
 
 
-def embed(page: str, kind: str, made: Callable[[str], str | None]) -> str:
-    """The page with `made(source)` between the markers of a kind, `table` or `code`; where it is None all stays.
+def embed(page: str, kind: str, made: Callable[[str], str]) -> str:
+    """The page with `made(source)` between the markers of a kind, `table` or `code`.
 
     Raises:
         ValueError: a begin marker without its end.
@@ -115,24 +112,13 @@ def embed(page: str, kind: str, made: Callable[[str], str | None]) -> str:
     marked = re.compile(rf"(<!-- {kind} (\S[^\n]*?) -->\n).*?(<!-- end {kind} -->)", re.DOTALL)
     if page.count(f"<!-- {kind} ") != len(marked.findall(page)):
         raise ValueError(f"a '<!-- {kind} … -->' marker has no '<!-- end {kind} -->' after it")
-
-    def drawn(match: re.Match[str]) -> str:
-        text = made(match[2])
-        return match[0] if text is None else f"{match[1]}\n{text}\n\n{match[3]}"
-
-    return marked.sub(drawn, page)
+    return marked.sub(lambda match: f"{match[1]}\n{made(match[2])}\n\n{match[3]}", page)
 
 
 def redrawn(page: str, view_of: Callable[[str], View], root: Path) -> str:
     """A page with its tables and code as records and source have them now."""
-    tables = partial(table_of, view_of=view_of, root=root)
-    page = embed(page, "table", tables)
-    page = embed(page, "table-if", lambda source: tables(source) if _file(root, source).exists() else None)
+    page = embed(page, "table", partial(table_of, view_of=view_of, root=root))
     return embed(page, "code", partial(code_of, root=root))
-
-
-def _file(root: Path, source: str) -> Path:
-    return root / re.split("[#?@]", source, maxsplit=1)[0]
 
 
 def definition(path: Path, name: str) -> str:

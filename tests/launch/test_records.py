@@ -87,7 +87,7 @@ def test_a_page_shows_no_record_of_uncommitted_code(monkeypatch, tmp_path, capsy
     saved["headers"][0]["commit"] += "-dirty"
     (tmp_path / "docs").mkdir()
     (tmp_path / "mine.json").write_text(json.dumps(saved))
-    (tmp_path / "README.md").write_text("<!-- table-if mine.json -->\nOld.\n<!-- end table-if -->\n")
+    (tmp_path / "README.md").write_text("<!-- table mine.json -->\nOld.\n<!-- end table -->\n")
     monkeypatch.setattr(command_line, "ROOT", tmp_path)
     assert main(["tables"]) == 2
     said = capsys.readouterr().err
