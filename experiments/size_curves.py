@@ -272,10 +272,10 @@ VIEW = View(
     "longer fit. Beyond, the memory's rate. Softmax pays for columns up to the next power of two with idle lanes, "
     "not with traffic. Matmul over rows is a saw: a tile of 128 rows costs as much when one row of it is used "
     "(tile quantisation), and a last wave of few tiles as much as a full one (wave quantisation); depth only "
-    "lengthens each tile's loop. Predictions miss around half the size of the L2, which keeps a part of what does "
-    "not fit; where a row of softmax is so wide that a multiprocessor holds one, and loads none while it stores; and "
-    "where a matmul's loop is short beside the start and end of its tiles. Errors are against float64, over the "
-    "largest value.",
+    "lengthens each tile's loop. Predictions miss below 5 µs, where a kernel waits for a chain of loads rather than "
+    "for bytes; around half the size of the L2, which keeps a part of what does not fit; where a row of softmax is so "
+    "wide that a multiprocessor holds one, and loads none while it stores; and where a matmul's loop is short beside "
+    "the start and end of its tiles. Errors are against float64, over the largest value.",
     terminal=("size", "time_p50_ms", "wall_p50_ms", "gb_per_s", "tflop_per_s", "predicted_ms", "prediction_error_pct",
               "waves", "error"),
     pictures={"curves.png": draw},
