@@ -169,7 +169,6 @@ class GradientBucket:
         self.missing -= 1
         _pack(self.parameters[position], self.views[position])
 
-    @torch.no_grad()
     def seal(self) -> Tensor:
         """Pack what has not arrived, write the flags, and return the buffer, ready to be sent."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
@@ -181,7 +180,6 @@ class GradientBucket:
             write_used_flags(self.flags, self.parameters)
         return self.buffer
 
-    @torch.no_grad()
     def unpack(self) -> None:
         """After the mean has arrived: adopt gradients of parameters that only other ranks used; await the next ones."""
         if self.flags is not None:

@@ -113,7 +113,8 @@ class DataParallel(ParallelModel):
             return
         self._check_still_frozen()
         try:
-            self._synchronize()
+            with torch.no_grad():
+                self._synchronize()
         finally:
             self._pending = self._in_backward = False
             self._ready.clear()

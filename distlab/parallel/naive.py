@@ -30,7 +30,6 @@ class NaiveDDP(DataParallel):
         super().__init__(module, mesh=mesh, process_group=process_group)
         self._flags = torch.empty(len(self.trainable), device=self.device)
 
-    @torch.no_grad()
     def _synchronize(self) -> None:
         write_used_flags(self._flags, self.trainable)
         gradients = [self._receive(*self._send(parameter)) for parameter in self.trainable]

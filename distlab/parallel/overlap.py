@@ -9,7 +9,6 @@ plan have left. Issuing in the order in which hooks happen to fire would mix up 
 without any error as soon as two ranks' orders differ.
 """
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +40,6 @@ class OverlapDDP(NaiveDDP):
     def _issue_next(self) -> None:
         self._in_flight.append(self._send(self.trainable[self._order[len(self._in_flight)]]))
 
-    @torch.no_grad()
     def _synchronize(self) -> None:
         while len(self._in_flight) < len(self._order):
             self._issue_next()

@@ -110,7 +110,6 @@ class ShardedBuckets:
         made = {kind: in_flight_class(parameter, arrive) for kind, parameter in one_of_each.items()}
         return [(parameter, type(parameter), made[type(parameter)]) for parameter in parameters]
 
-    @torch.no_grad()
     def take_means(self) -> None:
         """After the reduce-scatters: put what arrived into place, and adopt gradients that only other ranks have."""
         for mean, received in zip(self._means_in_buckets, self.received, strict=True):
