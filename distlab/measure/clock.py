@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -166,7 +167,12 @@ def slowest_rank(
 
 
 def capture(
-    run: Callable[[], object], calls: int = 1, stream: torch.cuda.Stream | None = None, *, tidy: bool = True
+    run: Callable[[], object],
+    calls: int = 1,
+    stream: torch.cuda.Stream | None = None,
+    *,
+    tidy: bool = True,
+    beside: torch.cuda.CUDAGraph | None = None,
 ) -> torch.cuda.CUDAGraph:
     """A CUDA graph of `calls` runs, each of which has to be warm: loading a kernel is not allowed in a capture.
 
@@ -174,10 +180,11 @@ def capture(
         stream: captured; None for torch's own. A backward runs on the stream of its forward.
         tidy: collect garbage and empty the allocator's cache before, as `torch.cuda.graph` does; without it, which
             takes a fraction of the time, a stream must be given.
+        beside: a living graph whose memory this one uses too, if it is tidy: replay one at a time, and read no result.
     """
     graph = torch.cuda.CUDAGraph()
     if tidy:
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, pool=beside and beside.pool(), stream=stream):
             for _ in range(calls):
                 run()
         return graph
@@ -189,18 +196,40 @@ def capture(
     return graph
 
 
-def replayed(
-    run: Callable[[], object], *, graph_ms: float = 2.0, calls: tuple[int, int] = (1, 10), tidy: bool = True
-) -> Callable[[int], list[float]]:
-    """Capture `run` in a CUDA graph; returns what times it: repeats → device ms of `run` in each of so many replays.
+@dataclass(frozen=True)
+class Replays:
+    """Times a CUDA graph of so many calls: repeats → device ms of one call in each of so many replays."""
 
-    The L2 stays warm.
+    graph: torch.cuda.CUDAGraph
+    calls: int
+
+    def __call__(self, repeats: int) -> list[float]:
+        self.graph.replay()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            self.graph.replay()
+            mark.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / self.calls for a, b in itertools.pairwise(marks)]
+
+
+def replayed(
+    run: Callable[[], object],
+    *,
+    graph_ms: float = 2.0,
+    calls: tuple[int, int] = (1, 10),
+    tidy: bool = True,
+    beside: torch.cuda.CUDAGraph | None = None,
+) -> Replays:
+    """Capture `run` in a CUDA graph, to be timed. The L2 stays warm.
 
     Args:
         graph_ms: the graph holds as many calls as take about so long, so that starting it weighs little. Short calls
             take 0.2 to 0.5 ms when the host issues them.
         calls: least (where one takes less than `graph_ms`) and most.
         tidy: see `capture`; what earlier calls cached is of no use to the graph's own pool.
+        beside: see `capture`.
     """
     if tidy:
         torch.cuda.empty_cache()
@@ -216,19 +245,7 @@ def replayed(
     end.synchronize()
     once = begin.elapsed_time(end)
     count = max(calls[0] if once <= graph_ms else 1, min(calls[1], int(graph_ms / once)))
-    graph = capture(run, count, None if tidy else side, tidy=tidy)
-
-    def times(repeats: int) -> list[float]:
-        graph.replay()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            graph.replay()
-            mark.record()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / count for a, b in itertools.pairwise(marks)]
-
-    return times
+    return Replays(capture(run, count, None if tidy else side, tidy=tidy, beside=beside), count)
 
 
 def replay_ms(run: Callable[[], object], repeats: int, *, tidy: bool = True, **options: Any) -> list[float]:

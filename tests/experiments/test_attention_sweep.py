@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from functools import partial
-from operator import mul
 
 import pytest
 import torch
@@ -133,11 +131,22 @@ def test_peak_memory_is_what_a_call_takes_and_not_what_was_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"requested_bytes.all.peak": 0})
     monkeypatch.setattr(sweep, "allocated_bytes", lambda device: 10_000)
     times = iter((1.0, 2.0) * 2)
-    monkeypatch.setattr(sweep, "replayed", lambda run: partial(mul, [next(times)]))
+
+    class Replays:
+        def __init__(self, run, beside):
+            self.graph, self.ms = "a graph", next(times)
+            seen.append(beside)
+
+        def __call__(self, repeats):
+            return [self.ms] * repeats
+
+    seen = []
+    monkeypatch.setattr(sweep, "replayed", Replays)
     monkeypatch.setattr(sweep, "kernels_of", lambda *_: "Triton")
     monkeypatch.setattr(sweep, "peak_memory", lambda device: peak_memory("cuda"))
     found = sweep.of_shape(Shape.parse("1x1x32x16"), "float32", ["naive", "ours"], 3, "cpu")
     assert found["naive"]["peak_bytes"] == 700 + 4 * 4 * 32 * 16
+    assert seen == [None, None, "a graph", "a graph"]  # graphs of one shape share memory
     assert found["naive"]["ours_over_device"] == 1.0 and found["ours"]["kernels"] == "Triton"
 
 

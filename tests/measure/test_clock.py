@@ -105,6 +105,21 @@ def test_replays_of_a_graph_take_what_the_device_takes(tidy):
     assert (x == 1).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_uses_the_memory_of_a_living_one():
+    x = torch.ones(2**26, device="cuda")
+    first = clock.replayed(lambda: x + 1)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    second = clock.replayed(lambda: x * 2, beside=first.graph)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == before and min(first(3) + second(3)) > 0
+    third = clock.replayed(lambda: x * 2)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() >= before + x.nbytes and min(third(3)) > 0
+
+
 def test_a_call_in_a_loop_has_a_time_of_the_host_and_one_until_the_device_is_done(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
