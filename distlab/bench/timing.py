@@ -335,7 +335,7 @@ class Subject:
         """Write the profiler's trace of a few steps of this rank to `path`; the model keeps its ranges."""
         annotate_forward(self.model)
         profile_steps(
-            partial(self, "step", Phases().mark), steps=steps, warmup=warmup, queued=True, path=path,
+            partial(self, "step", Phases().mark), steps=steps, warmup=warmup, queued=True, operators=False, path=path,
             rank=self.context.rank, world_size=self.context.world_size, device=self.context.device, finish=self.settle,
         )  # fmt: skip
 

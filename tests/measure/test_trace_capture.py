@@ -217,3 +217,47 @@ def test_gloo_intervals_begin_with_execution_and_contain_waiting_for_a_peer(tmp_
         for first, second in itertools.pairwise(lane):
             assert first.end_ms <= second.start_ms  # a queued collective has not begun
     assert calls[-1].end_ms - calls[-1].start_ms > 50  # it waited for the late rank
+
+
+def test_without_operators_ranges_are_recorded_also_on_autograds_thread(tmp_path):
+    w = torch.ones(3, requires_grad=True)
+
+    def mark(_):
+        with record_function("distlab:hook"):
+            pass
+
+    w.register_post_accumulate_grad_hook(mark)
+    with capture._RangesOnly(use_kineto=True) as profiler, record_function(capture.STEP):
+        (w * 2).sum().backward()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    spans = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {s["name"] for s in spans if s.get("cat") in ("user_annotation", "cpu_op")} == {capture.STEP, "distlab:hook"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("queued", [True, False])
+def test_without_operators_the_gpus_work_and_its_launches_are_the_same(tmp_path, queued):
+    model = nn.Sequential(*[nn.Linear(256, 256, device="cuda") for _ in range(4)])
+    optimizer, x = torch.optim.SGD(model.parameters(), 1e-3), torch.ones(8, 256, device="cuda")
+
+    def step():
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        with record_function(capture.OPTIMIZER):
+            optimizer.step()
+
+    found = []
+    for operators in (True, False):
+        path = tmp_path / f"{operators}.json"
+        profile_steps(step, steps=2, path=path, rank=0, world_size=1, device="cuda", queued=queued, operators=operators)
+        events = load_trace(path)
+        steps = [e for e in events if e.name == capture.STEP]
+        assert len(steps) == 2 and len(step_windows(events)) == 2
+        work = [e for e in events if e.kind == "compute"]
+        assert all(e.launched_ms is not None for e in work) and any(e.operator for e in work) is operators
+        inside = [e.name for e in work if steps[0].start_ms <= e.launched_ms <= steps[0].end_ms]
+        updates = [e for e in events if e.name == capture.OPTIMIZER]
+        late = [e for e in work if updates[0].start_ms <= e.launched_ms <= updates[0].end_ms]
+        found.append((sorted(inside), len(late)))
+    assert found[0] == found[1] and found[0][0] and found[0][1]

@@ -38,6 +38,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._profiler import RecordScope
+from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.hooks import RemovableHandle
 
@@ -83,6 +85,13 @@ def activities_on(device: torch.device | str) -> list[ProfilerActivity]:
     return [ProfilerActivity.CPU]
 
 
+class _RangesOnly(autograd_profiler.profile):
+    """torch's profiler without the host's operators, which double the host's time: ranges, launches, and the GPU."""
+
+    def _start_trace(self) -> None:
+        autograd_profiler._enable_profiler(self.config(), self.kineto_activities, {RecordScope.USER_SCOPE})
+
+
 def profile_steps(
     step: Callable[[], object],
     *,
@@ -94,6 +103,7 @@ def profile_steps(
     warmup: int = 1,
     finish: Callable[[], object] = lambda: None,
     queued: bool = False,
+    operators: bool = True,
 ) -> None:
     """Run ``step()`` under torch.profiler and write this rank's trace, atomically.
 
@@ -114,6 +124,7 @@ def profile_steps(
         device: CUDA activities are recorded if it is a CUDA device.
         finish: called after the last step, before the recording ends: it must wait for what a step leaves in
             flight. A gloo collective that outlives the recording that it began under crashes the process.
+        operators: record the host's operators also on a GPU, whose steps a host that is busy recording holds up.
 
     Raises:
         ValueError: no ``steps`` or a negative ``warmup``.
@@ -122,7 +133,11 @@ def profile_steps(
     if steps < 1 or warmup < 0:
         raise ValueError(f"profile_steps needs steps >= 1 and warmup >= 0, got {steps} and {warmup}")
     on_cuda = torch.device(device).type == "cuda"
-    with profile(activities=activities_on(device), acc_events=True) as profiler:
+    if operators or not on_cuda:
+        recording = profile(activities=activities_on(device), acc_events=True)
+    else:
+        recording = _RangesOnly(use_kineto=True, use_device="cuda", acc_events=True)
+    with recording as profiler:
         synchronize(device)
         for name in ["distlab:warmup"] * warmup + [STEP] * steps + [NEXT] * (queued and on_cuda):
             with record_function(name):
