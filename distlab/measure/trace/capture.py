@@ -63,7 +63,8 @@ class Event(NamedTuple):
         kind: ``communication``, ``compute``, ``copy`` or ``range``.
         lane: a GPU stream or a CPU thread.
         launched_ms: for work on a GPU, when the host launched it; None elsewhere.
-        operator: for work on a GPU, the innermost operator that launched it (``aten::mm``); None elsewhere.
+        operator: for work on a GPU, the innermost operator that launched it (``aten::mm``); None elsewhere, and
+            where operators were not recorded.
     """
 
     name: str
