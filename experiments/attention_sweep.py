@@ -137,10 +137,10 @@ def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device:
     for variant, times in interleave(clocks, rounds).items():
         samples = {name: [ms for one in times for ms in one[name]] for name in times[0]}
         found[variant] |= {f"{name}_{p}_ms": ms for name in samples for p, ms in percentiles(samples[name]).items()}
-    for metrics in found.values():
+    for variant, metrics in found.items():
         if "fwd_device_p50_ms" in metrics:
             metrics |= rates(shape, metrics["fwd_device_p50_ms"], metrics["fwd_bwd_device_p50_ms"])
-        metrics |= ours_over(found.get("ours", {}), metrics)
+        metrics |= fastest_peer(found) if variant == "ours" else ours_over(found.get("ours", {}), metrics)
     return found
 
 
@@ -153,8 +153,18 @@ def rates(shape: Shape, fwd_ms: float, fwd_bwd_ms: float) -> dict[str, float]:
 
 def ours_over(ours: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     """Ours' medians over those of another row."""
-    medians = {name: f"{quantity}_p50_ms" for name, quantity in COMPARED.items()} if ours is not row else {}
+    medians = {name: f"{quantity}_p50_ms" for name, quantity in COMPARED.items()}
     return {f"ours_over_{name}": ours[ms] / row[ms] for name, ms in medians.items() if ms in ours and ms in row}
+
+
+def fastest_peer(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """For the row of ours: the fastest of the others on the device, its time, and ours over that."""
+    ms = {variant: row["fwd_bwd_device_p50_ms"] for variant, row in rows.items() if "fwd_bwd_device_p50_ms" in row}
+    peers = {variant: time for variant, time in ms.items() if not variant.startswith("ours")}
+    if not peers or "ours" not in ms:
+        return {}
+    peer = min(peers, key=peers.__getitem__)
+    return {"peer": peer, "peer_ms": peers[peer], "ours_over_peer": ms["ours"] / peers[peer]}
 
 
 def measure(config: Config, context: RankContext, run: Run) -> None:
@@ -192,22 +202,16 @@ def warm(config: Config, device: str) -> None:
         list(pool.map(attempt, jobs))
 
 
-def shape_of(record: Record) -> str:
-    """The shape; of records that hold none, one sequence of as many heads as they say."""
-    config = record.config
-    return config.get("shape") or f"1x{config.get('heads', 1)}x{config['length']}x{config['head_dim']}"
-
-
 def crossovers(records: list[Record]) -> list[str]:
     """The rows that are faster than ours by the wall's time, and by more than the noise."""
     found = [r for r in records if r.metrics.get("ours_over_wall", 0) > 1 + (noise_of(r.metrics, "wall") or 0) / 100]
-    rows = [f"{shape_of(r)} ({r.variant}, ours / it {r.metrics['ours_over_wall']:.2f})" for r in found]
+    rows = [f"{r.config['shape']} ({r.variant}, ours / it {r.metrics['ours_over_wall']:.2f})" for r in found]
     return [f"A peer is faster at {', '.join(rows)}."] if rows else []
 
 
 def geometric_means(records: list[Record]) -> str:
     """For the headline: ours over SDPA's default at those of the twelve shapes that were measured."""
-    rows = [r.metrics for r in records if r.variant == "sdpa" and r.config.get("shape") in TWELVE]
+    rows = [r.metrics for r in records if r.variant == "sdpa" and r.config["shape"] in TWELVE]
     device, wall = ([m[f"ours_over_{x}"] for m in rows if f"ours_over_{x}" in m] for x in ("device", "wall"))
     if not device:
         return ""
@@ -218,7 +222,7 @@ def geometric_means(records: list[Record]) -> str:
 def wrong(records: list[Record]) -> list[str]:
     """Rows of ours whose error is above three times the largest of its peers."""
     found = []
-    for shape, rows in grouped(records, lambda r: (r.config["dtype"], shape_of(r))).items():
+    for shape, rows in grouped(records, lambda r: (r.config["dtype"], r.config["shape"])).items():
         for name in ("max_abs_error", "max_abs_grad_error"):
             peers = [r.metrics[name] for r in rows if name in r.metrics and r.variant[:4] != "ours"]
             found += [f"WRONG: {r.variant} at {' '.join(shape)}: {name} {r.metrics[name]:.1e}" for r in rows
@@ -238,40 +242,10 @@ def peak_pct(record: Record) -> float | None:
 
 
 headline = headline_from("Attention, forward + backward, {device_name}, torch {torch}, triton {triton}")
-SHAPE = Column("config.shape", "shape", derived=shape_of, align="left")
-
-
 ERRORS = [Column(f"metrics.max_abs_{name}error", f"max |Δ{of}|", ".1e") for name, of in (("", "o"), ("grad_", "grad"))]
-COMPARISON = View(  # of records that runs no longer make
-    name="attention_comparison",
-    question="Ours beside the fastest other variant of each shape",
-    columns=[
-        Column("config.dtype", "type"), Column("config.head_dim", "d"), Column("config.length", "length"),
-        Column("metrics.ours_ms", "ours ms", ".4f"), Column("metrics.peer", "fastest peer"),
-        Column("metrics.peer_ms", "its ms", ".4f"), Column("metrics.ours_over_peer", "ours / peer", ".2f"),
-        Column("config.code", "code"),
-    ],
-    headline=headline_from("Batch 1, one head, causal, forward + backward, {device_name}, torch {torch}, triton "
-                           "{triton}; each shape by the code in the last column"),
-    reading="Above 1 the peer is faster.",
-)  # fmt: skip
-HARNESS = View(  # likewise
-    name="attention_record",
-    question="Attention of 16,384 tokens and 16 heads through one harness",
-    columns=[
-        Column("config.head_dim", "d"), Column("variant", "variant"), Column("metrics.fwd_p50_ms", "fwd ms", ".3f"),
-        Column("metrics.bwd_p50_ms", "bwd ms", ".3f"), Column("metrics.fwd_bwd_p50_ms", "f+b ms", ".3f"),
-        *(Column(f"metrics.{part}_tflop_per_s", f"{name} TFLOP/s", ".0f")
-          for part, name in (("fwd", "fwd"), ("bwd", "bwd"), ("fwd_bwd", "f+b"))), *ERRORS,
-        Column("metrics.matmul_tflop_per_s", "cuBLAS", ".0f"),
-    ],
-    headline=headline_from("1 × {heads} × {length:,} × d, {dtype}, causal, forward + backward, {device_name}, torch "
-                           "{torch}, triton {triton}"),
-    reading="One leaf is unpacked into q, k and v, and `o.sum().backward()` fills its gradient.",
-)  # fmt: skip
 VIEW = View(
     columns=[
-        SHAPE, Column("config.dtype", "type"), Column("variant", "variant"),
+        Column("config.shape", "shape", align="left"), Column("config.dtype", "type"), Column("variant", "variant"),
         Column("metrics.kernels", "kernels", missing="", optional=True),
         Column("metrics.wall_p50_ms", "wall ms", ".4f", optional=True, note=host_bound),
         Column("metrics.ours_over_wall", "ours / it", ".2f", missing="", optional=True, note=behind("wall")),
@@ -281,6 +255,8 @@ VIEW = View(
         Column("metrics.ours_over_fwd", "ours / it", ".2f", missing="", optional=True, note=behind("fwd")),
         Column("metrics.bwd_device_p50_ms", "bwd ms", ".4f"), Column("metrics.fwd_bwd_tflop_per_s", "TFLOP/s", ".1f"),
         Column("metrics.peak_pct", "% of peak", ".0f", missing="", derived=peak_pct, optional=True),
+        *(Column(f"metrics.{key}", title, form, missing="", optional=True) for key, title, form in (
+            ("peer", "fastest peer", ""), ("peer_ms", "its ms", ".4f"), ("ours_over_peer", "ours / it", ".2f"))),
         Column("metrics.host_p50_ms", "host ms", ".3f"), Column("metrics.peak_bytes", "peak MiB", ".1f", scale=2**-20),
         *ERRORS, Column("metrics.status", "status"),
     ],
@@ -308,13 +284,11 @@ EXPERIMENT = Experiment(
     presets={
         "record": {"shapes": TWELVE + MORE}, "twelve": {"shapes": TWELVE},
         "lengths": {"shapes": LENGTHS, "dtypes": ("bfloat16", "float32"), "flex": "all", "variants": (
-            "naive", "compiled", *Config.variants[:3], "sdpa-efficient", "flex", "ours-compiled-backward", "ours-ieee",
-            "ours")},
+            "naive", "compiled", *Config.variants[:3], "sdpa-efficient", "flex", "ours"), "rounds": 5},
         "quick": {"shapes": ("1x1x1024x64", "1x1x4096x64", "1x1x16384x64"), "rounds": 3, "flex": "all",
                   "variants": ("naive", "sdpa-flash", "sdpa-cudnn", "flex", "ours")},
         "quick-cpu": SMOKE, "smoke": SMOKE,
     },
     gpus=1,
-    parts=(COMPARISON, HARNESS),
     wrong=wrong,
 )  # fmt: skip

@@ -107,9 +107,12 @@ def test_warming_up_survives_variants_that_fail(monkeypatch):
     sweep.warm(sweep.Config(**sweep.SMOKE | {"warm": 1, "shapes": ("1x1x8x8",)}), "cpu")
 
 
-def test_old_records_are_shown_with_their_shapes():
-    old = {"batch": 1, "length": 128, "head_dim": 16, "dtype": "float32"}
-    assert sweep.shape_of(Record("attention_sweep", "ours", old, {}, {}, None)) == "1x1x128x16"
+def test_the_fastest_peer_is_none_of_ours_and_was_timed():
+    ms = {"naive": 4.0, "sdpa": 2.0, "ours-ieee": 1.5, "ours": 1.0}
+    rows = {variant: {"fwd_bwd_device_p50_ms": time} for variant, time in ms.items()} | {"flex": {"status": "OOM"}}
+    assert sweep.fastest_peer(rows) == {"peer": "sdpa", "peer_ms": 2.0, "ours_over_peer": 0.5}
+    assert sweep.fastest_peer({"ours": rows["ours"], "flex": rows["flex"]}) == {}
+    assert sweep.fastest_peer({"naive": rows["naive"], "ours": rows["flex"]}) == {}
 
 
 @pytest.mark.gpu
@@ -118,7 +121,7 @@ def test_device_times_memory_and_kernels():
     for variant, metrics in found.items():
         assert metrics["status"] == "ok" and 0 < metrics["fwd_device_p50_ms"] < metrics["fwd_bwd_device_p50_ms"]
         assert metrics["peak_bytes"] > 3 * 4 * 512 * 64 * 2
-        assert ("ours_over_device" in metrics) == (variant != "ours")
+        assert ("ours_over_device" in metrics) == (variant != "ours") == ("peer" not in metrics)
     assert found["ours"]["kernels"] in ("Triton", "Hopper", "Triton + Hopper")
     assert found["ours"]["max_abs_error"] <= 3 * found["sdpa"]["max_abs_error"]
 
