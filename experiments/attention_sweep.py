@@ -13,7 +13,7 @@ multiply in torch's default, IEEE fp32; ours in "emulated", three TF32 matmuls o
 are as accurate (see the error columns), "ours-ieee" like them; "ours-deterministic" sums dQ in a pass of its own.
 The L2 is warm in graph replays.
 
-A variant that refuses a call says so, one that runs out of memory says OOM, and the sweep goes on.
+A variant that refuses a call says so, one that runs out of memory beside all graphs says OOM, and the sweep goes on.
 """
 
 import gc
@@ -112,7 +112,7 @@ def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device:
     """Variant → its metrics, or what it refuses in its `status`; times on a CPU are the wall's only."""
     case = inputs(shape, dtype, device)
     expected = exact(shape, *case)
-    clocks: dict[str, Callable[[], dict[str, list[float]]]] = {}
+    clocks: dict[str, Callable[[], dict[str, Any]]] = {}
     last: torch.cuda.CUDAGraph | None = None  # all graphs share their memory: of the largest, instead of the sum
 
     def prepare(variant: str) -> dict[str, Any]:
@@ -130,18 +130,25 @@ def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device:
             runs = {"fwd_device": partial(fn, *case[:3]), "fwd_bwd_device": whole}
             graphs = {name: replayed(run, beside=last) for name, run in runs.items()}
             last = graphs["fwd_bwd_device"].graph
-        clocks[variant] = lambda: call_ms(whole, 1) | {name: times(2) for name, times in graphs.items()}
+        times = partial(attempt, lambda: call_ms(whole, 1) | {name: replay(2) for name, replay in graphs.items()})
+        clocks[variant] = times  # may be out of memory where the first call was not: all graphs lie beside it
         return metrics
 
     found = {variant: attempt(partial(prepare, variant)) for variant in variants}
     for variant, times in interleave(clocks, rounds).items():
-        samples = {name: [ms for one in times for ms in one[name]] for name in times[0]}
-        found[variant] |= {f"{name}_{p}_ms": ms for name in samples for p, ms in percentiles(samples[name]).items()}
+        failed = [one for one in times if one["status"] != "ok"]
+        found[variant] |= failed[0] if failed else clock_percentiles(times)
     for variant, metrics in found.items():
         if "fwd_device_p50_ms" in metrics:
             metrics |= rates(shape, metrics["fwd_device_p50_ms"], metrics["fwd_bwd_device_p50_ms"])
         metrics |= fastest_peer(found) if variant == "ours" else ours_over(found.get("ours", {}), metrics)
     return found
+
+
+def clock_percentiles(times: list[dict[str, Any]]) -> dict[str, float]:
+    """`CLOCK_p20_ms`, p50 and p80 of every clock, over all rounds."""
+    samples = {clock: [ms for one in times for ms in one[clock]] for clock in times[0] if clock != "status"}
+    return {f"{clock}_{p}_ms": ms for clock in samples for p, ms in percentiles(samples[clock]).items()}
 
 
 def rates(shape: Shape, fwd_ms: float, fwd_bwd_ms: float) -> dict[str, float]:

@@ -57,10 +57,15 @@ def host_bound(record: Record) -> str:
 
 
 def waiting(records: Sequence[Record]) -> str:
-    """For a headline: which rows leave the GPU idle for more than a tenth of their step; empty for none."""
+    """For a headline: the rows that leave the GPU idle for more than a tenth of their step; empty for none."""
     idle = {record.variant: record.metrics.get("gpu_idle_pct") or 0.0 for record in records}
-    found = [f"{variant} {share:.0f} %" for variant, share in idle.items() if share > 10]
-    return f"; the GPU waits for the host: {', '.join(found)} of the step" if found else ""
+    found = {variant: share for variant, share in idle.items() if share > 10}
+    if not found:
+        return ""
+    which = ": " + ", ".join(f"{variant} {share:.0f} %" for variant, share in found.items())
+    if len(found) > 3:
+        which = f" in {len(found)} of {len(idle)} rows, up to {max(found.values()):.0f} %"
+    return f"; the GPU waits for the host{which} of the step"
 
 
 NOISE = Column("metrics.noise_pct", "± %", ".1f", missing="", derived=lambda record: noise_of(record.metrics))

@@ -43,9 +43,9 @@ HOST_OPERATOR_S, HOST_CALL_S = 30e-6, 39e-6
 
 
 # Of the bf16 peak that fused attention reaches, by backend and head width, forward and backward together, causal, one
-# head of 65,536 tokens (records/attention_sweep/h100-lengths.json): cuDNN's kernels, and FlashAttention-2's, which do
+# head of 65,536 tokens (records/attention_sweep/h200-lengths.json): cuDNN's kernels, and FlashAttention-2's, which do
 # not use Hopper's own instructions; on other devices these reach what cuDNN's do on Hopper.
-ATTENTION_SHARE = {"cudnn": {64: 0.44, 128: 0.57}, "flash": {64: 0.28, 128: 0.32}}
+ATTENTION_SHARE = {"cudnn": {64: 0.43, 128: 0.53}, "flash": {64: 0.27, 128: 0.31}}
 # A matmul is limited by power: of a chip below its full limit the rate falls as the square root of what is left for
 # switching, between a voltage that follows the clock (power ~ clock³) and one that is at its floor (power ~ clock);
 # a seventh of the full limit is assumed for leakage and memory.

@@ -60,6 +60,21 @@ def test_a_variant_that_fails_is_a_row_and_not_the_end(monkeypatch, tmp_path):
     assert statuses == {"naive": "OOM", "sdpa": "RuntimeError: no kernel for this type", "ours": "ok"}
 
 
+def test_a_variant_that_fails_after_its_first_call_is_a_row_too(monkeypatch, tmp_path):
+    calls = []
+
+    def second_call_does_not_fit(q, k, v):
+        calls.append(q)
+        if len(calls) > 2:
+            raise torch.OutOfMemoryError("too large")
+        return naive(q, k, v)
+
+    monkeypatch.setattr(sweep, "build", lambda variant, *_: second_call_does_not_fit if variant == "naive" else naive)
+    first, sdpa, ours = measured(sweep.EXPERIMENT, tmp_path, shapes=("1x1x8x8",))
+    assert first.metrics["status"] == "OOM" and "max_abs_error" in first.metrics and "wall_p50_ms" not in first.metrics
+    assert sdpa.metrics["ours_over_wall"] == ours.metrics["wall_p50_ms"] / sdpa.metrics["wall_p50_ms"]
+
+
 def test_wrong_results_are_said(monkeypatch, tmp_path):
     right = sweep.build
     monkeypatch.setattr(sweep, "build", lambda *of: (lambda q, k, v: right(*of)(q, k, v) * (1 + (of[0] == "ours"))))

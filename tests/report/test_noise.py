@@ -3,7 +3,7 @@
 import pytest
 
 from distlab.report import Column, Record, render
-from distlab.report.noise import NOISE, TIE, interval_ties, noise_by_row, noise_of, tied
+from distlab.report.noise import NOISE, TIE, interval_ties, noise_by_row, noise_of, tied, waiting
 
 
 def row(p20: float, p50: float, p80: float, **more: float) -> dict[str, float]:
@@ -34,6 +34,14 @@ def test_a_headline_says_how_far_rows_differ_in_noise():
     records = [Record("x", "a", {}, metrics, {}, None) for metrics in (row(99, 100, 101), row(80, 100, 120), {})]
     assert noise_by_row(records) == "noise by row 1.0 to 20.0 %"
     assert noise_by_row(records[:1]) == "noise by row 1.0 %" and noise_by_row(records[2:]) == ""
+
+
+def test_a_headline_names_the_rows_that_wait_for_the_host_or_counts_them():
+    shares = {"a": None, "b": 9, "c": 60, "d": 11, "e": 12, "f": 13}
+    records = [Record("x", name, {}, {"gpu_idle_pct": share}, {}, None) for name, share in shares.items()]
+    assert waiting(records[:2]) == ""
+    assert waiting(records[:4]) == "; the GPU waits for the host: c 60 %, d 11 % of the step"
+    assert waiting(records) == "; the GPU waits for the host in 4 of 6 rows, up to 60 % of the step"
 
 
 def test_a_table_names_ties_and_tells_the_noise_of_rows_that_did_not_record_it():
