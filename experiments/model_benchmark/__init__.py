@@ -368,7 +368,9 @@ def step_flops(config: TrialConfig, mode: str, causal: bool = False) -> int:
 
 
 def draw_steps(records: Sequence[Record], path: Path) -> None:
-    """A bar per row: forward, backward and optimizer, with p20 and p80 of the whole."""
+    """A bar per setting: forward, backward and optimizer of the fullest mode, with p20 and p80 of the whole."""
+    fullest = max((record.config["mode"] for record in records), key=MODES.index)
+    records = [record for record in records if record.config["mode"] == fullest]
     rows = [record.metrics for record in records]
     timed = [metrics.get("step_p50_ms") is not None for metrics in rows]
     parts = {

@@ -13,7 +13,7 @@ from distlab.model import TransformerLM
 from distlab.report.record import read_json
 from distlab.testing import run_ranks
 from distlab.theory.operators import Compute
-from experiments.model_benchmark import EXPERIMENT, BenchmarkConfig, taken_apart
+from experiments.model_benchmark import EXPERIMENT, BenchmarkConfig, draw_steps, taken_apart
 from experiments.model_benchmark import by_part as by_part_module
 from tests.experiments.frame import on_rank, refused
 
@@ -221,6 +221,10 @@ def test_the_pictures_of_a_sweep(results):
     folder = results["folder"] / "sweep" / "model_benchmark" / "run"
     assert {path.name for path in folder.glob("*.png")} == {"steps.png", "warmup.png"}
     assert "flash, step" in (folder / "report.html").read_text()
+    with patch("experiments.model_benchmark.stacked_bars") as drawn:
+        draw_steps(results["sweep"], folder)
+    labels = drawn.call_args.args[1]
+    assert labels == [r.variant for r in results["sweep"] if r.config["mode"] == "step"] and labels
 
 
 @pytest.mark.parametrize(
