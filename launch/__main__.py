@@ -204,18 +204,22 @@ def show(arguments: Sequence[str]) -> int:
     return 0
 
 
-def view_of(name: str) -> View:
-    """The view of records of that experiment.
+def maker_of(name: str) -> str:
+    """The experiment that makes records of that name, its own or those of a part.
 
     Raises:
         ValueError: no experiment makes such records.
     """
     for known in sorted(experiments(), key=lambda each: each != name):  # most often the module of that name
         module = load(known)
-        views = module.EXPERIMENT.views() if hasattr(module, "EXPERIMENT") else {}
-        if name in views:
-            return views[name]
+        if hasattr(module, "EXPERIMENT") and name in module.EXPERIMENT.views():
+            return known
     raise ValueError(f"no experiment makes records of {name!r}")
+
+
+def view_of(name: str) -> View:
+    """The view of records of that name; ValueError if no experiment makes such."""
+    return load(maker_of(name)).EXPERIMENT.views()[name]
 
 
 def tables(arguments: Sequence[str]) -> int:
@@ -227,7 +231,7 @@ def tables(arguments: Sequence[str]) -> int:
     from distlab.report.docs_tables import aged, redraw_pages
 
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    for line in aged(pages, ROOT):
+    for line in aged(pages, maker_of, ROOT):
         print(f"{line}: distlab records measures it again", file=sys.stderr)
     return redraw_pages(pages, view_of, ROOT, check=check)
 
