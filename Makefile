@@ -2,7 +2,7 @@
 # make test    install, lint, run all tests (gloo ranks and interpreted Triton; GPU tests skip without a GPU)
 # make tables  redraw the tables of README.md and docs/ from records/
 # make docs    the documentation site, in site/ (mkdocs: an optional extra)
-# make size    statements and lines of each package
+# make size    code tokens of each package
 .PHONY: docs tables size install bench test test-gpu test-commands lint clean
 PYTHON ?= python3
 VENV := .venv
@@ -41,7 +41,7 @@ docs: install
 	@echo site/index.html
 
 size:
-	$(PYTHON) tests/size.py
+	$(PYTHON) -m tests.size
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info outputs site .pytest_cache .ruff_cache
