@@ -22,8 +22,8 @@ from .options import DTYPES, check_call, check_documents, document_bounds, is_de
 class FlashAttention2(Function):
     """Triton FlashAttention-2: `apply(q, k, v, is_causal=False)` → o, of q's shape.
 
-    Further positional options: scale, window, alignment, precision, document_ids, backward, deterministic, softcap,
-    return_lse; see `flash_attention`.
+    Further positional options: scale, window, alignment, precision, document_ids, deterministic, softcap, return_lse;
+    see `flash_attention`.
     Where Triton cannot run the plain-torch tiles are used instead. Saved: q, k, v, o, and the log-sum-exp of shape
     `q.shape[:-1]`.
 
@@ -32,9 +32,9 @@ class FlashAttention2(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
-                document_ids=None, backward=None, deterministic=None, softcap=None, return_lse=False):
+                document_ids=None, deterministic=None, softcap=None, return_lse=False):
         options = is_causal, scale, window, alignment, precision, softcap
-        q, k, v = _begin(ctx, (q, k, v), options, document_ids, backward, deterministic, return_lse)
+        q, k, v = _begin(ctx, (q, k, v), options, document_ids, deterministic, return_lse)
         o, lse = ops.forward_op(q, k, v, *ctx.options)
         ctx.save_for_backward(q, k, v, o, lse)
         return (o, lse) if return_lse else o
@@ -45,10 +45,10 @@ class FlashAttention2(Function):
         q, k, v, o, lse = ctx.saved_tensors
         do = do if do.dtype is o.dtype else do.to(o.dtype)
         grads = ops.backward_op(q, k, v, o, lse, do, dlse, ctx.deterministic, *ctx.options)
-        return *grads, *[None] * 10
+        return *grads, *[None] * 9
 
 
-def _begin(ctx, inputs: tuple[Tensor, ...], options: tuple, document_ids: Tensor | None, backward: str | None,
+def _begin(ctx, inputs: tuple[Tensor, ...], options: tuple, document_ids: Tensor | None,
            deterministic: bool | None, return_lse: bool, dtypes: tuple[torch.dtype, ...] | None = None) -> tuple:
     """q, k and v as autocast wants them, and in ctx what the operators are given besides.
 
@@ -59,7 +59,7 @@ def _begin(ctx, inputs: tuple[Tensor, ...], options: tuple, document_ids: Tensor
         check_call(*cast, *options, dtypes=dtypes or DTYPES)
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
-    ctx.deterministic = is_deterministic(backward, deterministic)
+    ctx.deterministic = is_deterministic(deterministic)
     if document_ids is not None:
         check_documents(*cast[:2], document_ids)
         document_ids = document_ids if document_ids.dim() == 3 else document_bounds(document_ids)
@@ -72,9 +72,9 @@ class FlashAttention2PyTorch(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
-                document_ids=None, backward=None, deterministic=None, softcap=None, return_lse=False):
+                document_ids=None, deterministic=None, softcap=None, return_lse=False):
         options = is_causal, scale, window, alignment, precision, softcap
-        cast = _begin(ctx, (q, k, v), options, document_ids, backward, deterministic, return_lse,
+        cast = _begin(ctx, (q, k, v), options, document_ids, deterministic, return_lse,
                       (*DTYPES, torch.float64))
         o, lse = tiled.forward(*ops.four_d(*cast), ops.problem_of(*cast[:2], *ctx.options))
         o, lse = o.view(q.shape), lse.view(q.shape[:-1])
@@ -87,14 +87,13 @@ class FlashAttention2PyTorch(Function):
         q, k, v, o, lse = ctx.saved_tensors
         problem = ops.problem_of(q, k, *ctx.options)
         grads = tiled.backward(*ops.four_d(q, k, v, o), lse, *ops.four_d(do), dlse, problem)
-        return *(g.view(x.shape) for g, x in zip(grads, (q, k, v), strict=True)), *[None] * 10
+        return *(g.view(x.shape) for g, x in zip(grads, (q, k, v), strict=True)), *[None] * 9
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
                     window: int | None = None, alignment: str = "top-left", precision: str = "emulated",
-                    document_ids: Tensor | None = None, backward: str | None = None,
-                    deterministic: bool | None = None, softcap: float | None = None,
-                    return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+                    document_ids: Tensor | None = None, deterministic: bool | None = None,
+                    softcap: float | None = None, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · q kᵀ + mask) v, without the (T, T) matrix in memory; differentiable in q, k and v.
 
     Args:
@@ -112,7 +111,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
             not depend on it.
         document_ids: (B, T) integers for packed sequences, Tq = Tk: positions see each other only within one run of
             equal ids. Or what `document_bounds` made of them, or of cu_seqlens, once for all layers.
-        backward: deprecated: "two-pass" is deterministic=True, "fused" deterministic=False.
         deterministic: True for gradients that are bit-identical from run to run. False takes the fastest kernels, whose
             sums of dQ may come in any order, so that its last bits change (those for Hopper do that; o, dk and dv are
             bit-identical always). None follows `torch.use_deterministic_algorithms`.
@@ -130,7 +128,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
     Source: Dao, FlashAttention-2 (2023). On CUDA tensors, and with TRITON_INTERPRET=1, the Triton kernels run; on other
     devices the plain-torch tiles. `create_graph=True` raises: the gradient of a gradient is not defined.
     """
-    return FlashAttention2.apply(q, k, v, causal, scale, window, alignment, precision, document_ids, backward,
+    return FlashAttention2.apply(q, k, v, causal, scale, window, alignment, precision, document_ids,
                                  deterministic, softcap, return_lse)
 
 

@@ -1,6 +1,5 @@
 """What one attention call means: the mask as a band, the scale, the arithmetic; and the checks on what users pass."""
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,6 @@ from .._rows import DTYPES, check, check_device
 MAX_HEAD_DIM = 256
 PRECISIONS = ("emulated", "ieee", "tf32x3", "bf16x6", "tf32")
 ALIGNMENTS = ("top-left", "bottom-right")
-BACKWARDS = ("two-pass", "fused")
 LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127  # float32 holds them, and the larger one times log2(e)
 
 
@@ -58,21 +56,11 @@ def band(query_count: int, key_count: int, causal: bool, window: int | None,
     return lo, hi
 
 
-def is_deterministic(backward: str | None, deterministic: bool | None) -> bool:
+def is_deterministic(deterministic: bool | None) -> bool:
     """Whether gradients must be bit-identical in every run; None follows torch.use_deterministic_algorithms."""
     if deterministic not in (None, True, False):
         raise TypeError(f"deterministic must be True, False or None, got {deterministic!r}")
-    asked = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    if backward is None:
-        return asked
-    if backward not in BACKWARDS:
-        raise ValueError(f"backward is {backward!r}; allowed: {', '.join(BACKWARDS)}")
-    if not torch.compiler.is_compiling():  # which cannot trace a warning
-        warnings.warn("backward= is deprecated and gone in the next version; deterministic=True means two passes",
-                      DeprecationWarning, stacklevel=5)
-    if deterministic and backward == "fused":
-        raise ValueError("backward is 'fused', which is not deterministic, and deterministic True; leave one out")
-    return asked or backward == "two-pass"
+    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
 
 
 def visible_pairs(query_count: int, key_count: int, lo: int | None, hi: int | None) -> int:

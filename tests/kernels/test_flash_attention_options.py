@@ -72,7 +72,6 @@ def test_tensors_that_do_not_fit(function, arguments, message):
         ({"causal": 1}, TypeError, "causal must be True or False"),
         ({"alignment": "left"}, ValueError, "alignment is 'left'; allowed: top-left, bottom-right"),
         ({"precision": "fp8"}, ValueError, "precision is 'fp8'; allowed: emulated, ieee, tf32x3, bf16x6, tf32"),
-        ({"backward": "one"}, ValueError, "backward is 'one'; allowed: two-pass, fused"),
         ({"document_ids": torch.zeros(2, 5)}, TypeError, "document_ids must be an integer tensor"),
         ({"document_ids": torch.zeros(2, 5).cfloat()}, TypeError, "document_ids must be an integer tensor"),
         ({"document_ids": torch.zeros(2, 5).long()}, ValueError, "document_ids needs as many queries as keys"),

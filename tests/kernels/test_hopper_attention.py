@@ -158,21 +158,17 @@ def test_the_operators_launch_what_serves_says(monkeypatch):
 
 
 def test_what_deterministic_means():
-    assert not is_deterministic(None, None)
-    assert is_deterministic(None, True)
-    assert not is_deterministic(None, False)
+    assert not is_deterministic(None)
+    assert is_deterministic(True)
+    assert not is_deterministic(False)
     torch.use_deterministic_algorithms(True)
     try:
-        assert is_deterministic(None, None)
-        assert not is_deterministic(None, False)
+        assert is_deterministic(None)
+        assert not is_deterministic(False)
     finally:
         torch.use_deterministic_algorithms(False)
-    with pytest.warns(DeprecationWarning, match="deterministic=True"):
-        assert is_deterministic("two-pass", None) and not is_deterministic("fused", None)
-    with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match="leave one out"):
-        is_deterministic("fused", True)
     with pytest.raises(TypeError, match="deterministic must be True, False or None, got 'yes'"):
-        is_deterministic(None, "yes")
+        is_deterministic("yes")
 
 
 @pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
