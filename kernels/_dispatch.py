@@ -143,16 +143,18 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
             tensors, key = [], []
             for x in args:
                 kind = type(x)
-                if kind is Tensor or kind is Parameter:
+                # Programs read addresses. Without one a tensor is empty, meta or torch's zeros that take no memory;
+                # and one whose values are the negatives of what lies there (`z.conj().imag`) the dispatcher resolves.
+                if (kind is Tensor or kind is Parameter) and (address := x.data_ptr()) and not x.is_neg():
                     tensors.append(x)
-                    key += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
+                    key += x.shape, x.stride(), x.dtype, x.device, address & 15
                 elif kind in OPTIONS:
                     key += kind, x
-                else:  # a subclass of Tensor, or nothing that is allowed
+                else:  # or a subclass of Tensor, or nothing that is allowed
                     return otherwise(*args)
             program = kept.get(tuple(key))
             if program is None:
-                return _written(function, check, kept, args, tensors, tuple(key), otherwise)
+                return _written(function, check, kept, args, tensors, tuple(key))
             first = tensors[0]
             if first.is_cuda and first.get_device() != torch.cuda.current_device():
                 with torch.cuda.device(first.device):
@@ -203,13 +205,11 @@ def _as_launches(function: Callable, mode: FunctionalTensorMode, op: Any, types:
         _thread.traced = before
 
 
-def _written(function: Callable, check: Callable | None, kept: dict, args: tuple, tensors: list[Tensor], key: tuple,
-             otherwise: Callable) -> Any:
+def _written(function: Callable, check: Callable | None, kept: dict, args: tuple, tensors: list[Tensor],
+             key: tuple) -> Any:
     """By the function as it is written; recorded, if calls of this description are new and can have a program."""
     if check is not None:
         check(*args)
-    if any(x.is_meta for x in tensors):
-        return otherwise(*args)
     device = tensors[0].device
     if key in kept or not (device.type == "cuda" or _triton.interpreted()):
         return function(*args)
@@ -224,7 +224,7 @@ def _written(function: Callable, check: Callable | None, kept: dict, args: tuple
     if not recorder.discarded:
         if len(kept) >= MOST_PROGRAMS:
             kept.clear()
-        kept[key] = recorder.program(result) if all(x.numel() for x in tensors) else None
+        kept[key] = recorder.program(result)
     return result
 
 
@@ -256,7 +256,7 @@ class _Recorder(TorchDispatchMode):
         made = list(result) if isinstance(result, list | tuple) else [result]
         if not made or not all(isinstance(x, Tensor) for x in made):
             self.repeatable = False  # a value was read
-        elif func.is_view:
+        elif func.is_view and torch._C._is_alias_of(made[0], args[0]):  # below autograd `contiguous` may copy
             root, _ = self._place(args[0])
             for view in made:
                 self.places[id(view)] = weakref.ref(view), root, view.data_ptr() - self.roots[root].address

@@ -234,8 +234,8 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, columns: list[list[Tensor]], step: int, options: dict, kind: tuple) -> None:
         """Step one kind of parameters: those of one group, device and pair of dtypes, at the same step."""
         parameters, gradients, first, second = columns
-        if _triton.runs_triton(parameters[0]) and all(p.is_contiguous() for p in parameters):
-            gradients = [g.contiguous() for g in gradients]
+        if _triton.runs_triton(parameters[0]) and all(p.is_contiguous() and not p.is_neg() for p in parameters):
+            gradients = [g.resolve_neg().contiguous() for g in gradients]
             launch_adamw([parameters, gradients, first, second], self._addresses[kind], step,
                          self._cached_tables(parameters[0].device), **options)
             return

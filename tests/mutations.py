@@ -391,6 +391,27 @@ MUTATIONS = (
         ("tests/kernels/test_flash_attention.py", "-k", "window"),
     ),
     Mutation(
+        "torch's negative bit is not seen",
+        "kernels/_dispatch.py",
+        "(address := x.data_ptr()) and not x.is_neg():",
+        "(address := x.data_ptr()):",
+        ("tests/kernels/test_every_operation.py", "-k", "values_that_do_not_lie"),
+    ),
+    Mutation(
+        "tensors without memory go to the kernels",
+        "kernels/_dispatch.py",
+        "(address := x.data_ptr()) and not x.is_neg():",
+        "(address := x.data_ptr()) + 1 and not x.is_neg():",
+        ("tests/kernels/test_every_operation.py", "-k", "values_that_do_not_lie"),
+    ),
+    Mutation(
+        "a copy is recorded as a view",
+        "kernels/_dispatch.py",
+        " and torch._C._is_alias_of(made[0], args[0])",
+        "",
+        ("tests/kernels/test_dispatch.py", "-k", "copies"),
+    ),
+    Mutation(
         "relu of minus infinity",
         "kernels/matmul.py",
         "y = tl.where(y <= 0, 0.0, y)",

@@ -6,11 +6,13 @@ import weakref
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import _dispatch
 from kernels.dropout import dropout
 from kernels.flash_attention import flash_attention
 from kernels.rmsnorm import rms_norm
+from kernels.softmax import softmax
 
 from .fused import DEVICE, draw
 from .test_every_operation import OPERATIONS, results
@@ -56,6 +58,16 @@ def test_options_and_layouts_have_plans_of_their_own():
     for eps in (1e-5, 1.0, 1):
         for x in (draw(4, 8), draw(4, 16)[:, ::2], draw(8, 4).T, draw(5, 8)[1:]):
             torch.testing.assert_close(rms_norm(x, w, eps), torch.nn.functional.rms_norm(x, (8,), w, eps))
+
+
+def test_copies_made_below_autograd_are_repeated():
+    """There torch's `contiguous` is one operation, a view by its schema, and here a copy."""
+    _dispatch.forget()
+    for seed in range(3):
+        x = draw(8, 4, seed=seed).T
+        with FlopCounterMode(display=False):
+            y = softmax(x)
+        torch.testing.assert_close(y, x.softmax(-1))
 
 
 def test_what_is_random_stays_random():

@@ -105,6 +105,27 @@ def test_views_that_overlap(name, either):
             torch.testing.assert_close(x.double(), y, atol=3e-5, rtol=3e-5)
 
 
+def negative(x):
+    """x as the negatives of what lies in memory."""
+    return torch.complex(x, -x).conj().imag
+
+
+@every
+def test_values_that_do_not_lie_in_memory(name, either):
+    """Negatives by torch's bit and zeros without memory, as inputs and from upstream."""
+    function, plain, *shapes = OPERATIONS[name]
+    assert negative(draw(2)).is_neg()
+    for make in (negative, lambda x: torch._efficientzerotensor(x.shape, device=x.device)):
+        inputs = [make(draw(*s, seed=i)).requires_grad_() for i, s in enumerate(shapes)]
+        exact = [t.detach().double().requires_grad_() for t in inputs]
+        ours, theirs = (y if isinstance(y, tuple) else (y,) for y in (function(*inputs), plain(*exact)))
+        upstream = [make(draw(*y.shape, seed=7)) for y in ours]
+        ours += torch.autograd.grad(ours, inputs, upstream)
+        theirs += torch.autograd.grad(theirs, exact, [u.double() for u in upstream])
+        for x, y in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(x.double(), y, atol=3e-5, rtol=3e-5)
+
+
 @every
 def test_gradients_of_gradients_are_refused(name, either):
     """Also where the upstream gradient requires none: a penalty on the gradient would lack its own gradient."""

@@ -212,6 +212,17 @@ def test_small_weight_decay_is_not_lost_in_rounding(monkeypatch, either):
     assert decay.item() == pytest.approx(10 * 2e-7, rel=2e-2)  # 1 − 2e-7 in fp32 would be 11 % off
 
 
+@pytest.mark.parametrize("of_gradient", [True, False])
+def test_adamw_steps_by_negatives_that_do_not_lie_in_memory(of_gradient, either):
+    x = draw(50)
+    away = torch.complex(x, -x).conj().imag  # x by torch's negative bit
+    p, theirs = (away if not of_gradient else x.clone()).requires_grad_(), x.clone().requires_grad_()
+    p.grad, theirs.grad = away if of_gradient else x.clone(), x.clone()
+    AdamW([p], lr=1e-2).step()
+    torch.optim.AdamW([theirs], lr=1e-2).step()
+    torch.testing.assert_close(p.detach(), theirs.detach(), atol=1e-6, rtol=1e-6)
+
+
 def test_adamw_stays_where_an_average_of_squares_has_overflowed(either):
     """As torch's: an infinite average makes updates of 0, not NaN."""
     p = torch.ones(2, device=DEVICE, requires_grad=True)
