@@ -1,14 +1,15 @@
 """What does recomputing activations save in memory and cost in time, and how large should a group of blocks be?
 
     distlab run activation_checkpointing                   # this machine's device
-    distlab run activation_checkpointing --size gpt2-xl --groups none block every-4 every-8-2
+    distlab run activation_checkpointing --size gpt2-xl --groups none block every-4
     distlab run activation_checkpointing --quick           # seconds on a CPU
 
 Forward and backward of one model, without an optimizer, for each way to group its blocks: none recomputed, each by
-itself, every k together, and groups inside groups. The peak is the allocator's where it keeps a count; beside it stand
+itself, every k together. The peak is the allocator's where it keeps a count; beside it stand
 that of the same step on fake tensors, and the closed form. Times are taken in interleaved rounds.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,8 +43,7 @@ from distlab.measure import (
     peak_memory,
     percentiles,
 )
-from distlab.model import TransformerLM, checkpoint_groups, checkpoint_plan, cross_entropy
-from distlab.model.config import RECOMPUTATION
+from distlab.model import TransformerLM, checkpoint_group, checkpoint_plan, cross_entropy
 from distlab.precision import DTYPES, autocast
 from distlab.report import NOISE, TIE, interval_ties, noise_of, prediction_error, stacked_bars
 from distlab.simulate.run import simulate_step
@@ -60,7 +60,7 @@ from distlab.theory.model_shape import ModelShape
 from distlab.train.requirements import require
 
 BASE = "none"  # what the others are held against
-SINGLE = (BASE, "block", "every-2", "every-4", "every-8", "every-16")  # on a single level
+CHOICES = (BASE, "block", "every-2", "every-4", "every-8", "every-16")
 PRECISION = {"fp32": "fp32", "bf16": "bf16-autocast"}
 
 
@@ -72,8 +72,8 @@ class CheckpointingConfig(BenchOptions, TimingOptions):
     checkpointing: str = "none"  # see `groups`
     dtype: str = option("fp32", "of the computation", choices=tuple(PRECISION))
     groups: tuple[str, ...] = option(
-        (*SINGLE, "every-32", "every-8-2", "every-8-1"),
-        "none, block, every-K or every-K-J, or what blocks keep, as --checkpointing of distlab train; several of them",
+        (*CHOICES, "every-32"),
+        "none, block, every-K, or what blocks keep, as --checkpointing of distlab train; several of them",
     )
     count: bool = option(False, "count peaks on fake tensors too, seconds to a quarter of a minute each")
     threads: int | None = option(None, "of a CPU [torch's]", least=1)
@@ -190,7 +190,7 @@ class Bench:
             "predicted_peak_bytes": memory.peak.total,
             "predicted_counted_peak_bytes": memory.peak.total - self.workspace_bytes,
             "predicted_peak_phase": memory.peak_phase,
-            "blocks_run_again": blocks_run_again(model.num_layers, checkpoint_groups(choice))[0],
+            "blocks_run_again": blocks_run_again(model.num_layers, checkpoint_group(choice))[0],
         }
         if base is not None:
             sizes = model.sizes(self.config.batch)
@@ -199,7 +199,7 @@ class Bench:
             found["predicted_step_ms"] = step + again * forward
         return found
 
-    def closed_form(self, plan: tuple[int, ...] | tuple[str, ...]) -> StepMemory:
+    def closed_form(self, plan: int | tuple[str, ...]) -> StepMemory:
         """Memory of a step without an optimizer."""
         return step_memory(
             ModelShape.of(self.shape),
@@ -213,11 +213,11 @@ class Bench:
         )
 
     def facts(self) -> dict[str, Any]:
-        """The model's size, and what the closed form says of the best single-level group size."""
+        """The model's size, and what the closed form says of the best group size."""
         model, precision = self.shape, PRECISIONS[PRECISION[self.config.dtype]]
         kept = activations(ModelShape.of(model), self.config.batch, model.context_length, precision, model.attention)
         arguments = (model.num_layers, kept.block, kept.checkpoint)
-        peaks = {size: self.closed_form((size,)).peak.total for size in range(1, model.num_layers + 1)}
+        peaks = {size: self.closed_form(size).peak.total for size in range(1, model.num_layers + 1)}
         return {
             "num_layers": model.num_layers,
             "num_parameters": model.num_parameters,
@@ -249,23 +249,22 @@ headline = headline_from(
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """The best single-level size, by closed form and by measurement, and the cheapest way of all."""
+    """The best group size, by closed form and by measurement."""
     config = records[0].config
     b, c = config["block_activation_bytes"], config["block_input_bytes"]
     found = [
-        f"A block keeps {b / 2**20:,.1f} MiB and its input is {c / 2**20:,.1f} MiB: on a single level groups of "
+        f"A block keeps {b / 2**20:,.1f} MiB and its input is {c / 2**20:,.1f} MiB: groups of "
         f"{config['best_group_size']} keep fewest activations (√(L·c/b) = {config['best_group_size_estimate']:.2f}); "
         "the peak of the whole step, gradients included, is least with groups of "
         f"{config['best_group_size_of_peak']}. Both in closed form."
     ]
     for metric, words in (("peak_alloc_bytes", "Measured"), ("counted_peak_bytes", "On fake tensors")):
         single = {r.variant: r.metrics[metric] for r in records
-                  if r.metrics.get(metric) is not None and r.variant not in RECOMPUTATION[1:] and ":" not in r.variant
-                  and len(checkpoint_groups(r.variant)) == 1}  # fmt: skip
+                  if r.metrics.get(metric) is not None and re.fullmatch(r"block|every-\d+", r.variant)}  # fmt: skip
         if single:
             best = min(single, key=single.__getitem__)
             found.append(
-                f"{words}, the least peak of a single level is that of {best}, {single[best] / 2**30:.3f} GiB."
+                f"{words}, the least peak of groups is that of {best}, {single[best] / 2**30:.3f} GiB."
             )
     return found
 
@@ -321,8 +320,7 @@ VIEW = View(
     findings=findings,
     reading="`block` keeps each block's input and recomputes the rest. `every-k` keeps the input of k blocks, and "
     "while a group runs backward it holds the activations of all k: larger groups save inputs, which are small, and "
-    "hold more blocks, which are large. `every-8-2` recomputes groups of eight which then keep the inputs of groups of "
-    "two, but runs most blocks once more. Gradients grow while activations shrink, so the fullest "
+    "hold more blocks, which are large. Gradients grow while activations shrink, so the fullest "
     "moment is the backward of the first group, unless it is that of the loss.",
     prediction="Memory in closed form (distlab.theory.memory). Time: the measured step without recomputation, and its "
     "forward times the share of FLOPs that run again, which torch's own count confirms exactly "
@@ -335,8 +333,8 @@ EXPERIMENT = Experiment(
     CheckpointingConfig, measure, VIEW,
     presets={
         "gpu": {"size": "xl", "context": 1024, "dtype": "bf16"},
-        "cpu": TINY | {"layers": 16, "steps": 4, "groups": (*SINGLE, "every-4-2", "every-8-2")},
-        "quick": TINY | SHORT | {"layers": 8, "groups": (BASE, "block", "every-2", "every-4", "every-4-2")},
+        "cpu": TINY | {"layers": 16, "steps": 4, "groups": CHOICES},
+        "quick": TINY | SHORT | {"layers": 8, "groups": (BASE, "block", "every-2", "every-4")},
         "smoke": TINY | SHORT | {"layers": 4, "context": 32, "vocab": 32, "groups": ("block",)},
     },
 )

@@ -261,7 +261,6 @@ VIEW = View(
     terminal=("fwd_p50_ms", "bwd_p50_ms", "fwd_bwd_p50_ms", "fwd_gain", "fwd_predicted_gain", "bwd_gain",
               "bwd_predicted_gain", "fwd_bwd_gain", "grad_error"),
     pictures={"steps.png": draw},
-    next=("distlab run ir attention_steps", "distlab run attention_sweep"),
     findings=findings,
     prediction="From the tiles that a step visits, where a step changes their number or what is done in each.",
 )  # fmt: skip

@@ -328,7 +328,6 @@ VIEW = View(
         Column("metrics.predicted_exposed_comm_ms", "exposed", ".1f", missing=""),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, missing=""),
     ],
-    next=("distlab run ddp_bench --bucket-size-mb auto", "distlab run scaling"),
     headline=headline,
     terminal=(
         *("variant", "buckets", "step_p50_ms", "noise_pct", "predicted_step_ms", "error_pct"),

@@ -6,7 +6,6 @@ communication ran and how much of that compute covered (from the profiler), and 
 training in one process.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +28,8 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.files import write_whole
 from distlab.measure import (
     MIN_PAIRS,
-    CollectiveRecorder,
     StepAccount,
     account,
     closes,
@@ -45,9 +42,7 @@ from distlab.measure import (
     own_noise_floor,
     paired_ratio,
     percentiles,
-    within,
 )
-from distlab.measure.trace.capture import Event
 from distlab.model import TransformerLM
 from distlab.parallel import STRATEGIES, check_shard_size, strategies_on
 from distlab.precision import DTYPES
@@ -55,6 +50,7 @@ from distlab.report import (
     NOISE,
     TIE,
     interval_ties,
+    is_number,
     noise_by_row,
     noise_of,
     read_json,
@@ -62,13 +58,18 @@ from distlab.report import (
     timeline,
     waiting,
 )
-from distlab.report.spans import FILE as ZOOMABLE
-from distlab.report.spans import Span, zoomable
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.volume import model_volume
 
 OOM, REFUSED = "OOM", "refused"
 HOST_BOUND_PCT = 50  # of the step without work on the GPU
+EXPOSED_PCT = 10  # of a step, above which communication is in the way
+CAUSES = {
+    "communication that no compute covers": "exposed_uncovered_ms",
+    "compute that communication slows": "exposed_slowdown_ms",
+    "copies": "exposed_copies_ms",
+    "idle time": "exposed_idle_ms",
+}
 SWEEPS = Path(__file__).parents[1] / "records" / "bucket_sweep"
 
 
@@ -141,7 +142,6 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     steps = {name: timing.phases["step"] for name, timing in timings.items() if not timing.out_of_memory}
     accounts: dict[str, StepAccount] = {}
     drawn: dict[str, Any] = {}  # variant → one step of its trace, for the timeline
-    spans: dict[str, list[Span]] = {}  # variant → the same, span by span, for the page
     for variant in rows:
         metrics = timings[variant.name].metrics()
         if variant.name in steps:
@@ -150,13 +150,10 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
             metrics["step_samples_ms"] = steps[variant.name]
             metrics["noise_floor_pct"] = own_noise_floor(steps[variant.name])
             metrics["noise_pct"] = noise_of(metrics)
-            recorder = bench.record_collectives(variant)
-            metrics |= sent(bench, variant, recorder)
+            metrics |= sent(bench, variant)
             metrics |= overlap(bench, variant, run.path, config.profile_steps, accounts, drawn)
             if context.device.type == "cuda" and "busy_ms" in metrics:
                 metrics["gpu_idle_pct"] = 100 * max(0.0, 1 - metrics["busy_ms"] / metrics["step_p50_ms"])
-            if config.profile_steps:
-                spans[variant.name] = named_spans(drawn[variant.name][1], recorder, variant)
             metrics["max_abs_param_diff"] = differences.get(variant.name)
         size = variant.bucket_size_mb if variant.strategy.has_buckets else None
         run.add(variant.name, metrics, **facts, bucket_size_mb=size)
@@ -167,8 +164,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     run.save()
     if context.is_main and drawn:
         title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
-        timeline(run.path / "timeline.png", {name: seen for name, (seen, _) in drawn.items()}, title=title)
-        write_whole(run.path / ZOOMABLE, json.dumps(zoomable(spans), separators=(",", ":")))
+        timeline(run.path / "timeline.png", drawn, title=title)
 
 
 def _timed(config: DDPBenchConfig, bench: Workbench, rows: Sequence[Variant], run: Run) -> dict[str, Timing]:
@@ -254,8 +250,9 @@ def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str,
     return found
 
 
-def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> dict[str, int | bool | None]:
+def sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
     """Collectives and bytes of one step, counted, beside the closed form."""
+    recorder = bench.record_collectives(variant)
     if bench.options.factory is not None:
         return {"collectives_per_step": recorder.count, "comm_bytes_per_step": recorder.total_bytes}
     expected = model_volume(
@@ -287,7 +284,7 @@ def overlap(
     bench.profile(variant, path, steps)
     events = load_trace(path)
     seen, gathers = account(events), exposed_all_gathers(events)
-    accounts[variant.name], drawn[variant.name] = seen, (lanes(events), within(events))
+    accounts[variant.name], drawn[variant.name] = seen, lanes(events)
     return {
         "exposed_all_gather_forward_ms": gathers[0],
         "exposed_all_gather_backward_ms": gathers[1],
@@ -300,18 +297,6 @@ def overlap(
         "idle_ms": seen.idle_ms,
         "longest_idle_ms": seen.longest_idle_ms,
     }
-
-
-def named_spans(events: Sequence[Event], recorder: CollectiveRecorder, variant: Variant) -> list[Span]:
-    """A step's events as spans; its messages with their bytes where the trace has as many as were recorded."""
-    messages = sorted((event for event in events if event.kind == "communication"), key=lambda event: event.start_ms)
-    calls = recorder.calls if len(recorder.calls) == len(messages) else []
-    what = "bucket" if variant.strategy.name == "bucketed" else "message"
-    more = {
-        message: f"{what} {number} of {len(calls)}, {call.bytes / 1e6:,.3g} MB"
-        for number, (message, call) in enumerate(zip(messages, calls, strict=False), 1)
-    }
-    return [Span(event.kind, event.name, event.start_ms, event.end_ms, more.get(event, "")) for event in events]
 
 
 def explanation(record: Record, accounts: dict[str, StepAccount]) -> dict[str, float | bool | None]:
@@ -399,6 +384,44 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
     return problems
 
 
+def what_is_exposed(records: Sequence[Record]) -> list[str]:
+    """Say whether the fastest of our strategies that overlap hides its communication, or what most of the rest is."""
+    ours = [
+        r
+        for r in records
+        if r.variant.startswith(("bucketed", "zero1", "fsdp", "overlap"))
+        and not r.variant.startswith("fsdp2")
+        and is_number(r.metrics.get("exposed_comm_ms"))
+    ]
+    if not ours:
+        return []
+    best = min(ours, key=lambda r: r.metrics["step_p50_ms"])
+    share = 100 * best.metrics["exposed_comm_ms"] / best.metrics["step_p50_ms"]
+    hidden = share <= EXPOSED_PCT or _tie("vs_local", best)
+    causes = {text: ms for text, name in CAUSES.items() if is_number(ms := best.metrics.get(name)) and ms > 0}
+    most = None if hidden else max(causes, key=causes.__getitem__, default=None)
+    return [
+        f"Communication is {'hidden' if hidden else 'in the way'}: {best.variant}, the fastest of ours that overlaps, "
+        f"exposes {best.metrics['exposed_comm_ms']:.1f} ms, {max(share, 0.0):.0f} % of its step"
+        f"{f', most of it {most} ({causes[most]:.1f} ms)' if most else ''}."
+    ]
+
+
+def against_the_peer(records: Sequence[Record]) -> list[str]:
+    """Say where the fastest of our strategies stands beside torch DDP's fastest row."""
+    ours = [
+        r
+        for r in records
+        if not r.variant.startswith(("local", "torch", "fsdp2")) and is_number(r.metrics.get("vs_torch_ddp"))
+    ]
+    if not ours:
+        return []
+    best = min(ours, key=lambda r: r.metrics["vs_torch_ddp"])
+    ratio = best.metrics["vs_torch_ddp"]
+    than = f"takes {ratio:.3f} times as long as torch DDP's fastest row"
+    return [f"{best.variant}, the fastest of ours, {than}{': a tie' if _tie('vs_torch_ddp', best) else ''}."]
+
+
 def draw_step_times(records: Sequence[Record], path: Path) -> None:
     """Stacked bars: compute, exposed communication, optimizer; whiskers from p20 to p80 of the step."""
     compute_ms = next((r.metrics.get("forward_backward_p50_ms") for r in records if r.variant == "local"), None)
@@ -455,7 +478,6 @@ VIEW = View(
         Column("metrics.exposed_idle_ms", "idle", "+.1f", optional=True),
         Column("metrics.exposed_unexplained_ms", "unexplained", "+.1f", optional=True),
     ],
-    next=("distlab run memory_breakdown", "distlab run bucket_sweep"),
     headline=headline,
     terminal=(
         *("variant", "step_p50_ms", "noise_pct", "exposed_comm_ms", "overlap_pct", "vs_torch_ddp", "peak_alloc_bytes"),
@@ -466,6 +488,8 @@ VIEW = View(
         *(f"WRONG: {problem}" for problem in wrong_rows(records)),
         *(f"UNEXPLAINED: {row}" for row in unexplained_rows(records)),
         *(f"Left out: {record.metrics['refusal']}." for record in records if record.metrics.get("refusal")),
+        *what_is_exposed(records),
+        *against_the_peer(records),
     ],
     reading="Exposed communication is what a step takes longer than the same step without communication (local). "
     "Communication time and overlap, the share of it that compute covers, come from the profiler's trace of rank 0; "

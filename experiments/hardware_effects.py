@@ -242,7 +242,6 @@ VIEW = View(
     terminal=("time_p50_ms", "time_p20_ms", "time_p80_ms", "factor", "predicted_factor", "prediction_error_pct",
               "error", "status"),
     pictures={"effects.png": draw},
-    next=("distlab run ir lesson_banks", "distlab run calculator banks"),
     findings=findings,
     prediction="Bytes of memory, and `distlab.theory.warp_access` and `theory.gpu`: rounds, branches and waves.",
 )  # fmt: skip

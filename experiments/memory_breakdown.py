@@ -220,7 +220,6 @@ VIEW = View(
         Column("metrics.predicted_peak_phase", "peak in"),
         Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
     ],
-    next=("distlab run model_benchmark --memory-snapshot", "distlab run activation_checkpointing"),
     headline=headline,
     terminal=(
         *("variant", "parameters_bytes", "gradients_bytes", "optimizer_state_bytes", "peak_alloc_bytes"),

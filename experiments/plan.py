@@ -350,7 +350,6 @@ VIEW = View(
         Column("metrics.predicted_days", "days", ",.1f", optional=True),
         Column("metrics.limited_by", "largest part", align="left"),
     ],
-    next=("distlab run ddp_bench", "distlab run memory_breakdown"),
     headline=headline,
     terminal=(
         *(

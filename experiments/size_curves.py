@@ -279,7 +279,6 @@ VIEW = View(
     terminal=("size", "time_p50_ms", "wall_p50_ms", "gb_per_s", "tflop_per_s", "predicted_ms", "prediction_error_pct",
               "waves", "error"),
     pictures={"curves.png": draw},
-    next=("distlab run tuning", "distlab run hardware_effects --parts waves"),
     findings=findings,
     prediction="From two small kernels, two copies and two matmuls of this run, see above; of ours.",
 )  # fmt: skip

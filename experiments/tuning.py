@@ -370,7 +370,6 @@ VIEW = View(
     terminal=("time_p50_ms", "gb_per_s", "tflop_per_s", "in_flight_kib", "hit_pct", "predicted_ms",
               "prediction_error_pct", "tuned", "error"),
     pictures={"tuning.png": draw},
-    next=("distlab run ir lesson_kernels", "distlab run kernel_roofline --only rms_norm --tune"),
     findings=findings,
     prediction="From a copy, a latency and cuBLAS's matmul of this run; see how to read.",
 )  # fmt: skip

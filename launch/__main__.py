@@ -177,7 +177,7 @@ def show(arguments: Sequence[str]) -> int:
     parser.add_argument("files", nargs="+", metavar="FILE", help="records.json of a run, or a file of records/")
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
-    parser.add_argument("--table", choices=("text", "markdown", "latex", "typst"), help="print the table alone, so")
+    parser.add_argument("--table", choices=("text", "markdown", "latex"), help="print the table alone, so")
     parser.add_argument("--cite", action="store_true", help="print an entry for BibTeX alone")
     args = parser.parse_args(arguments)
 
@@ -197,7 +197,7 @@ def show(arguments: Sequence[str]) -> int:
             return 0
     folder = OutputFolder(args.out, view.name)
     beside = Path(args.files[0]).parent
-    for file in [*sorted(beside.glob("*.png")), *beside.glob("timeline.json")] if len(args.files) == 1 else []:
+    for file in sorted(beside.glob("*.png")) if len(args.files) == 1 else []:
         shutil.copy(file, folder.path)
     with reading(args.files):
         say(view, records, write(view, records, folder.path), quiet=args.json)
@@ -228,11 +228,9 @@ def tables(arguments: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
     check = parser.parse_args(arguments).check
 
-    from distlab.report.docs_tables import aged, redraw_pages
+    from distlab.report.docs_tables import redraw_pages
 
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    for line in aged(pages, maker_of, ROOT):
-        print(f"{line}: distlab records measures it again", file=sys.stderr)
     return redraw_pages(pages, view_of, ROOT, check=check)
 
 

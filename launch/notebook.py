@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from distlab.notebook.compare import SavedRun, compared, differences, failures, history, view_of
+from distlab.notebook.compare import SavedRun, compared, differences, failures, view_of
 from distlab.notebook.runs import as_text, files_of, listed, write_index
 from distlab.report.record import Record, plain
 from distlab.report.run import OutputFolder
@@ -39,7 +39,7 @@ def runs(arguments: Sequence[str]) -> int:
     if len(rows) > args.last:
         print(f"{len(rows) - args.last} older ones: --last {len(rows)}, or words that a line must hold")
     if out.is_dir():
-        print(f"page: {write_index(out, defaults_of)}")
+        print(f"page: {write_index(out)}")
     return 0
 
 
@@ -59,10 +59,7 @@ def runs_parser() -> argparse.ArgumentParser:
 def compare(arguments: Sequence[str]) -> int:
     """Compare runs of one experiment: the last one given with the first, the baseline."""
     args = compare_parser().parse_args(arguments)
-    if args.history is not None:
-        saved = _history(args)
-    else:
-        saved = [SavedRun.read(run if Path(run).exists() else Path(args.out) / run) for run in args.runs]
+    saved = [SavedRun.read(run if Path(run).exists() else Path(args.out) / run) for run in args.runs]
     rows = compared(saved, args.metric, args.against)
     view = view_of(saved, rows[0].config["metric"])
     if not args.json:
@@ -93,9 +90,6 @@ def compare_parser() -> argparse.ArgumentParser:
         "its records.json, or a file of records/; the baseline first",
     )
     parser.add_argument(
-        "--history", metavar="EXPERIMENT", help="instead: all its runs like the newest one, over time"
-    )
-    parser.add_argument(
         "--metric", help="what to compare [what the experiment is about, such as step_p50_ms]"
     )
     parser.add_argument(
@@ -122,28 +116,10 @@ def _percent(text: str) -> float:
     return value
 
 
-def _history(args: argparse.Namespace) -> list[SavedRun]:
-    if args.runs:
-        raise ValueError("--history finds its runs itself: leave the others out")
-    if args.history not in experiments():
-        raise ValueError(f"experiment {args.history!r} is unknown; `distlab list` shows the names")
-    every = map(SavedRun.read, files_of([Path(args.out), ROOT / "records"]))
-    found = [run for run in every if run.first.experiment == args.history]
-    saved, left_out = history(found) if found else ([], 0)
-    if left_out and not args.json:
-        print(f"{left_out} runs of other machines or other options are left out")
-    if len(saved) < 2:
-        raise ValueError(
-            f"{args.history} has {len(saved)} runs of one configuration on one machine under {args.out}/ and records/, "
-            "and a history takes two; run it again after a change"
-        )
-    return saved
-
-
 def refresh_index(out: str | Path) -> None:
     """Make the list of all runs anew; whatever goes wrong there is no fault of the run that has just ended."""
     try:
-        write_index(Path(out), defaults_of)
+        write_index(Path(out))
     except Exception as error:
         print(f"{out}/index.html could not be made: {type(error).__name__}: {error}", file=sys.stderr)
 

@@ -21,11 +21,10 @@ LAYERS = ("launch", "experiments", "distlab", "kernels")
 COMMON = "ending files options precision hardware"
 ALLOWED = {
     **dict.fromkeys(("ending", "files", "options", "precision", "hardware"), ""),
-    "grad_buffer": "",
     "comm": "",
     "report": "",
-    "model": "grad_buffer",
-    "parallel": "comm grad_buffer",
+    "model": "",
+    "parallel": "comm",
     "measure": "comm",
     "theory": "",
     "checkpoint": "comm parallel.shard parallel.base",

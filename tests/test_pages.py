@@ -142,14 +142,6 @@ def parser_of(arguments: list[str]) -> argparse.ArgumentParser | None:
     return None
 
 
-def test_the_commands_that_pages_of_runs_name_exist():
-    """What a run's page proposes to run next is as a page's own command."""
-    for name in experiments():
-        for view in (getattr(load(name), "EXPERIMENT", None) and load(name).EXPERIMENT.views().values()) or ():
-            for text in view.next:
-                check(Command(name, text))
-
-
 def test_every_experiment_answers_a_question():
     text = (ROOT / "docs" / "learn" / "questions.md").read_text(encoding="utf-8")
     assert [name for name in experiments() if not re.search(rf"distlab run {name}\b", text)] == []

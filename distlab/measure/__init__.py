@@ -50,7 +50,6 @@ from distlab.measure.trace.account import (
     median_step,
     step_windows,
     streams,
-    within,
 )
 from distlab.measure.trace.capture import Event, busy_ms, launched, load_trace, load_trace_and_origin
 from distlab.measure.validity import attempt, check_clock, check_speed, check_work, is_out_of_memory
@@ -109,5 +108,4 @@ __all__ = [
     "tensor_bytes",
     "time_collective",
     "traffic",
-    "within",
 ]

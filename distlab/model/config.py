@@ -5,7 +5,6 @@ shape, not the parameter count: with SwiGLU's three matrices the "10B" shape has
 commands print `ModelConfig.num_parameters` instead of the name.
 """
 
-import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -27,7 +26,7 @@ RECOMPUTATION = (*KEPT, "selective")
 LOGITS_AT_ONCE = 2 * 2**30  # bytes of a sequence's logits in fp32, above which the loss is computed in the head
 LOGITS_CHUNK = 512 * 2**20  # bytes of logits that then exist at a time
 
-Checkpointing = bool | int | str | tuple[int, ...]
+Checkpointing = bool | int | str
 
 
 def kept_levels(choice: Checkpointing, num_layers: int) -> tuple[str, ...]:
@@ -35,15 +34,15 @@ def kept_levels(choice: Checkpointing, num_layers: int) -> tuple[str, ...]:
 
     Args:
         choice: an entry of `RECOMPUTATION` for all blocks; or several with their numbers of blocks,
-            `qkv:25,gate-up:9`, in this order. Groups of blocks (see `checkpoint_groups`) recompute every block:
+            `qkv:25,gate-up:9`, in this order. Groups of blocks (see `checkpoint_group`) recompute every block:
             `block`.
 
     Raises:
         ValueError: neither of these, or numbers that do not add up to `num_layers`.
     """
     if not (isinstance(choice, str) and ":" in choice):
-        groups = checkpoint_groups(choice)
-        return ((choice if choice in RECOMPUTATION else "block") if groups else "none",) * num_layers
+        group = checkpoint_group(choice)
+        return ((choice if choice in RECOMPUTATION else "block") if group else "none",) * num_layers
     parts = [part.partition(":") for part in choice.split(",")]
     counts = [int(count) if count.isdecimal() else 0 for _, _, count in parts]
     if any(level not in RECOMPUTATION for level, *_ in parts) or 0 in counts or sum(counts) != num_layers:
@@ -54,41 +53,37 @@ def kept_levels(choice: Checkpointing, num_layers: int) -> tuple[str, ...]:
     return tuple(level for (level, *_), count in zip(parts, counts, strict=True) for _ in range(count))
 
 
-def checkpoint_plan(choice: Checkpointing, num_layers: int) -> tuple[int, ...] | tuple[str, ...]:
-    """What `theory.memory` takes: the groups of several blocks, else what each block keeps."""
-    groups = checkpoint_groups(choice)
-    return groups if groups not in ((), (1,)) else kept_levels(choice, num_layers)
+def checkpoint_plan(choice: Checkpointing, num_layers: int) -> int | tuple[str, ...]:
+    """What `theory.memory` takes: the size of a group of several blocks, else what each block keeps."""
+    group = checkpoint_group(choice)
+    return group if group > 1 else kept_levels(choice, num_layers)
 
 
-def checkpoint_groups(choice: Checkpointing) -> tuple[int, ...]:
-    """How many consecutive blocks are recomputed together in backward, outermost level first.
+def checkpoint_group(choice: Checkpointing) -> int:
+    """How many consecutive blocks are recomputed together in backward, 0 for none.
 
     Args:
-        choice: `none` or False: all activations are kept, `()`. `block` or True: each block by itself, `(1,)`; so is
-            it with the choices that keep something of each, see `kept_levels`.
-            `every-4` or 4: groups of four blocks; only a group's input is kept, `(4,)`. `every-8-2` or (8, 2):
-            groups of eight which, once recomputed, keep only the inputs of groups of two.
+        choice: `none` or False: all activations are kept, 0. `block` or True: each block by itself, 1; so is it with
+            the choices that keep something of each, see `kept_levels`. `every-4` or 4: groups of four blocks, of
+            which only the input is kept.
 
     Raises:
-        ValueError: anything else; levels must shrink, since a level as large as the one around it keeps nothing less.
+        ValueError: anything else.
     """
     if choice in (False, "none"):
-        return ()
-    if choice is True or (isinstance(choice, str) and (choice in RECOMPUTATION or ":" in choice)):
-        return (1,)
+        return 0
+    if isinstance(choice, str) and (choice in RECOMPUTATION or ":" in choice):
+        return 1
     if isinstance(choice, str):
-        levels = re.fullmatch(r"every((?:-[0-9]+)+)", choice)
-        sizes = tuple(map(int, levels[1].split("-")[1:])) if levels else (0,)
+        size = int(choice[6:]) if re.fullmatch(r"every-[0-9]+", choice) else 0
     else:
-        sizes = (choice,) if isinstance(choice, int) else tuple(choice)
-    shrinks = all(inner < outer for outer, inner in itertools.pairwise(sizes))
-    if any(not isinstance(size, int) or size < 1 for size in sizes) or not shrinks:
+        size = choice
+    if not isinstance(size, int) or size < 1:
         raise ValueError(
-            f"checkpointing {choice!r}: choose none, block, every-K with K blocks per group, every-K-J for groups "
-            "of J inside groups of K, each level smaller than the one around it, or what blocks keep: "
+            f"checkpointing {choice!r}: choose none, block, every-K with K blocks per group, or what blocks keep: "
             f"{', '.join(name for name in RECOMPUTATION if name not in ('block', 'none'))}"
         )
-    return sizes
+    return int(size)
 
 
 @dataclass(frozen=True)
@@ -313,7 +308,7 @@ class ModelOptions(ModelChanges):
     Args:
         size: preset, of which the other options replace a part.
         dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters (fp16 with a loss scale in training).
-        checkpointing: what is recomputed in backward, see `checkpoint_groups` and `kept_levels`; `auto` for as little
+        checkpointing: what is recomputed in backward, see `checkpoint_group` and `kept_levels`; `auto` for as little
             as the memory allows, see `distlab.train.requirements`.
 
     Raises:
@@ -324,7 +319,7 @@ class ModelOptions(ModelChanges):
     dtype: str = option("fp32", "fp32, or bf16 or fp16 over fp32 parameters", choices=tuple(DTYPES))
     checkpointing: str = option(
         "none",
-        "what backward recomputes: none, each block, every-K, every-K-J; each block except its attention, output, qkv "
+        "what backward recomputes: none, each block, every-K; each block except its attention, output, qkv "
         "or gate-up and those before it in this list, or (selective) its attention and every other matmul; or auto: "
         "what does not fit",
     )

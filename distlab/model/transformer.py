@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distlab.model.config import Checkpointing, ModelConfig, checkpoint_groups, kept_levels
+from distlab.model.config import Checkpointing, ModelConfig, checkpoint_group, kept_levels
 from distlab.model.ops import Ops, get_ops, linear, rope_tables
 from distlab.model.recompute import contexts
 
@@ -164,9 +164,8 @@ class TransformerLM(nn.Module):
         dtype: of the parameters (`None`: torch's default).
         seed: of the initial parameters.
         checkpoint_blocks: recompute in backward instead of keeping activations: False or `none`, True or `block`
-            for each block by itself, 4 or `every-4` for groups of four, (8, 2) or `every-8-2` for groups of two
-            within groups of eight; `attention` and others for what each block keeps (`config.kept_levels`). May be
-            changed later through the attribute of this name.
+            for each block by itself, 4 or `every-4` for groups of four; `attention` and others for what each
+            block keeps (`config.kept_levels`). May be changed later through the attribute of this name.
 
     Dropout draws from torch's global generator: seed that one per rank.
 
@@ -212,7 +211,7 @@ class TransformerLM(nn.Module):
         x_BTd = self.dropout(self.embedding(tokens_BT))
         choice = self.checkpoint_blocks if torch.is_grad_enabled() else "none"
         blocks = list(zip(self.blocks, kept_levels(choice, config.num_layers), strict=True))
-        x_BTd = self.norm(_run_blocks(blocks, checkpoint_groups(choice), x_BTd, cos, sin))
+        x_BTd = self.norm(_run_blocks(blocks, checkpoint_group(choice), x_BTd, cos, sin))
         return self.head(x_BTd) if targets_BT is None else self.head(x_BTd, targets_BT)
 
     @torch.no_grad()
@@ -249,17 +248,13 @@ class TransformerLM(nn.Module):
 
 
 def _run_blocks(
-    blocks: Sequence[tuple[Block, str]], groups: tuple[int, ...], x_BTd: Tensor, cos: Tensor, sin: Tensor
+    blocks: Sequence[tuple[Block, str]], group: int, x_BTd: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """The blocks in order, in groups of groups[0] that are recomputed in backward, within them of groups[1], …
-
-    With each block stands what it keeps; within a group of several it keeps everything once it is recomputed.
-    """
-    if groups in ((), (1,)):
+    """The blocks in order; each with what it keeps, or in groups of several that are recomputed in backward."""
+    if group <= 1:
         for block, keep in blocks:
-            x_BTd = block(x_BTd, cos, sin, keep if groups else "none")
+            x_BTd = block(x_BTd, cos, sin, keep if group else "none")
         return x_BTd
-    for start in range(0, len(blocks), groups[0]):
-        group = blocks[start : start + groups[0]]
-        x_BTd = checkpoint(_run_blocks, group, groups[1:], x_BTd, cos, sin, use_reentrant=False)
+    for start in range(0, len(blocks), group):
+        x_BTd = checkpoint(_run_blocks, blocks[start : start + group], 0, x_BTd, cos, sin, use_reentrant=False)
     return x_BTd

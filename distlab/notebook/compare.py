@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,8 +33,6 @@ ALIKE = (
     "device_count",
 )  # of environments, what differs from run to run and changes no figure
 SLOWER, FASTER, TIE, UNSURE = "worse", "better", "tie", "noise unknown"
-# What does not change what a row measures: which other rows there are, and how long each is timed.
-OF_THE_RUN = ("strategies", "steps", "rounds", "warmup", "repeats", "check_steps", "profile_steps", "in_turn")
 MOST_DRAWN = 12  # rows, those that differ most
 MOST_COLUMNS = 4  # runs that have a column each; of more, the last two
 
@@ -112,7 +110,6 @@ def compared(runs: Sequence[SavedRun], metric: str | None = None, control: str |
         facts = {
             "metric": metric,
             "runs": [str(run.path) for run in runs],
-            "labels": [run.label() for run in runs],
         }
         machine = " and ".join(dict.fromkeys(_machine(run) for run in runs))
         where = dict(runs[-1].first.environment) | {"device_name": machine}
@@ -231,7 +228,7 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
         ],
         headline=lambda rows: named,
         findings=lambda rows: [*differing, *findings(rows)],
-        pictures={"trend.png" if len(runs) > 2 else "compare.png": _trend if len(runs) > 2 else _draw},
+        pictures={"compare.png": _draw},
         reading="Medians, the last run against the first. A row is worse or better where the difference is larger than "
         "twice the noise of the noisier run, since either may be off by it (once for ratios to a row), and, with "
         "samples of both, its 95 % interval (10,000 resamples of each run's own steps) does not contain 0. Everything "
@@ -341,7 +338,7 @@ def _draw(rows: Sequence[Record], path: Path) -> None:
     if series:
         ticks = [(place, textwrap.fill(row.variant, 11)) for place, row in enumerate(known)]
         panel = Panel("", "", "difference, %", series, log_x=None, from_zero=False, x_ticks=ticks)
-        lines(path, [panel], title=f"{rows[0].config['metric']}: the second run against the first")
+        lines(path, [panel], title=f"{rows[0].config['metric']}: the last run against the first")
 
 
 def _ends(row: Record) -> tuple[float, float]:
@@ -349,40 +346,3 @@ def _ends(row: Record) -> tuple[float, float]:
     if m["low_pct"] is not None:
         return m["low_pct"], m["high_pct"]
     return m["difference_pct"] - (m["noise_pct"] or 0), m["difference_pct"] + (m["noise_pct"] or 0)
-
-
-def _trend(rows: Sequence[Record], path: Path) -> None:
-    """A line per row over the runs, in the order in which they were given."""
-    facts = rows[0].config
-    series = []
-    for row in rows:
-        values = [row.metrics[f"run_{number}"] for number in range(len(facts["runs"]))]
-        series.append(
-            Series(
-                row.variant,
-                list(range(len(values))),
-                [value if is_number(value) else float("nan") for value in values],
-                line="-",
-                marked=True,
-            )
-        )
-    ticks = list(enumerate(facts["labels"]))
-    panel = Panel("", "commit", facts["metric"], series, log_x=None, x_ticks=ticks)
-    lines(path, [panel], title=f"{facts['metric']} over {len(ticks)} runs")
-
-
-def history(runs: Sequence[SavedRun]) -> tuple[list[SavedRun], int]:
-    """The runs that can be held against the newest one, oldest first, and how many cannot: another machine, other
-    ranks, or other options.
-    """
-    ordered = sorted(runs, key=lambda run: run.when)
-    options = _comparable(ordered[-1])
-    kept = [run for run in ordered if _comparable(run) == options]
-    return kept, len(ordered) - len(kept)
-
-
-def _comparable(run: SavedRun) -> Mapping[str, Any]:
-    known = plain(_shared(run.records))
-    return {name: value for name, value in known.items() if name not in OF_THE_RUN} | {
-        "machine": _machine(run)
-    }

@@ -1,30 +1,28 @@
-"""The runs that lie under `outputs/` and `records/`: found, described in a line each, listed in `outputs/index.html`.
+"""The runs that lie under `outputs/` and `records/`: found, described in a line each, linked from `outputs/index.html`.
 
 A run is its file of rows: `outputs/EXPERIMENT/NAME/records.json`, or `records/EXPERIMENT/CASE.json`.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from tabulate import tabulate
 
 from distlab.files import write_whole
-from distlab.report.page import rendered
 from distlab.report.provenance import date_of_commit
 from distlab.report.record import Record, read_json
 from distlab.report.table import is_number
 
 ROWS = "records.json"
-INDEX, CACHE = "index.html", ".index.json"
-LOOKS = 5  # how often the index is made again because a run ended meanwhile
+INDEX = "index.html"
 # What a run is about, if its rows hold it; else the first of their metrics.
 RESULTS = ("step_p50_ms", "predicted_step_ms", r"\w*_p50_ms", r"\w*_ms", r"\w*_per_s", r"\w*_bytes", r"\w+")
 HEADINGS = ("run", "when (UTC)", "machine", "commit", "differs from the default", "result")
@@ -160,25 +158,15 @@ def when_of(path: Path, record: Record) -> str:
     return date_of_commit((record.commit or "").removesuffix("-dirty")) or made
 
 
-def listed(
-    files: Sequence[Path], defaults: Defaults, known: dict[str, Any] | None = None
-) -> list[dict[str, str]]:
-    """`described` of every run, the newest first; one that cannot be read says so in its result.
-
-    Args:
-        known: what an earlier call has described, by path; read and written.
-    """
-    known = {} if known is None else known
+def listed(files: Sequence[Path], defaults: Defaults) -> list[dict[str, str]]:
+    """`described` of every run, the newest first; one that cannot be read says so in its result."""
     rows = []
     for path in files:
-        key, time = str(path), path.stat().st_mtime_ns
-        if known.get(key, [None])[0] != time:
-            try:
-                known[key] = [time, described(path, defaults)]
-            except (OSError, ValueError) as error:
-                nothing = dict.fromkeys((*HEADINGS, "experiment"), "")
-                known[key] = [time, nothing | {"run": str(path.parent), "result": f"cannot be read: {error}"}]
-        rows.append(known[key][1])
+        try:
+            rows.append(described(path, defaults))
+        except (OSError, ValueError) as error:
+            nothing = dict.fromkeys((*HEADINGS, "experiment"), "")
+            rows.append(nothing | {"run": str(path.parent), "result": f"cannot be read: {error}"})
     return sorted(rows, key=lambda row: row["when (UTC)"], reverse=True)
 
 
@@ -196,39 +184,10 @@ def as_text(rows: Sequence[Mapping[str, str]]) -> str:
     return tabulate(cells, lines(HEADINGS), disable_numparse=True)
 
 
-def write_index(root: Path, defaults: Defaults) -> Path:
-    """`index.html` in the folder of all results: every run with a picture and a link to its page.
-
-    Runs may end at the same time in other processes. What is written last must have seen all of them, so the folder is
-    looked at again after writing. What did not change is not read again.
-    """
-    cache, seen = root / CACHE, None
-    for _ in range(LOOKS):
-        files = files_of([root])
-        state = {str(path): path.stat().st_mtime_ns for path in files}
-        if state == seen:
-            break
-        seen = state
-        try:
-            known = json.loads(cache.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            known = {}
-        rows = [_linked(row, root) for row in listed(files, defaults, known)]
-        write_whole(root / INDEX, rendered("index.html.j2", title="Runs", rows=rows, headings=HEADINGS))
-        write_whole(cache, json.dumps({path: entry for path, entry in known.items() if path in state}))
+def write_index(root: Path) -> Path:
+    """Write `index.html` into the folder of all results: a link to the page of every run, the newest first."""
+    pages = sorted(root.glob("*/*/report.html"), key=lambda page: page.stat().st_mtime_ns, reverse=True)
+    names = [page.relative_to(root).as_posix() for page in pages]
+    links = "".join(f'<li><a href="{quote(name)}">{escape(name)}</a></li>\n' for name in names)
+    write_whole(root / INDEX, f"<!DOCTYPE html>\n<title>Runs</title>\n<ul>\n{links}</ul>\n")
     return root / INDEX
-
-
-def _linked(row: Mapping[str, str], root: Path) -> dict[str, Any]:
-    """A line of the list with the addresses of its page and its picture, relative to the index."""
-    folder = Path(row["run"])
-    pictures = sorted(folder.glob("*.png"), key=lambda picture: picture.name != "timeline.png")
-    address = {"page": folder / "report.html", "picture": pictures[0] if pictures else None}
-    return (
-        dict(row)
-        | {
-            name: os.path.relpath(path, root) if path and path.exists() else None
-            for name, path in address.items()
-        }
-        | {"run": os.path.relpath(folder, root)}
-    )

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from distlab.report.changed import changed_since
 from distlab.report.record import read_json
 from distlab.report.view import View
 
@@ -40,25 +39,6 @@ def redraw_pages(pages: Sequence[Path], view_of: Callable[[str], View], root: Pa
             if not check:
                 page.write_text(new, encoding="utf-8")
     return int(check and stale)
-
-
-def aged(pages: Sequence[Path], maker_of: Callable[[str], str], root: Path) -> list[str]:
-    """A line for each record that the pages name whose code has changed since.
-
-    Args:
-        maker_of: name that a record bears → the experiment that makes it; a part's is another than its own.
-        root: the folder that paths of records start from.
-    """
-    texts = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    lines = []
-    for source in sorted(set(re.findall(r"records/[\w-]+/[\w-]+\.json", texts))):
-        records = read_json(root / source)
-        commits = sorted({record.commit or "unknown" for record in records})
-        changed = [changed_since(commit, maker_of(records[0].experiment), root) for commit in commits]
-        if any(changed):
-            of = ", ".join(commit[:8] for commit in commits)
-            lines.append(f"{source}: {max(map(len, changed))} files that it ran through have changed since {of}")
-    return lines
 
 
 def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distlab.report.meaning import meaning
 from distlab.report.noise import noise_of
 from distlab.report.predictions import ACCURACY, COMPARED, accuracy, compared
 from distlab.report.record import Record
@@ -30,7 +29,6 @@ def page(
     records: Sequence[Record],
     pictures: Sequence[tuple[str, Path]] = (),
     findings: Sequence[str] = (),
-    timeline: dict[str, Any] | None = None,
 ) -> str:
     """The whole page.
 
@@ -38,13 +36,11 @@ def page(
         view: how the records are shown.
         pictures: caption and file (`.png`) of each.
         findings: sentences that follow from these records.
-        timeline: see `spans.zoomable`.
     """
     figures = compared(records)
     return rendered(
         "page.html.j2", title=view.name, view=view, headline=view.headline_of(records), findings=findings,
-        noises=_noises(records), timeline=timeline,
-        meanings=[(machine, *meaning(group, view.next)) for machine, group in by_machine(records).items()],
+        noises=_noises(records),
         setups=[_setup(machine, group) for machine, group in by_machine(records).items()],
         tables=[
             _table(group, columns) | {style: render(group, columns, style) for style in STYLES if style != "text"}

@@ -93,8 +93,7 @@ def render(records: Sequence[Record], columns: Sequence[Column], style: str = "t
     """One table, one row per record in the given order.
 
     Args:
-        style: ``"text"``, ``"markdown"`` (GitHub's pipes), ``"latex"`` (a ``tabular`` that compiles with pdflatex) or
-            ``"typst"`` (a ``#table``).
+        style: ``"text"``, ``"markdown"`` (GitHub's pipes) or ``"latex"`` (a ``tabular`` that compiles with pdflatex).
 
     Raises:
         ValueError: an unknown style, no columns, or a format that does not fit the value (names the column).
@@ -103,19 +102,7 @@ def render(records: Sequence[Record], columns: Sequence[Column], style: str = "t
         raise ValueError(f"unknown table style {style!r}: use one of {', '.join(map(repr, STYLES))}")
     rows = [[escaped(_cell(column, record), style) for column in columns] for record in records]
     titles = [escaped(column.title, style) for column in columns]
-    if style == "typst":
-        return _typst(rows, columns, titles)
     return _tabulate(rows, columns, titles, STYLES[style][0])
-
-
-def _typst(rows: Sequence[Sequence[str]], columns: Sequence[Column], titles: Sequence[str]) -> str:
-    if not columns:
-        raise ValueError("a table needs at least one column")
-    aligned = ", ".join("left" if column.stands_left else "right" for column in columns)
-    lines = [", ".join(f"[{cell}]" for cell in row) for row in rows]
-    head = f"  table.header({', '.join(f'[{title}]' for title in titles)}),"
-    body = "".join(f"\n  {line}," for line in lines)
-    return f"#table(\n  columns: {len(columns)},\n  align: ({aligned},),\n{head}{body}\n)"
 
 
 def render_for_terminal(records: Sequence[Record], columns: Sequence[Column], width: int = 100) -> str:
@@ -182,11 +169,8 @@ _LATEX = str.maketrans({
 # fmt: on
 
 
-_TYPST = str.maketrans({character: f"\\{character}" for character in "\\#$*_`<>@[]~/"})
-
 # name → (tabulate's, special characters → how they are written)
-STYLES = {"text": ("simple", {}), "markdown": ("pipe", _MARKDOWN), "latex": ("latex_raw", _LATEX),
-          "typst": ("", _TYPST)}  # fmt: skip
+STYLES = {"text": ("simple", {}), "markdown": ("pipe", _MARKDOWN), "latex": ("latex_raw", _LATEX)}
 
 
 def escaped(text: str, style: str) -> str:

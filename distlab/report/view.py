@@ -2,10 +2,9 @@
 
 An experiment declares its `View` once; `write` makes of records and view the whole folder of a run:
 
-    records.json  records.csv  table.md  table.tex  table.typ  report.html  and the pictures
+    records.json  records.csv  table.md  table.tex  report.html  and the pictures
 """
 
-import json
 import string
 import sys
 import textwrap
@@ -16,7 +15,6 @@ from typing import Any
 
 from distlab.files import write_whole
 from distlab.report import page as html
-from distlab.report import spans
 from distlab.report.record import Record, json_line, write_csv, write_json
 from distlab.report.table import Column, by_machine, grouped, render, render_for_terminal
 
@@ -40,7 +38,6 @@ class View:
         parted_by: a column's key, such as `config.part`: a table for each of its values, without the columns in which
             that part has nothing. None for one table.
         terminal: columns of the short table in a terminal, by the last part of their keys; () for as many as fit.
-        next: commands that a reader may want to run then, see `meaning`.
         name: as the records have it; an `Experiment` fills in its own.
         question: what it asks; an `Experiment` fills in the first line of its module's docstring.
     """
@@ -54,7 +51,6 @@ class View:
     noise: str = ""
     parted_by: str | None = None
     terminal: Sequence[str] = ()
-    next: Sequence[str] = ()
     name: str = ""
     question: str = ""
 
@@ -72,7 +68,7 @@ class View:
                 raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(known)}")
             tables = [(part, group, [c for c in columns if _named(c) in ("variant", *only)])
                       for part, group, columns in tables]  # fmt: skip
-        title = {"text": "{}:\n", "markdown": "**{}**\n\n", "latex": "% {}\n", "typst": "*{}*\n\n"}.get(style, "")
+        title = {"text": "{}:\n", "markdown": "**{}**\n\n", "latex": "% {}\n"}.get(style, "")
         return "\n\n".join(
             (title.format(part) if len(tables) > 1 else "") + render(group, columns, style)
             for part, group, columns in tables
@@ -146,18 +142,11 @@ def write(view: View, records: Sequence[Record], path: Path) -> Path:
     files = {
         "table.md": f"{view.headline_of(records)}\n\n{view.table(records, 'markdown')}\n{below}",
         "table.tex": view.table(records, "latex") + "\n",
-        "table.typ": view.table(records, "typst") + "\n",
-        "report.html": html.page(view, records, _draw(view, records, path), findings, _timeline(path)),
+        "report.html": html.page(view, records, _draw(view, records, path), findings),
     }
     for name, text in files.items():
         write_whole(path / name, text)
     return path / "report.html"
-
-
-def _timeline(path: Path) -> dict[str, Any] | None:
-    """What the run left of one step for the page to zoom into."""
-    file = path / spans.FILE
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def check_records(view: View, records: Sequence[Record]) -> None:

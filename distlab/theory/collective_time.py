@@ -104,18 +104,6 @@ def collective_seconds(algorithm: str, num_bytes: float, ranks: int, link: Link)
     return rounds * link.seconds(num_bytes / chunks)
 
 
-def tree_to_ring_bytes(ranks: int, link: Link) -> float:
-    """The size from which a ring all-reduce is faster than a binomial tree: where their times cross.
-
-    Equating them, S = α·W·((N−1) − L)/(L − (N−1)/N) with L = ⌈log₂N⌉; 0 where the ring always wins (N ≤ 3).
-    """
-    _check(0, ranks)
-    levels = math.ceil(math.log2(ranks))
-    if ranks <= 2:
-        return 0.0
-    return max(0.0, link.latency_s * link.bytes_per_s * (ranks - 1 - levels) / (levels - (ranks - 1) / ranks))
-
-
 @dataclass(frozen=True)
 class Fabric:
     """Hosts of several devices as links.
@@ -215,48 +203,6 @@ class Fabric:
             middle = math.sqrt(low * high)
             low, high = (middle, high) if two_level_wins(middle) else (low, middle)
         return low
-
-
-# Multiples of the parameters' bytes that go through each rank's link in a step; (N−1)/N of them, to be exact.
-# An all-reduce counts two passes, each other collective one.
-PASSES = {
-    "local": 0,
-    "naive": 2,
-    "flat": 2,
-    "overlap": 2,
-    "bucketed": 2,
-    "torch-ddp": 2,
-    "torch-ddp-tuned": 2,
-    "zero1": 2,
-    "sharded-optimizer": 3,
-    "torch-zero": 3,
-    "fsdp": 3,
-    "fsdp2": 3,
-}
-
-
-def step_traffic(
-    strategy: str, parameter_bytes: float, ranks: int, *, gathered_bytes: float | None = None
-) -> float:
-    """Bytes that one rank sends in a step on a ring, flags and padding aside.
-
-    The DDPs reduce-scatter and gather the gradients; ZeRO-1 reduce-scatters gradients and gathers parameters;
-    owners' broadcasts pass all parameters once more; FSDP gathers twice and reduce-scatters once.
-
-    Args:
-        parameter_bytes: S, of all parameters (and of their gradients) in the dtype in which gradients are reduced.
-        gathered_bytes: of all parameters in the dtype in which FSDP gathers them; default S.
-
-    Raises:
-        ValueError: an unknown strategy.
-    """
-    _check(parameter_bytes, ranks)
-    if strategy not in PASSES:
-        raise ValueError(f"strategy {strategy!r} is unknown; choose one of {', '.join(PASSES)}")
-    volume = PASSES[strategy] * parameter_bytes
-    if strategy in ("fsdp", "fsdp2") and gathered_bytes is not None:
-        volume = parameter_bytes + 2 * gathered_bytes
-    return volume * (ranks - 1) / ranks
 
 
 def _check(num_bytes: float, ranks: int) -> None:

@@ -78,19 +78,11 @@ def step_flops(**sizes: int) -> int:
     return 3 * forward_flops(**sizes).total
 
 
-def hardware_flops(*, checkpointing: bool, **sizes: int) -> int:
-    """FLOPs that a step's matmuls really take: forward, backward and what is recomputed.
-
-    `causal=True` among the sizes counts half of the scores, the work of a kernel that skips what is masked.
-    """
-    forward = forward_flops(**sizes)
-    return forward.total * 3 + checkpointing * (forward.total - forward.head)  # the head's input is kept
-
-
 def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
     """Model FLOPs utilisation: FLOPs done per second over the device's peak, a fraction (1.0 is the peak).
 
-    MFU counts what the model needs (`step_flops`). Of what the hardware did (`hardware_flops`) it is HFU, hardware
+    MFU counts what the model needs (`step_flops`). Of what the hardware did, recomputation included
+    (`memory.recompute.recomputed_flops`), it is HFU, hardware
     FLOPs utilisation (Chowdhery et al. 2022): with full checkpointing about 4/3 of MFU.
 
     Args:

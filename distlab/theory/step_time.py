@@ -17,18 +17,7 @@ rate p and communication at q (both in (0, 1], 1 without contention). They share
 
 Strategies with buffers also copy every gradient once (`ComputeTime.pack`).
 
-How many buckets? The pipeline of backward and all-reduce with n equal buckets, in closed form.
-
-S bytes of gradients, made at an even rate during T seconds of backward; link bandwidth w (bytes per second of an
-all-reduce, its two passes included), o seconds per call. Bucket k is complete at k·T/n; communication of one takes
-c = S/(n·w) + o and runs in order. The last is done at the largest, over k, of "bucket k is complete, then all from k
-on are sent", k·T/n + (n−k+1)·c, which is linear in k and so largest at k = n or k = 1. Less T this is
-
-    overhead(n) = max( S/(n·w) + o ,  T/n + S/w + n·o − T )
-
-The first form holds where backward is the longer, and only the last bucket is exposed; the second where
-communication is. If a bucket's gradients take as long to make as to send (T = S/w), it is S/(n·w) + n·o, smallest
-for n = √(S/(w·o)) buckets of √(S·w·o) bytes.
+How many buckets? docs/learn/theory/buckets.md has the closed form for buckets of equal size.
 """
 
 import math
@@ -243,46 +232,6 @@ def sharding_group(strategy: str, ranks: int, devices_per_node: int, group: int 
     return group
 
 
-def bucket_overhead(
-    total_bytes: float, bandwidth: float, call_s: float, buckets: float, backward_s: float | None = None
-) -> float:
-    """Seconds that synchronisation adds to backward.
-
-    Args:
-        total_bytes: S.
-        bandwidth: w.
-        call_s: o.
-        buckets: n, at least 1.
-        backward_s: T; default S/w, as long as communication without its calls.
-
-    Raises:
-        ValueError: a bandwidth that is not positive, fewer than one bucket, or something negative.
-    """
-    backward_s = _check(total_bytes, bandwidth, call_s, backward_s)
-    if buckets < 1:
-        raise ValueError(f"buckets={buckets}: at least 1")
-    sending = total_bytes / bandwidth
-    last_only = sending / buckets + call_s
-    return max(last_only, backward_s / buckets + sending + buckets * call_s - backward_s)
-
-
-def best_buckets(
-    total_bytes: float, bandwidth: float, call_s: float, backward_s: float | None = None
-) -> float:
-    """The n (a real number, at least 1) with the least overhead.
-
-    The first form falls with n, the second is smallest at √(T/o), and they cross at n = (T − S/w)/o. So the best is
-    the larger of the two: more buckets help until backward no longer covers their calls.
-
-    Returns:
-        Infinity where calls cost nothing.
-    """
-    backward_s = _check(total_bytes, bandwidth, call_s, backward_s)
-    if call_s == 0:
-        return math.inf
-    return max(1.0, math.sqrt(backward_s / call_s), (backward_s - total_bytes / bandwidth) / call_s)
-
-
 def pipeline(
     ready_s: Sequence[float],
     message_s: Sequence[float],
@@ -320,12 +269,3 @@ def pipeline(
         now, done = now + beside, min(backward_s, done + compute_rate * beside)
         now += message - communication_rate * beside
     return now + backward_s - done
-
-
-def _check(total_bytes: float, bandwidth: float, call_s: float, backward_s: float | None) -> float:
-    if not bandwidth > 0 or total_bytes < 0 or call_s < 0 or (backward_s or 0) < 0:
-        raise ValueError(
-            f"total_bytes={total_bytes}, bandwidth={bandwidth}, call_s={call_s}, backward_s={backward_s}: bandwidth "
-            "must be positive and nothing negative"
-        )
-    return total_bytes / bandwidth if backward_s is None else backward_s

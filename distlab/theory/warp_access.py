@@ -21,13 +21,11 @@ class Access:
 
     Args:
         sectors, lines: touched.
-        useful_bytes: asked for, each byte once.
-        efficiency: useful bytes over bytes moved.
+        efficiency: bytes asked for, each once, over bytes moved.
     """
 
     sectors: int
     lines: int
-    useful_bytes: int
     efficiency: float
 
 
@@ -42,7 +40,7 @@ def warp_access(addresses: Sequence[int], itemsize: int) -> Access:
     touched = {byte for address in addresses for byte in range(address, address + itemsize)}
     sectors = {byte // SECTOR for byte in touched}
     lines = {byte // LINE for byte in touched}
-    return Access(len(sectors), len(lines), len(touched), len(touched) / (len(sectors) * SECTOR))
+    return Access(len(sectors), len(lines), len(touched) / (len(sectors) * SECTOR))
 
 
 def strided_access(stride: int, itemsize: int, offset: int = 0) -> Access:

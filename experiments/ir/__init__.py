@@ -200,7 +200,6 @@ VIEW = View(
     terminal=("registers", "spill_bytes", "shared_bytes", "warps", "programs_per_sm", "limited_by", "matmul",
               "ptx_lines", "sass_lines"),
     pictures={"stages.png": draw},
-    next=("distlab run calculator occupancy --threads 128 --registers 160", "distlab run hardware_effects"),
     findings=findings,
     prediction="`per SM` is predicted by `theory.gpu.occupancy`; registers are the assembler's own report.",
 )  # fmt: skip

@@ -533,7 +533,6 @@ VIEW = View(
         Column("metrics.predicted_speed_up", "predicted", ".2f", missing=""),
         prediction_error("predicted_speed_up", "speed_up"), Column("metrics.status", "status"),
     ],
-    next=("distlab run kernel_host_time", "distlab run model_benchmark --ops torch triton"),
     headline=headline,
     terminal=("label", "direction", "variant", "wall_p50_ms", "time_p50_ms", "of_copy_pct", "status"),
     pictures={"roofline.png": plot_roofline, "bars.png": plot_bars},

@@ -412,7 +412,6 @@ VIEW = View(
         Column("metrics.grad_rel_error", "gradient error", ".0e"),
         NOISE, Column("metrics.status", "status", align="left"),
     ],
-    next=("distlab run model_benchmark --quick --profile", "distlab run ddp_bench"),
     headline=lambda records: headline(records) + waiting(records),
     terminal=("variant", "step_p50_ms", "noise_pct", "peak_alloc_bytes", "tokens_per_s", "mfu_pct", "status"),
     pictures={"steps.png": draw_steps, "warmup.png": draw_warmup},

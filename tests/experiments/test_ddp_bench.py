@@ -133,6 +133,30 @@ def test_variants_can_step_in_turn():
     assert run_ranks(steps_in_turn, 2) == [{"local": 3, "bucketed": 3, "torch-ddp": 3}] * 2
 
 
+def said(variant, **metrics):
+    records = [Record("ddp_bench", variant, {}, {"step_p50_ms": 20.0} | metrics, {}, None)]
+    return ddp_bench.what_is_exposed(records) + ddp_bench.against_the_peer(records)
+
+
+def test_what_the_fastest_of_ours_exposes_is_said_with_its_largest_part():
+    parts = {"exposed_uncovered_ms": 3.0, "exposed_slowdown_ms": 1.0, "exposed_idle_ms": -1.0}
+    assert said("bucketed", exposed_comm_ms=4.5, **parts) == [
+        "Communication is in the way: bucketed, the fastest of ours that overlaps, exposes 4.5 ms, 22 % of its step, "
+        "most of it communication that no compute covers (3.0 ms)."
+    ]
+    assert said("fsdp", exposed_comm_ms=0.4)[0].startswith("Communication is hidden: fsdp")
+    assert "is hidden" in said("bucketed", exposed_comm_ms=4.5, vs_local_low=0.9, vs_local_high=1.6)[0]
+    assert said("naive", exposed_comm_ms=4.5) == said("fsdp2", exposed_comm_ms=4.5) == []
+
+
+def test_where_the_fastest_of_ours_stands_beside_torch():
+    def ratio(low, high):
+        return said("flat", vs_torch_ddp=(low + high) / 2, vs_torch_ddp_low=low, vs_torch_ddp_high=high)
+
+    assert ratio(1.2, 1.3) == ["flat, the fastest of ours, takes 1.250 times as long as torch DDP's fastest row."]
+    assert ratio(0.9, 1.1)[0].endswith("fastest row: a tie.")
+
+
 def test_an_oom_row_is_shown_as_oom(tmp_path):
     config = {"size": "xl", "num_parameters": 1e9, "batch": 1, "context": 2, "dtype": "fp32"}
     config |= {"world_size": 2, "backend": "nccl"}

@@ -2,15 +2,11 @@
 
 import json
 import shlex
-import subprocess
 import tomllib
 
 import pytest
 
 from distlab.options import given
-from distlab.report import Record, write_json
-from distlab.report.changed import changed_since, imported
-from distlab.report.docs_tables import aged
 from launch import __main__ as command_line
 from launch import records
 from launch.__main__ import ROOT, load, main
@@ -95,30 +91,3 @@ def test_a_page_shows_no_record_of_uncommitted_code(monkeypatch, tmp_path, capsy
     assert "Old." in (tmp_path / "README.md").read_text()
     (tmp_path / "mine.json").write_text(json.dumps(saved).replace("-dirty", ""))
     assert main(["tables"]) == 0 and "Old." not in (tmp_path / "README.md").read_text()
-
-
-def test_code_behind_an_experiment_is_what_it_imports_at_any_depth():
-    files = imported("experiments.ddp_bench", ROOT)
-    assert {"experiments/ddp_bench.py", "distlab/parallel/bucketed.py", "kernels/rmsnorm.py"} <= files
-    assert not files & {"kernels/layernorm.py", "experiments/plan.py", "distlab/report/table.py"}
-
-
-def test_code_that_changed_since_a_commit_is_named_also_for_a_part(tmp_path):
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
-    (tmp_path / "experiments").mkdir()
-    (tmp_path / "experiments" / "one.py").write_text("import mine\n")
-    for name in ("mine", "other"):
-        (tmp_path / f"{name}.py").write_text("a = 1\n")
-    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *command], check=True)
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    assert changed_since(commit, "one", tmp_path) == []
-    for name in ("mine", "other"):
-        (tmp_path / f"{name}.py").write_text("a = 2\n")
-    assert changed_since(commit, "one", tmp_path) == ["mine.py"]
-    (tmp_path / "records" / "part").mkdir(parents=True)
-    write_json([Record("part", "ours", {}, {}, {}, commit)], tmp_path / "records" / "part" / "here-all.json")
-    page = tmp_path / "page.md"
-    page.write_text("`records/part/here-all.json` is of a part of `one`, and named in prose.\n")
-    (line,) = aged([page], {"part": "one"}.__getitem__, tmp_path)
-    assert line == f"records/part/here-all.json: 1 files that it ran through have changed since {commit[:8]}"

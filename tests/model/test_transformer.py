@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distlab.model import ModelConfig, TransformerLM, checkpoint_groups, cross_entropy, preset, recompute
+from distlab.model import ModelConfig, TransformerLM, checkpoint_group, cross_entropy, preset, recompute
 from distlab.model.config import RECOMPUTATION
 from distlab.model.ops import rms_norm, rope_tables
 
@@ -193,7 +193,7 @@ def test_checkpointed_blocks_change_nothing():
     model = TransformerLM(_config(dropout=0.2))
     torch.manual_seed(7)
     loss, gradients = _gradients(model)
-    for groups in ("block", "qkv", "every-2", "every-3", "every-3-2-1"):
+    for groups in ("block", "qkv", "every-2", "every-3"):
         model.checkpoint_blocks = groups
         torch.manual_seed(7)
         again, recomputed = _gradients(model)
@@ -237,11 +237,11 @@ def test_blocks_that_keep_something_change_nothing_and_recompute_the_rest(attent
 
 
 @pytest.mark.parametrize(
-    "choice", ["every", "every-", "every-0", "every-2-2", "every-2-4", "blocks", "auto", -1, (2, 3)]
+    "choice", ["every", "every-", "every-0", "every-8-2", "blocks", "auto", -1]
 )
 def test_groups_that_recompute_nothing_are_refused(choice):
     with pytest.raises(ValueError, match="choose none, block, every-K"):
-        checkpoint_groups(choice)
+        checkpoint_group(choice)
 
 
 def test_checkpointed_blocks_save_activations():

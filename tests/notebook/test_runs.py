@@ -1,7 +1,4 @@
-"""The runs under outputs/: found, listed, and in an index that runs ending at the same time leave whole."""
-
-import json
-import multiprocessing
+"""The runs under outputs/: found, listed, and linked."""
 
 import pytest
 
@@ -10,7 +7,6 @@ from distlab.report import write_json
 from launch import notebook
 from launch.__main__ import main
 from tests.notebook.cases import record, saved
-from tests.report.browser import chromium, visit
 
 
 def none(record):
@@ -63,83 +59,21 @@ def test_a_run_that_cannot_be_read_is_listed_as_such(two):
     )
 
 
-def test_the_index_reads_again_only_what_changed(two, monkeypatch):
-    runs.write_index(two, none)
-    read, original = [], runs.read_json
-    monkeypatch.setattr(runs, "read_json", lambda path: read.append(path) or original(path))
-    saved(two, "new", record("naive", 1.0))
-    runs.write_index(two, none)
-    assert [path.parent.name for path in read] == ["new"]
-    (two / runs.CACHE).write_text("broken")
-    assert "naive 1 ms" in runs.write_index(two, none).read_text()
-
-
-def test_a_run_that_ends_while_the_index_is_written_is_in_it(two, monkeypatch):
-    """The one that writes last may have looked first."""
-    original, late = runs.rendered, []
-
-    def rendered(*args, **values):
-        if (
-            not late
-        ):  # another process ends a run, and writes the index, between this one's look and its writing
-            late.append(saved(two, "late", record("naive", 1.0)))
-            runs.write_index(two, none)
-        return original(*args, **values)
-
-    monkeypatch.setattr(runs, "rendered", rendered)
-    assert "bench/late" in runs.write_index(two, none).read_text()
-
-
-def test_many_runs_that_end_at_once(tmp_path):
-    def end(number):
-        saved(tmp_path, f"run{number}", record("naive", 1.0))
-        runs.write_index(tmp_path, none)
-
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=end, args=(number,)) for number in range(6)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    text = (tmp_path / "index.html").read_text()
-    assert all(f"bench/run{number}<" in text for number in range(6))
-    json.loads((tmp_path / runs.CACHE).read_text())
+def test_the_index_links_the_page_of_every_run(two):
+    (two / "bench" / "later" / "report.html").write_text("")
+    (two / "bench" / "a & b").mkdir()
+    (two / "bench" / "a & b" / "report.html").write_text("")
+    links = runs.write_index(two).read_text().splitlines()[3:-1]
+    assert links[::-1] == [
+        '<li><a href="bench/later/report.html">bench/later/report.html</a></li>',
+        '<li><a href="bench/a%20%26%20b/report.html">bench/a &amp; b/report.html</a></li>',
+    ]
 
 
 def test_an_index_that_cannot_be_made_does_not_fail_the_run(tmp_path, capsys):
     (tmp_path / "index.html").mkdir()
     notebook.refresh_index(tmp_path)
     assert "index.html could not be made" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH")
-def test_the_index_in_a_browser(two):
-    from distlab.report.charts import stacked_bars
-
-    folder = two / "bench" / "later"
-    stacked_bars(folder / "a picture.png", ["a"], {"compute": [1.0]}, title="t", unit="ms")
-    (folder / "report.html").write_text("<title>t</title>")
-    page = runs.write_index(two, none)
-    seen = visit(
-        page,
-        """(() => {
-      const rows = () => [...document.querySelector("table").tBodies[0].rows];
-      const address = document.querySelector("td a").getAttribute("href");
-      const width = document.images[0].naturalWidth;
-      [...document.querySelectorAll("th button")].at(-1).click();
-      const sorted = rows().map(row => row.cells[2].textContent);
-      const input = document.querySelector("input");
-      input.value = "LATER"; input.dispatchEvent(new Event("input"));
-      return {address, width, sorted, left: rows().filter(row => !row.hidden).length};
-    })()""",
-    )
-    assert (seen.problems, seen.console) == ([], [])
-    assert seen.answer == {
-        "address": "bench/later/report.html",
-        "width": 1200,
-        "left": 1,
-        "sorted": ["bench/later", "bench/20261101-120000"],
-    }
 
 
 def test_defaults_come_from_the_experiment():

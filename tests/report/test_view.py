@@ -90,7 +90,7 @@ def test_the_report_in_a_browser(page):
     assert {*steps[0][1][3:]} == {*steps[1][1][3:]} == {"bucketed", "broken <i>"}
     assert seen.answer["pictures"] == [1200] and not seen.answer["wider"] and not seen.answer["fetched"]
     assert seen.answer["width"] > 1100  # of a window of 1200
-    assert seen.answer["headings"] == ["Set-up", "Result", "Prediction", "Noise floor", "Reading", "What this means"]
+    assert seen.answer["headings"] == ["Set-up", "Result", "Prediction", "Noise floor", "Reading"]
     dark = visit(page, "getComputedStyle(document.body).backgroundColor", dark=True)
     brightness = [sum(map(int, re.findall(r"\d+", colour))) for colour in (seen.answer["paper"], dark.answer)]
     assert brightness[0] > 700 and brightness[1] < 100 and not dark.problems
@@ -110,7 +110,7 @@ def test_the_page_says_what_was_run_on_what(page):
 def test_all_forms_of_the_table_are_written(page):
     folder = page.parent
     assert {p.name for p in folder.iterdir() if p.is_file() and not p.name.startswith("visited")} == {
-        "records.json", "records.csv", "table.md", "table.tex", "table.typ", "report.html",
+        "records.json", "records.csv", "table.md", "table.tex", "report.html",
         "step_time.png"}  # fmt: skip
     assert "| naive" in (folder / "table.md").read_text()
     assert r"\begin{tabular}" in (folder / "table.tex").read_text()

@@ -196,16 +196,6 @@ def streams(events: Sequence[Event], window: Interval | None = None) -> dict[str
     return dict(sorted(found.items(), key=lambda item: -busy[item[0]]))
 
 
-def within(events: Sequence[Event], window: Interval | None = None) -> list[Event]:
-    """Kernels, copies and messages of ``window``, by default the median step, cut at its ends; 0 ms is its start."""
-    start, end = median_step(events) if window is None else window
-    return [
-        event._replace(start_ms=max(event.start_ms, start) - start, end_ms=min(event.end_ms, end) - start)
-        for event in events
-        if event.kind in KINDS and event.start_ms < end and event.end_ms > start
-    ]
-
-
 def _from_start(spans: Iterable[Interval], window: Interval) -> list[Interval]:
     return [(start - window[0], end - window[0]) for start, end in spans]
 

@@ -13,7 +13,7 @@ are told by the operator that launched them.
 import functools
 import re
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,13 +64,6 @@ class Profile:
     def top(self, phase: str, count: int) -> list[Kernel]:
         """The kernels of a phase with the most time."""
         return [kernel for kernel in self.kernels if kernel.phase == phase][:count]
-
-    def ms_by(self, attribute: str) -> Counter[str]:
-        """Phase or category → ms of kernels."""
-        found: Counter[str] = Counter()
-        for kernel in self.kernels:
-            found[getattr(kernel, attribute)] += kernel.ms
-        return found
 
 
 def summarise(events: Sequence[Event]) -> Profile:

@@ -69,7 +69,7 @@ def step_memory(
     world_size: int = 1,
     precision: str | Precision = "bf16-autocast",
     attention: str = "sdpa",
-    checkpointing: bool | tuple[int, ...] | tuple[str, ...] = False,
+    checkpointing: int | tuple[str, ...] = 0,
     loss_chunk: int | None = None,
     optimizer: str = "adamw-fused",
     accumulates: bool = False,
@@ -84,9 +84,8 @@ def step_memory(
         strategy: a registered name, or `fsdp2` for torch's `fully_shard` per block.
         precision: `fp32`, `bf16-autocast` (fp32 parameters), `bf16` (FSDP with that compute dtype), or bytes.
         attention: `naive`, `flash` or `sdpa`.
-        checkpointing: whether every block is recomputed in backward; or the blocks per group that is recomputed
-            together, outermost level first: `(4,)`, or `(8, 2)` for groups of two within groups of eight; or what is
-            kept of each block, names of `Activations.kept`.
+        checkpointing: how many blocks are recomputed together in backward, 0 for none and True for each by itself; or
+            what is kept of each block, names of `Activations.kept`.
         loss_chunk: where the loss is computed in the head, which makes the gradients in the forward, most bytes of
             logits that exist at a time; None: the head returns all logits.
         optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`.
@@ -108,17 +107,15 @@ def step_memory(
     at_least_one(world_size=world_size)
     precision = PRECISIONS[precision] if isinstance(precision, str) else precision
     kept = activations(shape, batch, context, precision, attention, fused, compiled)
-    groups = checkpointing if isinstance(checkpointing, tuple) else (1,) if checkpointing else ()
-    levels = tuple(size for size in groups if isinstance(size, str))
-    groups = () if levels else groups
-    if any(size < 1 for size in groups):
-        raise ValueError(f"checkpointing={checkpointing}: groups of at least one block")
+    levels, group = (checkpointing, 0) if isinstance(checkpointing, tuple) else ((), int(checkpointing))
+    if group < 0:
+        raise ValueError(f"checkpointing={checkpointing}: groups of at least one block, or 0 for none")
     if levels and (len(levels) != shape.num_layers or set(levels) - kept.kept.keys()):
         raise ValueError(
             f"checkpointing={checkpointing}: one of {', '.join(kept.kept)} for each of {shape.num_layers} blocks"
         )
     setting = held.Setting(
-        shape, kept, precision, strategy, world_size, groups, *OPTIMIZERS[optimizer], levels, loss_chunk
+        shape, kept, precision, strategy, world_size, group, *OPTIMIZERS[optimizer], levels, loss_chunk
     )
     resident = held.resident(setting)
     states = replace(resident, optimizer_state=held.optimizer_state(setting))
@@ -178,7 +175,7 @@ def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Break
     """(phase, bytes) of every moment that could be the fullest, without workspaces."""
     shape, kept, precision = setting.shape, setting.kept, setting.precision
     layers = shape.num_layers
-    groups = -(-layers // setting.groups[0]) if setting.groups else 0
+    groups = -(-layers // setting.group) if setting.group else 0
     blocks = groups * kept.checkpoint if groups else _kept_below(setting, layers)[0]
     forward = replace(states, activations=blocks + kept.last, weight_copies=held.weight_copies(setting))
     unit = setting.block_buffer
@@ -195,7 +192,7 @@ def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Break
     # torch DDP rebuilds its buckets in the order in which gradients came. In that step (the second, with a static graph
     # the third) the first set lives until backward begins: seen in recorded peaks, torch 2.11.
     buckets = states.buckets + (FP32 * shape.num_parameters if setting.strategy in TORCH_DDP else 0)
-    copies = 0 if setting.groups else held.weight_copies(setting)  # with checkpoints no graph keeps the copies
+    copies = 0 if setting.group else held.weight_copies(setting)  # with checkpoints no graph keeps the copies
     copies = copies * setting.levels.count("none") // layers if setting.levels else copies
     if setting.loss_chunk is None:
         temporary = kept.loss + kept.forward_loss_temporary
@@ -266,13 +263,10 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
 def _kept_below(setting: held.Setting, block: int) -> tuple[int, int]:
     """(bytes kept of the blocks before this one while it runs backward, how many of them are kept in full).
 
-    With groups, of those before its own only the inputs are; within its own the same again, level by level.
+    With groups, of those before its own only the inputs are.
     """
     if setting.levels:
         below = setting.levels[:block]
         return sum(map(setting.kept.kept.__getitem__, below)), below.count("none")
-    inputs, rest = 0, block
-    for size in setting.groups:
-        inputs += rest // size
-        rest %= size
+    inputs, rest = divmod(block, setting.group) if setting.group else (0, block)
     return inputs * setting.kept.checkpoint + rest * setting.kept.block, rest

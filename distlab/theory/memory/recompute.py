@@ -5,8 +5,7 @@ it needs those of its blocks. With ⌈L/k⌉ groups of L blocks that is, at wors
 
     ⌈L/k⌉·c + k·b,        least near k = √(L·c/b)
 
-(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", sec. 3; they count c = b, hence √L). Groups inside
-groups replace b by the same expression of the nested groups, but run blocks once more.
+(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", sec. 3; they count c = b, hence √L).
 
 A block that is recomputed by itself may keep some results beside its input (`KEEPS`): attention's and matmuls', which
 then do not run again.
@@ -31,29 +30,24 @@ KEEPS: dict[str, tuple[str, ...]] = {
 RECOMPUTATION = (*KEEPS, "none")
 
 
-def kept_bytes(num_layers: int, groups: tuple[int, ...], block: int, checkpoint: int) -> int:
-    """Most that blocks keep at once, in bytes: the inputs of groups, and the activations of the innermost one.
+def kept_bytes(num_layers: int, group: int, block: int, checkpoint: int) -> int:
+    """Most that blocks keep at once, in bytes: the inputs of groups, and the activations of one.
 
     Args:
         num_layers: L, blocks.
-        groups: blocks per group, outermost level first; empty for no checkpointing.
+        group: blocks per group; 0 for no checkpointing.
         block, checkpoint: bytes that one block keeps, and that an input takes (`activations`).
-
-    Raises:
-        ValueError: a group of less than one block.
     """
-    at_least_one(num_layers=num_layers, groups=min(groups, default=1))
-    if not groups:
-        return num_layers * block
-    size = min(groups[0], num_layers)
-    # The group's own input is the first of what its innermost blocks keep.
-    return (-(-num_layers // size) - 1) * checkpoint + kept_bytes(size, groups[1:], block, checkpoint)
+    at_least_one(num_layers=num_layers)
+    size = min(group or num_layers, num_layers)
+    # The group's own input is the first of what its blocks keep.
+    return (-(-num_layers // size) - 1) * checkpoint + size * block
 
 
 def best_group_size(num_layers: int, block: int, checkpoint: int) -> int:
-    """The group size of a single level that keeps least, the smallest where several do; arguments as `kept_bytes`."""
+    """The group size that keeps least, the smallest where several do; arguments as `kept_bytes`."""
     sizes = range(1, num_layers + 1)
-    return min(sizes, key=lambda size: kept_bytes(num_layers, (size,), block, checkpoint))
+    return min(sizes, key=lambda size: kept_bytes(num_layers, size, block, checkpoint))
 
 
 def best_group_size_estimate(num_layers: int, block: int, checkpoint: int) -> float:
@@ -61,43 +55,26 @@ def best_group_size_estimate(num_layers: int, block: int, checkpoint: int) -> fl
     return math.sqrt(num_layers * checkpoint / block)
 
 
-def blocks_run_again(num_layers: int, groups: tuple[int, ...]) -> tuple[int, int]:
+def blocks_run_again(num_layers: int, group: int) -> tuple[int, int]:
     """(blocks that run forward again, how many of these runs stop before their last matmul).
 
-    torch ends a recomputation as soon as everything that was saved is there again. So the innermost group stops before
-    the last matmul of its last block, whose result nobody saved; and a group with groups inside does not run the last
-    of these at all, since their inputs are all that it saved.
-
-    Raises:
-        ValueError: a group of less than one block.
+    torch ends a recomputation as soon as everything that was saved is there again: a group stops before the last matmul
+    of its last block, whose result nobody saved.
     """
-    at_least_one(num_layers=num_layers, groups=min(groups, default=1))
-    if not groups:
-        return 0, 0
-    again = stopped = 0
-    for start in range(0, num_layers, groups[0]):
-        size = min(groups[0], num_layers - start)
-        if len(groups) == 1:
-            again, stopped = again + size, stopped + 1
-            continue
-        inside, inside_stopped = blocks_run_again(size, groups[1:])
-        last = size - (-(-size // groups[1]) - 1) * groups[1]
-        again, stopped = again + size - last + inside, stopped + inside_stopped
-    return again, stopped
+    return (num_layers, -(-num_layers // group)) if group else (0, 0)
 
 
-def recomputed_flops(plan: tuple[int, ...] | tuple[str, ...], *, num_layers: int, **sizes: int) -> int:
+def recomputed_flops(plan: int | tuple[str, ...], *, num_layers: int, **sizes: int) -> int:
     """FLOPs of all that runs again, per rank and micro-batch; sizes as `distlab.theory.flops.forward_flops`.
 
     Args:
-        plan: blocks per group, outermost level first, or what each block keeps (`activations.Activations.kept`).
+        plan: blocks per group, 0 for none, or what each block keeps (`activations.Activations.kept`).
 
     Raises:
         ValueError: a size or a group below one.
     """
     one = forward_flops(num_layers=1, **sizes)
-    levels = [level for level in plan if isinstance(level, str)]
-    if not levels:
+    if isinstance(plan, int):
         again, stopped = blocks_run_again(num_layers, plan)
         return again * (one.total - one.head) - stopped * one.feed_forward // 3
     output = one.attention_projections * sizes["d_model"] // (
@@ -108,4 +85,4 @@ def recomputed_flops(plan: tuple[int, ...] | tuple[str, ...], *, num_layers: int
         "w1": one.feed_forward // 3, "w3": one.feed_forward // 3,
     }  # fmt: skip
     again = {level: sum(runs[name] for name in runs if name not in keeps) for level, keeps in KEEPS.items()}
-    return sum((again | {"none": 0})[level] for level in levels)
+    return sum((again | {"none": 0})[level] for level in plan)

@@ -76,7 +76,7 @@ class Setting:
     precision: Precision
     strategy: str
     world_size: int
-    groups: tuple[int, ...]
+    group: int
     state_numbers: int
     step_numbers: int
     levels: tuple[str, ...] = ()  # what is kept of each block, an entry of `Activations.kept`; empty with groups
