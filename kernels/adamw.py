@@ -163,6 +163,8 @@ class AdamW(torch.optim.Optimizer):
         RuntimeError: from `step`, while a CUDA graph is being captured.
     """
 
+    elementwise = True  # parts of a tensor are stepped as the whole is
+
     def __init__(self, params: Iterable, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})

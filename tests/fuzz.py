@@ -1363,7 +1363,7 @@ def examine(context: RankContext, jobs: Sequence[Job], journal: str, until_failu
     own_group = torch.distributed.new_group()  # verdicts must not meet what a failed case left in the other one
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # its first use imports torch.compile's half of torch …
-    gc.freeze()  # … through all of which FSDP would look for optimizers, each time
+    gc.freeze()  # … through which no collection between cases need look
     journal_file = os.open(journal, os.O_WRONLY)
     verdicts: list[Verdict] = []
     for number, job in enumerate(jobs):

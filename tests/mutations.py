@@ -343,7 +343,7 @@ MUTATIONS = (
     Mutation(
         "FSDP steps with an optimizer that needs whole matrices",
         "distlab/parallel/fsdp/fsdp.py",
-        "        check_elementwise(optimizer)\n",
+        "        checks.check_elementwise(optimizer)\n",
         "",
         ("tests/parallel/test_fsdp_layout.py", "-k", "elementwise"),
     ),

@@ -15,6 +15,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -277,7 +278,7 @@ def refuse_uninitialized(module: nn.Module) -> None:
 def refuse_shared_storage(module: nn.Module) -> None:
     """Two different parameters on the same memory would be averaged, stepped and moved as two.
 
-    Views of one flat tensor that do not overlap are two parameters and allowed.
+    Slices of one flat tensor that do not overlap are two parameters and allowed; interleaved columns are refused.
 
     Raises:
         ValueError: a trainable parameter overlaps another parameter; names both.
@@ -288,16 +289,12 @@ def refuse_shared_storage(module: nn.Module) -> None:
             entry = (*_byte_range(parameter), name, parameter)
             on_storage.setdefault(parameter.untyped_storage()._cdata, []).append(entry)
     for together in on_storage.values():
-        together.sort(key=lambda entry: entry[:2])
-        for number, (_, stop, name, parameter) in enumerate(together):
-            for start, _, other_name, other in together[number + 1 :]:
-                if start >= stop:
-                    break
-                if (parameter.requires_grad or other.requires_grad) and _overlap(parameter, other):
-                    raise ValueError(
-                        f"'{name}' and '{other_name}' are two parameters on the same memory: to tie them, assign "
-                        "one Parameter object to both names; to keep them apart, clone one"
-                    )
+        for (start, stop, name, one), (first, last, other_name, other) in combinations(together, 2):
+            if start < last and first < stop and (one.requires_grad or other.requires_grad):
+                raise ValueError(
+                    f"'{name}' and '{other_name}' are two parameters on the same memory: to tie them, assign "
+                    "one Parameter object to both names; to keep them apart, clone one"
+                )
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
@@ -305,15 +302,6 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     first = tensor.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.element_size(), (last + 1) * tensor.element_size()
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors on one storage, whose byte ranges overlap, have an element in common: columns do not."""
-    if a.itemsize != b.itemsize:
-        return True
-    numbers = torch.arange(a.untyped_storage().nbytes() // a.itemsize, device="cpu")
-    mine, theirs = (numbers.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (a, b))
-    return bool(torch.isin(mine, theirs).any())
 
 
 def _kind_of(tensor: Tensor) -> str:

@@ -195,7 +195,7 @@ class ShardedBuckets:
                 raise _not_zeroed(name)
 
     def check_unedited(self) -> None:
-        """Called before a step. What `GradScaler.unscale_` does, a multiplication, torch does not count as a change.
+        """Called before a step.
 
         Raises:
             RuntimeError: a gradient was edited or replaced since it was averaged.

@@ -9,11 +9,13 @@ compared with what it was after the synchronization.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -39,12 +41,38 @@ def is_guarded(parameter: Tensor) -> bool:
 
 @torch._disable_dynamo  # a compiled step runs the checks each time, instead of what they found when it was traced
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for wrapper, guarded in list(_guarded.items()):
-        if any(id(p) in guarded for group in optimizer.param_groups for p in group["params"]):
-            wrapper.check_step(optimizer)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(hasattr(parameter, "replaced") for parameter in held):
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} holds parameters that FSDP has replaced by shards: wrap first, then "
+            "build the optimizer over fsdp.parameters()"
+        )
+    for wrapper in _wrappers_of(held):
+        wrapper.check_step(optimizer)
+
+
+def _wrappers_of(parameters: Sequence[Tensor]) -> list[ParallelModel]:
+    return [wrapper for wrapper, ids in list(_guarded.items()) if any(id(p) in ids for p in parameters)]
+
+
+def _refuse_shards(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `GradScaler.step` raise on every rank where ranks would look for overflow in different shards."""
+
+    @wraps(step)
+    def checked(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if scaler.is_enabled() and any(wrapper._shards_gradients for wrapper in _wrappers_of(held)):
+            raise RuntimeError(
+                f"{type(scaler).__name__} decides by the gradients of this rank, and these are shards, so ranks could "
+                "skip different steps: use distlab.train.scaler.LossScaler with distlab.train.step.TrainStep"
+            )
+        return step(scaler, optimizer, *args, **kwargs)
+
+    return checked
 
 
 register_optimizer_step_pre_hook(_before_step)
+GradScaler.step = _refuse_shards(GradScaler.step)  # torch has no hook there, and unscaling leaves no trace
 
 
 # -- edits of synchronized gradients ---------------------------------------------------------------------------

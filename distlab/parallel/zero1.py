@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
-from distlab.parallel.base import LocalOptimizer, options_of, to_cpu
+from distlab.parallel.base import LocalOptimizer, is_elementwise, options_of, to_cpu
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.buckets import view_like
-from distlab.parallel.elementwise import is_elementwise
 from distlab.parallel.shard import Shard
 
 
@@ -48,12 +47,14 @@ class ZeroOptimizer(LocalOptimizer):
         ddp: its bucket plan is taken over; from now on it reduce-scatters.
         optimizer_cls: such as `torch.optim.AdamW`.
         params: parameters or groups of the wrapped module; default: all that are trainable, in one group.
+        elementwise: a class that is none of torch's treats every element by itself, too; so says
+            `elementwise = True` in its body.
         kwargs: for `optimizer_cls`.
 
     Raises:
         TypeError: `ddp` is no `BucketedDDP`.
-        ValueError: an optimizer that is not element-wise, a parameter that the wrapper does not train, or one
-            given twice.
+        ValueError: an optimizer that is not known to be element-wise, a parameter that the wrapper does not train, or
+            one given twice.
     """
 
     def __init__(
@@ -62,14 +63,16 @@ class ZeroOptimizer(LocalOptimizer):
         optimizer_cls: type[Optimizer],
         *,
         params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+        elementwise: bool = False,
         **kwargs: Any,
     ):
         if not isinstance(ddp, BucketedDDP):
             raise TypeError(f"ZeroOptimizer takes over a BucketedDDP's buckets; got {type(ddp).__name__}")
-        if not is_elementwise(optimizer_cls, kwargs, ddp.device):
+        if not (elementwise or is_elementwise(optimizer_cls)):
             raise ValueError(
-                f"{optimizer_cls.__name__} is not element-wise: it would see parts of parameters and give another "
-                "result than on whole ones; use ShardedOptimizer, which keeps parameters whole"
+                f"{optimizer_cls.__name__} is not known to be element-wise, and here it sees parts of parameters: give "
+                "elementwise=True if every element's update depends on that element alone, else use ShardedOptimizer, "
+                "which keeps parameters whole"
             )
         self._ddp = ddp
         self._group = ddp.process_group
@@ -89,8 +92,7 @@ class ZeroOptimizer(LocalOptimizer):
             The closure's value, or None.
 
         Raises:
-            RuntimeError: gradients were not finished, or edited since outside of `elementwise_gradient_edits()`;
-                or a `GradScaler` found an overflow on some ranks only (then on every rank).
+            RuntimeError: gradients were not finished, or edited since outside of `elementwise_gradient_edits()`.
         """
         loss = None
         if closure is not None:
@@ -98,34 +100,12 @@ class ZeroOptimizer(LocalOptimizer):
                 loss = closure()
             self._ddp.check_step(self)  # what the check before the closure could not know
         self.synchronize()
-        if "found_inf" in self.__dict__ and self._overflowed():  # inside of GradScaler.step()
-            return loss
         self._sharded.check_unedited()
         self._sharded.point_gradients()
-        if self.__dict__.get("grad_scale") is not None:
-            for shard in self._sharded.shards.values():
-                if shard.tensor.grad is not None:
-                    shard.tensor.grad.div_(self.grad_scale)
         self._copy_options_inwards()
         self.local.step(**kwargs)
         self._ddp.shards_changed()
         return loss
-
-    # GradScaler then calls step() on every rank, and leaves its findings in `found_inf` and `grad_scale`.
-    _step_supports_amp_scaling = True
-
-    def _overflowed(self) -> bool:
-        """Whether this step is to be skipped; raises RuntimeError unless all ranks say the same."""
-        finite = collectives.sum_over_ranks(float(self.found_inf.item() == 0), self._ddp.device, self._group)
-        if 0 < finite < self._group.size():
-            del self.found_inf, self.grad_scale  # GradScaler takes them away only after a step
-            raise RuntimeError(
-                f"gradients overflowed on {self._group.size() - round(finite)} of {self._group.size()} ranks, as each "
-                "rank sees the mean of its own part only, and GradScaler would now choose another scale on each: use "
-                "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...) and call its "
-                "unscale_(optimizer) before step(optimizer), or distlab.train.scaler.LossScaler with TrainStep"
-            )
-        return finite == 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any optimizer; gradients alone are touched, so nothing waits."""

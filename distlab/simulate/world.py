@@ -6,8 +6,7 @@ for the time of the simulation:
 
 - objects that ranks exchange (`gather_objects`, to compare models): every rank says what this one says;
 - which backend serves the group: NCCL's answers (averages in the reduction, shards in place), where asked for;
-- groups of other ranks, which are not made;
-- whether an optimizer is element-wise, which is tried out on small real tensors, outside of the fake mode.
+- groups of other ranks, which are not made.
 
 On a CPU torch takes RMSNorm apart; on a GPU it is one kernel that keeps less. Here it is the one kernel.
 """
@@ -22,10 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from distlab.comm import collectives, subgroups
-from distlab.parallel import elementwise
 
 
 @contextmanager
@@ -48,12 +46,6 @@ def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Ite
     # Importing the module registers the "fake" backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    parts_equal_whole = elementwise.parts_equal_whole
-
-    def tried_out(*arguments: Any) -> bool:
-        with unset_fake_temporarily():
-            return parts_equal_whole(*arguments)
-
     def own_group(ranks: Sequence[int], *options: Any) -> dist.ProcessGroup | None:
         return dist.new_group(list(ranks)) if rank in ranks else None
 
@@ -63,7 +55,6 @@ def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Ite
         with (
             mock.patch.object(collectives, "gather_objects", lambda value, group: [value] * group.size()),
             mock.patch.object(collectives, "averages_in_reduction", lambda device, group: like_nccl),
-            mock.patch.object(elementwise, "parts_equal_whole", tried_out),
             mock.patch.object(subgroups, "_new_group", own_group),
             FakeTensorMode(),
             # Patched, and no torch function mode: that would be off inside backward, where blocks are recomputed.

@@ -1,16 +1,13 @@
 """What an optimizer's step may find in `.grad`: the mean over ranks, unedited, or edited alike on every rank."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from distlab.comm import RankContext
-from distlab.parallel import ShardedOptimizer
 from distlab.parallel.fsdp import FSDP
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
 from tests.parallel.test_fsdp import OneProcess, full_gradients, own_loss, own_model
@@ -208,83 +205,3 @@ def permitted(context: RankContext) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_edits_element_by_element_several_optimizers_and_steps_work(backend):
     run(permitted, 2, backend=backend)
-
-
-def not_elementwise(context: RankContext) -> None:
-    fsdp = wrapped(context)
-    finished(fsdp, context)
-    before = [p.detach().clone() for p in fsdp.parameters()]
-    for optimizer, message in (
-        (
-            torch.optim.Adafactor(fsdp.parameters()),
-            "Adafactor is not element-wise: on this rank's rows of a matrix",
-        ),
-        (torch.optim.Muon([p for p in fsdp.parameters() if p.ndim == 2]), "Muon is not element-wise"),
-        (
-            ShardedOptimizer(fsdp.parameters(), torch.optim.SGD, process_group=context.group, lr=0.1),
-            "sharded already",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, fsdp.parameters(), strict=True))
-
-
-def test_optimizers_that_need_whole_matrices_are_refused_at_their_first_step():
-    run(not_elementwise, 2)
-
-
-def overflow(context: RankContext, scaler_cls: type, fused: bool, where: str) -> list[str]:
-    """Three steps with a GradScaler; in the second, one element of rank 1's shards overflows.
-
-    Returns what happened on this rank in each step.
-    """
-    fsdp = wrapped(context)
-    optimizer = torch.optim.AdamW(fsdp.parameters(), lr=0.1, fused=fused)
-    group = {"process_group": context.group} if scaler_cls is ShardedGradScaler else {}
-    scaler = scaler_cls(context.device.type, init_scale=4.0, **group)
-    events = []
-    for step in range(3):
-        optimizer.zero_grad()
-        scaler.scale(own_loss(fsdp, context.rank, step, context.device)).backward()
-        fsdp.finish_gradient_synchronization()
-        if step == 1 and context.rank == 1:
-            shard = next(p for n, p in fsdp.named_parameters() if n.endswith("head.weight"))
-            shard.grad.detach().data.view(-1)[0] = float("inf")  # `.data` has a version counter of its own
-        before = [p.detach().clone() for p in fsdp.parameters()]
-        try:
-            if where == "unscaled inside":
-                with fsdp.elementwise_gradient_edits():
-                    scaler.unscale_(optimizer)
-            with fsdp.elementwise_gradient_edits() if where == "stepped inside" else nullcontext():
-                scaler.step(optimizer)
-            scaler.update()
-        except RuntimeError as error:
-            return [
-                *events,
-                "raised" if "inside `with fsdp.elementwise_gradient_edits():`" in str(error) else str(error),
-            ]
-        moved = any(not torch.equal(a, b) for a, b in zip(before, fsdp.parameters(), strict=True))
-        events.append(f"{'stepped' if moved else 'skipped'}, scale {scaler.get_scale()}")
-        assert_same_on_all_ranks(list(fsdp.gather_full_params().values()), context)
-    return events
-
-
-# A fused optimizer skips on the device; torch's ShardedGradScaler does not serve those.
-SCALERS = [(ShardedGradScaler, False), (torch.amp.GradScaler, False), (torch.amp.GradScaler, True)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("where", ["unscaled inside", "stepped inside"])
-@pytest.mark.parametrize(("scaler", "fused"), SCALERS)
-def test_gradscalers_skip_together_inside_the_context(scaler, fused, where, backend):
-    """An overflow is in one rank's shard only: torch's plain scaler, too, finds it on every rank."""
-    expected = ["stepped, scale 4.0", "skipped, scale 2.0", "stepped, scale 2.0"]
-    assert run(overflow, 2, scaler, fused, where, backend=backend) == [expected, expected]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("scaler", "fused"), SCALERS)
-def test_gradscalers_raise_outside_the_context(scaler, fused, backend):
-    """At the first step that they take: from then on ranks could decide apart."""
-    assert run(overflow, 2, scaler, fused, "outside", backend=backend) == [["raised"], ["raised"]]

@@ -9,7 +9,8 @@ from torch import nn
 from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import BucketedDDP, NaiveDDP, ZeroOptimizer
-from distlab.parallel.elementwise import is_elementwise
+from distlab.parallel.base import ELEMENTWISE, is_elementwise
+from kernels.adamw import AdamW as FusedAdamW
 from tests.parallel.cases import CASES, Reference, build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
 
@@ -297,32 +298,42 @@ def test_parameters_are_gathered_under_the_next_forward():
     run(waits_in_forward, 2)
 
 
-class Normalised(torch.optim.SGD):
-    """People's own: divides the gradient by its tensor's norm, so it is not element-wise."""
+class Scaled(torch.optim.SGD):
+    """A class of one's own, which may look at whole tensors: this one takes no more than its base does."""
 
+    @torch.no_grad()
     def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = parameter.grad / parameter.grad.norm()
+        for parameter in self.param_groups[0]["params"]:
+            parameter *= 0.9
         return super().step(closure)
 
 
-@pytest.mark.parametrize(
-    "name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Rprop"]
-)
-def test_elementwise_optimizers_are_recognised(name):
-    assert is_elementwise(getattr(torch.optim, name), {"lr": 0.01}, torch.device("cpu"))
+class Said(Scaled):
+    elementwise = True
 
 
-@pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.Adafactor, Normalised])
-def test_others_are_recognised_too(cls):
-    assert not is_elementwise(cls, {"lr": 0.01}, torch.device("cpu"))
+class Inherited(Said):
+    """Whose own step its base knows nothing of."""
+
+
+@pytest.mark.parametrize("cls", [*sorted(ELEMENTWISE, key=str), FusedAdamW, Said])
+def test_elementwise_optimizers_are_accepted(cls):
+    assert is_elementwise(cls)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam, Scaled, Inherited])
+def test_others_must_say_that_they_are(cls):
+    assert not is_elementwise(cls)
 
 
 def refusals(context: RankContext) -> None:
     wrapper = BucketedDDP(nn.Linear(2, 2), process_group=context.group)
-    with pytest.raises(ValueError, match=r"Normalised is not element-wise.*ShardedOptimizer"):
-        ZeroOptimizer(wrapper, Normalised, lr=0.1)
+    for cls in (torch.optim.Adafactor, Scaled, Inherited):
+        match = rf"{cls.__name__} is not known to be .*elementwise=True.*ShardedOptimizer"
+        with pytest.raises(ValueError, match=match):
+            ZeroOptimizer(wrapper, cls, lr=0.1)
+    ZeroOptimizer(wrapper, torch.optim.AdamW, capturable=True)  # which runs on GPUs only, and says so itself
+    ZeroOptimizer(wrapper, Scaled, elementwise=True, lr=0.1)
     with pytest.raises(TypeError, match="takes over a BucketedDDP"):
         ZeroOptimizer(NaiveDDP(nn.Linear(2, 2), process_group=context.group), torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="not among those that the wrapped module trains"):

@@ -3,7 +3,6 @@ and FLOPs against the closed forms."""
 
 import itertools
 import sys
-import warnings
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from distlab.measure.collectives import CollectiveCall, CollectiveRecorder
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, kept_levels, preset
 from distlab.model.config import KEPT, RECOMPUTATION
 from distlab.parallel import STRATEGIES, get_strategy
-from distlab.parallel.elementwise import check_elementwise
 from distlab.simulate.events import Compute, Wait
 from distlab.simulate.run import simulate_step, simulate_training
 from distlab.simulate.world import fake_world
@@ -202,15 +200,6 @@ def test_events_are_ordered_like_the_program():
     first_wait = next(i for i, item in enumerate(items) if isinstance(item, Wait))
     backward = [i for i, item in enumerate(items) if isinstance(item, Compute) and item.phase == "backward"]
     assert backward[0] < first_issue < backward[-1] < first_wait
-
-
-def test_an_optimizer_of_fake_parameters_is_tried_out_on_real_ones():
-    with fake_world(2), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        parameters = [torch.nn.Parameter(torch.ones(3, 4))]
-        check_elementwise(torch.optim.AdamW(parameters, fused=True))
-        with pytest.raises(ValueError, match="Adafactor is not element-wise"):
-            check_elementwise(torch.optim.Adafactor(parameters))
 
 
 def test_refusals_and_the_world_is_left():

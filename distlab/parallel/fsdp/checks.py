@@ -1,12 +1,13 @@
 """What FSDP refuses, with what to do instead."""
 
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from distlab.parallel.base import is_elementwise
 from distlab.parallel.data_parallel import the_device
 from distlab.parallel.fsdp.flat_param import Entry, FlatParam, UnitPlan, is_called
 
@@ -64,7 +65,7 @@ def refuse_parameters(entries: list[Entry]) -> None:
 
     Raises:
         ValueError: parameters that are shards already, that carry hooks, that a recurrent module keeps in a
-            list of its own, or that an optimizer holds.
+            list of its own.
     """
     for entry in entries:
         parameter = entry.parameter
@@ -80,7 +81,6 @@ def refuse_parameters(entries: list[Entry]) -> None:
                 f"FSDP: '{entry.name}' belongs to a torch.nn recurrent module, which computes with a list of "
                 "parameters of its own; FSDP serves modules that use their attributes"
             )
-    _refuse_older_optimizer(entries)
 
 
 def refuse_compiled(module: nn.Module, plans: Sequence[UnitPlan]) -> None:
@@ -101,25 +101,14 @@ def refuse_compiled(module: nn.Module, plans: Sequence[UnitPlan]) -> None:
                 )
 
 
-def _refuse_older_optimizer(entries: list[Entry]) -> None:
-    """An optimizer made before wrapping would step full parameters that are in use no more, without an error.
-
-    It is found among the objects that Python's garbage collector tracks; one that is garbage does not count.
-    """
-    mine = {id(entry.parameter) for entry in entries}
-    for attempt in range(2):
-        older = any(
-            id(parameter) in mine
-            for thing in gc.get_objects()
-            if issubclass(type(thing), torch.optim.Optimizer)
-            for group in getattr(thing, "param_groups", ())
-            for parameter in group["params"]
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raises ValueError for an optimizer of matrices, here this rank's rows, that is not known to be element-wise."""
+    if is_elementwise(type(optimizer)):
+        return
+    if any(parameter.ndim >= 2 for group in optimizer.param_groups for parameter in group["params"]):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"{name} is not known to be element-wise, and here it sees this rank's rows of matrices: write "
+            f"`elementwise = True` into its class if every element's update depends on that element alone, else keep "
+            "parameters whole: a data-parallel wrapper with ShardedOptimizer"
         )
-        if not older:
-            return
-        if attempt == 0:
-            gc.collect()
-    raise ValueError(
-        "FSDP: an optimizer already holds this module's parameters, which wrapping replaces by shards: "
-        "wrap first, then build the optimizer over fsdp.parameters()"
-    )

@@ -14,7 +14,6 @@ Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps; Rajbha
 it stage 3. `docs/learn/fsdp.md` states memory, precision and limits.
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,11 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
@@ -40,7 +37,6 @@ from distlab.parallel.data_parallel import (
     refuse_shared_storage,
     refuse_uninitialized,
 )
-from distlab.parallel.elementwise import check_elementwise
 from distlab.parallel.fsdp import checks
 from distlab.parallel.fsdp.flat_param import Entry, Replicated, list_entries, plan_units
 from distlab.parallel.fsdp.runtime import Runtime, Unit, in_backward, plan_casts
@@ -72,9 +68,8 @@ class FSDP(ParallelModel):
     Raises:
         TypeError: a mesh that is no DeviceMesh.
         ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), no parameters, an uninitialized one, two
-            that share memory, several devices, a compute dtype that is no float, a module wrapped already, an optimizer
-            that holds its parameters, a module on meta without `init_fn` and `device`, or ranks that disagree on the
-            model (then on every rank).
+            that share memory, several devices, a compute dtype that is no float, a module wrapped already, a module on
+            meta without `init_fn` and `device`, or ranks that disagree on the model (then on every rank).
     """
 
     casts_parameters = True
@@ -111,6 +106,8 @@ class FSDP(ParallelModel):
         deferred = entries[0].parameter.is_meta
         if not deferred:
             collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
+        for entry in entries:
+            entry.parameter.replaced = True  # what holds it steps nothing that is in use: see step_guard
         self._units = [
             Unit(index, plan, self.device, groups) for index, plan in enumerate(plans)
         ]
@@ -137,7 +134,6 @@ class FSDP(ParallelModel):
         self._held = list(self._find_shards())
         self._stepped_by: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._editing = False  # inside elementwise_gradient_edits()
-        self._overflow: OverflowOfAllRanks | None = None  # in these edits, since the last finish
         step_guard.guard(self.trainable, self)
 
     # -- the public face -----------------------------------------------------------------------------------
@@ -172,7 +168,6 @@ class FSDP(ParallelModel):
         if not self._runtime.pending:
             return
         checks.check_still_frozen(self._flat_params)
-        self._overflow = None
         arrived = self._runtime.unfinished
         self._runtime.finish()
         self._replicated.average()
@@ -183,21 +178,19 @@ class FSDP(ParallelModel):
     @contextmanager
     def elementwise_gradient_edits(self) -> Iterator[None]:
         """Gradients may be changed inside, after `finish_gradient_synchronization()`, on every rank alike and each
-        element by itself: `torch.nn.utils.clip_grad_value_`, a factor, `GradScaler.unscale_`.
+        element by itself: `torch.nn.utils.clip_grad_value_`, a factor.
 
         Outside of it the optimizer's next step raises, because most edits compute something of all elements (a norm,
-        for one), and a rank sees its own only. A `GradScaler` finds here what overflowed on any rank. Blocks then.
+        for one), and a rank sees its own only.
 
         Raises:
             RuntimeError: gradients that are not synchronized, or have been edited already.
         """
         self.check_gradients()
         step_guard.forget_gradients(self.trainable)  # left by an exception, they are half edited
-        self._overflow = OverflowOfAllRanks(self.process_group)
         self._editing = True
         try:
-            with self._overflow:
-                yield
+            yield
         finally:
             self._editing = False
         step_guard.note_gradients(self.trainable)
@@ -210,13 +203,8 @@ class FSDP(ParallelModel):
             RuntimeError: gradients that are not synchronized, or were edited in a way that need not be the same on
                 every rank.
         """
-        check_elementwise(optimizer)
+        checks.check_elementwise(optimizer)
         self.check_gradients()
-        if stepped_by_scaler(optimizer) and not (self._overflow is not None and self._overflow.asked):
-            raise RuntimeError(
-                "FSDP: this GradScaler looked for overflow in what this rank alone sees, so ranks could skip different "
-                "steps: call scaler.unscale_(optimizer) inside `with fsdp.elementwise_gradient_edits():` on every rank"
-            )
         if optimizer not in self._stepped_by:
             self._stepped_by.add(optimizer)
             optimizer.register_step_post_hook(partial(_after_step, weakref.ref(self)))
@@ -235,7 +223,7 @@ class FSDP(ParallelModel):
             raise RuntimeError(
                 f"FSDP: the gradient of '{name}' was edited or replaced after finish_gradient_synchronization(), by "
                 "what this rank alone sees: clip by fsdp.clip_grad_norm_(max_norm); edits that treat each element by "
-                "itself (clip_grad_value_, GradScaler.unscale_) go inside `with fsdp.elementwise_gradient_edits():`"
+                "itself (clip_grad_value_) go inside `with fsdp.elementwise_gradient_edits():`"
             )
 
     def _note_scaled(self) -> None:
@@ -352,46 +340,3 @@ def _after_step(owner: weakref.ref[FSDP], optimizer: Optimizer, args: Any, kwarg
         if fsdp._runtime.unfinished:  # a closure's backward
             fsdp.check_gradients()
         step_guard.note_gradients(fsdp.trainable)
-
-
-# -- edits of synchronized gradients ---------------------------------------------------------------------------
-#
-# A rank holds a shard of each matrix' gradient. What is computed of all elements here, such as a norm or whether one of
-# them overflowed, differs from rank to rank, and the replicated parameters, stepped by it, would diverge.
-
-
-def stepped_by_scaler(optimizer: Optimizer) -> bool:
-    """Whether a `GradScaler` is calling `optimizer.step()`.
-
-    Its operation that unscales gradients does not count up their versions, so its step is recognised: by what it
-    leaves in an optimizer that skips by itself (a fused one), else by the function that calls.
-    """
-    if getattr(optimizer, "found_inf", None) is not None:
-        return True
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is GradScaler._maybe_opt_step.__code__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-class OverflowOfAllRanks(TorchDispatchMode):
-    """Inside, `GradScaler.unscale_` finds an overflow on every rank if any rank has one, so that all skip the step.
-
-    Attributes:
-        asked: whether that has happened.
-    """
-
-    def __init__(self, group: ProcessGroup):
-        super().__init__()
-        self._group = group
-        self.asked = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
-            found: Tensor = args[1]
-            found.copy_(collectives.sum_tensor(found, self._group).clamp(max=1.0))
-            self.asked = True
-        return result
