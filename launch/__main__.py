@@ -5,7 +5,7 @@
     distlab run NAME [--nproc N] [options]        measure; `distlab run NAME --help` lists the options
     torchrun --nproc-per-node N -m launch run NAME [options]
     distlab show FILE… [--table STYLE]            redraw saved runs: table, pictures, page
-    distlab runs [WORD…]                          the runs there are, with what they found; outputs/index.html
+    distlab runs [WORD…]                          the runs there are, with what they found; links in outputs/index.html
     distlab compare RUN RUN… [--fail-above 5%]    what changed from the first run to the last, beyond the noise
     distlab records --machine NAME                measure the committed records again, as records/manifest.toml says
     distlab tables [--check]                      redraw the tables of the README and the pages from records/
