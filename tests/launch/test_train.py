@@ -24,7 +24,7 @@ from launch.__main__ import main
 from tests.comm.test_parent import ends_within
 from tests.commands import ROOT, environment, python
 
-REPORT = ("records.json", "records.csv", "table.md", "table.tex", "table.typ", "report.html")
+REPORT = ("records.json", "table.md", "table.tex", "report.html")
 STEPS = 30
 ARGUMENTS = [
     *(
