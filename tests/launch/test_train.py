@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from distlab.comm.rank_process import is_lost_peer
@@ -20,7 +19,6 @@ from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.metrics import read_journal
 from distlab.train.sample import newest_usable
 from launch import trainer
-from launch.__main__ import main
 from tests.comm.test_parent import ends_within
 from tests.commands import ROOT, environment, python
 
@@ -243,57 +241,6 @@ def test_two_agents_train_together_and_restart_together(undisturbed, tmp_path):
     assert [code for code, _ in texts] == [0, 0], texts
     assert any("resumed from step" in text for _, text in texts)
     assert losses(tmp_path) == undisturbed
-
-
-@pytest.mark.commands  # the pages' own commands do the same
-def test_train_on_a_text_and_sample_from_it(tmp_path):
-    text = tmp_path / "song.txt"
-    text.write_text("na na na na, hey hey hey, good bye. " * 40)
-    arguments = ["--backend=gloo", "--context=16", "--batch=8", "--steps=30", "--lr=0.01", "--warmup=5"]
-    done = python("launch/train.py", "--nproc=1", f"--data={text}", *arguments, f"--out={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    metrics = json.loads(done.stdout.splitlines()[-1])["records"][0]["metrics"]
-    assert metrics["validation_loss"] < 1.5  # from ln 256 = 5.5: it knows the song
-    folder = tmp_path / "train" / "song-tiny-bucketed"
-    sampled = python(
-        "-m", "launch", "sample", folder, "--prompt=hey", "--tokens=20", "--backend=gloo", "--temperature=0"
-    )
-    assert sampled.returncode == 0 and sampled.stdout.startswith("hey") and "na" in sampled.stdout + "na"
-    assert set(sampled.stdout.strip()) <= set(text.read_text())
-    with pytest.raises(ValueError, match="holds no usable checkpoint"):
-        newest_usable(tmp_path / "nothing")
-
-
-def test_bad_input_gives_one_clear_message(tmp_path):
-    np.save(
-        tmp_path / "big.npy", np.array([1, 2, 3, 4, 5, 6, 7, 60, *range(40), *range(40)], dtype=np.uint16)
-    )
-    arguments = ["--nproc=2", *ARGUMENTS, f"--data={tmp_path}/big.npy", "--vocab=50", f"--out={tmp_path}"]
-    done = python("launch/train.py", *arguments)
-    assert done.returncode == 2, done.stderr
-    (message,) = [line for line in done.stderr.splitlines() if "train: error:" in line]
-    assert "big.npy: token 7 is 60, but the model's vocabulary has 50 entries" in message
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--strategy=local", "strategy 'local' cannot train; allowed: naive"),
-        ("--name=../../x", "--name '../../x' cannot name a folder: use letters"),
-        ("--val-data=x.txt", "--val-data x.txt needs --data"),
-        ("--token-dtype=int3", "--token-dtype int3 is of a .bin: a .npy says its own, and a text's tokens"),
-    ],
-)
-def test_an_unusable_option_value_starts_no_rank(capsys, option, message):
-    assert main(["train", option]) == 2
-    assert f"train: error: {message}" in capsys.readouterr().err
-
-
-def test_the_strategies_that_are_offered_can_train(capsys):
-    assert main(["train", "--strategy=zero3"]) == 2
-    offered = capsys.readouterr().err.strip().split("allowed: ")[1].split(", ")
-    names = [name.removesuffix(" (GPUs only)") for name in offered]
-    assert {TrainConfig(strategy=name).strategy for name in names} >= {"bucketed", "zero1", "fsdp"}
 
 
 @pytest.mark.parametrize(

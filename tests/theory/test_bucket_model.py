@@ -21,14 +21,6 @@ def test_equal_buckets_have_the_closed_form_of_the_page(total, bandwidth, call, 
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-9 * (1 + backward + total / bandwidth))
 
 
-@given(st.floats(0, 5), st.floats(0, 5), st.floats(0.1, 1), st.floats(0.1, 1), st.integers(1, 5))
-def test_contention_in_the_pipeline_is_that_of_two_streams(backward, message, p, q, pieces):
-    """All is ready at once: cutting the message changes nothing."""
-    rates = {"compute_rate": p, "communication_rate": q}
-    found = step_time.pipeline([0.0] * pieces, [message / pieces] * pieces, backward, **rates)
-    assert found == pytest.approx(step_time.pipeline([0.0], [message], backward, **rates), abs=1e-9)
-
-
 def test_a_pipeline_by_hand():
     """Ready at 2 and 3 of 10 s; messages of 1 and 4 s at half speed; backward beside them at 3/4."""
     rates = {"compute_rate": 0.75, "communication_rate": 0.5}

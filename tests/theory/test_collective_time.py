@@ -57,28 +57,6 @@ def test_rings(ranks, piece, all_reduce):
     assert cost.collective_seconds(algorithm, piece * ranks, ranks, LINK) == pytest.approx(wires.seconds)
 
 
-@given(RANKS, st.floats(0, 1e6))
-def test_the_ring_is_its_closed_form(ranks, size):
-    """2(N−1)·α + 2(N−1)/N · S/W, stated anew."""
-    rounds = 2 * (ranks - 1)
-    expected = rounds * LINK.latency_s + rounds / ranks * size / LINK.bytes_per_s
-    assert ring_all_reduce(size, ranks, LINK) == pytest.approx(expected)
-
-
-@given(st.integers(2, 64), st.integers(1, 10**6))
-def test_ring_formula_counts_what_a_simulated_ring_sends(ranks, pieces):
-    # Walk the algorithm: 2·(N−1) rounds, in each of which a rank sends one of N pieces.
-    link, seconds = Link(1e9, 3e-6), 0.0
-    for _ in range(2 * (ranks - 1)):
-        seconds += link.latency_s + pieces / link.bytes_per_s
-    assert ring_all_reduce(float(pieces * ranks), ranks, link) == pytest.approx(seconds)
-
-
-def test_published_ring():
-    """2(N−1)/N · S/W: 8 ranks, 1 GB, 100 GB/s → 17.5 ms."""
-    assert ring_all_reduce(1e9, 8, Link(100e9)) == pytest.approx(17.5e-3)
-
-
 @given(RANKS, st.integers(1, 50))
 def test_ring_of_whole_tensors(ranks, size):
     values, wires = list(range(1, ranks + 1)), Wires(LINK)

@@ -16,8 +16,8 @@ from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
 from distlab.model.ops import rope_tables
 from distlab.parallel.fsdp.flat_param import RowLayout, plan_buffers
 from distlab.report.record import read_json
-from distlab.theory.memory.activations import PRECISIONS, activations, block_activations
-from distlab.theory.memory.peak import devices_to_fit, step_memory, zero_paper_bytes
+from distlab.theory.memory.activations import PRECISIONS, activations
+from distlab.theory.memory.peak import step_memory, zero_paper_bytes
 from distlab.theory.memory.states import STRATEGIES, dealt_out
 from distlab.theory.model_shape import ModelShape
 
@@ -136,36 +136,6 @@ def test_a_compiled_block_keeps_what_the_formula_says(dtype, kv_heads, keep):
     kept = sum(tensor.bytes for tensor in saved) - sum(table.nbytes for table in tables)
     precision = PRECISIONS["fp32" if dtype == torch.float32 else "bf16"]
     assert kept == activations(ModelShape.of(config), 2, 64, precision, fused=True).kept[keep]
-
-
-def test_naive_attention_is_quadratic_and_flash_is_not():
-    shape = ModelShape.of(preset("xl"))
-    kept = PRECISIONS["bf16-autocast"]
-    once = {name: block_activations(shape, 1, 1024, kept, name) for name in ("naive", "flash")}
-    twice = {name: block_activations(shape, 1, 2048, kept, name) for name in ("naive", "flash")}
-    assert twice["flash"] == 2 * once["flash"]
-    scores = 6 * shape.num_heads * 1024**2  # fp32 and bf16
-    assert twice["naive"] - 2 * once["naive"] == 2 * scores
-
-
-@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_zero_paper(stage, gigabytes):
-    """Figure 1 of the ZeRO paper: 7.5 B parameters on 64 GPUs."""
-    assert zero_paper_bytes(7.5e9, 64, stage) / 1e9 == pytest.approx(gigabytes, abs=0.05)
-
-
-def test_feed_forward_stack_of_a_large_model():
-    """126 blocks of 16,384 × 53,248, fp32 masters, gradients and Adam: 3.52 TB, 44 devices of 80 GB."""
-    parameters = 126 * 2 * 16_384 * 53_248
-    states = 4 * 4 * parameters
-    assert states / 1e12 == pytest.approx(3.52, abs=0.005)
-    assert devices_to_fit(states, 80e9) == 44
-
-
-def test_residual_stream_of_xl():
-    """Batch 4 × 512 × 2,560 in fp32: 20 MiB; it is what a checkpointed block keeps."""
-    kept = activations(ModelShape.of(preset("xl")), 4, 512, PRECISIONS["fp32"])
-    assert kept.checkpoint == 20 * 2**20
 
 
 @given(

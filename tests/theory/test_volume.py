@@ -86,16 +86,6 @@ def test_bucketed_is_what_the_plan_sends(parameters, limit):
     )
 
 
-@given(PARAMETERS, LIMITS)
-@settings(deadline=None)
-def test_bucketed_lies_between_flat_and_one_call_per_parameter(parameters, limit):
-    numels, sizes, dtypes = _split(parameters)
-    volume = bucketed(numels, sizes, limit / MIB, dtypes=dtypes)
-    whole = flat(numels, sizes, dtypes=dtypes)
-    assert whole.collectives <= volume.collectives <= len(parameters)
-    assert volume.bytes == whole.bytes
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

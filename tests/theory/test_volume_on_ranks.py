@@ -72,9 +72,3 @@ def test_sent_is_predicted(label, mixed):
     assert run_ranks(_sent, 2, label, mixed) == [predicted, predicted]
     # The case is no trivial one: where there are buckets, there are several.
     assert label in ("flat", "default") or predicted.collectives > 3
-
-
-def test_default_first_bucket_of_torch():
-    # 1 MiB closes the first bucket, all else fits into 25.
-    numels = [MIB // 8] * 5
-    assert closed_form.torch_ddp(numels, [4] * 5) == CommunicationVolume(2, 5 * MIB // 2)
