@@ -347,6 +347,20 @@ MUTATIONS = (
         "",
         ("tests/parallel/test_fsdp_layout.py", "-k", "elementwise"),
     ),
+    Mutation(
+        "a GradScaler steps shards",
+        "distlab/parallel/step_guard.py",
+        "if scaler.is_enabled() and any(",
+        "if any([]) and any(",
+        ("tests/parallel/test_step_checks.py", "-k", "scaler"),
+    ),
+    Mutation(
+        "an optimizer built before FSDP steps what is in use no more",
+        "distlab/parallel/fsdp/fsdp.py",
+        "            entry.parameter.replaced = True",
+        "            pass",
+        ("tests/parallel/test_fsdp_refusals.py", "-k", "before_wrapping"),
+    ),
     # -- kernels -------------------------------------------------------------------------------------------
     Mutation(
         "AdamW's update has the other sign",
