@@ -30,6 +30,9 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
         os.replace(temporary, path)
         with contextlib.suppress(OSError):  # not every platform lets a folder be opened
             sync_folder(path.parent)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say where
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

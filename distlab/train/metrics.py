@@ -118,6 +118,13 @@ class GatheredMetrics:
         norm = None if known.grad_norm is None else norms[0]
         self._report(replace(known, loss=sum(losses) / len(losses), grad_norm=norm, step_ms=step_ms))
 
+    def anywhere(self, here: bool) -> bool:
+        """Whether it is so on any rank; on all ranks alike, and at once."""
+        mine = torch.tensor([float(here)])
+        everybody = torch.empty(self._group.size())
+        collectives.wait(collectives.all_gather(everybody, mine, self._group), self._group, "comparing data")
+        return bool(everybody.any())
+
     def close(self) -> None:
         """Give back the group; nothing can be exchanged any more."""
         if self._group is not None:
@@ -140,12 +147,17 @@ class Journal:
         found = read_journal(path) if path.exists() else []
         self.lines = [line for line in found if line["step"] < first_step]
         write_whole(path, "".join(json.dumps(line) + "\n" for line in self.lines))
+        self.path = path
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line, visible to readers at once."""
         self.lines.append(line)
-        self._file.write(json.dumps(line) + "\n")
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            error.filename = str(self.path)  # a full disk does not say where
+            raise
 
     def close(self) -> None:
         """Close the file; every line is on the disk already."""
