@@ -199,7 +199,7 @@ def what_is_saved(folder: Path | None) -> str:
     """What a folder of results holds, in words; one that holds nothing is removed."""
     if folder is None:
         return "nothing was saved"
-    names = sorted(path.name for path in folder.glob("*") if not path.name.startswith(".tmp-"))
+    names = sorted(path.name for path in folder.glob("*") if not path.name.startswith((".tmp-", "run.lock")))
     if not names:
         with contextlib.suppress(OSError):
             folder.rmdir()

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.files import sync_folder
+from distlab.files import digest_of, sync_folder
 
 FORMAT = 3
 MARKER = "checkpoint.json"
@@ -304,12 +304,6 @@ _FORMS = {
     "files": (lambda v: isinstance(v, dict) and v, "a table of files"),
     "tensors": (lambda v: isinstance(v, dict) and v, "a table of tensors"),
 }
-
-
-def digest_of(content: Mapping[str, Any]) -> str:
-    """SHA-256 of a marker's content without its digest, in canonical JSON."""
-    body = {key: value for key, value in content.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def check_files(stored: Stored, rank: int = 0, world_size: int = 1) -> None:

@@ -103,7 +103,8 @@ def read(stored: Stored, shards: Sequence[Shard]) -> None:
                     if file.readinto(values.view(torch.uint8).numpy()) != values.nbytes:
                         raise CheckpointError(f"{stored.path / name} ends within {shard.name}")
                 if dtype.is_floating_point and values.isnan().any() and shard.name.startswith("model/"):
-                    raise Damaged(f"{stored.path} holds NaN in {shard.name}, though its checksums fit: use another")
+                    said = f"{stored.path} holds NaN in {shard.name}, though its checksums fit"
+                    raise Damaged(f"{said}: remove it to use the one before")
                 shard.values[first - shard.start : last - shard.start].copy_(values)
 
 
