@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -34,8 +34,6 @@ SHARED = ("experiment", "environment", "commit")  # of a file's rows usually the
 
 # JSON has no NaN and no infinity; strings keep the file valid for every reader and come back as floats here.
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,15 +71,13 @@ class Record:
         return from_fields(cls, data)
 
 
-def from_fields(cls: type[T], data: Any) -> T:
+def from_fields(cls: type, data: Any) -> Any:
     """A dataclass of plain fields. Raises ValueError if fields are missing, unknown or of the wrong kind."""
     kinds = typing.get_type_hints(cls)
     if not isinstance(data, Mapping) or set(data) != set(kinds):
-        given = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
-        raise ValueError(f"a {cls.__name__.lower()} has exactly the fields {sorted(kinds)}, got {given}")
+        raise ValueError(f"a {cls.__name__.lower()} has exactly the fields {sorted(kinds)}, got {str(data)[:80]}")
     for name, kind in kinds.items():
-        ours = kind if isinstance(kind, UnionType) else typing.get_origin(kind) or kind
-        if not isinstance(data[name], ours):
+        if not isinstance(data[name], kind if isinstance(kind, UnionType) else typing.get_origin(kind) or kind):
             raise ValueError(f"field {name!r} must be {kind}, got {type(data[name]).__name__}")
     return cls(**data)
 

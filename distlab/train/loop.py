@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from distlab.checkpoint import train_state
 from distlab.checkpoint.checkpointer import Checkpointer, Stored
 from distlab.checkpoint.files import MARKER, Damaged
 from distlab.checkpoint.lock import RunLock
-from distlab.comm import RankContext
+from distlab.comm import RankContext, collectives
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
 from distlab.precision import DTYPES
@@ -257,8 +259,11 @@ class Trainer:
 
     def _refuse_changed(self, data: Sequences) -> None:
         """Raise DataChanged, on every rank, if on any of them the file of `data` is not what it was."""
-        if data.file is not None and self.metrics.anywhere(stamp(data.file[0]) != data.file[1]):
-            raise DataChanged(f"{data.file[0]} was changed while this run read it")
+        if data.file is None:
+            return
+        path, before = data.file
+        if not collectives.all_ranks_agree(stamp(path) == before, torch.device("cpu"), self.metrics.group):
+            raise DataChanged(f"{path} was changed while this run read it")
 
     def _last_good(self) -> str:
         if self.checkpoints is None:
