@@ -15,8 +15,8 @@ The function must be importable (defined at the top of a module, not in a notebo
 first, and its return value must be picklable. A script calls `run_ranks` under `if __name__ == "__main__":`, because
 rank processes import the script. Rank processes are started once and reused by later calls, each with a fresh
 process group, until a file that was imported has changed. A rank's exception is raised in the test with the rank's own
-traceback; a call that outlasts its deadline ends with the stacks of the ranks that hang. Processes of a failed call are killed, and the next call
-starts new ones.
+traceback; a call that outlasts its deadline ends with the stacks of the ranks that hang. Processes of a failed call are
+killed, and the next call starts new ones.
 """
 
 import atexit
