@@ -12,6 +12,7 @@ before the call ends; then a thread, which the C-level handler wakes through a p
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -27,7 +28,7 @@ from types import FrameType
 USAGE_ERROR = 2
 # What a person can mend. Anything else is our mistake and keeps its traceback.
 USER_ERRORS = (ValueError, OSError, MemoryError)
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 GRACE_S = 1.2  # for the main thread to end by itself
 SHOWN = 6  # files that are named one by one
 
@@ -41,7 +42,8 @@ def message_of(error: Exception) -> str | None:
         first = f" ({said.splitlines()[0]})" if said else ""
         return f"out of memory{first}: a smaller --batch, --context or --size takes less"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
+        remedy = ": make room there, then give the same command again" if error.errno == errno.ENOSPC else ""
+        return f"{error.filename}: {error.strerror}{remedy}"
     return str(error) if isinstance(error, USER_ERRORS) else None
 
 
@@ -111,7 +113,7 @@ def hand_signals_over() -> None:
 
 @contextlib.contextmanager
 def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
-    """While the block runs, SIGINT and SIGTERM end the process after one line.
+    """While the block runs, each of `SIGNALS` ends the process after one line.
 
     For the import of torch: there is nothing to save, and an exception out of a handler would be swallowed there, or
     end in another error.
@@ -130,7 +132,7 @@ def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
 def answered(
     handler: Callable[[int, FrameType | None], None], hear: Callable[[int], None] = lambda number: None
 ) -> Iterator[None]:
-    """While the block runs, `handler` answers SIGINT and SIGTERM, those apart that are ignored: nohup stays nohup.
+    """While the block runs, `handler` answers `SIGNALS`, those apart that are ignored: nohup stays nohup.
 
     In threads other than the main one, which get no signals, nothing happens.
 
@@ -197,7 +199,7 @@ def what_is_saved(folder: Path | None) -> str:
     """What a folder of results holds, in words; one that holds nothing is removed."""
     if folder is None:
         return "nothing was saved"
-    names = sorted(path.name for path in folder.glob("*") if not path.name.startswith(".tmp-"))
+    names = sorted(path.name for path in folder.glob("*") if not path.name.startswith((".tmp-", "run.lock")))
     if not names:
         with contextlib.suppress(OSError):
             folder.rmdir()

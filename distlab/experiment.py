@@ -18,21 +18,24 @@ page, and prints the short table. `distlab show` draws the same from saved rows.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from distlab.comm import RankContext
+from distlab.checkpoint.lock import RunLock, hold
+from distlab.comm import RankContext, RankEnvironment
 from distlab.comm.context import LONGEST_TIMEOUT_S
 from distlab.comm.rank_process import on_main, progress_to_stderr
 from distlab.options import Options, add_options, config_from, given, option, parser_of
 from distlab.report import Column, commit, environment
 from distlab.report.record import Record, plain
-from distlab.report.run import Header, Run, open_run, same_run
+from distlab.report.run import Header, OutputFolder, Run, check_names, open_run, same_run
 from distlab.report.view import View, headline_from, say, write
 
 __all__ = [
@@ -66,8 +69,13 @@ class FrameOptions(Options):
 
     out: str = option("outputs", "folder of all results")
     name: str | None = option(None, "name of this run; one that exists is resumed")
+    fresh: bool = option(False, "move an older run of this name away and start over")
     commit: str | None = option(None, "recorded where the tree has no git")
     json: bool = option(False, "print the line of JSON alone")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_names(self.out, self.name)
 
 
 @dataclass(frozen=True)
@@ -187,9 +195,18 @@ class Experiment(Generic[C]):
         Raises:
             OSError, ValueError: on every rank, for a folder that cannot be written or a run that is another.
         """
-        run = self.open(config, context, frame.out, frame.name, frame.commit)
-        self.measure(config, context, run)
-        return self.finish(run, json_only=frame.json) if context.is_main else 0
+        progress = progress_to_stderr(context)
+        with (
+            run_folder(context, frame.out, self.name, frame.name, fresh=frame.fresh) as folder,
+            hold(folder, context, progress),
+        ):
+            run = self.open(config, context, frame.out, folder.name, frame.commit)
+            if run.header.complete:
+                progress(f"this run is complete, since {run.header.complete} ({folder}). --fresh measures it again, "
+                         "another --name begins a new one")  # fmt: skip
+                return 1 if self.wrong(run.records) else 0
+            self.measure(config, context, run)
+            return self.finish(run, json_only=frame.json) if context.is_main else 0
 
     def open(
         self,
@@ -201,13 +218,13 @@ class Experiment(Generic[C]):
     ) -> Run:
         """The run's folder, made or resumed by rank 0, with the rows that are there, on every rank."""
         where = environment("cpu" if self.ranks == "none" else context.device)
-        header = Header(self.name, plain(asdict(config)), context.world_size, where, commit(default))
+        asked = Header(self.name, plain(asdict(config)), context.world_size, where, commit(default))
 
-        def opened() -> tuple[Path, list[Record]]:
-            run = open_run(header, out, name, self.same_run)
-            return run.path, run.records
+        def opened() -> tuple[Header, Path, list[Record]]:
+            run = open_run(asked, out, name, self.same_run)
+            return run.header, run.path, run.records
 
-        path, records = on_main(context, opened)
+        header, path, records = on_main(context, opened)
         progress = progress_to_stderr(context)
         return Run(header, path, records=records, is_main=context.is_main, progress=progress)
 
@@ -217,7 +234,40 @@ class Experiment(Generic[C]):
             view = self.views()[name]
             page = write(view, rows.records, rows.path)
             say(view, rows.records, page, line=rows is run, quiet=json_only)
+        run.complete()
         return 1 if self.wrong(run.records) else 0
+
+
+@contextlib.contextmanager
+def run_folder(
+    context: RankContext, root: str, experiment: str, name: str | None, *, fresh: bool
+) -> Iterator[Path]:
+    """A run's folder, made by rank 0 and joined by the others, and removed at the end where the run, being refused,
+    wrote nothing. Every rank enters, and all raise alike if it cannot be written.
+
+    Args:
+        fresh: put an older run of this name aside, unless it is still running, or this one is started again.
+    """
+    path = Path(root) / experiment / (name or "")
+
+    def made(lock: RunLock | None = None) -> Path:
+        if lock is not None:
+            number = next(n for n in itertools.count(1) if not path.with_name(f"{name}-old-{n}").exists())
+            lock.folder = path.rename(path.with_name(f"{name}-old-{number}"))
+        return OutputFolder(root, experiment, name).path
+
+    fresh = fresh and name is not None and RankEnvironment.read().restarts == 0
+    if on_main(context, lambda: fresh and path.is_dir()):
+        with hold(path, context, progress_to_stderr(context)) as lock:
+            folder = on_main(context, lambda: made(lock))
+    else:
+        folder = on_main(context, made)
+    try:
+        yield folder
+    finally:
+        if context.is_main:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def lone_context(device: str | None = None) -> RankContext:

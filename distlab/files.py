@@ -6,9 +6,12 @@ writer.
 """
 
 import contextlib
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -30,6 +33,9 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
         os.replace(temporary, path)
         with contextlib.suppress(OSError):  # not every platform lets a folder be opened
             sync_folder(path.parent)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say where
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -38,6 +44,12 @@ def write_whole(path: str | os.PathLike, text: str) -> None:
     """Write a text file in UTF-8, whole or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(text.encode("utf-8"))
+
+
+def digest_of(body: Mapping[str, Any]) -> str:
+    """SHA-256 of plain values without their own `digest`, in canonical JSON."""
+    body = {key: value for key, value in body.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

@@ -14,9 +14,9 @@
 The function must be importable (defined at the top of a module, not in a notebook), takes the rank's `RankContext`
 first, and its return value must be picklable. A script calls `run_ranks` under `if __name__ == "__main__":`, because
 rank processes import the script. Rank processes are started once and reused by later calls, each with a fresh
-process group. A rank's exception is raised in the test with the rank's own traceback; a call that outlasts its
-deadline ends with the stacks of the ranks that hang. Processes of a failed call are killed, and the next call
-starts new ones.
+process group, until a file that was imported has changed. A rank's exception is raised in the test with the rank's own
+traceback; a call that outlasts its deadline ends with the stacks of the ranks that hang. Processes of a failed call are
+killed, and the next call starts new ones.
 """
 
 import atexit
@@ -81,8 +81,10 @@ def run_ranks(
         raise ValueError(f"world_size={world_size}: at least one rank")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(1)  # a rank process that imports an unguarded script; the script's own call says what to do
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    if script == "<stdin>" or (script is None and getattr(fn, "__module__", None) == "__main__"):
+    main = sys.modules["__main__"]
+    if getattr(main, "__file__", None) == "<stdin>":
+        del main.__file__  # of `python -`; new processes would look for a script of that name
+    if not hasattr(main, "__file__") and getattr(fn, "__module__", None) == "__main__":
         raise TypeError(
             f"run_ranks starts new processes, and they cannot import {getattr(fn, '__name__', fn)} from a notebook or "
             "a prompt: write it to a file (in a notebook, `%%writefile on_ranks.py` as a cell's first line), and "
@@ -92,6 +94,7 @@ def run_ranks(
         job = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError) as error:
         raise TypeError(f"run_ranks needs an importable function and picklable arguments: {error}") from error
+    _end_if_edited()
     ranks = _started_ranks(world_size, deadline_s)
     with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
         settings = (os.path.join(folder, "store"), world_size, backend, group_timeout_s)
@@ -132,6 +135,16 @@ class _Rank:
 
 
 _ranks: list[_Rank] = []  # this process's rank processes, kept between calls
+_sources: dict[str, float] = {}  # file of an imported module → when it was written, as the rank processes know it
+
+
+def _end_if_edited() -> None:
+    """End rank processes that may have imported a file of the user's before it was edited."""
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    now = {file: os.path.getmtime(file) for file in files if "site-packages" not in file and os.path.isfile(file)}
+    if any(_sources.get(file, written) != written for file, written in now.items()):
+        shut_down()
+    _sources.update(now)
 
 
 def _started_ranks(world_size: int, deadline_s: float) -> list[_Rank]:

@@ -75,7 +75,7 @@ def peaks(name: str, strategies: Iterable[str], batch: int, ranks: int, dtype: s
     """Strategy → bytes `after_init`, those of the `peak` by category, and its `phase`, of `simulated` steps, which need
     a process without a process group and so have their own; what cannot be simulated is left out.
     """
-    command = [sys.executable, "-m", "experiments._own_model", name, str(batch), str(ranks), dtype, *strategies]
+    command = [sys.executable, "-P", "-m", "experiments._own_model", name, str(batch), str(ranks), dtype, *strategies]
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
     return json.loads(done.stdout) if done.returncode == 0 else {}

@@ -147,6 +147,7 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
         late = time.monotonic() - begin > 60 * config.minutes
         if not collectives.all_ranks_agree(not late, context.device, context.group):
             run.progress(f"{config.minutes:g} minutes are over before {what}: the same command with --name goes on")
+            run.cut_off = True
             break
         run.progress(what)
         if ROWS[record.variant][0] == "fsdp2":  # a peer that fails, on all ranks alike, costs its row and no other

@@ -199,6 +199,7 @@ def measure(config: MeasureConfig, context: RankContext, run: Run) -> None:
             if done or not enough:
                 if not done:
                     run.progress(f"{name} on {ranks} ranks: no time left; go on with --name {run.path.name}")
+                    run.cut_off = True
                 continue
             run.progress(f"{name} on {ranks} ranks")
             started = time.monotonic()

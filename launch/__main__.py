@@ -28,6 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before the user's folder, for ours too is called launch
+
 from distlab.ending import USAGE_ERROR, ended_at_once, message_of, until_stopped
 
 if TYPE_CHECKING:
@@ -104,6 +106,8 @@ def _to_end(name: str, work: Callable[[], int]) -> int:
     """`work()`'s exit code; 2 after the one line of an error that a person can mend; 128 + n if signal n stops it."""
 
     def mended() -> int:
+        with ended_at_once(name, speaks=speaks):
+            import torch.distributed  # noqa: F401
         try:
             return work()
         except Exception as error:
@@ -113,9 +117,7 @@ def _to_end(name: str, work: Callable[[], int]) -> int:
                 print(f"{name}: error: {message}", file=sys.stderr)
             return USAGE_ERROR
 
-    speaks = "TORCHELASTIC_RUN_ID" not in os.environ  # a rank does so by itself
-    with ended_at_once(name, speaks=speaks):
-        import torch.distributed  # noqa: F401
+    speaks = os.environ.get("ROLE_RANK", "0") == "0"  # torchrun's number of a rank
     return until_stopped(name, mended, speaks=speaks)
 
 

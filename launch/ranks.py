@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from distlab.comm import RankContext, RankEnvironment
 from distlab.comm.context import choose_device
 from distlab.comm.rank_process import run_rank
-from distlab.ending import USAGE_ERROR, hand_signals_over
+from distlab.ending import SIGNALS, USAGE_ERROR, hand_signals_over
 from distlab.measure.memory import free_bytes
 
+COMMAND = Path(__file__).with_name("__main__.py")
+HINTS = {
+    signal.SIGKILL: "; if nobody sent it, the kernel did, because memory ran out",
+    signal.SIGBUS: "; a file that it had mapped became shorter, the data for example, or shared memory ran out",
+}
 RANK_BYTES = 300 * 2**20  # resident in a process that has imported torch and done nothing else
 
 
@@ -45,16 +51,17 @@ def start_ranks(arguments: Sequence[str], ranks: int, backend: str | None, max_r
         )
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, and torchrun need not warn of it
     options = ["--standalone", f"--nproc_per_node={ranks}", f"--max_restarts={max_restarts}"]
+    heard = [number.name for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays nohup
+    options += ["--signals-to-handle", ",".join(heard)]
     if "LOGLEVEL" not in os.environ:  # what its agent logs of signals and exit codes is said below and by ranks
         for module in ("agent.server.api", "multiprocessing.api"):
             logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     hand_signals_over()
     try:
-        torchrun.run(torchrun.parse_args([*options, "--module", "launch", *_without_own(arguments)]))
+        # As a file: of `-m launch` Python would take a launch.py in the user's folder for ours.
+        torchrun.run(torchrun.parse_args([*options, str(COMMAND), *_without_own(arguments)]))
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
-    except KeyboardInterrupt:  # before the agent listens to signals
-        return 128 + signal.SIGINT
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode != USAGE_ERROR:  # a usage error has had its message
@@ -88,8 +95,7 @@ def _how_it_ended(code: int) -> str:
     if number not in list(signal.Signals):
         return f"ended with an error (exit code {code})"
     verb = "ended with" if code < 0 else "was stopped by"
-    hint = "; if nobody sent it, the kernel did, because memory ran out" if code == -signal.SIGKILL else ""
-    return f"{verb} signal {signal.Signals(number).name} (exit code {code}){hint}"
+    return f"{verb} signal {signal.Signals(number).name} (exit code {code}){HINTS.get(-code, '')}"
 
 
 def _without_own(arguments: Sequence[str]) -> list[str]:

@@ -7,18 +7,17 @@ torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py --stra
 """
 
 import argparse
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.checkpoint.lock import RunLock, hold
-from distlab.comm import RankContext, RankEnvironment
-from distlab.comm.rank_process import on_main, progress_to_stderr
-from distlab.experiment import FrameOptions, RankOptions, headline_from
+from distlab.comm import RankContext
+from distlab.comm.rank_process import progress_to_stderr
+from distlab.experiment import FrameOptions, RankOptions, headline_from, run_folder
 from distlab.options import config_from, option, parser_of
 from distlab.report import (
     Column,
-    OutputFolder,
     Panel,
     Record,
     View,
@@ -30,6 +29,7 @@ from distlab.report import (
     read_json,
     write,
 )
+from distlab.report.run import check_names
 from distlab.simulate.plan import plan_steps
 from distlab.train import run
 from distlab.train.config import DataConfig, TrainConfig
@@ -45,7 +45,6 @@ QUICK = {"size": "tiny", "steps": 10}
 class RunOptions(FrameOptions):
     """Of the command, beside what is trained on what; without a name, the run has that of data, size and strategy."""
 
-    fresh: bool = option(False, "move an older run of this name away and start over")
     log_every: int = option(10, "steps between progress lines", least=1)
     quick: bool = option(False, "ten steps of the tiny preset")
     plan: bool = option(False, "say what a step will take of memory and time, and train nothing")
@@ -68,9 +67,6 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
         require([step], context.device, context)
         return 0
     name = run_name(args.name, data, config)
-    folder = shared_run_folder(
-        context, args.out, name, fresh=args.fresh and RankEnvironment.read().restarts == 0
-    )
 
     def write_results(
         config: TrainConfig, outcome: Outcome, metrics: dict[str, Any], journal: list[dict[str, Any]]
@@ -82,23 +78,24 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
             series["validation"] = tuple(zip(*outcome.validation, strict=True))
         title = f"{config.size}, {config.strategy}, {context.world_size} ranks"
         panel = Panel("", "step", "loss (nats per token)", overlaid(series), log_x=None, from_zero=False)
-        lines(folder.path / "loss.png", [panel], title=title)
-        write(VIEW, [record], folder.path)
+        lines(folder / "loss.png", [panel], title=title)
+        write(VIEW, [record], folder)
         if outcome.stopped_by is None:
             for step, loss in outcome.validation:
                 progress(f"validation loss after step {step}: {loss:.4f} nats per token")
-            progress(f"done: {outcome.last_step} steps; checkpoints, metrics and loss.png in {folder.path}")
-            print(json_line(NAME, [record], folder.path), flush=True)
+            progress(f"done: {outcome.last_step} steps; checkpoints, metrics and loss.png in {folder}")
+            print(json_line(NAME, [record], folder), flush=True)
 
-    outcome = run.train(
-        config, data, context, folder.path, write_results=write_results,
-        has_results=lambda steps: has_record(folder.path, steps), log_every=args.log_every, progress=progress,
-    )  # fmt: skip
+    with run_folder(context, args.out, NAME, name, fresh=args.fresh) as folder:
+        outcome = run.train(
+            config, data, context, folder, write_results=write_results,
+            has_results=lambda steps: has_record(folder, steps), log_every=args.log_every, progress=progress,
+        )  # fmt: skip
     if outcome.stopped_by is None:
         return 0
     progress(
         f"stopped by signal {outcome.stopped_by} after step {outcome.last_step} of {config.steps}; a checkpoint is "
-        f"written ({folder.path}). The same command continues the run"
+        f"written ({folder}). The same command continues the run"
     )
     return 128 + outcome.stopped_by
 
@@ -137,32 +134,10 @@ VIEW = View(
 
 def run_name(given: str | None, data: DataConfig, config: TrainConfig) -> str:
     """The name of a run's folder; raises ValueError for one that would lead elsewhere."""
-    name = given
-    if name is None:
-        name = f"{Path(data.data).stem if data.data else 'synthetic'}-{config.size}-{config.strategy}"
-    if not name or name != Path(name).name or name == "..":
-        raise ValueError(f"--name {name!r} cannot name a folder: use letters, digits, '-', '_' and '.'")
+    stem = re.sub(r"[^\w.-]+", "-", Path(data.data).stem) if data.data else "synthetic"
+    name = f"{stem}-{config.size}-{config.strategy}" if given is None else given
+    check_names("outputs", name)
     return name
-
-
-def shared_run_folder(context: RankContext, root: str, name: str, *, fresh: bool) -> OutputFolder:
-    """The run's folder, made by rank 0 and joined by the others; every rank raises if it cannot be written.
-
-    Args:
-        fresh: put an older run of this name aside, unless it is still running.
-    """
-    path = Path(root) / NAME / name
-
-    def made(lock: RunLock | None = None) -> OutputFolder:
-        if lock is not None:
-            number = next(n for n in range(1, 10**6) if not path.with_name(f"{name}-old-{n}").exists())
-            lock.folder = path.rename(path.with_name(f"{name}-old-{number}"))
-        return OutputFolder(root, NAME, name)
-
-    if not on_main(context, lambda: fresh and path.is_dir()):
-        return on_main(context, made)
-    with hold(path, context, progress_to_stderr(context)) as lock:
-        return on_main(context, lambda: made(lock))
 
 
 def main(argv: list[str]) -> int:

@@ -15,11 +15,13 @@ def environment() -> dict[str, str]:
     return inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def python(*arguments: str | os.PathLike, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """`python arguments…` in the repository's root; raises if it outlasts `timeout` seconds."""
+def python(
+    *arguments: str | os.PathLike, timeout: float = 120, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """`python arguments…`, in the repository's root; raises if it outlasts `timeout` seconds."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT, env=environment()
+        command, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd, env=environment()
     )
 
 

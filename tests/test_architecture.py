@@ -31,7 +31,7 @@ ALLOWED = {
     "train": "checkpoint parallel model measure comm",
     "bench": "train checkpoint parallel model measure comm",
     "simulate": "train parallel model measure theory comm",
-    "experiment": "comm report",
+    "experiment": "checkpoint.lock comm report",
     "notebook": "report measure",
 }
 ANYTHING = ("testing", "course", "doctor")

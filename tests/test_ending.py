@@ -14,6 +14,8 @@ import torch
 from distlab.ending import message_of, until_stopped, what_is_saved
 from distlab.files import atomic_path
 from distlab.report import OutputFolder
+from launch import __main__ as command
+from launch import ranks
 from tests.commands import ROOT, environment
 
 
@@ -23,6 +25,7 @@ from tests.commands import ROOT, environment
         (ValueError("--size 0: at least one"), "--size 0: at least one"),
         (FileNotFoundError(2, "No such file or directory", "nope.json"), "nope.json: No such file or directory"),
         (MemoryError("batch 4 does not fit"), "batch 4 does not fit"),
+        (OSError(28, "No space", "a.txt"), "a.txt: No space: make room there, then give the same command again"),
         (KeyError("ours"), None),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
     ],
@@ -47,7 +50,10 @@ def stopped_in(work, number=signal.SIGTERM):
     return until_stopped("bench", sends)
 
 
-@pytest.mark.parametrize("number, by", [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+NAMES = {number: number.name for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+
+
+@pytest.mark.parametrize("number, by", [*NAMES.items(), (signal.SIGINT, "Ctrl-C")])
 def test_a_signal_is_answered_with_what_was_saved(tmp_path, capsys, number, by):
     def work() -> int:
         raise AssertionError("goes on")
@@ -66,6 +72,27 @@ def test_a_signal_is_answered_with_what_was_saved(tmp_path, capsys, number, by):
     line = capsys.readouterr().err
     assert line == f"bench: stopped by {by} after 0 s; saved so far in {folder.path}: records.json\n"
     assert [path.name for path in folder.path.iterdir()] == ["records.json"]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_answers_before_it_is_in_its_group_and_one_of_them_speaks(monkeypatch, capsys, rank):
+    """Experiments import for seconds, and only then is there a context that knows the rank."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("ROLE_RANK", rank)
+
+    def imports() -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("goes on")
+
+    assert command._to_end("bench", imports) == 143
+    assert capsys.readouterr().err == "bench: stopped by SIGTERM after 0 s; nothing was saved\n" * (rank == "0")
+
+
+def test_a_signal_before_the_agent_listens_is_answered(monkeypatch, capsys):
+    monkeypatch.setattr(ranks.torchrun, "run", lambda options: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(ranks, "hand_signals_over", lambda: None)
+    assert until_stopped("bench", lambda: ranks.start_ranks(["list"], 2, "gloo")) == 143
+    assert capsys.readouterr().err == "bench: stopped by SIGTERM after 0 s; nothing was saved\n"
 
 
 def test_a_folder_in_which_nothing_was_saved_goes(tmp_path, capsys):
@@ -182,5 +209,5 @@ def test_ranks_answer_a_signal_within_two_seconds_and_one_of_them_speaks(tmp_pat
     assert time.monotonic() - begin < 2
     assert (process.returncode, output) == (143, "")
     (said,) = [line for line in errors.splitlines() if "round" not in line]
-    assert said.startswith("distlab run ddp_bench: stopped by SIGTERM after") and ": run.json; the same command" in said
-    assert [path.name for path in Path(tmp_path).rglob("*") if path.is_file()] == ["run.json"]
+    assert said.startswith("distlab run ddp_bench: stopped by SIGTERM after") and said.endswith("; nothing was saved")
+    assert [path.name for path in Path(tmp_path).rglob("*")] == ["ddp_bench"]

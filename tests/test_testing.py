@@ -1,5 +1,6 @@
 """run_ranks: results in rank order, tracebacks of the children, deadlines, and a fresh start after a failure."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from distlab.comm import RankContext
-from distlab.testing import RanksFailed, run_ranks
+from distlab.testing import RanksFailed, run_ranks, shut_down
 from tests.comm.test_parent import ends_within, is_alive
 from tests.commands import ROOT, environment, python
 
@@ -111,13 +112,41 @@ def test_a_script_without_a_guard_is_told_what_to_do(tmp_path):
 @pytest.mark.parametrize("attributes", [{}, {"__file__": "<stdin>"}], ids=["prompt", "script through a pipe"])
 def test_a_function_of_a_notebook_or_a_prompt_is_refused_with_the_remedy(monkeypatch, attributes):
     main = ModuleType("__main__")
-    main.__dict__.update(attributes)
+    vars(main).update(attributes)
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(square, "__module__", "__main__")
     with pytest.raises(
         TypeError, match=r"cannot import square from a notebook or a prompt: write it to a file .*%%wr"
     ):
         run_ranks(square, 2, 0)
+
+
+def test_a_function_that_was_imported_from_a_file_runs_on_ranks_of_a_script_through_a_pipe(monkeypatch):
+    main = ModuleType("__main__")
+    main.__file__ = "<stdin>"
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    shut_down()
+    assert [value for value, _ in run_ranks(square, 2, 1)] == [1, 2]
+
+
+def test_ranks_run_a_file_as_it_is_now(monkeypatch, tmp_path):
+    """Edited and reloaded in a notebook, or a file that it imports."""
+    monkeypatch.syspath_prepend(tmp_path)
+    shut_down()
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "edited_below.py").write_text("number = 1")
+    text = "from edited_below import number\n\ndef edited(context):\n    return 10 * number"
+    (tmp_path / "edited.py").write_text(text)
+    found = []
+    for name, change in (("edited.py", ""), ("edited_below.py", "number = 2"), ("edited.py", f"{text} + 5")):
+        (tmp_path / name).write_text(change or text)
+        os.utime(tmp_path / name, ns=(0, len(found) * 10**9))
+        importlib.invalidate_caches()
+        for module in ("edited_below", "edited"):
+            importlib.reload(importlib.import_module(module))
+        found.append(run_ranks(sys.modules["edited"].edited, 2))
+    assert found == [[10, 10], [20, 20], [25, 25]]
+    assert run_ranks(square, 1, 0)[0][1] == run_ranks(square, 1, 0)[0][1]
 
 
 def test_ranks_end_when_the_program_that_started_them_is_killed(tmp_path):

@@ -16,6 +16,7 @@ unpickled: the marker is JSON, and everything else is the raw bytes of tensors (
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.files import sync_folder
+from distlab.files import digest_of, sync_folder
 
 FORMAT = 3
 MARKER = "checkpoint.json"
@@ -97,13 +98,13 @@ class CheckpointFolder:
         """Remove what dead writers left; returns the names."""
         left = sorted(self.path.glob(".tmp-*")) if self.path.is_dir() else []
         for folder in left:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
         return [folder.name for folder in left]
 
     def begin(self, step: int) -> Path:
         """An empty temporary folder for the files of all ranks."""
         temporary = self.temporary_path_of(step)
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         temporary.mkdir(parents=True)
         return temporary
 
@@ -120,7 +121,7 @@ class CheckpointFolder:
         sync_folder(temporary)
         aside = self.path / f".tmp-replaced-{final.name}"
         if final.exists():  # damaged, or the same step written again after a restart
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(aside)
             final.rename(aside)
         temporary.rename(final)
         sync_folder(self.path)
@@ -129,8 +130,8 @@ class CheckpointFolder:
 
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint so that it is neither read nor counted again; returns where it is."""
-        suffixes = ("", *(f"-{n}" for n in range(2, 100)))
-        paths = (self.path / f"rejected-{_name_of(step)}{suffix}" for suffix in suffixes)
+        name = f"rejected-{_name_of(step)}"
+        paths = (self.path / (name if n == 1 else f"{name}-{n}") for n in itertools.count(1))
         aside = next(path for path in paths if not path.exists())
         self.path_of(step).rename(aside)
         return aside
@@ -187,6 +188,13 @@ class CheckpointFolder:
         except ValueError as error:
             raise Damaged(f"{marker} is not a marker of this program: {error}") from None
         return Stored(path, content["step"], content)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder as far as possible, or what took its place: a file, or a link, whose target stays."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _name_of(step: int) -> str:
@@ -296,12 +304,6 @@ _FORMS = {
     "files": (lambda v: isinstance(v, dict) and v, "a table of files"),
     "tensors": (lambda v: isinstance(v, dict) and v, "a table of tensors"),
 }
-
-
-def digest_of(content: Mapping[str, Any]) -> str:
-    """SHA-256 of a marker's content without its digest, in canonical JSON."""
-    body = {key: value for key, value in content.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def check_files(stored: Stored, rank: int = 0, world_size: int = 1) -> None:

@@ -225,7 +225,8 @@ def hold(
             answer = lock is not None and lock.try_take()
         except (FolderIsHeld, OSError) as error:
             answer = error
-        answer = collectives.gather_objects(answer, context.group)[0]
+        if context.group is not None:
+            answer = collectives.gather_objects(answer, context.group)[0]
         if isinstance(answer, Exception):
             raise answer
         if answer:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from distlab.checkpoint.files import CheckpointError, Stored
+from distlab.checkpoint.files import CheckpointError, Damaged, Stored
 from distlab.parallel.shard import Shard
 
 # key → {"shape": […], "dtype": "float32", "parts": [[start, count, file, offset], …]}
@@ -89,7 +89,7 @@ def read(stored: Stored, shards: Sequence[Shard]) -> None:
     """Fill the shards' memory, on any device and of any dtype, from whatever parts hold their elements.
 
     Raises:
-        OSError: a file cannot be read. CheckpointError: it ends too early.
+        OSError: a file cannot be read. CheckpointError: it ends too early. Damaged: a NaN in the model.
     """
     for shard in shards:
         entry = stored.content["tensors"][shard.name]
@@ -102,6 +102,9 @@ def read(stored: Stored, shards: Sequence[Shard]) -> None:
                     file.seek(offset + (first - start) * dtype.itemsize)
                     if file.readinto(values.view(torch.uint8).numpy()) != values.nbytes:
                         raise CheckpointError(f"{stored.path / name} ends within {shard.name}")
+                if dtype.is_floating_point and values.isnan().any() and shard.name.startswith("model/"):
+                    said = f"{stored.path} holds NaN in {shard.name}, though its checksums fit"
+                    raise Damaged(f"{said}: remove it to use the one before")
                 shard.values[first - shard.start : last - shard.start].copy_(values)
 
 

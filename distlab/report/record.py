@@ -13,17 +13,21 @@ import dataclasses
 import json
 import math
 import os
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import torch
 
-from distlab.files import write_whole
+from distlab.files import digest_of, write_whole
 
-FORMAT = "distlab-run-2"
-OLD_FORMAT = "distlab-records-1"  # environment and commit repeated in every row
+FORMAT = "distlab-run-3"
+# Without a checksum; in the first, environment and commit are repeated in every row.
+OLD_FORMATS = ("distlab-records-1", "distlab-run-2")
+MEASURE_AGAIN = "measure again (--fresh, or another --name)"
 SHARED = ("experiment", "environment", "commit")  # of a file's rows usually the same, so written once
 
 # JSON has no NaN and no infinity; strings keep the file valid for every reader and come back as floats here.
@@ -62,15 +66,18 @@ class Record:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Record:
         """The inverse of `to_dict`. Raises ValueError if fields are missing, unknown or of the wrong kind."""
-        if not isinstance(data, Mapping):
-            raise ValueError(f"a record must be a mapping, got {type(data).__name__}")
-        names = {field.name for field in dataclasses.fields(cls)}
-        if set(data) != names:
-            raise ValueError(f"a record has exactly the fields {sorted(names)}, got {sorted(map(str, data))}")
-        for name in ("config", "metrics", "environment"):
-            if not isinstance(data[name], Mapping):
-                raise ValueError(f"record field {name!r} must be a mapping, got {type(data[name]).__name__}")
-        return cls(**data)
+        return from_fields(cls, data)
+
+
+def from_fields(cls: type, data: Any) -> Any:
+    """A dataclass of plain fields. Raises ValueError if fields are missing, unknown or of the wrong kind."""
+    kinds = typing.get_type_hints(cls)
+    if not isinstance(data, Mapping) or set(data) != set(kinds):
+        raise ValueError(f"a {cls.__name__.lower()} has exactly the fields {sorted(kinds)}, got {str(data)[:80]}")
+    for name, kind in kinds.items():
+        if not isinstance(data[name], kind if isinstance(kind, UnionType) else typing.get_origin(kind) or kind):
+            raise ValueError(f"field {name!r} must be {kind}, got {type(data[name]).__name__}")
+    return cls(**data)
 
 
 def write_json(records: Iterable[Record], path: str | os.PathLike) -> None:
@@ -78,13 +85,37 @@ def write_json(records: Iterable[Record], path: str | os.PathLike) -> None:
     headers: list[dict[str, Any]] = []
     rows = []
     for record in records:
-        row = _leaves(record.to_dict(), _encoded)
+        row = record.to_dict()
         header = {name: row.pop(name) for name in SHARED}
         if header not in headers:
             headers.append(header)
         rows.append({"header": headers.index(header)} | row)
     body = {"format": FORMAT, "headers": headers, "records": rows}
-    write_whole(path, json.dumps(body, indent=1, allow_nan=False) + "\n")
+    write_checked(path, body)
+
+
+def write_checked(path: str | os.PathLike, body: dict[str, Any]) -> None:
+    """Write a JSON object, with its checksum, whole or not at all."""
+    body = _leaves(body, _encoded)
+    write_whole(path, json.dumps(body | {"digest": digest_of(body)}, indent=1, allow_nan=False) + "\n")
+
+
+def read_checked(path: str | os.PathLike, unchecked: Sequence[str] = ()) -> dict[str, Any]:
+    """Read what `write_checked` wrote, or an object of one of the formats that had no checksum.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is truncated, altered or another program's; the message names the path.
+    """
+    try:
+        body = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # covers broken JSON and broken UTF-8
+        raise ValueError(f"{path} is truncated or not JSON ({error}): {MEASURE_AGAIN}") from None
+    if not isinstance(body, dict) or ("digest" not in body and body.get("format") not in unchecked):
+        raise ValueError(f"{path} was not written by this version of distlab, or altered: {MEASURE_AGAIN}")
+    if body.pop("digest", digest_of(body)) != digest_of(body):
+        raise ValueError(f"{path} was altered: its checksum does not match: {MEASURE_AGAIN}")
+    return _leaves(body, lambda leaf: _SPECIAL.get(leaf, leaf))
 
 
 def read_json(path: str | os.PathLike) -> list[Record]:
@@ -94,19 +125,15 @@ def read_json(path: str | os.PathLike) -> list[Record]:
         OSError: the file cannot be opened.
         ValueError: it is truncated, or was not written by distlab; the message names the path.
     """
-    try:
-        body = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:  # covers broken JSON and broken UTF-8
-        raise ValueError(f"{path} is truncated or not JSON ({error}): run the experiment again") from None
-    known = isinstance(body, dict) and body.get("format") in (FORMAT, OLD_FORMAT)
-    if not known or not isinstance(body.get("records"), list):
+    body = read_checked(path, OLD_FORMATS)
+    if body.get("format") not in (FORMAT, *OLD_FORMATS) or not isinstance(body.get("records"), list):
         raise ValueError(f"{path} does not hold distlab records: expected an object with format {FORMAT!r}")
     try:
         rows = body["records"]
-        if body["format"] == FORMAT:
+        if body["format"] != OLD_FORMATS[0]:
             rows = [{**body["headers"][row["header"]], **row} for row in rows]
             rows = [{name: value for name, value in row.items() if name != "header"} for row in rows]
-        return [Record.from_dict(_leaves(row, lambda leaf: _SPECIAL.get(leaf, leaf))) for row in rows]
+        return [Record.from_dict(row) for row in rows]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds a record that cannot be read: {type(error).__name__}: {error}") from None
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -22,8 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from distlab.ending import how_to_continue, results_go_to
-from distlab.files import write_whole
-from distlab.report.record import Record, plain, read_json, write_json
+from distlab.report.record import (
+    MEASURE_AGAIN,
+    Record,
+    from_fields,
+    plain,
+    read_checked,
+    read_json,
+    write_checked,
+    write_json,
+)
 
 HEADER = "run.json"
 
@@ -48,9 +56,7 @@ class OutputFolder:
     """
 
     def __init__(self, root: str | os.PathLike, experiment: str, stamp: str | None = None) -> None:
-        for what, name in (("experiment", experiment), ("stamp", stamp)):
-            if name is not None and (not name or name != Path(name).name or name == ".."):
-                raise ValueError(f"{what} {name!r} cannot name a folder: use letters, digits, '-' and '_'")
+        check_names(str(root), experiment, stamp)
         parent = Path(root) / experiment
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +73,15 @@ class OutputFolder:
                 "pass --out FOLDER with a folder that you can write to"
             ) from error
         results_go_to(self.path)
+
+
+def check_names(out: str, *names: str | None) -> None:
+    """Raise ValueError for what is no name of a folder, or would write elsewhere or into a terminal."""
+    if not out or not out.isprintable():
+        raise ValueError(f"--out {out!r} names no folder: give one, such as outputs")
+    for name in names:
+        if name is not None and (not re.fullmatch(r"[\w.-]+", name) or name in (".", "..")):
+            raise ValueError(f"--name {name!r} cannot name a folder: use letters, digits, '-', '_' and '.'")
 
 
 def _fresh_folder(parent: Path) -> Path:
@@ -90,6 +105,7 @@ class Header:
         world_size: number of ranks.
         environment: see `provenance.environment`.
         commit: see `provenance.commit`.
+        complete: when the last of its results was written, UTC; None before that.
     """
 
     experiment: str
@@ -97,6 +113,7 @@ class Header:
     world_size: int
     environment: Mapping[str, Any]
     commit: str | None
+    complete: str | None = None
 
 
 def same_run(before: Header, now: Header) -> list[str]:
@@ -118,7 +135,10 @@ class Run:
         path: the run's folder.
         records: the rows so far.
         progress: says a line on stderr, on rank 0.
+        cut_off: set by an experiment that leaves rows to the next call of this name.
     """
+
+    cut_off = False
 
     def __init__(
         self,
@@ -159,12 +179,22 @@ class Run:
         return record
 
     def save(self) -> None:
-        """Write the rows so far, whole or not at all."""
+        """Write the rows so far, whole or not at all; before the first of them, what is run."""
         if self.is_main:
+            if not (self.path / HEADER).is_file():
+                write_checked(self.path / HEADER, plain(asdict(self.header)))
             write_json(self.records, self.path / "records.json")
+
+    def complete(self) -> None:
+        """Note that everything is measured and written, unless it was cut off."""
+        if not self.cut_off:
+            now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            write_checked(self.path / HEADER, plain(asdict(replace(self.header, complete=now))))
 
     def done(self, variant: str, **config: Any) -> Record | None:
         """The row of this variant, and of this configuration, if it is there already."""
+        if self.records:
+            how_to_continue(f"the same command with --name {self.path.name} continues")
         wanted = {name: plain(value) for name, value in config.items()}
         for record in self.records:
             if record.variant == variant and all(plain(record.config.get(k)) == v for k, v in wanted.items()):
@@ -190,16 +220,19 @@ def open_run(header: Header, out: str | Path, name: str | None, differences: Cal
         OSError: the folder cannot be written.
     """
     folder = OutputFolder(out, header.experiment, name)
-    saved, records = folder.path / HEADER, []
+    saved, rows, records = folder.path / HEADER, folder.path / "records.json", []
     if saved.is_file():
-        before = Header(**json.loads(saved.read_text(encoding="utf-8")))
+        try:
+            before = from_fields(Header, read_checked(saved))
+        except ValueError as error:
+            raise ValueError(f"{saved} does not say what was run ({error})") from None
         if found := differences(before, Header(**plain(asdict(header)))):
             raise ValueError(
                 f"--name {name}: {folder.path} holds another run: {'; '.join(found)}. Give the same options to resume "
                 "it, or another --name"
             )
-        if (folder.path / "records.json").is_file():
-            records = read_json(folder.path / "records.json")
-    write_whole(saved, json.dumps(plain(asdict(header)), indent=1) + "\n")
-    how_to_continue(f"the same command with --name {folder.path.name} continues")
+        records = read_json(rows) if rows.is_file() else []
+        if any((record.experiment, record.commit) != (header.experiment, header.commit) for record in records):
+            raise ValueError(f"{rows} holds rows of another run: {MEASURE_AGAIN}")
+        header = replace(header, complete=before.complete)
     return Run(header, folder.path, records=records)

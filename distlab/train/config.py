@@ -68,7 +68,7 @@ class TrainConfig(ModelOptions):
     clip: float = option(1.0, "largest gradient norm, 0 for none", least=0)
     seed: int = option(0, "of parameters, data order and dropout", **SEED)
     validate_every: int = option(0, "steps between validations, 0 for one at the end", least=0)
-    validate_sequences: int = option(64, "sequences per validation", least=1)
+    validate_sequences: int = option(64, "sequences per validation", least=1, most=10**6)
     checkpoint_every: int = option(50, "steps between checkpoints, 0 for one at the end", least=0)
     keep: int = option(2, "complete checkpoints that stay", least=1)
     synchronous_checkpoints: bool = option(False, "write checkpoints within the step, not behind it")

@@ -12,7 +12,9 @@ few numbers, so that every rank reads other data and a restarted run sees what i
 """
 
 import hashlib
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -43,10 +45,23 @@ def random_walks(key: tuple[int, ...], vocab_size: int, batch: int, length: int,
     return np.concatenate((start_B1, start_B1 + moves_BT.cumsum(axis=1)), axis=1) % vocab_size
 
 
+class DataChanged(ValueError):
+    """A file of tokens that is no longer what it was when the run began."""
+
+
+def stamp(path: str | Path) -> tuple[int, int] | None:
+    """What changes with a file: its size, and when it was written; None if it is gone."""
+    with suppress(OSError):
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns
+    return None
+
+
 class SyntheticSequences:
     """`random_walks`, one sequence per number; numbers never end."""
 
     count = None
+    file = None
 
     def __init__(self, vocab_size: int, context_length: int, seed: int):
         self.vocab_size, self.context_length, self.seed = vocab_size, context_length, seed
@@ -121,15 +136,23 @@ class TokenWindows:
         context_length: tokens per window.
         ragged: also give the last, shorter window, its missing targets `IGNORED` (for validation).
         source: what the tokens are, for the message.
+        file: that they are mapped from, and its `stamp` before anything was read of it; None for tokens in memory.
 
     Raises:
         ValueError: too few tokens for one window.
     """
 
     def __init__(
-        self, tokens: np.ndarray, vocab_size: int, context_length: int, *, ragged: bool = False, source: str = "data"
+        self,
+        tokens: np.ndarray,
+        vocab_size: int,
+        context_length: int,
+        *,
+        ragged: bool = False,
+        source: str = "data",
+        file: tuple[str, tuple[int, int] | None] | None = None,
     ):
-        self.tokens, self.vocab_size, self.context_length = tokens, vocab_size, context_length
+        self.tokens, self.vocab_size, self.context_length, self.file = tokens, vocab_size, context_length, file
         targets = max(len(tokens) - 1, 0)
         self.count: int = -(-targets // context_length) if ragged else targets // context_length
         if self.count == 0:
@@ -305,6 +328,7 @@ def load(
         seeds = (config.seed, config.seed + 1)
         train, validate = (SyntheticSequences(model.vocab_size, model.context_length, seed) for seed in seeds)
         return train, validate, {"kind": "synthetic"}
+    files = [(path, stamp(path)) for path in (data.data, data.val_data or data.data)]
     tokens = open_tokens(data.data, data.token_dtype)
     cut = len(tokens)
     identity = {
@@ -323,9 +347,10 @@ def load(
         identity |= {"validation": f"{len(held_out)} tokens of a file", "validation_sha256": digest}
     sizes = (model.vocab_size, model.context_length)
     source = f"{data.data} ({len(tokens)} tokens, {cut} of them to train on)"
-    train = TokenWindows(tokens[:cut], *sizes, source=source)
+    train = TokenWindows(tokens[:cut], *sizes, source=source, file=files[0])
     source = f"{data.val_data or data.data} (for validation)"
-    return train, TokenWindows(held_out, *sizes, ragged=True, source=source), identity | {"trained_on": cut}
+    validate = TokenWindows(held_out, *sizes, ragged=True, source=source, file=files[1])
+    return train, validate, identity | {"trained_on": cut}
 
 
 def _digest(path: str, tokens: np.ndarray, vocab_size: int, context: RankContext) -> str:

@@ -1,6 +1,6 @@
 """The training loop: resume, step, report one step late, validate, checkpoint, stop when asked.
 
-    set the rate ─ batch ─ TrainStep ─ gathered metrics (of the step before) ─ validate? ─ checkpoint? ─ stop?
+    set the rate ─ batch ─ TrainStep ─ gathered metrics (of the step before) ─ checkpoint? ─ validate? ─ stop?
 
 Whatever is written has been checked first: before a checkpoint the loop waits for the step's own loss, so no
 checkpoint holds weights that a NaN has reached.
@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from distlab.checkpoint import train_state
 from distlab.checkpoint.checkpointer import Checkpointer, Stored
 from distlab.checkpoint.files import MARKER, Damaged
 from distlab.checkpoint.lock import RunLock
-from distlab.comm import RankContext
+from distlab.comm import RankContext, collectives
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
 from distlab.precision import DTYPES
 from distlab.train.config import TrainConfig, refuse_other_run
-from distlab.train.data import GlobalOrder, Sequences, to_batch
+from distlab.train.data import DataChanged, GlobalOrder, Sequences, stamp, to_batch
 from distlab.train.evaluate import validation_loss
 from distlab.train.metrics import GatheredMetrics, NonFiniteLoss, StepMetrics
 from distlab.train.requirements import settled, training_step
@@ -169,6 +171,7 @@ class Trainer:
 
         Raises:
             NonFiniteLoss: on every rank, with the step and rank; the last checkpoint is from before it.
+            DataChanged: on every rank; the last checkpoint is of the last step that read what the file was.
             CheckpointError: a checkpoint could not be written.
         """
         config, outcome = self.config, Outcome(self.step, self.step, None, [])
@@ -186,15 +189,23 @@ class Trainer:
                         outcome.stopped_by = self.metrics.stopped_by
                         self.metrics.settle()
                         saves = self.checkpoints is not None
+                    if saves:  # before a validation, which may fail
+                        self.save()
                     if validates:
                         outcome.validation.append((self.step, self.validation_loss()))
-                    if saves:
-                        self.save()
                 outcome.last_step = self.step
                 if self.checkpoints is not None:
                     self.checkpoints.wait()
         except NonFiniteLoss as error:
-            raise NonFiniteLoss(f"{error}; training stopped. {self._last_good()}") from None
+            more = ". A smaller --lr, a longer --warmup or --clip may help"
+            raise NonFiniteLoss(f"{error}; training stopped. {self._last_good()}{more}") from None
+        except DataChanged as error:
+            self.metrics.settle()
+            if self.checkpoints is not None and outcome.first_step < self.step:
+                self.save()
+            raise DataChanged(
+                f"{error}; training stopped. {self._last_good()}. With the file as it was, the same command continues"
+            ) from None
         finally:
             if self.checkpoints is not None:
                 self.checkpoints.finish()
@@ -209,8 +220,10 @@ class Trainer:
         rate = self.schedule(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        mine = self.order.numbers(self.step)
-        loss = self.train_step([to_batch(self.train.rows(numbers), self.context.device) for numbers in mine])
+        self._refuse_changed(self.train)  # of a file that became shorter nothing may be read
+        rows = [self.train.rows(numbers) for numbers in self.order.numbers(self.step)]
+        self._refuse_changed(self.train)
+        loss = self.train_step([to_batch(each, self.context.device) for each in rows])
         self.step += 1
         skipped = self.train_step.last_step_skipped  # its norm is infinite, and that was dealt with
         norm = None if skipped else self.train_step.grad_norm
@@ -232,6 +245,7 @@ class Trainer:
 
     def validation_loss(self) -> float:
         """Of the model as it is, in nats per token; called on every rank."""
+        self._refuse_changed(self.validate)
         loss = validation_loss(
             self.wrapper,
             self.validate,
@@ -239,8 +253,17 @@ class Trainer:
             sequences=self.config.validate_sequences,
             batch=max(1, self.config.batch // self.context.world_size // self.config.accumulate),
         )
+        self._refuse_changed(self.validate)
         self.metrics.restart_clock()
         return loss
+
+    def _refuse_changed(self, data: Sequences) -> None:
+        """Raise DataChanged, on every rank, if on any of them the file of `data` is not what it was."""
+        if data.file is None:
+            return
+        path, before = data.file
+        if not collectives.all_ranks_agree(stamp(path) == before, torch.device("cpu"), self.metrics.group):
+            raise DataChanged(f"{path} was changed while this run read it")
 
     def _last_good(self) -> str:
         if self.checkpoints is None:
@@ -248,7 +271,7 @@ class Trainer:
         self.checkpoints.wait()
         step, where = self.checkpoints.last_saved, self.checkpoints.folder.path
         kept = "No checkpoint was written before" if step is None else f"The checkpoint of step {step} is good"
-        return f"{kept} ({where}). A smaller --lr, a longer --warmup or --clip may help"
+        return f"{kept} ({where})"
 
     def close(self) -> None:
         """Detach the strategy's hooks, so that the model's memory can go, and give back the groups."""

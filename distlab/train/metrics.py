@@ -61,6 +61,7 @@ class GatheredMetrics:
         report: called on every rank with each finished step, one step late.
 
     Attributes:
+        group: of all ranks, on gloo; None once it is closed.
         stopped_by: number of the signal that some rank was sent, as far as all ranks know; or None.
     """
 
@@ -68,7 +69,7 @@ class GatheredMetrics:
         self.stopped_by: int | None = None
         self._signals, self._report, self._device = signals, report, context.device
         timeout = timedelta(seconds=context.timeout_s)
-        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
+        self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
         self._waiting: tuple[StepMetrics, Tensor, Instant] | None = None
         self.restart_clock()
 
@@ -103,8 +104,8 @@ class GatheredMetrics:
             ended.synchronize()
         step_ms, self._ended = elapsed_ms(self._ended, ended), ended
         mine = torch.tensor([*values.tolist(), float(self._signals.received)], dtype=torch.float64)
-        everybody = torch.empty(3 * self._group.size(), dtype=torch.float64)
-        collectives.wait(collectives.all_gather(everybody, mine, self._group), self._group, "exchanging losses")
+        everybody = torch.empty(3 * self.group.size(), dtype=torch.float64)
+        collectives.wait(collectives.all_gather(everybody, mine, self.group), self.group, "exchanging losses")
         losses, norms, signals = everybody.view(-1, 3).T.tolist()
         bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
@@ -120,9 +121,9 @@ class GatheredMetrics:
 
     def close(self) -> None:
         """Give back the group; nothing can be exchanged any more."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
 
 
 class Journal:
@@ -140,12 +141,17 @@ class Journal:
         found = read_journal(path) if path.exists() else []
         self.lines = [line for line in found if line["step"] < first_step]
         write_whole(path, "".join(json.dumps(line) + "\n" for line in self.lines))
+        self.path = path
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line, visible to readers at once."""
         self.lines.append(line)
-        self._file.write(json.dumps(line) + "\n")
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            error.filename = str(self.path)  # a full disk does not say where
+            raise
 
     def close(self) -> None:
         """Close the file; every line is on the disk already."""

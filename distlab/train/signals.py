@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run after its step, with a checkpoint, instead of in the middle of it."""
+"""SIGTERM, SIGINT, SIGHUP and SIGQUIT end a run after its step, with a checkpoint, instead of in the middle of it."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from distlab.ending import answered
 
 
 class StopSignals:
-    """Remembers a SIGTERM or SIGINT instead of dying of it.
+    """Remembers such a signal instead of dying of it.
 
     A main thread that waits in a collective for a dead rank never gets to see a signal; then the process ends
     after `grace_s`, and the agent need not wait 30 s before it kills it.

@@ -1,5 +1,7 @@
 """Models as users have them, each behind a factory for `--model`, and factories that are wrong."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -100,6 +102,23 @@ def dictionary():
         return F.cross_entropy(model(batch[0])["logits"], batch[1])
 
     return TakesDictionary(), batch, loss
+
+
+@dataclass
+class Logits:
+    """A type that pytree does not know."""
+
+    logits: torch.Tensor
+
+
+class ReturnsDataclass(TakesDictionary):
+    def forward(self, inputs):
+        return Logits(super().forward(inputs)["logits"])
+
+
+def returns_dataclass():
+    _, batch, _ = dictionary()
+    return ReturnsDataclass(), batch, lambda model, batch: F.cross_entropy(model(batch[0]).logits, batch[1])
 
 
 def fails():

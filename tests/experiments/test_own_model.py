@@ -48,6 +48,18 @@ def test_ddp_bench_takes_it_with_every_strategy_that_can(name, tmp_path):
     assert "Left out: fsdp " in (tmp_path / "ddp_bench/run/report.html").read_text() or name != "mixture"
 
 
+def test_a_peer_that_sends_nothing_is_nobody_s_baseline(tmp_path):
+    """Its step is the fastest of all, and every ratio divided by it."""
+    rows = ("local", "bucketed", "torch-ddp-tuned")
+    records = measured(ddp_bench.EXPERIMENT, tmp_path, factory=f"{OURS}returns_dataclass", strategies=rows, **SHORT)
+    metrics = {record.variant: record.metrics for record in records}
+    assert [name for name in rows if metrics[name]["sent_nothing"]] == ["torch-ddp-tuned"]
+    assert not any("vs_torch_ddp" in each for each in metrics.values()) and metrics["bucketed"]["vs_local"] > 0
+    said, differs = ddp_bench.VIEW.findings(records)
+    assert said.startswith("WRONG: torch-ddp-tuned: sent nothing, so no row is compared with it; torch's static_graph")
+    assert "parameters differ" in differs
+
+
 def test_gradients_that_are_not_synchronized_are_seen():
     """Ranks that start from the same weights and keep their own gradients."""
     assert min(run_ranks(unsynchronized, 2)) > 1e-5  # what `wrong_rows` allows

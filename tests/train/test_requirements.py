@@ -9,6 +9,7 @@ import torch
 from distlab.comm import RankContext
 from distlab.model.config import KEPT, preset
 from distlab.testing import run_ranks
+from distlab.theory.memory import peak
 from distlab.theory.memory.peak import step_memory
 from distlab.theory.model_shape import ModelShape
 from distlab.train import requirements
@@ -58,6 +59,15 @@ def test_each_kind_of_excess_has_its_remedy(free):
     assert text.endswith("too much alone: take a smaller --size")
     text = shortage(PlannedStep(preset("tiny", context_length=131_072), 4), "cpu")
     assert text.endswith("--checkpointing auto would fit")
+
+
+def test_the_memory_of_many_layers_is_known_at_once(monkeypatch):
+    """20,000 took 53 s: every block's moment was made, again and again."""
+    many = PlannedStep(preset("tiny", num_layers=1000), 4)
+    found = many.memory(2)
+    assert len(found.moments) < 200
+    monkeypatch.setattr(peak, "BLOCKS_SEEN", 1000)
+    assert len(many.memory(2).moments) > 1000 and many.memory(2).peak == found.peak
 
 
 def test_as_little_is_recomputed_as_the_memory_allows():

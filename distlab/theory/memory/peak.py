@@ -37,6 +37,8 @@ from distlab.theory.memory.states import (
 )
 from distlab.theory.model_shape import ModelShape
 
+BLOCKS_SEEN = 128  # of a model with twice as many or more the walk looks at one block in several
+
 
 @dataclass(frozen=True)
 class StepMemory:
@@ -211,7 +213,7 @@ def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Break
         forward = replace(forward, buckets=buckets, weight_copies=copies)
         temporary = kept.head_gradient + rounded
     yield "backward of head", replace(forward, gathered=head + held.gathered(setting, unit), temporary=temporary)
-    for block in reversed(range(layers)):
+    for block in range(layers - 1, -1, -max(1, layers // BLOCKS_SEEN)):
         yield f"backward of block {block}", _in_block(setting, states, block)
     yield (
         "backward of embedding",
