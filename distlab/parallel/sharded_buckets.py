@@ -26,7 +26,7 @@ from distlab.comm import collectives
 from distlab.parallel import step_guard
 from distlab.parallel.buckets import GradientBucket, adopt_foreign_gradients, write_used_flags
 from distlab.parallel.in_flight import in_flight_class
-from distlab.parallel.shard import Shard, plain_name
+from distlab.parallel.shard import Shard, adopt_assigned, plain_name
 
 if TYPE_CHECKING:
     from distlab.parallel.bucketed import BucketedDDP
@@ -65,6 +65,7 @@ class ShardedBuckets:
         self.optimizer: weakref.ref[Optimizer] | None = None
         self._gathering: dict[int, Work] = {}
         self._bucket_of: dict[nn.Parameter, int] = {}
+        self._placed: list[tuple[nn.Parameter, Tensor]] = []
         self._owned: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []  # with a shard that is not empty, its mean
         self.starts: dict[nn.Parameter, int] = {}
         values: dict[nn.Parameter, nn.Parameter] = {}
@@ -94,6 +95,7 @@ class ShardedBuckets:
         for position, view in enumerate(plan.views(flat, bucket.parameters)):
             parameter = bucket.parameters[position]
             parameter.data = view.copy_(parameter)
+            self._placed.append((parameter, view))
             start, stop = plan.shard_range(position, self._rank)
             here = slice(plan.offsets[position] + start, plan.offsets[position] + stop)
             shape = parameter.shape if parameter.ndim == 0 and start < stop else (-1,)
@@ -124,6 +126,8 @@ class ShardedBuckets:
 
     def point_gradients(self) -> None:
         """Let each shard's `.grad` be its part of the mean, or None where no rank used the parameter."""
+        with torch._C.DisableTorchFunctionSubclass():  # no parameter in flight was assigned
+            adopt_assigned(self._placed)
         for parameter, tensor, mean in self._owned:
             tensor.grad = None if parameter.grad is None else mean
 

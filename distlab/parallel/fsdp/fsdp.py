@@ -41,7 +41,7 @@ from distlab.parallel.fsdp import checks
 from distlab.parallel.fsdp.flat_param import Entry, Replicated, list_entries, plan_units
 from distlab.parallel.fsdp.runtime import Runtime, Unit, in_backward, plan_casts
 from distlab.parallel.meta import initialize_in_turn, materialize_buffers
-from distlab.parallel.shard import Shard, plain_name, whole
+from distlab.parallel.shard import Shard, adopt_assigned, plain_name, whole
 
 
 class FSDP(ParallelModel):
@@ -146,6 +146,8 @@ class FSDP(ParallelModel):
             # It raised. All ranks must have failed at one place, else those that wait fail within the group's timeout.
             self._runtime.recover()
             self.zero_grad()
+        for param in self._flat_params:  # in backward, values are those of forward
+            adopt_assigned(param.placed)
         self._replicated.refresh()
         with self._runtime.forward_pass(self.module.training):
             return self.module(*args, **kwargs)
