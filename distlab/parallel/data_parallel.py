@@ -337,7 +337,24 @@ def _call(owner: weakref.ref, index: int, _: nn.Parameter) -> None:
         wrapper._on_gradient(index)
 
 
-def refuse_assigned_parameters(wrapper: DataParallel) -> Any:
+class Attached:
+    """A module's hook that stays behind when the module is copied, pickled or saved: there it does nothing.
+
+    Args:
+        function: the hook.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None):
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._function is None else self._function(*args)
+
+    def __reduce__(self) -> Any:
+        return Attached, ()
+
+
+def refuse_assigned_parameters(wrapper: DataParallel) -> Attached:
     """A hook for after load_state_dict: with assign=True it swaps parameters, and their hooks would be lost."""
     reference = weakref.ref(wrapper)
 
@@ -353,4 +370,4 @@ def refuse_assigned_parameters(wrapper: DataParallel) -> Any:
                     "averaged: load before wrapping, or without assign"
                 )
 
-    return check
+    return Attached(check)

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from distlab.comm import collectives
 from distlab.parallel import step_guard
 from distlab.parallel.buckets import GradientBucket, adopt_foreign_gradients, write_used_flags
+from distlab.parallel.data_parallel import Attached
 from distlab.parallel.in_flight import in_flight_class
 from distlab.parallel.shard import Shard, adopt_assigned, plain_name
 
@@ -248,13 +249,12 @@ class ShardedBuckets:
                 self._compiled.add(module)
             needed = self._buckets_of(module, recurse=is_compiled)
             if needed or module is root:
-                # A function, which deepcopy(module) takes over as it is: a bound method's object it would copy.
-                yield module.register_forward_pre_hook(lambda *_, needed=needed: self._before_module(needed))
+                yield module.register_forward_pre_hook(Attached(partial(self._before_module, needed)))
 
     def _buckets_of(self, module: nn.Module, recurse: bool) -> set[int]:
         return {self._bucket_of[p] for p in module.parameters(recurse) if p in self._bucket_of}
 
-    def _before_module(self, needed: set[int]) -> None:
+    def _before_module(self, needed: set[int], *_: Any) -> None:
         if self._gathering and not torch.compiler.is_compiling():
             self.wait(needed if torch.is_grad_enabled() else None)
 

@@ -23,7 +23,7 @@ TIMEOUT_S = 4.0
 
 
 class Fragile(nn.Module):
-    """Raises in the backward of its middle when told to; its last layer may be checkpointed with `use_reentrant=True`."""
+    """Raises in the backward of its middle when told to; its last layer may be in a reentrant checkpoint."""
 
     def __init__(self, reentrant: bool = False):
         super().__init__()

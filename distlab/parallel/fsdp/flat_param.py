@@ -404,10 +404,10 @@ class FlatParam:
 
     # -- gradients -----------------------------------------------------------------------------------------
 
-    def accumulate_gradients(self) -> None:
+    def accumulate_gradients(self) -> bool:
         """Add the full parameters' gradients to the flat gradient, in the masters' dtype, and drop them.
 
-        A parameter without a gradient counts as zero.
+        A parameter without a gradient counts as zero; returns whether any has one.
 
         Raises TypeError for a sparse gradient, with the parameter's name.
         """
@@ -431,6 +431,7 @@ class FlatParam:
             torch._foreach_copy_(targets, gradients)
         elif targets:
             torch._foreach_add_(targets, gradients)
+        return bool(targets)
 
     def reduce_scatter(self) -> None:
         """Start to send the flat gradient, if there is one; this rank will receive its slice of the mean."""
@@ -535,6 +536,7 @@ class Replicated:
         self.entries = list(entries)
         self.group = group
         self.masters: list[nn.Parameter] = []
+        self.cast: list[tuple[str, nn.Parameter]] = []  # masters that forward does not read
         self._casts: list[tuple[nn.Parameter, nn.Parameter]] = []
         for entry in entries:
             before = entry.parameter
@@ -551,6 +553,7 @@ class Replicated:
                     copy.register_post_accumulate_grad_hook(partial(_move_gradient, master))
                 entry.install(copy)
                 self._casts.append((copy, master))
+                self.cast.append((entry.name, master))
         self.trainable = [master for master in self.masters if master.requires_grad]
         numels, dtypes = [p.numel() for p in self.trainable], [p.dtype for p in self.trainable]
         plans = plan_gradient_buckets(numels, dtypes, None)
