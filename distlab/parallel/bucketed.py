@@ -100,6 +100,12 @@ class BucketedDDP(DataParallel):
                 "ZeroOptimizer shards over all ranks, and this BucketedDDP has a mesh: leave its mesh out, or take "
                 "FSDP(module, mesh=…), which shards inside a group"
             )
+        for name, module in self.module.named_modules():
+            if getattr(module, "max_norm", None) is not None:
+                raise ValueError(
+                    f"ZeroOptimizer: '{name}' renormalises its rows in forward (max_norm), each rank those of its own "
+                    "batch, which the next step loses: leave max_norm out, and renormalise after optimizer.step()"
+                )
         if self._sharded is not None:
             self._sharded.close()
         self._lay_out(world_size=self.process_group.size(), has_flags=False)

@@ -96,7 +96,7 @@ class DataParallel(ParallelModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; any arguments, any result."""
         if torch.is_grad_enabled():
-            if self._in_backward and torch._C._current_graph_task_id() == -1:  # not inside of that backward
+            if (self._in_backward or self._dropped()) and torch._C._current_graph_task_id() == -1:  # not inside of it
                 self._recover()
             if self._synchronizes:
                 self._pending = True
@@ -175,8 +175,9 @@ class DataParallel(ParallelModel):
         if index in self._ready:
             raise RuntimeError(
                 f"the gradient of '{name}' became ready twice: call finish_gradient_synchronization() after "
-                "each synchronised backward, use no_sync() to accumulate, and checkpoint activations with "
-                "use_reentrant=False where a parameter is used in several checkpointed blocks"
+                "each synchronised backward (or, to skip the step, zero_grad(set_to_none=True)), use no_sync() to "
+                "accumulate, and checkpoint activations with use_reentrant=False where a parameter is used in several "
+                "checkpointed blocks"
             )
         if gradient.requires_grad:
             raise RuntimeError(
@@ -185,18 +186,31 @@ class DataParallel(ParallelModel):
                 "backward() once, on the loss plus the penalty"
             )
         if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+            self._enter_backward()
         self._ready.add(index)  # a set: assigning an attribute of an nn.Module takes microseconds
         self._gradient_ready(index)
 
+    def _enter_backward(self, _: Any = None) -> None:
+        self._in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
     def _backward_ended(self) -> None:
-        """Called by autograd at the end of a backward that raised nothing."""
-        self._in_backward = False
+        """Called by autograd at the end of a backward that raised nothing; one inside of another (of a reentrant
+        checkpoint) leaves it to what runs next in that one to say when that one ends.
+        """
+        around = torch._C._current_autograd_node()
+        following = [node for node, _ in around.next_functions if node and node.next_functions] if around else []
+        self._in_backward = bool(following)
+        for node in following:
+            node.register_prehook(self._enter_backward)
+
+    def _dropped(self) -> bool:
+        """Whether `zero_grad()` has taken away what was to be finished, because the step is skipped."""
+        return bool(self._ready) and all(self.trainable[index].grad is None for index in self._ready)
 
     def _recover(self) -> None:
-        """After a backward that raised, before anything new is accumulated: complete its collectives, so that all
-        ranks have issued the same sequence again, and drop its gradients, which are worthless.
+        """After a backward that raised or was dropped, before anything new is accumulated: complete its collectives, so
+        that all ranks have issued the same sequence again, and drop its gradients, which are worthless.
         """
         for parameter in self.trainable:
             parameter.grad = None
@@ -323,7 +337,24 @@ def _call(owner: weakref.ref, index: int, _: nn.Parameter) -> None:
         wrapper._on_gradient(index)
 
 
-def refuse_assigned_parameters(wrapper: DataParallel) -> Any:
+class Attached:
+    """A module's hook that stays behind when the module is copied, pickled or saved: there it does nothing.
+
+    Args:
+        function: the hook.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None):
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._function is None else self._function(*args)
+
+    def __reduce__(self) -> Any:
+        return Attached, ()
+
+
+def refuse_assigned_parameters(wrapper: DataParallel) -> Attached:
     """A hook for after load_state_dict: with assign=True it swaps parameters, and their hooks would be lost."""
     reference = weakref.ref(wrapper)
 
@@ -339,4 +370,4 @@ def refuse_assigned_parameters(wrapper: DataParallel) -> Any:
                     "averaged: load before wrapping, or without assign"
                 )
 
-    return check
+    return Attached(check)

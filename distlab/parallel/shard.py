@@ -6,7 +6,7 @@ where it starts in the unpadded whole. So a checkpoint of one strategy and world
 world size, without gathering.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -128,6 +128,26 @@ def plain_name(name: str) -> str:
 def whole(name: str, tensor: Tensor) -> Shard:
     """A tensor that lies in full on every rank."""
     return Shard(plain_name(name), tensor.shape, 0, tensor, replicated=True)
+
+
+@torch.no_grad()
+def adopt_assigned(placed: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Put values that `p.data = …` (`vector_to_parameters`, an average swapped in) gave a parameter into its place.
+
+    Args:
+        placed: parameters, each with its place in a flat buffer, which is what is sent.
+
+    Raises:
+        ValueError: values of another shape or dtype.
+    """
+    for parameter, place in placed:
+        memory, its_own = parameter.untyped_storage()._cdata, place.untyped_storage()._cdata
+        if memory == its_own and parameter.storage_offset() == place.storage_offset():
+            continue
+        given, needed = (parameter.shape, parameter.dtype), (place.shape, place.dtype)
+        if given != needed:
+            raise ValueError(f"a parameter's .data was assigned {given}, and is sharded as {needed}: assign the same")
+        parameter.data = place.copy_(parameter)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -25,8 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from distlab.comm import collectives
 from distlab.parallel import step_guard
 from distlab.parallel.buckets import GradientBucket, adopt_foreign_gradients, write_used_flags
+from distlab.parallel.data_parallel import Attached
 from distlab.parallel.in_flight import in_flight_class
-from distlab.parallel.shard import Shard, plain_name
+from distlab.parallel.shard import Shard, adopt_assigned, plain_name
 
 if TYPE_CHECKING:
     from distlab.parallel.bucketed import BucketedDDP
@@ -65,6 +66,7 @@ class ShardedBuckets:
         self.optimizer: weakref.ref[Optimizer] | None = None
         self._gathering: dict[int, Work] = {}
         self._bucket_of: dict[nn.Parameter, int] = {}
+        self._placed: list[tuple[nn.Parameter, Tensor]] = []
         self._owned: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []  # with a shard that is not empty, its mean
         self.starts: dict[nn.Parameter, int] = {}
         values: dict[nn.Parameter, nn.Parameter] = {}
@@ -94,6 +96,7 @@ class ShardedBuckets:
         for position, view in enumerate(plan.views(flat, bucket.parameters)):
             parameter = bucket.parameters[position]
             parameter.data = view.copy_(parameter)
+            self._placed.append((parameter, view))
             start, stop = plan.shard_range(position, self._rank)
             here = slice(plan.offsets[position] + start, plan.offsets[position] + stop)
             shape = parameter.shape if parameter.ndim == 0 and start < stop else (-1,)
@@ -124,6 +127,8 @@ class ShardedBuckets:
 
     def point_gradients(self) -> None:
         """Let each shard's `.grad` be its part of the mean, or None where no rank used the parameter."""
+        with torch._C.DisableTorchFunctionSubclass():  # no parameter in flight was assigned
+            adopt_assigned(self._placed)
         for parameter, tensor, mean in self._owned:
             tensor.grad = None if parameter.grad is None else mean
 
@@ -244,13 +249,12 @@ class ShardedBuckets:
                 self._compiled.add(module)
             needed = self._buckets_of(module, recurse=is_compiled)
             if needed or module is root:
-                # A function, which deepcopy(module) takes over as it is: a bound method's object it would copy.
-                yield module.register_forward_pre_hook(lambda *_, needed=needed: self._before_module(needed))
+                yield module.register_forward_pre_hook(Attached(partial(self._before_module, needed)))
 
     def _buckets_of(self, module: nn.Module, recurse: bool) -> set[int]:
         return {self._bucket_of[p] for p in module.parameters(recurse) if p in self._bucket_of}
 
-    def _before_module(self, needed: set[int]) -> None:
+    def _before_module(self, needed: set[int], *_: Any) -> None:
         if self._gathering and not torch.compiler.is_compiling():
             self.wait(needed if torch.is_grad_enabled() else None)
 

@@ -80,6 +80,7 @@ class ZeroOptimizer(LocalOptimizer):
         self._sharded.optimizer = weakref.ref(self)
         super().__init__(ddp.trainable if params is None else params, optimizer_cls, kwargs)
 
+    @torch._disable_dynamo  # its checks read versions, and reading a parameter waits
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step this rank's shards and start the all-gathers; reading a parameter waits for it.

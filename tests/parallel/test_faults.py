@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from distlab.comm import RankContext, collectives
 from distlab.parallel import STRATEGIES as OURS
@@ -22,17 +23,18 @@ TIMEOUT_S = 4.0
 
 
 class Fragile(nn.Module):
-    """Raises in the backward of its middle when told to."""
+    """Raises in the backward of its middle when told to; its last layer may be in a reentrant checkpoint."""
 
-    def __init__(self):
+    def __init__(self, reentrant: bool = False):
         super().__init__()
+        self.reentrant = reentrant
         self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor, fail: bool) -> Tensor:
         hidden = self.middle(self.first(x))
         if fail:
             hidden.register_hook(_raise_memory_error)
-        return self.last(hidden)
+        return checkpoint(self.last, hidden, use_reentrant=True) if self.reentrant else self.last(hidden)
 
 
 def _raise_memory_error(_: Tensor) -> Tensor:
@@ -101,14 +103,52 @@ def fail_then_accumulate(context: RankContext, strategy: str, failing: tuple[int
     assert_same_on_all_ranks([p.grad for p in wrapper.module.parameters()], context)
 
 
+def backward_behind_a_reentrant_checkpoint(context: RankContext, strategy: str) -> None:
+    """The checkpoint's own backward has ended when the one around it raises, or goes on."""
+    wrapper = STRATEGIES[strategy](Fragile(reentrant=True), process_group=context.group)
+    x = torch.full((2, 4), context.rank + 1.0)
+    with pytest.raises(MemoryError, match="injected"):
+        wrapper(x, fail=True).sum().backward()
+    wrapper.zero_grad(set_to_none=False)
+    wrapper(x, fail=False).sum().backward()
+    wrapper(x, fail=False)  # it has ended, so that a forward before finish drops nothing
+    wrapper.finish_gradient_synchronization()
+    rows = 2 * context.world_size
+    torch.testing.assert_close(wrapper.module.last.bias.grad, torch.full((4,), rows / context.world_size))
+    assert wrapper.module.first.bias.grad.any()
+    wrapper.close()
+
+
+def skip_a_step(context: RankContext, strategy: str) -> None:
+    wrapper = STRATEGIES[strategy](Fragile(), process_group=context.group)
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        wrapper(torch.full((2, 4), 10.0 * step + context.rank), fail=False).sum().backward()
+        if step != 2:  # as where a loss is not finite
+            wrapper.finish_gradient_synchronization()
+            torch.testing.assert_close(wrapper.module.last.bias.grad, torch.full((4,), 2.0))
+            optimizer.step()
+    assert_same_on_all_ranks(wrapper.module.parameters(), context)
+    wrapper(torch.ones(2, 4), fail=False).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match=r"became ready twice: .* to skip the step, zero_grad\(set_to_none=True\)"):
+        wrapper(torch.ones(2, 4), fail=False).sum().backward()
+
+
 def every_strategy_fails(context: RankContext, failing: tuple[int, ...]) -> None:
     for strategy in STRATEGIES:
         fail_then_accumulate(context, strategy, failing)
+        backward_behind_a_reentrant_checkpoint(context, strategy)
+        skip_a_step(context, strategy)
 
 
 @pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all-ranks", "one-rank"])
 def test_micro_batches_accumulated_after_an_exception_in_backward_all_count(failing):
-    """What was accumulated under no_sync() between the exception and the next synchronised backward is kept."""
+    """What was accumulated under no_sync() between the exception and the next synchronised backward is kept.
+
+    So is what comes after a step that was skipped.
+    """
     run(every_strategy_fails, 2, failing)
 
 

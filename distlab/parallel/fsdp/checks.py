@@ -1,6 +1,6 @@
 """What FSDP refuses, with what to do instead."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,16 @@ def check_still_frozen(params: Sequence[FlatParam]) -> None:
                     f"requires_grad of '{entry.name}' changed after wrapping, which would not reach its unit: "
                     "close() this wrapper, change it, and wrap the module again"
                 )
+
+
+def refuse_hooks(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises ValueError for one of these with a hook on its gradient, which is not autograd's to make."""
+    for name, parameter in named:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"FSDP: a gradient hook on '{name}' never fires, as forward reads what is gathered of it: remove it, "
+                "and see its `.grad` after finish_gradient_synchronization()"
+            )
 
 
 def find_device(

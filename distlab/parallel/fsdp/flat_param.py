@@ -39,7 +39,7 @@ from distlab.comm import collectives
 from distlab.comm.subgroups import MeshGroups
 from distlab.parallel.buckets import GradientBucket, average
 from distlab.parallel.buckets import plan_buckets as plan_gradient_buckets
-from distlab.parallel.shard import FlatLayout
+from distlab.parallel.shard import FlatLayout, adopt_assigned
 
 ALIGNMENT = 8  # elements; 16 bytes in a 2-byte dtype, the alignment that matmul kernels need of an operand's address
 # Saving fewer elements is not worth another buffer: sending 1 MiB of fp32 costs less than a collective's latency.
@@ -322,6 +322,7 @@ class FlatParam:
     Attributes:
         master: this rank's slice, `(layout.slice_numel,)`.
         shards: what the optimizer sees, by parameter: views of the master slice, perhaps empty.
+        placed: each of them with that view (`adopt_assigned`).
         buffer: `(layout.numel,)`, of no memory while sharded.
         full: what forward sees: views of the buffer.
     """
@@ -344,7 +345,9 @@ class FlatParam:
         self.buffer = torch.empty(layout.numel, dtype=entries[0].compute_dtype, device=device)
         # `.data` gives each full parameter a version counter of its own, which no gather moves.
         self.full = [nn.Parameter(view.data, self.trainable) for view in self._views(self.buffer)]
-        self.shards = [nn.Parameter(view, self.trainable) for view in self._slices(self.master)]
+        slices = self._slices(self.master)
+        self.shards = [nn.Parameter(view, self.trainable) for view in slices]
+        self.placed = [*zip(self.shards, slices, strict=True)]
         self._memory = Memory(self.buffer)
         self._gathering: tuple[Work, Tensor] | None = None
         self._reducing: tuple[Work, Tensor] | None = None
@@ -375,6 +378,7 @@ class FlatParam:
     @torch.no_grad()
     def gather_masters(self) -> list[Tensor]:
         """Every parameter in full, in the masters' dtype and its own shape. Blocks; needs the memory of both."""
+        adopt_assigned(self.placed)
         flat = torch.empty(self.layout.numel, dtype=self.master.dtype, device=self.master.device)
         collectives.wait(collectives.all_gather(flat, self.master, self.group), self.group, "gathering parameters")
         return [view.clone() for view in self._views(flat)]
@@ -400,10 +404,10 @@ class FlatParam:
 
     # -- gradients -----------------------------------------------------------------------------------------
 
-    def accumulate_gradients(self) -> None:
+    def accumulate_gradients(self) -> bool:
         """Add the full parameters' gradients to the flat gradient, in the masters' dtype, and drop them.
 
-        A parameter without a gradient counts as zero.
+        A parameter without a gradient counts as zero; returns whether any has one.
 
         Raises TypeError for a sparse gradient, with the parameter's name.
         """
@@ -427,6 +431,7 @@ class FlatParam:
             torch._foreach_copy_(targets, gradients)
         elif targets:
             torch._foreach_add_(targets, gradients)
+        return bool(targets)
 
     def reduce_scatter(self) -> None:
         """Start to send the flat gradient, if there is one; this rank will receive its slice of the mean."""
@@ -531,6 +536,7 @@ class Replicated:
         self.entries = list(entries)
         self.group = group
         self.masters: list[nn.Parameter] = []
+        self.cast: list[tuple[str, nn.Parameter]] = []  # masters that forward does not read
         self._casts: list[tuple[nn.Parameter, nn.Parameter]] = []
         for entry in entries:
             before = entry.parameter
@@ -547,6 +553,7 @@ class Replicated:
                     copy.register_post_accumulate_grad_hook(partial(_move_gradient, master))
                 entry.install(copy)
                 self._casts.append((copy, master))
+                self.cast.append((entry.name, master))
         self.trainable = [master for master in self.masters if master.requires_grad]
         numels, dtypes = [p.numel() for p in self.trainable], [p.dtype for p in self.trainable]
         plans = plan_gradient_buckets(numels, dtypes, None)

@@ -41,7 +41,7 @@ from distlab.parallel.fsdp import checks
 from distlab.parallel.fsdp.flat_param import Entry, Replicated, list_entries, plan_units
 from distlab.parallel.fsdp.runtime import Runtime, Unit, in_backward, plan_casts
 from distlab.parallel.meta import initialize_in_turn, materialize_buffers
-from distlab.parallel.shard import Shard, plain_name, whole
+from distlab.parallel.shard import Shard, adopt_assigned, plain_name, whole
 
 
 class FSDP(ParallelModel):
@@ -140,15 +140,24 @@ class FSDP(ParallelModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; any arguments, any result. Without gradients it needs no finish."""
+        if torch.compiler.is_compiling():
+            return self._outside_graph(*args, **kwargs)
         if in_backward():  # this very call is being recomputed
             return self.module(*args, **kwargs)
         if self._runtime.backward_task is not None:
             # It raised. All ranks must have failed at one place, else those that wait fail within the group's timeout.
             self._runtime.recover()
             self.zero_grad()
+        for param in self._flat_params:  # in backward, values are those of forward
+            adopt_assigned(param.placed)
         self._replicated.refresh()
         with self._runtime.forward_pass(self.module.training):
             return self.module(*args, **kwargs)
+
+    @torch._disable_dynamo
+    def _outside_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """`torch.compile(fsdp)`: parts that are compiled themselves still are."""
+        return self(*args, **kwargs)
 
     def _set_synchronizes(self, synchronizes: bool) -> None:
         super()._set_synchronizes(synchronizes)
@@ -162,12 +171,13 @@ class FSDP(ParallelModel):
         gradient of zero; in a unit that ran on no rank it stays None.
 
         Raises:
-            ValueError: a parameter was frozen or unfrozen after wrapping.
-            RuntimeError: backward reached parameters of a unit, but not through what the unit returned.
+            ValueError: a parameter was frozen, unfrozen or given a gradient hook after wrapping.
+            RuntimeError: backward reached parameters of a unit, but not through what the unit returned; or none.
         """
         if not self._runtime.pending:
             return
         checks.check_still_frozen(self._flat_params)
+        checks.refuse_hooks([*self._named_shards, *self._replicated.cast])
         arrived = self._runtime.unfinished
         self._runtime.finish()
         self._replicated.average()

@@ -16,7 +16,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from inspect import isroutine
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -150,6 +150,16 @@ class Unit:
                     "would be lost: return every tensor that the loss needs from the unit's forward"
                 )
 
+    def refuse_written(self) -> None:
+        """Raise RuntimeError if forward wrote to a gathered parameter: else it has the version of its construction."""
+        for param in self.params:
+            for entry, full in zip(param.entries, param.full, strict=True):
+                if full._version:
+                    raise RuntimeError(
+                        f"FSDP: forward writes to '{entry.name}' in place (an embedding's max_norm does), and what it "
+                        "writes is freed with its unit: write to fsdp.parameters(), after optimizer.step()"
+                    )
+
     def _read_outside(self, entry: Entry) -> str:
         return (
             f"FSDP: forward reads '{entry.name}' while its unit '{self.name}' is not gathered: read it in the forward "
@@ -164,6 +174,8 @@ class Runtime:
     Attributes:
         synchronize: whether gradients are sent (False inside `no_sync()`, where they are kept in full).
         pending: whether a synchronised forward or backward waits for `finish()`.
+        announced, arrived: whether forward has run units that are to be trained, and backward has brought any of their
+            parameters a gradient, since the last `finish()`.
         unfinished: whether a backward, synchronised or not, has reached a unit since the last `finish()`.
         backward_task: autograd's number of the backward that has begun and not ended; it stays if that raises.
     """
@@ -173,6 +185,7 @@ class Runtime:
         self.synchronize = True
         self.pending = False
         self.unfinished = False
+        self.announced = self.arrived = False
         self.backward_task: int | None = None
         self._order = UnitOrder([unit.name for unit in units], group)
         self._backward_order = UnitOrder([unit.name for unit in units], group)
@@ -201,6 +214,13 @@ class Runtime:
         """Detach every hook."""
         for handle in self._handles:
             handle.remove()
+
+    def __getstate__(self) -> NoReturn:
+        """Its hooks, which a copy of the module would call, are of these units and ranks alone."""
+        raise TypeError(
+            "FSDP: the wrapped module holds this rank's shards and cannot be copied, pickled or saved: take "
+            "gather_full_params() (or state_dict(), of shards), or close() the wrapper first"
+        )
 
     def forget_orders(self) -> None:
         """Compare again between ranks in which order units run, forward and backward."""
@@ -248,12 +268,14 @@ class Runtime:
         if in_backward():  # recomputation, whose early stop may skip this hook: nothing must depend on it
             self._refuse_reentrant_checkpoint(unit, outputs)
             return output
+        unit.refuse_written()
         while self._running.pop() is not unit:  # a nested unit whose exception the module has caught
             pass
         if unit not in self._running:  # else it runs inside itself
             self._reshard(unit)
         if torch.is_grad_enabled() and self._announce(_Call(unit, self._running), outputs):
             unit.uses += 1
+            self.announced |= bool(unit.trainable)
             self._ran.append(unit.index)
         return output
 
@@ -374,7 +396,7 @@ class Runtime:
         unit.touched = False
         self.wait_for_reduce_scatter()  # frees the flat gradient of the unit before: there is one at a time
         for param in unit.trainable:
-            param.accumulate_gradients()
+            self.arrived |= param.accumulate_gradients()
         if self.synchronize:
             self.pending = True
             self._reduce_scatter(unit)
@@ -402,11 +424,17 @@ class Runtime:
         """Send what only passes without synchronisation used, and wait for all gradients.
 
         Raises:
-            RuntimeError: a parameter has a gradient, but backward has not come to its unit through what that returned.
+            RuntimeError: a parameter has a gradient, but backward has not come to its unit through what that returned;
+                or none has.
         """
         for unit in self.units:
             unit.refuse_lost_gradients()
-        self.pending = self.unfinished = False
+        if self.announced and not self.arrived:
+            raise RuntimeError(
+                "FSDP: no backward has brought a matrix its gradient since the last finish_gradient_synchronization(): "
+                "call loss.backward() without inputs=…, which shards, being no part of the graph, cannot be among"
+            )
+        self.pending = self.unfinished = self.announced = self.arrived = False
         for unit in self.units:
             self._reduce_scatter(unit)
             unit.uses = 0
