@@ -10,13 +10,14 @@ from distlab.report.charts import (
     memory_areas,
     metric_over_length,
     overlaid,
+    stacked_areas,
     stacked_bars,
     stream_lanes,
     timeline,
 )
 from distlab.report.noise import NOISE, TIE, host_bound, interval_ties, noise_by_row, noise_of, tied, waiting
 from distlab.report.provenance import commit, environment
-from distlab.report.record import Record, json_line, read_json, reading, write_json
+from distlab.report.record import Record, json_line, read_json, reading, write_csv, write_json
 from distlab.report.run import OutputFolder
 from distlab.report.style import GREYS, INK, OKABE_ITO, horizontal, picture
 from distlab.report.table import Column, grouped, is_number, prediction_error, render, render_for_terminal
@@ -55,11 +56,13 @@ __all__ = [
     "reading",
     "render",
     "render_for_terminal",
+    "stacked_areas",
     "stacked_bars",
     "stream_lanes",
     "tied",
     "timeline",
     "waiting",
     "write",
+    "write_csv",
     "write_json",
 ]

@@ -9,7 +9,9 @@ Text such as ``"OOM"`` is allowed where a number could not be had for a reason w
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
+import io
 import json
 import math
 import os
@@ -154,6 +156,28 @@ def reading(sources: Sequence[str | Path]) -> Iterator[None]:
         ) from error
 
 
+def write_csv(records: Sequence[Record], path: str | os.PathLike) -> None:
+    """Write one row per record, atomically: experiment, variant, commit, then ``config.*`` and ``metrics.*``
+    columns.
+
+    Columns are the union over all records in order of first appearance; None and absent values are empty, NaN
+    is ``nan``. Nested dictionaries become dotted columns, lists become JSON.
+    """
+    rows = []
+    for record in records:
+        fields = record.to_dict()
+        names = ("experiment", "variant", "commit", "config", "metrics")
+        rows.append(dict(entry for name in names for entry in _flattened(name, fields[name])))
+    columns = list(dict.fromkeys(["experiment", "variant", "commit", *(name for row in rows for name in row)]))
+    # A stable sort by block: a config entry that only the second record has still stands before all metrics.
+    columns.sort(key=lambda name: {"config": 1, "metrics": 2}.get(name.split(".")[0], 0))
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, restval="")
+    writer.writeheader()
+    writer.writerows({name: "" if value is None else value for name, value in row.items()} for row in rows)
+    write_whole(path, text.getvalue())
+
+
 def json_line(experiment: str, records: Iterable[Record], out: str | os.PathLike | None) -> str:
     """The compact last stdout line of a measuring command, valid JSON whatever was measured (NaN, inf →
     null).
@@ -206,3 +230,12 @@ def _is_special(leaf: Any) -> bool:
 
 def _encoded(leaf: Any) -> Any:
     return json.dumps(leaf) if _is_special(leaf) else leaf  # Python's writer calls them as `_SPECIAL` does
+
+
+def _flattened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every entry."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flattened(f"{name}.{key}", item)
+    else:
+        yield name, json.dumps(_leaves(value, _encoded)) if isinstance(value, list) else value

@@ -2,7 +2,7 @@
 
 An experiment declares its `View` once; `write` makes of records and view the whole folder of a run:
 
-    records.json  table.md  table.tex  report.html  and the pictures
+    records.json  records.csv  table.md  table.tex  report.html  and the pictures
 """
 
 import string
@@ -15,7 +15,7 @@ from typing import Any
 
 from distlab.files import write_whole
 from distlab.report import page as html
-from distlab.report.record import Record, json_line, write_json
+from distlab.report.record import Record, json_line, write_csv, write_json
 from distlab.report.table import Column, by_machine, grouped, render, render_for_terminal
 
 WIDTH = 100  # characters of a terminal
@@ -136,6 +136,7 @@ def write(view: View, records: Sequence[Record], path: Path) -> Path:
     """
     check_records(view, records)
     write_json(records, path / "records.json")
+    write_csv(records, path / "records.csv")
     findings = [line for group in by_machine(records).values() for line in view.findings(group)]
     below = "".join(f"\n{line}\n" for line in findings)
     files = {

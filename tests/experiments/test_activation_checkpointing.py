@@ -18,12 +18,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def records(folder):
-    return measured(EXPERIMENT, folder, groups=("block", "every-2"))
+    return measured(EXPERIMENT, folder, groups=("block", "every-4"))
 
 
 def test_every_way_is_measured_beside_its_prediction(records):
     rows = {r.variant: r.metrics for r in records}
-    assert list(rows) == ["none", "block", "every-2"]
+    assert list(rows) == ["none", "block", "every-4"]
     assert [m["blocks_run_again"] for m in rows.values()] == [0, 4, 4]
     for metrics in rows.values():
         assert metrics["status"] == "ok" and metrics["max_rel_grad_norm_diff"] == 0
@@ -66,7 +66,7 @@ def test_the_report_is_drawn_and_redrawn(folder, records, tmp_path, capsys):
     run = folder / "activation_checkpointing" / "run"
     assert {"checkpointing.png", "report.html"} <= {path.name for path in run.iterdir()}
     assert main(["show", str(run / "records.json"), "--out", str(tmp_path)]) == 0
-    assert "every-2" in capsys.readouterr().out
+    assert "every-4" in capsys.readouterr().out
 
 
 def test_what_is_no_way_to_group_is_refused(capsys):

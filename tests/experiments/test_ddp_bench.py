@@ -54,7 +54,7 @@ def test_every_row_is_complete_checked_and_written(tmp_path):
     folder = tmp_path / "ddp_bench" / "run"
     assert [r.to_dict() for r in read_json(folder / "records.json")] == [r.to_dict() for r in records]
     written = {path.name for path in folder.iterdir()}
-    assert {"table.md", "table.tex", "step_time.png", "timeline.png"} <= written
+    assert {"records.csv", "table.md", "table.tex", "step_time.png", "timeline.png"} <= written
     assert {f"trace_naive_rank{rank}.json.gz" for rank in range(2)} <= written
 
 

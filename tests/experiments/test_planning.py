@@ -26,7 +26,7 @@ RECORD = str(ROOT / "records" / "ddp_bench" / "h200x2-xl-batch8.json")
 COMPARED = ("h200x2-xl-batch2", "h200x2-xl-batch8", "h200x2-medium-batch8", "h200x4-xl-batch2", "h200x4-medium-batch8")
 # On four ranks the medium model waits for its host, which the simulation leaves out.
 MISSED = {(name, "medium", 8, 4) for name in ("overlap", "fsdp")}
-REPORT = ("records.json", "table.md", "table.tex", "report.html")
+REPORT = ("records.json", "records.csv", "table.md", "table.tex", "table.typ", "report.html")
 
 
 def _last_line(capsys):

@@ -23,7 +23,7 @@ def test_an_experiment_runs_in_small_and_its_rows_are_drawn_again(name, tmp_path
     assert records and {record.experiment for record in records} == {name}
     folder = tmp_path / name / "run"
     written = {path.name for path in folder.iterdir()}
-    assert {"run.json", "records.json", "table.md", "table.tex", "report.html"} <= written
+    assert {"run.json", "records.json", "records.csv", "table.md", "table.tex", "report.html"} <= written
     pictures = {path for path in written if path.endswith(".png")}
 
     capsys.readouterr()

@@ -1,5 +1,6 @@
 """Records survive the way to disk and back; what is written is whole and says what was not measured."""
 
+import csv
 import json
 import math
 import socket
@@ -16,6 +17,7 @@ from distlab.report import (
     json_line,
     provenance,
     read_json,
+    write_csv,
     write_json,
 )
 
@@ -72,6 +74,19 @@ def test_a_foreign_record_inside_a_good_file_is_refused(tmp_path, change):
     path.write_text(json.dumps(body))
     with pytest.raises(ValueError, match=r"broken\.json"):
         read_json(path)
+
+
+def test_csv_has_a_row_per_record_and_empty_cells_for_none(tmp_path):
+    path = tmp_path / "records.csv"
+    config, metrics = {"batch": 8, "late": 1}, {"x_ms": 2.5, "new_ms": 1}
+    second = Record("ddp_bench", 'a "quoted", one', config, metrics, {}, "abc")
+    write_csv([record(x_ms=1.5, mfu_pct=None), second], path)
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[:5] == ["experiment", "variant", "commit", "config.batch", "config.model.layers"]
+    assert list(rows[0])[5:] == ["config.late", "metrics.x_ms", "metrics.mfu_pct", "metrics.new_ms"]
+    assert rows[0]["metrics.x_ms"] == "1.5" and rows[0]["metrics.mfu_pct"] == "" == rows[0]["metrics.new_ms"]
+    assert rows[1]["variant"] == 'a "quoted", one' and rows[1]["commit"] == "abc"
 
 
 def test_the_json_line_is_one_line_and_always_json():

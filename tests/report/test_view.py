@@ -110,7 +110,7 @@ def test_the_page_says_what_was_run_on_what(page):
 def test_all_forms_of_the_table_are_written(page):
     folder = page.parent
     assert {p.name for p in folder.iterdir() if p.is_file() and not p.name.startswith("visited")} == {
-        "records.json", "table.md", "table.tex", "report.html",
+        "records.json", "records.csv", "table.md", "table.tex", "report.html",
         "step_time.png"}  # fmt: skip
     assert "| naive" in (folder / "table.md").read_text()
     assert r"\begin{tabular}" in (folder / "table.tex").read_text()
