@@ -33,7 +33,6 @@ from distlab.measure.rounds import interleave
 from distlab.measure.statistics import (
     MIN_PAIRS,
     MIN_SAMPLES,
-    Ratio,
     exposure_ratio,
     noise_floor,
     own_noise_floor,
@@ -65,7 +64,6 @@ __all__ = [
     "FlopsByCategory",
     "Pace",
     "PhaseTimer",
-    "Ratio",
     "StepAccount",
     "account",
     "allocated_bytes",

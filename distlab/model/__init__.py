@@ -1,8 +1,6 @@
 """The language model that is trained: its sizes, its operations, and the Transformer itself."""
 
 from distlab.model.config import (
-    ATTENTION_CHOICES,
-    COMPILE_CHOICES,
     OPS_CHOICES,
     PRESETS,
     ModelConfig,
@@ -12,16 +10,13 @@ from distlab.model.config import (
     model_of,
     preset,
 )
-from distlab.model.ops import Ops, cross_entropy, get_ops
+from distlab.model.ops import cross_entropy, get_ops
 from distlab.model.transformer import TransformerLM
 
 __all__ = [
-    "ATTENTION_CHOICES",
-    "COMPILE_CHOICES",
     "OPS_CHOICES",
     "PRESETS",
     "ModelConfig",
-    "Ops",
     "TransformerLM",
     "checkpoint_group",
     "checkpoint_plan",

@@ -293,9 +293,9 @@ def stacked_bars(
         _legend_above(axes)
 
 
-def _legend_above(axes: Axes, columns: int = 5) -> None:
-    """Left above the axes; more entries than `columns` take further lines."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, handlelength=1.2,
+def _legend_above(axes: Axes) -> None:
+    """Left above the axes; more than five entries take further lines."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, borderaxespad=0.2, handlelength=1.2,
                 columnspacing=1.6, borderpad=0.2)  # fmt: skip
 
 
@@ -422,54 +422,16 @@ def _lanes(
         _legend_above(axes)
 
 
-def memory_areas(path: str | os.PathLike, timeline: Any, *, title: str) -> None:
-    """Memory over one step by category, of a `measure.memory_timeline.MemoryTimeline`."""
-    times, layers = timeline.curves()
-    at, categories = timeline.peak()
+def memory_areas(path: str | os.PathLike, memory: Any, *, title: str) -> None:
+    """Memory over one step by category, of a `measure.memory_timeline.MemoryTimeline`; categories without any are left
+    out. Phases are written along the upper edge, and a dot marks the peak.
+    """
+    times, layers = memory.curves()
+    at, categories = memory.peak()
     total = sum(categories.values())
     unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
-    stacked_areas(
-        path,
-        times,
-        {name: [value / size for value in values] for name, values in layers.items()},
-        title=title,
-        x_label="time since the start of the step (ms; stretched by the recording)",
-        y_label=f"held ({unit})",
-        end=timeline.step_ms,
-        spans=timeline.phases,
-        notes=[(at, total / size, f"peak {total / size:.1f} {unit}")],
-    )
-
-
-def stacked_areas(
-    path: str | os.PathLike,
-    times: Sequence[float],
-    layers: Mapping[str, Sequence[float]],
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
-    end: float,
-    spans: Mapping[str, tuple[float, float]],
-    notes: Sequence[tuple[float, float, str]],
-) -> None:
-    """Layers on top of each other, each constant from one time to the next; a layer of zeros is left out.
-
-    Args:
-        path: a ``.png`` (or ``.svg``, ``.pdf``).
-        times: ascending, where something changes.
-        layers: name → height from each time on; eight at most, the first at the bottom.
-        end: where the last step of the staircase ends.
-        spans: name → (start, end), written along the upper edge with a line where each ends.
-        notes: (x, y, text), drawn as a dot with a text beside it.
-
-    Raises:
-        ValueError: no times, more than eight layers, or a layer that is not as long as `times`.
-    """
-    if not times or len(layers) > len(AREAS) or any(len(values) != len(times) for values in layers.values()):
-        raise ValueError(f"stacked_areas needs up to {len(AREAS)} layers with one value per time")
     drawn = {
-        name: ([*values, values[-1]], colour)
+        name: ([value / size for value in (*values, values[-1])], colour)
         for colour, (name, values) in zip(AREAS, layers.items(), strict=False) if any(values)
     }  # fmt: skip
     heights = [heights for heights, _ in drawn.values()]
@@ -477,14 +439,17 @@ def stacked_areas(
     with picture(path, title, 4.6) as figure:
         axes = figure.add_subplot()
         colours = [colour for _, colour in drawn.values()]
-        axes.stackplot([*times, end], heights, colors=colours, labels=drawn, step="post", linewidth=0)
-        for name, (start, stop) in spans.items():
+        axes.stackplot([*times, memory.step_ms], heights, colors=colours, labels=drawn, step="post", linewidth=0)
+        for name, (start, stop) in memory.phases.items():
             axes.axvline(stop, color=INK, linewidth=0.7, linestyle=":")
             axes.text((start + stop) / 2, 1.13 * highest, name, ha="center", va="center", fontsize=8.5)
-        for x, y, text in notes:
-            axes.plot([x], [y], "o", color=INK, markersize=4)
-            side, offset = ("right", -7) if x > 0.6 * end else ("left", 7)
-            axes.annotate(text, (x, y), (offset, 7), textcoords="offset points", ha=side, fontsize=8.5)
-        axes.set(xlim=(0, end), ylim=(0, 1.2 * highest), xlabel=x_label, ylabel=y_label)
+        peak = (at, total / size)
+        axes.plot(*peak, "o", color=INK, markersize=4)
+        side, offset = ("right", -7) if at > 0.6 * memory.step_ms else ("left", 7)
+        axes.annotate(
+            f"peak {peak[1]:.1f} {unit}", peak, (offset, 7), textcoords="offset points", ha=side, fontsize=8.5
+        )
+        x_label = "time since the start of the step (ms; stretched by the recording)"
+        axes.set(xlim=(0, memory.step_ms), ylim=(0, 1.2 * highest), xlabel=x_label, ylabel=f"held ({unit})")
         # The legend in the order of the picture, from the top down.
         axes.legend(reverse=True, loc="center left", bbox_to_anchor=(1, 0.5))

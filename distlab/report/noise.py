@@ -26,10 +26,10 @@ def noise_of(metrics: Mapping[str, Any], quantity: str = "step") -> float | None
     return max(found, default=None)
 
 
-def tied(mine: Mapping[str, Any], other: Mapping[str, Any], quantity: str = "step") -> bool:
-    """Whether two rows' medians of `quantity` differ by no more than the noise of the worse one."""
-    first, second = (metrics.get(f"{quantity}_p50_ms") for metrics in (mine, other))
-    noises = [noise_of(metrics, quantity) for metrics in (mine, other)]
+def tied(mine: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two rows' median steps differ by no more than the noise of the worse one."""
+    first, second = (metrics.get("step_p50_ms") for metrics in (mine, other))
+    noises = [noise_of(metrics) for metrics in (mine, other)]
     if not (is_number(first) and is_number(second)) or None in noises:
         return False
     return abs(first - second) <= max(noises) / 100 * min(first, second)
@@ -40,9 +40,9 @@ def interval_ties(low: Any, high: Any) -> bool:
     return is_number(low) and is_number(high) and low <= 1 <= high and low < high
 
 
-def noise_by_row(records: Sequence[Record], quantity: str = "step") -> str:
+def noise_by_row(records: Sequence[Record]) -> str:
     """For a headline: `noise by row 1.2 to 5.0 %`; empty where no row tells."""
-    found = [noise for record in records if (noise := noise_of(record.metrics, quantity)) is not None]
+    found = [noise for record in records if (noise := noise_of(record.metrics)) is not None]
     if not found:
         return ""
     low, high = f"{min(found):.1f}", f"{max(found):.1f}"

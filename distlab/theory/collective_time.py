@@ -262,9 +262,7 @@ class CollectiveFit:
         return cls(tuple(Piece(**piece) for piece in pieces))
 
 
-def fit_collective(
-    sizes: Sequence[float], seconds: Sequence[float], *, tolerance: float = TOLERANCE
-) -> CollectiveFit:
+def fit_collective(sizes: Sequence[float], seconds: Sequence[float]) -> CollectiveFit:
     """The fewest pieces whose largest relative error is within the tolerance; `MAX_PIECES` where none are.
 
     The cuts minimise the sum of squared errors, not the largest: one measurement that nothing explains (short calls
@@ -301,7 +299,7 @@ def fit_collective(
 
     for count in range(1, max(1, min(MAX_PIECES, len(points) // LEAST_POINTS)) + 1):
         fit = CollectiveFit(best(count, len(points))[1])
-        if max(map(abs, relative_errors(fit, *zip(*points, strict=True)))) <= tolerance:
+        if max(map(abs, relative_errors(fit, *zip(*points, strict=True)))) <= TOLERANCE:
             break
     return fit
 

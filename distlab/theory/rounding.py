@@ -78,10 +78,11 @@ def overflow_share(sigma: float, width: int, limit: float) -> float:
     return 1 - math.erf(limit / (sigma * math.sqrt(2))) ** width
 
 
-def safe_loss_scales(vocab_size: int, tokens: int, low: FloatFormat = FORMATS["fp16"]) -> tuple[float, float]:
-    """(smallest, largest) loss scale that keeps the logits' gradients within a format, at initialisation.
+def safe_loss_scales(vocab_size: int, tokens: int) -> tuple[float, float]:
+    """(smallest, largest) loss scale that keeps the logits' gradients within fp16, at initialisation.
 
     The mean cross-entropy over `tokens` has gradients (p − target)/tokens; an untrained model has p ≈ 1/vocab_size.
     The small ones must not round to zero, and those of the targets, −1/tokens, not overflow.
     """
+    low = FORMATS["fp16"]
     return vocab_size * tokens * low.smallest / 2, tokens * low.largest

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,15 +12,16 @@ from distlab.report.charts import (
     Panel,
     Series,
     lines,
+    memory_areas,
     metric_over_length,
     overlaid,
-    stacked_areas,
     stacked_bars,
     stream_lanes,
     timeline,
 )
 from distlab.report.style import COLOURS, GREYS, OKABE_ITO, WIDTH_PX, colour_of
 
+MIB = 2**20
 PARTS = {"compute": [6.0, 6.0, None, 6.0], "exposed communication": [-0.1, 3.0, "OOM", None]}
 LABELS = ["local", "naive", "flat", "fsdp"]
 ROWS = {
@@ -188,16 +190,15 @@ def test_lines_of_two_machines_are_two_lines(tmp_path, drawn):
 
 
 def test_areas_stand_on_each_other_and_empty_ones_are_left_out(tmp_path, drawn):
-    layers = {"parameters": [1.0, 1.0], "nothing": [0.0, 0.0], "activations": [0.0, 2.0]}
-    words = {"title": "", "x_label": "ms", "y_label": "GiB", "end": 4.0, "spans": {"forward": (0, 4)},
-             "notes": [(2.0, 3.0, "peak")]}  # fmt: skip
-    stacked_areas(tmp_path / "a.png", [0.0, 2.0], layers, **words)
+    memory = SimpleNamespace(
+        curves=lambda: ([0.0, 2.0], {"parameters": [MIB, MIB], "nothing": [0, 0], "activations": [0, 2 * MIB]}),
+        peak=lambda: (2.0, {"parameters": MIB, "activations": 2 * MIB}), step_ms=4.0, phases={"forward": (0, 4)},
+    )  # fmt: skip
+    memory_areas(tmp_path / "a.png", memory, title="")
     axes = drawn[0].axes[0]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["activations", "parameters"]
     tops = [area.get_paths()[0].get_extents().y1 for area in axes.collections]
-    assert tops == [1.0, 3.0] and texts(drawn[0]) == ["forward", "peak"]
-    with pytest.raises(ValueError, match="one value per time"):
-        stacked_areas(tmp_path / "b.png", [0.0], layers, **words)
+    assert tops == [1.0, 3.0] and texts(drawn[0]) == ["forward", "peak 3.0 MiB"]
 
 
 def test_pictures_are_deterministic(tmp_path):

@@ -75,7 +75,7 @@ def test_jitter_of_a_record():
         (lambda: Jitter(-0.1), "not negative"),
         (lambda: Jitter.of_percentiles(2.0, 1.0), "the smaller first"),
         (lambda: FAILURES.goodput(0.0), "interval=0.0"),
-        (lambda: reliability.run(FAILURES, -1.0), "interval=-1.0"),
+        (lambda: reliability.run(FAILURES, -1.0, runs=1), "interval=-1.0"),
         (lambda: Jitter(0.1).slowest(0), "at least one"),
     ],
 )
