@@ -206,7 +206,8 @@ def test_a_refused_run_leaves_no_folder(tmp_path):
 
 def test_a_stopped_run_promises_to_go_on_where_rows_are_saved(tmp_path, capsys):
     """And where the experiment asks for them: one that did not said so too, and began with its first row."""
-    for batch, end in ((7, "run.json; the same command with --name run-7 continues\n"), (9, "records.json, run.json\n")):
+    ends = {7: "run.json; the same command with --name run-7 continues\n", 9: "records.json, run.json\n"}
+    for batch, end in ends.items():
         assert command(tmp_path, f"--name=run-{batch}", f"--batch={batch}") == 130
         line = capsys.readouterr().err
         assert line.endswith(end) and "saved so far in" in line
