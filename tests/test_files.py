@@ -16,6 +16,12 @@ def test_nothing_half_written_is_left(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_a_full_disk_is_named(tmp_path):
+    with pytest.raises(OSError) as caught, atomic_path(tmp_path / "a.json"):
+        raise OSError(28, "No space left on device")
+    assert caught.value.filename == str(tmp_path / "a.json")
+
+
 def test_a_library_that_writes_nothing_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError), atomic_path(tmp_path / "a.png"):
         pass

@@ -119,6 +119,7 @@ class Header:
 def same_run(before: Header, now: Header) -> list[str]:
     """What differs between a run that was cut off and the one that would resume it, one line each."""
     pairs = {
+        "experiment": (before.experiment, now.experiment),
         "commit": (before.commit, now.commit),
         "number of ranks": (before.world_size, now.world_size),
         "device": (before.environment.get("device_name"), now.environment.get("device_name")),

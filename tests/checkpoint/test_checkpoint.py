@@ -240,6 +240,24 @@ def test_what_a_dead_writer_left_is_removed_and_never_loaded(two, tmp_path):
     assert "removed what an interrupted write left" in messages[0]
 
 
+def test_what_has_the_name_of_a_temporary_folder_and_is_none_goes(tmp_path):
+    """It was reported as removed, stayed, and the next checkpoint could not be written."""
+    store, other = CheckpointFolder(tmp_path / "run"), tmp_path / "others"
+    for place in (store.path, other):
+        place.mkdir()
+    (other / "kept").touch()
+    file, link, gone = (store.temporary_path_of(step) for step in (2, 3, 4))
+    for remove in (lambda: [store.begin(step) for step in (2, 3, 4)], store.clean):
+        for path in (file, link, gone):
+            files.shutil.rmtree(path, ignore_errors=True)
+        file.touch()
+        link.symlink_to(other)
+        gone.symlink_to(tmp_path / "nothing")
+        remove()
+        assert not any(path.is_symlink() or path.is_file() for path in (file, link, gone))
+    assert list(store.path.iterdir()) == [] and (other / "kept").exists()
+
+
 def rewrite_marker(path: Path, **changes) -> None:
     content = json.loads((path / MARKER).read_text()) | changes
     content["digest"] = digest_of(content)
@@ -366,8 +384,9 @@ def test_what_nobody_checked_does_not_count_as_kept(two, tmp_path):
     ]
     assert store.prune(1, {4}) == [2] and store.steps() == [4]
     assert store.set_aside(4).name == "rejected-step_00000004"
-    (folder / "step_00000004").mkdir()
-    assert store.set_aside(4).name == "rejected-step_00000004-2" and store.steps() == []
+    for number in range(2, 101):
+        (folder / "step_00000004").mkdir()
+        assert store.set_aside(4).name == f"rejected-step_00000004-{number}" and store.steps() == []
     shutil.copytree(two / "step_00000004", folder / "step_00000004")
     os.truncate(folder / "step_00000004" / "rank_0_0.bin", 10)
     with pytest.raises(Damaged, match="has 10 bytes"):

@@ -299,6 +299,16 @@ def test_a_generator_that_was_made_up_is_refused_in_one_line(run):
     assert "a stored random generator cannot be restored" in refusal(run)
 
 
+def test_weights_that_are_no_numbers_are_named_though_their_checksum_fits(run):
+    (part,) = marker_of(run)["tensors"]["model/norm.weight"]["parts"]
+    file = path_of(run) / part[2]
+    data = bytearray(file.read_bytes())
+    data[part[3] : part[3] + 4] = b"\xff" * 4
+    file.write_bytes(data)
+    forge(run, replaced(marker_of(run), ("files", file.name, "sha256"), lambda _: hashlib.sha256(data).hexdigest()))
+    assert "step_00000001 holds NaN in model/norm.weight, though its checksums fit: remove it" in refusal(run)
+
+
 def test_nothing_in_this_package_can_run_code_from_a_file():
     for path in Path(files.__file__).parent.glob("*.py"):
         text = path.read_text()

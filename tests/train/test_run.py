@@ -2,6 +2,8 @@
 
 import functools
 import json
+import os
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,8 +12,10 @@ import pytest
 from distlab.checkpoint import lock as lock_module
 from distlab.checkpoint.lock import NAME, FolderIsHeld, Holder, RunLock
 from distlab.comm import RankContext
+from distlab.ending import message_of
 from distlab.testing import run_ranks
 from distlab.train.config import DataConfig
+from distlab.train.data import DataChanged
 from distlab.train.loop import Outcome, Trainer
 from distlab.train.metrics import Journal, read_journal
 from distlab.train.run import train
@@ -179,6 +183,65 @@ def test_validation_data_of_its_own_may_not_change_either(tmp_path, one_rank):
         run(one_rank, tmp_path / "run", data, steps=3)
 
 
+def read_while_it_changes(context: RankContext, root: str, how: str) -> tuple[str, int, int]:
+    """What is said when this rank's file, or that of validation, changes after a step; the checkpoint; and where a
+    run with the old file goes on."""
+    text, other = Path(root, f"text-{context.rank}.txt"), Path(root, f"other-{context.rank}.txt")
+    before, steps = b"na na na na, hey hey hey, good bye. " * 40, []
+    for path in (text, other):
+        path.write_bytes(before)
+    one_step, save = Trainer.one_step, Trainer.save
+
+    def disturb(path: Path) -> None:
+        if context.rank + 1 == context.world_size:
+            if how == "shorter":
+                os.truncate(path, 5)
+            else:
+                path.write_bytes(before[::-1])
+
+    def steps_and_disturbs(trainer: Trainer) -> None:
+        one_step(trainer)
+        if trainer.step == 3 and how != "validation":
+            disturb(text)
+
+    def saves_and_disturbs(trainer: Trainer) -> None:
+        save(trainer)
+        steps.append(trainer.step)
+        if how == "validation":
+            disturb(other)
+
+    Trainer.one_step, Trainer.save = steps_and_disturbs, saves_and_disturbs
+    try:
+        with pytest.raises(DataChanged) as caught:
+            run(context, root, DataConfig(str(text), str(other)), steps=6)
+    finally:
+        Trainer.one_step, Trainer.save = one_step, save
+    for path in (text, other):
+        path.write_bytes(before)
+    context.group.barrier().wait()
+    return str(caught.value), steps[0], run(context, root, DataConfig(str(text), str(other)), steps=6).first_step
+
+
+@pytest.mark.parametrize("how, ranks, good", [("shorter", 1, 3), ("in place", 2, 3), ("validation", 2, 6)])
+def test_data_that_changes_ends_the_run_with_a_checkpoint_of_the_last_good_step(tmp_path, how, ranks, good):
+    """A file that shrinks under a mapping ends the process with SIGBUS; another text was trained on unnoticed."""
+    for rank, (said, saved, resumed) in enumerate(run_ranks(read_while_it_changes, ranks, str(tmp_path), how)):
+        assert (saved, resumed) == (good, good)
+        name = f"{'other' if how == 'validation' else 'text'}-{rank}.txt"
+        assert f"{name} was changed while this run read it; training stopped. The checkpoint of step {good}" in said
+        assert said.endswith("With the file as it was, the same command continues") and "\n" not in said
+
+
+def test_a_checkpoint_comes_before_the_validation_that_fails(tmp_path, one_rank, monkeypatch):
+    def fails(trainer: Trainer) -> float:
+        trainer.checkpoints.wait()
+        raise MemoryError(f"after the checkpoint of step {trainer.checkpoints.last_saved}")
+
+    monkeypatch.setattr(Trainer, "validation_loss", fails)
+    with pytest.raises(MemoryError, match="after the checkpoint of step 2"):
+        run(one_rank, tmp_path)
+
+
 # -- journal and record ------------------------------------------------------------------------------------
 
 
@@ -189,6 +252,17 @@ def test_a_journal_forgets_what_a_lost_run_wrote_and_a_line_cut_short(tmp_path):
     journal.write({"step": 2, "loss": 1.5})
     journal.close()
     assert read_journal(path) == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 1.5}] == journal.lines
+
+
+def test_a_full_disk_under_a_journal_is_named(tmp_path):
+    journal = Journal(tmp_path / "metrics.jsonl")
+    journal.close()
+    journal._file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    with pytest.raises(OSError) as caught:
+        journal.write({"step": 1, "loss": 3.0})
+    with suppress(OSError):
+        journal.close()
+    assert message_of(caught.value).startswith(f"{tmp_path}/metrics.jsonl: No space left on device: make room there")
 
 
 def test_what_is_no_line_of_a_journal_is_left_out(tmp_path):
