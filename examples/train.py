@@ -1,20 +1,21 @@
 """Train a small language model on the bytes of a text: the whole of a training on one page.
 
-    python examples/train.py                                              # alone, on a GPU if there is one
-    torchrun --nproc-per-node 2 examples/train.py --strategy zero1        # two ranks; without GPUs through gloo
+    python examples/train.py                                         # alone; on a GPU if there is one
+    torchrun --nproc-per-node 2 examples/train.py --strategy zero1   # two ranks: NCCL on GPUs, gloo on the CPU
 
-    model ─ strategy ─ resume? ─ [ zero_grad ─ forward and backward, k times ─ finish ─ clip ─ step ] × steps ─ sample
-                                                                        now and then: evaluate ─ checkpoint
+    data ─ model ─ strategy ─ resume ─┬─ zero_grad ─ (forward ─ backward) × k ─ finish ─ clip ─ step ─┬─ sample
+                                      └────────────── now and then: evaluate, checkpoint ─────────────┘
 
-The same command again goes on from its last checkpoint, and so does any other strategy at any number of ranks:
+Where the folder holds a checkpoint, training goes on from there, under any strategy and at any number of ranks:
 
-    python examples/train.py --strategy fsdp --steps 600                  # continues either of the two above
+    python examples/train.py --strategy fsdp --steps 150             # continues what either of the two above began
 
-`distlab train` is this loop with what long runs need: a learning-rate schedule, mixed precision, a check that data and
-options are those of the checkpoint, and an end in good order on NaN, on signals and when ranks die.
+`distlab train` is the same loop with what long runs need: a learning-rate schedule, mixed precision, a check that data
+and options are still those of the checkpoint, and an orderly end on NaN, on signals and when ranks die.
 """
 
 import argparse
+import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,27 +32,36 @@ from distlab.train.data import GlobalOrder, TokenWindows, to_batch
 from distlab.train.evaluate import validation_loss
 from distlab.train.sample import generate
 
-PAGES = Path(__file__).resolve().parents[1] / "docs"  # what is read when no text is given
+WORDS = ("small old red quick happy", "cat dog bird horse fish", "sees likes follows finds carries")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description="Train a small language model on the bytes of a text.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--text", type=Path, help="a text file; without one, the pages in docs/")
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--text", type=Path, help="a text file; without one, simple sentences")
     parser.add_argument("--strategy", choices=TRAINABLE, default="bucketed", help="how ranks share the work")
     parser.add_argument("--size", choices=PRESETS, default="tiny", help="of the model")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    parser.add_argument("--log-every", type=int, default=20, help="steps between printed losses")
-    parser.add_argument("--save-every", type=int, default=100, help="steps between evaluations with a checkpoint")
+    parser.add_argument("--log-every", type=int, default=10, help="steps between printed losses")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--folder", type=Path, default="outputs/example", help="of the checkpoints")
     return parser.parse_args(argv)
+
+
+def sentences(count: int = 10_000) -> bytes:
+    """Make a text that is soon learnt: five choices of five words, so no loss below 5·ln 5 nats a line, 0.23 a byte."""
+    draw = random.Random(0)  # every rank makes the same text
+    adjectives, nouns, verbs = (words.split() for words in WORDS)
+
+    def line() -> str:
+        who, whom = (f"{draw.choice(adjectives)} {draw.choice(nouns)}" for _ in range(2))
+        return f"The {who} {draw.choice(verbs)} the {whom}.\n"
+
+    return "".join(line() for _ in range(count)).encode()
 
 
 def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]:
@@ -62,8 +72,7 @@ def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]
             print(text, flush=True)
 
     # Data: each byte is a token. The last twentieth is never trained on.
-    paths = [options.text] if options.text else sorted(PAGES.rglob("*.md"))
-    text = np.frombuffer(b"".join(path.read_bytes() for path in paths), dtype=np.uint8)
+    text = np.frombuffer(options.text.read_bytes() if options.text else sentences(), dtype=np.uint8)
     config = preset(options.size, vocab_size=256)
     cut = len(text) - len(text) // 20
     train_data = TokenWindows(text[:cut], config.vocab_size, config.context_length)
@@ -90,13 +99,13 @@ def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]
     if stored is not None:
         checkpoints.load(stored, model, optimizer)
         first, wrote = stored.step, stored.content
-        say(f"continues from step {first}, written under {wrote['strategy']} at world size {wrote['world_size']}")
+        say(f"from step {first}, which {wrote['world_size']} rank(s) wrote under {wrote['strategy']}")
 
     losses = {}
     for step in range(first, options.steps):
         optimizer.zero_grad()
         mean_loss = torch.zeros((), device=context.device)
-        micro_batches = order.numbers(step)  # depends on the step alone: a resumed run misses and repeats nothing
+        micro_batches = order.numbers(step)  # of this step alone: a resumed run skips and repeats nothing
         for number, windows in enumerate(micro_batches, start=1):
             tokens, targets = to_batch(train_data.rows(windows), context.device)
             # Gradients of micro-batches add up on each rank. Only the last backward sends their sum.
@@ -104,22 +113,23 @@ def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]
                 loss = cross_entropy(model(tokens), targets) / len(micro_batches)
                 loss.backward()
             mean_loss += loss.detach()
-        model.finish_gradient_synchronization()  # from here on gradients are means over ranks
-        model.clip_grad_norm_(options.clip)  # the norm of the whole gradient, also where ranks hold parts of it
+        model.finish_gradient_synchronization()  # gradients are now means over ranks
+        model.clip_grad_norm_(options.clip)  # by the norm of the whole, also where ranks hold parts of it
         optimizer.step()
 
         done = step + 1
-        if done % options.log_every == 0 or done == options.steps:  # not every step: the host waits for the device
+        if done % options.log_every == 0 or done == options.steps:
+            # Not in every step: `.item()` waits until the device has finished it.
             collectives.all_reduce_mean(mean_loss, context.group).wait()
             losses[done] = mean_loss.item()
             say(f"step {done:5}   loss {losses[done]:.3f}")
         if done % options.save_every == 0 or done == options.steps:
-            loss_there = validation_loss(model, held_out, context, sequences=64, batch=8)
+            unseen = validation_loss(model, held_out, context, sequences=64, batch=8)
+            say(f"step {done:5}   loss {unseen:.3f} on text it was not trained on")
             checkpoints.save(done, model, optimizer, strategy=options.strategy, extra={})
-            say(f"step {done:5}   loss {loss_there:.3f} on text it has not seen; checkpoint in {options.folder}")
-    checkpoints.wait()  # files are written behind the training; what failed there is raised here
+    checkpoints.wait()  # files are written while training goes on; what failed there is raised here
 
-    # Sample: in an ordinary module, whole on every rank. Every rank asks, because where shards lie all must send them.
+    # Sample, from an ordinary module. Every rank calls full_parameters: where they are sharded, all send their part.
     whole = TransformerLM(config, device=context.device)
     whole.load_state_dict(model.full_parameters())
     prompt = torch.tensor(list(b"The "), device=context.device)
@@ -127,11 +137,11 @@ def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]
     return losses
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> dict[int, float]:
     """Join the ranks that torchrun started, or be the only one, and train."""
-    options = parse()
+    options = parse(argv)
     with rank_context() as context:
-        train(options, context)
+        return train(options, context)
 
 
 if __name__ == "__main__":
