@@ -97,7 +97,7 @@ def check(command: Command) -> None:
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), where
     for place, word in enumerate(words):
-        if re.fullmatch(r"(tests|launch|experiments|distlab|kernels|records)/[\w/-]*\.\w+", word):
+        if re.fullmatch(r"(tests|launch|experiments|examples|distlab|kernels|records)/[\w/-]*\.\w+", word):
             assert (ROOT / word).exists() or words[place - 1] in ("--table", "--out"), f"{where}: {word}"
         if word == "-m" and words[place + 1].split(".")[0] in ("tests", "launch", "distlab"):
             module = ROOT / words[place + 1].replace(".", "/")

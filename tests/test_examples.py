@@ -1,0 +1,58 @@
+"""The files in examples/: they train, resume under another strategy, and say what the README shows of them."""
+
+import re
+
+import pytest
+
+from distlab.testing import run_ranks
+from examples import train
+from experiments import ddp_bench
+from tests.commands import ROOT
+from tests.experiments.frame import measured
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The options of a short run; `run(folder, *more)`."""
+    few = ["--batch=4", "--steps=8", "--save-every=4", "--log-every=1"]
+    return lambda folder, *more: [*few, f"--folder={tmp_path / folder}", *more]
+
+
+def on_rank(context, options):
+    return train.train(train.parse(options), context)
+
+
+def test_a_run_that_changes_strategy_and_ranks_has_the_losses_of_an_uninterrupted_one(run, capsys, tmp_path):
+    whole = train.main(run("whole", "--accumulate=1"))
+    assert list(whole) == [*range(1, 9)] and whole[8] < whole[1] - 1.5, whole
+    shown = capsys.readouterr().out
+    assert "on text it was not trained on" in shown and "\nThe " in shown
+
+    text = tmp_path / "text.txt"
+    text.write_bytes(train.sentences())
+    before, same = run_ranks(on_rank, 2, run("changing", f"--text={text}", "--strategy=zero1", "--steps=4"))
+    after = train.main(run("changing", "--strategy=fsdp"))
+    assert "from step 4, which 2 rank(s) wrote under zero1" in capsys.readouterr().out
+    assert before == same and list(after) == [*range(5, 9)]
+    # The same sums in another order: a few units in the last place of fp32, which Adam's steps multiply.
+    assert before | after == pytest.approx(whole, abs=1e-4)
+
+
+def test_the_own_model_goes_through_the_bench(tmp_path):
+    choice = {"factory": "examples.own_model:build", "strategies": ("local", "bucketed", "fsdp")}
+    rows = {record.variant: record.metrics for record in measured(ddp_bench.EXPERIMENT, tmp_path, **choice)}
+    for name in ("bucketed", "fsdp"):  # as one process over the batches of both ranks, bit for bit
+        assert rows[name]["max_abs_param_diff"] == 0.0 and rows[name]["comm_bytes_per_step"] > 0
+
+
+def test_the_readme_shows_lines_of_the_example():
+    """Each line of its first Python, without comments, stands in the example, in this order."""
+    shown, text = (
+        [line for line in re.sub(r" *#.*", "", text, flags=re.MULTILINE).splitlines() if line.strip()]
+        for text in (
+            re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1],
+            (ROOT / "examples" / "train.py").read_text(encoding="utf-8"),
+        )
+    )
+    lines = iter(line.removeprefix("    ") for line in text)
+    assert [line for line in shown if line not in lines] == []
