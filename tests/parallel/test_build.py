@@ -121,7 +121,7 @@ def norms(context: RankContext, case: str, names: tuple[str, ...]) -> None:
         assert isinstance(optimizer, LocalOptimizer) <= (elements < sum(p.numel() for p in made.values()))
 
 
-@pytest.mark.parametrize("case", ["plain", "frozen"])
+@pytest.mark.parametrize("case", ["tied", "frozen"])
 def test_every_strategy_clips_by_the_norm_of_the_whole_gradient(case):
     run_ranks(norms, 2, case, strategies_on("cpu"))
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
-from distlab.parallel import BucketedDDP, ShardedOptimizer
-from tests.parallel.cases import CASES, build
+from distlab.parallel import ShardedOptimizer
+from tests.parallel.cases import build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
 
 OPTIMIZERS = {
@@ -264,25 +264,3 @@ def few_messages(context: RankContext) -> tuple[int, int]:
 def test_updates_travel_coalesced():
     """Forty parameters, two owners: two broadcasts of all bytes together."""
     assert run(few_messages, 2) == [(2, 20 * 20 * 4)] * 2
-
-
-def beside_a_ddp(context: RankContext) -> None:
-    model, plain = build("plain", context.rank, context.device), build("plain", 0, context.device)
-    wrapper = BucketedDDP(model, process_group=context.group)
-    sharded = ShardedOptimizer(model.parameters(), torch.optim.AdamW, process_group=context.group, lr=0.01)
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    for step in range(3):
-        sharded.zero_grad()
-        reference.zero_grad()
-        CASES["plain"].loss(wrapper, context.rank, step, context.device).backward()
-        wrapper.finish_gradient_synchronization()
-        for rank in range(2):
-            (CASES["plain"].loss(plain, rank, step, context.device) / 2).backward()
-        sharded.step()
-        reference.step()
-    assert_equal_parameters(model, plain)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_it_trains_with_a_ddp_like_one_process(backend):
-    run(beside_a_ddp, 2, backend=backend)

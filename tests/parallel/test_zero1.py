@@ -65,32 +65,6 @@ def test_ten_steps_of_sgd_equal_one_process(case, world_size, backend):
     run(like_sgd_in_one_process, world_size, case, 10, backend=backend)
 
 
-def adamw_losses(context: RankContext, size: float | None) -> None:
-    """AdamW amplifies rounding (a gradient near zero decides a step of ±lr), so losses are compared, loosely."""
-    model, plain = build("plain", context.rank, context.device), build("plain", 0, context.device)
-    wrapper, optimizer = zero(model, context, torch.optim.AdamW, size, lr=0.01)
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    for step in range(20):
-        optimizer.zero_grad()
-        loss = CASES["plain"].loss(wrapper, context.rank, step, context.device)
-        expected = CASES["plain"].loss(plain, context.rank, step, context.device)
-        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
-        loss.backward()
-        wrapper.finish_gradient_synchronization()
-        optimizer.step()
-        reference.zero_grad()
-        for rank in range(context.world_size):
-            (CASES["plain"].loss(plain, rank, step, context.device) / context.world_size).backward()
-        reference.step()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("size", [SMALL, None])
-def test_adamw_follows_the_unsharded_losses(size, backend):
-    """RELIABILITY 21."""
-    run(adamw_losses, 2, size, backend=backend)
-
-
 def shares(context: RankContext) -> tuple[int, int]:
     model = build("plain", 0, context.device)
     wrapper, optimizer = zero(model, context, torch.optim.Adam, None, lr=0.1)
@@ -107,60 +81,6 @@ def test_state_is_a_world_size_th():
     total = answers[0][1]
     assert sum(held for held, _ in answers) == 2 * total
     assert max(held for held, _ in answers) <= 2 * -(-total // 3)
-
-
-def groups(model: nn.Sequential) -> list[dict]:
-    return [
-        {"params": model[0].parameters(), "lr": 0.1},
-        {"params": [*model[2].parameters(), *model[4].parameters()]},
-    ]
-
-
-def schedule(context: RankContext) -> None:
-    model, plain = build("plain", 0, context.device), build("plain", 0, context.device)
-    wrapper, optimizer = zero(model, context, lr=0.01, params=groups(model), momentum=0.9)
-    reference = torch.optim.SGD(groups(plain), lr=0.01, momentum=0.9)
-    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer, reference)]
-    for step in range(4):
-        optimizer.zero_grad()
-        reference.zero_grad()
-        CASES["plain"].loss(wrapper, 0, step, context.device).backward()
-        CASES["plain"].loss(plain, 0, step, context.device).backward()
-        wrapper.finish_gradient_synchronization()
-        optimizer.step()
-        reference.step()
-        for scheduler in schedulers:
-            scheduler.step()
-    optimizer.synchronize()
-    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine, expected)
-
-
-def test_groups_and_schedulers():
-    """RELIABILITY 24: both ranks train on the same data here, so the mean is the local gradient."""
-    run(schedule, 2)
-
-
-def clip(context: RankContext) -> None:
-    model, plain = build("plain", 0, context.device), build("plain", 0, context.device)
-    wrapper, optimizer = zero(model, context, lr=0.1)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    CASES["plain"].loss(wrapper, 0, 0, context.device).backward()
-    CASES["plain"].loss(plain, 0, 0, context.device).backward()
-    wrapper.finish_gradient_synchronization()
-    norm = optimizer.clip_grad_norm_(0.01)
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    torch.testing.assert_close(norm, expected)
-    optimizer.step()
-    reference.step()
-    optimizer.synchronize()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_clipping_over_shards_equals_clipping_the_whole(backend):
-    run(clip, 2, backend=backend)
 
 
 def save(context: RankContext) -> dict:
