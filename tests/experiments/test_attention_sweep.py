@@ -1,21 +1,12 @@
-"""The attention experiments: their rows, resuming, predictions and the table they rewrite, without a GPU."""
-
-import os
-import subprocess
-import sys
+"""The attention experiments: their rows, resuming and predictions, without a GPU."""
 
 import pytest
 import torch
 
 from distlab.measure import peak_memory
 from distlab.report import Record, write_json
-from distlab.report.run import Header, Run
 from experiments import attention_sweep as sweep
-from experiments import tune_flash_attention as tuning
 from experiments._attention import Shape, exact, naive
-from experiments.tune_flash_attention import EXPERIMENT, Config
-from kernels.flash_attention import table
-from kernels.flash_attention.configs import Tile
 from tests.experiments.frame import measured, refused
 
 
@@ -166,58 +157,6 @@ def test_peak_memory_is_what_a_call_takes_and_not_what_was_there(monkeypatch):
     assert found["naive"]["peak_bytes"] == 700 + 4 * 4 * 32 * 16
     assert seen == [None, None, "a graph", "a graph"]  # graphs of one shape share memory
     assert found["naive"]["ours_over_device"] == 1.0 and found["ours"]["kernels"] == "Triton"
-
-
-def test_the_table_file_is_what_the_tuner_writes():
-    """Writing the rows gives the file itself, and the fastest tiles replace a row. Run apart, as the tuner compiles."""
-    script = """
-from experiments.tune_flash_attention import *
-from experiments.tune_flash_attention import candidates, configs, merge, miscompiled
-assert table_source(table.ROWS) == open(table.__file__, encoding="utf-8").read()
-case = Case(2048, 64, "bfloat16")
-tiles = [Tile(16, 16, warps) for warps in (2, 4, 8)]
-found = [{"kernel": k, "length": length, "how": tile, "ms": ms, "sustained_ms": ms}
-         for k in configs.KERNELS for length in (1024, 2048) for tile, ms in zip(tiles, (3.0, 1.0, 2.0))]
-rows = merge(table.ROWS, case, found, "sm_90")
-(row,) = [row for row in rows if row[0] == ("sm_90", 16, "ieee", 64, 2048)]
-assert len(rows) == len(table.ROWS) and row[1] == "1x1x2048x64: 1.0000 1.0000 1.0000 ms"
-assert [Tile(*tile) for tile in row[2:]] == [tiles[1]] * 3
-kinds = [(k, t, d) for k in configs.KERNELS for t in ("bfloat16", "float32") for d in (16, 128)]
-assert all(0 < len(list(candidates(*kind))) < 80 for kind in kinds)
-every = [tile for kind in kinds if kind[1] == "float32" for tile in candidates(*kind)]
-assert not any(miscompiled(32, tile) for tile in every) and any(tile.warps == 8 for tile in every)
-known = [(key.bits, tile) for key, row in configs.TABLE.items() for tile in row]
-known += [(bits, tile) for bits, tiles in configs.CANDIDATES.items() for tile in tiles]
-assert [(bits, tile) for bits, tile in known if miscompiled(bits, tile)] == []
-sizes = ((64, 16, 8), (16, 64, 8), (64, 32, 8))
-assert [miscompiled(32, Tile(*size)) for size in sizes] == [True, True, False] and not miscompiled(16, Tile(64, 16, 8))
-"""
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=120)
-    assert len({row[0] for row in table.ROWS}) == len(table.ROWS)
-
-
-def test_tuning_refuses_what_it_does_not_know(capsys):
-    name, quick = "tune_flash_attention", "--quick"
-    assert "give dtype:head_dim[:precision]" in refused(capsys, name, quick, "--family", "bfloat16")
-    with pytest.raises(ValueError, match="name families with --family"):
-        Config()
-
-
-def test_the_winners_of_a_family_are_rows(tmp_path):
-    tiles = [Tile(16, 16, warps) for warps in (2, 4)]
-    found = [{"kernel": kernel, "length": 1024, "how": t, "ms": ms, "sustained_ms": ms, "registers": 9}
-             for kernel in ("forward", "dkdv", "dq") for t, ms in zip(tiles, (3.0, 1.0), strict=True)]
-    found += [{"kernel": "dq", "length": 1024, "how": tiles[0], "ms": float("inf"), "why": "wrong"}]
-    run = Run(Header("tune_flash_attention", {}, 1, {"device_name": "H100", "torch": "", "triton": ""}, None), tmp_path)
-    tuning.add_winners(run, "bfloat16:64", tuning.Case(1024, 64, "bfloat16"), found)
-    forward, _, dq = run.records
-    assert forward.config["tiles"] == "16x16 w4 s2" and forward.metrics["registers"] == 9
-    assert dq.metrics["sustained_ms"] == 1.0
-    assert [r.metrics.get("status") for r in tuning.to_records("bfloat16:64", found, run)] == [None] * 6 + ["wrong"]
-    assert EXPERIMENT.view.table(run.records) and run.done("dq", family="bfloat16:64", length=1024)
-    with pytest.raises(ValueError, match=r"no tile of dq can be used: \['wrong'\]"):
-        tuning.best_of(found[-1:], "dq", 1024)
 
 
 def test_lengths_at_which_the_two_differ_by_less_than_their_noise_are_ties():

@@ -6,7 +6,7 @@ import pytest
 
 from distlab.experiment import Experiment
 from distlab.report import read_json
-from launch.__main__ import experiments, load, main
+from launch.__main__ import GONE, experiments, load, main
 from tests.experiments.frame import measured
 
 IN_WORDS = ("calculator",)  # answers on one line, without rows
@@ -62,5 +62,8 @@ def test_a_run_of_a_name_is_resumed_or_refused(tmp_path, capsys):
 def test_an_unknown_experiment_or_command_is_named(capsys):
     assert main(["run", "plam"]) == 2
     assert "'plam' is unknown; there are " in capsys.readouterr().err
+    for name in GONE:
+        assert main(["run", name, "--quick"]) == 2 and name not in experiments()
+        assert f"experiment {name!r} is gone: {GONE[name]}" in capsys.readouterr().err
     assert main(["rum"]) == 2
     assert "'rum' is unknown; allowed: list, run" in capsys.readouterr().err
