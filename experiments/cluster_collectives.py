@@ -1,10 +1,9 @@
 """Flat ring, tree or two levels: what does an all-reduce cost on a cluster, and from which size does the flat ring win?
 
-    distlab run cluster_collectives --clusters dgx-h100:128x8 p4d:16x8 --records records/allreduce_sweep/h200x4-all.json
+    distlab run cluster_collectives --clusters dgx-h100:128x8 p4d:16x8
 
 Closed form (`distlab.theory.collective_time.Fabric`) beside a simulation of every message
-(`distlab.simulate.collectives`); for clusters of one host, beside the library's all-reduce as
-allreduce_sweep measured it.
+(`distlab.simulate.collectives`).
 """
 
 import math

@@ -2,9 +2,8 @@
 
     distlab run goodput --model 8B --cluster dgx-h100:1024 --strategy hsdp --batch 1 --recompute block
 
-Failures come as often per GPU as in Llama 3's training, unless `--gpu-hours` says otherwise; `--record` takes the
-spread of step times from a record's p20 and p80. Intervals by Young's and Daly's rules stand beside the best of the
-simulated ones.
+Failures come as often per GPU as in Llama 3's training, unless `--gpu-hours` says otherwise. Intervals by Young's
+and Daly's rules stand beside the best of the simulated ones.
 """
 
 from collections.abc import Sequence

@@ -21,6 +21,7 @@ def test_an_experiment_runs_in_small_and_its_rows_are_drawn_again(name, tmp_path
     experiment = load(name).EXPERIMENT
     records = measured(experiment, tmp_path)
     assert records and {record.experiment for record in records} == {name}
+    assert "WRONG" not in {record.metrics.get("status") for record in records}
     folder = tmp_path / name / "run"
     written = {path.name for path in folder.iterdir()}
     assert {"run.json", "records.json", "records.csv", "table.md", "table.tex", "report.html"} <= written
