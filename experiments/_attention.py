@@ -18,7 +18,7 @@ from kernels.flash_attention import FlashAttention2, cost, document_bounds, flas
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (B, H, Tq, D), k and v (B, Hk, Tk, D) → o like q
 BACKENDS = {
-    "sdpa": None, "sdpa-math": SDPBackend.MATH, "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa": None, "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }  # fmt: skip
 VARIANTS = ("naive", "compiled", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "ours-compiled-backward",

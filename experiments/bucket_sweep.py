@@ -4,7 +4,7 @@
     distlab run bucket_sweep --nproc 2 --size xl --batch 2
 
 Before anything is timed with buckets, the parts are: when backward has made each gradient, what all-reduces cost
-(a fit, from records of allreduce_sweep or taken here), how backward and an all-reduce slow each other down, and what
+(a fit, taken here), how backward and an all-reduce slow each other down, and what
 packing costs. From these the step with every bucket size is predicted, then it is measured, and torch DDP's beside.
 """
 
@@ -41,8 +41,7 @@ from distlab.measure import (
 from distlab.model import TransformerLM
 from distlab.parallel.buckets import MIB, plan_buckets
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, TIE, Panel, Series, is_number, lines, measured, noise_of, read_json, tied
-from distlab.simulate.calibrate import MeasuredLinks, measured_links
+from distlab.report import NOISE, TIE, Panel, Series, is_number, lines, measured, noise_of, tied
 from distlab.theory.collective_time import CollectiveFit, fit_collective
 from distlab.theory.step_time import pipeline
 from distlab.train.step import loss_function
@@ -64,7 +63,6 @@ class BucketSweepConfig(BenchOptions, TimingOptions):
     )
     compile: str = "off"  # backward's parts are those of an eager one that recomputes nothing
     checkpointing: str = "none"
-    fit: tuple[str, ...] = option((), "records of allreduce_sweep on this kind of machine [timed here]", metavar="FILE")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,9 +76,7 @@ class BucketSweepConfig(BenchOptions, TimingOptions):
         return variants(["local", OURS, PEER], self.bucket_sizes_mb)
 
 
-def measure_parts(
-    config: BucketSweepConfig, context: RankContext, local: Timing, links: MeasuredLinks | None
-) -> dict[str, Any]:
+def measure_parts(config: BucketSweepConfig, context: RankContext, local: Timing) -> dict[str, Any]:
     """What predictions need, measured without any bucket, as metrics of a record. Every rank calls it.
 
     Returns:
@@ -99,7 +95,7 @@ def measure_parts(
         "packed_parameters": sum(packed),
         "compute_rate": disturbance["compute_rate"],
         "communication_rate": disturbance["communication_rate"],
-        "pieces": _all_reduce_fit(context, 4 * config.model().num_parameters, links).to_list(),
+        "pieces": _all_reduce_fit(context, 4 * config.model().num_parameters).to_list(),
         "ready_ms": ready_ms,
         "packed": packed,
     }
@@ -153,15 +149,11 @@ def _declined(parameters: Sequence[torch.nn.Parameter], backward: Callable[[], N
     return [parameter.__dict__.pop("gradient_target", None) is not None for parameter in parameters]
 
 
-def _all_reduce_fit(context: RankContext, num_bytes: int, links: MeasuredLinks | None) -> CollectiveFit:
+def _all_reduce_fit(context: RankContext, num_bytes: int) -> CollectiveFit:
     largest = min(num_bytes, LARGEST_MESSAGE)
     sizes = sorted({max(4096, largest // 2**k) for k in range(13)})
-    if links is not None:
-        times = [links.seconds(size, context.world_size) for size in sizes]
-    else:
-        timed = [time_collective(context, "all_reduce", size, repeats=8, budget_s=0.3) for size in sizes]
-        sizes, times = [timing.num_bytes for timing in timed], [timing.p50_s for timing in timed]
-    return fit_collective(sizes, times)
+    timed = [time_collective(context, "all_reduce", size, repeats=8, budget_s=0.3) for size in sizes]
+    return fit_collective([timing.num_bytes for timing in timed], [timing.p50_s for timing in timed])
 
 
 def _pack_ms(context: RankContext, num_bytes: int) -> float:
@@ -200,22 +192,17 @@ def measure(config: BucketSweepConfig, context: RankContext, run: Run) -> None:
 
     Raises:
         MemoryError: the model with this batch does not fit.
-        OSError, ValueError: files of `fit` that cannot be read, or that are of another machine.
     """
-    links = None
-    if config.fit:
-        known = [record for path in config.fit for record in read_json(path)]
-        links = measured_links(known, run.header.environment["device_name"], context.backend)
     rows = config.rows()
     bench = config.workbench(context, rows, some=True)
     run.progress("timing the local step, backward's gradients, all-reduces and contention")
     local = bench.time_rounds(rows[:1], rounds=1, warmup=config.warmup, steps=max(config.steps, 3))["local"]
-    parts = collectives.gather_objects(measure_parts(config, context, local, links), context.group)[0]
+    parts = collectives.gather_objects(measure_parts(config, context, local), context.group)[0]
     predicted = {row.name: predict(config, parts, row.bucket_size_mb) for row in rows if row.name != "local"}
     timings = bench.time_rounds(
         rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=run.progress
     )
-    shared = config.facts(context) | {"fit_from_records": links is not None}
+    shared = config.facts(context)
     run.add(PARTS, parts, **shared)
     for row in rows:
         timing = timings[row.name]

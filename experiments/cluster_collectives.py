@@ -1,10 +1,9 @@
 """Flat ring, tree or two levels: what does an all-reduce cost on a cluster, and from which size does the flat ring win?
 
-    distlab run cluster_collectives --clusters dgx-h100:128x8 p4d:16x8 --records records/allreduce_sweep/h200x4-all.json
+    distlab run cluster_collectives --clusters dgx-h100:128x8 p4d:16x8
 
 Closed form (`distlab.theory.collective_time.Fabric`) beside a simulation of every message
-(`distlab.simulate.collectives`); for clusters of one host, beside the library's all-reduce as
-allreduce_sweep measured it.
+(`distlab.simulate.collectives`).
 """
 
 import math
@@ -23,8 +22,8 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.hardware import cluster, lookup
-from distlab.report import Panel, Series, grouped, lines, read_json
+from distlab.hardware import cluster
+from distlab.report import Panel, Series, grouped, lines
 from distlab.simulate import collectives as events
 from distlab.simulate.estimate import LINK_SHARE
 from distlab.theory.collective_time import Fabric
@@ -39,7 +38,6 @@ class CollectivesConfig(Options):
 
     clusters: tuple[str, ...] = option(DEFAULT, "NAME:HOSTSxGPUS", metavar="CLUSTER")
     sizes_bytes: tuple[int, ...] = option(tuple(4 * 10**k for k in range(3, 10)), "payloads", least=4)
-    records: tuple[str, ...] = option((), "of allreduce_sweep, to stand beside clusters of one host", metavar="FILE")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,19 +47,11 @@ class CollectivesConfig(Options):
 
 def measure(config: CollectivesConfig, context: RankContext, run: Run) -> None:
     """A row per cluster, size and algorithm."""
-    records = [record for path in config.records for record in read_json(path)]
     for name in config.clusters:
         spec = cluster(name)
         fabric = Fabric.of(spec, LINK_SHARE)
         run.progress(name)
-        measured = {
-            record.config["num_bytes"]: record.metrics.get("time_p50_ms")
-            for record in records
-            if record.variant == "all_reduce" and record.config.get("world_size") == spec.gpus and spec.hosts == 1
-            and "num_bytes" in record.config and lookup(str(record.environment["device_name"])) == spec.gpu
-        }  # fmt: skip
         for size in config.sizes_bytes:
-            near = min(measured, key=lambda known: abs(known - size), default=None)
             for algorithm, function in ALGORITHMS.items():
                 closed, simulated = getattr(fabric, function)(size), getattr(events, function)(fabric, size)
                 metrics = {
@@ -71,8 +61,6 @@ def measure(config: CollectivesConfig, context: RankContext, run: Run) -> None:
                     "crossover_bytes": fabric.crossover(),
                     "crossover_one_ring_bytes": fabric.crossover(1),
                 }
-                if near is not None and algorithm == "flat ring":
-                    metrics["measured_ms"] = measured[near] * size / near if near > 1e6 else measured[near]
                 run.add(algorithm, metrics, cluster=name, num_bytes=size)
 
 
@@ -111,10 +99,6 @@ def draw(records: Sequence[Record], path: Path) -> None:
         for algorithm, mine in grouped(rows, lambda r: r.variant).items():
             x = [r.config["num_bytes"] for r in mine]
             series.append(Series(algorithm, x, [r.metrics["simulated_ms"] for r in mine], line="-"))
-        measured = [r for r in rows if "measured_ms" in r.metrics]
-        if measured:
-            x = [r.config["num_bytes"] for r in measured]
-            series.append(Series("NCCL, measured", x, [r.metrics["measured_ms"] for r in measured]))
         ticks = [(10.0**k, f"1e{k}") for k in range(3, 11, 2)]
         panels.append(Panel(name, "bytes", "ms", series, x_ticks=ticks))
     lines(path, panels, title=headline(records))
@@ -128,13 +112,11 @@ VIEW = View(
         Column("metrics.predicted_ms", "closed form ms", ",.3f"),
         Column("metrics.simulated_ms", "simulated ms", ",.3f"),
         Column("metrics.simulated_error_pct", "error %", "+.2f"),
-        Column("metrics.measured_ms", "NCCL ms", ",.3f", missing=""),
     ],
     headline=headline,
     pictures={"collectives.png": draw},
     findings=findings,
-    reading="A row per cluster, payload and algorithm. The measured column is the library's all-reduce on one host, at "
-    "the nearest size of the record; its launch, some 30 µs, is in no algorithm.",
+    reading="A row per cluster, payload and algorithm. The launch of a library's all-reduce, some 30 µs, is in none.",
     prediction="Bandwidths are the datasheets' at the share that a calibrated machine reached, hops are NCCL's own "
     "figures (distlab.hardware).",
     noise="Nothing was measured here.",

@@ -2,9 +2,8 @@
 
     distlab run goodput --model 8B --cluster dgx-h100:1024 --strategy hsdp --batch 1 --recompute block
 
-Failures come as often per GPU as in Llama 3's training, unless `--gpu-hours` says otherwise; `--record` takes the
-spread of step times from a record's p20 and p80. Intervals by Young's and Daly's rules stand beside the best of the
-simulated ones.
+Failures come as often per GPU as in Llama 3's training, unless `--gpu-hours` says otherwise. Intervals by Young's
+and Daly's rules stand beside the best of the simulated ones.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
 from distlab.model.config import RECOMPUTATION
-from distlab.report import Panel, Series, lines, read_json
+from distlab.report import Panel, Series, lines
 from distlab.simulate import reliability
 from distlab.simulate.estimate import MachineOptions, estimate_step
 from distlab.theory.reliability import GPU_HOURS_BETWEEN_FAILURES, Failures, Jitter
@@ -34,7 +33,6 @@ class GoodputConfig(MachineOptions):
     recompute: str = option("block", "what blocks keep; the rest runs again in backward", choices=RECOMPUTATION)
     step_jitter: float = option(0.02, "log-normal spread of a host's step times", least=0)
     host_jitter: float = option(0.01, "the same between hosts, fixed for the run", least=0)
-    record: str | None = option(None, "take the first from p20 and p80 of this record's steps", metavar="FILE")
     gpu_hours: float = option(round(GPU_HOURS_BETWEEN_FAILURES), "of one GPU between failures", above=0)
     storage_gb_per_s: float = option(2.0, "that a host writes of a checkpoint", above=0)
     restart_s: float = option(600.0, "from a failure to the first new step", least=0)
@@ -45,16 +43,6 @@ class GoodputConfig(MachineOptions):
         if self.cluster is None:
             raise ValueError("goodput needs a cluster: --cluster dgx-h100:1024")
 
-    def jitter(self) -> Jitter:
-        """As given, or as the record spreads."""
-        if self.record is None:
-            return Jitter(self.step_jitter, self.host_jitter)
-        rows = [r.metrics for r in read_json(self.record) if isinstance(r.metrics.get("step_p20_ms"), float)]
-        if not rows:
-            raise ValueError(f"{self.record} has no rows with step_p20_ms and step_p80_ms")
-        spreads = sorted(Jitter.of_percentiles(m["step_p20_ms"], m["step_p80_ms"]).of_step for m in rows)
-        return Jitter(spreads[len(spreads) // 2], self.host_jitter)
-
 
 def measure(config: GoodputConfig, context: RankContext, run: Run) -> None:
     """A row per interval."""
@@ -63,7 +51,7 @@ def measure(config: GoodputConfig, context: RankContext, run: Run) -> None:
         shape, config.strategy, config.machine(), batch=config.batch, ranks=hosts.gpus, dtype=config.dtype,
         checkpointing=config.recompute, kernels=config.kernels(),
     )  # fmt: skip
-    jitter = config.jitter()
+    jitter = Jitter(config.step_jitter, config.host_jitter)
     run.progress("drawing steps")
     even = time.step - time.exposed
     steps = reliability.step_times(even, time.exposed, hosts.hosts, jitter, steps=500)

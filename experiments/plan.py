@@ -6,8 +6,8 @@
 Every strategy is tried with every micro-batch that divides a rank's share of the batch, hybrid sharding with groups of
 one node and of 2, 4, 8, … nodes, without recomputation, with selective and with full. Memory comes from
 `distlab.theory.memory`, time from `distlab.simulate.estimate`, days from the goodput that failures leave: all are
-predictions, at the shares of the datasheets' peaks that a calibrated machine reaches. `distlab run plan_check` holds
-the first choice against every other, simulated.
+predictions, at the shares of the datasheets' peaks that a calibrated machine reaches. A test
+holds the first choice against others, simulated.
 """
 
 import math

@@ -6,8 +6,8 @@
 
 Six curves: vector addition over its length, softmax of 4,096 rows over its columns, and matmul over the size of square
 matrices and over rows, columns and depth alone, the other two at 4,096. Each point is called again and again from a
-CUDA graph, so that what fits stays in the L2: p20, p50 and p80 of the replays; wall is the same call in a loop of
-Python.
+CUDA graph, so that what fits stays in the L2: p20, p50 and p80 of the replays. What a call in a loop costs beside them,
+and what plain torch would, is `kernel_roofline`'s.
 
 Beside it stands a prediction from numbers measured in the same run: the time of an empty kernel and of our addition of
 64 elements, the rates of a copy within the L2 and beyond, and of both tiles of our matmul at 4,096³, forced there.
@@ -42,7 +42,7 @@ from distlab.experiment import (
     option,
 )
 from distlab.hardware import GPUSpec, lookup
-from distlab.measure import attempt, call_ms, device_percentiles, replay_ms
+from distlab.measure import attempt, device_percentiles, replay_ms
 from distlab.report import Panel, Series, lines
 from distlab.theory.gpu import wave_quantisation
 from kernels import _triton, elementwise, matmul, softmax
@@ -82,12 +82,6 @@ class Point:
     shape: tuple[int, ...]
 
 
-def naive_softmax(x: Tensor) -> Tensor:
-    """One kernel at a time, in x's dtype."""
-    e = torch.exp(x - x.amax(-1, keepdim=True))
-    return e / e.sum(-1, keepdim=True)
-
-
 def point(curve: str, size: int, dtype: torch.dtype, device: str, others: int = ROWS) -> Point:
     """The point of a curve at a size; `others` are the rows of softmax and the sides of a matmul that stay."""
 
@@ -99,7 +93,7 @@ def point(curve: str, size: int, dtype: torch.dtype, device: str, others: int = 
         return Point((random(size), random(size)), variants, elementwise.add_cost((size,), dtype), (size,))
     if curve == "softmax":
         shape = (others, size)
-        variants = {"ours": softmax.softmax, "torch": partial(torch.softmax, dim=-1), "one by one": naive_softmax}
+        variants = {"ours": softmax.softmax, "torch": partial(torch.softmax, dim=-1)}
         return Point((random(*shape),), variants, softmax.cost(shape, dtype), shape)
     side = {"matmul-square": (size, size, size), "matmul-rows": (size, others, others),
             "matmul-columns": (others, others, size), "matmul-depth": (others, size, others)}[curve]  # fmt: skip
@@ -166,8 +160,7 @@ def checked(call: Callable[[], Tensor], expected: Tensor, device: str, config: C
         error = ((call().double() - expected).abs().max() / expected.abs().max()).item()
         status = "ok" if error <= TOLERANCE[config.dtype] else "WRONG"
         times = device_percentiles(call, device, config.repeats)
-        wall = call_ms(call, repeats=3, block_ms=2)["wall"] if device == "cuda" else None
-    return {"error": error, "status": status, "wall_p50_ms": wall and median(wall)} | times
+    return {"error": error, "status": status} | times
 
 
 def measure(config: Config, context: RankContext, run: Run) -> None:
@@ -241,10 +234,6 @@ def findings(records: Sequence[Record]) -> list[str]:
             near = next(r for r in ours if r.metrics[name] >= 0.9 * best.metrics[name])
             said.append(f"{part}: best {best.metrics[name]:,.0f} {unit} at {best.config['size']:,}, a tenth below it "
                         f"from {near.config['size']:,} on; last {ours[-1].metrics[name]:,.0f}.")  # fmt: skip
-        naive = [r for r in rows if r.variant == "one by one"]
-        if naive and ours:
-            ratio = naive[-1].metrics["time_p50_ms"] / ours[-1].metrics["time_p50_ms"]
-            said.append(f"{part}: one kernel at a time takes {ratio:.1f} × ours at the last size.")
     errors = [r.metrics["prediction_error_pct"] for r in records if "prediction_error_pct" in r.metrics]
     if errors:
         said.append(f"Predicted times: {sum(abs(e) <= 15 for e in errors)} of {len(errors)} within 15 % of measured.")
@@ -256,7 +245,6 @@ VIEW = View(
     columns=[
         Column("config.size", "size", ",d"), Column("variant", "variant"),
         *(Column(f"metrics.time_{p}_ms", f"{p} µs", ",.1f", scale=1000) for p in ("p50", "p20", "p80")),
-        Column("metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, missing="", optional=True),
         Column("metrics.gb_per_s", "GB/s", ",.0f"), Column("metrics.tflop_per_s", "TFLOP/s", ",.1f"),
         Column("metrics.predicted_ms", "predicted µs", ",.1f", scale=1000, missing="", optional=True),
         Column("metrics.prediction_error_pct", "off %", "+.0f", missing="", optional=True),
@@ -266,9 +254,8 @@ VIEW = View(
     ],
     headline=headline,
     parted_by="config.part",
-    reading="Read a curve from the left. Flat time, rising rate: a kernel's start costs more than its work, and the "
-    "wall column, which is what a model pays, is higher still, since the host needs longer to ask than the device to "
-    "do. Then the L2 serves: the rate of an addition rises above the memory's and falls once three tensors no "
+    reading="Read a curve from the left. Flat time, rising rate: a kernel's start costs more than its work. "
+    "Then the L2 serves: the rate of an addition rises above the memory's and falls once three tensors no "
     "longer fit. Beyond, the memory's rate. Softmax pays for columns up to the next power of two with idle lanes, "
     "not with traffic. Matmul over rows is a saw: a tile of 128 rows costs as much when one row of it is used "
     "(tile quantisation), and a last wave of few tiles as much as a full one (wave quantisation); depth only "
@@ -276,7 +263,7 @@ VIEW = View(
     "for bytes; around half the size of the L2, which keeps a part of what does not fit; where a row of softmax is so "
     "wide that a multiprocessor holds one, and loads none while it stores; and where a matmul's loop is short beside "
     "the start and end of its tiles. Errors are against float64, over the largest value.",
-    terminal=("size", "time_p50_ms", "wall_p50_ms", "gb_per_s", "tflop_per_s", "predicted_ms", "prediction_error_pct",
+    terminal=("size", "time_p50_ms", "gb_per_s", "tflop_per_s", "predicted_ms", "prediction_error_pct",
               "waves", "error"),
     pictures={"curves.png": draw},
     findings=findings,

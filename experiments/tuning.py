@@ -12,7 +12,7 @@
 - shipped matmul: other tiles forced upon the shipped matmul; the first row is what ships.
 
 The launch parameters of row kernels are tried by `distlab run kernel_roofline --tune`, those of the shipped attention
-by `distlab run tune_flash_attention`.
+by `python -m kernels.flash_attention.tune`.
 """
 
 import itertools

@@ -41,6 +41,15 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = ROOT / "experiments"
 
 
+# Experiments that were removed → what answers their question now.
+GONE = {
+    "instrument_cost": "`pytest tests/measure/test_nvtx.py` shows that nothing stays of what was taken off",
+    "kernel_host_time": "`distlab run kernel_roofline` has the host's µs, `distlab run attention_sweep` attention's",
+    "plan_check": "`pytest tests/experiments/test_planning.py -k fastest` simulates ten choices",
+    "tune_flash_attention": "`python -m kernels.flash_attention.tune` prints the rows of a GPU's table",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -81,6 +90,8 @@ def load(name: str) -> ModuleType:
         ValueError: there is none of that name; the message lists those that exist.
     """
     known = experiments()
+    if name in GONE:
+        raise ValueError(f"experiment {name!r} is gone: {GONE[name]}")
     if name not in known:
         raise ValueError(f"experiment {name!r} is unknown; there are {', '.join(known)}")
     return importlib.import_module(f"experiments.{name}")

@@ -43,17 +43,6 @@ class Jitter:
         if min(self.of_step, self.of_host) < 0:
             raise ValueError(f"{self}: a spread is not negative; 0 for none")
 
-    @staticmethod
-    def of_percentiles(p20: float, p80: float) -> "Jitter":
-        """The spread from step to step of a record's p20 and p80.
-
-        Raises:
-            ValueError: times that are not positive, or not in order.
-        """
-        if not 0 < p20 <= p80:
-            raise ValueError(f"p20={p20}, p80={p80}: give positive times, the smaller first")
-        return Jitter(math.log(p80 / p20) / (2 * NormalDist().inv_cdf(0.8)))
-
     def slowest(self, hosts: int) -> float:
         """The slowest of so many hosts over the median one, about.
 

@@ -1,6 +1,6 @@
 """Tile shapes and launch parameters of the three attention kernels, by GPU, dtype, head dim and size.
 
-TABLE is frozen: found with `distlab run tune_flash_attention` and kept in table.py, so that nobody waits for a
+TABLE is frozen: found with tune.py and kept in table.py, so that nobody waits for a
 search at start. A GPU that is not in it gets a small search among CANDIDATES at the first call of each kind.
 """
 

@@ -1,4 +1,4 @@
-"""The frozen configurations, one row per key: written by `distlab run tune_flash_attention --table`.
+"""The frozen configurations, one row per key: printed by `python -m kernels.flash_attention.tune`.
 
 A row is (key, origin, forward, dkdv, dq): the fields of `configs.Key`; the shape (batch × heads × length × head dim)
 and the milliseconds that the three kernels took on it, or "by analogy" where a neighbour's tiles were taken over after

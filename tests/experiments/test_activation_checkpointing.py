@@ -5,20 +5,14 @@ import torch
 
 from experiments import activation_checkpointing as study
 from experiments.activation_checkpointing import EXPERIMENT, Bench, CheckpointingConfig, one_step
-from launch.__main__ import main
 from tests.experiments.frame import measured, refused
 
 SMALL = CheckpointingConfig(**EXPERIMENT.preset("smoke", on_gpu=False))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("outputs")
-
-
-@pytest.fixture(scope="module")
-def records(folder):
-    return measured(EXPERIMENT, folder, groups=("block", "every-4"))
+def records(tmp_path_factory):
+    return measured(EXPERIMENT, tmp_path_factory.mktemp("outputs"), groups=("block", "every-4"))
 
 
 def test_every_way_is_measured_beside_its_prediction(records):
@@ -62,27 +56,8 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
     assert "predicted_step_ms" not in bench.predicted("block")
 
 
-def test_the_report_is_drawn_and_redrawn(folder, records, tmp_path, capsys):
-    run = folder / "activation_checkpointing" / "run"
-    assert {"checkpointing.png", "report.html"} <= {path.name for path in run.iterdir()}
-    assert main(["show", str(run / "records.json"), "--out", str(tmp_path)]) == 0
-    assert "every-4" in capsys.readouterr().out
-
-
 def test_what_is_no_way_to_group_is_refused(capsys):
     said = refused(capsys, "activation_checkpointing", "--groups", "every-0")
     assert "choose none, block, every-K" in said
-    assert "--layers: 0: give a whole number" in refused(capsys, "activation_checkpointing", "--layers", "0")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"dtype": "int8"}, "fp32, bf16"),
-        ({"batch": 0}, "batch=0"),
-        ({"steps": 1, "rounds": 1}, "at least 5 steps"),
-    ],
-)
-def test_bad_input_is_named(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        CheckpointingConfig(**wrong)
+    with pytest.raises(ValueError, match="at least 5 steps"):
+        CheckpointingConfig(steps=1, rounds=1)

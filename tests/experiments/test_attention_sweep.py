@@ -1,22 +1,13 @@
-"""The attention experiments: their rows, resuming, predictions and the table they rewrite, without a GPU."""
-
-import os
-import subprocess
-import sys
+"""The attention experiments: their rows, resuming and predictions, without a GPU."""
 
 import pytest
 import torch
 
 from distlab.measure import peak_memory
 from distlab.report import Record, write_json
-from distlab.report.run import Header, Run
 from experiments import attention_sweep as sweep
-from experiments import tune_flash_attention as tuning
 from experiments._attention import Shape, exact, naive
-from experiments.tune_flash_attention import EXPERIMENT, Config
-from kernels.flash_attention import table
-from kernels.flash_attention.configs import Tile
-from tests.experiments.frame import measured, refused
+from tests.experiments.frame import measured
 
 
 def row(variant, shape="2x32x2048x128", error=1e-3, **ratios):
@@ -26,38 +17,12 @@ def row(variant, shape="2x32x2048x128", error=1e-3, **ratios):
                                                                     "torch": "", "triton": ""}, None)
 
 
-def test_smoke_rows_are_right_and_complete(tmp_path):
-    records = measured(sweep.EXPERIMENT, tmp_path)
-    assert [r.variant for r in records] == ["naive", "sdpa", "ours", "naive", "ours"]
-    for record in records:
-        assert record.metrics["status"] == "ok"
-        assert record.metrics["max_abs_error"] < 1e-5 and record.metrics["max_abs_grad_error"] < 1e-5
-        assert record.metrics["host_p50_ms"] > 0
-        ours = records[2 if record in records[:3] else 4]
-        ratio = None if record is ours else ours.metrics["wall_p50_ms"] / record.metrics["wall_p50_ms"]
-        assert record.metrics.get("ours_over_wall") == ratio
-
-
 def test_a_shape_that_was_cut_off_is_measured_anew_and_others_are_not(tmp_path, monkeypatch):
     first = measured(sweep.EXPERIMENT, tmp_path)
     write_json(first[:4], tmp_path / "attention_sweep" / "run" / "records.json")
     monkeypatch.setattr(sweep, "exact", lambda shape, *case: exact(shape, *case) if shape.documents else 1 / 0)
     again = measured(sweep.EXPERIMENT, tmp_path)
     assert again[:3] == first[:3] and [r.variant for r in again] == [r.variant for r in first]
-
-
-def test_a_variant_that_fails_is_a_row_and_not_the_end(monkeypatch, tmp_path):
-    def refuse(variant, shape, device):
-        if variant == "sdpa":
-            raise RuntimeError("no kernel for this type\nand more")
-        if variant == "naive":
-            raise torch.OutOfMemoryError("too large")
-        return naive
-
-    monkeypatch.setattr(sweep, "build", refuse)
-    records = measured(sweep.EXPERIMENT, tmp_path, shapes=("1x1x8x8",))
-    statuses = {r.variant: r.metrics["status"] for r in records}
-    assert statuses == {"naive": "OOM", "sdpa": "RuntimeError: no kernel for this type", "ours": "ok"}
 
 
 def test_a_variant_that_fails_after_its_first_call_is_a_row_too(monkeypatch, tmp_path):
@@ -110,12 +75,6 @@ def test_flex_attention_is_timed_where_its_masks_are_needed():
     assert "flex" in sweep.Config(flex="all").rows(shapes[sweep.TWELVE[0]], "bfloat16")
 
 
-def test_a_shape_that_is_none_ends_before_the_run(tmp_path, capsys):
-    said = refused(capsys, "attention_sweep", "--quick", "--shapes", "4x32", "--out", str(tmp_path))
-    assert "shape '4x32': give BATCHxHEADS" in said
-    assert not list(tmp_path.iterdir())
-
-
 def test_warming_up_survives_variants_that_fail(monkeypatch):
     monkeypatch.setattr(sweep.Config, "rows", lambda *_: ["no such variant", "ours"])
     monkeypatch.setattr(sweep, "COMPILED", ("no such variant", "ours"))
@@ -166,58 +125,6 @@ def test_peak_memory_is_what_a_call_takes_and_not_what_was_there(monkeypatch):
     assert found["naive"]["peak_bytes"] == 700 + 4 * 4 * 32 * 16
     assert seen == [None, None, "a graph", "a graph"]  # graphs of one shape share memory
     assert found["naive"]["ours_over_device"] == 1.0 and found["ours"]["kernels"] == "Triton"
-
-
-def test_the_table_file_is_what_the_tuner_writes():
-    """Writing the rows gives the file itself, and the fastest tiles replace a row. Run apart, as the tuner compiles."""
-    script = """
-from experiments.tune_flash_attention import *
-from experiments.tune_flash_attention import candidates, configs, merge, miscompiled
-assert table_source(table.ROWS) == open(table.__file__, encoding="utf-8").read()
-case = Case(2048, 64, "bfloat16")
-tiles = [Tile(16, 16, warps) for warps in (2, 4, 8)]
-found = [{"kernel": k, "length": length, "how": tile, "ms": ms, "sustained_ms": ms}
-         for k in configs.KERNELS for length in (1024, 2048) for tile, ms in zip(tiles, (3.0, 1.0, 2.0))]
-rows = merge(table.ROWS, case, found, "sm_90")
-(row,) = [row for row in rows if row[0] == ("sm_90", 16, "ieee", 64, 2048)]
-assert len(rows) == len(table.ROWS) and row[1] == "1x1x2048x64: 1.0000 1.0000 1.0000 ms"
-assert [Tile(*tile) for tile in row[2:]] == [tiles[1]] * 3
-kinds = [(k, t, d) for k in configs.KERNELS for t in ("bfloat16", "float32") for d in (16, 128)]
-assert all(0 < len(list(candidates(*kind))) < 80 for kind in kinds)
-every = [tile for kind in kinds if kind[1] == "float32" for tile in candidates(*kind)]
-assert not any(miscompiled(32, tile) for tile in every) and any(tile.warps == 8 for tile in every)
-known = [(key.bits, tile) for key, row in configs.TABLE.items() for tile in row]
-known += [(bits, tile) for bits, tiles in configs.CANDIDATES.items() for tile in tiles]
-assert [(bits, tile) for bits, tile in known if miscompiled(bits, tile)] == []
-sizes = ((64, 16, 8), (16, 64, 8), (64, 32, 8))
-assert [miscompiled(32, Tile(*size)) for size in sizes] == [True, True, False] and not miscompiled(16, Tile(64, 16, 8))
-"""
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=120)
-    assert len({row[0] for row in table.ROWS}) == len(table.ROWS)
-
-
-def test_tuning_refuses_what_it_does_not_know(capsys):
-    name, quick = "tune_flash_attention", "--quick"
-    assert "give dtype:head_dim[:precision]" in refused(capsys, name, quick, "--family", "bfloat16")
-    with pytest.raises(ValueError, match="name families with --family"):
-        Config()
-
-
-def test_the_winners_of_a_family_are_rows(tmp_path):
-    tiles = [Tile(16, 16, warps) for warps in (2, 4)]
-    found = [{"kernel": kernel, "length": 1024, "how": t, "ms": ms, "sustained_ms": ms, "registers": 9}
-             for kernel in ("forward", "dkdv", "dq") for t, ms in zip(tiles, (3.0, 1.0), strict=True)]
-    found += [{"kernel": "dq", "length": 1024, "how": tiles[0], "ms": float("inf"), "why": "wrong"}]
-    run = Run(Header("tune_flash_attention", {}, 1, {"device_name": "H100", "torch": "", "triton": ""}, None), tmp_path)
-    tuning.add_winners(run, "bfloat16:64", tuning.Case(1024, 64, "bfloat16"), found)
-    forward, _, dq = run.records
-    assert forward.config["tiles"] == "16x16 w4 s2" and forward.metrics["registers"] == 9
-    assert dq.metrics["sustained_ms"] == 1.0
-    assert [r.metrics.get("status") for r in tuning.to_records("bfloat16:64", found, run)] == [None] * 6 + ["wrong"]
-    assert EXPERIMENT.view.table(run.records) and run.done("dq", family="bfloat16:64", length=1024)
-    with pytest.raises(ValueError, match=r"no tile of dq can be used: \['wrong'\]"):
-        tuning.best_of(found[-1:], "dq", 1024)
 
 
 def test_lengths_at_which_the_two_differ_by_less_than_their_noise_are_ties():

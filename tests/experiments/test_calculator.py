@@ -57,20 +57,10 @@ REFUSED = {
     "gpus --gpu RTX": "'RTX' is unknown; allowed: A100-40GB, A100",
     "divergence --cycles 5": "cycles=(5.0,): give those of the branch",
     "chain --elements -4": "--elements: -4: give a whole number of at least 1",
-    "chain --operations 0": "--operations: 0: give a whole number of at least 1",
-    "block --batch -1": "--batch: -1: give a whole number of at least 1",
-    "roofline --flops -1 --bytes 3": "--flops: -1: give a finite number above 0",
-    "roofline --flops nan --bytes 3": "--flops: nan: give a finite number above 0",
-    "kernel rms_norm -1 4": "shape: -1: give a whole number of at least 1",
     "kernel matmul 3": "matmul has no shape of 1 dimension(s); give three: M, K, N",
     "kernel rope 3": "rope has no shape of 1 dimension(s); give two or more",
-    "occupancy --threads 128 --registers 16 --shared-bytes -1": "--shared-bytes: -1: give a whole number of at least 0",
-    "waves --blocks -1": "--blocks: -1: give a whole number of at least 1",
-    "coalescing --offset -5": "--offset: -5: give a whole number of at least 0",
     "coalescing --itemsize 3": "--itemsize: 3 is unknown; allowed: 1, 2, 4, 8, 16",
-    "banks --columns -3": "--columns: -3: give a whole number of at least 1",
     "divergence --lanes 40": "--lanes: 40: give a whole number of at least 0 and at most 32",
-    "divergence --cycles -1 5": "--cycles: -1: give a finite number of at least 0",
 }
 
 

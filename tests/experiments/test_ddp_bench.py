@@ -196,14 +196,6 @@ def test_torchrun_with_one_rank_runs_and_says_how_to_get_more(tmp_path):
     assert len(done.stdout.splitlines()) == 1 and json.loads(done.stdout)
 
 
-BAD_INPUT = {
-    "strategy": (["--strategies=naive,buckted"], "'buckted' is unknown; allowed: local, naive"),
-    "size": (["--size=huge"], "'huge'"),
-    "dtype": (["--dtype=int8"], "'int8' is unknown; allowed: fp32, bf16, fp16"),
-    "bucket": (["--bucket-size-mb", "0"], "0: give a finite number above 0"),
-    "ranks": (["--nproc=3", "--backend=nccl"], "nccl"),
-    "batch": (["--batch=0"], "0: give a whole number of at least 1"),
-}
 REFUSED_BY_RANKS = {
     "shard size": (
         ["--nproc=2", "--backend=gloo", "--strategies=hsdp", "--shard-size=3", *SMOKE_ARGUMENTS],
@@ -221,11 +213,9 @@ def left_in(folder):
     return [path for path in folder.rglob("*") if path.is_file() or path.parent.name == "ddp_bench"]
 
 
-@pytest.mark.parametrize("mistake", BAD_INPUT)
-def test_bad_input_gives_one_clear_message_before_ranks_are_started(mistake, tmp_path, capsys):
-    arguments, expected = BAD_INPUT[mistake]
-    assert expected in refused(capsys, "ddp_bench", *arguments, f"--out={tmp_path}")
-    assert left_in(tmp_path) == []
+def test_more_ranks_than_gpus_are_refused_before_any_is_started(tmp_path, capsys):
+    said = refused(capsys, "ddp_bench", "--nproc=3", "--backend=nccl", f"--out={tmp_path}")
+    assert "nccl" in said and left_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("mistake", REFUSED_BY_RANKS)

@@ -58,8 +58,6 @@ def test_the_error_of_linear_cross_entropy_in_chunks(chunk_bytes):
 def test_a_cut_off_run_resumes_and_is_drawn(tmp_path):
     folder = tmp_path / "kernel_roofline" / "run"
     first = measured(EXPERIMENT, tmp_path, only=("add", "rms_norm"))
-    written = {path.name for path in folder.iterdir()}
-    assert {"records.json", "records.csv", "table.md", "report.html", "roofline.png", "bars.png", "parts"} <= written
     write_json(first[:3], folder / "records.json")
     again = measured(EXPERIMENT, tmp_path, only=("add", "rms_norm"))
     times = [[r.metrics["time_p50_ms"] for r in records[:3]] for records in (first, again)]

@@ -124,12 +124,6 @@ def test_predicted_times_of_a_size():
     assert few["waves"] == 4 and few["predicted_ms"] - 0.002 == pytest.approx(deep / 2)
 
 
-def test_rates_of_a_size_lie_between_its_ends():
-    times = {"time_p20_ms": 1.0, "time_p50_ms": 2.0, "time_p80_ms": 4.0}
-    assert size_curves.rates(Cost(0, 8 * 10**6), times, True) == {
-        "gb_per_s": 4.0, "gb_per_s_low": 2.0, "gb_per_s_high": 8.0}  # fmt: skip
-
-
 def test_a_wrong_kernel_of_a_curve_is_called_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr(size_curves.elementwise, "add", lambda x, y: x - y)
     records = measured(size_curves.EXPERIMENT, tmp_path, parts=("add",))
@@ -163,14 +157,6 @@ def test_grouped_order_is_the_kernels_own():
     out = torch.full((5, 3), -1, dtype=torch.int32)
     numbered[(15,)](out, 5, 3, GROUP=2)
     assert [out[place].item() for place in tile_order(5, 3, 2)] == list(range(15))
-
-
-@ON_CPU
-def test_parts_of_a_study_can_be_asked_for_and_are_not_measured_twice(tmp_path):
-    first = measured(tuning.EXPERIMENT, tmp_path, parts=("attention keys",))
-    assert {r.config["part"] for r in first} == {"attention keys"} and len(first) == 6
-    again = measured(tuning.EXPERIMENT, tmp_path, parts=("attention keys",))
-    assert [r.metrics["time_p50_ms"] for r in again] == [r.metrics["time_p50_ms"] for r in first]
 
 
 @ON_CPU

@@ -124,9 +124,7 @@ def test_what_fails_beside_the_measurement_is_said():
     [
         (["--scale", "2"], "scale='2': give a fraction above 0 and at most 1, such as 1/8"),
         (["--scale", "a/b"], "scale='a/b': give a fraction"),
-        (["--kv-heads", "5"], "num_heads=32 is not a multiple of num_kv_heads=5"),
         (["--rows", "fsdp3"], "'fsdp3' is unknown; allowed: fsdp, fsdp blocks"),
-        (["--checkpointing", "qkv:9"], "add up to the 34 blocks of the model"),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_one_line(options, line, capsys):

@@ -2,10 +2,9 @@
 
 import pytest
 
-from distlab.report.table import render
 from experiments import memory_breakdown
 from experiments.memory_breakdown import STATES, STRATEGIES
-from tests.experiments.frame import measured, refused
+from tests.experiments.frame import measured
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +28,3 @@ def test_sharding_divides(records):
         assert of[strategy]["optimizer_state_bytes"] == pytest.approx(whole["parameters_bytes"], rel=0.02)
     assert of["zero1"]["parameters_bytes"] == pytest.approx(whole["parameters_bytes"], rel=0.02)
     assert of["fsdp"]["parameters_bytes"] == pytest.approx(whole["parameters_bytes"] / 2, rel=0.02)
-
-
-def test_table_and_picture(records, tmp_path):
-    assert "fsdp2" in render(records, memory_breakdown.EXPERIMENT.view.columns)
-    memory_breakdown.draw(records, tmp_path / "memory.png")
-    assert (tmp_path / "memory.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--dtype", "int8"], "'int8' is unknown; allowed: fp32, bf16"),
-        (["--batch", "0"], "0: give a whole number of at least 1"),
-        (["--strategies", ","], "give at least one"),
-        (["--bucket-size-mb", "nan"], "nan: give a finite number above 0"),
-    ],
-)
-def test_bad_input_is_named(capsys, options, message):
-    assert message in refused(capsys, "memory_breakdown", *options)

@@ -5,19 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from distlab.hardware import cluster
 from distlab.model import ModelConfig, preset
 from distlab.report.record import read_json
-from distlab.simulate.choices import Choice
+from distlab.simulate.choices import Choice, estimated, simulated
+from distlab.simulate.estimate import machine_on
 from distlab.simulate.run import simulate_training
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES
 from distlab.train.config import TrainConfig
 from distlab.train.requirements import PlannedStep
-from experiments import cluster_collectives, goodput, plan, plan_check, predict_steps, scaling, simulate_scale
+from experiments import cluster_collectives, goodput, plan, predict_steps, scaling, simulate_scale
 from experiments.long_context import LongContextConfig
 from experiments.plan import PlanConfig
 from experiments.predict_steps import PredictConfig
 from experiments.scaling import ScalingConfig
-from experiments.simulate_scale import ScaleConfig
 from launch.__main__ import main
 from tests.experiments.frame import measured, refused
 
@@ -26,7 +27,6 @@ RECORD = str(ROOT / "records" / "ddp_bench" / "h200x2-xl-batch8.json")
 COMPARED = ("h200x2-xl-batch2", "h200x2-xl-batch8", "h200x2-medium-batch8", "h200x4-xl-batch2", "h200x4-medium-batch8")
 # On four ranks the medium model waits for its host, which the simulation leaves out.
 MISSED = {(name, "medium", 8, 4) for name in ("overlap", "fsdp")}
-REPORT = ("records.json", "records.csv", "table.md", "table.tex", "table.typ", "report.html")
 
 
 def _last_line(capsys):
@@ -38,7 +38,6 @@ def test_plan(tmp_path, capsys):
     assert main(["run", "plan", *arguments, "--out", str(tmp_path)]) == 0
     line = _last_line(capsys)
     folder = Path(line["out"])
-    assert {path.name for path in folder.iterdir()} == {*REPORT, "run.json", "plan.png"}
     records = read_json(folder / "records.json")
     steps = [record.metrics["predicted_step_ms"] for record in records]
     assert steps == sorted(steps)
@@ -122,12 +121,20 @@ def test_a_simulated_step_of_fused_kernels_takes_the_memory_of_the_plan(keep):
         assert seen == pytest.approx(planned, rel=0.025)
 
 
-def test_first_choice_is_the_fastest_simulated(tmp_path):
-    """Two random pairs here, twenty by `distlab run plan_check`."""
-    strategies = ("bucketed", "zero1", "fsdp", "hsdp")
-    records = measured(plan_check.EXPERIMENT, tmp_path, pairs=2, layers=2, sequences=1, strategies=strategies)
-    assert len(records) == 2
-    assert not plan_check.wrong(records)
+WAYS = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+CHOICES = [*(Choice(way, 2) for way in WAYS), Choice("zero1", 2, recompute="selective"),
+           Choice("fsdp", 2, recompute="block"), Choice("hsdp", 2, group=8)]  # fmt: skip
+
+
+def test_the_first_choice_is_the_fastest_simulated():
+    """By events the strategies' own code takes longer than the closed form: messages do not flow evenly."""
+    model = ModelConfig(2048, 8192, 2, 16, vocab_size=32_000, context_length=1024)
+    machine = machine_on(cluster("dgx-h200:2x8"), head_dim=128)
+    told = {choice: estimated(model, choice, machine, 16).step for choice in CHOICES}
+    seconds = {choice: simulated(model, choice, machine, 16) for choice in CHOICES}
+    assert min(told, key=told.__getitem__) == min(seconds, key=seconds.__getitem__)
+    for choice in CHOICES:
+        assert 0.88 * seconds[choice] < told[choice] <= seconds[choice], choice
 
 
 def test_plan_of_what_does_not_fit(tmp_path):
@@ -163,10 +170,7 @@ def test_errors_are_one_line(capsys, tmp_path):
     assert "no compiler runs on tensors" in refused(capsys, "simulate_scale", "--compile", "blocks")
     assert "add up to the 50 blocks" in refused(capsys, "simulate_scale", "--checkpointing", "qkv:3")
     assert "missing.json" in refused(capsys, "scaling", "--records", "missing.json", "--model", "tiny", *out)
-    assert "--bucket-size-mb: nan: give a finite number" in refused(capsys, "simulate_scale", "--bucket-size-mb", "nan")
-    assert "--devices-per-node: 0: give a whole number" in refused(capsys, "scaling", "--devices-per-node", "0")
     assert "between 'pigeons' is unknown for H100 SXM" in refused(capsys, "plan", "--between", "pigeons")
-    assert "--tokens: nan: give a finite number above 0" in refused(capsys, "plan", "--tokens", "nan")
     predict = ("predict_steps", "--calibrate", "missing.json", *out)
     assert "missing.json" in refused(capsys, *predict, "--cases", "xl:2")
     bare = {"experiment": "ddp_bench", "variant": "x", "config": {}, "metrics": {}, "environment": {}, "commit": None}
@@ -190,25 +194,16 @@ def test_scaling(tmp_path):
     assert strong == [1, 2] * 2  # 4096 ranks have no sequence each
     alone = [record for record in records if record.config["world_size"] == 1]
     assert all(record.metrics["predicted_efficiency_pct"] == pytest.approx(100) for record in alone)
-    assert (tmp_path / "scaling" / "run" / "scaling.png").stat().st_size > 10_000
     # Records of another device are no points of this one.
     assert not scaling.measured_points(ScalingConfig(device="h100", records=(RECORD,)))
-    again = measured(scaling.EXPERIMENT, tmp_path, **fields, records=(RECORD,), global_batch=4)
-    assert len(again) == len(records)  # resumed: each row replaces itself
 
 
 def test_simulate_scale(tmp_path):
     """The small model stands for 10B, which takes six seconds per strategy."""
     fields = {"model": "small", "ranks": 1024, "strategies": ("zero1", "fsdp")}
     zero1, fsdp = measured(simulate_scale.EXPERIMENT, tmp_path, **fields)
-    written = {path.name for path in (tmp_path / "simulate_scale" / "run").iterdir()}
-    assert written == {*REPORT, "run.json", "timeline.png", "memory.png"}
     assert fsdp.metrics["simulated_peak_bytes"] < zero1.metrics["simulated_peak_bytes"]
     assert fsdp.metrics["simulation_s"] < 30
-    with pytest.raises(ValueError, match="torch's"):
-        ScaleConfig(strategies=("fsdp2",))
-    with pytest.raises(ValueError, match="ranks=0"):
-        ScaleConfig(ranks=0)
 
 
 def test_predictions_are_kept():
@@ -231,12 +226,6 @@ def test_predictions_are_kept():
         assert row.metrics["volume_as_predicted"], case
     with pytest.raises(ValueError, match="none of the measured rows"):
         predict_steps.compare(records, [])
-
-
-def test_predictions_beside_what_was_measured(tmp_path):
-    predicted = measured(predict_steps.EXPERIMENT, tmp_path)
-    rows = read_json(tmp_path / "predict_steps" / "run" / "parts" / "prediction" / "records.json")
-    assert len(predicted) == 66 and {row.variant for row in rows} >= {"naive", "zero1-400", "fsdp"}
 
 
 def test_a_datasheet_is_named_by_device(tmp_path):
@@ -267,21 +256,16 @@ def test_first_choice_on_two_h200_is_the_fastest_measured(tmp_path, name, model,
     assert steps[first] <= 1.03 * min(steps.values())
 
 
-def test_collectives_stand_beside_the_measured_sweep(tmp_path):
+def test_collectives_of_a_closed_form_are_those_of_messages(tmp_path):
     fields = {"clusters": ("dgx-h200:1x4", "dgx-h200:2x8"), "sizes_bytes": (1_000_000, 1_000_000_000)}
-    sweep = str(ROOT / "records" / "allreduce_sweep" / "h200x4-all.json")
-    records = measured(cluster_collectives.EXPERIMENT, tmp_path, **fields, records=(sweep,))
-    beside = {r.config["num_bytes"]: r.metrics for r in records if "measured_ms" in r.metrics}
-    assert set(beside) == {1_000_000, 1_000_000_000}
-    large = beside[1_000_000_000]
-    assert large["predicted_ms"] == pytest.approx(large["measured_ms"], rel=0.05)
+    records = measured(cluster_collectives.EXPERIMENT, tmp_path, **fields)
     assert all(abs(r.metrics["simulated_error_pct"]) < 2 for r in records)
     (words,) = cluster_collectives.findings(records)
     assert "dgx-h200:2x8: two levels beat flat rings" in words
 
 
-def test_goodput_with_the_spread_of_a_record(tmp_path):
-    fields = {"record": RECORD, "runs": 2, "cluster": "dgx-h200:16", "model": "xl", "gpu_hours": 500.0}
+def test_goodput_simulated_is_about_that_predicted(tmp_path):
+    fields = {"runs": 2, "cluster": "dgx-h200:16", "model": "xl", "gpu_hours": 500.0}
     rows = {record.variant: record.metrics for record in measured(goodput.EXPERIMENT, tmp_path, **fields)}
     for m in rows.values():
         assert m["even_step_ms"] < m["simulated_step_ms"] < 1.1 * m["even_step_ms"]

@@ -6,7 +6,7 @@ import pytest
 
 from distlab.experiment import Experiment
 from distlab.report import read_json
-from launch.__main__ import experiments, load, main
+from launch.__main__ import GONE, experiments, load, main
 from tests.experiments.frame import measured
 
 IN_WORDS = ("calculator",)  # answers on one line, without rows
@@ -21,6 +21,7 @@ def test_an_experiment_runs_in_small_and_its_rows_are_drawn_again(name, tmp_path
     experiment = load(name).EXPERIMENT
     records = measured(experiment, tmp_path)
     assert records and {record.experiment for record in records} == {name}
+    assert "WRONG" not in {record.metrics.get("status") for record in records}
     folder = tmp_path / name / "run"
     written = {path.name for path in folder.iterdir()}
     assert {"run.json", "records.json", "records.csv", "table.md", "table.tex", "report.html"} <= written
@@ -62,5 +63,8 @@ def test_a_run_of_a_name_is_resumed_or_refused(tmp_path, capsys):
 def test_an_unknown_experiment_or_command_is_named(capsys):
     assert main(["run", "plam"]) == 2
     assert "'plam' is unknown; there are " in capsys.readouterr().err
+    for name in GONE:
+        assert main(["run", name, "--quick"]) == 2 and name not in experiments()
+        assert f"experiment {name!r} is gone: {GONE[name]}" in capsys.readouterr().err
     assert main(["rum"]) == 2
     assert "'rum' is unknown; allowed: list, run" in capsys.readouterr().err

@@ -8,14 +8,12 @@ import torch
 
 from distlab.bench.timing import Workbench, variants
 from distlab.comm import RankContext
-from distlab.experiment import lone_context
 from distlab.measure import bandwidth
-from distlab.report import view
 from distlab.report.record import Record, read_json, write_json
 from distlab.report.run import Header
 from distlab.simulate.calibrate import measured_links
 from distlab.testing import run_ranks
-from distlab.theory.collective_time import CollectiveFit, Piece
+from distlab.theory.collective_time import CollectiveFit
 from experiments import allreduce_sweep, bucket_sweep, scaling_measured
 from experiments.allreduce_sweep import SweepConfig
 from experiments.bucket_sweep import BucketSweepConfig, optimum
@@ -57,7 +55,6 @@ def test_collectives_are_timed_fitted_and_read_again(tmp_path):
         assert m["fit_error_pct"] == pytest.approx(100 * (m["fit_ms"] / m["time_p50_ms"] - 1))
         assert m["link_ms"] is None  # no datasheet of this machine
     folder = tmp_path / "allreduce_sweep" / "run"
-    assert {"bandwidth.png", "fit.png", "report.html"} <= {path.name for path in folder.iterdir()}
     links = measured_links(
         read_json(folder / "records.json"), records[0].environment["device_name"], "gloo"
     )
@@ -79,22 +76,9 @@ def test_a_broken_collective_is_printed_as_wrong(tmp_path):
     assert not [line for line in wrong if line.startswith("WRONG: all_reduce")]
 
 
-KNOWN_FIT = CollectiveFit((Piece(1e9, 1e-4),))
-
-
-def sweep_of_buckets(context, root, known):
-    taken_here = bucket_sweep._all_reduce_fit(context, 16384, None)
-    fields = {"bucket_sizes_mb": (1.0, None), "fit": (known,)}
-    return on_rank(context, "bucket_sweep", root, "smoke", fields), taken_here.seconds(8192)
-
-
 def test_bucket_sizes_are_predicted_measured_and_chosen(tmp_path):
-    here = bucket_sweep.EXPERIMENT.open(BucketSweepConfig(), lone_context("cpu"), tmp_path / "unused").header
-    fit = {"operation": "all_reduce", "world_size": 2, "backend": "gloo"}
-    known = Record("allreduce_sweep", "fit", fit, {"pieces": KNOWN_FIT.to_list()}, here.environment, None)
-    write_json([known], tmp_path / "fits.json")
-    (records, seconds), _ = run_ranks(sweep_of_buckets, 2, str(tmp_path), str(tmp_path / "fits.json"))
-    assert 0 < seconds < 1
+    fields = {"bucket_sizes_mb": (1.0, None)}
+    records = run_ranks(on_rank, 2, "bucket_sweep", str(tmp_path), "smoke", fields)[0]
     by_name = {r.variant: r for r in records}
     names = ["bucketed-1", "bucketed-unbounded", "torch-ddp-tuned-1", "torch-ddp-tuned-unbounded"]
     assert list(by_name) == ["parts", "local", *names, "optimum"]
@@ -102,10 +86,8 @@ def test_bucket_sizes_are_predicted_measured_and_chosen(tmp_path):
     assert one["buckets"] == 1 < by_name["bucketed-1"].metrics["buckets"]
     assert parts["packed_parameters"] == len(parts["ready_ms"])  # buckets offer their memory on GPUs only
     assert len(parts["ready_ms"]) > 20 and max(parts["ready_ms"]) <= parts["backward_ms"]
-    sent_ms = 0.1 + 4e-6 * (
-        by_name["parts"].config["num_parameters"] + len(parts["ready_ms"])
-    )  # flags ride along
-    assert one["predicted_comm_ms"] == pytest.approx(sent_ms)
+    sent = 4 * (by_name["parts"].config["num_parameters"] + len(parts["ready_ms"]))  # flags ride along
+    assert one["predicted_comm_ms"] == pytest.approx(1e3 * CollectiveFit.from_list(parts["pieces"]).seconds(sent))
     # One bucket is sent when all is made and packed: nothing overlaps.
     packed_ms = 4e-6 * by_name["parts"].config["num_parameters"] / parts["pack_gb_per_s"]
     least = one["predicted_comm_ms"] + packed_ms - (parts["backward_ms"] - max(parts["ready_ms"]))
@@ -114,7 +96,6 @@ def test_bucket_sizes_are_predicted_measured_and_chosen(tmp_path):
     best = min(names[:2], key=lambda name: by_name[name].metrics["step_p50_ms"])
     found = by_name["optimum"].metrics
     assert found["best_bucket_mb"] == best.removeprefix("bucketed-") and found["regret_pct"] >= 0
-    assert (tmp_path / "bucket_sweep" / "run" / "bucket_sweep.png").stat().st_size > 10_000
 
     here = {"device_name": records[0].environment["device_name"], "world_size": 2, "size": "tiny", "batch": 1}
     here["num_parameters"] = records[0].config["num_parameters"]
@@ -200,9 +181,6 @@ def test_scaling_goes_on_where_it_was_cut_off(tmp_path):
     }
     alone, pair = strong[1, "local"]["step_p50_ms"], strong[2, "bucketed"]
     assert pair["efficiency_pct"] == pytest.approx(100 * alone / pair["step_p50_ms"] / 2)
-    view.write(scaling_measured.EXPERIMENT.view, records, folder)
-    written = {path.name for path in folder.iterdir()}
-    assert {"regime1.png", "regime2.png", "report.html"} <= written and "regime3.png" not in written
 
 
 def test_predictions_of_the_measured_cells():
@@ -235,21 +213,14 @@ def test_ranks_that_differ_are_seen():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SweepConfig(operations=("barrier",)), "'barrier' is unknown; allowed: all_reduce"),
         (lambda: SweepConfig(sizes=(4096,)), "give two or more positive sizes"),
-        (lambda: SweepConfig(repeats=2), "repeats=2"),
         (lambda: SweepConfig().groups(1), "one rank alone sends nothing: start two or more with --nproc"),
         (lambda: SweepConfig(group_sizes=(2, 4)).groups(3), r"group sizes \(2, 4\) on 3 rank"),
-        (lambda: BucketSweepConfig(dtype="int8"), "'int8' is unknown; allowed: fp32, bf16, fp16"),
         (lambda: BucketSweepConfig(bucket_sizes_mb=(25.0,)), "give two or more to compare"),
-        (lambda: BucketSweepConfig(bucket_sizes_mb=(25.0, -1.0)), "-1.0.*: give a finite number above 0, or none"),
-        (lambda: BucketSweepConfig(steps=0), "steps=0"),
         (lambda: BucketSweepConfig(steps=1, rounds=1), "steps=1, rounds=1: time at least"),
         (lambda: MeasureConfig(regimes=("weak:xl",)), "write KIND:MODEL:BATCH, such as weak:xl:8"),
         (lambda: MeasureConfig(regimes=("medium:xl:8",)), "say weak or strong"),
-        (lambda: MeasureConfig(strategies=("magic",)), "'magic' is unknown"),
         (lambda: MeasureConfig(predict_for="h99"), "'h99' is unknown"),
-        (lambda: MeasureConfig(minutes=0), "minutes=0"),
         (lambda: MeasureConfig(ranks=(1, 4)).groups(2), r"ranks \(1, 4\): between 1 and the 2"),
     ],
 )
@@ -258,38 +229,8 @@ def test_refusals(make, message):
         make()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["allreduce_sweep", "--nproc=2", "--backend=nccl"], "needs an NVIDIA GPU"),
-        (["allreduce_sweep", "--operations=sum"], "'sum' is unknown"),
-        (["allreduce_sweep", "--budget", "nan"], "nan: give a finite number above 0"),
-        (["allreduce_sweep", "--sizes", "0", "8"], "0: give a whole number of at least 1"),
-        (["bucket_sweep", "--bucket-size-mb", "0", "1"], "0: give a finite number above 0, or none"),
-        (["scaling_measured", "--regimes", "weak"], "write KIND:MODEL:BATCH"),
-        (["scaling_measured", "--minutes", "nan"], "nan: give a finite number above 0"),
-    ],
-)
-def test_commands_say_what_is_wrong(arguments, message, capsys):
-    assert message in refused(capsys, *arguments)
-
-
-def test_records_of_two_machines_stay_apart(tmp_path):
-    """The same sweep on two devices: a picture for each, and a column that tells the rows apart."""
-
-    def record(device, size, ms):
-        config = {"operation": "all_reduce", "world_size": 2, "backend": "nccl"}
-        metrics = {f"time_{p}_ms": ms for p in ("p20", "p50", "p80")}
-        metrics |= {"payload_bytes": size, "algbw_gb_per_s": 1.0, "busbw_gb_per_s": 1.0, "link_ms": 0.5}
-        return Record(
-            "allreduce_sweep", "all_reduce", config, metrics, {"device_name": device, "torch": "2"}, None
-        )
-
-    records = [record(device, size, 1.0) for device in ("GPU A", "GPU B") for size in (4096, 8192)]
-    page = view.write(allreduce_sweep.EXPERIMENT.view, records, tmp_path)
-    assert {"bandwidth.png", "bandwidth-2.png"} <= {path.name for path in tmp_path.iterdir()}
-    assert "GPU A" in page.read_text() and "GPU B" in page.read_text()
-    assert read_json(tmp_path / "records.json")[3].environment["device_name"] == "GPU B"
+def test_nccl_needs_a_gpu(capsys):
+    assert "needs an NVIDIA GPU" in refused(capsys, "allreduce_sweep", "--nproc=2", "--backend=nccl")
 
 
 def test_a_best_bucket_size_names_those_that_tie_with_it():

@@ -192,7 +192,6 @@ def test_a_recorded_descriptor_is_what_the_launcher_reads(monkeypatch):
 
 COMPILE = r"""
 import json, sys, torch
-from experiments.tune_flash_attention import hoppers
 from kernels._compile import compile_for, resources
 from kernels.flash_attention import hopper
 from kernels.flash_attention.options import Problem
@@ -208,7 +207,6 @@ for dtype in (torch.bfloat16, torch.float16):
             hopper.launch_forward(q, k, k, q, lse, problem)
             hopper.launch_backward(q, k, k, q, lse, q, q, k, k, problem)
         found += [(head_dim, kernel) for kernel in compiled]
-assert hoppers("forward", 128)["registers"] == 168 and hoppers("backward", 64)["shared_bytes"] > 190_000
 json.dump([{"name": kernel.metadata.name, "head_dim": head_dim, "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
             "reductions": kernel.asm["ptx"].count("cp.reduce.async.bulk.tensor")} | resources(kernel)
            for head_dim, kernel in found], sys.stdout)

@@ -62,18 +62,11 @@ def test_a_slow_host_delays_every_step():
     assert times.std() == pytest.approx(0) and times[0] > 1.1
 
 
-def test_jitter_of_a_record():
-    sample = np.exp(0.05 * np.random.default_rng(0).standard_normal(20_000))
-    found = Jitter.of_percentiles(*np.percentile(sample, [20, 80]))
-    assert found.of_step == pytest.approx(0.05, rel=0.05)
-
-
 @pytest.mark.parametrize(
     "call, says",
     [
         (lambda: Failures(0.0, 1.0, 1.0), "must be positive"),
         (lambda: Jitter(-0.1), "not negative"),
-        (lambda: Jitter.of_percentiles(2.0, 1.0), "the smaller first"),
         (lambda: FAILURES.goodput(0.0), "interval=0.0"),
         (lambda: reliability.run(FAILURES, -1.0, runs=1), "interval=-1.0"),
         (lambda: Jitter(0.1).slowest(0), "at least one"),

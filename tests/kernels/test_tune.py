@@ -1,0 +1,52 @@
+"""The script that tunes attention for a GPU: it keeps the fastest tile that is right, and prints rows as they stand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.flash_attention import configs, table, tune
+from kernels.flash_attention.configs import Key, Tile
+from kernels.flash_attention.options import Problem
+
+FAST, SLOW, WRONG = Tile(16, 16, 2), Tile(32, 16, 2), Tile(16, 32, 2)
+
+
+def test_a_printed_row_is_one_of_the_table():
+    key, origin, *tiles = table.ROWS[0]
+    shape, _, times = origin.removesuffix(" ms").partition(": ")
+    row = tune.row(Key(*key), shape, [Tile(*tile) for tile in tiles], [*map(float, times.split())])
+    assert f"{row}\n" in Path(table.__file__).read_text(encoding="utf-8")
+
+
+def test_the_fastest_tile_that_is_right_is_taken(monkeypatch, capsys):
+    """The clock is a table here, the kernels are the real ones."""
+    q = torch.randn(1, 1, 48, 16)
+    times = {FAST: 1.0, SLOW: 2.0, WRONG: 0.5}
+    monkeypatch.setattr(tune, "device_ms", lambda call: times[call.args[0]])
+    for run, outs in tune.launches(q, Problem((None, 0), 0.25)).values():
+
+        def with_a_mistake(tile, run=run, outs=outs):
+            if tile == Tile(64, 64):
+                raise RuntimeError("out of resource")
+            run(tile)
+            outs[0].mul_(2 if tile == WRONG else 1)
+
+        assert tune.fastest(with_a_mistake, outs, [SLOW, Tile(64, 64), WRONG, FAST]) == (FAST, 1.0)
+        assert "out of resource" in capsys.readouterr().out
+
+
+def miscompiled(bits, tile):
+    """Triton 3.6 makes illegal accesses of such tiles on Hopper, seen at 64 × 16 forward and 16 × 64 backward."""
+    return bits == 32 and tile.warps == 8 and min(tile.block_m, tile.block_n) == 16
+
+
+def test_no_tile_that_is_miscompiled_is_shipped_or_tried():
+    shipped = [(key.bits, tile) for key, choice in configs.TABLE.items() for tile in choice]
+    shipped += [(bits, tile) for bits, tiles in configs.CANDIDATES.items() for tile in tiles]
+    tried = [(32, tile) for kernel in configs.KERNELS for tile in tune.candidates(kernel, 4, "tf32x3")]
+    assert len(tried) == 3 * 22 and [tile for tile in shipped + tried if miscompiled(*tile)] == []
+    six = tune.candidates("dkdv", 4, "bf16x6")
+    assert {(tile.block_n, tile.warps) for tile in six} == {(64, 4), (128, 8)}
