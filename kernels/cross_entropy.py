@@ -6,8 +6,10 @@ With reduction "mean" both are divided by the number of rows that are not ignore
 m and s are kept apart: their sum m + log s, rounded to fp32, would lose log s beside logits of 1e7.
 
 Shapes: `N` rows, `V` vocabulary: logits (N, V), targets (N) int64, loss, m and s (N) fp32.
-Bytes: z twice and dz once; where loss and gradient come from one launch, each row is read for the sums and again,
-from its end, for the gradient, which hits the L2 as far as that reaches. FLOPs: about 5 per logit and pass.
+Bytes: three passes over the logits, whatever arrives from upstream: forward reads z, backward reads z and writes dz,
+new or over z. Nothing is rounded before the upstream has come in. FLOPs: about 5 per logit and pass.
+`loss_and_gradient` makes both in one launch where the upstream is known: each row is read for the sums and again, from
+its end, for the gradient, which hits the L2 as far as that reaches.
 Saved for backward: logits, targets, m, s. Arithmetic in fp32 for every input dtype.
 
 The sums are online: each thread keeps a running maximum and a sum scaled by it, per 16 bytes that it loads, and the
@@ -25,7 +27,6 @@ from . import _dispatch, _triton, reference
 from ._autograd import first_order
 from ._language import KEPT, STREAMED, tl, triton
 from ._rows import Launch, check, check_device, chosen
-from ._scale import scale_
 from .cost import Cost
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -106,9 +107,9 @@ def _one_row(z_ptr, target_ptr, loss_ptr, largest_ptr, total_ptr, dz_ptr, dz_off
 @triton.jit
 def gradient_kernel(z_ptr, target_ptr, largest_ptr, total_ptr, upstream_ptr, scale_ptr, dz_ptr, cols, stride_z,
                     stride_upstream, blocks, ignore_index, smoothing, BLOCK: tl.constexpr):
-    """BLOCK columns of one row of dz; the last rows, which the forward read last, first."""
-    program = tl.num_programs(0).to(tl.int64) - 1 - tl.program_id(0)
-    row = program // blocks
+    """BLOCK columns of one row of dz, which may be z; the last rows, which the forward read last, first."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
     columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row)
     kept = target != ignore_index
@@ -145,7 +146,7 @@ def launch_loss(z: Tensor, targets: Tensor, loss: Tensor, largest: Tensor, total
     """Fill loss, m (`largest`) and s (`total`) and, where given, dz (which may be z) times the one element of scale."""
     rows, cols = z.shape
     if dz is None:
-        launch = chosen("cross_entropy", Launch(block=8192, warps=16))
+        launch = chosen("cross_entropy", Launch(block=4096, warps=8))
     else:  # one row per multiprocessor: what it reads again is still in the L2
         launch = chosen("cross_entropy_both", Launch(block=16384, warps=32, per_sm=1))
     _dispatch.launch(loss_kernel, (launch.programs(rows, z.device),), z, targets, loss, largest, total, dz, scale, rows,
@@ -225,35 +226,17 @@ def forward_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
     return _reduced(loss, scale, reduction), largest, total, scale
 
 
-@_dispatch.operator("cross_entropy_both", _check, opaque=True)
-def both_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
-            reduction: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the forward, and dz (N, V) for an upstream of 1; not for reduction "none"."""
-    dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    if _triton.runs_triton(z) and not _dispatch.idle(z):
-        check_classes(targets, z.shape[1], ignore_index)
-        scale = mean_scale(targets, reduction, ignore_index)
-        loss, largest, total = _empty_rows(z)
-        launch_loss(_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing, dz, scale)
-        return _reduced(loss, scale, reduction), largest, total, scale, dz
-    loss, largest, total, scale = forward_op(z, targets, ignore_index, smoothing, reduction)
-    if not _dispatch.idle(z):
-        dz.copy_(plain_gradient(z, targets, largest, total, scale, ignore_index, smoothing))
-    return loss, largest, total, scale, dz
-
-
-@_dispatch.operator("cross_entropy_gradient", opaque=True)
-def gradient_op(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, scale: Tensor,
-                ignore_index: int, smoothing: float) -> Tensor:
-    """dz (N, V), contiguous, in z's dtype."""
-    dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+@_dispatch.operator("cross_entropy_gradient", mutates_args=("dz",), opaque=True)
+def gradient_op(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, scale: Tensor, dz: Tensor,
+                ignore_index: int, smoothing: float) -> None:
+    """Fill dz (N, V), contiguous, in z's dtype; it may be z."""
     if _dispatch.idle(z):
-        return dz
+        return
     if not _triton.runs_triton(z):
-        return dz.copy_(plain_gradient(z, targets, largest, total, upstream * scale, ignore_index, smoothing))
+        dz.copy_(plain_gradient(z, targets, largest, total, upstream * scale, ignore_index, smoothing))
+        return
     launch_gradient(_rows(z), targets.contiguous(), largest, total, upstream.contiguous(), scale, dz, ignore_index,
                     smoothing)
-    return dz
 
 
 def plain_gradient(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, scale: Tensor, ignore_index: int,
@@ -298,39 +281,36 @@ def check_arguments(logits_rows: int, logits: Tensor, targets: object, ignore_in
 
 
 class CrossEntropy(Function):
-    """`apply(logits, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean")` → loss.
+    """`apply(logits, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean", inplace_backward=False)`.
 
-    Saved: logits, targets, m, s, and one fp32 element (1 over the number of rows that count). Where a gradient will be
-    wanted the forward makes it in the same launch, for an upstream of 1, and the first backward multiplies it by the
-    upstream and gives it away; a second backward through a retained graph computes it from what is saved. So does the
-    first where that is better: rows with an upstream each (reduction "none"); fp16, whose loss scaling must come in
-    before rounding; and under torch.compile, which would copy before it multiplies.
+    Saved: logits, targets, m, s, and one fp32 element (1 over the number of rows that count).
     """
 
     @staticmethod
-    def forward(ctx, logits, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean"):
-        compiling = torch.compiler.is_compiling()
-        wanted = ctx.needs_input_grad[0] and reduction != "none" and logits.dtype != torch.float16 and not compiling
-        made = (both_op if wanted else forward_op)(logits, targets, ignore_index, label_smoothing, reduction)
-        loss, largest, total, scale, ctx.gradient = made if wanted else (*made, None)
+    def forward(ctx, logits, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean", inplace_backward=False):
+        loss, *saved = forward_op(logits, targets, ignore_index, label_smoothing, reduction)
+        if inplace_backward and ctx.needs_input_grad[0] and (logits.is_leaf or not logits.is_contiguous()):
+            raise ValueError("inplace_backward writes the gradient over the logits, here a leaf or not contiguous; "
+                             "allowed: contiguous results of other operations, or inplace_backward=False")
         ctx.options = ignore_index, float(label_smoothing)
-        ctx.save_for_backward(logits, targets, largest, total, scale)
+        ctx.inplace = inplace_backward
+        ctx.save_for_backward(logits, targets, *saved)
         return loss
 
     @staticmethod
     @first_order
     def backward(ctx, dloss):
-        logits, targets, largest, total, scale = ctx.saved_tensors
-        if ctx.gradient is not None:
-            gradient, ctx.gradient = ctx.gradient, None
-            scale_(gradient, dloss)
-            return gradient, None, None, None, None
-        gradient = gradient_op(logits, targets, largest, total, dloss.reshape(-1), scale, *ctx.options)
-        return gradient, None, None, None, None
+        logits, *saved, scale = ctx.saved_tensors
+        if ctx.inplace and not torch.compiler.is_compiling():
+            dz = logits.detach()
+        else:
+            dz = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        gradient_op(logits, *saved, dloss.reshape(-1), scale, dz, *ctx.options)
+        return dz, None, None, None, None, None
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
-                  reduction: str = "mean") -> Tensor:
+                  reduction: str = "mean", inplace_backward: bool = False) -> Tensor:
     """Cross-entropy of softmax(logits) with the targets, as `torch.nn.functional.cross_entropy`; fp32.
 
     Args:
@@ -339,6 +319,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
         ignore_index: rows with this target count nothing; where all do, the mean is 0 (torch gives NaN).
         label_smoothing: ε, the weight that is spread evenly over all classes.
         reduction: "mean" over the rows that count, "sum", or "none" for (N).
+        inplace_backward: backward writes the gradient over the logits, which saves as much memory as they take. They
+            are then gone: a second backward, and any other that has saved them, raises torch's error about tensors
+            modified in place. Compiled code, whose memory the compiler plans, does not.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed; on a CPU also a target
@@ -346,7 +329,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
     """
     if not torch.is_grad_enabled() and isinstance(logits, Tensor):
         logits = logits.detach()  # inside the Function nobody could tell that no gradient is wanted
-    return CrossEntropy.apply(logits, targets, ignore_index, label_smoothing, reduction)
+    return CrossEntropy.apply(logits, targets, ignore_index, label_smoothing, reduction, inplace_backward)
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, scale: Tensor, *, ignore_index: int = -100,

@@ -231,7 +231,6 @@ def test_a_loss_can_be_changed_in_place(call, either):
 
 
 def test_backward_twice_gives_twice_the_same(either):
-    """The first backward gives away what the forward made; a second computes it, whatever became of the first."""
     z, t = draw(3, 50).requires_grad_(), targets_for(3, 50)
     loss = cross_entropy(z, t)
     first, = torch.autograd.grad(loss, z, torch.tensor(3.0, device=DEVICE), retain_graph=True)
@@ -240,6 +239,34 @@ def test_backward_twice_gives_twice_the_same(either):
     second, = torch.autograd.grad(loss, z, torch.tensor(3.0, device=DEVICE))
     torch.testing.assert_close(kept, second, atol=1e-7, rtol=1e-6)
     assert kept.any()
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "reduction": "none"}], ids=str)
+def test_the_gradient_in_place_of_the_logits(options, either):
+    x, t = draw(3, 50).requires_grad_(), targets_for(3, 50, ignored=(1,))
+    z = 2 * x
+    loss = cross_entropy(z, t, inplace_backward=True, **options)
+    upstream = draw(*loss.shape, seed=1)
+    grad, dx = torch.autograd.grad(loss, (z, x), upstream, retain_graph=True)
+    assert grad.data_ptr() == z.data_ptr() and not grad.requires_grad
+    expected, = torch.autograd.grad(cross_entropy(2 * x, t, **options), x, upstream)
+    torch.testing.assert_close((2 * grad, dx), (expected, expected), atol=1e-6, rtol=1e-6)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+
+
+def test_logits_that_somebody_else_needs_are_not_overwritten(either):
+    x, t = draw(3, 50).requires_grad_(), targets_for(3, 50)
+    for z in (x, (2 * x)[:, ::2], (2 * x[:, :1]).expand(3, 50)):
+        with pytest.raises(ValueError, match=r"inplace_backward.*a leaf or not contiguous"):
+            cross_entropy(z, t % z.shape[1], inplace_backward=True)
+    z = x.tanh()  # whose backward reads its result
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        cross_entropy(z, t, inplace_backward=True).backward()
+    assert not cross_entropy(x.detach(), t, inplace_backward=True).requires_grad
+    compiled = torch.compile(lambda x: cross_entropy(2 * x, t, inplace_backward=True), backend="aot_eager")
+    ours, theirs = (torch.autograd.grad(f(x), x)[0] for f in (compiled, lambda x: F.cross_entropy(2 * x, t)))
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
 
 
 def test_linear_cross_entropy_goes_backward_once():
