@@ -22,7 +22,7 @@ from launch import trainer
 from tests.comm.test_parent import ends_within
 from tests.commands import ROOT, environment, python
 
-REPORT = ("records.json", "records.csv", "table.md", "table.tex", "table.typ", "report.html")
+REPORT = ("records.json", "records.csv", "table.md", "table.tex", "report.html")
 STEPS = 30
 ARGUMENTS = [
     *(
