@@ -266,7 +266,7 @@ def test_a_full_disk_under_a_journal_is_named(tmp_path):
         journal.write({"step": 1, "loss": 3.0})
     with suppress(OSError):
         journal.close()
-    assert message_of(caught.value).startswith(f"{tmp_path}/metrics.jsonl: No space left on device: make room there")
+    assert message_of(caught.value).startswith("/dev/full: No space left on device: make room there")
 
 
 def test_what_is_no_line_of_a_journal_is_left_out(tmp_path):
