@@ -18,10 +18,11 @@ def environment() -> dict[str, str]:
 def python(
     *arguments: str | os.PathLike, timeout: float = 120, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """`python arguments…`, in the repository's root; raises if it outlasts `timeout` seconds."""
+    """`python arguments…`, in the repository's root, which is importable; raises if it outlasts `timeout` seconds."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd, env=environment()
+        command, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd,
+        env=environment() | {"PYTHONPATH": str(cwd)},
     )
 
 

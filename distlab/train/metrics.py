@@ -141,7 +141,6 @@ class Journal:
         found = read_journal(path) if path.exists() else []
         self.lines = [line for line in found if line["step"] < first_step]
         write_whole(path, "".join(json.dumps(line) + "\n" for line in self.lines))
-        self.path = path
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
     def write(self, line: dict[str, Any]) -> None:
@@ -150,7 +149,7 @@ class Journal:
         try:
             self._file.write(json.dumps(line) + "\n")
         except OSError as error:
-            error.filename = str(self.path)  # a full disk does not say where
+            error.filename = self._file.name  # a full disk does not say where
             raise
 
     def close(self) -> None:

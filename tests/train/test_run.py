@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from distlab.checkpoint import lock as lock_module
@@ -15,7 +16,7 @@ from distlab.comm import RankContext
 from distlab.ending import message_of
 from distlab.testing import run_ranks
 from distlab.train.config import DataConfig
-from distlab.train.data import DataChanged
+from distlab.train.data import DataChanged, TokenWindows
 from distlab.train.loop import Outcome, Trainer
 from distlab.train.metrics import Journal, read_journal
 from distlab.train.run import train
@@ -183,52 +184,55 @@ def test_validation_data_of_its_own_may_not_change_either(tmp_path, one_rank):
         run(one_rank, tmp_path / "run", data, steps=3)
 
 
-def read_while_it_changes(context: RankContext, root: str, how: str) -> tuple[str, int, int]:
-    """What is said when this rank's file, or that of validation, changes after a step; the checkpoint; and where a
-    run with the old file goes on."""
-    text, other = Path(root, f"text-{context.rank}.txt"), Path(root, f"other-{context.rank}.txt")
-    before, steps = b"na na na na, hey hey hey, good bye. " * 40, []
-    for path in (text, other):
+def read_while_it_changes(context: RankContext, root: str, name: str, how: str) -> tuple[str, int]:
+    """What is said when the last rank's file changes, and the step at which a run with the old files goes on."""
+    files = {name: Path(root, f"{name}-{context.rank}.txt") for name in ("text", "other")}
+    before = b"na na na na, hey hey hey, good bye. " * 40
+    for path in files.values():
         path.write_bytes(before)
-    one_step, save = Trainer.one_step, Trainer.save
+    data, changes = DataConfig(*map(str, files.values())), context.rank + 1 == context.world_size
+    one_step, save, rows = Trainer.one_step, Trainer.save, TokenWindows.rows
 
-    def disturb(path: Path) -> None:
-        if context.rank + 1 == context.world_size:
-            if how == "shorter":
-                os.truncate(path, 5)
-            else:
-                path.write_bytes(before[::-1])
+    def shrinks_after(action, step: int):
+        def acts(trainer: Trainer) -> None:
+            action(trainer)
+            if changes and trainer.step == step:
+                os.truncate(files[name], 5)
 
-    def steps_and_disturbs(trainer: Trainer) -> None:
-        one_step(trainer)
-        if trainer.step == 3 and how != "validation":
-            disturb(text)
+        return acts
 
-    def saves_and_disturbs(trainer: Trainer) -> None:
-        save(trainer)
-        steps.append(trainer.step)
-        if how == "validation":
-            disturb(other)
+    def changes_below(windows: TokenWindows, numbers) -> np.ndarray:
+        seen.append(windows.file[0])
+        if changes and windows.file[0] == str(files[name]) and len(seen) > 3:
+            files[name].write_bytes(before[::-1])
+        return rows(windows, numbers)
 
-    Trainer.one_step, Trainer.save = steps_and_disturbs, saves_and_disturbs
+    seen: list[str] = []
+    if how == "in place":
+        TokenWindows.rows = changes_below
+    elif name == "text":
+        Trainer.one_step = shrinks_after(one_step, 3)
+    else:
+        Trainer.save = shrinks_after(save, 6)
     try:
         with pytest.raises(DataChanged) as caught:
-            run(context, root, DataConfig(str(text), str(other)), steps=6)
+            run(context, root, data, steps=6)
     finally:
-        Trainer.one_step, Trainer.save = one_step, save
-    for path in (text, other):
+        Trainer.one_step, Trainer.save, TokenWindows.rows = one_step, save, rows
+    for path in files.values():
         path.write_bytes(before)
     context.group.barrier().wait()
-    return str(caught.value), steps[0], run(context, root, DataConfig(str(text), str(other)), steps=6).first_step
+    return str(caught.value), run(context, root, data, steps=6).first_step
 
 
-@pytest.mark.parametrize("how, ranks, good", [("shorter", 1, 3), ("in place", 2, 3), ("validation", 2, 6)])
-def test_data_that_changes_ends_the_run_with_a_checkpoint_of_the_last_good_step(tmp_path, how, ranks, good):
+@pytest.mark.parametrize("name, good", [("text", 3), ("other", 6)], ids=["training", "validation"])
+@pytest.mark.parametrize("how, ranks", [("shorter", 1), ("in place", 2)])
+def test_data_that_changes_ends_the_run_with_a_checkpoint_of_the_last_good_step(tmp_path, name, good, how, ranks):
     """A file that shrinks under a mapping ends the process with SIGBUS; another text was trained on unnoticed."""
-    for rank, (said, saved, resumed) in enumerate(run_ranks(read_while_it_changes, ranks, str(tmp_path), how)):
-        assert (saved, resumed) == (good, good)
-        name = f"{'other' if how == 'validation' else 'text'}-{rank}.txt"
-        assert f"{name} was changed while this run read it; training stopped. The checkpoint of step {good}" in said
+    for rank, (said, resumed) in enumerate(run_ranks(read_while_it_changes, ranks, str(tmp_path), name, how)):
+        assert resumed == good
+        assert f"{name}-{rank}.txt was changed while this run read it; training stopped" in said
+        assert f"The checkpoint of step {good} is good" in said
         assert said.endswith("With the file as it was, the same command continues") and "\n" not in said
 
 
@@ -262,7 +266,7 @@ def test_a_full_disk_under_a_journal_is_named(tmp_path):
         journal.write({"step": 1, "loss": 3.0})
     with suppress(OSError):
         journal.close()
-    assert message_of(caught.value).startswith(f"{tmp_path}/metrics.jsonl: No space left on device: make room there")
+    assert message_of(caught.value).startswith("/dev/full: No space left on device: make room there")
 
 
 def test_what_is_no_line_of_a_journal_is_left_out(tmp_path):
