@@ -130,6 +130,10 @@ class Regime:
         evaluates, syncs: steps after which a forward in eval mode runs, and buffers are synchronised.
         rewraps: step after which the wrapper is closed, and the module wrapped again with a new optimizer.
         forgets: step at which nobody calls finish.
+        edits: step at which gradients are edited between backward and finish, as `edit` of `EDITS` says.
+        skips: step that is skipped after its backward: gradients are zeroed, nobody calls finish.
+        replaces: step before which a linear layer is replaced; replaces_wrapped: and the module wrapped again.
+        copies: step after which a copy of the module is made, loaded, and trained by itself.
         torch_clips: clip by `torch.nn.utils.clip_grad_norm_`, where that is wrong, too.
         late: see `late_arrivals`.
         bucket_mb: of strategies with buckets.
@@ -161,6 +165,12 @@ class Regime:
     torch_clips: bool = False
     late: bool = False
     bucket_mb: float = 25.0
+    edits: int = -1
+    edit: str = "scale"
+    skips: int = -1
+    replaces: int = -1
+    replaces_wrapped: bool = False
+    copies: int = -1
 
     __repr__ = _short_repr
 
@@ -573,6 +583,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-2}),
 }
 
+EDITS = ("scale", "replace", "drop")
+
 
 def grouped(regime: Regime, named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     """Trainable parameters as an optimizer takes them: "one" group, "dim" (weight decay for matrices alone, by
@@ -613,6 +625,10 @@ def train(case: Case, subject: "OneProcess | OnRanks") -> None:
     """The script that both sides follow."""
     regime = case.regime
     for step in range(regime.steps):
+        if step == regime.replaces:
+            subject.replace()
+            if regime.replaces_wrapped:
+                subject.rewrap()
         if regime.zero == "before" or (regime.zero == "never" and step == 0):
             subject.zero()
         number = 0
@@ -627,7 +643,14 @@ def train(case: Case, subject: "OneProcess | OnRanks") -> None:
                 between = regime.zero == "between" and number == 0
                 subject.backward(step, number, synchronize=pass_number >= regime.micro - 1, zero_between=between)
                 number += regime.forwards
+            if step == regime.skips:
+                break
+            if step == regime.edits:
+                subject.edit()
             subject.finish(step)
+        if step == regime.skips:
+            subject.zero()
+            continue
         subject.note()
         if regime.clip:
             subject.clip()
@@ -644,6 +667,8 @@ def train(case: Case, subject: "OneProcess | OnRanks") -> None:
             subject.evaluate(step)
         if step == regime.syncs:
             subject.sync_buffers()
+        if step == regime.copies:
+            subject.copy(step)
         if step == regime.rewraps:
             subject.rewrap()
     subject.end()
@@ -658,6 +683,42 @@ def _backward(
         between()
     torch.stack(losses).sum().backward()
     return [loss.detach() for loss in losses]
+
+
+@torch.no_grad()
+def _edit(how: str, parameters: Iterable[nn.Parameter]) -> None:
+    """Between backward and finish: gradients of one rank."""
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    if how == "scale":
+        torch._foreach_mul_([parameter.grad for parameter in held], 0.5)
+    for parameter in held[:1]:
+        if how == "replace":
+            parameter.grad = parameter.grad * 0.5
+        elif how == "drop":
+            parameter.grad = None
+
+
+def _replace(model: nn.Module) -> None:
+    """Put a new layer in the place of the first linear one, alike on all ranks."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            new = nn.Linear(module.in_features, module.out_features, module.bias is not None)
+            for parameter in new.parameters():
+                parameter.data = torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter).to(module.weight.dtype)
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, new)
+            return
+    raise Invalid("no layer to replace")
+
+
+def _trained_copy(module: nn.Module, case: Case, rank: int, step: int) -> list[Tensor]:
+    """What a copy that follows the module shows: the loss of a step of its own, and of the next."""
+    copied = copy.deepcopy(module)
+    copied.load_state_dict(module.state_dict())
+    copied.zero_grad()
+    losses = _backward(copied, copied.moment, case, rank, step, 7, None)
+    torch.optim.SGD([p for p in copied.parameters() if p.requires_grad], lr=0.1).step()
+    return losses + _backward(copied, copied.moment, case, rank, step, 7, None)
 
 
 @contextmanager
@@ -756,6 +817,21 @@ class OneProcess:
         """Factors that are about a rounding away from 1."""
         noise = torch.randn(like.shape, generator=self.noise)
         return 1 + 2 * _precision(self.replicas[0], name) * noise.to(like.dtype)
+
+    def edit(self) -> None:
+        for stepped in self.stepped:
+            _edit(self.case.regime.edit, stepped.values())
+
+    def replace(self) -> None:
+        """The new parameters are trained when an optimizer is made over them, which the old one was not."""
+        for replica, stepped in zip(self.replicas, self.stepped, strict=True):
+            held = {id(parameter): stepped[name] for name, parameter in replica.named_parameters()}
+            _replace(replica)
+            stepped.clear()
+            stepped.update({name: held.get(id(p), p) for name, p in replica.named_parameters()})
+
+    def copy(self, step: int) -> None:
+        self.trace.losses += _trained_copy(self.replicas[self.rank], self.case, self.rank, step)
 
     def failing_backward(self, step: int, number: int) -> None:
         for rank, replica in enumerate(self.replicas):
@@ -957,6 +1033,15 @@ class OnRanks:
             with self.wrapper.no_sync():
                 pass
             yield
+
+    def edit(self) -> None:
+        _edit(self.case.regime.edit, self.module.parameters())
+
+    def replace(self) -> None:
+        _replace(self.module)
+
+    def copy(self, step: int) -> None:
+        self.trace.losses += _trained_copy(self.module, self.case, self.context.rank, step)
 
     def failing_backward(self, step: int, number: int) -> None:
         moment, regime = self.module.moment, self.case.regime
@@ -1199,6 +1284,22 @@ REFUSALS = (
         "clip by (ZeroOptimizer|fsdp).clip_grad_norm_\\(max_norm\\)",
         lambda case: case.regime.clip > 0 and case.regime.torch_clips,
     ),
+    Refusal(
+        STRATEGIES,
+        "was changed between backward and finish|became ready twice",
+        lambda case: case.regime.edits >= 0 or (case.regime.skips >= 0 and not case.regime.to_none),
+    ),
+    Refusal(
+        STRATEGIES,
+        "is trained now and was not when the module was wrapped",
+        lambda case: case.regime.replaces >= 0 and not case.regime.replaces_wrapped,
+    ),
+    Refusal(FULLY_SHARDED, "cannot be copied, pickled or saved", lambda case: case.regime.copies >= 0),
+    Refusal(
+        FULLY_SHARDED,
+        "no backward has brought a matrix its gradient",
+        lambda case: has(case, "idle") or has(case, "around", "detached"),
+    ),
     Refusal(STRATEGIES, "are two parameters on the same memory", lambda case: bool(case.aliases)),
 )
 
@@ -1225,7 +1326,7 @@ def as_allowed(case: Case, strategy: str) -> Case:
     if regime.fails >= 0 and regime.fails_after:  # what no_sync() left, the wrapper alone can drop
         regime = replace(regime, zero_by="wrapper")
     if has(case, "around", "bfloat16"):  # close() gives back masters of fp32
-        regime = replace(regime, rewraps=-1)
+        regime = replace(regime, rewraps=-1, replaces=-1)
     return replace(case, body=body, head=head, regime=regime)
 
 
@@ -1330,6 +1431,12 @@ def _regime(chance: random.Random) -> Regime:
         torch_clips=chance.random() < 0.15,
         late=chance.random() < 0.5,
         bucket_mb=chance.choice(BUCKETS_MB),
+        edits=seldom(0.05, some_step, -1),
+        edit=chance.choice(EDITS),
+        skips=seldom(0.12, chance.randrange(steps) - 1, -1),  # a step before the last: the next one forgets it
+        replaces=seldom(0.06, chance.randrange(steps), -1),
+        replaces_wrapped=chance.random() < 0.5,
+        copies=seldom(0.1, chance.randrange(steps), -1),
     )
 
 
