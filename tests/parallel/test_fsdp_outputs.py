@@ -1,12 +1,11 @@
-"""Backward is announced by what units return: outputs that units share, views, objects, calls inside calls.
+"""Backward is announced by what units return: parts of one operation, views, calls inside calls.
+
+Random models (`tests/fuzz.py`) have the rest: units that return their input, nested ones, ties, objects.
 
 Each model is trained beside one process, bit for bit at two ranks, as it is and with parts of it frozen.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,77 +20,6 @@ from tests.parallel.test_contract import BACKENDS, run
 from tests.parallel.test_fsdp import OneProcess, full_gradients
 
 WIDTH = 6
-
-
-class Positions(nn.Module):
-    """The root owns a matrix, and returns what its head returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.pos = nn.Parameter(torch.randn(4, WIDTH))
-        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(x + self.pos)))
-
-
-class TiedAcrossUnits(nn.Module):
-    """The tied weight makes the root a unit, whose output is the last layer's."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.last.weight = self.first.weight
-        self.end = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.end(torch.tanh(self.last(torch.tanh(self.middle(self.first(x))))))
-
-
-class PassesThrough(nn.Module):
-    """Owns a matrix and returns its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class Layers(nn.Module):
-    """A list in which some layers return their input: the first, two in a row, the last."""
-
-    def __init__(self):
-        super().__init__()
-        kinds = [PassesThrough, nn.Linear, PassesThrough, PassesThrough, nn.Linear, PassesThrough]
-        self.layers = nn.ModuleList(kind(WIDTH, WIDTH) if kind is nn.Linear else kind() for kind in kinds)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class ScaledLayers(Layers):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(1, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * self.scale)
-
-
-class NestedUnits(nn.Module):
-    """Root, encoder and the encoder's layers are units, one inside the other, and return one tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.pos = nn.Parameter(torch.randn(4, WIDTH))
-        self.before, self.encoder = nn.Linear(WIDTH, WIDTH), ScaledLayers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(torch.tanh(self.before(x) * self.pos))
 
 
 class InPlaceOnAView(nn.Module):
@@ -194,42 +122,6 @@ class LearnedPositions(nn.Module):
         return self.body(torch.tanh(x * self.table(len(x)))) + self.table(len(x))
 
 
-@dataclass
-class Pair:
-    first: Tensor
-    second: Any
-
-
-class Wraps(nn.Module):
-    def __init__(self, container: Callable[[Tensor, Tensor], Any]):
-        super().__init__()
-        self.left, self.right, self.container = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), container
-
-    def forward(self, x: Tensor) -> Any:
-        return self.container(self.left(x), self.right(x))
-
-
-class Containers(nn.Module):
-    """What units return: a plain object, one with a list and itself in it, a dataclass, a dict."""
-
-    def __init__(self):
-        super().__init__()
-        self.units = nn.ModuleList(
-            [Wraps(_an_object), Wraps(Pair), Wraps(lambda a, b: {"a": a, "b": [b, "text"]})]
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        found, pair = self.units[0](x), self.units[1](torch.tanh(x))
-        mapping = self.units[2](torch.tanh(found.parts[0]) + pair.second)
-        return mapping["a"] + mapping["b"][0] + found.end
-
-
-def _an_object(a: Tensor, b: Tensor) -> SimpleNamespace:
-    found = SimpleNamespace(parts=[a, None], end=b)
-    found.me = found
-    return found
-
-
 class Checkpointed(nn.Module):
     """Recomputes another model, whole, and between two layers of its own."""
 
@@ -242,34 +134,15 @@ class Checkpointed(nn.Module):
         return self.after(torch.tanh(checkpoint(self.body, x, use_reentrant=False)))
 
 
-class CheckpointedRoot(nn.Module):
-    """The checkpoint returns what the root returns, and the root is a unit."""
-
-    def __init__(self):
-        super().__init__()
-        self.pos, self.body = nn.Parameter(torch.randn(4, WIDTH)), Layers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x * self.pos, use_reentrant=False)
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     # name: (how to build it, prefixes of what is frozen the second time)
-    "positions": (Positions, ("pos", "body")),
-    "tied": (TiedAcrossUnits, ("middle",)),
-    "layers that return their input": (Layers, ("layers.1",)),
-    "nested units": (NestedUnits, ("pos", "before", "encoder.layers.1")),
     "in place on a view": (InPlaceOnAView, ("layers.0", "layers.1.bias")),
     "first half": (lambda: OneHalf(0), ("gate", "units.1")),
     "second half": (lambda: OneHalf(1), ("gate", "units.0")),
     "calls inside calls": (CallsInsideCalls, ("units.1",)),
     "recursion": (Recursive, ("units.0",)),
     "a part of a parameter": (LearnedPositions, ("table",)),
-    "containers": (Containers, ("units.0", "units.2.left")),
     "checkpointed positions": (lambda: Checkpointed(LearnedPositions()), ("before", "body.table")),
-    "checkpointed layers": (lambda: Checkpointed(Layers()), ("before", "body.layers.0", "body.layers.1")),
-    "checkpointed nested units": (lambda: Checkpointed(NestedUnits()), ("before", "body.pos", "body.before")),
-    "checkpointed root": (CheckpointedRoot, ("pos", "body.layers.1")),
     "checkpointed calls": (lambda: Checkpointed(CallsInsideCalls()), ("before", "body.units.0")),
 }
 
@@ -321,7 +194,6 @@ def differences(context: RankContext, names: list[str]) -> list[str]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 def test_whatever_units_return_gradients_equal_one_process(checkpointed, backend):
-    """Units that return one tensor, parts of one operation, views that are overwritten, objects, calls inside calls,
-    each with frozen parts too: bit for bit."""
+    """Parts of one operation, views that are overwritten, calls inside calls, each with frozen parts: bit for bit."""
     names = [name for name in MODELS if name.startswith("checkpointed") == checkpointed]
     assert run(differences, 2, names, backend=backend) == [[], []]
