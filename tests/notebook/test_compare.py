@@ -172,8 +172,9 @@ def test_bad_input_is_one_message_each(tmp_path, capsys):
     write_json([record("a", None, time_ms=1.0)], old)
     assert "has no step_p50_ms: it was written by another version" in refused(capsys, old, mine)
     assert "no samples of 'b'" in refused(capsys, mine, mine, "--against", "b")
-    other.write_text('{"format": "distlab-run-9", "records": []}')
-    assert "does not hold distlab records" in refused(capsys, mine, other)
+    foreign = tmp_path / "foreign.json"
+    foreign.write_text('{"format": "distlab-run-9", "records": []}')
+    assert "foreign.json" in refused(capsys, mine, foreign)
     with pytest.raises(SystemExit):
         main(["compare", "--fail-above", "a lot"])
     assert "give a percentage" in capsys.readouterr().err
