@@ -7,7 +7,6 @@ import copy
 import gc
 import time
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -290,12 +289,6 @@ def test_own_classes_train_without_a_warning(dtype, options, backend):
     run(own_classes, 2, dtype, OPTIONS[options], 10, backend=backend)
 
 
-@pytest.mark.parametrize(("backend", "world_size", "shard_size"), MESHES)
-@pytest.mark.parametrize("options", OPTIONS)
-def test_own_classes_train_in_hybrid_sharding(options, backend, world_size, shard_size):
-    run(own_classes, world_size, torch.float16, OPTIONS[options], 4, shard_size, backend=backend)
-
-
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_rows_that_the_world_size_does_not_divide(world_size):
     """RELIABILITY 29: 7, 11 and 13 rows over 3 and 4 ranks; names, shapes and values come back unpadded."""
@@ -330,42 +323,6 @@ def test_a_rank_may_own_nothing_of_a_parameter():
     """RELIABILITY 29: two elements on four ranks; empty pieces are stepped, clipped and gathered like others."""
     sizes = run(fewer_elements_than_ranks, 4)
     assert sorted(rank_sizes[0] for rank_sizes in sizes) == [0, 0, 1, 1]
-
-
-def accumulate(context: RankContext, dtype: torch.dtype | None, zero_first: bool) -> None:
-    fsdp = FSDP(own_model(context.rank, context.device), dtype, process_group=context.group)
-    one = OneProcess(lambda: own_model(0, context.device), context.world_size, torch.optim.SGD, dtype, lr=0.1)
-    if zero_first:  # an accumulation that is given up leaves nothing behind
-        with fsdp.no_sync():
-            own_loss(fsdp, context.rank, 9, context.device).backward()
-        fsdp.zero_grad()
-    with pytest.raises(KeyError), fsdp.no_sync():
-        raise KeyError  # no_sync() restores itself
-    for step in range(3):
-        with fsdp.no_sync() if step < 2 else nullcontext(), CollectiveRecorder() as recorder:
-            own_loss(fsdp, context.rank, step, context.device).backward()
-        assert ("reduce_scatter" in recorder.by_op()) == (step == 2)
-    fsdp.finish_gradient_synchronization()
-
-    def three_losses(model, rank):
-        for step in range(2):
-            own_loss(model, rank, step, context.device).backward()
-        return own_loss(model, rank, 2, context.device)
-
-    one.backward(three_losses)
-    gradients = full_gradients(fsdp, context)
-    for name, parameter in one.model.named_parameters():
-        if dtype is None:
-            assert torch.equal(gradients[name], parameter.grad), name
-        else:
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=0.02, atol=4e-3)
-
-
-@pytest.mark.parametrize("zero_first", [False, True], ids=["", "after-zero_grad"])
-@pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
-def test_no_sync_accumulates_in_full_and_sends_once(dtype, zero_first):
-    """The contract's 8: the sum of three micro-batches, bit for bit, with one reduce-scatter per unit."""
-    run(accumulate, 2, dtype, zero_first)
 
 
 class Buffers(nn.Module):

@@ -26,7 +26,6 @@ from distlab.theory import volume
 from distlab.train.step import TrainStep, next_token_loss
 from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import assert_same_on_all_ranks
-from tests.parallel.test_faults import fail_then_go_on_with
 from tests.parallel.test_fsdp import own_loss, own_model
 
 CONFIG = preset("tiny", num_layers=2, d_model=18, d_ff=26, num_heads=1, vocab_size=23, context_length=8)
@@ -125,45 +124,6 @@ def test_calls_and_bytes_are_those_of_the_closed_form(ranks, size):
     }
     for of_rank in run_ranks(sent, ranks, size):
         assert of_rank == {name: (form.collectives, form.bytes) for name, form in expected.items()}
-
-
-def go_on_after_errors(context: RankContext) -> None:
-    mesh = hybrid_mesh(context.group, 2)
-    for name in ("overlap", "bucketed"):
-        for failing in ((0, 1, 2, 3), (1,)):
-            fail_then_go_on_with(context, partial(ON_A_MESH[name], mesh=mesh), failing)
-
-
-def test_the_step_after_an_exception_in_backward_is_right_on_a_mesh():
-    run_ranks(go_on_after_errors, 4)
-
-
-def one_failed_backward(context: RankContext) -> None:
-    fsdp = FSDP(own_model(0, context.device), mesh=hybrid_mesh(context.group, 2))
-    twin = FSDP(own_model(0, context.device))
-    embedding = fsdp.module.embedding
-    handle = embedding.register_full_backward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):  # when the blocks' gradients are on their way
-        own_loss(fsdp, context.rank, 0, context.device).backward()
-    handle.remove()
-    for model in (fsdp, twin):
-        model.zero_grad()
-        for number in (1, 2):  # two synchronised ones before one finish: means add up
-            own_loss(model, context.rank, number, context.device).backward()
-        model.finish_gradient_synchronization()
-    torch.testing.assert_close(fsdp.grad_norm(), twin.grad_norm())
-    for model in (fsdp, twin):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= parameter.grad
-    mine, expected = fsdp.gather_full_params(), twin.gather_full_params()
-    for name, value in expected.items():
-        torch.testing.assert_close(mine[name], value, msg=name)
-    assert_same_on_all_ranks([*mine.values()], context)
-
-
-def test_hybrid_sharding_goes_on_after_an_exception_and_adds_up_means():
-    run_ranks(one_failed_backward, 4)
 
 
 def forgotten_finish(context: RankContext) -> None:
