@@ -687,14 +687,13 @@ def _backward(
 
 @torch.no_grad()
 def _edit(how: str, parameters: Iterable[nn.Parameter]) -> None:
-    """Between backward and finish: this rank's gradients, or the first one."""
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    for parameter in trainable if how == "scale" else trainable[:1]:  # the same ones on all ranks
-        if parameter.grad is not None:
-            if how == "scale":
-                parameter.grad *= 0.5
-            else:
-                parameter.grad = parameter.grad * 0.5 if how == "replace" else None
+    """Between backward and finish: scale or drop this rank's gradients, or replace the first one."""
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    for parameter in held[:1] if how == "replace" else held:
+        if how == "scale":
+            parameter.grad *= 0.5
+        else:
+            parameter.grad = parameter.grad * 0.5 if how == "replace" else None
 
 
 def _replace(model: nn.Module) -> None:
