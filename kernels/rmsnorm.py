@@ -8,7 +8,8 @@ Bytes: forward x and y once (with a residual x, residual, s, y); backward dy, s 
 FLOPs: about 4 per element forward, 9 backward.
 Saved for backward: s (x itself where there is no residual), w, r. Statistics in fp32; y in x's dtype or autocast's.
 
-A row stays in registers from its one load to its one store. Backward: a fixed number of programs walk over the rows, so
+A row stays in registers from its one load to its one store; beside one of more than half of ONE_TILE columns w does
+not, so that a multiprocessor has room for two. Backward: a fixed number of programs walk over the rows, so
 that each sums its contribution to dw in registers and writes it once; `_reduce.py` sums these. Rows longer than
 ONE_TILE are processed in chunks and read twice (`_long_rows.py`).
 
@@ -44,11 +45,12 @@ ONE_TILE_BACKWARD = 8192  # there x, dy, w and the sum of dw stand side by side
 
 @triton.jit
 def forward_kernel(x_ptr, residual_ptr, w_ptr, y_ptr, s_ptr, r_ptr, rows, cols, stride_x, stride_residual, eps,
-                   RESIDUAL: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                   STAGES: tl.constexpr):
-    """Tiles of ROWS rows; y and s are contiguous."""
+                   RESIDUAL: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+                   BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """Tiles of ROWS rows; y and s are contiguous. WIDE: w comes from the cache, row by row, which frees registers."""
     columns = tl.arange(0, BLOCK)
-    w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
+    if not WIDE:
+        w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
@@ -62,6 +64,8 @@ def forward_kernel(x_ptr, residual_ptr, w_ptr, y_ptr, s_ptr, r_ptr, rows, cols, 
             tl.store(s_ptr + out, rounded, mask=inside)
             s = rounded.to(tl.float32)  # backward sees the rounded sum: normalise the same
         r = tl.rsqrt(tl.sum(s * s, 1) / cols + eps)
+        if WIDE:
+            w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
         y = s * r[:, None] * w.to(tl.float32)[None, :]
         if SILU:
             y = y / (1.0 + tl.exp(-y))
@@ -104,11 +108,12 @@ def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: 
                    silu: bool) -> None:
     """Fill y, r and, with a residual, s. x and residual have contiguous rows, the outputs are contiguous."""
     rows, cols = x.shape
-    launch = row_launch("rmsnorm", cols, per_thread=32)
+    wide = cols > ONE_TILE // 2
+    launch = row_launch("rmsnorm", cols, per_thread=16 if wide else 32)
     grid = (launch.programs(triton.cdiv(rows, launch.rows), x.device),)
     _dispatch.launch(forward_kernel, grid, x, residual, w, y, s, r, rows, cols, x.stride(0),
                      0 if residual is None else residual.stride(0), eps, RESIDUAL=residual is not None, SILU=silu,
-                     ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
+                     WIDE=wide, ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
 
 
 def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor, ds: Tensor,

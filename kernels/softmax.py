@@ -2,16 +2,17 @@
 
 Math, per row:  y = exp(x − max x) / Σ exp(x − max x);  dx = y·(dy − Σ dy·y).
 
-Three forms, by the length of a row:
-- up to ONE_TILE columns: a row is read once and stays in registers. One program per tile, or, with `per_sm`, a fixed
-  number of programs that walk over the rows and load the next tiles while they work on the present one.
-- longer: the row is split over programs. The first kernel leaves each piece's maximum m_i and sum l_i of exp(x − m_i);
-  the second combines those of the row, M = max m_i, L = Σ l_i·exp(m_i − M), and writes. It goes through the tensor
-  backwards, since what was read last is still in the L2.
+Forms, by the length of a row:
+- up to ONE_TILE columns: a row is read once and stays in registers. One program per tile; 16-bit rows above half of
+  ONE_TILE, of which a multiprocessor holds one, have one program per multiprocessor that loads the next two meanwhile.
+- longer: two reads, the second from the L2. Pieces of rows are programs; each finds its own maximum m_i and sum l_i of
+  exp(x − m_i), and writes a piece that lies some hundred programs behind, whose row is complete by then: M = max m_i,
+  L = Σ l_i·exp(m_i − M). One launch, and memory is read and written at the same time.
 Backward holds two tensors: up to ONE_TILE_BACKWARD columns both rows stay in registers, up to HALF_TILE_BACKWARD one of
 them, and longer rows are read twice.
 
-Shapes: x, y (N, D). Bytes: x and y once (longer rows: x twice); backward y, dy and dx once. FLOPs: about 5 per element.
+Shapes: x, y (N, D). Bytes: x and y once (longer rows: x once more from the L2); backward y, dy and dx once. FLOPs:
+about 5 per element.
 Saved for backward: y. Arithmetic in fp32, results in x's dtype. A row of −inf only gives NaN, as in torch.
 
 Source: Milakov & Gimelshein, Online normalizer calculation for softmax (2018).
@@ -24,7 +25,7 @@ from torch.autograd import Function
 from . import _dispatch, _triton, reference
 from ._autograd import first_order
 from ._language import KEPT, STREAMED, tl, triton
-from ._rows import Launch, as_rows, check, chosen, power_of_two, row_launch
+from ._rows import Launch, as_rows, check, chosen, pipelined_launch, power_of_two, row_launch
 from .cost import Cost
 
 ONE_TILE = 32768
@@ -62,44 +63,38 @@ def backward_kernel(dy_ptr, y_ptr, dx_ptr, rows, cols, stride_dy, ROWS: tl.const
 
 
 @triton.jit
-def piece_statistics_kernel(x_ptr, m_ptr, l_ptr, cols, stride_x, piece, pieces, BLOCK: tl.constexpr):
-    """Maximum and sum of exponentials of `piece` columns of one row; program i·pieces + j has piece j of row i."""
-    program = tl.program_id(0).to(tl.int64)
-    first = (program % pieces) * piece
-    x_ptr += (program // pieces) * stride_x
-    last = tl.minimum(first + piece, cols)
-    offsets = tl.arange(0, BLOCK)
-    largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(first, last, BLOCK):  # each thread keeps its own maximum: one reduction at the end
-        x = tl.load(x_ptr + start + offsets, mask=start + offsets < last, other=float("-inf"),
-                    eviction_policy=KEPT).to(tl.float32)
-        larger = tl.maximum(largest, x)
-        shift = tl.where(larger == float("-inf"), 0.0, larger)
-        total = total * tl.exp(largest - shift) + tl.exp(x - shift)
-        largest = larger
-    m = tl.max(largest, 0)
-    shift = tl.where(m == float("-inf"), 0.0, m)
-    tl.store(m_ptr + program, m)
-    tl.store(l_ptr + program, tl.sum(total * tl.exp(largest - shift), 0))
+def long_forward_kernel(x_ptr, y_ptr, m_ptr, l_ptr, done_ptr, rows, cols, stride_x, pieces, lag, PIECES: tl.constexpr,
+                        BLOCK: tl.constexpr):
+    """Program i: maximum m and sum l of piece i of all rows' pieces, and y of piece i − lag, whose row is known now.
 
-
-@triton.jit
-def normalise_kernel(x_ptr, m_ptr, l_ptr, y_ptr, cols, stride_x, pieces, blocks, PIECES: tl.constexpr,
-                     BLOCK: tl.constexpr):
-    """BLOCK columns of one row of y, from the statistics of its pieces; the last blocks of the last rows first."""
-    program = tl.num_programs(0).to(tl.int64) - 1 - tl.program_id(0)
-    row = program // blocks
+    done (rows), zeros at first, counts the pieces of each row whose m and l are there. Programs start in the order of
+    their numbers, and who waits for a row waits for smaller numbers: lag ≥ pieces.
+    """
+    program = tl.program_id(0)
+    row, columns = program // pieces, (program % pieces) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row.to(tl.int64) * stride_x + columns, mask=(row < rows) & (columns < cols),
+                other=float("-inf"), eviction_policy=KEPT)
+    late = tl.maximum(program - lag, 0)
+    late_row, late_columns = late // pieces, (late % pieces) * BLOCK + tl.arange(0, BLOCK)
+    written = (program >= lag) & (late_columns < cols)
+    y = tl.load(x_ptr + late_row.to(tl.int64) * stride_x + late_columns, mask=written, other=0.0,
+                eviction_policy=STREAMED)
+    done = tl.atomic_add(done_ptr + late_row, 0, sem="acquire")
+    while (done < pieces) & (program >= lag):
+        done = tl.atomic_add(done_ptr + late_row, 0, sem="acquire")
     index = tl.arange(0, PIECES)
-    m = tl.load(m_ptr + row * pieces + index, mask=index < pieces, other=float("-inf"))
-    l = tl.load(l_ptr + row * pieces + index, mask=index < pieces, other=0.0)  # noqa: E741
+    m = tl.load(m_ptr + late_row * pieces + index, mask=index < pieces, other=float("-inf"), cache_modifier=".cg")
+    l = tl.load(l_ptr + late_row * pieces + index, mask=index < pieces, other=0.0, cache_modifier=".cg")  # noqa: E741
+
+    largest = tl.max(x.to(tl.float32), 0)
+    total = tl.sum(tl.exp(x.to(tl.float32) - tl.where(largest == float("-inf"), 0.0, largest)), 0)
+    tl.store(m_ptr + program, largest, mask=row < rows)
+    tl.store(l_ptr + program, total, mask=row < rows)
+    tl.atomic_add(done_ptr + row, 1, mask=row < rows, sem="release")
+
     largest = tl.max(m, 0)
-    total = tl.sum(l * tl.exp(m - largest), 0)
-    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * stride_x + columns, mask=columns < cols, other=0.0,
-                eviction_policy=STREAMED).to(tl.float32)
-    y = tl.exp(x - largest) * (1.0 / total)
-    tl.store(y_ptr + row * cols + columns, y.to(y_ptr.dtype.element_ty), mask=columns < cols)
+    y = tl.exp(y.to(tl.float32) - largest) * (1.0 / tl.sum(l * tl.exp(m - largest), 0))
+    tl.store(y_ptr + late_row.to(tl.int64) * cols + late_columns, y.to(y_ptr.dtype.element_ty), mask=written)
 
 
 @triton.jit
@@ -142,7 +137,10 @@ def long_backward_kernel(dy_ptr, y_ptr, dx_ptr, cols, stride_dy, BLOCK: tl.const
 def launch_forward(x: Tensor, y: Tensor) -> None:
     """Fill y, for rows up to ONE_TILE columns."""
     rows, cols = x.shape
-    launch = row_launch("softmax", cols, tile=1024)
+    if cols > ONE_TILE // 2 and x.element_size() == 2:  # a row fills a multiprocessor: the next are under way meanwhile
+        launch = pipelined_launch("softmax", cols, x.element_size(), x.device)
+    else:
+        launch = row_launch("softmax", cols, tile=1024)
     grid = (launch.programs(triton.cdiv(rows, launch.rows), x.device),)
     _dispatch.launch(forward_kernel, grid, x, y, rows, cols, x.stride(0), ROWS=launch.rows, BLOCK=launch.block,
                      STAGES=launch.stages, num_warps=launch.warps)
@@ -151,17 +149,13 @@ def launch_forward(x: Tensor, y: Tensor) -> None:
 def launch_long_forward(x: Tensor, y: Tensor) -> None:
     """Fill y, for rows of any length."""
     rows, cols = x.shape
-    launch = chosen("softmax_long", Launch(block=8192 // x.element_size(), warps=16, per_sm=2))
-    # As many pieces as fill the GPU, each at least a block long.
-    pieces = max(1, min(triton.cdiv(cols, launch.block), triton.cdiv(launch.programs(1 << 30, x.device), rows)))
-    piece = triton.cdiv(triton.cdiv(cols, pieces), launch.block) * launch.block
-    pieces = triton.cdiv(cols, piece)
+    launch = chosen("softmax_long", Launch(block=8192 // x.element_size(), warps=4, per_sm=10))  # all that run at once
+    pieces = triton.cdiv(cols, launch.block)
     m, l = torch.empty(2, rows * pieces, dtype=torch.float32, device=x.device).unbind(0)  # noqa: E741
-    _dispatch.launch(piece_statistics_kernel, (rows * pieces,), x, m, l, cols, x.stride(0), piece, pieces,
-                     BLOCK=launch.block, num_warps=launch.warps)
-    blocks = triton.cdiv(cols, launch.block)
-    _dispatch.launch(normalise_kernel, (rows * blocks,), x, m, l, y, cols, x.stride(0), pieces, blocks,
-                     PIECES=max(2, triton.next_power_of_2(pieces)), BLOCK=launch.block, num_warps=launch.warps)
+    done = torch.zeros(rows, dtype=torch.int32, device=x.device)
+    lag = pieces + launch.programs(1 << 30, x.device)  # who runs at the same time has not to wait for each other
+    _dispatch.launch(long_forward_kernel, (rows * pieces + lag,), x, y, m, l, done, rows, cols, x.stride(0), pieces,
+                     lag, PIECES=max(2, triton.next_power_of_2(pieces)), BLOCK=launch.block, num_warps=launch.warps)
 
 
 def launch_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:

@@ -17,7 +17,7 @@ SCRIPT = r"""
 import json, re, sys, torch
 from unittest import mock
 from kernels._compile import compile_for, resources
-from kernels import layernorm, matmul, rmsnorm
+from kernels import layernorm, matmul, rmsnorm, softmax
 from kernels.flash_attention import backward, configs, forward
 from kernels.flash_attention.options import Problem
 from experiments.ir.catalogue import MODULES, D, F, H, N, e
@@ -39,6 +39,7 @@ with compile_for(90) as compiled:
     for softcap, bounds in ((None, None), (30.0, e(2, 2, 1000, dtype=torch.int32))):
         attention(long, softcap, bounds)
     attention(long, None, None, head_dim=48)
+    softmax.launch_forward(e(N, 32768), e(N, 32768))
 older = []
 for capability in (80, 86, 89):
     with compile_for(capability) as found:
@@ -46,6 +47,7 @@ for capability in (80, 86, 89):
         matmul.launch_pointers(a, e(D, 256), None, e(D, 256), "rms_norm", "ieee")
         attention(configs.Choice(*[configs.CANDIDATES[16][-1]] * 3), 30.0, None)
         if capability == 86:
+            softmax.launch_forward(e(N, 32768), e(N, 32768))
             long, longer = e(N, D, dtype=F), e(N, 8192, dtype=F)
             rmsnorm.launch_backward(longer, None, longer, e(8192), stat, longer, False)
             rmsnorm.launch_backward(long, long, long, w, stat, long, False)
