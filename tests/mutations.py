@@ -782,7 +782,7 @@ MUTATIONS = (
         "distlab/checkpoint/files.py",
         "for n in itertools.count(1))",
         "for n in range(1, 100))",
-        ("tests/checkpoint/test_checkpoint.py", "-k", "nobody_checked"),
+        ("tests/checkpoint/test_checkpoint.py", "-k", "hundredth"),
     ),
     Mutation(
         "weights that are NaN are good",
