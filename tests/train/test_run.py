@@ -197,7 +197,7 @@ def read_while_it_changes(context: RankContext, root: str, name: str, how: str) 
         def acts(trainer: Trainer) -> None:
             action(trainer)
             if changes and trainer.step == step:
-                os.truncate(files[name], 5)
+                os.truncate(files[name], 0)
 
         return acts
 
