@@ -131,23 +131,27 @@ def whole(name: str, tensor: Tensor) -> Shard:
 
 
 @torch.no_grad()
-def adopt_assigned(placed: Iterable[tuple[Tensor, Tensor]]) -> None:
+def adopt_assigned(placed: Iterable[tuple[Tensor, Tensor, int, int]]) -> None:
     """Put values that `p.data = …` (`vector_to_parameters`, an average swapped in) gave a parameter into its place.
 
     Args:
-        placed: parameters, each with its place in a flat buffer, which is what is sent.
+        placed: parameters, each with its `placing` in a flat buffer, which is what is sent.
 
     Raises:
         ValueError: values of another shape or dtype.
     """
-    for parameter, place in placed:
-        memory, its_own = parameter.untyped_storage()._cdata, place.untyped_storage()._cdata
-        if memory == its_own and parameter.storage_offset() == place.storage_offset():
+    for parameter, place, memory, offset in placed:
+        if parameter.untyped_storage()._cdata == memory and parameter.storage_offset() == offset:
             continue
         given, needed = (parameter.shape, parameter.dtype), (place.shape, place.dtype)
         if given != needed:
             raise ValueError(f"a parameter's .data was assigned {given}, and is sharded as {needed}: assign the same")
         parameter.data = place.copy_(parameter)
+
+
+def placing(place: Tensor) -> tuple[Tensor, int, int]:
+    """A view, the identity of its memory and where it begins there."""
+    return place, place.untyped_storage()._cdata, place.storage_offset()
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from distlab.parallel import step_guard
 from distlab.parallel.buckets import GradientBucket, adopt_foreign_gradients, write_used_flags
 from distlab.parallel.data_parallel import Attached
 from distlab.parallel.in_flight import in_flight_class
-from distlab.parallel.shard import Shard, adopt_assigned, plain_name
+from distlab.parallel.shard import Shard, adopt_assigned, placing, plain_name
 
 if TYPE_CHECKING:
     from distlab.parallel.bucketed import BucketedDDP
@@ -66,7 +66,7 @@ class ShardedBuckets:
         self.optimizer: weakref.ref[Optimizer] | None = None
         self._gathering: dict[int, Work] = {}
         self._bucket_of: dict[nn.Parameter, int] = {}
-        self._placed: list[tuple[nn.Parameter, Tensor]] = []
+        self._placed: list[tuple[nn.Parameter, Tensor, int, int]] = []
         self._owned: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []  # with a shard that is not empty, its mean
         self.starts: dict[nn.Parameter, int] = {}
         values: dict[nn.Parameter, nn.Parameter] = {}
@@ -96,7 +96,7 @@ class ShardedBuckets:
         for position, view in enumerate(plan.views(flat, bucket.parameters)):
             parameter = bucket.parameters[position]
             parameter.data = view.copy_(parameter)
-            self._placed.append((parameter, view))
+            self._placed.append((parameter, *placing(view)))
             start, stop = plan.shard_range(position, self._rank)
             here = slice(plan.offsets[position] + start, plan.offsets[position] + stop)
             shape = parameter.shape if parameter.ndim == 0 and start < stop else (-1,)

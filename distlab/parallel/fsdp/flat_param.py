@@ -39,7 +39,7 @@ from distlab.comm import collectives
 from distlab.comm.subgroups import MeshGroups
 from distlab.parallel.buckets import GradientBucket, average
 from distlab.parallel.buckets import plan_buckets as plan_gradient_buckets
-from distlab.parallel.shard import FlatLayout, adopt_assigned
+from distlab.parallel.shard import FlatLayout, adopt_assigned, placing
 
 ALIGNMENT = 8  # elements; 16 bytes in a 2-byte dtype, the alignment that matmul kernels need of an operand's address
 # Saving fewer elements is not worth another buffer: sending 1 MiB of fp32 costs less than a collective's latency.
@@ -322,7 +322,7 @@ class FlatParam:
     Attributes:
         master: this rank's slice, `(layout.slice_numel,)`.
         shards: what the optimizer sees, by parameter: views of the master slice, perhaps empty.
-        placed: each of them with that view (`adopt_assigned`).
+        placed: each of them with that view's `placing`, for `adopt_assigned`.
         buffer: `(layout.numel,)`, of no memory while sharded.
         full: what forward sees: views of the buffer.
     """
@@ -347,7 +347,7 @@ class FlatParam:
         self.full = [nn.Parameter(view.data, self.trainable) for view in self._views(self.buffer)]
         slices = self._slices(self.master)
         self.shards = [nn.Parameter(view, self.trainable) for view in slices]
-        self.placed = [*zip(self.shards, slices, strict=True)]
+        self.placed = [(shard, *placing(part)) for shard, part in zip(self.shards, slices, strict=True)]
         self._memory = Memory(self.buffer)
         self._gathering: tuple[Work, Tensor] | None = None
         self._reducing: tuple[Work, Tensor] | None = None
