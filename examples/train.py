@@ -43,7 +43,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=PRESETS, default="tiny", help="of the model")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks")
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per step")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     parser.add_argument("--log-every", type=int, default=10, help="steps between printed losses")
