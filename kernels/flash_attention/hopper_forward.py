@@ -16,18 +16,19 @@ TMA counts arrived bytes, and `empty`, at which every consumer arrives once it h
 S of the next tile is issued before P·V of this one, and the softmax runs while P·V does: wgmma is asynchronous, and
 `warpgroup_mma_wait(n)` waits until at most the n latest are in flight. P stays in registers as the left operand.
 
-Which queries: the heads are taken in groups whose keys and values the L2 holds. In a group the longest tiles of all
-heads come first and the shortest last, so that the programs end together; head after head, the last heads' long tiles
-would keep a few multiprocessors busy while the others are idle (15 % of the time at 64 heads × 2,048).
+Which queries: a program of one tile would have nothing to do while it starts, waits for its first loads and stores its
+last result. So a grid of one program per multiprocessor takes tile after tile, and the producer loads the next turn's
+Q, K and V meanwhile; O therefore has a buffer of its own. Turns go there and back over the programs, which pairs long
+tiles with short ones. The longest tiles of `group` heads come first, then the shorter ones: of all heads, for an even
+end, or of one, so that programs share what the L2 holds (hopper.py says when, and when each tile has its own program).
 
-A program of one tile has nothing to do while it starts, waits for its first loads and stores its last result. Where
-tiles are short (`takes_turns` in hopper.py), a grid of one program per multiprocessor takes tile after tile instead,
-and the producer loads the next turn's Q, K and V meanwhile; O therefore has a buffer of its own. Turns go there and
-back over the programs, which pairs a head's longest tiles with its shortest.
+How many consumers: D = 64 multiplies half as much as D = 128 for as many exponentials, so two consumers leave the
+tensor cores idle more than half of the time. Four with tiles of 64 keys fit the registers, and share what is loaded
+among twice the queries; a consumer passes over tiles behind the last key that its own queries see.
 
-Registers per thread of a consumer (128 threads): O 64·D/128 = D/2, S and P 64·128/128 = 64 and 32 (two elements to a
-register), so 160 of 240 at D = 128. `setmaxnreg` gives a consumer 240, the producer 24.
-Shared memory: Q and O 2·64·D·CONSUMERS, K and V 2·128·D·STAGES each, in bytes: 192 KiB at D = 128, 96 KiB at D = 64.
+Registers per thread of a consumer (128 threads): O 64·D/128 = D/2, S and P KEYS/2 and KEYS/4 (two elements to a
+register), so 160 of 240 at D = 128 and 80 of 112 at D = 64; `setmaxnreg` leaves the producer 24.
+Shared memory: Q and O 2·64·D·CONSUMERS, K and V 2·KEYS·D·STAGES each, in bytes: 192 KiB at D = 128, 112 KiB at D = 64.
 
 TMA sees q, k, v, o as (B, H, T, D) of any strides: what a tile has past a head's last row is read as zero and not
 written. Bytes, FLOPs and what is saved are forward.py's. No reduction crosses programs: results are bit-identical.
@@ -48,9 +49,6 @@ from triton.language.core import _aggregate as aggregate
 
 LN_2 = gl.constexpr(0.6931471805599453)
 QUERIES = gl.constexpr(64)  # of one consumer: the rows of one wgmma
-CONSUMERS = gl.constexpr(2)
-KEYS = gl.constexpr(128)
-STAGES = gl.constexpr(2)
 
 
 @aggregate
@@ -150,7 +148,7 @@ def _place(turn):
 
 
 @gluon.jit
-def _owned(turn, sizes):
+def _owned(turn, sizes, CONSUMERS: gl.constexpr, KEYS: gl.constexpr):
     """(batch, head, first query, key tiles) of this program's turn; the last queries, the longest, come first."""
     heads, batch_heads, query_count, key_count, hi, group = sizes
     query_tiles = (query_count + CONSUMERS * QUERIES - 1) // (CONSUMERS * QUERIES)
@@ -163,12 +161,13 @@ def _owned(turn, sizes):
 
 
 @gluon.jit
-def _producer(given, sizes, turns):
+def _producer(given, sizes, turns, CONSUMERS: gl.constexpr):
     """Loads: of each turn Q once, then K and V tiles as their buffers come free."""
     q_desc, k_desc, v_desc, q, k, v, kv_group = given
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
     loaded = 0  # K and V tiles, of all turns
     for turn in range(turns):
-        batch, head, first_query, tiles = _owned(turn, sizes)
+        batch, head, first_query, tiles = _owned(turn, sizes, CONSUMERS, KEYS)
         for i in gl.static_range(CONSUMERS):
             q.acquire(turn * CONSUMERS + i, q_desc.block_type.nbytes)
             q.copy(turn * CONSUMERS + i, q_desc, batch, head, first_query + i * QUERIES)
@@ -185,7 +184,7 @@ def _producer(given, sizes, turns):
 def _softmax(s, row_max, row_sum, scale_log2, rows, first_key, key_count, hi, MASKED: gl.constexpr):
     """One step of the online softmax: (P, row maxima, row sums, factor of what was summed so far)."""
     if MASKED:
-        cols = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout))
+        cols = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         end = gl.minimum(rows + hi + 1, key_count)
         s = gl.where(cols[None, :] < end[:, None], s, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(s, 1))
@@ -200,6 +199,7 @@ def _softmax(s, row_max, row_sum, scale_log2, rows, first_key, key_count, hi, MA
 @gluon.jit
 def _step(j, q_tile, k, v, acc, row_max, row_sum, p, scale_log2, rows, first_key, key_count, hi, MASKED: gl.constexpr):
     """S of tile j, P·V of the tile before, and the softmax of S meanwhile."""
+    KEYS: gl.constexpr = k.tiles.shape[1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     zeros = gl.zeros([QUERIES, KEYS], gl.float32, S_LAYOUT)
     k.wait_full(j)
@@ -216,24 +216,35 @@ def _step(j, q_tile, k, v, acc, row_max, row_sum, p, scale_log2, rows, first_key
 
 
 @gluon.jit
-def _consumer(given, sizes, turns, W: gl.constexpr):
+def _consumer(given, sizes, turns, W: gl.constexpr, CONSUMERS: gl.constexpr):
     """The softmax and the two matmuls for 64 queries of each turn, the W-th; `given` is the same for each W."""
     o_desc, lse_ptr, q, k, v, o_tiles, scale_log2 = given
     heads, _batch_heads, query_count, key_count, hi, _group = sizes
     D: gl.constexpr = o_desc.block_type.shape[3]
+    KEYS: gl.constexpr = k.tiles.shape[1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     read = 0  # K and V tiles, of all turns
     for turn in range(turns):
-        batch, head, first_query, tiles = _owned(turn, sizes)
+        batch, head, first_query, tiles = _owned(turn, sizes, CONSUMERS, KEYS)
         row0 = first_query + W * QUERIES
         rows = row0 + gl.arange(0, QUERIES, ROW)
         acc = gl.zeros([QUERIES, D], gl.float32, O_LAYOUT)
         row_max = gl.full([QUERIES], float("-inf"), gl.float32, ROW)
         row_sum = gl.full([QUERIES], 0.0, gl.float32, ROW)
         q.wait_full(turn * CONSUMERS + W)
+        if CONSUMERS * QUERIES > KEYS:  # the tiles that only other consumers see
+            seen = (gl.minimum(row0 + QUERIES + hi, key_count) + KEYS - 1) // KEYS
+            seen = gl.minimum(gl.maximum(seen, 1), tiles)
+            for j in range(tiles - seen):
+                k.wait_full(read + j)
+                k.release(read + j)
+                v.wait_full(read + j)
+                v.release(read + j)
+            read += tiles - seen
+            tiles = seen
         k.wait_full(read)
         q_tile = q.tile(W)
         zeros = gl.zeros([QUERIES, KEYS], gl.float32, S_LAYOUT)
@@ -274,7 +285,7 @@ def _consumer(given, sizes, turns, W: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "kv_group", "query_count", "key_count", "hi", "group"])
 def hopper_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, batch_heads, kv_group, query_count, key_count,
-                          hi, group, scale_log2):
+                          hi, group, scale_log2, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
     """One program: O and LSE of CONSUMERS · 64 queries of one head in each of its turns."""
     q = ring(q_desc, CONSUMERS, 1)
     k = ring(k_desc, STAGES, CONSUMERS)
@@ -286,5 +297,10 @@ def hopper_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, batch_
     sizes = (heads, batch_heads, query_count, key_count, hi, group)
     given = (o_desc, lse_ptr, q, k, v, o_tiles, scale_log2)
     to_load = (q_desc, k_desc, v_desc, q, k, v, kv_group)
-    gl.warp_specialize([(_consumer, (given, sizes, turns, 0)), (_consumer, (given, sizes, turns, 1)),
-                        (_producer, (to_load, sizes, turns))], [4, 1], [240, 24])
+    if CONSUMERS == 2:
+        gl.warp_specialize([(_consumer, (given, sizes, turns, 0, 2)), (_consumer, (given, sizes, turns, 1, 2)),
+                            (_producer, (to_load, sizes, turns, 2))], [4, 1], [240, 24])
+    else:
+        gl.warp_specialize([(_consumer, (given, sizes, turns, 0, 4)), (_consumer, (given, sizes, turns, 1, 4)),
+                            (_consumer, (given, sizes, turns, 2, 4)), (_consumer, (given, sizes, turns, 3, 4)),
+                            (_producer, (to_load, sizes, turns, 4))], [4, 4, 4, 1], [112, 112, 112, 24])
