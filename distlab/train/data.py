@@ -174,6 +174,11 @@ class TokenWindows:
 Sequences = SyntheticSequences | TokenWindows
 
 
+def is_unchanged(data: Sequences) -> bool:
+    """Whether the file of the tokens, if they have one, is what it was before anything was read of it."""
+    return data.file is None or stamp(data.file[0]) == data.file[1]
+
+
 class GlobalOrder:
     """Which sequences each rank reads in each step.
 

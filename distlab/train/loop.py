@@ -23,7 +23,7 @@ from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
 from distlab.precision import DTYPES
 from distlab.train.config import TrainConfig, refuse_other_run
-from distlab.train.data import DataChanged, GlobalOrder, Sequences, stamp, to_batch
+from distlab.train.data import DataChanged, GlobalOrder, Sequences, is_unchanged, to_batch
 from distlab.train.evaluate import validation_loss
 from distlab.train.metrics import GatheredMetrics, NonFiniteLoss, StepMetrics
 from distlab.train.requirements import settled, training_step
@@ -220,9 +220,9 @@ class Trainer:
         rate = self.schedule(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self._refuse_changed(self.train)  # of a file that became shorter nothing may be read
-        rows = [self.train.rows(numbers) for numbers in self.order.numbers(self.step)]
-        self._refuse_changed(self.train)
+        whole = is_unchanged(self.train)  # of a file that became shorter nothing may be read
+        rows = [self.train.rows(numbers) for numbers in self.order.numbers(self.step)] if whole else []
+        self._refuse_changed(self.train, whole)
         loss = self.train_step([to_batch(each, self.context.device) for each in rows])
         self.step += 1
         skipped = self.train_step.last_step_skipped  # its norm is infinite, and that was dealt with
@@ -257,13 +257,13 @@ class Trainer:
         self.metrics.restart_clock()
         return loss
 
-    def _refuse_changed(self, data: Sequences) -> None:
-        """Raise DataChanged, on every rank, if on any of them the file of `data` is not what it was."""
+    def _refuse_changed(self, data: Sequences, was_whole: bool = True) -> None:
+        """Raise DataChanged, on every rank, if on any of them the file of `data` is, or was, not what it began as."""
         if data.file is None:
             return
-        path, before = data.file
-        if not collectives.all_ranks_agree(stamp(path) == before, torch.device("cpu"), self.metrics.group):
-            raise DataChanged(f"{path} was changed while this run read it")
+        whole = was_whole and is_unchanged(data)
+        if not collectives.all_ranks_agree(whole, torch.device("cpu"), self.metrics.group):
+            raise DataChanged(f"{data.file[0]} was changed while this run read it")
 
     def _last_good(self) -> str:
         if self.checkpoints is None:
