@@ -134,7 +134,7 @@ def test_a_copy_of_the_wrapped_module_is_an_ordinary_module():
 
 def compiled(context: RankContext) -> None:
     def trained(kind, compiled_part: str) -> Iterator[Tensor]:
-        made = wrapped(context, kind)
+        made = wrapped(context, kind, nn.Sequential(*net(), nn.LayerNorm(3)))
         wrapper, optimizer = made
         forward = torch.compile(wrapper, backend="aot_eager") if compiled_part == "wrapper" else wrapper
         update = torch.compile(optimizer.step, backend="aot_eager") if compiled_part == "step" else None
