@@ -44,6 +44,7 @@ class ParallelModel(nn.Module, ABC):
     replicas: int = 1
     bytes_outside_allocator: int = 0
     _synchronizes = True  # False inside no_sync()
+    _registrations = 0  # when the module was last compared with what was wrapped
     _shards_gradients = False  # True: each rank has the mean gradient of its shards only
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +198,7 @@ class LocalOptimizer(Optimizer, ABC):
         self.defaults = self.local.defaults
         for group in self.param_groups:
             self._complete(group)
-        self.state = self.local.state
+        self._note_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, during training too; call it on every rank alike."""
@@ -207,6 +208,20 @@ class LocalOptimizer(Optimizer, ABC):
             self._take(group["params"])
             self.local.add_param_group(self._mine(group))
             self._complete(group)
+            self._note_parameters()
+
+    @property
+    def state(self) -> Any:
+        """The local optimizer's, by what it steps."""
+        return {} if self.local is None else self.local.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self.local is not None:  # torch's constructor assigns one, too
+            raise ValueError(
+                f"{type(self).__name__}.state is this rank's share and cannot be assigned: call load_state_dict(), or "
+                "state.clear() to start anew"
+            )
 
     @abstractmethod
     def shards(self, held: Iterable[Shard]) -> list[Shard]:
@@ -232,8 +247,19 @@ class LocalOptimizer(Optimizer, ABC):
 
     def _copy_options_inwards(self) -> None:
         """What a scheduler or the user changed in our groups (lr, weight decay, …) holds for the local ones."""
+        if self._held() != self._noted:
+            raise ValueError(
+                f"param_groups of this {type(self).__name__} hold other parameters than it was given: build another "
+                "optimizer, or add parameters by add_param_group()"
+            )
         for outer, local in zip(self.param_groups, self.local.param_groups, strict=True):
             local.update(options_of(outer))
+
+    def _note_parameters(self) -> None:
+        self._noted = self._held()
+
+    def _held(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self.param_groups]
 
     def load_shards(
         self, saved_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
@@ -242,7 +268,6 @@ class LocalOptimizer(Optimizer, ABC):
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update(options_of(saved))
         load_shards(self.local, self.param_groups, state)
-        self.state = self.local.state
 
 
 def stepped(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:

@@ -69,7 +69,9 @@ class DataParallel(ParallelModel):
         collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
 
         self._pending = False  # a synchronised forward was not finished
-        self._ready: set[int] = set()  # gradients of synchronised backward passes that were not finished
+        # Gradients of synchronised backward passes that were not finished: the tensor, and its version then.
+        self._ready: dict[int, tuple[Tensor, int]] = {}
+        self._unsent: set[int] = set()  # gradients of backward passes under no_sync() since the last finish
         self._in_backward = False  # stays True after a backward that raised
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(_call, weakref.ref(self), index))
@@ -108,17 +110,21 @@ class DataParallel(ParallelModel):
         Without a synchronised forward or backward since the last call it does nothing.
 
         Raises:
-            ValueError: a parameter that was frozen at construction now requires a gradient.
+            ValueError: the module trains a parameter now that was frozen, or not there, at construction.
+            RuntimeError: a gradient was changed after backward, when it may have been sent.
         """
+        self._check_still_frozen()
+        step_guard.check_module(self)
         if not self._pending and not self._ready:
             return
-        self._check_still_frozen()
+        self._check_unedited()
         try:
             with torch.no_grad():
                 self._synchronize()
         finally:
             self._pending = self._in_backward = False
             self._ready.clear()
+            self._unsent.clear()
 
     def shards(self) -> list[Shard]:
         """All parameters, whole."""
@@ -127,10 +133,11 @@ class DataParallel(ParallelModel):
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if gradients of a synchronised backward have not been finished."""
-        if self._ready:
+        if self._ready or any(self.trainable[index].grad is not None for index in self._unsent):
             raise RuntimeError(
                 f"{type(self).__name__}: this step would use gradients that are not averaged over the ranks yet: "
-                "call finish_gradient_synchronization() after backward, before optimizer.step()"
+                "call finish_gradient_synchronization() after backward, before optimizer.step(); backward passes under "
+                "no_sync() are sent by the next one outside it"
             )
 
     def close(self, *, restore: bool = True) -> None:
@@ -165,6 +172,7 @@ class DataParallel(ParallelModel):
         """Called by autograd after it has accumulated the gradient of `trainable[index]`."""
         gradient = self.trainable[index].grad
         if not self._synchronizes or gradient is None:
+            self._unsent.add(index)
             return
         name = self.trainable_names[index]
         if gradient.layout is not torch.strided:
@@ -187,8 +195,10 @@ class DataParallel(ParallelModel):
             )
         if not self._in_backward:
             self._enter_backward()
-        self._ready.add(index)  # a set: assigning an attribute of an nn.Module takes microseconds
+        self._ready[index] = gradient, 0  # assigning an attribute of an nn.Module would take microseconds
         self._gradient_ready(index)
+        gradient = self.trainable[index].grad  # perhaps in a bucket
+        self._ready[index] = gradient, gradient._version
 
     def _enter_backward(self, _: Any = None) -> None:
         self._in_backward = True
@@ -214,9 +224,20 @@ class DataParallel(ParallelModel):
         """
         for parameter in self.trainable:
             parameter.grad = None
+        self._pending = True
+        self._ready.clear()
         self.finish_gradient_synchronization()
         for parameter in self.trainable:  # those that came from other ranks
             parameter.grad = None
+
+    def _check_unedited(self) -> None:
+        for index, (gradient, version) in self._ready.items():
+            if self.trainable[index].grad is not gradient or gradient._version != version:
+                raise RuntimeError(
+                    f"the gradient of '{self.trainable_names[index]}' was changed between backward and "
+                    "finish_gradient_synchronization(), when it may have been sent: clip and edit gradients after "
+                    "finish, and register hooks before wrapping; zero_grad() drops this step's"
+                )
 
     def _check_trainable(self) -> None:
         if not self.trainable:

@@ -7,7 +7,7 @@ Every rank holds all gradients, averaged by any of the DDPs, and the optimizer's
 only: with AdamW 2/N instead of 2 numbers per parameter. Against ZeRO stage 1 (Rajbhandari et al. 2020, sec. 5)
 this sends more, an all-reduce (2 volumes around the ring) plus a broadcast (1 volume), where a reduce-scatter and
 an all-gather (1 volume each) would do; that form is `ZeroOptimizer`. In exchange it works with *any* optimizer,
-because parameters stay whole.
+that takes parameters one by one, because they stay whole.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,7 +36,7 @@ class ShardedOptimizer(LocalOptimizer):
         kwargs: for `optimizer_cls`.
 
     Raises:
-        ValueError: no parameters. TypeError: something that is no tensor. Both from torch's own checks.
+        ValueError: no parameters, or L-BFGS, which couples them. TypeError: something that is no tensor.
     """
 
     def __init__(
@@ -46,6 +46,11 @@ class ShardedOptimizer(LocalOptimizer):
         process_group: ProcessGroup | None = None,
         **kwargs: Any,
     ):
+        if issubclass(optimizer_cls, torch.optim.LBFGS):
+            raise ValueError(
+                "ShardedOptimizer: L-BFGS steps all parameters together, and here a rank steps a share of them: use it "
+                "without ShardedOptimizer, over the parameters of a data-parallel wrapper"
+            )
         self._group = collectives.resolve_group(process_group)
         self._owner: dict[nn.Parameter, int] = {}
         self._load = [0] * self._group.size()  # elements owned by each rank

@@ -16,6 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -73,6 +77,34 @@ def _refuse_shards(step: Callable[..., Any]) -> Callable[..., Any]:
 
 register_optimizer_step_pre_hook(_before_step)
 GradScaler.step = _refuse_shards(GradScaler.step)  # torch has no hook there, and unscaling leaves no trace
+
+
+# -- modules that change after wrapping ------------------------------------------------------------------------
+
+_registrations = 0  # of parameters and modules, in any module of this process
+
+
+def _count_registration(*_: Any) -> None:
+    global _registrations
+    _registrations += 1
+
+
+register_module_parameter_registration_hook(_count_registration)
+register_module_module_registration_hook(_count_registration)
+
+
+def check_module(wrapper: ParallelModel) -> None:
+    """Raise ValueError if the module trains a parameter that was not wrapped. Free if nothing was registered since."""
+    if wrapper._registrations == _registrations or wrapper not in _guarded:
+        return
+    for name, parameter in wrapper.module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in _guarded[wrapper]:
+            raise ValueError(
+                f"'{name}' is trained now and was not when the module was wrapped (a layer was replaced, added, "
+                "parametrized or unfrozen), so its gradient would not be averaged: close() this wrapper, wrap the "
+                "module again, and build the optimizer over the new wrapper's parameters"
+            )
+    wrapper._registrations = _registrations
 
 
 # -- edits of synchronized gradients ---------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class ZeroOptimizer(LocalOptimizer):
             raise ValueError(
                 f"{optimizer_cls.__name__} is not known to be element-wise, and here it sees parts of parameters: give "
                 "elementwise=True if every element's update depends on that element alone, else use ShardedOptimizer, "
-                "which keeps parameters whole"
+                "which keeps parameters whole (for L-BFGS, all of them: a data-parallel wrapper alone)"
             )
         self._ddp = ddp
         self._group = ddp.process_group
@@ -104,6 +104,8 @@ class ZeroOptimizer(LocalOptimizer):
         self._sharded.check_unedited()
         self._sharded.point_gradients()
         self._copy_options_inwards()
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch.autograd.graph.increment_version(stepped)  # for a graph that has saved them; gathering does not count
         self.local.step(**kwargs)
         self._ddp.shards_changed()
         return loss

@@ -123,6 +123,10 @@ def second_backward(context: RankContext, strategy: str) -> str:
     wrapper(torch.ones(1, 6)).sum().backward()
     with pytest.raises(RuntimeError, match="became ready twice") as caught:
         wrapper(torch.ones(1, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match="changed between backward and finish"):
+        wrapper.finish_gradient_synchronization()
+    wrapper.zero_grad()
+    wrapper(torch.ones(1, 6)).sum().backward()
     wrapper.finish_gradient_synchronization()
     return str(caught.value)
 

@@ -1,6 +1,7 @@
 """What an optimizer's step may find in `.grad`: the mean over ranks, unedited, or edited alike on every rank."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -149,7 +150,7 @@ def torchs_clipping(context: RankContext) -> None:
             own_loss(fsdp, context.rank, 1, context.device)
             with pytest.raises(RuntimeError, match="no backward has brought a matrix its gradient"):
                 fsdp.finish_gradient_synchronization()
-            with pytest.raises(RuntimeError, match=EDITED):
+            with pytest.raises(RuntimeError, match=f"{EDITED}|{UNFINISHED}"):
                 optimizer.step()
         optimizer.zero_grad(set_to_none="norm" in name)
         finished(fsdp, context)
@@ -206,3 +207,50 @@ def permitted(context: RankContext) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_edits_element_by_element_several_optimizers_and_steps_work(backend):
     run(permitted, 2, backend=backend)
+
+
+def dropped_by_the_optimizer(context: RankContext, kept: bool, zeroed: str) -> None:
+    """A step as if a backward before it, which nobody finished, had never been."""
+    fsdp, plain = wrapped(context), wrapped(context)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (fsdp, plain)]
+    for step in range(2):
+        with fsdp.no_sync() if kept else nullcontext():
+            (own_loss(fsdp, context.rank, 7, context.device) * float("nan")).backward()
+        {"optimizer": optimizers[0], "module": fsdp.module, "wrapper": fsdp}[zeroed].zero_grad()
+        for each, optimizer in zip((fsdp, plain), optimizers, strict=True):
+            with each.no_sync():
+                backward(each, context, step)
+            finished(each, context, step + 10)
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, expected in zip(fsdp.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+
+    with fsdp.no_sync() if kept else nullcontext():
+        backward(fsdp, context)
+    # What has not been sent would not know; torch itself refuses to write to the zeros that stand for it.
+    with pytest.raises(RuntimeError, match=r"changed between .*zero_grad\(set_to_none=True\) drops|single memory loc"):
+        optimizers[0].zero_grad(set_to_none=False)
+        backward(fsdp, context)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("zeroed", ["optimizer", "module", "wrapper"])
+@pytest.mark.parametrize("kept", [False, True], ids=["sent", "no_sync"])
+def test_zero_grad_drops_a_backward_that_was_not_finished(kept, zeroed, backend):
+    """A skipped batch, a generator's step through a discriminator, a loss of NaN under no_sync()."""
+    run(dropped_by_the_optimizer, 2, kept, zeroed, backend=backend)
+
+
+def dropped_then_finished(context: RankContext) -> None:
+    fsdp = wrapped(context)
+    with fsdp.no_sync():
+        (own_loss(fsdp, context.rank, 7, context.device) * float("nan")).backward()
+    fsdp.module.zero_grad()
+    own_loss(fsdp, context.rank, 0, context.device)  # a forward alone
+    fsdp.finish_gradient_synchronization()
+    assert all(p.grad is None or not p.grad.any() for p in fsdp.parameters())
+
+
+def test_what_was_dropped_is_not_sent_by_finish_either():
+    run(dropped_then_finished, 2)

@@ -8,8 +8,8 @@ from torch import nn
 
 from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
-from distlab.parallel import ShardedOptimizer
-from tests.parallel.cases import build
+from distlab.parallel import BucketedDDP, ShardedOptimizer, ZeroOptimizer
+from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
 
 OPTIMIZERS = {
@@ -181,6 +181,38 @@ def inputs(context: RankContext) -> None:
     with pytest.raises(ValueError, match="more than one parameter group"):
         twice = [{"params": model.parameters()}, {"params": model.parameters()}]
         ShardedOptimizer(twice, torch.optim.SGD, process_group=context.group, lr=0.1)
+    with pytest.raises(ValueError, match=r"L-BFGS steps all parameters together.*without ShardedOptimizer"):
+        ShardedOptimizer(model.parameters(), torch.optim.LBFGS, process_group=context.group)
+
+
+def changed_from_outside(context: RankContext) -> None:
+    """Under both sharded optimizers."""
+    for make in (
+        lambda wrapper: ShardedOptimizer(groups(wrapper.module), torch.optim.SGD, context.group, lr=0.1, momentum=0.9),
+        lambda wrapper: ZeroOptimizer(wrapper, torch.optim.SGD, params=groups(wrapper.module), lr=0.1, momentum=0.9),
+    ):
+        wrapper = BucketedDDP(build("plain", 0, context.device), process_group=context.group)
+        optimizer = make(wrapper)
+        CASES["plain"].loss(wrapper, context.rank, 0, context.device).backward()
+        wrapper.finish_gradient_synchronization()
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"state is this rank's share and cannot be assigned: call load_state"):
+            optimizer.state = {}
+        optimizer.state.clear()
+        optimizer.step()
+        assert optimizer.state  # begun anew
+        removed = optimizer.param_groups[1]["params"].pop()
+        for change in (lambda: None, optimizer.param_groups.pop):
+            change()
+            before = removed.detach().clone()
+            with pytest.raises(ValueError, match="hold other parameters than it was given: build another"):
+                optimizer.step()
+            assert torch.equal(removed, before)
+
+
+def test_groups_and_state_that_are_changed_from_outside_are_refused():
+    """A local optimizer would not learn of it."""
+    run(changed_from_outside, 2)
 
 
 def test_parameters_come_as_generators_and_mistakes_are_refused():

@@ -77,6 +77,112 @@ def test_a_step_before_finish_raises_under_every_strategy():
     run(forgotten_finish, 2)
 
 
+def every_wrapper_and_its_optimizer(context: RankContext) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
+    yield from averaging_and_its_optimizer(context)
+    fsdp = FSDP(build("plain", 0, context.device), process_group=context.group)
+    yield fsdp, torch.optim.SGD(fsdp.parameters(), lr=0.1)
+
+
+def backward_of(module: nn.Module) -> Tensor:
+    loss = module(torch.ones(2, 6)).square().mean()
+    loss.backward()
+    return loss
+
+
+CHANGES = {
+    "replaced": lambda module: setattr(module, "4", nn.Linear(8, 3)),
+    "added": lambda module: module.append(nn.Linear(3, 3)),
+    "parametrized": lambda module: torch.nn.utils.parametrizations.weight_norm(module[2]),
+    "parameter": lambda module: module[2].register_parameter("scale", nn.Parameter(torch.ones(1))),
+}
+
+
+def changed_modules(context: RankContext, change: str) -> None:
+    for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
+        for _ in range(2):  # the second step compares nothing unless something was registered
+            optimizer.zero_grad()
+            loss_of(wrapper, context.rank).backward()
+            wrapper.finish_gradient_synchronization()
+            optimizer.step()
+        optimizer.zero_grad()
+        CHANGES[change](wrapper.module)
+        with pytest.raises(ValueError, match=r"' is trained now and was not when .*wrap the module again"):
+            backward_of(wrapper)
+            wrapper.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_that_changes_after_wrapping_is_refused_under_every_strategy(change):
+    """Its new parameters would never be averaged, and the ranks would drift apart."""
+    run(changed_modules, 2, change)
+
+
+def unchanged_modules(context: RankContext) -> None:
+    for wrapper, _ in averaging_and_its_optimizer(context):
+        torch.nn.utils.spectral_norm(wrapper.module[2])  # the same parameter under another name
+        wrapper.module.append(nn.Linear(3, 3).requires_grad_(False))
+        backward_of(wrapper)
+        wrapper.finish_gradient_synchronization()
+
+
+def test_new_names_and_frozen_layers_are_no_change():
+    run(unchanged_modules, 2)
+
+
+def halve(parameter: nn.Parameter) -> None:
+    parameter.grad = parameter.grad * 0.5
+
+
+EDITS = {
+    "clipped": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.1),
+    "replaced": lambda parameters: [halve(parameter) for parameter in parameters],
+    "one dropped": lambda parameters: setattr(parameters[-1], "grad", None),
+    "in a hook": lambda parameters: [p.register_post_accumulate_grad_hook(halve) for p in parameters],
+}
+
+
+def early_edits(context: RankContext, edit: str) -> None:
+    for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
+        if isinstance(wrapper, FSDP) and edit in ("one dropped", "in a hook"):
+            continue  # is right; has its own refusal
+        parameters = list(wrapper.module.parameters())
+        if edit == "in a hook":
+            EDITS[edit](parameters)
+        loss_of(wrapper, context.rank).backward()
+        if edit != "in a hook":
+            EDITS[edit](parameters)
+        with unchanged(wrapper):
+            with pytest.raises(RuntimeError, match=r"changed between backward and finish_gradient_sync.*after finish"):
+                wrapper.finish_gradient_synchronization()
+            with pytest.raises(RuntimeError, match="call finish_gradient_synchronization"):
+                optimizer.step()
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_gradients_edited_before_finish_raise_under_every_strategy(edit):
+    """Some are on their way already: half of an edit would be averaged, or none of it."""
+    run(early_edits, 2, edit)
+
+
+def only_no_sync(context: RankContext) -> None:
+    for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
+        with wrapper.no_sync():
+            loss_of(wrapper, context.rank).backward()
+        wrapper.finish_gradient_synchronization()
+        with unchanged(wrapper), pytest.raises(RuntimeError, match=r"call finish_grad.*under no_sync\(\) are sent by"):
+            optimizer.step()
+        wrapper.zero_grad()
+        optimizer.step()  # nothing to step
+        loss_of(wrapper, context.rank).backward()
+        wrapper.finish_gradient_synchronization()
+        optimizer.step()
+        assert_same_on_all_ranks([*wrapper.full_parameters().values()], context)
+
+
+def test_a_step_after_backwards_under_no_sync_alone_raises_under_every_strategy():
+    run(only_no_sync, 2)
+
+
 class WithScalar(nn.Module):
     """A matrix, a vector and a number."""
 

@@ -201,6 +201,20 @@ def test_a_step_sends_a_reduce_scatter_and_an_all_gather_per_bucket():
         assert set(by_op) == {"reduce_scatter", "all_gather", "all_reduce"}
 
 
+def step_before_backward(context: RankContext) -> None:
+    wrapper, optimizer = zero(build("plain", 0, context.device), context, lr=0.1)
+    train_alike(wrapper, optimizer, range(1), context)
+    loss = CASES["plain"].loss(wrapper, 0, 1, context.device)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_step_between_forward_and_backward_raises():
+    """As under any optimizer: the gather overwrites what autograd has saved."""
+    run(step_before_backward, 2)
+
+
 def waits_in_forward(context: RankContext) -> None:
     """The next forward may begin at once; `state_dict` of the module waits too."""
     model = build("plain", 0, context.device)

@@ -357,6 +357,7 @@ class FlatParam:
             self._gradient = torch.empty(layout.numel, dtype=self.master.dtype, device=device)
             self._gradient_views = self._views(self._gradient)
             self._gradient_memory = Memory(self._gradient)
+            self._zero = self.master.new_zeros(())
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """`(layout.numel,)` → one view per parameter, of its shape."""
@@ -411,6 +412,7 @@ class FlatParam:
 
         Raises TypeError for a sparse gradient, with the parameter's name.
         """
+        self.drop_zeroed()
         fresh, self.has_gradient = not self.has_gradient, True
         self._gradient_memory.allocate()
         targets, gradients = [], []
@@ -432,6 +434,18 @@ class FlatParam:
         elif targets:
             torch._foreach_add_(targets, gradients)
         return bool(targets)
+
+    def hold_gradients(self) -> None:
+        """Give every shard a `.grad`, of no memory, so that `zero_grad()` can drop what the flat gradient keeps."""
+        for shard in self.shards:
+            if shard.grad is None:
+                shard.grad = self._zero.expand(shard.shape)
+
+    def drop_zeroed(self) -> None:
+        """Drop of a flat gradient that is kept what belongs to shards whose `.grad` was dropped."""
+        for shard, view in zip(self.shards, self._gradient_views if self.has_gradient else (), strict=False):
+            if shard.grad is None:
+                view.zero_()
 
     def reduce_scatter(self) -> None:
         """Start to send the flat gradient, if there is one; this rank will receive its slice of the mean."""
@@ -467,7 +481,7 @@ class FlatParam:
 
     def _add_to_grad(self, received: Tensor) -> None:
         for shard, gradient in zip(self.shards, self._slices(received), strict=True):
-            if shard.grad is None:
+            if shard.grad is None or shard.grad._base is self._zero:
                 shard.grad = gradient
             else:
                 shard.grad += gradient

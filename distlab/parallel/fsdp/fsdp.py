@@ -126,11 +126,11 @@ class FSDP(ParallelModel):
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.trainable_names, self.trainable = [n for n, _ in trainable], [p for _, p in trainable]
         self._load_check = module.register_load_state_dict_post_hook(refuse_assigned_parameters(self))
-        self._runtime = Runtime(self._units, self.process_group)
-        self._runtime.cast(casts)
         replicated = {id(master) for master in self._replicated.masters}
         self._named_shards = [(name, p) for name, p in trainable if id(p) not in replicated]
         self._named_replicated = [(name, p) for name, p in trainable if id(p) in replicated]
+        self._runtime = Runtime(self._units, self.process_group, self._named_shards, self._named_replicated)
+        self._runtime.cast(casts)
         self._held = list(self._find_shards())
         self._stepped_by: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._editing = False  # inside elementwise_gradient_edits()
@@ -148,6 +148,7 @@ class FSDP(ParallelModel):
             # It raised. All ranks must have failed at one place, else those that wait fail within the group's timeout.
             self._runtime.recover()
             self.zero_grad()
+        step_guard.check_module(self)
         for param in self._flat_params:  # in backward, values are those of forward
             adopt_assigned(param.placed)
         self._replicated.refresh()
@@ -171,9 +172,11 @@ class FSDP(ParallelModel):
         gradient of zero; in a unit that ran on no rank it stays None.
 
         Raises:
-            ValueError: a parameter was frozen, unfrozen or given a gradient hook after wrapping.
-            RuntimeError: backward reached parameters of a unit, but not through what the unit returned; or none.
+            ValueError: a parameter was frozen, unfrozen, added or given a gradient hook after wrapping.
+            RuntimeError: a gradient was changed after backward; or backward reached parameters of a unit, but not
+                through what the unit returned; or none.
         """
+        step_guard.check_module(self)
         if not self._runtime.pending:
             return
         checks.check_still_frozen(self._flat_params)

@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from distlab.comm import collectives
 from distlab.comm.subgroups import MeshGroups
+from distlab.parallel import step_guard
 from distlab.parallel.fsdp.flat_param import (
     Entry,
     FlatParam,
@@ -171,6 +172,9 @@ class Unit:
 class Runtime:
     """Watches the units of one FSDP and moves their parameters and gradients in time.
 
+    Args:
+        shards, replicated: what an optimizer steps, with names.
+
     Attributes:
         synchronize: whether gradients are sent (False inside `no_sync()`, where they are kept in full).
         pending: whether a synchronised forward or backward waits for `finish()`.
@@ -180,8 +184,15 @@ class Runtime:
         backward_task: autograd's number of the backward that has begun and not ended; it stays if that raises.
     """
 
-    def __init__(self, units: Sequence[Unit], group: ProcessGroup):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        group: ProcessGroup,
+        shards: Sequence[tuple[str, nn.Parameter]],
+        replicated: Sequence[tuple[str, nn.Parameter]],
+    ):
         self.units = units
+        self._shards, self._replicated = shards, replicated
         self.synchronize = True
         self.pending = False
         self.unfinished = False
@@ -376,6 +387,8 @@ class Runtime:
 
     def _enter_backward(self, task: int) -> None:
         if self.backward_task != task:
+            if self.backward_task is None:  # vectors may have been reached already, and theirs are this rank's own
+                self._check_unedited(self._shards)
             self.backward_task = task
             self.unfinished = True
             self._backward_order.begin(tuple(self._ran))
@@ -389,6 +402,8 @@ class Runtime:
         for unit in self.units:
             if unit.touched:
                 self._post_backward(unit)
+        self.wait_for_gradients()  # nothing is left to hide them behind, and zero_grad() must find them
+        step_guard.note_gradients(parameter for _, parameter in [*self._shards, *self._replicated])
         self.backward_task = None
 
     def _post_backward(self, unit: Unit) -> None:
@@ -400,6 +415,9 @@ class Runtime:
         if self.synchronize:
             self.pending = True
             self._reduce_scatter(unit)
+        else:
+            for param in unit.trainable:
+                param.hold_gradients()
 
     def _reduce_scatter(self, unit: Unit) -> None:
         self.wait_for_reduce_scatter()
@@ -424,11 +442,12 @@ class Runtime:
         """Send what only passes without synchronisation used, and wait for all gradients.
 
         Raises:
-            RuntimeError: a parameter has a gradient, but backward has not come to its unit through what that returned;
-                or none has.
+            RuntimeError: a gradient was edited; or a parameter has one, but backward has not come to its unit through
+                what that returned; or none has.
         """
         for unit in self.units:
             unit.refuse_lost_gradients()
+        self._check_unedited([*self._shards, *self._replicated])
         if self.announced and not self.arrived:
             raise RuntimeError(
                 "FSDP: no backward has brought a matrix its gradient since the last finish_gradient_synchronization(): "
@@ -436,9 +455,20 @@ class Runtime:
             )
         self.pending = self.unfinished = self.announced = self.arrived = False
         for unit in self.units:
+            for param in unit.trainable:
+                param.drop_zeroed()
             self._reduce_scatter(unit)
             unit.uses = 0
         self.wait_for_gradients()
+
+    def _check_unedited(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        name = step_guard.find_edited(named) if self.unfinished else None
+        if name is not None:
+            raise RuntimeError(
+                f"FSDP: the gradient of '{name}' was changed between backward and finish_gradient_synchronization(), "
+                "when it is not the mean yet: clip and edit gradients after finish; zero_grad(set_to_none=True) drops "
+                "them"
+            )
 
     def recover(self) -> None:
         """Forget a backward that raised."""
