@@ -109,9 +109,10 @@ def watch_memory(context: RankContext, options: dict) -> tuple[list[int], list[i
     gradients: list[int] = []
     accumulate = FlatParam.accumulate_gradients
 
-    def counted(param: FlatParam) -> None:
-        accumulate(param)
+    def counted(param: FlatParam) -> bool:
+        arrived = accumulate(param)
         gradients.append(flat_gradients())
+        return arrived
 
     for number in range(2):
         loss = own_loss(fsdp, context.rank, number, context.device)
