@@ -65,8 +65,8 @@ def test_replicas_average_their_shards_behind_backward():
         ("reduce_scatter", B),
         ("all_reduce", B // 2),
         ("reduce_scatter", E),
-        ("backward ends", 0),
         ("all_reduce", E // 2),
+        ("backward ends", 0),  # with every shard's gradient in place, where zero_grad() finds it
         ("all_reduce", 56),  # norms and biases, seven times seven, and their flags: over all ranks
     ]
 
