@@ -92,8 +92,7 @@ def write_json(records: Iterable[Record], path: str | os.PathLike) -> None:
         if header not in headers:
             headers.append(header)
         rows.append({"header": headers.index(header)} | row)
-    body = {"format": FORMAT, "headers": headers, "records": rows}
-    write_checked(path, body)
+    write_checked(path, {"format": FORMAT, "headers": headers, "records": rows})
 
 
 def write_checked(path: str | os.PathLike, body: dict[str, Any]) -> None:
