@@ -140,7 +140,7 @@ _sources: dict[str, float] = {}  # file of an imported module → when it was wr
 
 def _end_if_edited() -> None:
     """End rank processes that may have imported a file of the user's before it was edited."""
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
     now = {file: os.path.getmtime(file) for file in files if "site-packages" not in file and os.path.isfile(file)}
     if any(_sources.get(file, written) != written for file, written in now.items()):
         shut_down()

@@ -161,8 +161,8 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         run.add(name, {"step_p50_ms": REFUSED, "refusal": reason}, **facts, bucket_size_mb=None)
     sound = {r.variant: steps[r.variant] for r in run.records if r.variant in steps and not wrong_rows([r])}
     for record in run.records:
-        if record.variant in steps:
-            record.metrics.update(against_others(record.variant, steps, sound))
+        if record.variant in sound:
+            record.metrics.update(against_others(record.variant, sound))
         record.metrics.update(explanation(record, accounts))
     run.save()
     if context.is_main and drawn:
@@ -229,19 +229,16 @@ def _rates(config: DDPBenchConfig, context: RankContext, step_ms: float) -> dict
     return {"tokens_per_s": tokens / (step_ms / 1e3), "mfu_pct": None if share is None else 100 * share}
 
 
-def against_others(
-    name: str, steps: Mapping[str, Sequence[float]], sound: Mapping[str, Sequence[float]]
-) -> dict[str, float | None]:
+def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
     """What a row's step takes longer than without communication, and with 95 % intervals, of steps paired one by one,
     its ratio to local's and to that of torch DDP's fastest row, and the ratio of the two's exposed communication.
 
     Args:
         name: of the row.
-        steps: times of every row that ran.
-        sound: of those that are right, and so may be a baseline.
+        steps: times of every row that ran and is right.
     """
     p50 = {row: percentiles(samples)["p50"] for row, samples in steps.items()}
-    peers = [row for row in sound if row.startswith("torch-ddp")]
+    peers = [row for row in steps if row.startswith("torch-ddp")]
     mine, peer = steps[name], steps[min(peers, key=p50.__getitem__)] if peers else None
     local = steps.get("local") if name != "local" else None
     ratios = {

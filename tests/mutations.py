@@ -731,8 +731,8 @@ MUTATIONS = (
     Mutation(
         "a peer that sent nothing is a baseline",
         "experiments/ddp_bench.py",
-        'peers = [row for row in sound if',
-        'peers = [row for row in steps if',
+        " and not wrong_rows([r])}",
+        "}",
         ("tests/experiments/test_own_model.py", "-k", "nobody"),
     ),
     Mutation(
@@ -794,8 +794,8 @@ MUTATIONS = (
     Mutation(
         "fields of any kind make a record",
         "distlab/report/record.py",
-        '            raise ValueError(f"field {name!r} must',
-        '            ValueError(f"field {name!r} must',
+        '            raise ValueError(f"{source}: field {name!r} must',
+        '            ValueError(f"{source}: field {name!r} must',
         ("tests/report/test_run.py", "-k", "changed"),
     ),
     Mutation(

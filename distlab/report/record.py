@@ -71,14 +71,14 @@ class Record:
         return from_fields(cls, data)
 
 
-def from_fields(cls: type, data: Any) -> Any:
+def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
     """A dataclass of plain fields. Raises ValueError if fields are missing, unknown or of the wrong kind."""
     kinds = typing.get_type_hints(cls)
     if not isinstance(data, Mapping) or set(data) != set(kinds):
-        raise ValueError(f"a {cls.__name__.lower()} has exactly the fields {sorted(kinds)}, got {str(data)[:80]}")
+        raise ValueError(f"{source}: a {cls.__name__.lower()} has the fields {sorted(kinds)}, got {str(data)[:80]}")
     for name, kind in kinds.items():
         if not isinstance(data[name], kind if isinstance(kind, UnionType) else typing.get_origin(kind) or kind):
-            raise ValueError(f"field {name!r} must be {kind}, got {type(data[name]).__name__}")
+            raise ValueError(f"{source}: field {name!r} must be {kind}, got {type(data[name]).__name__}")
     return cls(**data)
 
 
@@ -92,8 +92,7 @@ def write_json(records: Iterable[Record], path: str | os.PathLike) -> None:
         if header not in headers:
             headers.append(header)
         rows.append({"header": headers.index(header)} | row)
-    body = {"format": FORMAT, "headers": headers, "records": rows}
-    write_checked(path, body)
+    write_checked(path, {"format": FORMAT, "headers": headers, "records": rows})
 
 
 def write_checked(path: str | os.PathLike, body: dict[str, Any]) -> None:

@@ -223,10 +223,7 @@ def open_run(header: Header, out: str | Path, name: str | None, differences: Cal
     folder = OutputFolder(out, header.experiment, name)
     saved, rows, records = folder.path / HEADER, folder.path / "records.json", []
     if saved.is_file():
-        try:
-            before = from_fields(Header, read_checked(saved))
-        except ValueError as error:
-            raise ValueError(f"{saved} does not say what was run ({error})") from None
+        before = from_fields(Header, read_checked(saved), saved)
         if found := differences(before, Header(**plain(asdict(header)))):
             raise ValueError(
                 f"--name {name}: {folder.path} holds another run: {'; '.join(found)}. Give the same options to resume "
