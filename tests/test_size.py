@@ -5,23 +5,23 @@ import pytest
 from tests.size import code_tokens, sizes
 
 LIMITS = {  # thousands of code tokens, what was last reached: a row falls with the code, a higher one needs its reason
-    "distlab/*.py": 10,
+    "distlab/*.py": 11,
     "distlab/bench": 7,
     "distlab/checkpoint": 8,
     "distlab/comm": 8,
     "distlab/measure": 18,
     "distlab/model": 7,
-    "distlab/parallel": 28,
-    "distlab/report": 22,
-    "distlab/theory": 31,
+    "distlab/parallel": 27,
+    "distlab/report": 19,
+    "distlab/theory": 30,
     "distlab/train": 11,
     "docs": 1,
     "examples": 2,
-    "experiments": 111,
-    "kernels": 60,
+    "experiments": 102,
+    "kernels": 61,
     "launch": 6,
-    "source": 323,
-    "tests": 256,
+    "source": 311,
+    "tests": 251,
 }
 
 
