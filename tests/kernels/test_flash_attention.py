@@ -48,7 +48,7 @@ def inputs(batch, heads, kv_heads, query_count, key_count, head_dim, dtype=torch
 
 def apply(function, *, causal=False, scale=None, window=None, alignment="top-left", document_ids=None, softcap=None,
           return_lse=False):
-    return lambda q, k, v: function.apply(q, k, v, causal, scale, window, alignment, "ieee", document_ids, None, None,
+    return lambda q, k, v: function.apply(q, k, v, causal, scale, window, alignment, "ieee", document_ids, None,
                                           softcap, return_lse)
 
 
@@ -223,7 +223,7 @@ def test_gradients_of_rows_without_a_key_are_zero_whatever_comes_for_their_log_s
 def test_log_sum_exp_without_heads_and_under_autocast(function):
     q, k, v, _ = (x[:, 0] for x in inputs(2, 1, 1, 9, 12, 16))
     with torch.autocast(DEVICE, torch.float16):
-        o, lse = function.apply(q, k, v, False, None, None, "top-left", "ieee", None, None, None, None, True)
+        o, lse = function.apply(q, k, v, False, None, None, "top-left", "ieee", None, None, None, True)
     assert o.dtype is torch.float16 and lse.dtype is torch.float32 and lse.shape == (2, 9)
     torch.testing.assert_close(lse, log_sum_exp(q[:, None], k[:, None])[:, 0], atol=4e-3, rtol=4e-3)
 
