@@ -15,8 +15,8 @@ The function must be importable (defined at the top of a module, not in a notebo
 first, and its return value must be picklable. A script calls `run_ranks` under `if __name__ == "__main__":`, because
 rank processes import the script. Rank processes are started once and reused by later calls, each with a fresh
 process group, until a file that was imported has changed. A rank's exception is raised in the test with the rank's own
-traceback; a call that outlasts its deadline ends with the stacks of the ranks that hang. Processes of a failed call are
-killed, and the next call starts new ones.
+traceback; a call that outlasts its deadline ends with the stacks of the ranks that hang. Ranks that raised serve the
+next call too; where one died or hangs, all are killed, and the next call starts new ones.
 """
 
 import atexit
@@ -102,7 +102,6 @@ def run_ranks(
             process.pipe.send_bytes(pickle.dumps((rank, settings, job)))
         results, failures = _collect(ranks, time.monotonic() + deadline_s, deadline_s)
     if failures:
-        shut_down()
         raise RanksFailed(failures)
     return [results[rank] for rank in range(world_size)]
 
@@ -177,16 +176,18 @@ atexit.register(shut_down)
 
 
 def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dict[int, Any], dict[int, str]]:
-    """Wait for every rank's answer; after a failure only for a moment more."""
+    """Wait for every rank's answer; after a failure only for a moment more. A rank without one ends all of them."""
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting: dict[Connection, int] = {rank.pipe: number for number, rank in enumerate(ranks)}
+    lost = False
     while waiting and (remaining := deadline - time.monotonic()) > 0:
         for pipe in wait(list(waiting), timeout=remaining):
             number = waiting.pop(pipe)
             try:
                 succeeded, value = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionError):
+                lost = True
                 ranks[number].process.join()
                 fate = f"the process died, exit code {ranks[number].process.exitcode}"
                 succeeded, value = False, "\n".join([fate, *ranks[number].stacks.read().splitlines()])
@@ -198,6 +199,8 @@ def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dic
     for number in waiting.values():
         reason = "stopped after another rank's failure" if failures else f"no answer within {allowed_s:g} s"
         failures[number] = f"{reason}; its stack was:\n{ranks[number].dump_stack()}"
+    if waiting or lost:
+        shut_down()
     return results, failures
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from distlab.comm import RankContext
+from distlab.comm import RankContext, collectives
 from distlab.testing import RanksFailed, run_ranks, shut_down
 from tests.comm.test_parent import ends_within, is_alive
 from tests.commands import ROOT, environment, python
@@ -41,10 +41,28 @@ def fail_on_rank_1(context: RankContext) -> None:
         raise KeyError("this one")
 
 
-def test_a_rank_s_traceback_reaches_the_test():
+def pids(ranks: int) -> list[int]:
+    return [pid for _, pid in run_ranks(square, ranks, 0)]
+
+
+def test_a_rank_s_traceback_reaches_the_test_and_the_ranks_serve_the_next():
+    before = pids(3)
     with pytest.raises(RanksFailed, match=r"rank 1[\s\S]*fail_on_rank_1[\s\S]*KeyError: 'this one'"):
         run_ranks(fail_on_rank_1, 2)
-    assert [value for value, _ in run_ranks(square, 2, 0)] == [0, 1]  # new processes, no leftovers
+    assert pids(3) == before
+
+
+def average_on_some(context: RankContext) -> None:
+    if context.rank == 0:
+        raise ValueError("before the others come")
+    collectives.sum_tensor(torch.ones(1), context.group)
+
+
+def test_ranks_in_a_collective_with_one_that_raised_end_with_it_and_serve_the_next():
+    before = pids(2)
+    with pytest.raises(RanksFailed, match="before the others come"):
+        run_ranks(average_on_some, 2)
+    assert pids(2) == before
 
 
 def hang_on_rank_0(context: RankContext) -> None:
@@ -53,12 +71,13 @@ def hang_on_rank_0(context: RankContext) -> None:
 
 
 def test_a_call_past_its_deadline_shows_where_it_hung():
-    begin = time.monotonic()
+    before, begin = pids(2), time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(hang_on_rank_0, 2, deadline_s=6)
     assert time.monotonic() - begin < 30
     assert set(caught.value.failures) == {0}
     assert "no answer within 6 s" in str(caught.value) and "in hang_on_rank_0" in str(caught.value)
+    assert not set(before) & set(pids(2))
 
 
 def exit_quietly(context: RankContext) -> None:
