@@ -221,7 +221,7 @@ TRAIN = """
 def train(tmp_path, *arguments: str, ranks: int = 2, restarts: int = 0) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TRAIN))
-    return torchrun(f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", script, *arguments, timeout=90)
+    return torchrun(f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", script, *arguments, timeout=300)
 
 
 def test_a_killed_job_restarts_and_finds_its_new_peers(tmp_path):

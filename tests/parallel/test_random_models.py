@@ -23,7 +23,7 @@ def test_random_models_train_as_in_one_process(ranks, seeds):
     for job, verdict in results:
         assert not verdict.failed, f"seed {job.case.seed}, {job.strategy}: {verdict.outcome}: {verdict.text}"
     outcomes = [verdict.outcome for _, verdict in results]
-    assert len(outcomes) == len(jobs) and outcomes.count("same") > 0.7 * len(jobs)
+    assert len(outcomes) == len(jobs) and outcomes.count("same") > 0.6 * len(jobs)  # a third has what is refused
 
 
 def test_what_is_rounding_alone_may_differ_by_it_and_nothing_else_may():
