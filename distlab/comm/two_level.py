@@ -61,7 +61,8 @@ class Message:
     """One tensor that is being averaged; `wait()` has the meaning of `Work.wait()`."""
 
     def __init__(self, tensor: Tensor, groups: MeshGroups, advance_all: Callable[[], None]):
-        self._flat, self._advance_all = tensor.view(-1), advance_all
+        # `.data`: the later steps write it under a version counter of their own, as the first collective alone would.
+        self._flat, self._advance_all = tensor.data.view(-1), advance_all
         self._steps_left = 3
         self._steps = self._plan(groups)
         self._work, self._group = next(self._steps)

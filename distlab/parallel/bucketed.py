@@ -175,6 +175,8 @@ class BucketedDDP(DataParallel):
         self.allocate()  # the module was called without this wrapper
         number, position = self._place[index]
         self._buckets[number].add(position)
+        gradient = self.trainable[index].grad  # a view of the bucket
+        self._ready[index] = gradient, gradient._version
         while len(self._in_flight) < len(self._buckets) and not self._buckets[len(self._in_flight)].missing:
             self._issue_next()
 

@@ -195,10 +195,9 @@ class DataParallel(ParallelModel):
             )
         if not self._in_backward:
             self._enter_backward()
-        self._ready[index] = gradient, 0  # assigning an attribute of an nn.Module would take microseconds
-        self._gradient_ready(index)
-        gradient = self.trainable[index].grad  # perhaps in a bucket
+        # What is noted is compared in finish. Assigning an attribute of an nn.Module would take microseconds.
         self._ready[index] = gradient, gradient._version
+        self._gradient_ready(index)
 
     def _enter_backward(self, _: Any = None) -> None:
         self._in_backward = True

@@ -39,11 +39,11 @@ class NaiveDDP(DataParallel):
     def _send(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Work | Message]:
         """Start to average a gradient, zeros if it is missing; returns it, what is sent of it, and what to wait for."""
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        sent = gradient.data.contiguous()  # `.data`: what sending changes is no edit
+        sent = gradient.contiguous()
         return gradient, sent, self._all_reduce(sent)
 
     def _receive(self, gradient: Tensor, sent: Tensor, work: Work | Message) -> Tensor:
         self._wait(work)
-        if not gradient.is_contiguous():
+        if sent is not gradient:
             gradient.copy_(sent)
         return gradient

@@ -38,7 +38,10 @@ class OverlapDDP(NaiveDDP):
             self._issue_next()
 
     def _issue_next(self) -> None:
-        self._in_flight.append(self._send(self.trainable[self._order[len(self._in_flight)]]))
+        index = self._order[len(self._in_flight)]
+        gradient, sent, work = self._send(self.trainable[index])
+        self._ready[index] = gradient, gradient._version  # sending counted as a change
+        self._in_flight.append((gradient, sent, work))
 
     def _synchronize(self) -> None:
         while len(self._in_flight) < len(self._order):
