@@ -1,9 +1,10 @@
 # make bench   install and run the main job: every data-parallel strategy beside torch's
 # make test    install, lint, run all tests (gloo ranks and interpreted Triton; GPU tests skip without a GPU)
 # make tables  redraw the tables of README.md and docs/ from records/
+# make nightly hours: 2,000 random models, all mutations, kills, the commands of the pages, the site (-k: go on after one)
 # make docs    the documentation site, in site/ (mkdocs: an optional extra)
 # make size    code tokens of each package
-.PHONY: docs tables size install bench test test-gpu test-commands lint clean
+.PHONY: docs tables size install bench test test-gpu test-commands lint clean nightly fuzz mutations kills
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,13 +25,25 @@ lint: install
 	$(BIN)/ruff check .
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not commands" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m "not commands" $(ARGS)
 
 test-commands: install
 	$(BIN)/python -m pytest -m commands $(ARGS)
 
 test-gpu: install
 	$(BIN)/python -m pytest -m "gpu or multigpu" $(ARGS)
+
+nightly: fuzz mutations kills test-commands docs
+
+fuzz: install
+	$(BIN)/python -m tests.fuzz --seeds 2000 --ranks 2 3
+
+mutations: install
+	$(BIN)/python -m tests.mutations
+
+kills: install
+	$(BIN)/python -m pytest tests/checkpoint -k sigkill --kill-points 200
+	$(BIN)/python -m tests.kill_runs --moments 50
 
 tables: install
 	$(BIN)/distlab tables

@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import resource
 import signal
 import sys
+from multiprocessing import forkserver
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # rank processes import the same modules again and again
@@ -24,6 +26,7 @@ if not torch.cuda.is_available():
         patch_once_per_launch()
 
 from distlab.comm import rank_context
+from distlab.testing import shut_down
 
 torch.set_num_threads(1)
 sys.dont_write_bytecode = False  # as the variable above, which this process has read by now
@@ -46,6 +49,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs 2 GPUs, this machine has {gpus}"))
         elif "gpu" in item.keywords and gpus < 1:
             item.add_marker(pytest.mark.skip(reason="needs a GPU, this machine has none"))
+
+
+# -- the last line: what the tests and all processes that they started have cost -------------------------------
+
+STARTED_CPU_S = pytest.StashKey[float]()
+
+
+def cpu_seconds(who: int) -> float:
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STARTED_CPU_S] = 0.0
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    shut_down()
+    forkserver._forkserver._stop()  # a process counts when it has ended: the ranks' times are the fork server's
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["cpu_s"] = cpu_seconds(resource.RUSAGE_CHILDREN)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    node.config.stash[STARTED_CPU_S] += getattr(node, "workeroutput", {}).get("cpu_s", 0.0)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    total = cpu_seconds(resource.RUSAGE_SELF) + cpu_seconds(resource.RUSAGE_CHILDREN)
+    started = config.stash[STARTED_CPU_S] or cpu_seconds(resource.RUSAGE_CHILDREN)
+    terminalreporter.write_line(f"{total:.0f} CPU seconds, {started:.0f} of them in processes that tests started")
 
 
 @pytest.fixture

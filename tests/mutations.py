@@ -1,14 +1,15 @@
 """Faults that tests must notice: each is put into a copy of the tree, and tests that must turn red are run there.
 
-    python -m tests.mutations                      # all of them; some minutes, 1 if one survives
+    python -m tests.mutations --workers 4          # all of them, four at a time; 1 if one survives
     python -m tests.mutations --list
+    python -m tests.mutations --category buckets resume
     python -m tests.mutations --only "fp16 clipping dropped"
     python -m tests.mutations --only "fp16 clipping dropped" --tests tests/train/test_loop.py
 
 A mutation is a text in a file and what takes its place. The text must stand there exactly once: who changes that
 code changes the entry (`tests/test_mutations.py` says so in every run of the suite). The tests of an entry are those
-that are about the fault; others may see it too. Green is a survivor, and so is a failure that is none: tests that
-cannot be collected end the command with an error.
+that are about the fault, of those that `make test` runs; others may see it too. Green is a survivor, and so is a
+failure that is none: tests that cannot be collected end the command with an error.
 """
 
 import argparse
@@ -22,7 +23,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 300.0
@@ -34,6 +37,7 @@ class Mutation:
 
     Attributes:
         name: what is wrong then.
+        category: what it breaks; `tests/test_mutations.py` says how many of each there must be.
         file: relative to the repository's root.
         find: stands in the file exactly once.
         replacement: what takes its place.
@@ -41,6 +45,7 @@ class Mutation:
     """
 
     name: str
+    category: str
     file: str
     find: str
     replacement: str
@@ -64,6 +69,7 @@ MUTATIONS = (
     # -- strategies ----------------------------------------------------------------------------------------
     Mutation(
         "construction broadcasts no buffers",
+        "averaging",
         "distlab/parallel/data_parallel.py",
         "broadcast_all([*module.parameters(), *module.buffers()], self.process_group)",
         "broadcast_all([*module.parameters()], self.process_group)",
@@ -71,6 +77,7 @@ MUTATIONS = (
     ),
     Mutation(
         "construction broadcasts no parameters",
+        "averaging",
         "distlab/parallel/data_parallel.py",
         "broadcast_all([*module.parameters(), *module.buffers()], self.process_group)",
         "broadcast_all([*module.buffers()], self.process_group)",
@@ -78,6 +85,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a reentrant checkpoint ends the backward around it",
+        "averaging",
         "distlab/parallel/data_parallel.py",
         "self._in_backward = bool(following)",
         "self._in_backward = False",
@@ -85,6 +93,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the end of a backward around a reentrant checkpoint is not seen",
+        "averaging",
         "distlab/parallel/data_parallel.py",
         "            node.register_prehook(self._enter_backward)\n",
         "            pass\n",
@@ -92,6 +101,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a skipped step is not forgotten",
+        "guards",
         "distlab/parallel/data_parallel.py",
         "(self._in_backward or self._dropped())",
         "self._in_backward",
@@ -99,6 +109,7 @@ MUTATIONS = (
     ),
     Mutation(
         "values that are assigned do not reach the shards of ZeRO-1",
+        "sharding",
         "distlab/parallel/sharded_buckets.py",
         "            adopt_assigned(self._placed)\n",
         "            pass\n",
@@ -106,6 +117,7 @@ MUTATIONS = (
     ),
     Mutation(
         "values that are assigned do not reach the shards of FSDP",
+        "sharding",
         "distlab/parallel/fsdp/fsdp.py",
         "            adopt_assigned(param.placed)\n",
         "            pass\n",
@@ -113,6 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         "values that are assigned are not among the full parameters",
+        "sharding",
         "distlab/parallel/fsdp/flat_param.py",
         "        adopt_assigned(self.placed)\n",
         "",
@@ -120,6 +133,7 @@ MUTATIONS = (
     ),
     Mutation(
         "values of another dtype are assigned to a shard",
+        "guards",
         "distlab/parallel/shard.py",
         "        if given != needed:\n",
         "        if False:\n",
@@ -127,6 +141,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a copy of the module is taken for the module",
+        "guards",
         "distlab/parallel/data_parallel.py",
         "    return Attached(check)\n",
         "    return check\n",
@@ -134,6 +149,7 @@ MUTATIONS = (
     ),
     Mutation(
         "hooks that wait for parameters are saved",
+        "guards",
         "distlab/parallel/sharded_buckets.py",
         "Attached(partial(self._before_module, needed))",
         "partial(self._before_module, needed)",
@@ -141,6 +157,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what FSDP wraps is copied with its hooks",
+        "guards",
         "distlab/parallel/fsdp/runtime.py",
         "    def __getstate__(self) -> NoReturn:\n",
         "    def state(self) -> NoReturn:\n",
@@ -148,6 +165,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a compiled step of ZeRO-1 is traced",
+        "sharding",
         "distlab/parallel/zero1.py",
         "    @torch._disable_dynamo  # its checks read versions, and reading a parameter waits\n",
         "",
@@ -155,6 +173,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a compiled FSDP is traced",
+        "sharding",
         "distlab/parallel/fsdp/fsdp.py",
         "            return self._outside_graph(*args, **kwargs)\n",
         "            pass\n",
@@ -162,6 +181,7 @@ MUTATIONS = (
     ),
     Mutation(
         "hooks on shards are not refused",
+        "guards",
         "distlab/parallel/fsdp/fsdp.py",
         "        checks.refuse_hooks([*self._named_shards, *self._replicated.cast])\n",
         "",
@@ -169,6 +189,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a backward that brings no matrix a gradient is finished",
+        "guards",
         "distlab/parallel/fsdp/runtime.py",
         "        if self.announced and not self.arrived:\n",
         "        if False:\n",
@@ -176,6 +197,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what forward writes to gathered parameters is freed",
+        "guards",
         "distlab/parallel/fsdp/runtime.py",
         "        unit.refuse_written()\n",
         "",
@@ -183,6 +205,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows are renormalised under ZeRO-1",
+        "guards",
         "distlab/parallel/bucketed.py",
         'if getattr(module, "max_norm", None) is not None:\n',
         "if False:\n",
@@ -190,6 +213,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nested no_sync ends the outer one",
+        "averaging",
         "distlab/parallel/base.py",
         "            self._set_synchronizes(before)\n",
         "            self._set_synchronizes(True)\n",
@@ -197,6 +221,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a tied parameter is averaged twice",
+        "averaging",
         "distlab/parallel/data_parallel.py",
         "named = list(module.named_parameters())",
         "named = list(module.named_parameters(remove_duplicate=False))",
@@ -204,6 +229,7 @@ MUTATIONS = (
     ),
     Mutation(
         "naive and overlap do not wait",
+        "averaging",
         "distlab/parallel/naive.py",
         "        self._wait(work)\n",
         "",
@@ -211,6 +237,7 @@ MUTATIONS = (
     ),
     Mutation(
         "overlap sends in the order of the hooks",
+        "averaging",
         "distlab/parallel/overlap.py",
         """        while len(self._in_flight) < len(self._order) and self._order[len(self._in_flight)] in self._ready:
             self._issue_next()
@@ -223,6 +250,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the last bucket is not sent",
+        "buckets",
         "distlab/parallel/bucketed.py",
         "            work = self._all_reduce(buffer)\n",
         """            is_last = number + 1 == len(self._buckets)
@@ -231,6 +259,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients on gloo are summed",
+        "averaging",
         "distlab/comm/collectives.py",
         "        tensor.mul_(1.0 / group.size())\n",
         "        pass\n",
@@ -238,6 +267,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a gradient that was accumulated outside its bucket is not sent",
+        "buckets",
         "distlab/parallel/buckets.py",
         "    if not in_bucket or gradient.storage_offset() != view.storage_offset():\n",
         "    if not in_bucket and gradient.storage_offset() != view.storage_offset():\n",
@@ -245,6 +275,7 @@ MUTATIONS = (
     ),
     Mutation(
         "used flags are ignored",
+        "buckets",
         "distlab/parallel/buckets.py",
         "if parameter.grad is None and flags[i].item() > 0:",
         "if parameter.grad is None:",
@@ -252,6 +283,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what an earlier step has left in a bucket is sent",
+        "buckets",
         "distlab/parallel/buckets.py",
         "                view.zero_()\n",
         "                pass\n",
@@ -260,6 +292,7 @@ MUTATIONS = (
     # -- sharded strategies --------------------------------------------------------------------------------
     Mutation(
         "FSDP's construction broadcasts no buffers",
+        "sharding",
         "distlab/parallel/fsdp/fsdp.py",
         "broadcast_all([*module.parameters(), *module.buffers()], self.process_group)",
         "broadcast_all([*module.parameters()], self.process_group)",
@@ -267,6 +300,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP's construction from meta broadcasts no buffers",
+        "sharding",
         "distlab/parallel/fsdp/fsdp.py",
         "[*self._replicated.masters, *module.buffers()]",
         "[*self._replicated.masters]",
@@ -274,6 +308,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP2's construction broadcasts no buffers",
+        "averaging",
         "distlab/parallel/torch_peers.py",
         "broadcast_all([*module.parameters(), *module.buffers()], self.process_group)",
         "broadcast_all([*module.parameters()], self.process_group)",
@@ -281,6 +316,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP2's no_sync not restored",
+        "averaging",
         "distlab/parallel/torch_peers.py",
         "        self.module.set_requires_gradient_sync(synchronizes)\n",
         "        self.module.set_requires_gradient_sync(False)\n",
@@ -288,6 +324,7 @@ MUTATIONS = (
     ),
     Mutation(
         "hybrid sharding does not average between replicas",
+        "sharding",
         "distlab/parallel/fsdp/flat_param.py",
         "        if self.replicate is None:\n",
         "        if True:\n",
@@ -295,6 +332,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the gradient's norm counts every replica",
+        "sharding",
         "distlab/parallel/base.py",
         "squares if self.replicas == 1 else squares / self.replicas",
         "squares",
@@ -302,6 +340,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an all-reduce in two levels leaves out the last message's last step",
+        "averaging",
         "distlab/comm/two_level.py",
         "        while self._steps_left > 1:\n",
         "        while self._steps_left > 2:\n",
@@ -309,6 +348,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP's no_sync sends what it accumulates",
+        "sharding",
         "distlab/parallel/fsdp/fsdp.py",
         "        self._runtime.synchronize = synchronizes\n",
         "        self._runtime.synchronize = True\n",
@@ -316,6 +356,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ZeroOptimizer.close does not wait",
+        "sharding",
         "distlab/parallel/sharded_buckets.py",
         "        self.wait()\n        for hook in self._hooks:\n",
         "        for hook in self._hooks:\n",
@@ -323,6 +364,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nothing is sent during backward",
+        "averaging",
         "distlab/parallel/data_parallel.py",
         "        self._gradient_ready(index)\n",
         "",
@@ -330,6 +372,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ZeroOptimizer's readers do not wait",
+        "sharding",
         "distlab/parallel/sharded_buckets.py",
         "                    parameter.__class__ = in_flight\n",
         "                    pass\n",
@@ -337,6 +380,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ZeroOptimizer's forward hooks do not wait",
+        "sharding",
         "distlab/parallel/sharded_buckets.py",
         "            self.wait(needed if torch.is_grad_enabled() else None)\n",
         "            pass\n",
@@ -344,6 +388,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ZeroOptimizer does not gather its last bucket",
+        "sharding",
         "distlab/parallel/sharded_buckets.py",
         "for number in reversed(range(len(self._flat))):",
         "for number in reversed(range(1, len(self._flat))):",
@@ -351,6 +396,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ZeroOptimizer's step does not take changed options",
+        "optimizer",
         "distlab/parallel/zero1.py",
         "        self._copy_options_inwards()\n        stepped",
         "        stepped",
@@ -358,6 +404,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ZeroOptimizer adds to gradients that were not zeroed",
+        "guards",
         "distlab/parallel/bucketed.py",
         "            self._sharded.check_added(index)\n",
         "            pass\n",
@@ -365,6 +412,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ZeroOptimizer steps gradients that torch has clipped",
+        "guards",
         "distlab/parallel/zero1.py",
         "        self._sharded.check_unedited()\n",
         "",
@@ -372,6 +420,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ShardedOptimizer keeps a frozen parameter that it has stepped",
+        "optimizer",
         "distlab/parallel/sharded_optimizer.py",
         "stepped = (p for p in self._owner if p.requires_grad or p.grad is not None)",
         "stepped = (p for p in self._owner if p.requires_grad)",
@@ -379,6 +428,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a DDP's step without finish",
+        "guards",
         "distlab/parallel/data_parallel.py",
         "        if self._ready or any(",
         "        if any(",
@@ -386,6 +436,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP's step without finish",
+        "guards",
         "distlab/parallel/fsdp/fsdp.py",
         "if self._runtime.unfinished or (edited and self._runtime.pending):",
         "if edited and self._runtime.pending:",
@@ -393,6 +444,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP steps gradients that torch has clipped",
+        "guards",
         "distlab/parallel/fsdp/fsdp.py",
         "        if name is not None:\n            raise RuntimeError(\n",
         "        if name is not None and self._editing:\n            raise RuntimeError(\n",
@@ -400,6 +452,7 @@ MUTATIONS = (
     ),
     Mutation(
         "micro-batches after a failed backward are dropped",
+        "averaging",
         "distlab/parallel/data_parallel.py",
         """                self._recover()
             if self._synchronizes:
@@ -412,6 +465,7 @@ MUTATIONS = (
     ),
     Mutation(
         "two parameters on the same memory",
+        "guards",
         "distlab/parallel/data_parallel.py",
         "        refuse_shared_storage(module)\n",
         "",
@@ -419,6 +473,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP announces units that share an output in the order of forward",
+        "sharding",
         "distlab/parallel/fsdp/runtime.py",
         "        for call in reversed(calls):\n",
         "        for call in calls:\n",
@@ -426,6 +481,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP frees a unit whose backward goes on",
+        "sharding",
         "distlab/parallel/fsdp/runtime.py",
         "        stay = {unit.index, following, *call.around, *(running.index for running in self._running)}\n",
         "        stay = {unit.index, following, *(running.index for running in self._running)}\n",
@@ -433,6 +489,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP keeps the last of several micro-batches",
+        "sharding",
         "distlab/parallel/fsdp/flat_param.py",
         "torch._foreach_add_(targets, gradients)",
         "torch._foreach_copy_(targets, gradients)",
@@ -440,6 +497,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP's norm counts vectors once per rank",
+        "sharding",
         "distlab/parallel/base.py",
         "collectives.sum_tensor(square_sum(sharded, self.device), self.process_group)",
         "collectives.sum_tensor(square_sum(sharded, self.device) + total, self.process_group) - total",
@@ -447,6 +505,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP's norms in the compute dtype",
+        "sharding",
         "distlab/parallel/fsdp/flat_param.py",
         "    if any(p.ndim >= 2 and p.is_floating_point() for p in owner.parameters()):\n",
         "    if compute_dtype is not None:\n",
@@ -454,6 +513,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP steps with an optimizer that needs whole matrices",
+        "guards",
         "distlab/parallel/fsdp/fsdp.py",
         "        checks.check_elementwise(optimizer)\n",
         "",
@@ -461,6 +521,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a module changes after wrapping a DDP",
+        "guards",
         "distlab/parallel/data_parallel.py",
         "        step_guard.check_module(self)\n",
         "",
@@ -468,6 +529,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a module that changes after its first step is not compared again",
+        "guards",
         "distlab/parallel/step_guard.py",
         "    _registrations += 1\n",
         "    _registrations = 1\n",
@@ -475,6 +537,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a module changes after wrapping FSDP",
+        "guards",
         "distlab/parallel/fsdp/fsdp.py",
         "        step_guard.check_module(self)\n        for param",
         "        for param",
@@ -482,6 +545,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a DDP's gradients are edited before finish",
+        "guards",
         "distlab/parallel/data_parallel.py",
         "        self._check_unedited()\n",
         "",
@@ -489,6 +553,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP's gradients are edited before finish",
+        "guards",
         "distlab/parallel/fsdp/runtime.py",
         "        self._check_unedited([*self._shards, *self._replicated])\n",
         "",
@@ -496,6 +561,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP's gradients are edited between two backwards",
+        "guards",
         "distlab/parallel/fsdp/runtime.py",
         "                self._check_unedited(self._shards)\n",
         "                pass\n",
@@ -503,6 +569,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP's gradients arrive after zero_grad",
+        "sharding",
         "distlab/parallel/fsdp/runtime.py",
         "        self.wait_for_gradients()  # nothing is left",
         "        # nothing is left",
@@ -510,6 +577,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP keeps what no_sync() kept and zero_grad dropped",
+        "sharding",
         "distlab/parallel/fsdp/flat_param.py",
         "        self.drop_zeroed()\n        fresh",
         "        fresh",
@@ -517,6 +585,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP's finish sends what zero_grad dropped",
+        "sharding",
         "distlab/parallel/fsdp/runtime.py",
         "                param.drop_zeroed()\n",
         "                pass\n",
@@ -524,6 +593,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ZeroOptimizer's step is not seen by a graph that saved parameters",
+        "optimizer",
         "distlab/parallel/zero1.py",
         "        torch.autograd.graph.increment_version(stepped)",
         "        pass",
@@ -531,6 +601,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a DDP's step after no_sync() alone",
+        "guards",
         "distlab/parallel/data_parallel.py",
         "            self._unsent.add(index)\n",
         "",
@@ -538,6 +609,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ShardedOptimizer takes L-BFGS",
+        "optimizer",
         "distlab/parallel/sharded_optimizer.py",
         "        if issubclass(optimizer_cls, torch.optim.LBFGS):\n",
         "        if False:\n",
@@ -545,6 +617,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a sharded optimizer steps a parameter that was taken from its group",
+        "optimizer",
         "distlab/parallel/base.py",
         "        if self._held() != self._noted:\n",
         "        if False:\n",
@@ -552,6 +625,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a sharded optimizer's state is assigned in vain",
+        "optimizer",
         "distlab/parallel/base.py",
         "        if self.local is not None:  # torch's constructor",
         "        if False:  # torch's constructor",
@@ -559,6 +633,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a GradScaler steps shards",
+        "guards",
         "distlab/parallel/step_guard.py",
         "if scaler.is_enabled() and any(",
         "if any([]) and any(",
@@ -566,6 +641,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an optimizer built before FSDP steps what is in use no more",
+        "guards",
         "distlab/parallel/fsdp/fsdp.py",
         "            entry.parameter.replaced = True",
         "            pass",
@@ -574,6 +650,7 @@ MUTATIONS = (
     # -- kernels -------------------------------------------------------------------------------------------
     Mutation(
         "AdamW's update has the other sign",
+        "optimizer",
         "kernels/adamw.py",
         "p = p - rate * (m /",
         "p = p + rate * (m /",
@@ -581,6 +658,7 @@ MUTATIONS = (
     ),
     Mutation(
         "AdamW decays nothing",
+        "optimizer",
         "kernels/adamw.py",
         "    p = p - p * decay\n",
         "",
@@ -588,6 +666,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the gradient of a norm's weight has the other sign",
+        "kernels",
         "kernels/rmsnorm.py",
         "        dw += g * normed\n",
         "        dw -= g * normed\n",
@@ -595,6 +674,7 @@ MUTATIONS = (
     ),
     Mutation(
         "linear_cross_entropy's dw is that of the last chunk",
+        "kernels",
         "kernels/linear_cross_entropy.py",
         "_add_product(dw, dz.T, x[chunk], first == 0)",
         "_add_product(dw, dz.T, x[chunk], True)",
@@ -602,6 +682,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a causal mask that sees one ahead",
+        "attention",
         "kernels/flash_attention/options.py",
         "    hi = shift if causal else",
         "    hi = shift + 1 if causal else",
@@ -609,6 +690,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a window beyond 32 bits",
+        "attention",
         "kernels/flash_attention/options.py",
         "        window = None\n    shift",
         "        pass\n    shift",
@@ -616,6 +698,7 @@ MUTATIONS = (
     ),
     Mutation(
         "torch's negative bit is not seen",
+        "kernels",
         "kernels/_dispatch.py",
         "(address := x.data_ptr()) and not x.is_neg():",
         "(address := x.data_ptr()):",
@@ -623,6 +706,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tensors without memory go to the kernels",
+        "kernels",
         "kernels/_dispatch.py",
         "(address := x.data_ptr()) and not x.is_neg():",
         "(address := x.data_ptr()) + 1 and not x.is_neg():",
@@ -630,6 +714,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a copy is recorded as a view",
+        "kernels",
         "kernels/_dispatch.py",
         " and torch._C._is_alias_of(made[0], args[0])",
         "",
@@ -637,6 +722,7 @@ MUTATIONS = (
     ),
     Mutation(
         "relu of minus infinity",
+        "kernels",
         "kernels/matmul.py",
         "y = tl.where(y <= 0, 0.0, y)",
         "y = y * (y > 0)",
@@ -645,6 +731,7 @@ MUTATIONS = (
     # -- training and checkpoints --------------------------------------------------------------------------
     Mutation(
         "fp16 clipping dropped",
+        "optimizer",
         "distlab/train/step.py",
         "            factor *= min(1.0, self.max_grad_norm / (self.grad_norm.item() + 1e-6))\n",
         "            pass\n",
@@ -652,6 +739,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fp16 loss scale not restored",
+        "resume",
         "distlab/train/loop.py",
         'self.scaler.load_state_dict(extra["scaler"])',
         "pass",
@@ -659,6 +747,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks without a stored generator repeat the seed",
+        "resume",
         "distlab/train/loop.py",
         "train_state.seed_rank(self.config.seed + stored.step, self.context.rank)",
         "train_state.seed_rank(self.config.seed, self.context.rank)",
@@ -666,6 +755,7 @@ MUTATIONS = (
     ),
     Mutation(
         "validation with dropout on",
+        "data",
         "distlab/train/evaluate.py",
         "    wrapper.eval()\n",
         "",
@@ -673,6 +763,7 @@ MUTATIONS = (
     ),
     Mutation(
         "model left in eval after validation",
+        "data",
         "distlab/train/evaluate.py",
         "    wrapper.train(was_training)\n",
         "",
@@ -680,6 +771,7 @@ MUTATIONS = (
     ),
     Mutation(
         "clip may change on resume",
+        "resume",
         "distlab/train/config.py",
         '"beta2", "clip", "dtype"',
         '"beta2", "dtype"',
@@ -687,6 +779,7 @@ MUTATIONS = (
     ),
     Mutation(
         "seed may change on resume",
+        "resume",
         "distlab/train/config.py",
         '("batch", "seed", "lr"',
         '("batch", "lr"',
@@ -694,6 +787,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group options other than lr not restored",
+        "resume",
         "distlab/checkpoint/train_state.py",
         'for name, value in saved.items()\n            if name != "params"\n',
         'for name, value in saved.items()\n            if name == "lr"\n',
@@ -701,6 +795,7 @@ MUTATIONS = (
     ),
     Mutation(
         "data identity without its hash",
+        "resume",
         "distlab/train/data.py",
         '        "sha256": _digest(data.data, tokens, model.vocab_size, context),\n',
         "",
@@ -708,6 +803,7 @@ MUTATIONS = (
     ),
     Mutation(
         "parts of a made-up index may lie anywhere in a file",
+        "resume",
         "distlab/checkpoint/files.py",
         "        _require(offset == ends[name], f",
         "        _require(True, f",
@@ -715,6 +811,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an old checkpoint folder deleted instead of moved aside",
+        "resume",
         "distlab/checkpoint/files.py",
         "            final.rename(aside)\n",
         "            shutil.rmtree(final)\n",
@@ -722,6 +819,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a load leaves ZeRO's parameters as they were",
+        "resume",
         "distlab/checkpoint/checkpointer.py",
         "        model.shards_changed()\n",
         "",
@@ -730,6 +828,7 @@ MUTATIONS = (
     # -- commands, runs and their files --------------------------------------------------------------------
     Mutation(
         "a peer that sent nothing is a baseline",
+        "measuring",
         "experiments/ddp_bench.py",
         " and not wrong_rows([r])}",
         "}",
@@ -737,6 +836,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a peer that sent nothing is not named",
+        "measuring",
         "experiments/ddp_bench.py",
         "silent = recorder.count == 0 and",
         "silent = False and",
@@ -744,6 +844,7 @@ MUTATIONS = (
     ),
     Mutation(
         "two runs of one name",
+        "commands",
         "distlab/experiment.py",
         "            hold(folder, context, progress),\n",
         "",
@@ -751,6 +852,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a complete run is measured again",
+        "measuring",
         "distlab/experiment.py",
         "            if run.header.complete:\n",
         "            if False:\n",
@@ -758,6 +860,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a run that was cut off is complete",
+        "measuring",
         "distlab/report/run.py",
         "        if not self.cut_off:\n",
         "        if True:\n",
@@ -765,6 +868,7 @@ MUTATIONS = (
     ),
     Mutation(
         "every run promises to go on",
+        "commands",
         "distlab/report/run.py",
         '            write_json(self.records, self.path / "records.json")\n',
         '            write_json(self.records, self.path / "records.json")\n            how_to_continue("more")\n',
@@ -772,6 +876,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a refused run leaves its folder",
+        "commands",
         "distlab/experiment.py",
         "                folder.rmdir()\n",
         "                pass\n",
@@ -779,6 +884,7 @@ MUTATIONS = (
     ),
     Mutation(
         "edited rows are taken as measured",
+        "measuring",
         "distlab/report/record.py",
         'if body.pop("digest", accepted) != digest_of(body):',
         'if body.pop("digest", accepted) is None:',
@@ -786,6 +892,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a file without its checksum is taken as whole",
+        "measuring",
         "distlab/report/record.py",
         'accepted = digest_of(body) if body.get("format") in unchecked else None',
         "accepted = digest_of(body)",
@@ -793,6 +900,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fields of any kind make a record",
+        "measuring",
         "distlab/report/record.py",
         '            raise ValueError(f"{source}: field {name!r} must',
         '            ValueError(f"{source}: field {name!r} must',
@@ -800,6 +908,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows of another run are gone on with",
+        "measuring",
         "distlab/report/run.py",
         "if any((record.experiment, record.commit) != ",
         "if False and any((record.experiment, record.commit) != ",
@@ -807,6 +916,7 @@ MUTATIONS = (
     ),
     Mutation(
         "names may hold line breaks and escapes",
+        "commands",
         "distlab/report/run.py",
         '(not re.fullmatch(r"[\\w.-]+", name) or name in (".", ".."))',
         "name != Path(name).name",
@@ -814,6 +924,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an empty folder of results is this one",
+        "commands",
         "distlab/report/run.py",
         "    if not out or not out.isprintable():\n",
         "    if False:\n",
@@ -821,6 +932,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks take the user's launch.py",
+        "commands",
         "launch/ranks.py",
         "[*options, str(COMMAND), *",
         '[*options, "--module", "launch", *',
@@ -828,6 +940,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the user's folder comes before ours",
+        "commands",
         "launch/__main__.py",
         "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))",
         "sys.path.append(str(Path(__file__).resolve().parents[1]))",
@@ -835,6 +948,7 @@ MUTATIONS = (
     ),
     Mutation(
         "SIGHUP and SIGQUIT are not answered",
+        "commands",
         "distlab/ending.py",
         "SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)",
         "SIGNALS = (signal.SIGINT, signal.SIGTERM)",
@@ -842,6 +956,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks that import are silent",
+        "commands",
         "launch/__main__.py",
         'speaks = os.environ.get("ROLE_RANK", "0") == "0"',
         'speaks = "TORCHELASTIC_RUN_ID" not in os.environ',
@@ -849,6 +964,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a signal before the agent listens is silent",
+        "commands",
         "launch/ranks.py",
         "    except SignalException as stopped:\n",
         "    except KeyboardInterrupt:\n        return 130\n    except SignalException as stopped:\n",
@@ -856,6 +972,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a full disk does not say where",
+        "commands",
         "distlab/files.py",
         "        error.filename = error.filename or str(path)",
         "        pass",
@@ -863,6 +980,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a full disk under the journal does not say where",
+        "commands",
         "distlab/train/metrics.py",
         "            error.filename = self._file.name",
         "            pass",
@@ -870,6 +988,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a file with the name of a temporary folder stays",
+        "resume",
         "distlab/checkpoint/files.py",
         "    if path.is_symlink() or path.is_file():\n",
         "    if False:\n",
@@ -877,6 +996,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the hundredth rejected checkpoint",
+        "resume",
         "distlab/checkpoint/files.py",
         "for n in itertools.count(1))",
         "for n in range(1, 100))",
@@ -884,6 +1004,7 @@ MUTATIONS = (
     ),
     Mutation(
         "weights that are NaN are good",
+        "resume",
         "distlab/checkpoint/tensors.py",
         "values.isnan().any()",
         "False",
@@ -891,6 +1012,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a file that became shorter is read",
+        "data",
         "distlab/train/loop.py",
         "        whole = is_unchanged(self.train)  # of",
         "        whole = True  # of",
@@ -898,6 +1020,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a step on data that changed is good",
+        "data",
         "distlab/train/loop.py",
         "        self._refuse_changed(self.train, whole)\n",
         "",
@@ -905,6 +1028,7 @@ MUTATIONS = (
     ),
     Mutation(
         "validation reads a file that became shorter",
+        "data",
         "distlab/train/loop.py",
         "        self._refuse_changed(self.validate)\n        loss = ",
         "        loss = ",
@@ -912,6 +1036,7 @@ MUTATIONS = (
     ),
     Mutation(
         "validation on data that changed is good",
+        "data",
         "distlab/train/loop.py",
         "        self._refuse_changed(self.validate)\n        self.metrics",
         "        self.metrics",
@@ -919,6 +1044,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank looks at its own file alone",
+        "data",
         "distlab/train/loop.py",
         'collectives.all_ranks_agree(whole, torch.device("cpu"), self.metrics.group)',
         "whole",
@@ -926,6 +1052,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a validation that fails takes the steps with it",
+        "data",
         "distlab/train/loop.py",
         """                    if saves:  # before a validation, which may fail
                         self.save()
@@ -941,6 +1068,7 @@ MUTATIONS = (
     ),
     Mutation(
         "any number of sequences is validated on",
+        "data",
         "distlab/train/config.py",
         '"sequences per validation", least=1, most=10**6)',
         '"sequences per validation", least=1)',
@@ -948,6 +1076,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the memory of every one of many layers",
+        "measuring",
         "distlab/theory/memory/peak.py",
         "-max(1, layers // BLOCKS_SEEN)",
         "-1",
@@ -955,6 +1084,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks run what a file was",
+        "commands",
         "distlab/testing.py",
         "    if any(_sources.get(file",
         "    if False and any(_sources.get(file",
@@ -962,10 +1092,260 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks look for the script of a pipe",
+        "commands",
         "distlab/testing.py",
         "        del main.__file__",
         "        pass",
         ("tests/test_testing.py", "-k", "through_a_pipe"),
+    ),
+    # -- arithmetic, order and boundaries, everywhere -----------------------------------------------
+    Mutation(
+        "a bucket is closed one parameter late",
+        "buckets",
+        "distlab/parallel/buckets.py",
+        "(filled[dtype] + numel) * dtype.itemsize > limit",
+        "filled[dtype] * dtype.itemsize > limit",
+        ("tests/parallel/test_buckets.py",),
+    ),
+    Mutation(
+        "buckets are planned in the order of registration",
+        "buckets",
+        "distlab/parallel/buckets.py",
+        "range(len(numels) - 1, -1, -1) if order is None",
+        "range(len(numels)) if order is None",
+        ("tests/parallel/test_buckets.py",),
+    ),
+    Mutation(
+        "gradients of three ranks are divided by two",
+        "averaging",
+        "distlab/comm/collectives.py",
+        "        tensor.mul_(1.0 / group.size())\n",
+        "        tensor.mul_(1.0 / min(group.size(), 2))\n",
+        ("tests/comm/test_collectives.py",),
+    ),
+    Mutation(
+        "a broadcast comes from the last rank",
+        "averaging",
+        "distlab/comm/collectives.py",
+        "group_src=source, async_op=True)",
+        "group_src=group.size() - 1 - source, async_op=True)",
+        ("tests/parallel/test_behaviour.py", "-k", "buffers"),
+    ),
+    Mutation(
+        "coalesced tensors are cut at the wrong place",
+        "averaging",
+        "distlab/comm/collectives.py",
+        "pieces = buffer.split([tensor.numel() for tensor in batch])",
+        "pieces = buffer.split([tensor.numel() for tensor in batch[::-1]])[::-1]",
+        ("tests/parallel/test_sharded_optimizer.py", "-k", "parity"),
+    ),
+    Mutation(
+        "the whole sum over ranks is this rank's",
+        "sharding",
+        "distlab/comm/collectives.py",
+        'wait(dist.all_reduce(total, group=group, async_op=True), group, "summing a number")',
+        "pass",
+        ("tests/parallel/test_build.py", "-k", "norm"),
+    ),
+    Mutation(
+        "weight decay is not among the options that are copied inwards",
+        "optimizer",
+        "distlab/parallel/base.py",
+        "            local.update(options_of(outer))\n",
+        '            local.update({k: v for k, v in options_of(outer).items() if k != "weight_decay"})\n',
+        ("tests/train/test_resume.py", "-k", "option"),
+    ),
+    Mutation(
+        "the norm leaves half-precision gradients out",
+        "optimizer",
+        "distlab/parallel/base.py",
+        "    half = [g for g in gradients if g.itemsize == 2]\n",
+        "    half = [g for g in gradients if g.itemsize == 1]\n",
+        ("tests/parallel/test_build.py", "-k", "norm or clips"),
+    ),
+    Mutation(
+        "clipping divides by the norm without the epsilon",
+        "optimizer",
+        "distlab/parallel/base.py",
+        "(max_norm / (norm + 1e-6)).clamp(max=1.0)",
+        "(max_norm / norm).clamp(max=1.0)",
+        ("tests/train/test_step.py", "-k", "epsilon"),
+    ),
+    Mutation(
+        "a slice is a position too late",
+        "sharding",
+        "distlab/parallel/shard.py",
+        "        start = rank * self.slice_numel - self.offsets[index]\n",
+        "        start = rank * self.slice_numel - self.offsets[index] + (rank > 0)\n",
+        RANDOM_MODELS,
+    ),
+    Mutation(
+        "ranks write portions that overlap",
+        "resume",
+        "distlab/parallel/shard.py",
+        "(which + 1) * values.numel() // holders",
+        "(which + 1) * values.numel() // holders + 1",
+        ("tests/parallel/test_build.py", "-k", "portions"),
+    ),
+    Mutation(
+        "a portion starts at the shard's start",
+        "resume",
+        "distlab/parallel/shard.py",
+        "start, tensor = self.start + first, values[first:last]",
+        "start, tensor = self.start, values[first:last]",
+        ("tests/checkpoint/test_checkpoint.py", "-k", "stored_is_unpadded"),
+    ),
+    Mutation(
+        "the last micro-batch is not trained",
+        "averaging",
+        "distlab/train/step.py",
+        "        for number, batch in enumerate(micro_batches):\n",
+        "        for number, batch in enumerate(micro_batches[: max(1, len(micro_batches) - 1)]):\n",
+        ("tests/train/test_step.py",),
+    ),
+    Mutation(
+        "the loss of micro-batches is summed",
+        "averaging",
+        "distlab/train/step.py",
+        "                loss = loss / len(micro_batches)\n",
+        "",
+        ("tests/train/test_step.py",),
+    ),
+    Mutation(
+        "a training goes on one step too late",
+        "resume",
+        "distlab/train/loop.py",
+        "        self.step = stored.step\n",
+        "        self.step = stored.step + 1\n",
+        ("tests/checkpoint/test_checkpoint.py", "-k", "same_world_size"),
+    ),
+    Mutation(
+        "the learning rate is that of the step before",
+        "schedule",
+        "distlab/train/loop.py",
+        "        rate = self.schedule(self.step)\n",
+        "        rate = self.schedule(max(0, self.step - 1))\n",
+        ("tests/train/test_run.py",),
+    ),
+    Mutation(
+        "generators of ranks that are new after a resume are those of a start",
+        "resume",
+        "distlab/train/loop.py",
+        '        if stored.content["world_size"] <= self.context.rank:  # no generator was saved for this rank\n',
+        "        if False:\n",
+        ("tests/train/test_resume.py", "-k", "draws"),
+    ),
+    Mutation(
+        "warm-up begins at zero",
+        "schedule",
+        "distlab/train/schedule.py",
+        "return self.peak * (step + 1) / self.warmup",
+        "return self.peak * step / self.warmup",
+        ("tests/train/test_schedule.py", "-k", "known"),
+    ),
+    Mutation(
+        "the loss scale is doubled a step late",
+        "schedule",
+        "distlab/train/scaler.py",
+        "if self.good_steps == self.growth_interval:",
+        "if self.good_steps > self.growth_interval:",
+        ("tests/train/test_schedule.py", "-k", "scale"),
+    ),
+    Mutation(
+        "ranks read each other's sequences",
+        "data",
+        "distlab/train/data.py",
+        "first = step * self.batch + self.rank * share",
+        "first = step * self.batch",
+        ("tests/train/test_token_files.py",),
+    ),
+    Mutation(
+        "every epoch has the order of the first",
+        "data",
+        "distlab/train/data.py",
+        "np.random.default_rng((seed, epoch))",
+        "np.random.default_rng((seed, 0))",
+        ("tests/train/test_token_files.py",),
+    ),
+    Mutation(
+        "targets are the tokens themselves",
+        "data",
+        "distlab/train/data.py",
+        "whole[:, :-1].contiguous().clamp(min=0), whole[:, 1:].contiguous()",
+        "whole[:, :-1].contiguous().clamp(min=0), whole[:, :-1].contiguous()",
+        ("tests/train/test_token_files.py",),
+    ),
+    Mutation(
+        "a validation counts what is ignored",
+        "data",
+        "distlab/train/evaluate.py",
+        "(targets != IGNORED).sum().double()",
+        "torch.tensor(float(targets.numel()), dtype=torch.float64, device=targets.device)",
+        ("tests/train/test_loop.py", "-k", "validation"),
+    ),
+    Mutation(
+        "the log-sum-exp has the other sign",
+        "attention",
+        "kernels/flash_attention/forward.py",
+        "row_max * LN_2 + tl.log(safe_sum)",
+        "row_max * LN_2 - tl.log(safe_sum)",
+        ("tests/kernels/test_flash_attention.py", "-k", "log_sum_exp"),
+    ),
+    Mutation(
+        "the softmax is not rescaled when the maximum rises",
+        "attention",
+        "kernels/flash_attention/forward.py",
+        "        acc = acc * shrink[:, None]\n",
+        "",
+        ("tests/kernels/test_flash_attention.py", "-k", "lengths_and_head_dims"),
+    ),
+    Mutation(
+        "dropout drops one level more in forward",
+        "kernels",
+        "kernels/dropout.py",
+        "    kept = random_levels(tl.load(seed_ptr), first, BLOCK) >= threshold\n    y =",
+        "    kept = random_levels(tl.load(seed_ptr), first, BLOCK) > threshold\n    y =",
+        ("tests/kernels/test_pointwise.py", "-k", "same_elements"),
+    ),
+    Mutation(
+        "a sum in two levels is averaged inside groups only",
+        "averaging",
+        "distlab/comm/two_level.py",
+        "        yield collectives.all_reduce_mean(mine, groups.replicate), groups.replicate\n",
+        "",
+        ("tests/comm/test_two_level.py",),
+    ),
+    Mutation(
+        "a ring's last round is left out",
+        "averaging",
+        "distlab/comm/ring.py",
+        "    for done in range(ranks - 1):  # rank r has completed chunk r+1\n",
+        "    for done in range(ranks - 2):\n",
+        ("tests/comm/test_ring.py",),
+    ),
+    Mutation(
+        "a damaged file counts as whole",
+        "resume",
+        "distlab/checkpoint/files.py",
+        '        if found != written["sha256"]:\n',
+        "        if False:\n",
+        ("tests/checkpoint/test_checkpoint.py", "-k", "damaged"),
+    ),
+    Mutation(
+        "a checkpoint is renamed before its entries are on the disk",
+        "resume",
+        "distlab/checkpoint/files.py",
+        "        sync_folder(temporary)\n",
+        "",
+        ("tests/checkpoint/test_checkpoint.py", "-k", "flushed"),
+    ),
+    Mutation(
+        "a checkpoint's name is not flushed to the disk",
+        "resume",
+        "distlab/checkpoint/files.py",
+        "        sync_folder(self.path)\n",
+        "",
+        ("tests/checkpoint/test_checkpoint.py", "-k", "flushed"),
     ),
 )
 
@@ -1004,7 +1384,8 @@ def examine(mutation: Mutation, root: Path, tests: Sequence[str]) -> Result:
     before = path.read_text(encoding="utf-8")
     mutation.apply(root)
     variables = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
+    command += ["-m", "not commands", *tests]
     begin = time.monotonic()
     try:
         done = subprocess.run(
@@ -1017,36 +1398,53 @@ def examine(mutation: Mutation, root: Path, tests: Sequence[str]) -> Result:
     seconds = time.monotonic() - begin
     if done.returncode not in (0, 1):
         raise RuntimeError(f"{mutation.name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr}")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
     return Result(done.returncode == 1, failed[1] if failed else "", seconds)
 
 
-def results(mutations: Sequence[Mutation], tests: Sequence[str] | None) -> Iterator[tuple[Mutation, Result]]:
-    """Examine them one after the other in a copy of the tree."""
-    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        root = Path(folder)
-        copy_tree(root)
-        for mutation in mutations:
-            yield mutation, examine(mutation, root, tests or mutation.tests)
+def results(
+    mutations: Sequence[Mutation], tests: Sequence[str] | None, workers: int
+) -> Iterator[tuple[Mutation, Result]]:
+    """Examine so many at a time, each in a copy of the tree that no other uses meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPool(workers) as pool:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(workers):
+            copy_tree(Path(folder, str(number)))
+            copies.put(Path(folder, str(number)))
+
+        def examined(mutation: Mutation) -> tuple[Mutation, Result]:
+            root = copies.get()
+            try:
+                return mutation, examine(mutation, root, tests or mutation.tests)
+            finally:
+                copies.put(root)
+
+        yield from pool.imap_unordered(examined, mutations)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run mutations; 1 if one survives."""
+    categories = sorted({m.category for m in MUTATIONS})
     p = argparse.ArgumentParser("python -m tests.mutations", description=__doc__.splitlines()[0])
     p.add_argument("--only", action="append", metavar="TEXT", help="whose name or file has this; may be repeated [all]")
+    p.add_argument("--category", nargs="+", choices=categories, default=categories, metavar="NAME", help="[all]")
+    p.add_argument("--workers", type=int, default=2, help="how many at a time [2]")
     p.add_argument("--list", action="store_true", help="print names and files and end")
     p.add_argument("--tests", type=shlex.split, help="arguments of pytest, instead of the entries' own")
     args = p.parse_args(argv)
-    chosen = [m for m in MUTATIONS if any(text in m.name or text in m.file for text in args.only or [""])]
+    if args.workers < 1:
+        p.error(f"--workers {args.workers}: at least one")
+    of_category = [m for m in MUTATIONS if m.category in args.category]
+    chosen = [m for m in of_category if any(text in m.name or text in m.file for text in args.only or [""])]
     if not chosen:
         print(f"no mutation's name or file has {args.only}; --list shows them", file=sys.stderr)
         return 2
     if args.list:
         for mutation in chosen:
-            print(f"{mutation.name}  ({mutation.file})")
+            print(f"{mutation.category:10}  {mutation.name}  ({mutation.file})")
         return 0
     survivors = 0
-    for mutation, result in results(chosen, args.tests):
+    for mutation, result in results(chosen, args.tests, args.workers):
         survivors += not result.killed
         verdict = "killed  " if result.killed else "SURVIVED"
         print(f"{verdict}  {mutation.name}  ({result.seconds:.0f} s)  {result.seen}", flush=True)

@@ -23,6 +23,7 @@ from tests.test_pages import arguments_of, filled_in
 QUICK = {
     r"^make bench$": "ARGS='--preset smoke'",
     r"^make test$": "ARGS=tests/test_hardware.py",
+    r"^make nightly$": "--dry-run",
     r"^make test-(commands|gpu)$": "ARGS=--collect-only",
     r"--name eight": "--size tiny --layers 2 --context 64 --dtype fp32 --ops torch --log-every 1",
     r"train --ops triton": "--name triton --size tiny --steps 4 --log-every 1",  # the default name is the run's before

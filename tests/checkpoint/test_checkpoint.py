@@ -432,6 +432,18 @@ def test_what_is_deleted_has_lost_its_name_first(two, tmp_path, monkeypatch):
     assert store.steps() == [4]
 
 
+def test_a_checkpoint_is_flushed_before_it_has_its_name_and_its_name_after(two, tmp_path, monkeypatch):
+    """Else a machine that loses power may have the name without the files, or not the name."""
+    folder = tmp_path / "flushed"
+    shutil.copytree(two, folder)
+    store, flushed = CheckpointFolder(folder), []
+    content = {key: value for key, value in store.open(4).content.items() if key not in ("format", "step")}
+    monkeypatch.setattr(files, "sync_folder", lambda path: flushed.append((path, 6 in store.steps())))
+    store.begin(6)
+    store.commit(6, content)
+    assert flushed == [(store.temporary_path_of(6), False), (folder, True)]
+
+
 def test_a_format_of_an_earlier_version_is_named(two, tmp_path):
     folder = tmp_path / "older"
     shutil.copytree(two, folder)

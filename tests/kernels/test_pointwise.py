@@ -120,6 +120,14 @@ def test_dropout_repeats_in_backward_and_by_seed(either):
     assert torch.equal(first, dropout(x, 0.5))
 
 
+def test_forward_and_backward_drop_the_same_elements_where_a_number_is_the_threshold_too():
+    """Of 200,000 numbers of 16 bits some three are; one forward that drops them and one backward that does not."""
+    x = torch.ones(200_000, device=DEVICE, requires_grad=True)
+    y = dropout(x, 0.5, seed=3)
+    slope, = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(slope, y)
+
+
 def test_dropout_does_not_depend_on_the_tile():
     x = draw(1000)
     with forced(dropout=Launch(64)):

@@ -55,10 +55,12 @@ def test_the_loss_scale_and_every_option_of_a_group_are_those_of_the_checkpoint(
 
 def generators(context: RankContext, folder: str) -> tuple[list[float], list[float]]:
     """What a rank would draw at the beginning of the run, and what it draws after having resumed."""
-    run = Run(context, folder)
+    Run(context)
     beginning = draw_from_all_generators()
+    run = Run(context, folder)
     if run.trainer.resume():
         return beginning, draw_from_all_generators()
+    draw_from_all_generators()  # as dropout would
     run.trainer.one_step()
     save(run)
     return beginning, []

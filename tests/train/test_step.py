@@ -18,7 +18,7 @@ def test_clipping_and_accumulation_act_on_the_mean_gradient():
     nn.init.zeros_(model.weight)
     step = TrainStep(Local(model), torch.optim.SGD(model.parameters(), lr=1.0), sum_loss, max_grad_norm=0.5)
     loss = step([torch.tensor([[2.0]]), torch.tensor([[4.0]])])  # mean gradient 3, clipped to 0.5
-    assert loss.item() == 0.0
+    assert loss.item() == 0.0 and step.grad_norm.item() == 3.0
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.5]]), rtol=1e-5, atol=0)
 
 
@@ -31,6 +31,16 @@ def test_scaled_gradients_are_clipped_by_their_own_norm(one_rank):
     step([torch.tensor([[3.0]])])
     assert step.grad_norm.item() == 3.0
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.5]]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_norm_as_small_as_the_epsilon_is_clipped_as_torch_does(one_rank, scaled):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), LossScaler(scale=4.0) if scaled else None
+    step = TrainStep(Local(model), optimizer, sum_loss, max_grad_norm=1e-6, scaler=scaler, context=one_rank)
+    step([torch.tensor([[1e-6]])])
+    torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.5e-6]]), rtol=1e-5, atol=0)
 
 
 def test_phases_are_marked_in_order():
