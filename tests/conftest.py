@@ -53,16 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # -- the last line: what the tests and all processes that they started have cost -------------------------------
 
-STARTED_CPU_S = pytest.StashKey[float]()
+CPU_S_OF_WORKERS: list[float] = []  # of the processes that tests started on each of xdist's workers
 
 
 def cpu_seconds(who: int) -> float:
     used = resource.getrusage(who)
     return used.ru_utime + used.ru_stime
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[STARTED_CPU_S] = 0.0
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -74,12 +70,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node) -> None:
-    node.config.stash[STARTED_CPU_S] += getattr(node, "workeroutput", {}).get("cpu_s", 0.0)
+    CPU_S_OF_WORKERS.append(getattr(node, "workeroutput", {}).get("cpu_s", 0.0))
 
 
-def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    total = cpu_seconds(resource.RUSAGE_SELF) + cpu_seconds(resource.RUSAGE_CHILDREN)
-    started = config.stash[STARTED_CPU_S] or cpu_seconds(resource.RUSAGE_CHILDREN)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    children = cpu_seconds(resource.RUSAGE_CHILDREN)
+    total, started = cpu_seconds(resource.RUSAGE_SELF) + children, sum(CPU_S_OF_WORKERS) or children
     terminalreporter.write_line(f"{total:.0f} CPU seconds, {started:.0f} of them in processes that tests started")
 
 

@@ -18,6 +18,7 @@ from distlab.parallel import (
     stepped,
     strategies_on,
 )
+from distlab.parallel.base import square_sum
 from distlab.parallel.shard import FlatLayout, Shard, whole
 from distlab.simulate.events import EventLog
 from distlab.testing import run_ranks
@@ -228,3 +229,8 @@ def most_on_gpus(context: RankContext) -> None:
     )
     assert torch.cuda.max_memory_allocated(context.device) < 4 * 4 * config.num_parameters / 2
     model.close(restore=False)
+
+
+def test_half_precision_gradients_are_in_the_norm_and_unrounded():
+    gradients = [torch.full((3,), 300.0, dtype=torch.float16), torch.tensor([4.0])]
+    assert square_sum(gradients, torch.device("cpu")).item() == pytest.approx(3 * 300.0**2 + 4**2, rel=1e-6)

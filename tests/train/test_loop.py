@@ -23,6 +23,7 @@ def losses_and_norms(context: RankContext, strategies: list[str], changes: dict)
     for strategy in strategies:
         run = Run(context, None, strategy=strategy, steps=4, **changes)
         outcome = run.trainer.run()
+        assert [group["lr"] for group in run.trainer.optimizer.param_groups] == [run.trainer.schedule(3)]
         found.append((run.losses, run.norms, outcome.validation[-1][1]))
         run.trainer.close()
     return found
