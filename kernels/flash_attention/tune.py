@@ -101,6 +101,8 @@ def main() -> None:
     parser.add_argument("lengths", type=int, nargs="+")
     parser.add_argument("--precision", default="tf32x3", choices=("ieee", "tf32x3", "bf16x6"), help="of float32")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("tiles are timed on a GPU, and torch sees none here")
     problem = Problem((None, 0), args.head_dim**-0.5, args.precision if args.dtype == "float32" else "ieee")
     for length in args.lengths:
         q = torch.randn(1, 1, length, args.head_dim, device="cuda", dtype=getattr(torch, args.dtype))
