@@ -62,8 +62,7 @@ def launches(q: torch.Tensor, problem: Problem) -> dict[str, tuple[Callable, lis
 
 def filled(run: Callable, outs: list[torch.Tensor], tile: Tile) -> list[torch.Tensor]:
     """Returns copies of what a launch fills, poisoned before."""
-    for out in outs:
-        out.fill_(float("nan"))
+    torch._foreach_mul_(outs, float("nan"))
     run(tile)
     return [out.double() for out in outs]
 
@@ -83,8 +82,7 @@ def fastest(run: Callable, outs: list[torch.Tensor], tiles: list[Tile]) -> tuple
             print(f"# {tile}: {str(error).strip()[:80]}")
     leaders = sorted(times, key=times.__getitem__)[:FINALISTS]
     rounds = [[device_ms(partial(run, tile)) for tile in leaders] for _ in range(ROUNDS)]
-    ms, tile = min(zip(map(median, zip(*rounds, strict=True)), leaders, strict=True), key=lambda pair: pair[0])
-    return tile, ms
+    return min(zip(leaders, map(median, zip(*rounds, strict=True)), strict=True), key=lambda pair: pair[1])
 
 
 def row(key: Key, shape: str, tiles: Sequence[Tile], times: Sequence[float]) -> str:
@@ -106,10 +104,8 @@ def main() -> None:
     problem = Problem((None, 0), args.head_dim**-0.5, args.precision if args.dtype == "float32" else "ieee")
     for length in args.lengths:
         q = torch.randn(1, 1, length, args.head_dim, device="cuda", dtype=getattr(torch, args.dtype))
-        found = [
-            fastest(run, outs, candidates(kernel, q.element_size(), problem.precision))
-            for kernel, (run, outs) in launches(q, problem).items()
-        ]
+        found = (fastest(*launch, candidates(kernel, q.element_size(), problem.precision))
+                 for kernel, launch in launches(q, problem).items())  # fmt: skip
         print(row(key_of(q, problem), f"1x1x{length}x{args.head_dim}", *zip(*found, strict=True)))
 
 
