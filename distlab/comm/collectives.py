@@ -80,7 +80,8 @@ def all_reduce_mean(tensor: Tensor, group: ProcessGroup, *, prescaled: bool = Fa
 
     `prescaled`: it need not be divided on gloo, because the sender has done so, or does not care.
     """
-    return dist.all_reduce(tensor, _prepare(tensor, group, prescaled), group=group, async_op=True)
+    tensor, operation = _prepare(tensor, group, prescaled)
+    return dist.all_reduce(tensor, operation, group=group, async_op=True)
 
 
 def reduce_scatter_mean(
@@ -88,7 +89,8 @@ def reduce_scatter_mean(
 ) -> Work:
     """Give rank r the r-th of N equal slices of the mean of `input`: `(N·n,)` → `output` `(n,)`."""
     options = ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = _prepare(input, group, prescaled), True
+    input, options.reduceOp = _prepare(input, group, prescaled)
+    options.asyncOp = True
     return _reduce_scatter_single(group, output, input, options)
 
 
@@ -212,10 +214,15 @@ def sum_over_ranks(value: float, device: torch.device, group: ProcessGroup) -> f
     return float(sum_tensor(torch.tensor([value], dtype=torch.float64, device=device), group).item())
 
 
-def _prepare(tensor: Tensor, group: ProcessGroup, prescaled: bool) -> dist.ReduceOp.RedOpType:
-    """Divide where the backend cannot average, and say which reduction then yields the mean."""
+def _prepare(tensor: Tensor, group: ProcessGroup, prescaled: bool) -> tuple[Tensor, dist.ReduceOp.RedOpType]:
+    """Divide where the backend cannot average; returns what to send, and the reduction that then yields the mean.
+
+    On gloo what is sent is an alias with a version counter of its own, since what is written here is no edit of the
+    caller's: the division now, and the result of a CUDA tensor at any time until `wait()`, from a thread of gloo's.
+    """
     if averages_in_reduction(tensor.device, group):
-        return dist.ReduceOp.AVG
+        return tensor, dist.ReduceOp.AVG
+    sent = tensor.data
     if not prescaled:
-        tensor.mul_(1.0 / group.size())
-    return dist.ReduceOp.SUM
+        sent.mul_(1.0 / group.size())
+    return sent, dist.ReduceOp.SUM

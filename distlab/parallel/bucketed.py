@@ -177,7 +177,7 @@ class BucketedDDP(DataParallel):
         self._buckets[number].add(position)
         gradient = self.trainable[index].grad  # a view of the bucket
         self._ready[index] = gradient, gradient._version
-        while len(self._in_flight) < len(self._buckets) and not self._buckets[len(self._in_flight)].missing:
+        while not self._all_sent() and not self._buckets[len(self._in_flight)].missing and self._may_send():
             self._issue_next()
 
     def _issue_next(self) -> None:
@@ -191,12 +191,16 @@ class BucketedDDP(DataParallel):
             work = collectives.reduce_scatter_mean(received, buffer, self.process_group)
         self._in_flight.append(work)
 
-    def _synchronize(self) -> None:
+    def _all_sent(self) -> bool:
+        return len(self._in_flight) == len(self._buckets)
+
+    def _send_rest(self) -> None:
         self.allocate()
         if self._sharded is not None:
             self._sharded.check_sent_again(self._ready)
-        while len(self._in_flight) < len(self._buckets):
-            self._issue_next()
+        super()._send_rest()
+
+    def _synchronize(self) -> None:
         in_flight, self._in_flight = self._in_flight, []
         for bucket, work in zip(self._buckets, in_flight, strict=True):
             self._wait(work)

@@ -73,6 +73,8 @@ class DataParallel(ParallelModel):
         self._ready: dict[int, tuple[Tensor, int]] = {}
         self._unsent: set[int] = set()  # gradients of backward passes under no_sync() since the last finish
         self._in_backward = False  # stays True after a backward that raised
+        self._sent_rest = False  # all that backward has not brought
+        self._ahead: list[DataParallel] = []  # wrappers that this backward came to before, and which send first
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(_call, weakref.ref(self), index))
             for index, parameter in enumerate(self.trainable)
@@ -88,6 +90,25 @@ class DataParallel(ParallelModel):
     @abstractmethod
     def _synchronize(self) -> None:
         """Send what has not been sent, wait for all, leave the means in `.grad`."""
+
+    def _issue_next(self) -> None:
+        """Send the next message of those that need not wait for the end."""
+
+    def _all_sent(self) -> bool:
+        """Whether `_issue_next` has sent all of this step."""
+        return True
+
+    def _may_send(self) -> bool:
+        """Whether it is this wrapper's turn: those of a group send in the order in which backward comes to them, which
+        ranks share, and not when their buckets fill, which they do not.
+        """
+        return not self._ahead or all(wrapper._all_sent() for wrapper in self._ahead)
+
+    def _send_rest(self) -> None:
+        """Send what backward did not bring, where messages need not wait for the end."""
+        self._sent_rest |= not self._all_sent()
+        while not self._all_sent():
+            self._issue_next()
 
     def _wait(self, work: Work | Message) -> None:
         """Wait for a message of this step; an error names the ranks that did not come."""
@@ -107,7 +128,8 @@ class DataParallel(ParallelModel):
     def finish_gradient_synchronization(self) -> None:
         """Wait until every `.grad` is the mean over ranks. Call it on every rank after backward, before step.
 
-        Without a synchronised forward or backward since the last call it does nothing.
+        Gradients that backward did not make (`parameter.grad = …`) are averaged too. Without any gradient, and without
+        a synchronised forward, since the last call it does nothing.
 
         Raises:
             ValueError: the module trains a parameter now that was frozen, or not there, at construction.
@@ -115,16 +137,19 @@ class DataParallel(ParallelModel):
         """
         self._check_still_frozen()
         step_guard.check_module(self)
-        if not self._pending and not self._ready:
+        if not (self._pending or self._ready or self._has_assigned_gradients()):
             return
         self._check_unedited()
         try:
             with torch.no_grad():
+                step_guard.send_begun(self.process_group, [self])
                 self._synchronize()
+            step_guard.note_gradients(self.trainable)
         finally:
-            self._pending = self._in_backward = False
+            self._pending = self._in_backward = self._sent_rest = False
             self._ready.clear()
             self._unsent.clear()
+            step_guard.end(self)
 
     def shards(self) -> list[Shard]:
         """All parameters, whole."""
@@ -145,6 +170,7 @@ class DataParallel(ParallelModel):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        step_guard.end(self)
         step_guard.release(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DataParallel":
@@ -180,6 +206,14 @@ class DataParallel(ParallelModel):
                 f"the gradient of '{name}' is sparse; data parallelism here averages dense gradients: "
                 "build the embedding with sparse=False"
             )
+        if not self._ready:
+            self._ahead[:] = step_guard.begin(self)
+        if self._sent_rest:
+            raise RuntimeError(
+                f"the gradient of '{name}' came after its message had left, as another wrapper on these ranks has sent "
+                "since, and ranks must send alike: call finish_gradient_synchronization() of all wrappers when the "
+                "backward passes of all have ended, or wrap both modules as one"
+            )
         if index in self._ready:
             raise RuntimeError(
                 f"the gradient of '{name}' became ready twice: call finish_gradient_synchronization() after "
@@ -212,6 +246,12 @@ class DataParallel(ParallelModel):
         self._in_backward = bool(following)
         for node in following:
             node.register_prehook(self._enter_backward)
+
+    def _has_assigned_gradients(self) -> bool:
+        """Whether some were put into `.grad` by hand; those of passes under `no_sync()` wait for the one outside it."""
+        if self._unsent or self._shards_gradients:
+            return False
+        return step_guard.find_edited(zip(self.trainable_names, self.trainable, strict=True)) is not None
 
     def _dropped(self) -> bool:
         """Whether `zero_grad()` has taken away what was to be finished, because the step is skipped."""

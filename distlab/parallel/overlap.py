@@ -34,18 +34,16 @@ class OverlapDDP(NaiveDDP):
         self._in_flight: list[tuple[Tensor, Tensor, Work | Message]] = []
 
     def _gradient_ready(self, index: int) -> None:
-        while len(self._in_flight) < len(self._order) and self._order[len(self._in_flight)] in self._ready:
+        while not self._all_sent() and self._order[len(self._in_flight)] in self._ready and self._may_send():
             self._issue_next()
 
     def _issue_next(self) -> None:
-        index = self._order[len(self._in_flight)]
-        gradient, sent, work = self._send(self.trainable[index])
-        self._ready[index] = gradient, gradient._version  # sending counted as a change
-        self._in_flight.append((gradient, sent, work))
+        self._in_flight.append(self._send(self.trainable[self._order[len(self._in_flight)]]))
+
+    def _all_sent(self) -> bool:
+        return len(self._in_flight) == len(self._order)
 
     def _synchronize(self) -> None:
-        while len(self._in_flight) < len(self._order):
-            self._issue_next()
         in_flight, self._in_flight = self._in_flight, []
         in_order = [self.trainable[index] for index in self._order]
         write_used_flags(self._flags, in_order)

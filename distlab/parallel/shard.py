@@ -130,28 +130,27 @@ def whole(name: str, tensor: Tensor) -> Shard:
     return Shard(plain_name(name), tensor.shape, 0, tensor, replicated=True)
 
 
-@torch.no_grad()
-def adopt_assigned(placed: Iterable[tuple[Tensor, Tensor, int, int]]) -> None:
-    """Put values that `p.data = …` (`vector_to_parameters`, an average swapped in) gave a parameter into its place.
+def place_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the identity of a tensor's memory, and where the tensor begins there."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+
+def refuse_assigned(placed: Iterable[tuple[str, Tensor, tuple[int, int]]]) -> None:
+    """Check that parameters lie where they were placed in a flat buffer, which is what is sent and stepped.
 
     Args:
-        placed: parameters, each with its `placing` in a flat buffer, which is what is sent.
+        placed: name, parameter and its place.
 
     Raises:
-        ValueError: values of another shape or dtype.
+        RuntimeError: one has other memory since; copying it into its place would overwrite what `p.data`, kept to be
+            assigned again, is an alias of.
     """
-    for parameter, place, memory, offset in placed:
-        if parameter.untyped_storage()._cdata == memory and parameter.storage_offset() == offset:
-            continue
-        given, needed = (parameter.shape, parameter.dtype), (place.shape, place.dtype)
-        if given != needed:
-            raise ValueError(f"a parameter's .data was assigned {given}, and is sharded as {needed}: assign the same")
-        parameter.data = place.copy_(parameter)
-
-
-def placing(place: Tensor) -> tuple[Tensor, int, int]:
-    """A view, the identity of its memory and where it begins there."""
-    return place, place.untyped_storage()._cdata, place.storage_offset()
+    for name, parameter, place in placed:
+        if place_of(parameter) != place:
+            raise RuntimeError(
+                f"'{name}' is sharded and was given other memory (p.data = …, vector_to_parameters, swap_tensors): "
+                "write values in place, p.data.copy_(values), and keep copies, p.detach().clone(), to restore"
+            )
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from distlab.parallel import step_guard
 from distlab.parallel.buckets import GradientBucket, adopt_foreign_gradients, write_used_flags
 from distlab.parallel.data_parallel import Attached
 from distlab.parallel.in_flight import in_flight_class
-from distlab.parallel.shard import Shard, adopt_assigned, placing, plain_name
+from distlab.parallel.shard import Shard, place_of, plain_name, refuse_assigned
 
 if TYPE_CHECKING:
     from distlab.parallel.bucketed import BucketedDDP
@@ -66,7 +66,6 @@ class ShardedBuckets:
         self.optimizer: weakref.ref[Optimizer] | None = None
         self._gathering: dict[int, Work] = {}
         self._bucket_of: dict[nn.Parameter, int] = {}
-        self._placed: list[tuple[nn.Parameter, Tensor, int, int]] = []
         self._owned: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []  # with a shard that is not empty, its mean
         self.starts: dict[nn.Parameter, int] = {}
         values: dict[nn.Parameter, nn.Parameter] = {}
@@ -80,6 +79,7 @@ class ShardedBuckets:
         self.received = [
             mean if self._in_place else torch.empty_like(mean) for mean in self._means_in_buckets
         ]
+        self._placed = [(name, parameter, place_of(parameter)) for name, parameter in self.named]
         self._flags = torch.empty(len(ddp.trainable), device=ddp.device)
         self._classes = [self._in_flight_classes(number) for number in range(len(self._flat))]
         self._wait_outside_graph = torch.compiler.disable(self.wait)
@@ -96,7 +96,6 @@ class ShardedBuckets:
         for position, view in enumerate(plan.views(flat, bucket.parameters)):
             parameter = bucket.parameters[position]
             parameter.data = view.copy_(parameter)
-            self._placed.append((parameter, *placing(view)))
             start, stop = plan.shard_range(position, self._rank)
             here = slice(plan.offsets[position] + start, plan.offsets[position] + stop)
             shape = parameter.shape if parameter.ndim == 0 and start < stop else (-1,)
@@ -128,13 +127,14 @@ class ShardedBuckets:
     def point_gradients(self) -> None:
         """Let each shard's `.grad` be its part of the mean, or None where no rank used the parameter."""
         with torch._C.DisableTorchFunctionSubclass():  # no parameter in flight was assigned
-            adopt_assigned(self._placed)
+            refuse_assigned(self._placed)
         for parameter, tensor, mean in self._owned:
             tensor.grad = None if parameter.grad is None else mean
 
     @torch.no_grad()
     def start_gathering(self) -> None:
         """Send this rank's slices on their way, the first layers' first (they lie in the last bucket)."""
+        step_guard.send_begun(self._group)
         for number in reversed(range(len(self._flat))):
             flat = self._flat[number]
             own = flat[self._buckets[number].plan.slice_of(self._rank)]

@@ -15,11 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
+from distlab.parallel import step_guard
 from distlab.parallel.base import LocalOptimizer, to_cpu
 from distlab.parallel.shard import Shard
 
@@ -32,11 +34,12 @@ class ShardedOptimizer(LocalOptimizer):
     Args:
         params: parameters or groups of them, the same on every rank; gradients are averaged by the caller.
         optimizer_cls: such as `torch.optim.AdamW`.
-        process_group: default: the default group.
+        process_group: default: that of the wrapper which averages the parameters' gradients, else the default group.
         kwargs: for `optimizer_cls`.
 
     Raises:
-        ValueError: no parameters, or L-BFGS, which couples them. TypeError: something that is no tensor.
+        ValueError: no parameters, another group than their wrapper's, or L-BFGS, which couples them.
+        TypeError: something that is no tensor.
     """
 
     def __init__(
@@ -51,9 +54,9 @@ class ShardedOptimizer(LocalOptimizer):
                 "ShardedOptimizer: L-BFGS steps all parameters together, and here a rank steps a share of them: use it "
                 "without ShardedOptimizer, over the parameters of a data-parallel wrapper"
             )
-        self._group = collectives.resolve_group(process_group)
+        self._group = process_group
         self._owner: dict[nn.Parameter, int] = {}
-        self._load = [0] * self._group.size()  # elements owned by each rank
+        self._load: list[int] = []  # elements owned by each rank
         super().__init__(params, optimizer_cls, kwargs)
 
     @torch.no_grad()
@@ -69,6 +72,7 @@ class ShardedOptimizer(LocalOptimizer):
         """
         self._copy_options_inwards()
         loss = self.local.step(closure, **kwargs)
+        step_guard.send_begun(self._group)
         in_flight = []
         for rank in range(self._group.size()):
             # A frozen parameter whose gradient is still there is stepped, as by any optimizer.
@@ -119,6 +123,8 @@ class ShardedOptimizer(LocalOptimizer):
 
     def _take(self, parameters: list[nn.Parameter]) -> None:
         """Largest first, each to the rank that owns least: loads differ by at most the largest parameter."""
+        self._group = _group_of(parameters, self._group)
+        self._load = self._load or [0] * self._group.size()
         for parameter in sorted(parameters, key=lambda p: -p.numel()):
             rank = min(range(len(self._load)), key=self._load.__getitem__)
             self._owner[parameter] = rank
@@ -128,3 +134,17 @@ class ShardedOptimizer(LocalOptimizer):
         """The group with this rank's parameters; some ranks' groups may be empty."""
         rank = self._group.rank()
         return group | {"params": [p for p in group["params"] if self._owner[p] == rank]}
+
+
+def _group_of(parameters: list[nn.Parameter], given: ProcessGroup | None) -> ProcessGroup:
+    """Return the group of the wrapper whose parameters these are, which must be the one given, if any."""
+    wrapping = [wrapper.process_group for wrapper in step_guard.wrappers_of(parameters)]
+    group = collectives.resolve_group(given or next(iter(wrapping), None))
+    for other in wrapping:
+        theirs, ours = dist.get_process_group_ranks(other), dist.get_process_group_ranks(group)
+        if theirs != ours:
+            raise ValueError(
+                f"ShardedOptimizer: the parameters belong to a wrapper on ranks {theirs}, and this would share their "
+                f"updates among ranks {ours}: leave process_group out, or build an optimizer for each wrapper"
+            )
+    return group

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed import ProcessGroup
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -51,11 +52,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"this {type(optimizer).__name__} holds parameters that FSDP has replaced by shards: wrap first, then "
             "build the optimizer over fsdp.parameters()"
         )
-    for wrapper in _wrappers_of(held):
+    for wrapper in wrappers_of(held):
         wrapper.check_step(optimizer)
 
 
-def _wrappers_of(parameters: Sequence[Tensor]) -> list[ParallelModel]:
+def wrappers_of(parameters: Sequence[Tensor]) -> list[ParallelModel]:
+    """The wrappers that guard one of these."""
     return [wrapper for wrapper, ids in list(_guarded.items()) if any(id(p) in ids for p in parameters)]
 
 
@@ -65,7 +67,7 @@ def _refuse_shards(step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
     def checked(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if scaler.is_enabled() and any(wrapper._shards_gradients for wrapper in _wrappers_of(held)):
+        if scaler.is_enabled() and any(wrapper._shards_gradients for wrapper in wrappers_of(held)):
             raise RuntimeError(
                 f"{type(scaler).__name__} decides by the gradients of this rank, and these are shards, so ranks could "
                 "skip different steps: use distlab.train.scaler.LossScaler with distlab.train.step.TrainStep"
@@ -105,6 +107,37 @@ def check_module(wrapper: ParallelModel) -> None:
                 "module again, and build the optimizer over the new wrapper's parameters"
             )
     wrapper._registrations = _registrations
+
+
+# -- several wrappers in one backward --------------------------------------------------------------------------
+
+_begun: "weakref.WeakKeyDictionary[ParallelModel, None]" = weakref.WeakKeyDictionary()  # in the order of backward
+
+
+def begin(wrapper: ParallelModel) -> list[ParallelModel]:
+    """Note that backward has come to `wrapper`; returns those of its group that it came to before."""
+    ahead = begun(wrapper.process_group)
+    _begun[wrapper] = None
+    return ahead
+
+
+def begun(group: ProcessGroup) -> list[ParallelModel]:
+    """Wrappers of a group that backward has come to and that have not finished, in this order."""
+    return [wrapper for wrapper in list(_begun) if wrapper.process_group is group]
+
+
+def send_begun(group: ProcessGroup, last: Sequence[ParallelModel] = ()) -> None:
+    """Let every wrapper of the group that backward has come to send all of its step, and then these.
+
+    Called before anything else is sent, since on another rank, which used all parameters, they have sent in backward.
+    """
+    for wrapper in dict.fromkeys([*begun(group), *last]):
+        wrapper._send_rest()
+
+
+def end(wrapper: ParallelModel) -> None:
+    """Undo `begin`."""
+    _begun.pop(wrapper, None)
 
 
 # -- edits of synchronized gradients ---------------------------------------------------------------------------

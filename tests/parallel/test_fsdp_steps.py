@@ -148,9 +148,8 @@ def torchs_clipping(context: RankContext) -> None:
                 pytest.fail(name)
         if "vector" not in name:  # a forward and finish make it no better
             own_loss(fsdp, context.rank, 1, context.device)
-            with pytest.raises(RuntimeError, match="no backward has brought a matrix its gradient"):
-                fsdp.finish_gradient_synchronization()
-            with pytest.raises(RuntimeError, match=f"{EDITED}|{UNFINISHED}"):
+            fsdp.finish_gradient_synchronization()
+            with pytest.raises(RuntimeError, match=EDITED):
                 optimizer.step()
         optimizer.zero_grad(set_to_none="norm" in name)
         finished(fsdp, context)

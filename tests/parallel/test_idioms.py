@@ -3,14 +3,16 @@
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from distlab.comm import RankContext
-from distlab.parallel import FSDP, BucketedDDP, FlatDDP, NaiveDDP, ShardedOptimizer, ZeroOptimizer
+from distlab.comm import RankContext, collectives
+from distlab.measure import CollectiveRecorder
+from distlab.parallel import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, ShardedOptimizer, ZeroOptimizer
 from distlab.parallel.base import ParallelModel
 from tests.parallel.test_contract import run
 
@@ -66,35 +68,99 @@ def _swapped(parameters: list[nn.Parameter]) -> None:
 
 
 def assigned(context: RankContext) -> None:
-    for assign in (_as_a_vector, _one_by_one, _swapped):
-        ends = []
-        for kind in (BucketedDDP, "zero1", FSDP):
-            made = wrapped(context, kind)
-            step(made[0], made, context, 0)
-            assign(list(made[0].parameters()))
-            step(made[0], made, context, 1)
-            step(made[0], made, context, 2)
-            before = full(made)
-            ends.append(before)
-            assign(list(made[0].parameters()))
-            for shard, mine in zip(made[0].shards(), made[0].parameters(), strict=True):  # what a checkpoint stores
-                part = mine.detach().flatten()[shard.start : shard.start + shard.tensor.numel()]
-                assert kind is FSDP or torch.equal(shard.tensor.flatten(), part)
-            for value, half in zip(before, full(made), strict=True):
-                torch.testing.assert_close(half, value / 2)
-        for end in ends[1:]:
-            torch.testing.assert_close(end, ends[0])
     for kind in ("zero1", FSDP):
         made = wrapped(context, kind)
-        parameter = max(made[0].parameters(), key=torch.numel)
-        parameter.data = parameter.data.half()
-        with pytest.raises(ValueError, match=r"\.data was assigned .*float16.*: assign the same"):
-            made[0].full_parameters() if kind is FSDP else made[0].shards()
+        wrapper, parameters = made[0], list(made[0].parameters())
+        step(wrapper, made, context, 0)
+        before = full(made)
+        keep = [parameter.data for parameter in parameters]
+        for assign in (_one_by_one, _as_a_vector, _swapped):
+            assign(parameters)
+            uses = [wrapper.gather_full_params] if kind is FSDP else [wrapper.shards, wrapper.grad_norm]
+            for use in [*uses, partial(step, wrapper, made, context, 1)]:
+                with pytest.raises(RuntimeError, match=r"'0\.weight' is sharded and was given other memory .*in place"):
+                    use()
+            for parameter, data in zip(parameters, keep, strict=True):
+                parameter.data = data
+            assert all(map(torch.equal, full(made), before))
+            step(wrapper, made, context, 1)
+            before = full(made)
 
 
-def test_values_that_are_assigned_reach_the_shards():
-    """`vector_to_parameters`, `p.data = …` and `swap_tensors`, beside a wrapper that keeps parameters whole."""
+def test_values_are_not_assigned_to_shards_and_what_was_kept_is_restored():
+    """An average swapped in and out: `p.data` that was kept is an alias, which nothing may overwrite."""
     run(assigned, 2)
+
+
+# -- gradients that no backward of the wrapper made ----------------------------------------------------------
+
+
+def gradients_by_hand(context: RankContext) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(context.rank))
+    for kind in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP, "sharded"):
+        made = wrapper, optimizer = wrapped(context, kind)
+        parameters = list(wrapper.parameters())
+        for number in range(3):
+            gradients = torch.autograd.grad(wrapper.module(x).square().mean(), parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient if number < 2 else parameter.grad.copy_(gradient)
+            wrapper.finish_gradient_synchronization()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                ranks = collectives.gather_objects(gradient, context.group)
+                torch.testing.assert_close(parameter.grad, sum(ranks) / 2)
+            with CollectiveRecorder() as recorder:  # a second call has nothing to do
+                wrapper.finish_gradient_synchronization()
+            assert recorder.count == 0
+            optimizer.step()
+        values = collectives.gather_objects(full(made), context.group)
+        assert all(map(torch.equal, *values))
+
+
+def test_gradients_that_were_assigned_are_averaged():
+    """Of `autograd.grad`, or of an evolution strategy."""
+    run(gradients_by_hand, 2)
+
+
+class OnVectors(nn.Module):
+    """Forward adds two vectors; one matrix of the three parameters is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.norm = nn.Parameter(torch.zeros(6)), nn.LayerNorm(6)
+        self.weight = nn.Parameter(torch.ones(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) + self.bias
+
+
+def matrices_without_gradients(context: RankContext) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(context.rank))
+
+    def ends(kind: Any, loss: Callable, module: nn.Module) -> list[Tensor]:
+        made = wrapper, optimizer = wrapped(context, kind, module)
+        for _ in range(2):
+            optimizer.zero_grad()
+            value = loss(wrapper)
+            wrapper.finish_gradient_synchronization()  # too early: nothing is there
+            value.backward()
+            wrapper.finish_gradient_synchronization()
+            optimizer.step()
+        return full(made)
+
+    for loss in (
+        lambda wrapper: wrapper(x).square().mean() * 0 + wrapper.module[0].bias.square().sum(),
+        lambda wrapper: wrapper(x).sum() * 0 + sum(p.square().sum() for p in wrapper.parameters() if p.ndim == 1),
+        lambda wrapper: wrapper(x).square().mean(),
+    ):
+        torch.testing.assert_close(ends(FSDP, loss, net()), ends(BucketedDDP, loss, net()))
+    used = lambda wrapper: wrapper(x).square().mean()  # noqa: E731
+    torch.testing.assert_close(ends(FSDP, used, OnVectors()), ends(BucketedDDP, used, OnVectors()))
+    nothing = lambda wrapper: (wrapper(x).detach().sum() + wrapper.module[2].bias.sum())  # noqa: E731
+    torch.testing.assert_close(ends(FSDP, nothing, net()), ends(BucketedDDP, nothing, net()))
+
+
+def test_a_loss_on_vectors_alone_and_an_early_finish_are_right():
+    run(matrices_without_gradients, 2)
 
 
 # -- copies --------------------------------------------------------------------------------------------------
@@ -158,6 +224,10 @@ def test_a_compiled_step_and_a_compiled_wrapper_train_alike():
 # -- refused -------------------------------------------------------------------------------------------------
 
 
+def _clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+
+
 def refused(context: RankContext) -> None:
     x = torch.ones(2, 6)
     for hook in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
@@ -175,14 +245,39 @@ def refused(context: RankContext) -> None:
         wrapper.finish_gradient_synchronization()
 
     wrapper = FSDP(net(), process_group=context.group)
-    for inputs in ([wrapper.module[0].weight], list(wrapper.parameters())):
-        wrapper(x).sum().backward(inputs=inputs)
-        with pytest.raises(RuntimeError, match=r"no backward has brought .*: call loss\.backward\(\) without inputs"):
-            wrapper.finish_gradient_synchronization()
+    wrapper(x).sum().backward(inputs=list(wrapper.parameters()))
+    with pytest.raises(RuntimeError, match=r"no backward has brought .*: call loss\.backward\(\) without inputs"):
+        wrapper.finish_gradient_synchronization()
     inputs = x.clone().requires_grad_()
     assert torch.autograd.grad(wrapper(inputs).sum(), inputs)[0].any()  # is not refused
     wrapper(x).sum().backward()
     wrapper.finish_gradient_synchronization()
+
+    halves = {name: parameter.detach() / 2 for name, parameter in net().named_parameters(prefix="module")}
+    with pytest.raises(RuntimeError, match=r"FSDP: '0\.weight' is another parameter .*functional_call.*load_full"):
+        torch.func.functional_call(wrapped(context, FSDP)[0], halves, (x,))
+    wrapper = wrapped(context, FSDP, nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))[0]
+    wrapper.module[1].weight = wrapper.module[0].weight
+    with pytest.raises(RuntimeError, match=r"FSDP: '1\.weight' is another parameter .*tied"):
+        wrapper(x)
+    normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 3))
+    wrapper = wrapped(context, FSDP, normed)[0]
+    cached = pytest.raises(RuntimeError, match=r"unit '1' runs .*parametrize\.cached\(\).* is not for sharded modules")
+    with cached, torch.nn.utils.parametrize.cached():
+        (wrapper(x).sum() + wrapper(2 * x).sum()).backward()
+
+    for kind in ("zero1", FSDP):
+        wrapper, optimizer = wrapped(context, kind)
+        step(wrapper, (wrapper, optimizer), context, 0)
+        optimizer.register_step_pre_hook(_clip)
+        for _ in range(2):
+            optimizer.zero_grad()
+            wrapper(x).square().mean().backward()
+            wrapper.finish_gradient_synchronization()
+            before = full((wrapper, optimizer))
+            with pytest.raises(RuntimeError, match=r"(edited|is not as finish).*clip_grad_norm_"):
+                optimizer.step()
+            assert all(map(torch.equal, full((wrapper, optimizer)), before))
 
     with pytest.raises(ValueError, match=r"'0' renormalises its rows in forward \(max_norm\).*: leave max_norm out"):
         wrapped(context, "zero1", nn.Sequential(nn.Embedding(5, 4, max_norm=0.5)))
@@ -192,5 +287,5 @@ def refused(context: RankContext) -> None:
 
 
 def test_what_a_strategy_cannot_do_it_names():
-    """Hooks on shards, `backward(inputs=…)`, an embedding's `max_norm`."""
+    """Hooks on shards, `backward(inputs=…)`, other parameters, clipping in a step's pre-hook, `max_norm`."""
     run(refused, 2)

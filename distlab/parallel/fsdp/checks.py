@@ -31,6 +31,17 @@ def check_still_frozen(params: Sequence[FlatParam]) -> None:
                 )
 
 
+def refuse_replaced(owned: Iterable[tuple[str, nn.Module, str, nn.Parameter]]) -> None:
+    """Raises RuntimeError for (name, module, attribute, parameter) where that attribute is another parameter now."""
+    for name, module, attribute, parameter in owned:
+        if module._parameters.get(attribute) is not parameter:
+            raise RuntimeError(
+                f"FSDP: '{name}' is another parameter than when the module was wrapped (functional_call, a layer "
+                "tied or replaced), and forward would not compute with it: close() this wrapper, change the module and "
+                "wrap it again; load_full_params() takes other values"
+            )
+
+
 def refuse_hooks(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raises ValueError for one of these with a hook on its gradient, which is not autograd's to make."""
     for name, parameter in named:

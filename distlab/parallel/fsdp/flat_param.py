@@ -39,7 +39,7 @@ from distlab.comm import collectives
 from distlab.comm.subgroups import MeshGroups
 from distlab.parallel.buckets import GradientBucket, average
 from distlab.parallel.buckets import plan_buckets as plan_gradient_buckets
-from distlab.parallel.shard import FlatLayout, adopt_assigned, placing
+from distlab.parallel.shard import FlatLayout
 
 ALIGNMENT = 8  # elements; 16 bytes in a 2-byte dtype, the alignment that matmul kernels need of an operand's address
 # Saving fewer elements is not worth another buffer: sending 1 MiB of fp32 costs less than a collective's latency.
@@ -322,7 +322,6 @@ class FlatParam:
     Attributes:
         master: this rank's slice, `(layout.slice_numel,)`.
         shards: what the optimizer sees, by parameter: views of the master slice, perhaps empty.
-        placed: each of them with that view's `placing`, for `adopt_assigned`.
         buffer: `(layout.numel,)`, of no memory while sharded.
         full: what forward sees: views of the buffer.
     """
@@ -345,9 +344,7 @@ class FlatParam:
         self.buffer = torch.empty(layout.numel, dtype=entries[0].compute_dtype, device=device)
         # `.data` gives each full parameter a version counter of its own, which no gather moves.
         self.full = [nn.Parameter(view.data, self.trainable) for view in self._views(self.buffer)]
-        slices = self._slices(self.master)
-        self.shards = [nn.Parameter(view, self.trainable) for view in slices]
-        self.placed = [(shard, *placing(part)) for shard, part in zip(self.shards, slices, strict=True)]
+        self.shards = [nn.Parameter(view, self.trainable) for view in self._slices(self.master)]
         self._memory = Memory(self.buffer)
         self._gathering: tuple[Work, Tensor] | None = None
         self._reducing: tuple[Work, Tensor] | None = None
@@ -379,7 +376,6 @@ class FlatParam:
     @torch.no_grad()
     def gather_masters(self) -> list[Tensor]:
         """Every parameter in full, in the masters' dtype and its own shape. Blocks; needs the memory of both."""
-        adopt_assigned(self.placed)
         flat = torch.empty(self.layout.numel, dtype=self.master.dtype, device=self.master.device)
         collectives.wait(collectives.all_gather(flat, self.master, self.group), self.group, "gathering parameters")
         return [view.clone() for view in self._views(flat)]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
@@ -41,7 +42,7 @@ from distlab.parallel.fsdp import checks
 from distlab.parallel.fsdp.flat_param import Entry, Replicated, list_entries, plan_units
 from distlab.parallel.fsdp.runtime import Runtime, Unit, in_backward, plan_casts
 from distlab.parallel.meta import initialize_in_turn, materialize_buffers
-from distlab.parallel.shard import Shard, adopt_assigned, plain_name, whole
+from distlab.parallel.shard import Shard, place_of, plain_name, refuse_assigned, whole
 
 
 class FSDP(ParallelModel):
@@ -132,7 +133,13 @@ class FSDP(ParallelModel):
         self._runtime = Runtime(self._units, self.process_group, self._named_shards, self._named_replicated)
         self._runtime.cast(casts)
         self._held = list(self._find_shards())
-        self._stepped_by: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._placed = [(e.name, p.shards[i], place_of(p.shards[i])) for e, p, i in self._sharded]
+        self._owned = [
+            (entry.name, owner, attribute, owner._parameters[attribute])
+            for entry in entries
+            for owner, attribute in entry.owners
+        ]
+        self._check_last: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
         self._editing = False  # inside elementwise_gradient_edits()
         step_guard.guard(self.trainable, self)
 
@@ -149,9 +156,10 @@ class FSDP(ParallelModel):
             self._runtime.recover()
             self.zero_grad()
         step_guard.check_module(self)
-        for param in self._flat_params:  # in backward, values are those of forward
-            adopt_assigned(param.placed)
+        checks.refuse_replaced(self._owned)
+        refuse_assigned(self._placed)  # in backward, values are those of forward
         self._replicated.refresh()
+        step_guard.send_begun(self.process_group)
         with self._runtime.forward_pass(self.module.training):
             return self.module(*args, **kwargs)
 
@@ -177,10 +185,12 @@ class FSDP(ParallelModel):
                 through what the unit returned; or none.
         """
         step_guard.check_module(self)
-        if not self._runtime.pending:
+        vectors_alone = not self._runtime.unfinished and step_guard.find_edited(self._named_replicated)
+        if not (self._runtime.pending or vectors_alone):
             return
         checks.check_still_frozen(self._flat_params)
         checks.refuse_hooks([*self._named_shards, *self._replicated.cast])
+        step_guard.send_begun(self.process_group)
         arrived = self._runtime.unfinished
         self._runtime.finish()
         self._replicated.average()
@@ -218,9 +228,12 @@ class FSDP(ParallelModel):
         """
         checks.check_elementwise(optimizer)
         self.check_gradients()
-        if optimizer not in self._stepped_by:
-            self._stepped_by.add(optimizer)
+        if optimizer in self._check_last:
+            self._check_last[optimizer].remove()
+        else:
             optimizer.register_step_post_hook(partial(_after_step, weakref.ref(self)))
+        # Behind the optimizer's own hooks, which may edit gradients.
+        self._check_last[optimizer] = optimizer.register_step_pre_hook(partial(_before_step, weakref.ref(self)))
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if `.grad` is not what the last synchronization left."""
@@ -249,6 +262,7 @@ class FSDP(ParallelModel):
         A tied parameter stands under each of its names, one tensor. Call it on every rank; needs the memory of
         the whole model in fp32.
         """
+        refuse_assigned(self._placed)
         found = {}
         for param in self._flat_params:
             for entry, full in zip(param.entries, param.gather_masters(), strict=True):
@@ -343,6 +357,13 @@ class FSDP(ParallelModel):
         return self
 
     __getstate__ = DataParallel.__getstate__
+
+
+@torch._disable_dynamo
+def _before_step(owner: weakref.ref[FSDP], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    fsdp = owner()
+    if fsdp is not None:
+        fsdp.check_gradients()
 
 
 @torch._disable_dynamo

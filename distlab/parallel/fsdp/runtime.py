@@ -178,8 +178,7 @@ class Runtime:
     Attributes:
         synchronize: whether gradients are sent (False inside `no_sync()`, where they are kept in full).
         pending: whether a synchronised forward or backward waits for `finish()`.
-        announced, arrived: whether forward has run units that are to be trained, and backward has brought any of their
-            parameters a gradient, since the last `finish()`.
+        arrived: whether backward has brought a parameter of a unit a gradient since the last `finish()`.
         unfinished: whether a backward, synchronised or not, has reached a unit since the last `finish()`.
         backward_task: autograd's number of the backward that has begun and not ended; it stays if that raises.
     """
@@ -196,7 +195,9 @@ class Runtime:
         self.synchronize = True
         self.pending = False
         self.unfinished = False
-        self.announced = self.arrived = False
+        self.arrived = False
+        self._reached: list[torch.autograd.graph.Node] = []  # operations of units, while nothing has arrived
+        self._group = group
         self.backward_task: int | None = None
         self._order = UnitOrder([unit.name for unit in units], group)
         self._backward_order = UnitOrder([unit.name for unit in units], group)
@@ -286,7 +287,6 @@ class Runtime:
             self._reshard(unit)
         if torch.is_grad_enabled() and self._announce(_Call(unit, self._running), outputs):
             unit.uses += 1
-            self.announced |= bool(unit.trainable)
             self._ran.append(unit.index)
         return output
 
@@ -348,6 +348,8 @@ class Runtime:
         self._enter_backward(task)
         unit.uses -= 1
         unit.touched = True
+        if not self.arrived:
+            self._reached.append(torch._C._current_autograd_node())
         # All ranks must come to the same unit now; the order of the last such pass says which one comes next.
         following = self._backward_order.advance(unit.index)
         # What must stay: this unit, the one fetched ahead, units around this call, whose own backward goes on when
@@ -390,6 +392,7 @@ class Runtime:
             if self.backward_task is None:  # vectors may have been reached already, and theirs are this rank's own
                 self._check_unedited(self._shards)
             self.backward_task = task
+            step_guard.send_begun(self._group)
             self.unfinished = True
             self._backward_order.begin(tuple(self._ran))
             self._ran = []
@@ -397,6 +400,7 @@ class Runtime:
 
     def _backward_ended(self) -> None:
         """Called by autograd at the end of a backward that raised nothing."""
+        step_guard.send_begun(self._group)
         self._backward_order.end()
         self.reshard()
         for unit in self.units:
@@ -412,6 +416,8 @@ class Runtime:
         self.wait_for_reduce_scatter()  # frees the flat gradient of the unit before: there is one at a time
         for param in unit.trainable:
             self.arrived |= param.accumulate_gradients()
+        if self.arrived:
+            self._reached.clear()
         if self.synchronize:
             self.pending = True
             self._reduce_scatter(unit)
@@ -448,12 +454,14 @@ class Runtime:
         for unit in self.units:
             unit.refuse_lost_gradients()
         self._check_unedited([*self._shards, *self._replicated])
-        if self.announced and not self.arrived:
+        trained = [full for unit in self.units for param in unit.trainable for full in param.full]
+        if not self.arrived and _lead_to(self._reached, trained):
             raise RuntimeError(
                 "FSDP: no backward has brought a matrix its gradient since the last finish_gradient_synchronization(): "
                 "call loss.backward() without inputs=…, which shards, being no part of the graph, cannot be among"
             )
-        self.pending = self.unfinished = self.announced = self.arrived = False
+        self.pending = self.unfinished = self.arrived = False
+        self._reached.clear()
         for unit in self.units:
             for param in unit.trainable:
                 param.drop_zeroed()
@@ -502,6 +510,20 @@ def _made_by(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
         yield tensor.grad_fn
     if tensor._is_view() and tensor._base.grad_fn is not None:
         yield tensor._base.grad_fn
+
+
+def _lead_to(operations: Iterable[torch.autograd.graph.Node], parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether a gradient of what these operations made reaches one of the parameters."""
+    ends = {torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters}
+    found, following = set(), list(operations)
+    while following:
+        node = following.pop()
+        if node in ends:
+            return True
+        if node not in found:
+            found.add(node)
+            following += [before for before, _ in node.next_functions if before is not None]
+    return False
 
 
 def _copied(unit: Unit, output: Any) -> Tensor:
@@ -671,6 +693,8 @@ class UnitOrder:
 
     def _changed(self, what: str, expected: int | None) -> str:
         before = "the pass ended" if expected is None else f"unit '{self._names[expected]}' ran"
+        if ".parametrizations." in before:
+            before += " (parametrize.cached(), which computes a parametrized weight once, is not for sharded modules)"
         return (
             f"FSDP: {what} where {before} the last time: every rank must run the same units in the same order "
             "in every step. If all ranks change it together, call relearn_order() on each first"

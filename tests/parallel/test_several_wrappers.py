@@ -1,0 +1,151 @@
+"""Several wrappers on the same ranks: messages of one are never taken for those of another."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distlab.comm import RankContext
+from distlab.parallel import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, ShardedOptimizer, ZeroOptimizer
+from distlab.parallel.base import ParallelModel
+from tests.parallel.test_contract import run
+
+SMALL = 1e-4  # MiB: a bucket for each matrix
+
+
+class Skipping(nn.Module):
+    """Two layers of one size, of which a rank may leave out the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        return self.first(x) if skip else self.second(self.first(x))
+
+
+def wrapped(kind: str, module: nn.Module, context: RankContext) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    classes = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP, "fsdp": FSDP}
+    options = {} if kind in classes else {"bucket_size_mb": SMALL}
+    wrapper = classes.get(kind, BucketedDDP)(module, process_group=context.group, **options)
+    if kind == "zero1":
+        return wrapper, ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.5)
+    if kind == "sharded-optimizer":
+        return wrapper, ShardedOptimizer(wrapper.parameters(), torch.optim.SGD, lr=0.5)
+    return wrapper, torch.optim.SGD(wrapper.parameters(), lr=0.5)
+
+
+def in_one_backward(context: RankContext, kinds: tuple[str, str], joint: bool) -> None:
+    inputs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(r)) for r in range(context.world_size)]
+
+    def backward(models: list[nn.Module], rank: int, skips: tuple[bool, bool]) -> None:
+        if joint:
+            models[1](models[0](inputs[rank], skips[0]), skips[1]).square().mean().backward()
+        else:
+            for model, skip in zip(models, skips, strict=True):
+                model(inputs[rank], skip).square().mean().backward()
+
+    for first in (0, 1):  # which wrapper finishes first
+        torch.manual_seed(0)
+        modules = [Skipping(), Skipping()]
+        plain = copy.deepcopy(modules)
+        made = [wrapped(kind, module, context) for kind, module in zip(kinds, modules, strict=True)]
+        references = [torch.optim.SGD(module.parameters(), lr=0.5) for module in plain]
+        for lazy in ((0, None), (None, 0), (1, 0), (None, None)):  # the rank that leaves a layer of each model out
+            lazy = tuple(None if kind == "fsdp" else rank for kind, rank in zip(kinds, lazy, strict=True))
+            for _, optimizer in made:
+                optimizer.zero_grad()
+            backward([wrapper for wrapper, _ in made], context.rank, tuple(rank == context.rank for rank in lazy))
+            for wrapper, _ in made[first:] + made[:first]:
+                wrapper.finish_gradient_synchronization()
+            for _, optimizer in made:
+                optimizer.step()
+            for optimizer in references:
+                optimizer.zero_grad()
+            for rank in range(context.world_size):
+                backward(plain, rank, tuple(other == rank for other in lazy))
+            for optimizer, module in zip(references, plain, strict=True):
+                for parameter in module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad /= context.world_size
+                optimizer.step()
+        for (wrapper, _), module in zip(made, plain, strict=True):
+            for mine, expected in zip(wrapper.full_parameters().values(), module.parameters(), strict=True):
+                torch.testing.assert_close(mine, expected)
+
+
+PAIRS = [
+    *((kind, kind) for kind in ("overlap", "bucketed", "sharded-optimizer", "zero1")),
+    ("overlap", "bucketed"), ("bucketed", "naive"), ("zero1", "overlap"), ("fsdp", "bucketed"), ("zero1", "fsdp"),
+]  # fmt: skip
+
+
+def pairs(context: RankContext) -> None:
+    for kinds in PAIRS:
+        for joint in (True, False):
+            in_one_backward(context, kinds, joint)
+
+
+def test_a_layer_that_one_rank_does_not_use_mixes_no_messages():
+    """Else the bucket that waits for it would be averaged with one of the other wrapper."""
+    run(pairs, 2)
+
+
+def steps_before_the_other_finishes(context: RankContext) -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(context.rank))
+    for kind in ("zero1", "sharded-optimizer"):
+        ends = []
+        for late in (False, True):
+            torch.manual_seed(0)
+            (one, first), (other, second) = (wrapped(kind, Skipping(), context) for _ in range(2))
+            one(x).square().mean().backward()
+            one.finish_gradient_synchronization()
+            other(x, context.rank == 0).square().mean().backward()
+            for action in (first.step, other.finish_gradient_synchronization)[:: -1 if late else 1]:
+                action()
+            second.step()
+            ends.append([*one.full_parameters().values(), *other.full_parameters().values()])
+        assert all(map(torch.equal, *ends))
+
+
+def test_a_step_beside_an_unfinished_wrapper_mixes_no_messages():
+    run(steps_before_the_other_finishes, 2)
+
+
+def late(context: RankContext) -> None:
+    first, second = (wrapped("bucketed", Skipping(), context)[0] for _ in range(2))
+    x = torch.ones(2, 4)
+    first.module.second(x).sum().backward()
+    second(x).sum().backward()
+    second.finish_gradient_synchronization()  # which sends all of the first, too
+    with pytest.raises(RuntimeError, match=r"'first\.\w+' came after its message had left, as another wrapper"):
+        first.module.first(x).sum().backward()
+
+
+def test_a_gradient_behind_its_message_is_refused():
+    run(late, 2)
+
+
+def subgroups(context: RankContext) -> None:
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0], [1])]
+    group = groups[context.rank]
+    torch.manual_seed(context.rank)
+    wrapper = BucketedDDP(nn.Linear(4, 4), process_group=group)
+    for parameters in (wrapper.parameters(), [{"params": list(wrapper.parameters())}]):
+        optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=0.5)
+        expected = copy.deepcopy(wrapper.module)
+        for model in (wrapper, expected):
+            model(torch.ones(2, 4)).square().sum().backward()
+        wrapper.finish_gradient_synchronization()
+        optimizer.step()
+        torch.optim.SGD(expected.parameters(), lr=0.5).step()
+        assert torch.equal(wrapper.module.weight, expected.weight)
+        wrapper.zero_grad()
+    with pytest.raises(ValueError, match=r"wrapper on ranks \[\d\], .*among ranks \[0, 1\]: leave process_group"):
+        ShardedOptimizer(wrapper.parameters(), torch.optim.SGD, context.group, lr=0.5)
+
+
+def test_a_sharded_optimizer_takes_the_group_of_its_wrapper():
+    """On all ranks it would overwrite one subgroup's model by another's."""
+    run(subgroups, 2)
