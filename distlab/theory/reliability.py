@@ -1,9 +1,6 @@
-"""What stragglers, failures and checkpoints cost a synchronous run, in closed form.
+"""What failures and checkpoints cost a synchronous run, in closed form.
 
-**Stragglers.** A step is as slow as the slowest of H hosts. Where their times are log-normal with median m and spread
-σ, the slowest of H has about m·exp(σ·z), z the normal quantile of (H − 3/8)/(H + 1/4) (Blom 1958).
-
-**Failures** come at random, one in M seconds (exponential). A checkpoint takes δ seconds, a restart R. With τ seconds
+Failures come at random, one in M seconds (exponential). A checkpoint takes δ seconds, a restart R. With τ seconds
 of work between checkpoints, τ of work take on average (Daly 2006, "A higher order estimate of the optimum checkpoint
 interval for restart dumps")
 
@@ -17,42 +14,10 @@ seconds, and the share of it that is work, the goodput, is largest near
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
 # GPU-hours between unexpected interruptions: 419 in 54 days on 16,384 H100s (Grattafiori et al. 2024, The Llama 3 Herd
 # of Models, section 3.3.4).
 GPU_HOURS_BETWEEN_FAILURES = 16_384 * 54 * 24 / 419
-
-
-@dataclass(frozen=True)
-class Jitter:
-    """Log-normal spread of step times.
-
-    Args:
-        of_step: σ of one host from step to step.
-        of_host: σ between hosts, fixed for a run: a slow host stays slow.
-
-    Raises:
-        ValueError: something negative.
-    """
-
-    of_step: float = 0.0
-    of_host: float = 0.0
-
-    def __post_init__(self) -> None:
-        if min(self.of_step, self.of_host) < 0:
-            raise ValueError(f"{self}: a spread is not negative; 0 for none")
-
-    def slowest(self, hosts: int) -> float:
-        """The slowest of so many hosts over the median one, about.
-
-        Raises:
-            ValueError: fewer than one host.
-        """
-        if hosts < 1:
-            raise ValueError(f"hosts={hosts}: at least one")
-        quantile = NormalDist().inv_cdf((hosts - 3 / 8) / (hosts + 1 / 4))
-        return math.exp(math.hypot(self.of_step, self.of_host) * quantile)
 
 
 @dataclass(frozen=True)

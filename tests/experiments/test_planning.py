@@ -14,7 +14,7 @@ from distlab.simulate.run import simulate_training
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES
 from distlab.train.config import TrainConfig
 from distlab.train.requirements import PlannedStep
-from experiments import cluster_collectives, goodput, plan, predict_steps, scaling, simulate_scale
+from experiments import plan, predict_steps, scaling, simulate_scale
 from experiments.long_context import LongContextConfig
 from experiments.plan import PlanConfig
 from experiments.predict_steps import PredictConfig
@@ -83,7 +83,7 @@ def test_a_model_of_a_file(tmp_path):
         PlanConfig(model=str(path), batch=8, device="h100:8")
 
 
-COMMANDS = [each.EXPERIMENT.config for each in (plan, scaling, simulate_scale, goodput)]
+COMMANDS = [each.EXPERIMENT.config for each in (plan, scaling, simulate_scale)]
 
 
 @pytest.mark.parametrize("config", [*COMMANDS, TrainConfig, LongContextConfig], ids=lambda config: config.__name__)
@@ -254,25 +254,6 @@ def test_first_choice_on_two_h200_is_the_fastest_measured(tmp_path, name, model,
         if strategy in plan.STRATEGIES:
             steps[strategy] = min(steps.get(strategy, 1e9), record.metrics["step_p50_ms"])
     assert steps[first] <= 1.03 * min(steps.values())
-
-
-def test_collectives_of_a_closed_form_are_those_of_messages(tmp_path):
-    fields = {"clusters": ("dgx-h200:1x4", "dgx-h200:2x8"), "sizes_bytes": (1_000_000, 1_000_000_000)}
-    records = measured(cluster_collectives.EXPERIMENT, tmp_path, **fields)
-    assert all(abs(r.metrics["simulated_error_pct"]) < 2 for r in records)
-    (words,) = cluster_collectives.findings(records)
-    assert "dgx-h200:2x8: two levels beat flat rings" in words
-
-
-def test_goodput_simulated_is_about_that_predicted(tmp_path):
-    fields = {"runs": 2, "cluster": "dgx-h200:16", "model": "xl", "gpu_hours": 500.0}
-    rows = {record.variant: record.metrics for record in measured(goodput.EXPERIMENT, tmp_path, **fields)}
-    for m in rows.values():
-        assert m["even_step_ms"] < m["simulated_step_ms"] < 1.1 * m["even_step_ms"]
-        assert m["simulated_goodput_pct"] == pytest.approx(m["predicted_goodput_pct"], abs=2)
-    assert rows["Daly"]["failures_per_week"] > 0
-    with pytest.raises(ValueError, match="needs a cluster"):
-        goodput.GoodputConfig(cluster=None)
 
 
 def test_hybrid_sharding_at_scale(tmp_path, capsys):

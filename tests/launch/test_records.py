@@ -14,7 +14,7 @@ from launch.__main__ import ROOT, load, main
 SMALL = """
 [here]
 ranks = 1
-[here.cluster_collectives]
+[here.predict_published]
 first = { minutes = 1, options = "--preset smoke" }
 long = { minutes = 30, options = "--preset smoke" }
 """
@@ -47,8 +47,8 @@ def test_a_record_is_measured_once_per_commit_and_within_the_minutes(tmp_path, m
     command = ["records", "--machine", "here", "--commit", "a" * 40, "--into", str(tmp_path), "--minutes", "5"]
     assert main(command) == 0
     said = capsys.readouterr().err
-    assert "left: cluster_collectives/here-long, 30 minutes" in said
-    record = tmp_path / "cluster_collectives" / "here-first.json"
+    assert "left: predict_published/here-long, 30 minutes" in said
+    record = tmp_path / "predict_published" / "here-first.json"
     assert json.loads(record.read_text())["headers"][0]["commit"] == "a" * 40
     made = record.stat().st_mtime_ns
     assert main(command) == 0 and record.stat().st_mtime_ns == made

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.hardware import CLUSTERS, GB, cluster
-from distlab.simulate import collectives as events
 from distlab.theory.collective_time import Fabric, Link, collective_seconds
+from tests.theory import messages as events
 
 SIZES = st.floats(1e3, 1e11)
 
