@@ -207,6 +207,10 @@ def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dic
 def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
     """The life of a rank process: one job after another, until the pipe closes."""
     sys.path[:] = path
+    # A job may start processes, such as a DataLoader's. Forked ones, a script's default, see when this one is killed; those
+    # of a fork server would not: each keeps the other alive.
+    multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method("fork", force=True)
     threading.Thread(target=_end_with_caller, daemon=True).start()
     torch.set_num_threads(1)
     with open(stacks, "w") as stack_file:
