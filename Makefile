@@ -31,7 +31,7 @@ test-commands: install
 	$(BIN)/python -m pytest -m commands $(ARGS)
 
 test-gpu: install
-	$(BIN)/python -m pytest -m "gpu or multigpu" $(ARGS)
+	$(BIN)/python -m tests.gpu $(ARGS)
 
 nightly: fuzz mutations kills test-commands docs
 

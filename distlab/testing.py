@@ -58,6 +58,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     backend: str = "gloo",
+    device: str | None = None,
     deadline_s: float = 60.0,
     group_timeout_s: float = 20.0,
 ) -> list[Any]:
@@ -67,7 +68,8 @@ def run_ranks(
         fn: an importable function.
         world_size: number of processes, one thread each.
         args: picklable; every rank gets a copy.
-        backend: `gloo` (CPU) or `nccl` (rank r computes on `cuda:r`).
+        backend: `gloo` (on `device`) or `nccl` (rank r computes on `cuda:r`).
+        device: where gloo ranks compute, `cpu` (default) or a GPU that they share, such as `cuda:0`.
         deadline_s: seconds after which the whole call fails and its processes are killed.
         group_timeout_s: timeout of the process group, see `rank_context`.
 
@@ -97,7 +99,7 @@ def run_ranks(
     _end_if_edited()
     ranks = _started_ranks(world_size, deadline_s)
     with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
-        settings = (os.path.join(folder, "store"), world_size, backend, group_timeout_s)
+        settings = (os.path.join(folder, "store"), world_size, backend, device, group_timeout_s)
         for rank, process in enumerate(ranks):
             process.pipe.send_bytes(pickle.dumps((rank, settings, job)))
         results, failures = _collect(ranks, time.monotonic() + deadline_s, deadline_s)
@@ -207,6 +209,10 @@ def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dic
 def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
     """The life of a rank process: one job after another, until the pipe closes."""
     sys.path[:] = path
+    # A job may start processes, such as a DataLoader's. Forked ones, a script's default, see when this one is killed;
+    # those of a fork server would not: each keeps the other alive.
+    multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method("fork", force=True)
     threading.Thread(target=_end_with_caller, daemon=True).start()
     torch.set_num_threads(1)
     with open(stacks, "w") as stack_file:
@@ -232,7 +238,7 @@ def _end_with_caller() -> None:
 
 
 def _run_job(message: bytes) -> Any:
-    rank, (path, world_size, backend, timeout_s), job = pickle.loads(message)
+    rank, (path, world_size, backend, device, timeout_s), job = pickle.loads(message)
     try:
         fn, args = pickle.loads(job)
     except (AttributeError, ImportError) as error:
@@ -242,6 +248,6 @@ def _run_job(message: bytes) -> Any:
     gc.freeze()  # a job ends with a collection, which need not look through torch and all that is imported by now
     store = dist.FileStore(path, world_size)
     with rank_context(
-        backend=backend, timeout_s=timeout_s, store=store, rank=rank, world_size=world_size
+        backend=backend, device=device, timeout_s=timeout_s, store=store, rank=rank, world_size=world_size
     ) as context:
         return fn(context, *args)

@@ -1,5 +1,5 @@
-"""The adapters as a course's suite uses them: two gloo ranks as `mp.spawn` starts them, people's own layers, warnings
-as errors.
+"""The adapters as a course's suite uses them: two gloo ranks as `mp.spawn` starts them, on CPUs or sharing a GPU,
+people's own layers, warnings as errors.
 
 Behaviour, not any suite's text: every form is driven through its one-line adapter module, against one process that
 trains on all data.
@@ -47,6 +47,8 @@ def test_one_import_line_answers_a_whole_suite(year):
     lines = [line for line in Path(FORMS[year].__file__).read_text().splitlines() if line]
     assert len(lines) == 1 and set(course.__all__) >= set(ASKED[year].split())
 
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 
 # -- models as students write them -----------------------------------------------------------------------------
 
@@ -155,14 +157,18 @@ def _rank(rank, store, fn, args):
     dist.destroy_process_group()
 
 
-def build(cls, seed):
+def build(cls, seed, device):
     torch.manual_seed(seed)
-    return cls()
+    return cls().to(device)
 
 
-def vectors(step):
+def vectors(step, device):
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(20, 7, generator=generator), torch.randn(20, 5, generator=generator)
+    return [torch.randn(20, d, generator=generator).to(device) for d in (7, 5)]
+
+
+def words(step, rows, device):
+    return torch.randint(13, (rows, 5), generator=torch.Generator().manual_seed(step)).to(device)
 
 
 def mine(rank, *tensors):
@@ -174,7 +180,7 @@ def mine(rank, *tensors):
 TOLERANCE = {"sgd": {"rtol": 1e-5, "atol": 1e-6}, "adamw": {"rtol": 1e-4, "atol": 1e-4}}
 
 
-def ddp(rank):
+def ddp(rank, device):
     """All wrappers of all forms × models × optimizers, step by step beside one process."""
     wrappers = {
         "individual": (
@@ -191,11 +197,11 @@ def ddp(rank):
     for wrap, after in wrappers.values():
         for cls in MODELS.values():
             for name, (optimizer_cls, options) in OPTIMIZERS.items():
-                train_ddp(rank, wrap, after, cls, optimizer_cls, options, TOLERANCE[name])
+                train_ddp(rank, device, wrap, after, cls, optimizer_cls, options, TOLERANCE[name])
 
 
-def train_ddp(rank, wrap, after, cls, optimizer_cls, options, tolerance):
-    base, local = build(cls, 0), build(cls, rank)  # rank 1 starts elsewhere
+def train_ddp(rank, device, wrap, after, cls, optimizer_cls, options, tolerance):
+    base, local = build(cls, 0, device), build(cls, rank, device)  # rank 1 starts elsewhere
     model = wrap(copy.deepcopy(local))
     assert model.module is not None
     for (name, whole), wrapped in zip(base.named_parameters(), model.parameters(), strict=True):
@@ -208,7 +214,7 @@ def train_ddp(rank, wrap, after, cls, optimizer_cls, options, tolerance):
     for step in range(STEPS):
         optimizer.zero_grad()
         whole_optimizer.zero_grad()
-        x, y = vectors(step)
+        x, y = vectors(step, device)
         nn.functional.mse_loss(base(x), y).backward()
         form_2025.ddp_bucketed_on_train_batch_start(ddp_model=model, optimizer=optimizer)
         x, y = mine(rank, x, y)
@@ -222,22 +228,21 @@ def train_ddp(rank, wrap, after, cls, optimizer_cls, options, tolerance):
             torch.testing.assert_close(parameter, whole, **tolerance)
 
 
-def test_ddp_follows_one_process():
-    spawn(ddp)
+@DEVICES
+def test_ddp_follows_one_process(device):
+    spawn(ddp, device)
 
 
-def sharded_optimizer(rank):
+def sharded_optimizer(rank, device):
     for cls in (Frozen, Tied, OwnLM):
         for optimizer_cls, options in OPTIMIZERS.values():
-            model, plain = build(cls, 3), build(cls, 3)
+            model, plain = build(cls, 3, device), build(cls, 3, device)
             optimizer = course.get_sharded_optimizer(model.parameters(), optimizer_cls, **options)
             whole = optimizer_cls(plain.parameters(), **options)
             for step in range(STEPS):
                 for net, stepper in ((model, optimizer), (plain, whole)):
                     stepper.zero_grad()
-                    generator = torch.Generator().manual_seed(step)
-                    tokens = torch.randint(13, (4, 5), generator=generator)
-                    out = net(tokens) if cls is OwnLM else net(vectors(step)[0])
+                    out = net(words(step, 4, device) if cls is OwnLM else vectors(step, device)[0])
                     out.square().mean().backward()
                     stepper.step()
             for sharded, expected in zip(model.parameters(), plain.parameters(), strict=True):
@@ -246,29 +251,30 @@ def sharded_optimizer(rank):
             assert optimizer.param_groups[0]["lr"] == options["lr"]
 
 
-def test_the_sharded_optimizer_equals_the_plain_one():
-    spawn(sharded_optimizer)
+@DEVICES
+def test_the_sharded_optimizer_equals_the_plain_one(device):
+    spawn(sharded_optimizer, device)
 
 
-def fsdp(rank):
+def fsdp(rank, device):
     for compute_dtype, name in (
         (None, "sgd"),
         (torch.float32, "adamw"),
         (torch.float16, "sgd"),
         (torch.float16, "adamw"),
     ):
-        train_fsdp(rank, compute_dtype, *OPTIMIZERS[name], name)
+        train_fsdp(rank, device, compute_dtype, *OPTIMIZERS[name], name)
 
 
-def train_fsdp(rank, compute_dtype, optimizer_cls, options, name):
-    base = build(OwnLM, 0)
+def train_fsdp(rank, device, compute_dtype, optimizer_cls, options, name):
+    base = build(OwnLM, 0, device)
     shapes = {n: p.shape for n, p in base.named_parameters()}
-    model = course.get_fsdp(build(OwnLM, rank), compute_dtype=compute_dtype)
+    model = course.get_fsdp(build(OwnLM, rank, device), compute_dtype=compute_dtype)
     optimizer, whole_optimizer = (optimizer_cls(m.parameters(), **options) for m in (model, base))
     held = sum(parameter.numel() for parameter in model.parameters())
     assert held < 0.7 * sum(parameter.numel() for parameter in base.parameters())
     for step in range(STEPS):
-        tokens = torch.randint(13, (8, 5), generator=torch.Generator().manual_seed(step))
+        tokens = words(step, 8, device)
         optimizer.zero_grad()
         whole_optimizer.zero_grad()
         token_loss(base, tokens).backward()
@@ -299,17 +305,18 @@ def token_loss(model, tokens):
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
-def test_fsdp_shards_peoples_own_layers():
+@DEVICES
+def test_fsdp_shards_peoples_own_layers(device):
     """RELIABILITY 28, 29, 31."""
-    spawn(fsdp)
+    spawn(fsdp, device)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------
 
 
-def attention_inputs(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, 48, 16, generator=generator, requires_grad=True) for _ in range(3)]
+def draw(device, *shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
 
 def naive_attention(q, k, v, is_causal):
@@ -319,31 +326,33 @@ def naive_attention(q, k, v, is_causal):
     return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
 
 
+@DEVICES
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("form", [form_2025, form_2026])
 @pytest.mark.parametrize("which", ["pytorch", "triton"])
-def test_attention_saves_one_number_per_row(which, form, is_causal):
+def test_attention_saves_one_number_per_row(which, form, is_causal, device):
     apply = getattr(form, f"get_flashattention_autograd_function_{which}")().apply
-    q, k, v = attention_inputs()
+    q, k, v, do = draw(device, *[(2, 48, 16)] * 4)
+    for x in (q, k, v):
+        x.requires_grad_()
     o = apply(q, k, v, is_causal)
     expected, lse = naive_attention(q, k, v, is_causal)
     saved = [t for t in o.grad_fn.saved_tensors if t.shape == q.shape[:-1]]
     assert len(saved) == 1
-    # A sum of 48 products in fp32, in tiles instead of whole.
-    torch.testing.assert_close(saved[0], lse, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
-    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1))
+    # A sum of 48 products in fp32, in tiles instead of whole; on a GPU of parts in TF32.
+    torch.testing.assert_close(saved[0], lse, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(o, expected, rtol=2e-5, atol=2e-5)
     ours = torch.autograd.grad(o, (q, k, v), do)
     for gradient, theirs in zip(ours, torch.autograd.grad(expected, (q, k, v), do), strict=True):
         torch.testing.assert_close(gradient, theirs, rtol=1e-4, atol=1e-5)
 
 
+@DEVICES
 @pytest.mark.parametrize("which", ["pytorch", "triton"])
-def test_rmsnorm_and_its_backward_by_hand(which):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 7, 20, generator=generator, requires_grad=True)
-    g = torch.randn(20, generator=generator, requires_grad=True)
-    dy = torch.randn(x.shape, generator=generator)
+def test_rmsnorm_and_its_backward_by_hand(which, device):
+    x, g, dy = draw(device, (4, 7, 20), (20,), (4, 7, 20))
+    for leaf in (x, g):
+        leaf.requires_grad_()
     y = getattr(form_2024, f"get_rmsnorm_autograd_function_{which}")().apply(x, g)
     expected = reference.rms_norm(x, g, 1e-5)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from distlab.comm import RankContext, collectives
 from distlab.testing import RanksFailed, run_ranks, shut_down
@@ -34,6 +35,27 @@ def tensor(context: RankContext) -> torch.Tensor:
 
 def test_tensors_come_back_by_value():
     assert torch.equal(run_ranks(tensor, 2)[1], torch.ones(2))
+
+
+def batches(context: RankContext) -> list[list[int]]:
+    numbers = [10 * context.rank + i for i in range(4)]
+    return [batch.tolist() for batch in DataLoader(numbers, batch_size=2, num_workers=1)]
+
+
+def test_a_rank_loads_data_in_a_process_of_its_own():
+    assert run_ranks(batches, 2) == [[[0, 1], [2, 3]], [[10, 11], [12, 13]]]
+
+
+def die_beside_a_loader(context: RankContext, file: Path) -> None:
+    loading = iter(DataLoader(range(1000), num_workers=1))
+    file.write_text(str(loading._workers[0].pid))
+    os._exit(1)
+
+
+def test_the_process_that_loads_a_killed_rank_s_data_ends(tmp_path):
+    with pytest.raises(RanksFailed, match="the process died, exit code 1"):
+        run_ranks(die_beside_a_loader, 1, tmp_path / "pid")
+    assert ends_within(int((tmp_path / "pid").read_text()), 10)  # which looks every five seconds
 
 
 def fail_on_rank_1(context: RankContext) -> None:

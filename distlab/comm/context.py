@@ -39,7 +39,7 @@ class RankContext:
         rank: 0 … world_size − 1, over all hosts.
         local_rank: 0 … ranks on this host − 1; picks the GPU.
         world_size: number of ranks in `group`.
-        device: where this rank computes, `cpu` or `cuda:<local_rank>`.
+        device: where this rank computes: `cuda:<local_rank>` on NCCL, on gloo `cpu` or a GPU that ranks may share.
         backend: `gloo` or `nccl`.
         group: the process group of all ranks.
         timeout_s: seconds after which a collective that a peer does not join fails.
@@ -122,22 +122,29 @@ def _number(name: str, default: int, *, least: int = 0, below: tuple[str, int] |
     return value
 
 
-def choose_device(backend: str | None, local_rank: int, local_world_size: int) -> tuple[str, torch.device]:
+def choose_device(
+    backend: str | None, local_rank: int, local_world_size: int, device: str | None = None
+) -> tuple[str, torch.device]:
     """Pick backend and device for one rank.
 
     Args:
-        backend: `gloo`, `nccl`, or None: NCCL where there are GPUs, else gloo.
+        backend: `gloo`, `nccl`, or None: NCCL where there are GPUs and no device is given, else gloo.
+        device: of a gloo rank, `cpu` or a GPU that ranks may share, such as `cuda:0`; default: `cpu`.
 
     Raises:
-        ValueError: unknown backend, NCCL without GPUs, or more NCCL ranks on this host than GPUs.
+        ValueError: unknown backend, NCCL without GPUs, more NCCL ranks on this host than GPUs, or a device that is not
+            here, or another than NCCL's.
     """
     gpus = torch.cuda.device_count()
     if backend is None:
-        backend = "nccl" if gpus else "gloo"
+        backend = "nccl" if gpus and device is None else "gloo"
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
+    allowed = ["cpu", *(f"cuda:{gpu}" for gpu in range(gpus))] if backend == "gloo" else [f"cuda:{local_rank}"]
+    if device not in (None, *allowed):
+        raise ValueError(f"device={device!r} of local rank {local_rank} on {backend}; allowed: {', '.join(allowed)}")
     if backend == "gloo":
-        return backend, torch.device("cpu")
+        return backend, torch.device(device or "cpu")
     if not dist.is_nccl_available() or gpus == 0:
         raise ValueError("backend='nccl' needs an NVIDIA GPU and there is none here; use backend='gloo'")
     if local_world_size > gpus:
@@ -152,6 +159,7 @@ def choose_device(backend: str | None, local_rank: int, local_world_size: int) -
 def rank_context(
     *,
     backend: str | None = None,
+    device: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     store: dist.Store | None = None,
     rank: int | None = None,
@@ -162,7 +170,8 @@ def rank_context(
     A rank that torchrun's agent started ends with the agent from here on, see `distlab.comm.parent`.
 
     Args:
-        backend: `gloo`, `nccl` or None (NCCL where there are GPUs).
+        backend: `gloo`, `nccl` or None (NCCL where there are GPUs and no device is given).
+        device: where gloo ranks compute, `cpu` (default) or a GPU that they share, such as `cuda:0`.
         timeout_s: seconds that any collective may take before it fails on the ranks that wait.
         store, rank, world_size: rendezvous by hand (tests, notebooks); by default torchrun's environment is
             read, and without torchrun the context is a world of one rank.
@@ -183,21 +192,22 @@ def rank_context(
         place = RankEnvironment(False, rank, rank, world_size, world_size)
     if place.launched and place.has_agent:
         end_with_agent()
-    backend, device = choose_device(backend, place.local_rank, place.local_world_size)
+    backend, chosen = choose_device(backend, place.local_rank, place.local_world_size, device)
     timeout = timedelta(seconds=timeout_s)
     if store is None:
         store = _torchrun_store(place, timeout) if place.launched else dist.HashStore()
 
     options = None
-    if device.type == "cuda":
+    if chosen.type == "cuda":
         # Streams that share one of the driver's queues wait for each other; eight queues, its default, are too few
         # for computation, NCCL and copy engines. Read when CUDA starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(chosen)
         # Gathered parameters and activations of long sequences fit into no gap of each other: without segments that
         # grow, 138 GiB were not enough for tensors of 126. A user's own settings stay.
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if backend == "nccl":
         # Communication kernels must get onto SMs that computation keeps busy: a high-priority stream
         # lets a bucket start when the next thread block retires instead of when the queue drains.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -209,7 +219,7 @@ def rank_context(
         world_size=place.world_size,
         timeout=timeout,
         pg_options=options,
-        device_id=device if device.type == "cuda" else None,
+        device_id=chosen if backend == "nccl" else None,
     )
     try:
         if backend == "gloo":
@@ -217,7 +227,7 @@ def rank_context(
             # connections under a rank that is still making its own.
             dist.barrier()
         yield RankContext(
-            place.rank, place.local_rank, place.world_size, device, backend, dist.group.WORLD, timeout_s
+            place.rank, place.local_rank, place.world_size, chosen, backend, dist.group.WORLD, timeout_s
         )
     finally:
         # So that the process can exit with the code it means to: a gloo work object that is destroyed during the

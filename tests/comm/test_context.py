@@ -54,6 +54,13 @@ def test_more_nccl_ranks_than_gpus_are_refused(monkeypatch):
     assert choose_device(None, 1, 2) == ("nccl", torch.device("cuda", 1))
 
 
+def test_gloo_ranks_share_the_gpu_they_are_given(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device(None, 1, 2, "cuda:0") == ("gloo", torch.device("cuda", 0))
+    with pytest.raises(ValueError, match="device='cuda:1' of local rank 0 on gloo; allowed: cpu, cuda:0"):
+        choose_device("gloo", 0, 2, "cuda:1")
+
+
 def freed_in_pieces(context: RankContext) -> int:
     piece = 2**28
     pieces = [torch.empty(piece, dtype=torch.uint8, device=context.device) for _ in range(4)]
