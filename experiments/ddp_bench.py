@@ -16,7 +16,7 @@ import torch
 
 from distlab.bench.reference import parameter_difference
 from distlab.bench.task import OwnModel
-from distlab.bench.timing import BenchOptions, Timing, Variant, Workbench, peak_of, variants
+from distlab.bench.timing import BenchOptions, Timing, Variant, Workbench, if_it_fits, peak_of, variants
 from distlab.experiment import (
     Column,
     Experiment,
@@ -134,9 +134,8 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     for variant in rows if config.check_steps else []:
         if variant.strategy.synchronizes:
             run.progress(f"checking {variant.name} against one process")
-            differences[variant.name] = parameter_difference(
-                context, variant, steps=config.check_steps, task=task
-            )
+            compare = partial(parameter_difference, context, variant, steps=config.check_steps, task=task)
+            differences[variant.name] = if_it_fits(context, compare)
     run.progress(f"building {config.factory or config.size}: {facts['num_parameters'] / 1e6:,.1f} M parameters")
     timings = _timed(config, bench, rows, run)
     steps = {name: timing.phases["step"] for name, timing in timings.items() if not timing.out_of_memory}
@@ -256,6 +255,8 @@ def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str,
 def sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
     """Collectives and bytes of one step, counted, beside the closed form."""
     recorder = bench.record_collectives(variant)
+    if recorder is None:
+        return {}
     if bench.options.factory is not None:
         silent = recorder.count == 0 and variant.strategy.synchronizes and bench.context.world_size > 1
         counted = {"collectives_per_step": recorder.count, "comm_bytes_per_step": recorder.total_bytes}
@@ -283,10 +284,9 @@ def overlap(
     drawn: dict[str, Any],
 ) -> dict[str, float | None]:
     """Communication time and the share of it that compute covers, from this rank's trace; both are kept for later."""
-    if steps == 0:
-        return {"comm_ms": None, "comm_share_pct": None, "overlap_pct": None}
     path = folder / f"trace_{variant.name}_rank{bench.context.rank}.json.gz"
-    bench.profile(variant, path, steps)
+    if steps == 0 or not bench.profile(variant, path, steps):
+        return {"comm_ms": None, "comm_share_pct": None, "overlap_pct": None}
     events = load_trace(path)
     seen, gathers = account(events), exposed_all_gathers(events)
     accounts[variant.name], drawn[variant.name] = seen, lanes(events)

@@ -843,6 +843,22 @@ MUTATIONS = (
         ("tests/experiments/test_own_model.py", "-k", "nobody"),
     ),
     Mutation(
+        "only torch's allocator can run out of memory",
+        "measuring",
+        "distlab/ending.py",
+        "isinstance(error, kinds) or NO_MEMORY.search(str(error))",
+        "isinstance(error, kinds)",
+        ("tests/test_ending.py", "-k", "libraries"),
+    ),
+    Mutation(
+        "a rank that ran out of memory leaves the others to wait for it",
+        "measuring",
+        "distlab/bench/timing.py",
+        "                if not fits(partial(timed, step), steps):\n",
+        "                if not all(partial(timed, step)() for _ in range(steps)):\n",
+        ("tests/experiments/test_ddp_bench.py", "-k", "without_memory"),
+    ),
+    Mutation(
         "two runs of one name",
         "commands",
         "distlab/experiment.py",

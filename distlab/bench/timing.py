@@ -260,6 +260,7 @@ class Subject:
             self.model, self.optimizer, self._loss, scaler=self._scaler, context=context, mark=mark
         )
         self._batches, self._calls = batches, 0
+        self._starved = False
         self.last_loss: Tensor | None = None
 
     def __call__(self, mode: str = "step", mark: Callable[[str], None] | None = None) -> None:
@@ -275,9 +276,11 @@ class Subject:
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 # Where others had room and a strategy has collectives left in backward, they wait until the timeout.
-                why = str(error).split(". ")[0]
-                said = f"[rank {self.context.rank}] no memory left in a step of {self._name}: {why}"
-                print(said, file=sys.stderr, flush=True)
+                if not self._starved:
+                    why = str(error).split(". ")[0]
+                    said = f"[rank {self.context.rank}] no memory left in a step of {self._name}: {why}"
+                    print(said, file=sys.stderr, flush=True)
+                self._starved = True
                 self.model.finish_gradient_synchronization()  # complete what was begun: all ranks have sent the same
             raise
 
@@ -485,24 +488,28 @@ class Workbench:
     ) -> None:
         if timing.out_of_memory:
             return
-        timer = PhaseTimer(self.context.device)
+        timer, fits = PhaseTimer(self.context.device), partial(if_it_fits, self.context)
+
+        def timed(step: Subject) -> bool:
+            timer.start()
+            step("step", timer.mark)
+            return True
+
         with ExitStack() as stack:
+            timing.out_of_memory = True  # until it has passed
             with peak_memory(self.context.device) as memory:
-                step = self._if_it_fits(lambda: stack.enter_context(self.attached(variant)))
-                for _ in range(warmup):  # the second is the first with the optimizer's state
-                    timer.start()
-                    if step is None or self._if_it_fits(lambda: step("step", timer.mark) or True) is None:
-                        timing.out_of_memory = True
-                        return
+                step = fits(lambda: stack.enter_context(self.attached(variant)))
+                if step is None or not all(fits(partial(timed, step)) for _ in range(warmup)):
+                    return  # the second is the first with the optimizer's state
                 dist.barrier(self.context.group)
                 timer.clear()
-                for _ in range(steps):
-                    timer.start()
-                    step("step", timer.mark)
+                if not fits(partial(timed, step), steps):
+                    return
                 samples = timer.steps()
                 outside = step.model.bytes_outside_allocator  # symmetric memory, say
-            if inspect is not None:  # its memory is not the step's
-                inspect(variant, step)
+            if inspect is not None and not fits(lambda: inspect(variant, step) or True):
+                return  # its memory is not the step's
+            timing.out_of_memory = False
         if memory.peak_alloc_bytes is not None:
             timing.peak_alloc_bytes = max(memory.peak_alloc_bytes + outside, timing.peak_alloc_bytes or 0)
         self._add_samples(timing, samples)
@@ -514,33 +521,52 @@ class Workbench:
             mine = [sample[phase] for sample in samples]
             timing.phases[phase].extend(slowest_rank(mine, self.context.group, self.context.device))
 
-    def _if_it_fits(self, action: Callable[[], T]) -> T | None:
-        """The action's result, or None on every rank if some rank ran out of memory in it."""
-        result, fits = None, True
+    def record_collectives(self, variant: Variant) -> CollectiveRecorder | None:
+        """What one step sends, once the strategy has settled (torch DDP agrees on new buckets in its third).
+
+        None on every rank if some rank runs out of memory.
+        """
+
+        def recorded() -> CollectiveRecorder:
+            with self.attached(variant) as step:
+                for _ in range(3):
+                    step()
+                with CollectiveRecorder() as recorder:
+                    step()
+            return recorder
+
+        return if_it_fits(self.context, recorded)
+
+    def profile(self, variant: Variant, path: Path, steps: int) -> bool:
+        """Write the profiler's trace of a few steps of this rank to `path`; False on every rank if memory runs out."""
+
+        def traced() -> bool:
+            with self.attached(variant) as step:
+                step()
+                step.profile(path, steps, warmup=2 if self.context.device.type == "cuda" else 1)
+            return True
+
+        return if_it_fits(self.context, traced) is not None
+
+
+def if_it_fits(context: RankContext, action: Callable[[], T], times: int = 1) -> T | None:
+    """Do something so many times on every rank; return the last result, or None if some rank ran out of memory.
+
+    A rank that ran out tries the rest too, because the others, who hear of it at the end, wait for it in theirs.
+    """
+    result, fits = None, True
+    for number in range(times):
         try:
             result = action()
-            if self.context.device.type == "cuda":
-                torch.cuda.synchronize(self.context.device)
+            if number == times - 1 and context.device.type == "cuda":
+                torch.cuda.synchronize(context.device)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if fits and not is_out_of_memory(error):
                 raise
-            fits = False
-        return result if collectives.all_ranks_agree(fits, self.context.device, self.context.group) else None
-
-    def record_collectives(self, variant: Variant) -> CollectiveRecorder:
-        """What one step sends, once the strategy has settled (torch DDP agrees on new buckets in its third)."""
-        with self.attached(variant) as step:
-            for _ in range(3):
-                step()
-            with CollectiveRecorder() as recorder:
-                step()
-        return recorder
-
-    def profile(self, variant: Variant, path: Path, steps: int) -> None:
-        """Write the profiler's trace of a few steps of this rank to `path`."""
-        with self.attached(variant) as step:
-            step()
-            step.profile(path, steps, warmup=2 if self.context.device.type == "cuda" else 1)
+            fits = False  # whatever fails from here on follows from it
+    if not fits:
+        gc.collect()  # half a model may hang in reference cycles
+    return result if collectives.all_ranks_agree(fits, context.device, context.group) else None
 
 
 def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from distlab.bench import timing
 from distlab.bench.reference import parameter_difference
 from distlab.bench.timing import Workbench, variants
 from distlab.comm import RankContext
-from distlab.parallel import NaiveDDP, strategies_on
+from distlab.parallel import NaiveDDP, OverlapDDP, strategies_on
 from distlab.report.record import Record, read_json
 from distlab.testing import run_ranks
 from experiments import ddp_bench
@@ -88,13 +88,23 @@ def test_a_broken_synchronisation_is_printed_as_wrong():
     assert "differ from one process" in problem
 
 
-def out_of_memory_on_one_rank(context: RankContext) -> tuple[dict[str, bool], str]:
-    """Rank 1's overlap row runs out of memory in the second backward, beside the optimizer's state; others go on."""
-    bench = Workbench(context, SMOKE)
-    original = timing.TrainStep.__call__
+def out_of_memory_on_one_rank(context: RankContext, where: str) -> tuple[dict[str, bool], str]:
+    """Rank 1's overlap row runs out of memory in construction, the warm-up, a timed step or when it is inspected."""
+    bench, original, calls = Workbench(context, SMOKE), timing.TrainStep.__call__, 0
+    starved = context.rank == 1
+
+    def wrap(module, **options):
+        model = OverlapDDP(module, **options)
+        if where == "construction" and starved:
+            raise RuntimeError(DRIVER)
+        return model
 
     def failing(self, batches):
-        if type(self.model).__name__ != "OverlapDDP" or context.rank == 0 or not self.optimizer.state:
+        nonlocal calls
+        if type(self.model) is not OverlapDDP:
+            return original(self, batches)
+        calls += 1
+        if not starved or calls != {"warm-up": 2, "timed step": 3}.get(where):
             return original(self, batches)
         handle = self.model.module.norm.weight.register_hook(_no_memory)
         try:
@@ -102,24 +112,35 @@ def out_of_memory_on_one_rank(context: RankContext) -> tuple[dict[str, bool], st
         finally:
             handle.remove()
 
+    def inspect(variant, subject):
+        if where == "inspection" and variant.name == "overlap" and starved:
+            _no_memory(None)
+
+    naive, overlap, bucketed = variants(["naive", "overlap", "bucketed"], [1.0])
+    rows = [naive, replace(overlap, strategy=replace(overlap.strategy, wrap=wrap)), bucketed]
     timing.TrainStep.__call__ = failing
     try:
-        rows = variants(["naive", "overlap", "bucketed"], [1.0])
         with redirect_stderr(io.StringIO()) as said:
-            timings = bench.time_rounds(rows, rounds=2, warmup=2, steps=1)
+            timings = bench.time_rounds(rows, rounds=2, warmup=2, steps=2, inspect=inspect)
     finally:
         timing.TrainStep.__call__ = original
+    assert [len(timings[name].phases["step"]) for name in ("naive", "bucketed")] == [4, 4]
     return {name: timing.out_of_memory for name, timing in timings.items()}, said.getvalue()
 
 
-def _no_memory(_: torch.Tensor) -> None:
-    raise torch.OutOfMemoryError("injected")
+DRIVER = "CUDA driver error: out of memory"
 
 
-def test_a_row_without_memory_says_so_and_the_sweep_goes_on():
-    answers, said = zip(*run_ranks(out_of_memory_on_one_rank, 2), strict=True)
+def _no_memory(_: torch.Tensor | None) -> None:
+    raise RuntimeError(DRIVER)
+
+
+@pytest.mark.parametrize("where", ["construction", "warm-up", "timed step", "inspection"])
+def test_a_row_without_memory_says_so_and_the_sweep_goes_on(where):
+    answers, said = zip(*run_ranks(out_of_memory_on_one_rank, 2, where), strict=True)
     assert answers == ({"naive": False, "overlap": True, "bucketed": False},) * 2
-    assert said == ("", "[rank 1] no memory left in a step of overlap: injected\n")
+    in_step = where in ("warm-up", "timed step")
+    assert said == ("", f"[rank 1] no memory left in a step of overlap: {DRIVER}\n" * in_step)
 
 
 def steps_in_turn(context: RankContext) -> dict[str, int]:
