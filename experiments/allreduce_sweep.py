@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from distlab.bench.timing import if_it_fits
 from distlab.comm import collectives
 from distlab.comm.subgroups import doubling_sizes, first_ranks, rest
 from distlab.experiment import (
@@ -136,7 +135,7 @@ def _measure_group(config: SweepConfig, context: RankContext, run: Run) -> None:
 
 def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -> dict[str, object]:
     timed = partial(time_collective, context, operation, size, warmup=config.warmup, repeats=config.repeats)
-    timing = if_it_fits(context, partial(timed, budget_s=config.budget_s))
+    timing = collectives.if_it_fits(partial(timed, budget_s=config.budget_s), context.device, context.group)
     if timing is None:
         return {"time_p50_ms": "OOM"}
     times = {f"time_{p}_ms": value for p, value in percentiles(timing.samples_ms).items()}

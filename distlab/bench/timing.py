@@ -52,6 +52,7 @@ from distlab.train.step import LossFunction, TrainStep, compiled, loss_function
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
+Inspect = Callable[["Variant", "Subject"], None]
 MODES = ("inference", "forward", "forward_backward", "step")
 _EXAMINED: dict[tuple, Examined] = {}  # of this process: a user's model is tried once
 PHASES = ("forward", "backward", "forward_backward", "optimizer", "step")
@@ -319,6 +320,14 @@ class Subject:
         held = (shard.tensor.grad for shard in self.model.shards())
         yield from (local_part(gradient) for gradient in held if gradient is not None)
 
+    def record_collectives(self) -> CollectiveRecorder:
+        """What one step sends, once the strategy has settled (torch DDP agrees on new buckets in its third)."""
+        for _ in range(3):
+            self()
+        with CollectiveRecorder() as recorder:
+            self()
+        return recorder
+
     def memory_timeline(self, mode: str = "step") -> MemoryTimeline | None:
         """Memory over one settled step of the main rank; the others step along, and get None."""
         if not self._calls:
@@ -433,19 +442,21 @@ class Workbench:
         warmup: int,
         steps: int,
         progress: Callable[[str], None] = lambda text: None,
-        inspect: Callable[[Variant, Subject], None] | None = None,
+        inspect: Inspect = lambda variant, attached: None,
+        ended: Callable[[dict[str, Timing]], None] = lambda timings: None,
     ) -> dict[str, Timing]:
         """Time `rounds` × `steps` steps of every variant, interleaved; sample i of all variants form a pair.
 
         A variant that does not fit in memory on some rank is marked so on all, and left out from then on.
-        `inspect(variant, attached)` is called after each block of timed steps, on every rank.
+        `inspect(variant, attached)` is called after each block of timed steps, on every rank, and `ended` after each
+        round, with the times so far.
         """
         timings = {variant.name: Timing() for variant in rows}
         calls = {
             variant.name: partial(self._time_block, variant, warmup, steps, timings[variant.name], inspect)
             for variant in rows
         }
-        interleave(calls, rounds, order=rotated, progress=progress)
+        interleave(calls, rounds, order=rotated, progress=progress, ended=lambda: ended(timings))
         return timings
 
     def time_in_turn(
@@ -455,6 +466,7 @@ class Workbench:
         warmup: int,
         steps: int,
         progress: Callable[[str], None] = lambda text: None,
+        inspect: Inspect = lambda variant, attached: None,
     ) -> dict[str, Timing]:
         """Keep all variants attached at once and interleave them step by step: the finest interleaving.
 
@@ -476,6 +488,8 @@ class Workbench:
                     step("step", timers[name].mark)
             for name, timer in timers.items():
                 self._add_samples(timings[name], timer.steps())
+            for variant in rows:
+                inspect(variant, attached[variant.name])
         return timings
 
     def _time_block(
@@ -484,11 +498,11 @@ class Workbench:
         warmup: int,
         steps: int,
         timing: Timing,
-        inspect: Callable[[Variant, Subject], None] | None = None,
+        inspect: Inspect,
     ) -> None:
         if timing.out_of_memory:
             return
-        timer, fits = PhaseTimer(self.context.device), partial(if_it_fits, self.context)
+        timer = PhaseTimer(self.context.device)
 
         def timed(step: Subject) -> bool:
             timer.start()
@@ -498,16 +512,16 @@ class Workbench:
         with ExitStack() as stack:
             timing.out_of_memory = True  # until it has passed
             with peak_memory(self.context.device) as memory:
-                step = fits(lambda: stack.enter_context(self.attached(variant)))
-                if step is None or not all(fits(partial(timed, step)) for _ in range(warmup)):
+                step = self._fits(lambda: stack.enter_context(self.attached(variant)))
+                if step is None or not all(self._fits(partial(timed, step)) for _ in range(warmup)):
                     return  # the second is the first with the optimizer's state
                 dist.barrier(self.context.group)
                 timer.clear()
-                if not fits(partial(timed, step), steps):
+                if not self._fits(partial(timed, step), steps):
                     return
                 samples = timer.steps()
                 outside = step.model.bytes_outside_allocator  # symmetric memory, say
-            if inspect is not None and not fits(lambda: inspect(variant, step) or True):
+            if not self._fits(lambda: inspect(variant, step) or True):
                 return  # its memory is not the step's
             timing.out_of_memory = False
         if memory.peak_alloc_bytes is not None:
@@ -521,22 +535,6 @@ class Workbench:
             mine = [sample[phase] for sample in samples]
             timing.phases[phase].extend(slowest_rank(mine, self.context.group, self.context.device))
 
-    def record_collectives(self, variant: Variant) -> CollectiveRecorder | None:
-        """What one step sends, once the strategy has settled (torch DDP agrees on new buckets in its third).
-
-        None on every rank if some rank runs out of memory.
-        """
-
-        def recorded() -> CollectiveRecorder:
-            with self.attached(variant) as step:
-                for _ in range(3):
-                    step()
-                with CollectiveRecorder() as recorder:
-                    step()
-            return recorder
-
-        return if_it_fits(self.context, recorded)
-
     def profile(self, variant: Variant, path: Path, steps: int) -> bool:
         """Write the profiler's trace of a few steps of this rank to `path`; False on every rank if memory runs out."""
 
@@ -546,27 +544,12 @@ class Workbench:
                 step.profile(path, steps, warmup=2 if self.context.device.type == "cuda" else 1)
             return True
 
-        return if_it_fits(self.context, traced) is not None
+        return self._fits(traced) is not None
+
+    def _fits(self, action: Callable[[], T], times: int = 1) -> T | None:
+        return collectives.if_it_fits(action, self.context.device, self.context.group, times)
 
 
-def if_it_fits(context: RankContext, action: Callable[[], T], times: int = 1) -> T | None:
-    """Do something so many times on every rank; return the last result, or None if some rank ran out of memory.
-
-    A rank that ran out tries the rest too, because the others, who hear of it at the end, wait for it in theirs.
-    """
-    result, fits = None, True
-    for number in range(times):
-        try:
-            result = action()
-            if number == times - 1 and context.device.type == "cuda":
-                torch.cuda.synchronize(context.device)
-        except (RuntimeError, MemoryError) as error:
-            if fits and not is_out_of_memory(error):
-                raise
-            fits = False  # whatever fails from here on follows from it
-    if not fits:
-        gc.collect()  # half a model may hang in reference cycles
-    return result if collectives.all_ranks_agree(fits, context.device, context.group) else None
 
 
 def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:

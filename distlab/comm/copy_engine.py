@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
-from distlab.ending import is_out_of_memory
 
 ALIGNMENT = 512  # bytes, of each tensor's beginning
 _rendezvous_count = 0  # of this process, in any group
@@ -155,24 +154,18 @@ def _symmetric_memory(num_bytes: int, device: torch.device, group: ProcessGroup)
         alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         _rendezvous(_allocated(1, device), alone, uuid.uuid4().hex)
         dist.destroy_process_group(alone)
-    memory = _allocated(num_bytes, device)
-    names = collectives.gather_objects(None if memory is None else uuid.uuid4().hex, group)
-    if None in names:  # nobody waits in a rendezvous for a rank that has no room
+    torch.cuda.empty_cache()  # the driver, which is asked, does not see what the caching allocator holds in reserve
+    memory = collectives.if_it_fits(lambda: _allocated(num_bytes, device), device, group)
+    if memory is None:  # nobody waits in a rendezvous for a rank that has no room
         raise torch.OutOfMemoryError(f"no room for {num_bytes / 2**30:.1f} GiB of symmetric memory")
-    return _rendezvous(memory, group, names[0])
+    return _rendezvous(memory, group, collectives.gather_objects(uuid.uuid4().hex, group)[0])
 
 
-def _allocated(num_bytes: int, device: torch.device) -> Tensor | None:
-    """Symmetric memory of this rank that nobody maps yet; None if it does not fit."""
+def _allocated(num_bytes: int, device: torch.device) -> Tensor:
+    """Symmetric memory that nobody maps yet."""
     from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
 
-    torch.cuda.empty_cache()  # the driver, which is asked, does not see what the caching allocator holds in reserve
-    try:
-        return symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
+    return symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _rendezvous(memory: Tensor, group: ProcessGroup, unique: str) -> Any:

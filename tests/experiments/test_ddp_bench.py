@@ -1,14 +1,17 @@
 """The main job: its numbers, its files, and what it says to bad input."""
 
 import io
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from distlab.report.record import Record, read_json
 from distlab.testing import run_ranks
 from experiments import ddp_bench
 from experiments.ddp_bench import VIEW, DDPBenchConfig, draw_step_times
+from launch.__main__ import _to_end
 from tests.commands import ROOT, environment, python, torchrun
 from tests.experiments.frame import measured, refused
 
@@ -141,6 +145,69 @@ def test_a_row_without_memory_says_so_and_the_sweep_goes_on(where):
     assert answers == ({"naive": False, "overlap": True, "bucketed": False},) * 2
     in_step = where in ("warm-up", "timed step")
     assert said == ("", f"[rank 1] no memory left in a step of overlap: {DRIVER}\n" * in_step)
+
+
+def ended(context: RankContext, out: str, fault: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a run of three rows and rounds in which something happens on this rank."""
+    arguments = [*SMOKE_ARGUMENTS, "--rounds=3", "--strategies=local,naive,flat", f"--out={out}", "--name=run"]
+    config, frame = ddp_bench.EXPERIMENT.chosen(ddp_bench.EXPERIMENT.parser().parse_args(arguments))
+    profile, time_block, blocks = timing.Subject.profile, Workbench._time_block, itertools.count()
+
+    def traced(self, *options, **more):
+        profile(self, *options, **more)
+        if self._name != "local" and fault == "bug":
+            raise RuntimeError("two\nlines")
+        if self._name != "local" and fault == "signal":
+            signal.raise_signal(signal.SIGTERM)
+        if self._name == "naive" and fault == "trace" and context.rank == 1:
+            _no_memory(None)
+
+    def timed(self, *options):
+        if fault == "round" and next(blocks) == 4:
+            signal.raise_signal(signal.SIGTERM)
+        time_block(self, *options)
+
+    def compared(context, variant, **options):
+        return _no_memory(None) if fault == "check" and context.rank == 1 else 0.0
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(timing.Subject, "profile", traced))
+        stack.enter_context(patch.object(Workbench, "_time_block", timed))
+        stack.enter_context(patch.object(ddp_bench, "parameter_difference", compared))
+        if fault == "limit":  # the rounds take 10 s, the first row 5 and 30 until the second is explained
+            clock = SimpleNamespace(monotonic=iter([0, 10, 100, 105, 130]).__next__)
+            stack.enter_context(patch.object(ddp_bench, "time", clock))
+        said, errors = (stack.enter_context(to(io.StringIO())) for to in (redirect_stdout, redirect_stderr))
+        code = _to_end("ddp_bench", lambda: ddp_bench.EXPERIMENT.run(config, context, frame))
+    return code, said.getvalue(), errors.getvalue()
+
+
+MISSING = {  # what happens → exit code, what stderr says of it, rows that are explained
+    "bug": (2, "ddp_bench: error: not explained: {} (RuntimeError('two\\nlines')); the rest is in", ["local"]),
+    "signal": (143, "; not explained: {}\n", ["local"]),
+    "limit": (0, "not explained, since that would take longer than measuring did: {}\n", ["local"]),
+    "trace": (0, "not explained: naive, for whose trace no memory is left\n", ["local", "flat"]),
+    "check": (0, "", ["local", "naive", "flat"]),
+    "round": (143, "; 3 steps of each row, and not explained: local, naive, flat\n", []),
+}
+
+
+@pytest.mark.parametrize("fault", MISSING)
+def test_what_was_measured_stays_and_what_is_missing_is_said(fault, tmp_path):
+    (code, said, errors), _ = run_ranks(ended, 2, str(tmp_path), fault)
+    folder = tmp_path / "ddp_bench" / "run"
+    rows = {record.variant: record.metrics for record in read_json(folder / "records.json")}
+    assert list(rows) == ["local", "naive", "flat"] and "flat" in VIEW.table(read_json(folder / "records.json"))
+    assert {len(metrics["step_samples_ms"]) for metrics in rows.values()} == {3 if fault == "round" else 9}
+    assert all(metrics["volume_as_predicted"] for metrics in rows.values())
+    assert (rows["flat"]["max_abs_param_diff"] is None) == (fault == "check")
+    fastest = sorted(("naive", "flat"), key=lambda name: rows[name]["step_p50_ms"])
+    expected, line, explained = MISSING[fault]
+    assert code == expected and errors.count(line.format(", ".join(fastest))) >= 1, errors
+    assert "Traceback" not in errors
+    assert [name for name, metrics in rows.items() if metrics["comm_ms"] is not None] == explained
+    assert (folder / "table.md").exists() == ("strategy" in said) == (fault != "round")
+    assert ('"experiment":' in said) == (code == 0)
 
 
 def steps_in_turn(context: RankContext) -> dict[str, int]:
