@@ -116,7 +116,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     """Measure every variant; each rank writes its traces into the run's folder.
 
     Raises:
-        MemoryError: the model with this batch does not fit even without communication.
+        MemoryError: the model with this batch fits under no strategy, or, in turn, not under all of them together.
         ValueError: a strategy that needs a GPU, without one, or no sweep of bucket sizes for `auto`.
     """
     if context.world_size == 1:
@@ -144,8 +144,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
             compare = partial(parameter_difference, context, variant, steps=config.check_steps, task=task)
             differences[variant.name] = collectives.if_it_fits(compare, context.device, context.group)
     run.progress(f"building {config.factory or config.size}: {facts['num_parameters'] / 1e6:,.1f} M parameters")
-    counted: dict[str, dict[str, Any]] = {}
-    noted: dict[str, Record] = {}
+    counted, noted = {}, {}  # row → what it sends, and its record
 
     def count(variant: Variant, attached: Subject) -> None:
         if variant.name not in counted:
@@ -165,16 +164,26 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
                 metrics |= dict.fromkeys(("comm_ms", "comm_share_pct", "overlap_pct"))
                 metrics |= {"noise_pct": noise_of(metrics), "max_abs_param_diff": differences.get(name)}
             size = variant.bucket_size_mb if variant.strategy.has_buckets else None
-            record = noted.get(name) or run.add(name, metrics, **facts, bucket_size_mb=size)
-            noted[name] = record
-            record.metrics.clear()
-            record.metrics.update(metrics)
+            noted[name] = noted.get(name) or run.add(name, metrics, **facts, bucket_size_mb=size)
+            noted[name].metrics.clear()
+            noted[name].metrics.update(metrics)
         run.save()
         samples = max(len(timing.phases["step"]) for timing in timings.values())
         how_to_continue(f"{samples} steps of each row, and not explained: {', '.join(noted)}")
 
-    begin = time.monotonic()
-    _time(config, bench, rows, run, count, note)
+    begin, lengths = time.monotonic(), {"warmup": config.warmup, "progress": run.progress, "inspect": count}
+    try:
+        if config.in_turn:
+            note(bench.time_in_turn(rows, steps=config.rounds * config.steps, **lengths))
+        else:
+            bench.time_rounds(rows, rounds=config.rounds, steps=config.steps, ended=note, **lengths)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(
+            f"{config.factory or config.size} with batch {config.batch} in {config.dtype} does not fit in the memory "
+            f"of {context.device} on rank {context.rank}: pass a smaller --batch, --context or --size"
+        ) from error
     took_s = time.monotonic() - begin
     for name, reason in refused.items():
         run.add(name, {"step_p50_ms": REFUSED, "refusal": reason}, **facts, bucket_size_mb=None)
@@ -185,24 +194,6 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     run.save()
     on_main(context, run.show)
     explain_rows(config, bench, {row.name: row for row in rows if row.name in steps}, noted, run, took_s)
-
-
-def _time(config: DDPBenchConfig, bench: Workbench, rows: Sequence[Variant], run: Run, count: Any, note: Any) -> None:
-    """Time all variants. Raises MemoryError if none of them fits, or, in turn, not all of them together."""
-    lengths = {"warmup": config.warmup, "progress": run.progress, "inspect": count}
-    try:
-        if config.in_turn:
-            note(bench.time_in_turn(rows, steps=config.rounds * config.steps, **lengths))
-        else:
-            bench.time_rounds(rows, rounds=config.rounds, steps=config.steps, ended=note, **lengths)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise MemoryError(
-            f"{config.factory or config.size} with batch {config.batch} in {config.dtype} does "
-            f"not fit in the memory of {bench.context.device} on rank {bench.context.rank}: pass a smaller --batch, "
-            "--context or --size"
-        ) from error
 
 
 def explain_rows(
@@ -221,8 +212,7 @@ def explain_rows(
     if config.profile_steps == 0:
         return
     context, begin = bench.context, time.monotonic()
-    accounts: dict[str, StepAccount] = {}
-    drawn: dict[str, Any] = {}  # variant → one step of its trace, for the timeline
+    accounts, drawn = {}, {}  # row → account and picture of its trace
     left = sorted(rows, key=lambda name: (name != "local", noted[name].metrics["step_p50_ms"]))
     try:
         while left and on_main(context, lambda: time.monotonic() - begin < max(took_s, EXPLAINED_S)):
@@ -314,9 +304,9 @@ def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str,
 
 def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> dict[str, int | bool | None]:
     """Collectives and bytes of one step, counted, beside the closed form."""
+    counted = {"collectives_per_step": recorder.count, "comm_bytes_per_step": recorder.total_bytes}
     if bench.options.factory is not None:
         silent = recorder.count == 0 and variant.strategy.synchronizes and bench.context.world_size > 1
-        counted = {"collectives_per_step": recorder.count, "comm_bytes_per_step": recorder.total_bytes}
         return counted | {"sent_nothing": silent or None}
     expected = model_volume(
         variant.strategy.name,
@@ -326,10 +316,9 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
         shard_size=variant.shard_size,
         compute_itemsize=(DTYPES[bench.options.dtype] or torch.float32).itemsize,
     )
-    seen, said = (recorder.count, recorder.total_bytes), expected and (expected.collectives, expected.bytes)
-    names = ("collectives_per_step", "comm_bytes_per_step")
-    closed = {f"predicted_{name}": value for name, value in zip(names, said or (None, None), strict=True)}
-    return dict(zip(names, seen, strict=True)) | closed | {"volume_as_predicted": said and seen == said}
+    said = dict(zip(counted, (expected.collectives, expected.bytes) if expected else (None, None), strict=True))
+    predicted = {f"predicted_{name}": value for name, value in said.items()}
+    return counted | predicted | {"volume_as_predicted": expected and counted == said}
 
 
 def overlap(events: Sequence[Event], seen: StepAccount) -> dict[str, float | None]:
