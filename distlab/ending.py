@@ -15,6 +15,7 @@ import contextlib
 import errno
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -31,6 +32,13 @@ USER_ERRORS = (ValueError, OSError, MemoryError)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 GRACE_S = 1.2  # for the main thread to end by itself
 SHOWN = 6  # files that are named one by one
+# What plain RuntimeErrors say: the host's allocator, CUDA's driver and runtime, cuDNN, cuBLAS and NCCL.
+NO_MEMORY = re.compile(
+    r"can't allocate memory|CUDA (driver )?error: out of memory|(unhandled ?cuda ?error|cuda failure).*out of memory"
+    r"|CUDNN_STATUS_\w*ALLOC\w*_FAILED|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublas(Lt)?Create",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 def message_of(error: Exception) -> str | None:
@@ -47,11 +55,18 @@ def message_of(error: Exception) -> str | None:
     return str(error) if isinstance(error, USER_ERRORS) else None
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocator, of a GPU or of the host, could not give what was asked for."""
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Say whether an allocator, of a GPU or of the host, could not give what was asked for.
+
+    Errors that an error was raised from, or while they were handled, count as what it is about.
+    """
     torch = sys.modules.get("torch")  # where nobody has imported it, no error is torch's
-    on_gpu = torch is not None and isinstance(error, torch.OutOfMemoryError)
-    return on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    kinds = MemoryError if torch is None else (MemoryError, torch.OutOfMemoryError)
+    while error is not None:
+        if isinstance(error, kinds) or NO_MEMORY.search(str(error)):
+            return True
+        error = error.__cause__ if error.__suppress_context__ else error.__context__
+    return False
 
 
 class Stopped(KeyboardInterrupt):

@@ -23,6 +23,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -205,6 +206,7 @@ class Experiment(Generic[C]):
                 progress(f"this run is complete, since {run.header.complete} ({folder}). --fresh measures it again, "
                          "another --name begins a new one")  # fmt: skip
                 return 1 if self.wrong(run.records) else 0
+            run.show = partial(self.show, run, json_only=frame.json)
             self.measure(config, context, run)
             return self.finish(run, json_only=frame.json) if context.is_main else 0
 
@@ -228,12 +230,16 @@ class Experiment(Generic[C]):
         progress = progress_to_stderr(context)
         return Run(header, path, records=records, is_main=context.is_main, progress=progress)
 
-    def finish(self, run: Run, *, json_only: bool = False) -> int:
-        """Write tables, pictures and page of a run, print the short table; 1 if something is wrong."""
+    def show(self, run: Run, *, json_only: bool = False, line: bool = False) -> None:
+        """Write tables, pictures and page of a run, and print the short table; with `line` that of JSON too."""
         for name, rows in [*((name, part) for name, part in run.parts.items() if part.records), (self.name, run)]:
             view = self.views()[name]
             page = write(view, rows.records, rows.path)
-            say(view, rows.records, page, line=rows is run, quiet=json_only)
+            say(view, rows.records, page, line=line and rows is run, quiet=json_only)
+
+    def finish(self, run: Run, *, json_only: bool = False) -> int:
+        """Write and print all of a run that has ended; 1 if something is wrong."""
+        self.show(run, json_only=json_only, line=True)
         run.complete()
         return 1 if self.wrong(run.records) else 0
 

@@ -11,6 +11,7 @@ fits are records: `distlab.simulate.calibrate.measured_links` reads them for pre
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -133,14 +134,9 @@ def _measure_group(config: SweepConfig, context: RankContext, run: Run) -> None:
 
 
 def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -> dict[str, object]:
-    fits, timing = True, None
-    try:
-        timing = time_collective(
-            context, operation, size, warmup=config.warmup, repeats=config.repeats, budget_s=config.budget_s
-        )
-    except torch.OutOfMemoryError:
-        fits = False
-    if not collectives.all_ranks_agree(fits, context.device, context.group):
+    timed = partial(time_collective, context, operation, size, warmup=config.warmup, repeats=config.repeats)
+    timing = collectives.if_it_fits(partial(timed, budget_s=config.budget_s), context.device, context.group)
+    if timing is None:
         return {"time_p50_ms": "OOM"}
     times = {f"time_{p}_ms": value for p, value in percentiles(timing.samples_ms).items()}
     algbw = timing.num_bytes / times["time_p50_ms"] / 1e6

@@ -6,6 +6,7 @@ communication ran and how much of that compute covered (from the profiler), and 
 training in one process.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,10 @@ import torch
 
 from distlab.bench.reference import parameter_difference
 from distlab.bench.task import OwnModel
-from distlab.bench.timing import BenchOptions, Timing, Variant, Workbench, peak_of, variants
+from distlab.bench.timing import BenchOptions, Subject, Timing, Variant, Workbench, peak_of, variants
+from distlab.comm import collectives
+from distlab.comm.rank_process import on_main
+from distlab.ending import how_to_continue
 from distlab.experiment import (
     Column,
     Experiment,
@@ -30,6 +34,8 @@ from distlab.experiment import (
 )
 from distlab.measure import (
     MIN_PAIRS,
+    CollectiveRecorder,
+    Event,
     StepAccount,
     account,
     closes,
@@ -63,6 +69,7 @@ from distlab.theory.volume import model_volume
 
 OOM, REFUSED = "OOM", "refused"
 HOST_BOUND_PCT = 50  # of the step without work on the GPU
+EXPLAINED_S = 20.0  # may explaining always take, however short the rounds were
 EXPOSED_PCT = 10  # of a step, above which communication is in the way
 CAUSES = {
     "communication that no compute covers": "exposed_uncovered_ms",
@@ -109,7 +116,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     """Measure every variant; each rank writes its traces into the run's folder.
 
     Raises:
-        MemoryError: the model with this batch does not fit even without communication.
+        MemoryError: the model with this batch fits under no strategy, or, in turn, not under all of them together.
         ValueError: a strategy that needs a GPU, without one, or no sweep of bucket sizes for `auto`.
     """
     if context.world_size == 1:
@@ -134,61 +141,103 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     for variant in rows if config.check_steps else []:
         if variant.strategy.synchronizes:
             run.progress(f"checking {variant.name} against one process")
-            differences[variant.name] = parameter_difference(
-                context, variant, steps=config.check_steps, task=task
-            )
+            compare = partial(parameter_difference, context, variant, steps=config.check_steps, task=task)
+            differences[variant.name] = collectives.if_it_fits(compare, context.device, context.group)
     run.progress(f"building {config.factory or config.size}: {facts['num_parameters'] / 1e6:,.1f} M parameters")
-    timings = _timed(config, bench, rows, run)
-    steps = {name: timing.phases["step"] for name, timing in timings.items() if not timing.out_of_memory}
-    accounts: dict[str, StepAccount] = {}
-    drawn: dict[str, Any] = {}  # variant → one step of its trace, for the timeline
-    for variant in rows:
-        metrics = timings[variant.name].metrics()
-        if variant.name in steps:
-            run.progress(f"explaining {variant.name}")
-            metrics |= _rates(config, context, metrics["step_p50_ms"])
-            metrics["step_samples_ms"] = steps[variant.name]
-            metrics["noise_floor_pct"] = own_noise_floor(steps[variant.name])
-            metrics["noise_pct"] = noise_of(metrics)
-            metrics |= sent(bench, variant)
-            metrics |= overlap(bench, variant, run.path, config.profile_steps, accounts, drawn)
-            if context.device.type == "cuda" and "busy_ms" in metrics:
-                metrics["gpu_idle_pct"] = 100 * max(0.0, 1 - metrics["busy_ms"] / metrics["step_p50_ms"])
-            metrics["max_abs_param_diff"] = differences.get(variant.name)
-        size = variant.bucket_size_mb if variant.strategy.has_buckets else None
-        run.add(variant.name, metrics, **facts, bucket_size_mb=size)
-    for name, reason in refused.items():
-        run.add(name, {"step_p50_ms": REFUSED, "refusal": reason}, **facts, bucket_size_mb=None)
-    sound = {r.variant: steps[r.variant] for r in run.records if r.variant in steps and not wrong_rows([r])}
-    for record in run.records:
-        if record.variant in sound:
-            record.metrics.update(against_others(record.variant, sound))
-        record.metrics.update(explanation(record, accounts))
-    run.save()
-    if context.is_main and drawn:
-        title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
-        timeline(run.path / "timeline.png", drawn, title=title)
+    counted, noted = {}, {}  # row → what it sends, and its record
 
+    def count(variant: Variant, attached: Subject) -> None:
+        if variant.name not in counted:
+            counted[variant.name] = sent(bench, variant, attached.record_collectives())
 
-def _timed(config: DDPBenchConfig, bench: Workbench, rows: Sequence[Variant], run: Run) -> dict[str, Timing]:
-    """The times of all variants. Raises MemoryError if none of them fits, or, in turn, not all of them together."""
-    lengths = {"warmup": config.warmup, "progress": run.progress}
-    try:
-        if config.in_turn:
-            timings = bench.time_in_turn(rows, steps=config.rounds * config.steps, **lengths)
-        else:
-            timings = bench.time_rounds(rows, rounds=config.rounds, steps=config.steps, **lengths)
+    def note(timings: Mapping[str, Timing]) -> None:
+        """Save the rows, with the times of complete rounds."""
         if all(timing.out_of_memory for timing in timings.values()):
             raise torch.OutOfMemoryError
+        for variant in rows:
+            name, timing = variant.name, timings[variant.name]
+            metrics = timing.metrics()
+            if not timing.out_of_memory:
+                steps = [*timing.phases["step"]]
+                metrics |= _rates(config, context, metrics["step_p50_ms"]) | counted[name]
+                metrics |= {"step_samples_ms": steps, "noise_floor_pct": own_noise_floor(steps)}
+                metrics |= dict.fromkeys(("comm_ms", "comm_share_pct", "overlap_pct"))
+                metrics |= {"noise_pct": noise_of(metrics), "max_abs_param_diff": differences.get(name)}
+            size = variant.bucket_size_mb if variant.strategy.has_buckets else None
+            noted[name] = noted.get(name) or run.add(name, metrics, **facts, bucket_size_mb=size)
+            noted[name].metrics.clear()
+            noted[name].metrics.update(metrics)
+        run.save()
+        samples = max(len(timing.phases["step"]) for timing in timings.values())
+        how_to_continue(f"{samples} steps of each row, and not explained: {', '.join(noted)}")
+
+    begin, lengths = time.monotonic(), {"warmup": config.warmup, "progress": run.progress, "inspect": count}
+    try:
+        if config.in_turn:
+            note(bench.time_in_turn(rows, steps=config.rounds * config.steps, **lengths))
+        else:
+            bench.time_rounds(rows, rounds=config.rounds, steps=config.steps, ended=note, **lengths)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise MemoryError(
-            f"{config.factory or config.size} with batch {config.batch} in {config.dtype} does "
-            f"not fit in the memory of {bench.context.device} on rank {bench.context.rank}: pass a smaller --batch, "
-            "--context or --size"
+            f"{config.factory or config.size} with batch {config.batch} in {config.dtype} does not fit in the memory "
+            f"of {context.device} on rank {context.rank}: pass a smaller --batch, --context or --size"
         ) from error
-    return timings
+    took_s = time.monotonic() - begin
+    for name, reason in refused.items():
+        run.add(name, {"step_p50_ms": REFUSED, "refusal": reason}, **facts, bucket_size_mb=None)
+    steps = {name: r.metrics["step_samples_ms"] for name, r in noted.items() if "step_samples_ms" in r.metrics}
+    sound = {name: samples for name, samples in steps.items() if not wrong_rows([noted[name]])}
+    for name in sound:
+        noted[name].metrics.update(against_others(name, sound))
+    run.save()
+    on_main(context, run.show)
+    explain_rows(config, bench, {row.name: row for row in rows if row.name in steps}, noted, run, took_s)
+
+
+def explain_rows(
+    config: DDPBenchConfig,
+    bench: Workbench,
+    rows: Mapping[str, Variant],
+    noted: Mapping[str, Record],
+    run: Run,
+    took_s: float,
+) -> None:
+    """Say of rows what their traces show, for as long as it took to measure them: `local`, then the fastest first.
+
+    Raises:
+        ValueError: that failed; the message says of which rows it is missing.
+    """
+    if config.profile_steps == 0:
+        return
+    context, begin = bench.context, time.monotonic()
+    accounts, drawn = {}, {}  # row → account and picture of its trace
+    left = sorted(rows, key=lambda name: (name != "local", noted[name].metrics["step_p50_ms"]))
+    try:
+        while left and on_main(context, lambda: time.monotonic() - begin < max(took_s, EXPLAINED_S)):
+            how_to_continue(f"not explained: {', '.join(left)}")
+            name, metrics = left[0], noted[left[0]].metrics
+            run.progress(f"explaining {name}")
+            path = run.path / f"trace_{name}_rank{context.rank}.json.gz"
+            if bench.profile(rows[name], path, config.profile_steps):
+                events = load_trace(path)
+                accounts[name], drawn[name] = account(events), lanes(events)
+                metrics.update(overlap(events, accounts[name]))
+                if context.device.type == "cuda":
+                    metrics["gpu_idle_pct"] = 100 * max(0.0, 1 - metrics["busy_ms"] / metrics["step_p50_ms"])
+                metrics.update(explanation(noted[name], accounts))
+                run.save()
+            else:
+                run.progress(f"not explained: {name}, for whose trace no memory is left")
+            left.remove(name)
+    except Exception as error:
+        raise ValueError(f"not explained: {', '.join(left)} ({repr(error)[:99]}); the rest is in {run.path}") from error
+    if left:
+        run.progress(f"not explained, since that would take longer than measuring did: {', '.join(left)}")
+    if context.is_main and drawn:
+        title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
+        timeline(run.path / "timeline.png", drawn, title=title)
 
 
 def best_bucket_size(
@@ -253,12 +302,11 @@ def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str,
     return found
 
 
-def sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
+def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> dict[str, int | bool | None]:
     """Collectives and bytes of one step, counted, beside the closed form."""
-    recorder = bench.record_collectives(variant)
+    counted = {"collectives_per_step": recorder.count, "comm_bytes_per_step": recorder.total_bytes}
     if bench.options.factory is not None:
         silent = recorder.count == 0 and variant.strategy.synchronizes and bench.context.world_size > 1
-        counted = {"collectives_per_step": recorder.count, "comm_bytes_per_step": recorder.total_bytes}
         return counted | {"sent_nothing": silent or None}
     expected = model_volume(
         variant.strategy.name,
@@ -268,28 +316,14 @@ def sent(bench: Workbench, variant: Variant) -> dict[str, int | bool | None]:
         shard_size=variant.shard_size,
         compute_itemsize=(DTYPES[bench.options.dtype] or torch.float32).itemsize,
     )
-    seen, said = (recorder.count, recorder.total_bytes), expected and (expected.collectives, expected.bytes)
-    names = ("collectives_per_step", "comm_bytes_per_step")
-    closed = {f"predicted_{name}": value for name, value in zip(names, said or (None, None), strict=True)}
-    return dict(zip(names, seen, strict=True)) | closed | {"volume_as_predicted": said and seen == said}
+    said = dict(zip(counted, (expected.collectives, expected.bytes) if expected else (None, None), strict=True))
+    predicted = {f"predicted_{name}": value for name, value in said.items()}
+    return counted | predicted | {"volume_as_predicted": expected and counted == said}
 
 
-def overlap(
-    bench: Workbench,
-    variant: Variant,
-    folder: Path,
-    steps: int,
-    accounts: dict[str, StepAccount],
-    drawn: dict[str, Any],
-) -> dict[str, float | None]:
-    """Communication time and the share of it that compute covers, from this rank's trace; both are kept for later."""
-    if steps == 0:
-        return {"comm_ms": None, "comm_share_pct": None, "overlap_pct": None}
-    path = folder / f"trace_{variant.name}_rank{bench.context.rank}.json.gz"
-    bench.profile(variant, path, steps)
-    events = load_trace(path)
-    seen, gathers = account(events), exposed_all_gathers(events)
-    accounts[variant.name], drawn[variant.name] = seen, lanes(events)
+def overlap(events: Sequence[Event], seen: StepAccount) -> dict[str, float | None]:
+    """Communication time and the share of it that compute covers, from this rank's trace and its account."""
+    gathers = exposed_all_gathers(events)
     return {
         "exposed_all_gather_forward_ms": gathers[0],
         "exposed_all_gather_backward_ms": gathers[1],
@@ -313,11 +347,7 @@ def explanation(record: Record, accounts: dict[str, StepAccount]) -> dict[str, f
     found = explain(mine, local)
     unexplained = exposed - sum(found.values())
     return {
-        "exposed_uncovered_ms": found["uncovered_comm_ms"],
-        "exposed_slowdown_ms": found["slowdown_ms"],
-        "exposed_copies_ms": found["copies_ms"],
-        "exposed_optimizer_ms": found["optimizer_ms"],
-        "exposed_idle_ms": found["idle_ms"],
+        **{f"exposed_{part.replace('_comm', '')}": ms for part, ms in found.items()},
         "exposed_unexplained_ms": unexplained,
         "exposed_closes": closes(unexplained, record.metrics["step_p50_ms"]),
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distlab.ending import message_of, until_stopped, what_is_saved
+from distlab.ending import is_out_of_memory, message_of, until_stopped, what_is_saved
 from distlab.files import atomic_path
 from distlab.report import OutputFolder
 from launch import __main__ as command
@@ -38,6 +38,55 @@ def test_what_a_person_can_mend_is_a_line(error, line):
 def test_memory_that_runs_out_is_said_with_what_helps(error):
     line = message_of(error)
     assert line.startswith("out of memory") and "--batch" in line and "\n" not in line
+
+
+NCCL_SAID = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL "
+    "version 2.29.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+)
+
+
+@pytest.mark.parametrize(
+    "said, fits",
+    [
+        ("CUDA driver error: out of memory", False),
+        ("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'", False),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", False),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", False),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(&handle)`", False),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", False),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", False),
+        (f"{NCCL_SAID}Cuda failure 'out of memory'", False),
+        (f"{NCCL_SAID}Cuda failure 2 'out of memory'", False),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes", False),
+        (f"{NCCL_SAID}Cuda failure 700 'an illegal memory access was encountered'", True),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm(handle)`", True),
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", True),
+        ("the parameters are out of order", True),
+    ],
+)
+def test_what_libraries_say_of_missing_memory(said, fits):
+    assert is_out_of_memory(RuntimeError(said)) is not fits
+    assert is_out_of_memory(torch.AcceleratorError(said)) is not fits
+
+
+def raised(how: str) -> Exception:
+    """An error around one about memory: `from` it, `while` it was handled, or `instead` of it."""
+    try:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        except RuntimeError as error:
+            if how == "while":
+                raise RuntimeError("rank 1 was averaging gradients")  # noqa: B904
+            raise RuntimeError("rank 1 was averaging gradients") from (error if how == "from" else None)
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize("how, fits", [("from", False), ("while", False), ("instead", True)])
+def test_an_error_around_one_about_memory_is_one(how, fits):
+    assert is_out_of_memory(raised(how)) is not fits
 
 
 def stopped_in(work, number=signal.SIGTERM):

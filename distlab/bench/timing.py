@@ -52,6 +52,7 @@ from distlab.train.step import LossFunction, TrainStep, compiled, loss_function
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
+Inspect = Callable[["Variant", "Subject"], None]
 MODES = ("inference", "forward", "forward_backward", "step")
 _EXAMINED: dict[tuple, Examined] = {}  # of this process: a user's model is tried once
 PHASES = ("forward", "backward", "forward_backward", "optimizer", "step")
@@ -260,6 +261,7 @@ class Subject:
             self.model, self.optimizer, self._loss, scaler=self._scaler, context=context, mark=mark
         )
         self._batches, self._calls = batches, 0
+        self._starved = False
         self.last_loss: Tensor | None = None
 
     def __call__(self, mode: str = "step", mark: Callable[[str], None] | None = None) -> None:
@@ -275,9 +277,11 @@ class Subject:
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 # Where others had room and a strategy has collectives left in backward, they wait until the timeout.
-                why = str(error).split(". ")[0]
-                said = f"[rank {self.context.rank}] no memory left in a step of {self._name}: {why}"
-                print(said, file=sys.stderr, flush=True)
+                if not self._starved:
+                    why = str(error).split(". ")[0]
+                    said = f"[rank {self.context.rank}] no memory left in a step of {self._name}: {why}"
+                    print(said, file=sys.stderr, flush=True)
+                self._starved = True
                 self.model.finish_gradient_synchronization()  # complete what was begun: all ranks have sent the same
             raise
 
@@ -315,6 +319,14 @@ class Subject:
         """What this rank holds of them."""
         held = (shard.tensor.grad for shard in self.model.shards())
         yield from (local_part(gradient) for gradient in held if gradient is not None)
+
+    def record_collectives(self) -> CollectiveRecorder:
+        """What one step sends, once the strategy has settled (torch DDP agrees on new buckets in its third)."""
+        for _ in range(3):
+            self()
+        with CollectiveRecorder() as recorder:
+            self()
+        return recorder
 
     def memory_timeline(self, mode: str = "step") -> MemoryTimeline | None:
         """Memory over one settled step of the main rank; the others step along, and get None."""
@@ -430,19 +442,21 @@ class Workbench:
         warmup: int,
         steps: int,
         progress: Callable[[str], None] = lambda text: None,
-        inspect: Callable[[Variant, Subject], None] | None = None,
+        inspect: Inspect = lambda variant, attached: None,
+        ended: Callable[[dict[str, Timing]], None] = lambda timings: None,
     ) -> dict[str, Timing]:
         """Time `rounds` × `steps` steps of every variant, interleaved; sample i of all variants form a pair.
 
         A variant that does not fit in memory on some rank is marked so on all, and left out from then on.
-        `inspect(variant, attached)` is called after each block of timed steps, on every rank.
+        `inspect(variant, attached)` is called after each block of timed steps, on every rank, and `ended` after each
+        round, with the times so far.
         """
         timings = {variant.name: Timing() for variant in rows}
         calls = {
             variant.name: partial(self._time_block, variant, warmup, steps, timings[variant.name], inspect)
             for variant in rows
         }
-        interleave(calls, rounds, order=rotated, progress=progress)
+        interleave(calls, rounds, order=rotated, progress=progress, ended=lambda: ended(timings))
         return timings
 
     def time_in_turn(
@@ -452,6 +466,7 @@ class Workbench:
         warmup: int,
         steps: int,
         progress: Callable[[str], None] = lambda text: None,
+        inspect: Inspect = lambda variant, attached: None,
     ) -> dict[str, Timing]:
         """Keep all variants attached at once and interleave them step by step: the finest interleaving.
 
@@ -473,6 +488,8 @@ class Workbench:
                     step("step", timers[name].mark)
             for name, timer in timers.items():
                 self._add_samples(timings[name], timer.steps())
+            for variant in rows:
+                inspect(variant, attached[variant.name])
         return timings
 
     def _time_block(
@@ -481,28 +498,32 @@ class Workbench:
         warmup: int,
         steps: int,
         timing: Timing,
-        inspect: Callable[[Variant, Subject], None] | None = None,
+        inspect: Inspect,
     ) -> None:
         if timing.out_of_memory:
             return
         timer = PhaseTimer(self.context.device)
+
+        def timed(step: Subject) -> bool:
+            timer.start()
+            step("step", timer.mark)
+            return True
+
         with ExitStack() as stack:
+            timing.out_of_memory = True  # until it has passed
             with peak_memory(self.context.device) as memory:
-                step = self._if_it_fits(lambda: stack.enter_context(self.attached(variant)))
-                for _ in range(warmup):  # the second is the first with the optimizer's state
-                    timer.start()
-                    if step is None or self._if_it_fits(lambda: step("step", timer.mark) or True) is None:
-                        timing.out_of_memory = True
-                        return
+                step = self._fits(lambda: stack.enter_context(self.attached(variant)))
+                if step is None or not all(self._fits(partial(timed, step)) for _ in range(warmup)):
+                    return  # the second is the first with the optimizer's state
                 dist.barrier(self.context.group)
                 timer.clear()
-                for _ in range(steps):
-                    timer.start()
-                    step("step", timer.mark)
+                if not self._fits(partial(timed, step), steps):
+                    return
                 samples = timer.steps()
                 outside = step.model.bytes_outside_allocator  # symmetric memory, say
-            if inspect is not None:  # its memory is not the step's
-                inspect(variant, step)
+            if not self._fits(lambda: inspect(variant, step) or True):
+                return  # its memory is not the step's
+            timing.out_of_memory = False
         if memory.peak_alloc_bytes is not None:
             timing.peak_alloc_bytes = max(memory.peak_alloc_bytes + outside, timing.peak_alloc_bytes or 0)
         self._add_samples(timing, samples)
@@ -514,33 +535,21 @@ class Workbench:
             mine = [sample[phase] for sample in samples]
             timing.phases[phase].extend(slowest_rank(mine, self.context.group, self.context.device))
 
-    def _if_it_fits(self, action: Callable[[], T]) -> T | None:
-        """The action's result, or None on every rank if some rank ran out of memory in it."""
-        result, fits = None, True
-        try:
-            result = action()
-            if self.context.device.type == "cuda":
-                torch.cuda.synchronize(self.context.device)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            fits = False
-        return result if collectives.all_ranks_agree(fits, self.context.device, self.context.group) else None
+    def profile(self, variant: Variant, path: Path, steps: int) -> bool:
+        """Write the profiler's trace of a few steps of this rank to `path`; False on every rank if memory runs out."""
 
-    def record_collectives(self, variant: Variant) -> CollectiveRecorder:
-        """What one step sends, once the strategy has settled (torch DDP agrees on new buckets in its third)."""
-        with self.attached(variant) as step:
-            for _ in range(3):
+        def traced() -> bool:
+            with self.attached(variant) as step:
                 step()
-            with CollectiveRecorder() as recorder:
-                step()
-        return recorder
+                step.profile(path, steps, warmup=2 if self.context.device.type == "cuda" else 1)
+            return True
 
-    def profile(self, variant: Variant, path: Path, steps: int) -> None:
-        """Write the profiler's trace of a few steps of this rank to `path`."""
-        with self.attached(variant) as step:
-            step()
-            step.profile(path, steps, warmup=2 if self.context.device.type == "cuda" else 1)
+        return self._fits(traced) is not None
+
+    def _fits(self, action: Callable[[], T], times: int = 1) -> T | None:
+        return collectives.if_it_fits(action, self.context.device, self.context.group, times)
+
+
 
 
 def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:

@@ -8,9 +8,10 @@ sums, and a sum of fp16 gradients can overflow where their mean does not, so the
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, Work
 
 from distlab.comm.roll_call import wait, waiting
+from distlab.ending import is_out_of_memory
+
+T = TypeVar("T")
 
 # A group's own methods, because the functions of torch.distributed around them take microseconds of every call for
 # checks. torch 2.13 renamed these; torch 2.11 has only the old names.
@@ -197,6 +201,26 @@ def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
 def all_ranks_agree(condition: bool, device: torch.device, group: ProcessGroup) -> bool:
     """True on every rank if `condition` is true on every rank, else False on every rank. Blocks."""
     return sum_over_ranks(float(condition), device, group) == group.size()
+
+
+def if_it_fits(action: Callable[[], T], device: torch.device, group: ProcessGroup, times: int = 1) -> T | None:
+    """Do something so many times on every rank; return the last result, or None if some rank ran out of memory.
+
+    A rank that ran out tries the rest too, because the others, who hear of it at the end, wait for it in theirs.
+    """
+    result, fits = None, True
+    for number in range(times):
+        try:
+            result = action()
+            if number == times - 1 and device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except (RuntimeError, MemoryError) as error:
+            if fits and not is_out_of_memory(error):
+                raise
+            fits = False  # whatever fails from here on follows from it
+    if not fits:
+        gc.collect()  # half a model may hang in reference cycles
+    return result if all_ranks_agree(fits, device, group) else None
 
 
 def sum_tensor(tensor: Tensor, group: ProcessGroup) -> Tensor:

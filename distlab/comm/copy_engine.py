@@ -144,19 +144,33 @@ def _symmetric_memory(num_bytes: int, device: torch.device, group: ProcessGroup)
     torch counts the rendezvous of a process over all of its groups, and ranks whose counts differ would look for each
     other under different keys of the store until the timeout. A rank that is behind, because the others have had a
     rendezvous without it, catches up first, with rendezvous of its own.
+
+    Raises:
+        torch.OutOfMemoryError: on every rank, if the memory does not fit on one.
     """
     counts = collectives.gather_objects(_rendezvous_count, group)
     for _ in range(max(counts) - _rendezvous_count):
         # NCCL would split the communicator of all ranks for it, and wait for them; only the group's store is needed.
         alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        _rendezvous(1, device, alone, uuid.uuid4().hex)
+        _rendezvous(_allocated(1, device), alone, uuid.uuid4().hex)
         dist.destroy_process_group(alone)
-    return _rendezvous(num_bytes, device, group, collectives.gather_objects(uuid.uuid4().hex, group)[0])
+    torch.cuda.empty_cache()  # the driver, which is asked, does not see what the caching allocator holds in reserve
+    memory = collectives.if_it_fits(lambda: _allocated(num_bytes, device), device, group)
+    if memory is None:  # nobody waits in a rendezvous for a rank that has no room
+        raise torch.OutOfMemoryError(f"no room for {num_bytes / 2**30:.1f} GiB of symmetric memory")
+    return _rendezvous(memory, group, collectives.gather_objects(uuid.uuid4().hex, group)[0])
 
 
-def _rendezvous(num_bytes: int, device: torch.device, group: ProcessGroup, unique: str) -> Any:
-    """One rendezvous of a group's ranks, which agree on a name that no group of this process ever had."""
+def _allocated(num_bytes: int, device: torch.device) -> Tensor:
+    """Symmetric memory that nobody maps yet."""
     from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
+
+    return symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _rendezvous(memory: Tensor, group: ProcessGroup, unique: str) -> Any:
+    """One rendezvous of a group's ranks, which agree on a name that no group of this process ever had."""
+    from torch.distributed import _symmetric_memory as symmetric
 
     # torch remembers the store of a group by the group's name for the life of the process, and would look for the
     # peers of a later group of the same name (the default group, left and joined again) in the wrong one.
@@ -164,4 +178,4 @@ def _rendezvous(num_bytes: int, device: torch.device, group: ProcessGroup, uniqu
     _rendezvous_count += 1
     name = f"copy-engine-{unique}"
     torch._C._distributed_c10d._register_process_group(name, group)
-    return symmetric.rendezvous(symmetric.empty(num_bytes, dtype=torch.uint8, device=device), name)
+    return symmetric.rendezvous(memory, name)

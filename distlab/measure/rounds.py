@@ -31,6 +31,7 @@ def interleave(
     *,
     order: Callable[[int, Sequence[K]], Sequence[K]] = back_and_forth,
     progress: Callable[[str], None] = lambda text: None,
+    ended: Callable[[], None] = lambda: None,
 ) -> dict[K, list[R]]:
     """Call each of `calls` once per round.
 
@@ -38,6 +39,7 @@ def interleave(
         calls: name → what measures this variant once; it may time a block of steps.
         order: of a round, from its number and the names: `back_and_forth`, `rotated`, or any other.
         progress: takes a line before each call.
+        ended: called after each round.
 
     Returns:
         name → what its calls returned, round by round; equal positions were measured in one round.
@@ -47,4 +49,5 @@ def interleave(
         for name in order(number, list(calls)):
             progress(f"round {number + 1}/{rounds}: {name}")
             found[name].append(calls[name]())
+        ended()
     return found

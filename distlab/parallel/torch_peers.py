@@ -1,7 +1,7 @@
 """torch's DDP, ZeroRedundancyOptimizer and FSDP2 behind the interface of our strategies: one loop drives all."""
 
 import gc
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,8 +42,13 @@ class TorchDDP(ParallelModel):
         return self.ddp(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager:
-        """Backward passes inside accumulate locally, as in torch."""
-        return self.ddp.no_sync()
+        """Backward passes inside accumulate locally, as in torch, but the first of all does not under a static graph.
+
+        From it torch learns the graph, and only where it synchronizes. What it averages early is averaged again with
+        the rest, which changes nothing.
+        """
+        learned = getattr(self.ddp, "_static_graph_delay_allreduce_enqueued", True)
+        return self.ddp.no_sync() if learned else nullcontext()
 
     def close(self, *, restore: bool = True) -> None:
         """Detach torch's hooks, so that the module can be wrapped again."""

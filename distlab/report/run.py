@@ -137,6 +137,7 @@ class Run:
         records: the rows so far.
         progress: says a line on stderr, on rank 0.
         cut_off: set by an experiment that leaves rows to the next call of this name.
+        show: writes and prints the tables of the rows so far, for an experiment that goes on to explain them.
     """
 
     cut_off = False
@@ -157,6 +158,7 @@ class Run:
         self.is_main = is_main
         self.progress = progress
         self.parts: dict[str, Run] = {}
+        self.show: Callable[[], object] = lambda: None
 
     def add(self, variant: str, metrics: Mapping[str, Any], **config: Any) -> Record:
         """A row: what was compared, what was measured, and what of its configuration the options do not say.

@@ -1,14 +1,17 @@
 """The main job: its numbers, its files, and what it says to bad input."""
 
 import io
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,11 +20,12 @@ from distlab.bench import timing
 from distlab.bench.reference import parameter_difference
 from distlab.bench.timing import Workbench, variants
 from distlab.comm import RankContext
-from distlab.parallel import NaiveDDP, strategies_on
+from distlab.parallel import NaiveDDP, OverlapDDP, strategies_on
 from distlab.report.record import Record, read_json
 from distlab.testing import run_ranks
 from experiments import ddp_bench
 from experiments.ddp_bench import VIEW, DDPBenchConfig, draw_step_times
+from launch.__main__ import _to_end
 from tests.commands import ROOT, environment, python, torchrun
 from tests.experiments.frame import measured, refused
 
@@ -88,13 +92,23 @@ def test_a_broken_synchronisation_is_printed_as_wrong():
     assert "differ from one process" in problem
 
 
-def out_of_memory_on_one_rank(context: RankContext) -> tuple[dict[str, bool], str]:
-    """Rank 1's overlap row runs out of memory in the second backward, beside the optimizer's state; others go on."""
-    bench = Workbench(context, SMOKE)
-    original = timing.TrainStep.__call__
+def out_of_memory_on_one_rank(context: RankContext, where: str) -> tuple[dict[str, bool], str]:
+    """Rank 1's overlap row runs out of memory in construction, the warm-up, a timed step or when it is inspected."""
+    bench, original, calls = Workbench(context, SMOKE), timing.TrainStep.__call__, 0
+    starved = context.rank == 1
+
+    def wrap(module, **options):
+        model = OverlapDDP(module, **options)
+        if where == "construction" and starved:
+            raise RuntimeError(DRIVER)
+        return model
 
     def failing(self, batches):
-        if type(self.model).__name__ != "OverlapDDP" or context.rank == 0 or not self.optimizer.state:
+        nonlocal calls
+        if type(self.model) is not OverlapDDP:
+            return original(self, batches)
+        calls += 1
+        if not starved or calls != {"warm-up": 2, "timed step": 3}.get(where):
             return original(self, batches)
         handle = self.model.module.norm.weight.register_hook(_no_memory)
         try:
@@ -102,24 +116,98 @@ def out_of_memory_on_one_rank(context: RankContext) -> tuple[dict[str, bool], st
         finally:
             handle.remove()
 
+    def inspect(variant, subject):
+        if where == "inspection" and variant.name == "overlap" and starved:
+            _no_memory(None)
+
+    naive, overlap, bucketed = variants(["naive", "overlap", "bucketed"], [1.0])
+    rows = [naive, replace(overlap, strategy=replace(overlap.strategy, wrap=wrap)), bucketed]
     timing.TrainStep.__call__ = failing
     try:
-        rows = variants(["naive", "overlap", "bucketed"], [1.0])
         with redirect_stderr(io.StringIO()) as said:
-            timings = bench.time_rounds(rows, rounds=2, warmup=2, steps=1)
+            timings = bench.time_rounds(rows, rounds=2, warmup=2, steps=2, inspect=inspect)
     finally:
         timing.TrainStep.__call__ = original
+    assert [len(timings[name].phases["step"]) for name in ("naive", "bucketed")] == [4, 4]
     return {name: timing.out_of_memory for name, timing in timings.items()}, said.getvalue()
 
 
-def _no_memory(_: torch.Tensor) -> None:
-    raise torch.OutOfMemoryError("injected")
+DRIVER = "CUDA driver error: out of memory"
 
 
-def test_a_row_without_memory_says_so_and_the_sweep_goes_on():
-    answers, said = zip(*run_ranks(out_of_memory_on_one_rank, 2), strict=True)
+def _no_memory(_: torch.Tensor | None) -> None:
+    raise RuntimeError(DRIVER)
+
+
+@pytest.mark.parametrize("where", ["construction", "warm-up", "timed step", "inspection"])
+def test_a_row_without_memory_says_so_and_the_sweep_goes_on(where):
+    answers, said = zip(*run_ranks(out_of_memory_on_one_rank, 2, where), strict=True)
     assert answers == ({"naive": False, "overlap": True, "bucketed": False},) * 2
-    assert said == ("", "[rank 1] no memory left in a step of overlap: injected\n")
+    in_step = where in ("warm-up", "timed step")
+    assert said == ("", f"[rank 1] no memory left in a step of overlap: {DRIVER}\n" * in_step)
+
+
+def ended(context: RankContext, out: str, fault: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a run of three rows and rounds in which something happens on this rank."""
+    arguments = [*SMOKE_ARGUMENTS, "--rounds=3", "--strategies=local,naive,flat", f"--out={out}", "--name=run"]
+    config, frame = ddp_bench.EXPERIMENT.chosen(ddp_bench.EXPERIMENT.parser().parse_args(arguments))
+    profile, time_block, blocks = timing.Subject.profile, Workbench._time_block, itertools.count()
+
+    def traced(self, *options, **more):
+        profile(self, *options, **more)
+        if self._name != "local" and fault == "bug":
+            raise RuntimeError("two\nlines")
+        if self._name != "local" and fault == "signal":
+            signal.raise_signal(signal.SIGTERM)
+        if self._name == "naive" and fault == "trace" and context.rank == 1:
+            _no_memory(None)
+
+    def timed(self, *options):
+        if fault == "round" and next(blocks) == 4:
+            signal.raise_signal(signal.SIGTERM)
+        time_block(self, *options)
+
+    def compared(context, variant, **options):
+        return _no_memory(None) if fault == "check" and context.rank == 1 else 0.0
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(timing.Subject, "profile", traced))
+        stack.enter_context(patch.object(Workbench, "_time_block", timed))
+        stack.enter_context(patch.object(ddp_bench, "parameter_difference", compared))
+        if fault == "limit":  # the rounds take 10 s, the first row 5 and 30 until the second is explained
+            clock = SimpleNamespace(monotonic=iter([0, 10, 100, 105, 130]).__next__)
+            stack.enter_context(patch.object(ddp_bench, "time", clock))
+        said, errors = (stack.enter_context(to(io.StringIO())) for to in (redirect_stdout, redirect_stderr))
+        code = _to_end("ddp_bench", lambda: ddp_bench.EXPERIMENT.run(config, context, frame))
+    return code, said.getvalue(), errors.getvalue()
+
+
+MISSING = {  # what happens → exit code, what stderr says of it, rows that are explained
+    "bug": (2, "ddp_bench: error: not explained: {} (RuntimeError('two\\nlines')); the rest is in", ["local"]),
+    "signal": (143, "; not explained: {}\n", ["local"]),
+    "limit": (0, "not explained, since that would take longer than measuring did: {}\n", ["local"]),
+    "trace": (0, "not explained: naive, for whose trace no memory is left\n", ["local", "flat"]),
+    "check": (0, "", ["local", "naive", "flat"]),
+    "round": (143, "; 3 steps of each row, and not explained: local, naive, flat\n", []),
+}
+
+
+@pytest.mark.parametrize("fault", MISSING)
+def test_what_was_measured_stays_and_what_is_missing_is_said(fault, tmp_path):
+    (code, said, errors), _ = run_ranks(ended, 2, str(tmp_path), fault)
+    folder = tmp_path / "ddp_bench" / "run"
+    rows = {record.variant: record.metrics for record in read_json(folder / "records.json")}
+    assert list(rows) == ["local", "naive", "flat"] and "flat" in VIEW.table(read_json(folder / "records.json"))
+    assert {len(metrics["step_samples_ms"]) for metrics in rows.values()} == {3 if fault == "round" else 9}
+    assert all(metrics["volume_as_predicted"] for metrics in rows.values())
+    assert (rows["flat"]["max_abs_param_diff"] is None) == (fault == "check")
+    fastest = sorted(("naive", "flat"), key=lambda name: rows[name]["step_p50_ms"])
+    expected, line, explained = MISSING[fault]
+    assert code == expected and errors.count(line.format(", ".join(fastest))) >= 1, errors
+    assert "Traceback" not in errors
+    assert [name for name, metrics in rows.items() if metrics["comm_ms"] is not None] == explained
+    assert (folder / "table.md").exists() == ("strategy" in said) == (fault != "round")
+    assert ('"experiment":' in said) == (code == 0)
 
 
 def steps_in_turn(context: RankContext) -> dict[str, int]:

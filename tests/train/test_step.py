@@ -1,10 +1,16 @@
 """The training step: clipping, accumulation, the loss scale, and its phases."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from distlab.bench.reference import _tiny, parameter_difference
+from distlab.bench.timing import variants
+from distlab.comm import RankContext
 from distlab.parallel import Local
+from distlab.testing import run_ranks
 from distlab.train.scaler import LossScaler
 from distlab.train.step import TrainStep
 
@@ -41,6 +47,23 @@ def test_a_norm_as_small_as_the_epsilon_is_clipped_as_torch_does(one_rank, scale
     step = TrainStep(Local(model), optimizer, sum_loss, max_grad_norm=1e-6, scaler=scaler, context=one_rank)
     step([torch.tensor([[1e-6]])])
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.5e-6]]), rtol=1e-5, atol=0)
+
+
+def accumulated(context: RankContext, strategy: str) -> float:
+    """Three steps of three micro-batches, whose first backward of all is under no_sync."""
+    task = _tiny()
+
+    def thrice(rank: int, step: int, device: torch.device) -> list:
+        return [task.batches(rank, 3 * step + number, device)[0] for number in range(3)]
+
+    (variant,) = variants([strategy], [0.5])
+    return parameter_difference(context, variant, steps=3, task=replace(task, batches=thrice))
+
+
+@pytest.mark.parametrize("strategy", ["torch-ddp", "torch-ddp-tuned", "torch-zero", "bucketed"])
+def test_peers_accumulate_as_one_process_does(strategy):
+    """torch's static graph failed where its first backward did not synchronize."""
+    assert max(run_ranks(accumulated, 2, strategy)) < 1e-6
 
 
 def test_phases_are_marked_in_order():
