@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from typing import Any
 
+MOST = 10**12  # of whole numbers without a limit of their own; a larger one, of steps, ranks or bytes, is a slip
 SEED = {"least": 0, "most": 2**63 - 1}  # limits of a seed that every generator takes
 
 
@@ -42,7 +43,8 @@ def option(
     Args:
         default: of the field; tuples become options that take several values, bools become `--x / --no-x`.
         help: for `--help`; the default is shown behind it.
-        least, above, most: limits of a number, or of each number of a tuple; `above` itself is not allowed.
+        least, above, most: limits of a number, or of each number of a tuple; `above` itself is not allowed, and whole
+            numbers end at `MOST`.
         choices: allowed values; of a tuple, of each entry, and `all` stands for all of them.
         words: text that stands for a value, such as `{"none": None}`.
         flag: where the option's name is not the field's, such as `--bucket-size-mb`.
@@ -76,13 +78,13 @@ class Options:
         """Raise ValueError for options that were given together and must not be; defaults and presets do not count."""
 
     def __post_init__(self) -> None:
-        for each, _, several in _described(type(self)):
+        for each, kind, several in _described(type(self)):
             value = getattr(self, each.name)
             name = f"{each.name}={value!r}"
             if several and not value and each.default:
                 raise ValueError(f"{name}: give at least one")
             for entry in value if several else (value,):
-                if problem := _problem(entry, each):
+                if problem := _problem(entry, each, kind):
                     raise ValueError(f"{name}: {problem}")
 
 
@@ -162,7 +164,7 @@ def _described(config: type[Options]) -> list[tuple[dataclasses.Field, Any, bool
     return found
 
 
-def _problem(value: Any, each: dataclasses.Field) -> str | None:
+def _problem(value: Any, each: dataclasses.Field, kind: Any) -> str | None:
     """What is wrong with a value, and what to give; None if nothing is."""
     meta = each.metadata
     if value is None or value in (meta["words"] or {}).values():
@@ -173,19 +175,25 @@ def _problem(value: Any, each: dataclasses.Field) -> str | None:
         return f"{value!r} is unknown; allowed: {', '.join(map(str, meta['choices']))}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
+    most = _most(each, kind)
     outside = (
         (meta["least"] is not None and value < meta["least"])
         or (meta["above"] is not None and value <= meta["above"])
-        or (meta["most"] is not None and value > meta["most"])
+        or (most is not None and value > most)
     )
-    return f"give {_limits(each, type(value))}" if outside or not math.isfinite(value) else None
+    return f"give {_limits(each, kind)}" if outside or not math.isfinite(value) else None
+
+
+def _most(each: dataclasses.Field, kind: Any) -> float | None:
+    most = each.metadata["most"]
+    return MOST if most is None and kind is int else most
 
 
 def _limits(each: dataclasses.Field, kind: Any) -> str:
-    meta = each.metadata
+    meta, most = each.metadata, _most(each, kind)
     bounds = [f" of at least {meta['least']:,}"] if meta["least"] is not None else []
     bounds += [f" above {meta['above']:g}"] if meta["above"] is not None else []
-    bounds += [f" at most {meta['most']:,}"] if meta["most"] is not None else []
+    bounds += [f" at most {most:,}"] if most is not None else []
     words = "".join(f", or {word}" for word in meta["words"] or {})
     return ("a whole number" if kind is int else "a finite number") + " and".join(bounds) + words
 
@@ -204,7 +212,7 @@ def _reader(each: dataclasses.Field, kind: Any, several: bool) -> Callable[[str]
                 raise argparse.ArgumentTypeError(f"{text!r}: give {_limits(each, kind)}") from None
         else:
             value = kind(text)
-        if problem := _problem(value, each):
+        if problem := _problem(value, each, kind):
             raise argparse.ArgumentTypeError(problem if meta["choices"] is not None else f"{text}: {problem}")
         return value
 

@@ -99,6 +99,9 @@ def load(name: str) -> ModuleType:
 
 def list_experiments(arguments: Sequence[str]) -> int:
     """Every experiment with its question and what it needs, read from the sources: nothing is imported."""
+    parser = argparse.ArgumentParser("distlab list", description=list_experiments.__doc__)
+    if extra := parser.parse_known_args(arguments)[1]:
+        parser.error(f"{' '.join(extra)!r}: it takes no words; `distlab run NAME --help` says more of one experiment")
     for name, path in experiments().items():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         question = (ast.get_docstring(tree) or "").partition("\n")[0]

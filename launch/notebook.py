@@ -22,6 +22,8 @@ def runs(arguments: Sequence[str]) -> int:
     parser = runs_parser()
     args = parser.parse_args(arguments)
     out = Path(args.out)
+    if args.out != parser.get_default("out") and not out.is_dir():
+        raise ValueError(f"--out {out} is no folder: give one that holds results, or leave it out for outputs")
     known = listed(
         [*files_of([out]), *([] if args.outputs_only else files_of([ROOT / "records"]))], defaults_of
     )

@@ -14,7 +14,10 @@ from launch.ranks import _how_it_ended
 
 BARE = {"experiment": "ddp_bench", "variant": "x", "config": {}, "metrics": {}, "environment": {}, "commit": None}
 
+LIMITS = "give a whole number of at least {} and at most 1,000,000,000,000"
 MISTAKES = {
+    "list": [(["extra", "args"], "'extra args': it takes no words; `distlab run NAME --help` says more")],
+    "runs": [(["--out", "nowhere"], "--out nowhere is no folder: give one that holds results, or leave it out")],
     "run ddp_bench": [
         (["--timeout", "nan"], "--timeout: nan: give a finite number above 0"),
         (["--timeout", "inf"], "--timeout: inf: give a finite number above 0"),
@@ -22,6 +25,8 @@ MISTAKES = {
         (["--nproc", "1000000", "--backend", "gloo"], "--nproc 1000000: a rank's process takes 0.3 GiB"),
         (["--bucket-size-mb", "inf"], "--bucket-size-mb: inf: give a finite number above 0, or none, or auto"),
         (["--seed", str(10**26)], "--seed: 100000000000000000000000000: give a whole number"),
+        (["--warmup", "1e20"], f"--warmup: '1e20': {LIMITS.format(1)}"),
+        (["--warmup", str(10**20)], f"--warmup: 100000000000000000000: {LIMITS.format(1)}"),
         (["--out", ""], "--out '' names no folder: give one, such as outputs"),
         (["--out", "a\033[31m"], "--out 'a\\x1b[31m' names no folder"),
         (["--name", "a\nb"], "--name 'a\\nb' cannot name a folder: use letters, digits, '-', '_' and '.'"),
@@ -42,6 +47,8 @@ MISTAKES = {
     "train": [
         (["--log-every", "0"], "--log-every: 0: give a whole number of at least 1"),
         (["--max-restarts", "-1"], "--max-restarts: -1: give a whole number of at least 0"),
+        (["--max-restarts", "1e20"], f"--max-restarts: '1e20': {LIMITS.format(0)}"),
+        (["--max-restarts", str(10**20)], f"--max-restarts: 100000000000000000000: {LIMITS.format(0)}"),
         (["--clip", "nan"], "--clip: nan: give a finite number of at least 0"),
         (["--lr", "inf"], "--lr: inf: give a finite number above 0"),
         (["--validate-sequences", "9999999999"], "give a whole number of at least 1 and at most 1,000,000"),
