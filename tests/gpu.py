@@ -24,8 +24,9 @@ NOTHING_SELECTED = 5
 
 def passes(gpus: int) -> list[list[str]]:
     """The arguments of pytest's runs, one after the other: tests that share a GPU, use several, need one alone."""
-    sharing = ["-m", "(gpu or any_device) and not multigpu", "-n", f"{min(12, os.cpu_count())}"]
-    several = ["-m", "multigpu", "-n", f"{min(6, os.cpu_count())}"]  # each has up to eight ranks
+    cores = os.cpu_count()
+    sharing = ["-m", "gpu and not multigpu", "-n", f"{max(1, 3 * min(32, cores) // 4)}"]
+    several = ["-m", "multigpu", "-n", f"{min(6, cores)}"]  # each has up to eight ranks
     return [sharing, *[several] * (gpus > 1), ["-m", "gpu or multigpu", *ALONE]]
 
 

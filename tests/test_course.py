@@ -322,7 +322,8 @@ def draw(device, *shapes):
 def naive_attention(q, k, v, is_causal):
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
     return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
 
 

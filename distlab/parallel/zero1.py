@@ -39,9 +39,7 @@ class ZeroOptimizer(LocalOptimizer):
     is read before it has arrived: any read in Python waits for it (`in_flight.py`), and code
     compiled by `torch.compile` runs when all that it may read has arrived. To keep the overlap, compile blocks
     (`torch.compile(block)`) before building this optimizer; after `block.compile()`, the wrapper's forward waits for
-    all parameters at once. Call `synchronize()` before parameters are read below Python: through an alias
-    (`parameter.data`, a view) taken before the step, by `torch.func` transforms over parameters, by TorchScript
-    functions of your own, by replayed CUDA graphs.
+    all parameters at once. Call `synchronize()` before parameters are read below Python (`docs/learn/limits.md`).
 
     Args:
         ddp: its bucket plan is taken over; from now on it reduce-scatters.

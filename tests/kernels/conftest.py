@@ -2,8 +2,6 @@
 
 import pathlib
 
-import pytest
-
 import kernels
 
 from .fused import either  # noqa: F401
@@ -12,9 +10,3 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 assert pathlib.Path(kernels.__file__).resolve().parent == ROOT / "kernels", (  # another package has this name too
     f"imported {kernels.__file__}, expected the folder kernels/ of this repository"
 )
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:  # of all folders
-        if pathlib.Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.any_device)

@@ -54,7 +54,6 @@ def test_flash_is_causal_attention(monkeypatch):
     torch.testing.assert_close(get_ops("flash").attention(*inputs), _explicit_attention(*inputs), **FP32)
 
 
-@pytest.mark.any_device
 @pytest.mark.parametrize("autocast", [False, True])
 def test_triton_ops_train_the_same_model(autocast):
     """Logits, loss and gradients of the model with either choice; on a CPU the kernels' plain form answers."""
