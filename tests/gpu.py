@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,20 +20,25 @@ from distlab.report.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 ALONE = ["tests/measure", "tests/experiments", "tests/comm/test_context.py"]
+HALF = "tests/kernels/test_flash_attention_gpu.py"  # of the time of all others that share a GPU
+SHARING = ["-m", "gpu and not multigpu", "-n", f"{min(12, os.cpu_count())}"]  # as many as 80 GB have room for
+SEVERAL = ["-m", "multigpu", "-n", f"{min(6, os.cpu_count())}"]  # each has up to eight ranks
 NOTHING_SELECTED = 5
 
 
-def passes(gpus: int) -> list[list[str]]:
-    """The arguments of pytest's runs, one after the other: tests that share a GPU, use several, need one alone."""
-    cores = os.cpu_count()
-    sharing = ["-m", "gpu and not multigpu", "-n", f"{max(1, 3 * min(32, cores) // 4)}"]
-    several = ["-m", "multigpu", "-n", f"{min(6, cores)}"]  # each has up to eight ranks
-    return [sharing, *[several] * (gpus > 1), ["-m", "gpu or multigpu", *ALONE]]
+def lanes(gpus: int) -> list[list[list[str]]]:
+    """For each GPU the arguments of pytest's runs on it, one after the other."""
+    alone, others = ["-m", "gpu or multigpu", *ALONE], [f"--ignore={path}" for path in ALONE]
+    if gpus == 1:
+        return [[[*SHARING, *others], alone]]
+    return [[[*SHARING, HALF]], [alone, [*SHARING, *others, f"--ignore={HALF}"]]]
 
 
-def run(arguments: list[str]) -> tuple[int, Counter[str]]:
-    """Run pytest once; its exit code, and how many tests had which outcome."""
+def run(arguments: list[str], gpu: int | None = None) -> tuple[int, Counter[str]]:
+    """Run pytest once, on one GPU or on all; return its exit code, and how many tests had which outcome."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[gpu]
     with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--dist", "worksteal", f"--junitxml={report}"]
@@ -47,9 +53,12 @@ def main(options: list[str]) -> int:
         print("no tests ran: they need an NVIDIA GPU, and torch finds none here")
         return 2
     begin, total, codes = time.monotonic(), Counter(), set()
-    for arguments in passes(gpus):
-        others = [f"--ignore={path}" for path in ALONE if path not in arguments]
-        code, counts = run([*arguments, *others, *options])
+    planned = lanes(gpus)
+    with ThreadPoolExecutor(len(planned)) as pool:
+        ran = pool.map(lambda gpu, lane: [run([*each, *options], gpu) for each in lane], range(len(planned)), planned)
+        results = [result for lane in ran for result in lane]
+    results += [run([*SEVERAL, *options])] if gpus > 1 else []
+    for code, counts in results:
         codes.add(code)
         total += counts
     failed = total["failures"] + total["errors"]

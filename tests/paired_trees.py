@@ -26,6 +26,7 @@ import torch
 from distlab.comm import RankContext, rank_context
 from distlab.measure.statistics import paired_ratio, percentiles
 
+HOST = {"d_model": 64, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16}  # as in ddp_bench's preset
 HERE = Path(__file__).resolve().parents[1]
 
 
@@ -58,7 +59,8 @@ def samples(
 
     try:
         bench_module = importlib.import_module("distlab.bench.timing")
-        config = bench_module.BenchOptions(size=options.size, batch=options.batch, dtype=options.dtype)
+        shape = HOST if options.host else {}
+        config = bench_module.BenchOptions(size=options.size, batch=options.batch, dtype=options.dtype, **shape)
         bench = bench_module.Workbench(context, config)
     except ModuleNotFoundError:  # an older tree
         bench_module = importlib.import_module("distlab.train.workbench")
@@ -83,6 +85,7 @@ def main() -> None:
     parser.add_argument("--now", help="strategy of this version to hold against it [the same]")
     parser.add_argument("--shard-size", type=int, help="ranks of a shard group in this version [those of a host]")
     parser.add_argument("--size", default="tiny", help="model preset [tiny]")
+    parser.add_argument("--host", action="store_true", help="layers so small that the host decides")
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank [2]")
     parser.add_argument("--dtype", default="fp32", help="fp32, bf16 or fp16 [fp32]")
     parser.add_argument("--bucket-size-mb", type=float, default=400.0, help="MiB [400]")

@@ -71,6 +71,8 @@ class DataParallel(ParallelModel):
         self._pending = False  # a synchronised forward was not finished
         # Gradients of synchronised backward passes that were not finished: the tensor, and its version then.
         self._ready: dict[int, tuple[Tensor, int]] = {}
+        # What finish left in `.grad`, with versions, so that a second call finds nothing to do; forward lets go of it.
+        self._averaged: list[tuple[Tensor, int]] = []
         self._unsent: set[int] = set()  # gradients of backward passes under no_sync() since the last finish
         self._in_backward = False  # stays True after a backward that raised
         self._sent_rest = False  # all that backward has not brought
@@ -118,6 +120,7 @@ class DataParallel(ParallelModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; any arguments, any result."""
+        self._averaged.clear()
         if torch.is_grad_enabled():
             if (self._in_backward or self._dropped()) and torch._C._current_graph_task_id() == -1:  # not inside of it
                 self._recover()
@@ -144,7 +147,8 @@ class DataParallel(ParallelModel):
             with torch.no_grad():
                 step_guard.send_begun(self.process_group, [self])
                 self._synchronize()
-            step_guard.note_gradients(self.trainable)
+            gradients = (parameter.grad for parameter in self.trainable)
+            self._averaged[:] = [(gradient, gradient._version) for gradient in gradients if gradient is not None]
         finally:
             self._pending = self._in_backward = self._sent_rest = False
             self._ready.clear()
@@ -207,6 +211,7 @@ class DataParallel(ParallelModel):
                 "build the embedding with sparse=False"
             )
         if not self._ready:
+            self._averaged.clear()
             self._ahead[:] = step_guard.begin(self)
         if self._sent_rest:
             raise RuntimeError(
@@ -251,7 +256,9 @@ class DataParallel(ParallelModel):
         """Whether some were put into `.grad` by hand; those of passes under `no_sync()` wait for the one outside it."""
         if self._unsent or self._shards_gradients:
             return False
-        return step_guard.find_edited(zip(self.trainable_names, self.trainable, strict=True)) is not None
+        averaged = {id(gradient): version for gradient, version in self._averaged}
+        gradients = (parameter.grad for parameter in self.trainable)
+        return any(g is not None and averaged.get(id(g)) != g._version for g in gradients)
 
     def _dropped(self) -> bool:
         """Whether `zero_grad()` has taken away what was to be finished, because the step is skipped."""
