@@ -19,25 +19,31 @@ import torch
 from distlab.report.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[1]
-ALONE = ["tests/measure", "tests/experiments", "tests/comm/test_context.py"]
-HALF = "tests/kernels/test_flash_attention_gpu.py"  # of the time of all others that share a GPU
-SHARING = ["-m", "gpu and not multigpu", "-n", f"{min(12, os.cpu_count())}"]  # as many as 80 GB have room for
+HALF = "tests/kernels/test_flash_attention_gpu.py"  # of the time of all that share a GPU
+LARGE = f"{HALF}::test_more_than_two_to_the_31_elements"
+ALONE = ["tests/measure", "tests/experiments", "tests/comm/test_context.py", LARGE]
+# As many processes as 80 GB have room for.
+SHARING = ["-m", "gpu and not multigpu", "-n", f"{min(12, os.cpu_count())}", *(f"--deselect={each}" for each in ALONE)]
 SEVERAL = ["-m", "multigpu", "-n", f"{min(6, os.cpu_count())}"]  # each has up to eight ranks
 NOTHING_SELECTED = 5
 
 
 def lanes(gpus: int) -> list[list[list[str]]]:
     """For each GPU the arguments of pytest's runs on it, one after the other."""
-    alone, others = ["-m", "gpu or multigpu", *ALONE], [f"--ignore={path}" for path in ALONE]
+    alone = ["-m", "gpu and not multigpu", *ALONE]
     if gpus == 1:
-        return [[[*SHARING, *others], alone]]
-    return [[[*SHARING, HALF]], [alone, [*SHARING, *others, f"--ignore={HALF}"]]]
+        return [[SHARING, alone]]
+    return [[[*SHARING, HALF]], [alone, SEVERAL, [*SHARING, f"--ignore={HALF}"]]]
 
 
-def run(arguments: list[str], gpu: int | None = None) -> tuple[int, Counter[str]]:
-    """Run pytest once, on one GPU or on all; return its exit code, and how many tests had which outcome."""
+def run(arguments: list[str], gpu: int) -> tuple[int, Counter[str]]:
+    """Run pytest once, on this GPU, or on all if the tests need several.
+
+    Returns:
+        Its exit code, and how many tests had which outcome.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if gpu is not None:
+    if arguments[: len(SEVERAL)] != SEVERAL:
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[gpu]
     with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
         report = Path(folder) / "report.xml"
@@ -57,7 +63,6 @@ def main(options: list[str]) -> int:
     with ThreadPoolExecutor(len(planned)) as pool:
         ran = pool.map(lambda gpu, lane: [run([*each, *options], gpu) for each in lane], range(len(planned)), planned)
         results = [result for lane in ran for result in lane]
-    results += [run([*SEVERAL, *options])] if gpus > 1 else []
     for code, counts in results:
         codes.add(code)
         total += counts
