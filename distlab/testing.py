@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import rank_context
+from distlab.comm.parent import end_with_parent
 
 # What the processes are forked with. A process's first optimizer imports torch._dynamo, for as long as torch itself.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo"]
@@ -209,10 +210,17 @@ def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dic
 def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
     """The life of a rank process: one job after another, until the pipe closes."""
     sys.path[:] = path
-    # A job may start processes, such as a DataLoader's. Forked ones, a script's default, see when this one is killed;
-    # those of a fork server would not: each keeps the other alive.
+    # A job may start processes, such as a DataLoader's. They are forked, a script's default, and end with this one: a
+    # fork server and what it forks would keep each other alive. The caller hears of this one's end by the pipe.
     multiprocessing.current_process().daemon = False
     multiprocessing.set_start_method("fork", force=True)
+    forking: list[int] = []
+
+    def end_with_me() -> None:
+        pipe.close()
+        end_with_parent(forking[-1])
+
+    os.register_at_fork(before=lambda: forking.append(os.getpid()), after_in_child=end_with_me)
     threading.Thread(target=_end_with_caller, daemon=True).start()
     torch.set_num_threads(1)
     with open(stacks, "w") as stack_file:

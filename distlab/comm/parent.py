@@ -17,13 +17,16 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
-def end_with_parent() -> None:
-    """Have this process ended by SIGKILL when its parent dies.
+def end_with_parent(parent: int | None = None) -> None:
+    """Have this process ended by SIGKILL when its parent dies (on Linux the thread of it that started this process).
 
     SIGKILL, because a rank without its agent has no store and soon no peers, so that an orderly end is not to be
     had; what is on the disk is whole at every moment.
+
+    Args:
+        parent: its process number, which one that has died meanwhile does not show any more; default: as it is now.
     """
-    parent = os.getppid()
+    parent = parent or os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     else:
