@@ -454,7 +454,7 @@ class Runtime:
         for unit in self.units:
             unit.refuse_lost_gradients()
         self._check_unedited([*self._shards, *self._replicated])
-        trained = [full for unit in self.units for param in unit.trainable for full in param.full]
+        trained = (full for unit in self.units for param in unit.trainable for full in param.full)
         if not self.arrived and _lead_to(self._reached, trained):
             raise RuntimeError(
                 "FSDP: no backward has brought a matrix its gradient since the last finish_gradient_synchronization(): "
@@ -482,6 +482,7 @@ class Runtime:
         """Forget a backward that raised."""
         self.backward_task = None
         self.unfinished = False
+        self._reached.clear()
         self.reshard()
         self.wait_for_gradients()
         for unit in self.units:
