@@ -32,12 +32,12 @@ import torch
 from distlab.checkpoint.lock import RunLock, hold
 from distlab.comm import RankContext, RankEnvironment
 from distlab.comm.context import LONGEST_TIMEOUT_S
-from distlab.comm.rank_process import on_main, progress_to_stderr
+from distlab.comm.rank_process import Progress, on_main
 from distlab.options import Options, add_options, config_from, given, option, parser_of
 from distlab.report import Column, commit, environment
 from distlab.report.record import Record, plain
 from distlab.report.run import Header, OutputFolder, Run, check_names, open_run, same_run
-from distlab.report.view import View, headline_from, say, write
+from distlab.report.view import View, headline_from, say, say_table, write
 
 __all__ = [
     "Column",
@@ -196,18 +196,23 @@ class Experiment(Generic[C]):
         Raises:
             OSError, ValueError: on every rank, for a folder that cannot be written or a run that is another.
         """
-        progress = progress_to_stderr(context)
+        progress = Progress(context)
         with (
             run_folder(context, frame.out, self.name, frame.name, fresh=frame.fresh) as folder,
-            hold(folder, context, progress),
+            hold(folder, context, progress.keep),
+            contextlib.closing(progress),
         ):
             run = self.open(config, context, frame.out, folder.name, frame.commit)
             if run.header.complete:
-                progress(f"this run is complete, since {run.header.complete} ({folder}). --fresh measures it again, "
-                         "another --name begins a new one")  # fmt: skip
+                progress.keep(
+                    f"this run is complete, since {run.header.complete} ({folder}). --fresh measures it again, another "
+                    "--name begins a new one"
+                )
                 return 1 if self.wrong(run.records) else 0
-            run.show = partial(self.show, run, json_only=frame.json)
+            run.progress, run.notice = progress, progress.keep
+            run.show = partial(self.show, run, progress, json_only=frame.json)
             self.measure(config, context, run)
+            progress.close()
             return self.finish(run, json_only=frame.json) if context.is_main else 0
 
     def open(
@@ -227,21 +232,28 @@ class Experiment(Generic[C]):
             return run.header, run.path, run.records
 
         header, path, records = on_main(context, opened)
-        progress = progress_to_stderr(context)
-        return Run(header, path, records=records, is_main=context.is_main, progress=progress)
+        return Run(header, path, records=records, is_main=context.is_main)
 
-    def show(self, run: Run, *, json_only: bool = False, line: bool = False) -> None:
-        """Write tables, pictures and page of a run, and print the short table; with `line` that of JSON too."""
-        for name, rows in [*((name, part) for name, part in run.parts.items() if part.records), (self.name, run)]:
-            view = self.views()[name]
-            page = write(view, rows.records, rows.path)
-            say(view, rows.records, page, line=line and rows is run, quiet=json_only)
+    def show(self, run: Run, progress: Progress, *, json_only: bool = False) -> None:
+        """Write tables, pictures and page of the rows so far, and print the short table."""
+        progress.close()
+        for view, rows, _ in self._written(run):
+            if not json_only:
+                say_table(view, rows.records)
+        run.shown = True
 
     def finish(self, run: Run, *, json_only: bool = False) -> int:
-        """Write and print all of a run that has ended; 1 if something is wrong."""
-        self.show(run, json_only=json_only, line=True)
+        """Write all of a run that has ended and print what was not printed yet; 1 if something is wrong."""
+        for view, rows, page in self._written(run):
+            say(view, rows.records, page, table=not run.shown, quiet=json_only, line=rows is run)
         run.complete()
         return 1 if self.wrong(run.records) else 0
+
+    def _written(self, run: Run) -> Iterator[tuple[View, Run, Path]]:
+        """Write tables, pictures and page of the run and its parts, itself last; (view, rows, page) of each."""
+        for name, rows in [*((name, part) for name, part in run.parts.items() if part.records), (self.name, run)]:
+            view = self.views()[name]
+            yield view, rows, write(view, rows.records, rows.path)
 
 
 @contextlib.contextmanager
@@ -264,7 +276,7 @@ def run_folder(
 
     fresh = fresh and name is not None and RankEnvironment.read().restarts == 0
     if on_main(context, lambda: fresh and path.is_dir()):
-        with hold(path, context, progress_to_stderr(context)) as lock:
+        with hold(path, context, Progress(context).keep) as lock:
             folder = on_main(context, lambda: made(lock))
     else:
         folder = on_main(context, made)

@@ -178,10 +178,10 @@ def predict(config: BucketSweepConfig, parts: Mapping[str, Any], bucket_size_mb:
     messages = [CollectiveFit.from_list(parts["pieces"]).seconds(bucket.num_bytes) for bucket in buckets]
     rates = {name: parts[name] for name in ("compute_rate", "communication_rate")}
     together_s = pipeline(ready, messages, (parts["backward_ms"] + copied) / 1e3, **rates)
-    exposed_ms = 1e3 * together_s - parts["backward_ms"]
+    overhead_ms = 1e3 * together_s - parts["backward_ms"]
     return {
-        "predicted_step_ms": parts["forward_backward_ms"] + parts["optimizer_ms"] + exposed_ms,
-        "predicted_exposed_comm_ms": exposed_ms,
+        "predicted_step_ms": parts["forward_backward_ms"] + parts["optimizer_ms"] + overhead_ms,
+        "predicted_overhead_ms": overhead_ms,
         "predicted_comm_ms": 1e3 * sum(messages),
         "buckets": len(buckets),
     }
@@ -312,13 +312,13 @@ VIEW = View(
         Column("metrics.predicted_step_ms", "predicted ms", ".1f", missing=""),
         Column("metrics.error_pct", "error %", "+.1f", missing=""),
         Column("metrics.predicted_comm_ms", "predicted comm ms", ".1f", missing=""),
-        Column("metrics.predicted_exposed_comm_ms", "exposed", ".1f", missing=""),
+        Column("metrics.predicted_overhead_ms", "overhead", ".1f", missing=""),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, missing=""),
     ],
     headline=headline,
     terminal=(
         *("variant", "buckets", "step_p50_ms", "noise_pct", "predicted_step_ms", "error_pct"),
-        *("predicted_exposed_comm_ms", "peak_alloc_bytes"),
+        *("predicted_overhead_ms", "peak_alloc_bytes"),
     ),
     pictures={"bucket_sweep.png": draw},
     findings=findings,

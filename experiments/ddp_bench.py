@@ -41,10 +41,10 @@ from distlab.measure import (
     closes,
     explain,
     exposed_all_gathers,
-    exposure_ratio,
     is_out_of_memory,
     lanes,
     load_trace,
+    overhead_ratio,
     own_noise_floor,
     paired_ratio,
     percentiles,
@@ -68,14 +68,15 @@ from distlab.theory.flops import mfu, step_flops
 from distlab.theory.volume import model_volume
 
 OOM, REFUSED = "OOM", "refused"
+NOISY_PCT = 10  # of a row, above which no account is expected to close
 HOST_BOUND_PCT = 50  # of the step without work on the GPU
 EXPLAINED_S = 20.0  # may explaining always take, however short the rounds were
-EXPOSED_PCT = 10  # of a step, above which communication is in the way
+OVERHEAD_PCT = 10  # of a step, above which communication is in the way
 CAUSES = {
-    "communication that no compute covers": "exposed_uncovered_ms",
-    "compute that communication slows": "exposed_slowdown_ms",
-    "copies": "exposed_copies_ms",
-    "idle time": "exposed_idle_ms",
+    "exposed communication": "overhead_exposed_ms",
+    "slower compute": "overhead_slowdown_ms",
+    "copies": "overhead_copies_ms",
+    "idle": "overhead_idle_ms",
 }
 SWEEPS = Path(__file__).parents[1] / "records" / "bucket_sweep"
 
@@ -120,7 +121,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         ValueError: a strategy that needs a GPU, without one, or no sweep of bucket sizes for `auto`.
     """
     if context.world_size == 1:
-        run.progress("one rank: nothing is communicated. For more: --nproc 2")
+        run.notice("one rank: nothing is communicated. For more: --nproc 2")
     sizes = config.bucket_sizes_mb
     if sizes == ("auto",):
         swept = config.bucket_sweep or sorted(map(str, SWEEPS.glob("*.json")))
@@ -128,7 +129,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         known = [record for path in swept for record in read_json(path)]
         sizes = (best_bucket_size(known, device_name=run.header.environment["device_name"],
                                   world_size=context.world_size, **asked),)  # fmt: skip
-        run.progress(f"bucket size by the sweep: {sizes[0] or 'unbounded'}")
+        run.notice(f"bucket size by the sweep: {sizes[0] or 'unbounded'}")
     rows = variants(config.strategies, sizes, config.shard_size)
     bench = config.workbench(context, rows, some=True)
     facts = config.facts(context)
@@ -229,12 +230,12 @@ def explain_rows(
                 metrics.update(explanation(noted[name], accounts))
                 run.save()
             else:
-                run.progress(f"not explained: {name}, for whose trace no memory is left")
+                run.notice(f"not explained: {name}, for whose trace no memory is left")
             left.remove(name)
     except Exception as error:
         raise ValueError(f"not explained: {', '.join(left)} ({repr(error)[:99]}); the rest is in {run.path}") from error
     if left:
-        run.progress(f"not explained, since that would take longer than measuring did: {', '.join(left)}")
+        run.notice(f"not explained, since that would take longer than measuring did: {', '.join(left)}")
     if context.is_main and drawn:
         title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
         timeline(run.path / "timeline.png", drawn, title=title)
@@ -280,7 +281,7 @@ def _rates(config: DDPBenchConfig, context: RankContext, step_ms: float) -> dict
 
 def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
     """What a row's step takes longer than without communication, and with 95 % intervals, of steps paired one by one,
-    its ratio to local's and to that of torch DDP's fastest row, and the ratio of the two's exposed communication.
+    its ratio to local's and to that of torch DDP's fastest row, and the ratio of the two's overheads.
 
     Args:
         name: of the row.
@@ -293,9 +294,9 @@ def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str,
     ratios = {
         "vs_local": local and paired_ratio(mine, local),
         "vs_torch_ddp": peer and paired_ratio(mine, peer),
-        "exposed_vs_torch_ddp": local and peer and exposure_ratio(mine, peer, local),
+        "overhead_vs_torch_ddp": local and peer and overhead_ratio(mine, peer, local),
     }
-    found = {"exposed_comm_ms": p50[name] - p50["local"] if "local" in p50 else None}
+    found = {"overhead_ms": p50[name] - p50["local"] if "local" in p50 else None}
     for ratio, interval in ratios.items():
         if interval is not None:
             found |= zip((ratio, f"{ratio}_low", f"{ratio}_high"), interval, strict=True)
@@ -330,7 +331,7 @@ def overlap(events: Sequence[Event], seen: StepAccount) -> dict[str, float | Non
         "comm_ms": seen.comm_ms,
         "comm_share_pct": 100 * seen.comm_ms / seen.step_ms,
         "overlap_pct": seen.overlap_pct,
-        "uncovered_comm_ms": seen.uncovered_comm_ms,
+        "exposed_ms": seen.exposed_ms,
         "profiled_step_ms": seen.step_ms,
         "busy_ms": seen.step_ms - seen.idle_ms,
         "idle_ms": seen.idle_ms,
@@ -341,15 +342,14 @@ def overlap(events: Sequence[Event], seen: StepAccount) -> dict[str, float | Non
 def explanation(record: Record, accounts: dict[str, StepAccount]) -> dict[str, float | bool | None]:
     """What the step takes longer than `local`'s, by cause, and what of the measured difference that leaves open."""
     mine, local = accounts.get(record.variant), accounts.get("local")
-    exposed = record.metrics.get("exposed_comm_ms")
-    if mine is None or local is None or exposed is None:
+    overhead_ms = record.metrics.get("overhead_ms")
+    if mine is None or local is None or overhead_ms is None:
         return {}
     found = explain(mine, local)
-    unexplained = exposed - sum(found.values())
-    return {
-        **{f"exposed_{part.replace('_comm', '')}": ms for part, ms in found.items()},
-        "exposed_unexplained_ms": unexplained,
-        "exposed_closes": closes(unexplained, record.metrics["step_p50_ms"]),
+    unexplained = overhead_ms - sum(found.values())
+    return found | {
+        "overhead_unexplained_ms": unexplained,
+        "overhead_closes": closes(unexplained, record.metrics["step_p50_ms"]),
     }
 
 
@@ -375,7 +375,7 @@ headline = headline_from(
 
 
 def unexplained_rows(records: Sequence[Record]) -> list[str]:
-    """Rows whose exposed communication the trace explains to less than 5 % of the step or 1 ms, one line each.
+    """Rows of whose overhead the trace leaves more than 5 % of the step and 1 ms unexplained, one line each.
 
     The account is of steps under the profiler, so a row within its noise is let pass; where the GPU waits for the host
     most of the time, which the headline says, the profiler's own calls decide and no account can close.
@@ -383,14 +383,23 @@ def unexplained_rows(records: Sequence[Record]) -> list[str]:
     if any((r.metrics.get("gpu_idle_pct") or 0.0) > HOST_BOUND_PCT for r in records if r.variant == "local"):
         return []
     return [
-        f"{record.variant}: {record.metrics['exposed_unexplained_ms']:+.1f} ms of "
-        f"{record.metrics['exposed_comm_ms']:.1f} ms exposed communication are in no part of its trace's account"
+        f"{record.variant}: {record.metrics['overhead_unexplained_ms']:+.1f} ms of "
+        f"{record.metrics['overhead_ms']:.1f} ms overhead are in no part of its trace's account"
         f"{_what_to_try(record)}"
         for record in records
-        if record.metrics.get("exposed_closes") is False
-        and abs(record.metrics["exposed_unexplained_ms"])
+        if record.metrics.get("overhead_closes") is False
+        and abs(record.metrics["overhead_unexplained_ms"])
         > (noise_of(record.metrics) or 0.0) / 100 * record.metrics["step_p50_ms"]
     ]
+
+
+def open_accounts(records: Sequence[Record]) -> list[str]:
+    """One line for the rows that are not explained; none on a CPU, or where a row is noisier than 10 %."""
+    noisy = any((noise_of(record.metrics) or 0.0) > NOISY_PCT for record in records)
+    if noisy or records[0].config.get("backend") == "gloo" or not (rows := unexplained_rows(records)):
+        return []
+    names = ", ".join(row.partition(":")[0] for row in rows)
+    return [f"(The trace explains the overhead of {names} only in part; the page says how much is open.)"]
 
 
 def _what_to_try(record: Record) -> str:
@@ -424,25 +433,26 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
     return problems
 
 
-def what_is_exposed(records: Sequence[Record]) -> list[str]:
+def what_communication_costs(records: Sequence[Record]) -> list[str]:
     """Say whether the fastest of our strategies that overlap hides its communication, or what most of the rest is."""
     ours = [
         r
         for r in records
         if r.variant.startswith(("bucketed", "zero1", "fsdp", "overlap"))
         and not r.variant.startswith("fsdp2")
-        and is_number(r.metrics.get("exposed_comm_ms"))
+        and is_number(r.metrics.get("overhead_ms"))
     ]
     if not ours:
         return []
     best = min(ours, key=lambda r: r.metrics["step_p50_ms"])
-    share = 100 * best.metrics["exposed_comm_ms"] / best.metrics["step_p50_ms"]
-    hidden = share <= EXPOSED_PCT or _tie("vs_local", best)
+    share = 100 * best.metrics["overhead_ms"] / best.metrics["step_p50_ms"]
+    hidden = share <= OVERHEAD_PCT or _tie("vs_local", best)
     causes = {text: ms for text, name in CAUSES.items() if is_number(ms := best.metrics.get(name)) and ms > 0}
-    most = None if hidden else max(causes, key=causes.__getitem__, default=None)
+    told = best.metrics.get("overhead_closes") and not hidden
+    most = max(causes, key=causes.__getitem__, default=None) if told else None
     return [
         f"Communication is {'hidden' if hidden else 'in the way'}: {best.variant}, the fastest of ours that overlaps, "
-        f"exposes {best.metrics['exposed_comm_ms']:.1f} ms, {max(share, 0.0):.0f} % of its step"
+        f"has {best.metrics['overhead_ms']:.1f} ms overhead, {max(share, 0.0):.0f} % of its step"
         f"{f', most of it {most} ({causes[most]:.1f} ms)' if most else ''}."
     ]
 
@@ -462,20 +472,37 @@ def against_the_peer(records: Sequence[Record]) -> list[str]:
     return [f"{best.variant}, the fastest of ours, {than}{': a tie' if _tie('vs_torch_ddp', best) else ''}."]
 
 
+def what_it_does(record: Record) -> str | None:
+    """Say in a few words what the strategy of a row does, whose name a bucket size may follow."""
+    names = [name for name in STRATEGIES if f"{record.variant}-".startswith(f"{name}-")]
+    return STRATEGIES[max(names, key=len)].does if names else None
+
+
 def draw_step_times(records: Sequence[Record], path: Path) -> None:
-    """Stacked bars: compute, exposed communication, optimizer; whiskers from p20 to p80 of the step."""
+    """Stacked bars: compute, optimizer, and the overhead by its causes; whiskers from p20 to p80 of the step.
+
+    What forward and backward take longer than local's is divided in the proportions of the trace's account; without
+    one it is a single part, `overhead`.
+    """
     compute_ms = next((r.metrics.get("forward_backward_p50_ms") for r in records if r.variant == "local"), None)
+    names = ["compute", "optimizer", *CAUSES, "overhead"]
 
     def cells(metrics: Mapping[str, Any]) -> list[float | str | None]:
         if isinstance(metrics["step_p50_ms"], str) or compute_ms is None:
-            return [metrics["step_p50_ms"] if isinstance(metrics["step_p50_ms"], str) else None] * 3
-        return [compute_ms, metrics["forward_backward_p50_ms"] - compute_ms, metrics["optimizer_p50_ms"]]
+            return [metrics["step_p50_ms"] if isinstance(metrics["step_p50_ms"], str) else None] * len(names)
+        longer = metrics["forward_backward_p50_ms"] - compute_ms
+        causes = [max(metrics.get(cause) or 0.0, 0.0) for cause in CAUSES.values()]
+        whole = sum(causes)
+        parts = [longer * cause / whole for cause in causes] + [0.0] if whole else [0.0] * len(causes) + [longer]
+        return [compute_ms, metrics["optimizer_p50_ms"], *parts]
 
     rows = [cells(record.metrics) for record in records]
+    drawn = {name: values for name, values in zip(names, zip(*rows, strict=True), strict=True)
+             if name in names[:2] or any(not is_number(value) or value for value in values)}  # fmt: skip
     ends = [[record.metrics.get(f"step_{p}_ms") for p in ("p20", "p80")] for record in records]
     stacked_bars(
         path, [record.variant for record in records],
-        dict(zip(("compute", "exposed communication", "optimizer"), zip(*rows, strict=True), strict=True)),
+        drawn,
         title=f"Where a step's time goes: {headline(records)}", unit="ms",
         whiskers=[None if row[0] in (OOM, REFUSED, None) else end for row, end in zip(rows, ends, strict=True)],
     )  # fmt: skip
@@ -485,13 +512,14 @@ VIEW = View(
     columns=[
         Column("variant", "strategy"),
         Column("metrics.step_p20_ms", "step p20 ms", ".1f"),
-        Column("metrics.step_p50_ms", "p50", ".1f"),
+        Column("metrics.step_p50_ms", "p50 ms", ".1f"),
         Column("metrics.step_p80_ms", "p80", ".1f"),
         NOISE,
         Column("metrics.forward_backward_p50_ms", "fwd+bwd+sync ms", ".1f"),
         Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f"),
-        Column("metrics.exposed_comm_ms", "exposed ms", ".1f", note=partial(_tie, "vs_local")),
+        Column("metrics.overhead_ms", "overhead ms", ".1f", note=partial(_tie, "vs_local")),
         Column("metrics.comm_ms", "comm ms", ".1f"),
+        Column("metrics.exposed_ms", "exposed ms", ".1f"),
         Column("metrics.comm_share_pct", "of step %", ".0f"),
         Column("metrics.overlap_pct", "overlap %", ".0f"),
         Column("metrics.gpu_idle_pct", "GPU idle %", ".0f", optional=True),
@@ -505,41 +533,44 @@ VIEW = View(
         Column("metrics.vs_torch_ddp_high", "≤ (95 %)", ".3f"),
         Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
         Column(
-            "metrics.exposed_vs_torch_ddp", "exposed ÷ torch's", ".2f", optional=True,
-            note=partial(_tie, "exposed_vs_torch_ddp"),
+            "metrics.overhead_vs_torch_ddp", "overhead ÷ torch's", ".2f", optional=True,
+            note=partial(_tie, "overhead_vs_torch_ddp"),
         ),
-        Column("metrics.exposed_vs_torch_ddp_high", "≤ (95 %)", ".2f", optional=True),
-        Column("metrics.exposed_all_gather_forward_ms", "all-gather alone fwd ms", ".1f", optional=True),
+        Column("metrics.overhead_vs_torch_ddp_high", "≤ (95 %)", ".2f", optional=True),
+        Column("metrics.exposed_all_gather_forward_ms", "exposed all-gather fwd ms", ".1f", optional=True),
         Column("metrics.exposed_all_gather_backward_ms", "bwd ms", ".1f", optional=True),
-        Column("metrics.exposed_uncovered_ms", "exposed: alone ms", ".1f", optional=True),
-        Column("metrics.exposed_slowdown_ms", "slower compute", ".1f", optional=True),
-        Column("metrics.exposed_copies_ms", "copies", ".1f", optional=True),
-        Column("metrics.exposed_optimizer_ms", "optimizer", "+.1f", optional=True),
-        Column("metrics.exposed_idle_ms", "idle", "+.1f", optional=True),
-        Column("metrics.exposed_unexplained_ms", "unexplained", "+.1f", optional=True),
+        Column("metrics.overhead_exposed_ms", "overhead: exposed ms", ".1f", optional=True),
+        Column("metrics.overhead_slowdown_ms", "slower compute", ".1f", optional=True),
+        Column("metrics.overhead_copies_ms", "copies", ".1f", optional=True),
+        Column("metrics.overhead_optimizer_ms", "optimizer", "+.1f", optional=True),
+        Column("metrics.overhead_idle_ms", "idle", "+.1f", optional=True),
+        Column("metrics.overhead_unexplained_ms", "unexplained", "+.1f", optional=True),
+        Column("config.does", "what it does", derived=what_it_does, align="left", optional=True),
     ],
     headline=headline,
     terminal=(
-        *("variant", "step_p50_ms", "noise_pct", "exposed_comm_ms", "overlap_pct", "vs_torch_ddp", "peak_alloc_bytes"),
-        "max_abs_param_diff",
+        *("variant", "step_p50_ms", "noise_pct", "overhead_ms", "peak_alloc_bytes", "vs_torch_ddp", "does"),
     ),
     pictures={"step_time.png": draw_step_times},
     findings=lambda records: [
         *(f"WRONG: {problem}" for problem in wrong_rows(records)),
-        *(f"UNEXPLAINED: {row}" for row in unexplained_rows(records)),
         *(f"Left out: {record.metrics['refusal']}." for record in records if record.metrics.get("refusal")),
-        *what_is_exposed(records),
+        *what_communication_costs(records),
         *against_the_peer(records),
+        *open_accounts(records),
     ],
-    reading="Exposed communication is what a step takes longer than the same step without communication (local). "
-    "Communication time and overlap, the share of it that compute covers, come from the profiler's trace of rank 0; "
+    notes=lambda records: [f"Unexplained: {row}." for row in unexplained_rows(records)],
+    reading="Overhead is what a step takes longer than the same step without communication (local), divided among its "
+    "causes by the profiler's trace of rank 0: exposed communication, which no compute covers, compute that "
+    "communication slows, copies, idle time, and the optimizer, whose part is negative where it is sharded. From the "
+    "trace come also the time of all communication and overlap, the share of it that compute covers; "
     "calls and bytes are counted at torch's dispatcher. The ratio to torch is over torch DDP's fastest row, paired "
     "step by step; beside it stands the upper end of its 95 % bootstrap interval. The last column is the largest "
     "difference of any parameter from training in one process after a few steps of fp32 SGD on the tiny preset. A tie "
-    "is a ratio whose 95 % interval contains 1, for the exposed time that of the step over local's; ± is the row's own "
+    "is a ratio whose 95 % interval contains 1, for the overhead that of the step over local's; ± is the row's own "
     "noise.\n\n"
     "GPU idle is the part of an untraced step for which the trace shows no work on the GPU. "
-    "In the timeline compute is above, communication below; what compute does not hide is orange.",
+    "In the timeline compute is above, communication below; what is exposed is orange.",
     prediction="Collectives and bytes per step in closed form (distlab.theory.volume). Step times are predicted "
     "by `distlab run predict_steps`, before a measurement.",
 )

@@ -139,14 +139,14 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
     if len(run.records) < len(plans):
         for (row, _), plan in zip(plans, plan_steps([step for _, step in plans], context), strict=True):
             run.add(row, predicted(plan), **config.facts(context))
-            run.progress(f"plan of {row}: {plan}")
+            run.notice(f"plan of {row}: {plan}")
     spent = run.records[0].metrics.setdefault("spent_s", [])  # per call: from the process's start
     run.records[0].metrics.setdefault("cold", cold)
     spent.append(process_seconds())
     for what, record, work in parts(config, context, run):
         late = time.monotonic() - begin > 60 * config.minutes
         if not collectives.all_ranks_agree(not late, context.device, context.group):
-            run.progress(f"{config.minutes:g} minutes are over before {what}: the same command with --name goes on")
+            run.notice(f"{config.minutes:g} minutes are over before {what}: the same command with --name goes on")
             run.cut_off = True
             break
         run.progress(what)
@@ -233,7 +233,7 @@ def predicted(plan: Plan) -> dict[str, Any]:
     if plan.free_bytes is not None and memory.peak.total > plan.free_bytes:
         found |= {"status": "OOM", "step_p50_ms": "OOM"}  # it is not tried
     if step is not None:
-        found |= {"predicted_step_ms": 1e3 * step.step, "predicted_exposed_comm_ms": 1e3 * step.exposed}
+        found |= {"predicted_step_ms": 1e3 * step.step, "predicted_overhead_ms": 1e3 * step.overhead}
     return found
 
 
@@ -311,7 +311,7 @@ def profile(subject: Subject, steps: int, record: Record, run: Run) -> None:
     record.metrics.update(
         units=unit_times(events),
         profiled_step_ms=seen.step_ms, compute_ms=seen.compute_ms, comm_ms=seen.comm_ms,
-        uncovered_comm_ms=seen.uncovered_comm_ms, overlap_pct=seen.overlap_pct, copy_ms=seen.copy_ms,
+        exposed_ms=seen.exposed_ms, overlap_pct=seen.overlap_pct, copy_ms=seen.copy_ms,
         idle_ms=seen.idle_ms,
     )  # fmt: skip
 
@@ -432,7 +432,7 @@ VIEW = View(
         Column("metrics.forward_p50_ms", "forward", ",.1f"),
         Column("metrics.backward_p50_ms", "backward", ",.1f"),
         Column("metrics.optimizer_p50_ms", "optimizer", ",.1f"),
-        Column("metrics.uncovered_comm_ms", "comm alone", ",.1f"),
+        Column("metrics.exposed_ms", "exposed", ",.1f"),
         Column("metrics.idle_ms", "idle", ",.1f"),
         Column("metrics.predicted_step_ms", "predicted ms", ",.1f"),
         Column("metrics.step_error_pct", "err %", "+.1f"),
@@ -455,7 +455,7 @@ VIEW = View(
     ],
     headline=headline,
     terminal=(
-        *("variant", "step_p50_ms", "forward_p50_ms", "backward_p50_ms", "optimizer_p50_ms", "uncovered_comm_ms"),
+        *("variant", "step_p50_ms", "forward_p50_ms", "backward_p50_ms", "optimizer_p50_ms", "exposed_ms"),
         *("idle_ms", "vs_peer", "peak_alloc_bytes", "predicted_peak_bytes"),
     ),
     pictures={
@@ -464,7 +464,8 @@ VIEW = View(
     },
     findings=findings,
     reading="Forward holds the loss and, since it is computed in chunks, both matmuls of its gradients; backward what "
-    "is recomputed and the waits for gradients. Communication alone and idle time are of a profiled step of rank 0. "
+    "is recomputed and the waits for gradients. Exposed communication, which no compute covers, and idle time are of a "
+    "profiled step of rank 0. "
     "Blocks keep: `block` their input alone, `attention` also its output, `qkv` also queries, keys, values and the "
     "output projection, `gate-up` also SwiGLU's two; `selective` attention's output and every other matmul's; the rest "
     "is recomputed. MFU counts causal attention as half, and "

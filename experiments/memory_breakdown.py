@@ -73,7 +73,7 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
     bench = config.workbench(context, rows)
     refused = config.refusals(context, rows)
     for name, reason in refused.items():
-        run.progress(f"{name} is left out: {reason}")
+        run.notice(f"{name} is left out: {reason}")
     for variant in [row for row in rows if row.name not in refused]:
         if run.done(variant.name):
             continue

@@ -183,7 +183,7 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, obj
     parts = {
         "compute": min(matmuls, time.compute),
         "memory bandwidth": max(0.0, time.compute - matmuls),
-        "communication": time.exposed,
+        "communication": time.overhead,
         "optimizer": time.optimizer,
         "host": time.step - time.device,
     }
@@ -195,7 +195,7 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, obj
     goodput = failures.goodput(failures.daly())
     return {
         "predicted_step_ms": 1e3 * time.step,
-        "predicted_exposed_comm_ms": 1e3 * time.exposed,
+        "predicted_overhead_ms": 1e3 * time.overhead,
         "predicted_comm_ms": 1e3 * time.communication,
         "predicted_host_ms": 1e3 * time.host,
         **{f"{name.replace(' ', '_')}_ms": 1e3 * seconds for name, seconds in parts.items()},
@@ -223,14 +223,14 @@ def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> dict[s
     parts = {
         "compute": matmuls,
         "memory bandwidth": steps * seconds["compute"] - matmuls,
-        "communication": max(0.0, once.exposed_ms / 1e3),
+        "communication": max(0.0, once.overhead_ms / 1e3),
         "optimizer": seconds["optimizer"],
         "host": step_s - device_s,
     }
     share = mfu(flops, step_s, gpu.peak["tf32" if config.dtype == "fp32" else config.dtype])
     return {
         "predicted_step_ms": 1e3 * step_s,
-        "predicted_exposed_comm_ms": once.exposed_ms,
+        "predicted_overhead_ms": once.overhead_ms,
         "predicted_comm_ms": once.comm_ms,
         "predicted_host_ms": 1e3 * host_s,
         **{f"{name.replace(' ', '_')}_ms": 1e3 * seconds for name, seconds in parts.items()},
@@ -286,7 +286,7 @@ def answer(records: Sequence[Record]) -> str:
     text = (
         f"Fastest: {best.variant}: {_ms(m['predicted_step_ms'])} ms per step, {rate}, "
         f"MFU {m['predicted_mfu_pct']:.0f} %{total}; most of the step is {m['limited_by']}, "
-        f"{_ms(m['predicted_exposed_comm_ms'])} ms are exposed communication."
+        f"{_ms(m['predicted_overhead_ms'])} ms are what communication adds."
     )
     if m["predicted_host_ms"] > HOST_SHARE * m["predicted_step_ms"]:
         text += f" The host needs about {_ms(m['predicted_host_ms'])} ms of it: one that is slower or busy decides."
@@ -325,7 +325,7 @@ def _reasons(best: Record, records: Sequence[Record]) -> str:
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """A bar per choice: where its step's time would go."""
-    parts = {"compute": "compute", "memory bandwidth": "memory_bandwidth", "exposed communication": "communication"}
+    parts = {"compute": "compute", "memory bandwidth": "memory_bandwidth", "overhead of communication": "communication"}
     parts |= {"waiting for the host": "host"}
     shown = records[:DRAWN]
     bars = {
@@ -342,7 +342,7 @@ VIEW = View(
         Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
         Column("metrics.predicted_peak_phase", "at", align="left"),
         Column("metrics.predicted_step_ms", "step ms", _ms),
-        Column("metrics.predicted_exposed_comm_ms", "exposed ms", _ms),
+        Column("metrics.predicted_overhead_ms", "overhead ms", _ms),
         Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f", optional=True),
         Column("metrics.predicted_examples_per_s", "examples/s", ",.0f", optional=True),
         Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),

@@ -1,4 +1,4 @@
-"""What will the bench measure? Step time, exposed communication, volume and peak memory, written down beforehand.
+"""What will the bench measure? Step time, overhead, volume and peak memory, written down beforehand.
 
     distlab run predict_steps --calibrate records/ddp_bench/h200x2-xl-batch8.json \
         --memory records/ddp_bench/h200x2-medium-batch8.json --cases xl:2 xl:8 medium:8 --ranks 2 4
@@ -165,7 +165,7 @@ def predict(
         "predicted_step_ms": line.step_ms,
         "predicted_forward_backward_ms": line.step_ms - line.phases["optimizer"],
         "predicted_optimizer_ms": line.phases["optimizer"],
-        "predicted_exposed_comm_ms": line.exposed_ms,
+        "predicted_overhead_ms": line.overhead_ms,
         "predicted_comm_ms": line.comm_ms,
         "predicted_overlap_pct": line.overlap_pct,
         "predicted_tokens_per_s": batch * model.context_length * ranks / line.step_ms * 1e3,
@@ -183,7 +183,7 @@ COMPARED = (
     "step_p20_ms",
     "step_p50_ms",
     "step_p80_ms",
-    "exposed_comm_ms",
+    "overhead_ms",
     "peak_alloc_bytes",
     "collectives_per_step",
     "comm_bytes_per_step",
@@ -207,9 +207,9 @@ def compare(predictions: Sequence[Record], measured: Sequence[Record]) -> list[R
         if row.config.get("num_parameters") != preset(row.config["size"]).num_parameters:  # of other dimensions
             continue
         metrics = {name: value for name, value in predicted.metrics.items() if name.startswith("predicted_")}
-        if local is not None:  # the bench counts as exposed what a step takes longer than local's
+        if local is not None:  # the bench's overhead is what a step takes longer than local's
             without = local.metrics["predicted_step_ms"]
-            metrics["predicted_exposed_comm_ms"] = metrics["predicted_step_ms"] - without
+            metrics["predicted_overhead_ms"] = metrics["predicted_step_ms"] - without
         metrics |= {f"measured_{name}": row.metrics.get(name) for name in COMPARED}
         step, peak = row.metrics["step_p50_ms"], row.metrics.get("peak_alloc_bytes")
         metrics["step_error_pct"] = 100 * (metrics["predicted_step_ms"] / step - 1)
@@ -249,7 +249,7 @@ VIEW = View(
     columns=[
         *STEP,
         Column("metrics.predicted_step_ms", "step ms", ".1f"),
-        Column("metrics.predicted_exposed_comm_ms", "exposed ms", ".1f"),
+        Column("metrics.predicted_overhead_ms", "overhead ms", ".1f"),
         Column("metrics.predicted_comm_ms", "comm ms", ".1f"),
         Column("metrics.predicted_overlap_pct", "overlap %", ".0f"),
         Column("metrics.predicted_collectives_per_step", "calls", "d"),
@@ -261,7 +261,7 @@ VIEW = View(
         sizes=lambda records: ", ".join(dict.fromkeys(record.config["size"] for record in records)),
     ),
     terminal=(
-        *("size", "batch", "world_size", "variant", "predicted_step_ms", "predicted_exposed_comm_ms"),
+        *("size", "batch", "world_size", "variant", "predicted_step_ms", "predicted_overhead_ms"),
         *("predicted_collectives_per_step", "predicted_comm_bytes_per_step", "predicted_peak_alloc_bytes"),
     ),
     reading="Written down before the measurement; --compare adds the measured values.",
@@ -276,8 +276,8 @@ COMPARISON_VIEW = View(
         Column("metrics.predicted_step_ms", "predicted step ms", ".1f"),
         Column("metrics.measured_step_p50_ms", "measured p50", ".1f"),
         Column("metrics.step_error_pct", "error %", "+.1f"),
-        Column("metrics.predicted_exposed_comm_ms", "predicted exposed ms", ".1f"),
-        Column("metrics.measured_exposed_comm_ms", "measured", ".1f"),
+        Column("metrics.predicted_overhead_ms", "predicted overhead ms", ".1f"),
+        Column("metrics.measured_overhead_ms", "measured", ".1f"),
         Column("metrics.predicted_peak_alloc_bytes", "predicted peak GiB", ".1f", scale=2**-30),
         Column("metrics.measured_peak_alloc_bytes", "measured", ".1f", scale=2**-30),
         Column("metrics.volume_as_predicted", "calls and bytes as predicted", align="left"),

@@ -103,7 +103,7 @@ def _predict(
     tokens = ranks * micro * micro_batches * model.context_length
     return {
         "predicted_step_ms": 1e3 * time.step,
-        "predicted_exposed_comm_ms": 1e3 * time.exposed,
+        "predicted_overhead_ms": 1e3 * time.overhead,
         "predicted_comm_ms": 1e3 * time.communication,
         "predicted_tokens_per_s": tokens / time.step,
         "predicted_peak_bytes": memory.peak.total,
@@ -191,7 +191,7 @@ VIEW = View(
         Column("config.world_size", "ranks", ",d"),
         Column("config.micro_batch", "micro"),
         Column("metrics.predicted_step_ms", "step ms", ",.1f"),
-        Column("metrics.predicted_exposed_comm_ms", "exposed ms", ",.1f"),
+        Column("metrics.predicted_overhead_ms", "overhead ms", ",.1f"),
         Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f"),
         Column("metrics.predicted_efficiency_pct", "efficiency %", ".0f"),
         Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),

@@ -198,7 +198,7 @@ def measure(config: MeasureConfig, context: RankContext, run: Run) -> None:
             done, enough = collectives.gather_objects((done, enough), context.group)[0]
             if done or not enough:
                 if not done:
-                    run.progress(f"{name} on {ranks} ranks: no time left; go on with --name {run.path.name}")
+                    run.notice(f"{name} on {ranks} ranks: no time left; go on with --name {run.path.name}")
                     run.cut_off = True
                 continue
             run.progress(f"{name} on {ranks} ranks")

@@ -89,7 +89,7 @@ def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
         lanes[strategy] = line.lanes
         metrics = {
             "predicted_step_ms": line.step_ms,
-            "predicted_exposed_comm_ms": line.exposed_ms,
+            "predicted_overhead_ms": line.overhead_ms,
             "predicted_comm_ms": line.comm_ms,
             "predicted_overlap_pct": line.overlap_pct,
             "predicted_tokens_per_s": config.batch * model.context_length * config.ranks / line.step_ms * 1e3,
@@ -128,7 +128,7 @@ VIEW = View(
     columns=[
         Column("variant", "strategy"),
         Column("metrics.predicted_step_ms", "step ms", ",.1f"),
-        Column("metrics.predicted_exposed_comm_ms", "exposed ms", ",.1f"),
+        Column("metrics.predicted_overhead_ms", "overhead ms", ",.1f"),
         Column("metrics.predicted_comm_ms", "comm ms", ",.1f"),
         Column("metrics.predicted_overlap_pct", "overlap %", ".0f"),
         Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),
@@ -141,7 +141,7 @@ VIEW = View(
     ],
     headline=headline,
     terminal=(
-        *("variant", "predicted_step_ms", "predicted_exposed_comm_ms", "predicted_mfu_pct"),
+        *("variant", "predicted_step_ms", "predicted_overhead_ms", "predicted_mfu_pct"),
         *("comm_bytes_per_step", "simulated_peak_bytes", "fits", "simulation_s"),
     ),
     pictures={"memory.png": draw_memory},

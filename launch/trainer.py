@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.comm import RankContext
-from distlab.comm.rank_process import progress_to_stderr
+from distlab.comm.rank_process import Progress
 from distlab.experiment import FrameOptions, RankOptions, headline_from, run_folder
 from distlab.options import config_from, option, parser_of
 from distlab.report import (
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def train(context: RankContext, config: TrainConfig, data: DataConfig, args: RunOptions) -> int:
-    progress = progress_to_stderr(context)
+    progress = Progress(context).keep
     if args.plan:
         step = training_step(config, context.world_size)
         (plan,) = plan_steps([step], context, config.accumulate)

@@ -1,9 +1,13 @@
 """Run a command of this repository as a user would, from the checkout."""
 
+import contextlib
 import os
+import pty
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -29,3 +33,18 @@ def python(
 def torchrun(*arguments: str | os.PathLike, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """`torchrun --standalone arguments…` in the repository's root."""
     return python("-m", "torch.distributed.run", "--standalone", *arguments, timeout=timeout)
+
+
+def on_terminal(*command: str | os.PathLike) -> tuple[subprocess.Popen, TextIO]:
+    """A command in the background whose stderr is a terminal, which shows what is done now; that terminal's lines."""
+    ours, its = pty.openpty()
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=its, text=True)
+    os.close(its)
+    return process, open(ours, encoding="utf-8", newline=None)
+
+
+def shown(terminal: Iterable[str]) -> Iterator[str]:
+    """The lines of a terminal, until nobody writes there any more; one that is rewritten comes when the next does."""
+    with contextlib.suppress(OSError):  # Linux: the other end is closed
+        for line in terminal:
+            yield line.removesuffix("\n").removeprefix("\x1b[K")

@@ -16,7 +16,7 @@ from distlab.files import atomic_path
 from distlab.report import OutputFolder
 from launch import __main__ as command
 from launch import ranks
-from tests.commands import ROOT, environment
+from tests.commands import ROOT, environment, on_terminal, shown
 
 
 @pytest.mark.parametrize(
@@ -243,18 +243,14 @@ def test_a_signal_during_the_imports_ends_the_process_with_one_line(number):
 def test_ranks_answer_a_signal_within_two_seconds_and_one_of_them_speaks(tmp_path):
     """Sent to the command alone, as a scheduler does; its ranks hear of it from torchrun's agent."""
     command = [sys.executable, "launch/ddp_bench.py", "--nproc=2", "--backend=gloo", f"--out={tmp_path}"]
-    process = subprocess.Popen(
-        [*command, "--rounds=1000", "--check-steps=0", "--strategies=naive,flat"], cwd=ROOT, env=environment(),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    for line in process.stderr:
-        if "round 1/1000: flat" in line:
-            break
+    process, terminal = on_terminal(*command, "--rounds=1000", "--check-steps=0", "--strategies=naive,flat")
+    lines = shown(terminal)
+    assert any("round 1/1000: naive" in line for line in lines)
     begin = time.monotonic()
     process.terminate()
-    output, errors = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
     assert time.monotonic() - begin < 2
     assert (process.returncode, output) == (143, "")
-    (said,) = [line for line in errors.splitlines() if "round" not in line]
+    (said,) = [line for line in lines if line and "round" not in line]
     assert said.startswith("distlab run ddp_bench: stopped by SIGTERM after") and said.endswith("; nothing was saved")
     assert [path.name for path in Path(tmp_path).rglob("*")] == ["ddp_bench"]

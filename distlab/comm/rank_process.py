@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,9 @@ import torch.distributed as dist
 from distlab.comm import collectives
 from distlab.comm.context import RankContext, RankEnvironment, rank_context
 from distlab.ending import USAGE_ERROR, message_of, until_stopped
+
+SILENCE_S = 10.0  # between two lines of progress where nobody looks on
+CLEAR = "\033[K"  # a terminal's line, from the cursor on
 
 
 def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout_s: float, name: str) -> int:
@@ -93,15 +97,41 @@ def on_main(context: RankContext, work: Callable[[], Any]) -> Any:
     return found
 
 
-def progress_to_stderr(context: RankContext) -> Callable[[str], None]:
-    """A function that prints a line with the seconds since now, on rank 0 alone."""
-    begin = time.monotonic()
+class Progress:
+    """What a long command does now, on stderr of rank 0, with the seconds since it began.
 
-    def progress(text: str) -> None:
-        if context.is_main:
-            print(f"[{time.monotonic() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
+    On a terminal one line, which each call rewrites; elsewhere a line whenever ten seconds have passed.
+    """
 
-    return progress
+    def __init__(self, context: RankContext):
+        self.speaks = context.is_main
+        self.rewrites = sys.stderr.isatty()
+        self.begin = time.monotonic()
+        self.said = -SILENCE_S
+
+    def __call__(self, text: str) -> None:
+        """Say what is done now."""
+        now = self._seconds()
+        if self.speaks and self.rewrites:
+            line = f"[{now:6.1f} s] {text}"[: shutil.get_terminal_size().columns - 1]
+            print(f"\r{CLEAR}{line}\r", end="", file=sys.stderr, flush=True)
+        elif self.speaks and now - self.said >= SILENCE_S:
+            self.keep(text)
+            self.said = now
+
+    def keep(self, text: str) -> None:
+        """Print a line that stays."""
+        self.close()
+        if self.speaks:
+            print(f"[{self._seconds():6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Take the line away, before something else is printed."""
+        if self.speaks and self.rewrites:
+            print(f"\r{CLEAR}", end="", file=sys.stderr, flush=True)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self.begin
 
 
 def leave_process(code: int) -> NoReturn:

@@ -41,7 +41,7 @@ def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     first, second = _series((a, b), "paired_ratio")
     if min(first.min(), second.min()) <= 0:
         raise ValueError("paired_ratio needs positive samples")
-    return exposure_ratio(first, second, np.zeros(len(first)))
+    return overhead_ratio(first, second, np.zeros(len(first)))
 
 
 def unpaired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
@@ -59,19 +59,19 @@ def unpaired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     return Ratio(float(np.median(first) / np.median(second)), float(low), float(high))
 
 
-def exposure_ratio(a: Sequence[float], b: Sequence[float], without: Sequence[float]) -> Ratio | None:
+def overhead_ratio(a: Sequence[float], b: Sequence[float], without: Sequence[float]) -> Ratio | None:
     """(median(a) − median(without)) / (median(b) − median(without)) with its bootstrap interval.
 
-    The exposed communication of one variant over another's, where ``without`` are steps that send nothing;
+    The overhead of one variant over another's, where ``without`` are steps that send nothing;
     ``a[i]``, ``b[i]`` and ``without[i]`` were timed in one round and are resampled jointly.
 
     Returns:
-        None where b's exposed time is not above 0 in every resample: nothing to compare with.
+        None where b's overhead is not above 0 in every resample: nothing to compare with.
 
     Raises:
         ValueError: as `paired_ratio`.
     """
-    together = _series((a, b, without), "exposure_ratio")
+    together = _series((a, b, without), "overhead_ratio")
     count = len(together[0])
     picks = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))  # the same ones in every run
     medians = [np.median(samples[picks], axis=1) for samples in together]

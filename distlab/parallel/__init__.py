@@ -72,6 +72,7 @@ class Strategy:
         synchronizes: False for `local`, whose ranks diverge.
         is_peer: True for the implementations of torch that ours are measured against.
         needs_gpu: whether it runs on GPUs only.
+        does: what it does, in at most 36 characters, for tables.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Strategy:
     synchronizes: bool = True
     is_peer: bool = False
     needs_gpu: bool = False
+    does: str = ""
 
     def build(
         self,
@@ -148,22 +150,29 @@ def _sharded(model: BucketedDDP, optimizer_cls: type[Optimizer], **options: Any)
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
-        Strategy("local", _local, synchronizes=False),
-        Strategy("naive", NaiveDDP),
-        Strategy("flat", FlatDDP),
-        Strategy("overlap", OverlapDDP),
-        Strategy("bucketed", BucketedDDP, has_buckets=True),
-        Strategy("bucketed-two-level", BucketedDDP, has_buckets=True, takes_mesh=True),
-        Strategy("bucketed-dma", CopyEngineDDP, has_buckets=True, needs_gpu=True),
-        Strategy("sharded-optimizer", BucketedDDP, _sharded, has_buckets=True),
-        Strategy("zero1", BucketedDDP, ZeroOptimizer, has_buckets=True),
-        Strategy("fsdp", FSDP, casts_parameters=True, materializes=True),
-        Strategy("hsdp", FSDP, casts_parameters=True, materializes=True, takes_mesh=True),
-        Strategy("torch-ddp", TorchDDP, is_peer=True),
-        Strategy("torch-ddp-tuned", tuned_torch_ddp, has_buckets=True, is_peer=True),
-        Strategy("torch-zero", tuned_torch_ddp, torch_zero, has_buckets=True, is_peer=True),
-        Strategy("fsdp2", TorchFSDP2, casts_parameters=True, is_peer=True),
-        Strategy("torch-hsdp", TorchFSDP2, casts_parameters=True, is_peer=True, takes_mesh=True),
+        Strategy("local", _local, synchronizes=False, does="no communication: the reference"),
+        Strategy("naive", NaiveDDP, does="all-reduce each gradient at the end"),
+        Strategy("flat", FlatDDP, does="one all-reduce of all at the end"),
+        Strategy("overlap", OverlapDDP, does="each gradient, during backward"),
+        Strategy("bucketed", BucketedDDP, has_buckets=True, does="buckets of them, during backward"),
+        Strategy("bucketed-two-level", BucketedDDP, has_buckets=True, takes_mesh=True,
+                 does="buckets, within hosts, then between"),
+        Strategy("bucketed-dma", CopyEngineDDP, has_buckets=True, needs_gpu=True,
+                 does="buckets, moved by copy engines"),
+        Strategy("sharded-optimizer", BucketedDDP, _sharded, has_buckets=True,
+                 does="each rank updates some parameters"),
+        Strategy("zero1", BucketedDDP, ZeroOptimizer, has_buckets=True, does="ZeRO-1: each updates 1/N of all"),
+        Strategy("fsdp", FSDP, casts_parameters=True, materializes=True, does="parameters sharded, too"),
+        Strategy("hsdp", FSDP, casts_parameters=True, materializes=True, takes_mesh=True,
+                 does="sharded within hosts, else copies"),
+        Strategy("torch-ddp", TorchDDP, is_peer=True, does="torch DDP, as it comes"),
+        Strategy("torch-ddp-tuned", tuned_torch_ddp, has_buckets=True, is_peer=True,
+                 does="torch DDP, its options tuned"),
+        Strategy("torch-zero", tuned_torch_ddp, torch_zero, has_buckets=True, is_peer=True,
+                 does="torch's ZeroRedundancyOptimizer"),
+        Strategy("fsdp2", TorchFSDP2, casts_parameters=True, is_peer=True, does="torch's fully_shard"),
+        Strategy("torch-hsdp", TorchFSDP2, casts_parameters=True, is_peer=True, takes_mesh=True,
+                 does="torch's fully_shard on a mesh"),
     )
 }
 

@@ -15,6 +15,7 @@ import io
 import json
 import math
 import os
+import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,14 @@ FORMAT = "distlab-run-3"
 OLD_FORMATS = ("distlab-records-1", "distlab-run-2")
 MEASURE_AGAIN = "measure again (--fresh, or another --name)"
 SHARED = ("experiment", "environment", "commit")  # of a file's rows usually the same, so written once
+
+# "Exposed" was once what a step takes longer than without communication. Metric of then → of now, in this order.
+RENAMED = (
+    (re.compile(r"^uncovered_comm_ms$"), "exposed_ms"),
+    (re.compile(r"^exposed_uncovered_ms$"), "overhead_exposed_ms"),
+    (re.compile(r"exposed_comm_ms$"), "overhead_ms"),
+    (re.compile(r"^exposed_(?=slowdown|copies|optimizer|idle|unexplained|closes|vs_)"), "overhead_"),
+)
 
 # JSON has no NaN and no infinity; strings keep the file valid for every reader and come back as floats here.
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -134,9 +143,14 @@ def read_json(path: str | os.PathLike) -> list[Record]:
         if body["format"] != OLD_FORMATS[0]:
             rows = [{**body["headers"][row["header"]], **row} for row in rows]
             rows = [{name: value for name, value in row.items() if name != "header"} for row in rows]
+        rows = [row | {"metrics": {_renamed(name): value for name, value in row["metrics"].items()}} for row in rows]
         return [Record.from_dict(row) for row in rows]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} holds a record that cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _renamed(metric: str) -> str:
+    return next((old.sub(new, metric) for old, new in RENAMED if old.search(metric)), metric)
 
 
 @contextlib.contextmanager

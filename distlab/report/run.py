@@ -135,12 +135,15 @@ class Run:
     Attributes:
         path: the run's folder.
         records: the rows so far.
-        progress: says a line on stderr, on rank 0.
+        progress: says on stderr, on rank 0, what is done now.
+        notice: says there what stays to be read.
         cut_off: set by an experiment that leaves rows to the next call of this name.
         show: writes and prints the tables of the rows so far, for an experiment that goes on to explain them.
+        shown: whether it was called.
     """
 
     cut_off = False
+    shown = False
 
     def __init__(
         self,
@@ -150,6 +153,7 @@ class Run:
         records: list[Record] | None = None,
         is_main: bool = True,
         progress: Callable[[str], None] = lambda text: None,
+        notice: Callable[[str], None] = lambda text: None,
     ):
         self.header = header
         self.path = path
@@ -157,6 +161,7 @@ class Run:
         self._resumed = list(self.records)  # of the run that was cut off
         self.is_main = is_main
         self.progress = progress
+        self.notice = notice
         self.parts: dict[str, Run] = {}
         self.show: Callable[[], object] = lambda: None
 
@@ -211,7 +216,7 @@ class Run:
             if self.is_main:
                 path.mkdir(parents=True, exist_ok=True)
             header = replace(self.header, experiment=name)
-            self.parts[name] = Run(header, path, is_main=self.is_main, progress=self.progress)
+            self.parts[name] = Run(header, path, is_main=self.is_main, progress=self.progress, notice=self.notice)
         return self.parts[name]
 
 

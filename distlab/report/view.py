@@ -5,6 +5,7 @@ An experiment declares its `View` once; `write` makes of records and view the wh
     records.json  records.csv  table.md  table.tex  report.html  and the pictures
 """
 
+import shutil
 import string
 import sys
 import textwrap
@@ -18,7 +19,7 @@ from distlab.report import page as html
 from distlab.report.record import Record, json_line, write_csv, write_json
 from distlab.report.table import Column, by_machine, grouped, render, render_for_terminal
 
-WIDTH = 100  # characters of a terminal
+WIDTH = 100  # characters of a line, where the terminal is not narrower
 Draw = Callable[[Sequence[Record], Path], None]
 
 
@@ -32,7 +33,9 @@ class View:
         reading: how to read table and pictures; paragraphs are parted by an empty line.
         pictures: file name → function that draws it from records to a path. One that has nothing to draw writes no
             file. Pictures that only the run itself can draw lie in the folder already, and are shown too.
-        findings: records → sentences that follow from them.
+        findings: records → sentences that follow from them, at most five. One that begins with `WRONG:` is red on a
+            terminal, one in parentheses grey.
+        notes: records → sentences for the page alone.
         prediction: how predictions are made, or why there are none.
         noise: what to know of the noise, beside what the records say of it.
         parted_by: a column's key, such as `config.part`: a table for each of its values, without the columns in which
@@ -47,6 +50,7 @@ class View:
     reading: str
     pictures: Mapping[str, Draw] = field(default_factory=dict)
     findings: Callable[[Sequence[Record]], Sequence[str]] = lambda records: ()
+    notes: Callable[[Sequence[Record]], Sequence[str]] = lambda records: ()
     prediction: str = ""
     noise: str = ""
     parted_by: str | None = None
@@ -88,13 +92,13 @@ class View:
         ]
 
     def short_table(self, records: Sequence[Record]) -> str:
-        """What a terminal shows: the `terminal` columns, as many as fit into 100 characters."""
+        """What a terminal shows: the `terminal` columns, as many as fit into a line."""
         texts = []
         tables = self.tables(records)
         for part, group, columns in tables:
             wanted = [c for c in columns if not self.terminal or _named(c) in ("variant", *self.terminal)]
             columns = [c for c in wanted if any(c.value(record) is not None for record in group)]
-            texts.append((f"{part}:\n" if len(tables) > 1 else "") + render_for_terminal(group, columns, WIDTH))
+            texts.append((f"{part}:\n" if len(tables) > 1 else "") + render_for_terminal(group, columns, width()))
         return "\n\n".join(texts)
 
     def headline_of(self, records: Sequence[Record]) -> str:
@@ -121,6 +125,11 @@ class _Words(string.Formatter):
         return format(value, spec) if unit is None else f"{value / unit:,.1f} {spec}"
 
 
+def width() -> int:
+    """Characters of a line on stdout."""
+    return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
 def _named(column: Column) -> str:
     return column.key.rpartition(".")[2]
 
@@ -137,7 +146,8 @@ def write(view: View, records: Sequence[Record], path: Path) -> Path:
     check_records(view, records)
     write_json(records, path / "records.json")
     write_csv(records, path / "records.csv")
-    findings = [line for group in by_machine(records).values() for line in view.findings(group)]
+    groups = by_machine(records).values()
+    findings = [line for group in groups for line in (*view.findings(group), *view.notes(group))]
     below = "".join(f"\n{line}\n" for line in findings)
     files = {
         "table.md": f"{view.headline_of(records)}\n\n{view.table(records, 'markdown')}\n{below}",
@@ -177,17 +187,24 @@ def _draw(view: View, records: Sequence[Record], path: Path) -> list[tuple[str, 
     return found + [(other.stem.replace("_", " "), other) for other in others]
 
 
+def say_table(view: View, records: Sequence[Record]) -> None:
+    """Print the headline and the short table."""
+    print(f"{_filled(view.headline_of(records))}\n\n{view.short_table(records)}\n", flush=True)
+
+
 def say(
-    view: View, records: Sequence[Record], page: Path, *, quiet: bool = False, line: bool = True
+    view: View, records: Sequence[Record], page: Path, *, table: bool = True, quiet: bool = False, line: bool = True
 ) -> None:
-    """The end of a run on stdout: headline, short table, findings, where the report is, and the line of JSON.
+    """The end of a run on stdout: headline and short table, findings, where the report is, and the line of JSON.
 
     Args:
+        table: whether headline and table are still to be printed.
         quiet: the line of JSON alone.
         line: whether there is one at all; it is left out in a terminal, for which it is not meant.
     """
+    if table and not quiet:
+        say_table(view, records)
     if not quiet:
-        print(f"{_filled(view.headline_of(records))}\n\n{view.short_table(records)}\n")
         for group in by_machine(records).values():
             for finding in view.findings(group):
                 print(highlighted(_filled(finding)))
@@ -197,10 +214,10 @@ def say(
 
 
 def highlighted(text: str) -> str:
-    """A line that begins with a word of capitals (`WRONG: …`), in red where stdout is a terminal."""
-    alarms = text.partition(":")[0].isupper() and sys.stdout.isatty()
-    return f"\033[31m{text}\033[0m" if alarms else text
+    """A finding as a terminal shows it: what is `WRONG: …` in red, an aside in parentheses in grey."""
+    colour = 31 if text.startswith("WRONG") else 90 if text.startswith("(") else None
+    return f"\033[{colour}m{text}\033[0m" if colour and sys.stdout.isatty() else text
 
 
 def _filled(text: str) -> str:
-    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, width(), break_long_words=False, break_on_hyphens=False)

@@ -132,10 +132,10 @@ def calibrate(
     overlap, seen = steps["overlap"], measured["overlap"]
     alone_ms = 1e3 * sum(network.seconds(c.bytes, overlap.world_size, operation=c.op) for c in overlap.calls)
     slowed = min(1.0, alone_ms / seen["comm_ms"])
-    exposed_ms = seen["step_p50_ms"] - measured["local"]["step_p50_ms"]
+    overhead_ms = seen["step_p50_ms"] - measured["local"]["step_p50_ms"]
 
     def slow_enough(rate: float) -> bool:
-        return replay(overlap, Machine(device, network, (rate, slowed))).exposed_ms >= exposed_ms
+        return replay(overlap, Machine(device, network, (rate, slowed))).overhead_ms >= overhead_ms
 
     return Machine(device, network, (_bisect(slow_enough, 0.05, 1.0), slowed))
 

@@ -84,7 +84,7 @@ class Timeline:
     Args:
         step_ms: from the end of the step before to the end of this one.
         comm_ms: the communication stream ran.
-        exposed_ms: what the step takes longer than the same operators without any communication.
+        overhead_ms: what the step takes longer than the same operators without any communication.
         overlap_pct: share of `comm_ms` in which computation ran too; None without communication.
         phases: time of the computing stream in `forward`, `backward`, `optimizer`, waits included.
         lanes: `compute`, `communication`, `exposed` as disjoint intervals; 0 is the start of the step.
@@ -92,7 +92,7 @@ class Timeline:
 
     step_ms: float
     comm_ms: float
-    exposed_ms: float
+    overhead_ms: float
     overlap_pct: float | None
     phases: dict[str, float]
     lanes: dict[str, list[Interval]] = field(repr=False)
@@ -116,7 +116,7 @@ def replay(step: SimulatedStep, machine: Machine) -> Timeline:
     return Timeline(
         step_ms=step_ms,
         comm_ms=comm_ms,
-        exposed_ms=step_ms - local_ms,
+        overhead_ms=step_ms - local_ms,
         overlap_pct=100 * (1 - 1e3 * total(exposed) / comm_ms) if comm_ms else None,
         phases={phase: 1e3 * seconds for phase, seconds in streams.phases.items()},
         lanes={

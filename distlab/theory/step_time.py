@@ -125,7 +125,7 @@ class StepTime:
     Args:
         compute: forward and backward alone.
         optimizer: the optimizer's part, sharded where the strategy shards it.
-        exposed: what communication adds.
+        overhead: what communication adds to compute and optimizer.
         communication: all communication, covered or not, undisturbed.
         calls: number of collectives.
         host: what the host takes to start all operators and collectives.
@@ -133,7 +133,7 @@ class StepTime:
 
     compute: float
     optimizer: float
-    exposed: float
+    overhead: float
     communication: float
     calls: int
     host: float = 0.0
@@ -141,7 +141,7 @@ class StepTime:
     @property
     def device(self) -> float:
         """What the device takes."""
-        return self.compute + self.exposed + self.optimizer
+        return self.compute + self.overhead + self.optimizer
 
     @property
     def step(self) -> float:
@@ -183,21 +183,21 @@ def step_time(
 
     if strategy in ("local", "naive", "flat"):
         count = {"local": 0, "naive": messages.parameters, "flat": 1}[strategy]
-        comm = exposed = network.seconds(size, n, count) if count else 0.0
+        comm = overhead = network.seconds(size, n, count) if count else 0.0
         calls = count
     elif strategy in ("overlap", "bucketed", "sharded-optimizer"):
         count = messages.parameters if strategy == "overlap" else messages.buckets
         comm, tail = network.seconds(size, n, count), network.seconds(size / count, n)
-        exposed, calls = beside(last, comm, tail), count
+        overhead, calls = beside(last, comm, tail), count
         if strategy == "sharded-optimizer":
             # Broadcasts of different owners load the ring's links evenly, as an all-gather does.
             sending = network.seconds(size, n, messages.buckets, "all_gather")
-            optimizer, exposed, comm = optimizer / n, exposed + sending, comm + sending
+            optimizer, overhead, comm = optimizer / n, overhead + sending, comm + sending
             calls = 2 * count
     elif strategy == "zero1":
         half = network.seconds(size, n, messages.buckets, "reduce_scatter")
         tail = half / messages.buckets
-        exposed = beside(compute.forward / m, half, tail) + beside(last, half, tail)
+        overhead = beside(compute.forward / m, half, tail) + beside(last, half, tail)
         optimizer, comm, calls = compute.optimizer / n, 2 * half, 2 * messages.buckets
     elif strategy in ("fsdp", "hsdp"):
         # HSDP shards inside a group, and all-reduces the shards' gradients between the groups.
@@ -208,12 +208,12 @@ def step_time(
             scatter += network.across(inner).seconds(size / inner, n // inner, messages.units)
         forward = beside(compute.forward / m, gather, gather / messages.units)
         plain = beside(last, gather)  # of a micro-batch whose gradients stay
-        exposed = m * forward + (m - 1) * plain + beside(last, gather + scatter, scatter / messages.units)
+        overhead = m * forward + (m - 1) * plain + beside(last, gather + scatter, scatter / messages.units)
         optimizer, comm = compute.optimizer / inner, (2 * m) * gather + scatter
         calls = messages.units * (2 * m + 1 + (inner < n))
     else:
         raise ValueError(f"strategy {strategy!r} has no closed form of its time; choose one of {', '.join(TIMED)}")
-    return StepTime(base, optimizer, exposed, comm, calls)
+    return StepTime(base, optimizer, overhead, comm, calls)
 
 
 def sharding_group(strategy: str, ranks: int, devices_per_node: int, group: int | None = None) -> int:

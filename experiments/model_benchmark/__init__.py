@@ -193,7 +193,7 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
     # A rank's own command line has no --nproc.
     command = nsys_command("-m", ["launch", *sys.argv[1:], "--nvtx"], context.world_size, str(run.path / "nsys"))
     if command is not None and not config.nvtx:
-        run.progress(f"under Nsight Systems: {command}")
+        run.notice(f"under Nsight Systems: {command}")
 
 
 def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext, run: Run) -> None:
@@ -218,7 +218,7 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
         run.progress(f"{what} {name}")
         found = attempt(part)
         if (status := found.pop("status")) != "ok":
-            run.progress(f"{what} {name}: {status}")
+            run.notice(f"{what} {name}: {status}")
         for view, rows in found.items():
             for row, (variant, metrics) in enumerate(rows):  # of one kernel there may be several
                 where = asdict(trial) | trial.facts(context) | {"label": label, "row": row}

@@ -66,7 +66,7 @@ def test_a_run_that_was_cut_off_goes_on_elsewhere(tmp_path):
     for record in records:
         assert record.metrics["rounds"] == 1 and len(record.metrics["step_samples_ms"]) == 5
         assert record.metrics["loss_rel_diff"] == pytest.approx(0, abs=1e-5)
-        assert {"idle_ms", "uncovered_comm_ms"} <= record.metrics.keys()
+        assert {"idle_ms", "exposed_ms"} <= record.metrics.keys()
         units = record.metrics["units"]
         assert list(units) == ["embedding", "blocks.0", "norm", "head", "optimizer"]
         spent = sum(sum(times.values()) for times in units.values())

@@ -92,7 +92,7 @@ def test_bucket_sizes_are_predicted_measured_and_chosen(tmp_path):
     packed_ms = 4e-6 * by_name["parts"].config["num_parameters"] / parts["pack_gb_per_s"]
     least = one["predicted_comm_ms"] + packed_ms - (parts["backward_ms"] - max(parts["ready_ms"]))
     slowed = one["predicted_comm_ms"] / parts["communication_rate"] + packed_ms
-    assert least - 1e-6 <= one["predicted_exposed_comm_ms"] <= slowed + 1e-6
+    assert least - 1e-6 <= one["predicted_overhead_ms"] <= slowed + 1e-6
     best = min(names[:2], key=lambda name: by_name[name].metrics["step_p50_ms"])
     found = by_name["optimum"].metrics
     assert found["best_bucket_mb"] == best.removeprefix("bucketed-") and found["regret_pct"] >= 0

@@ -1,4 +1,4 @@
-"""The account of exposed communication: it closes by construction, and each part is what it is called."""
+"""The account of a strategy's overhead: it closes by construction, and each part is what it is called."""
 
 import pytest
 from hypothesis import given
@@ -32,10 +32,10 @@ def steps(draw):
 
 
 @given(steps(), steps())
-def test_parts_sum_to_the_step_and_their_differences_to_the_exposed_time(one, local):
+def test_parts_sum_to_the_step_and_their_differences_to_the_overhead(one, local):
     mine, other = account(one), account(local)
     for found in (mine, other):
-        parts = [found.compute_ms, found.uncovered_comm_ms, found.copy_ms, found.idle_ms]
+        parts = [found.compute_ms, found.exposed_ms, found.copy_ms, found.idle_ms]
         assert sum(parts) == pytest.approx(found.step_ms) and min(parts) >= 0
         assert 0 <= found.optimizer_ms <= found.compute_ms and found.longest_idle_ms <= found.idle_ms
     assert sum(explain(mine, other).values()) == pytest.approx(mine.step_ms - other.step_ms)
@@ -54,7 +54,10 @@ def test_each_cause_has_its_part():
         update(20, 23),
     )
     found = explain(account(slowed), account(local))
-    assert found == {"uncovered_comm_ms": 4, "slowdown_ms": 3, "copies_ms": 3, "optimizer_ms": -3, "idle_ms": 5}
+    assert found == {
+        "overhead_exposed_ms": 4, "overhead_slowdown_ms": 3, "overhead_copies_ms": 3, "overhead_optimizer_ms": -3,
+        "overhead_idle_ms": 5,
+    }  # fmt: skip
 
 
 def update(start, end):
@@ -93,7 +96,7 @@ def test_queued_steps_are_told_apart_on_the_device():
     events = queued_steps()
     assert step_windows(events) == [(3, 14), (14, 26)]
     second = account(events, (14, 26))
-    assert (second.step_ms, second.compute_ms, second.uncovered_comm_ms, second.idle_ms) == (12, 11, 0, 1)
+    assert (second.step_ms, second.compute_ms, second.exposed_ms, second.idle_ms) == (12, 11, 0, 1)
     assert second.longest_idle_ms == 1
     on_cpu = [Event(name, "range", "thread 1", n, n + 1) for n, name in enumerate((STEP, STEP, NEXT))]
     assert step_windows(on_cpu) == [(0, 1), (1, 2)]

@@ -56,7 +56,7 @@ def test_each_millisecond_of_the_step_is_accounted_for():
     assert found.compute_ms == 8
     assert found.comm_ms == 8
     assert found.copy_ms == 2  # beside communication it does not count
-    assert found.uncovered_comm_ms == 6  # 108 … 114: a copy does not cover communication
+    assert found.exposed_ms == 6  # 108 … 114: a copy does not cover communication
     assert found.overlap_pct == 25
     assert found.idle_ms == 4  # 116 … 120
     assert lanes(events) == {
@@ -69,7 +69,7 @@ def test_each_millisecond_of_the_step_is_accounted_for():
 
 def test_without_communication_the_overlap_is_undefined():
     found = account([step(0, 10), event("compute", 1, 9)])
-    assert (found.comm_ms, found.uncovered_comm_ms, found.overlap_pct, found.idle_ms) == (0, 0, None, 2)
+    assert (found.comm_ms, found.exposed_ms, found.overlap_pct, found.idle_ms) == (0, 0, None, 2)
 
 
 def test_the_median_step_is_a_step_that_ran():

@@ -36,12 +36,12 @@ def step(*items, ranks=2):
 
 def test_naive_stands_still_and_overlap_hides():
     naive = replay(step(compute(10), issue(0, 4), Wait(0), compute(5)), MACHINE)
-    assert (naive.step_ms, naive.exposed_ms, naive.comm_ms) == pytest.approx((19, 4, 4))
+    assert (naive.step_ms, naive.overhead_ms, naive.comm_ms) == pytest.approx((19, 4, 4))
     assert naive.overlap_pct == pytest.approx(0, abs=1e-9)
     hidden = replay(step(compute(10), issue(0, 4), compute(5), Wait(0)), MACHINE)
-    assert (hidden.step_ms, hidden.exposed_ms, hidden.overlap_pct) == pytest.approx((15, 0, 100))
+    assert (hidden.step_ms, hidden.overhead_ms, hidden.overlap_pct) == pytest.approx((15, 0, 100))
     tail = replay(step(compute(10), issue(0, 4), issue(1, 4), compute(5), Wait(0), Wait(1)), MACHINE)
-    assert (tail.step_ms, tail.exposed_ms, tail.comm_ms) == pytest.approx((18, 3, 8))
+    assert (tail.step_ms, tail.overhead_ms, tail.comm_ms) == pytest.approx((18, 3, 8))
     assert tail.overlap_pct == pytest.approx(100 * 5 / 8)
     assert tail.lanes["communication"] == [pytest.approx((10, 18))]
     assert tail.lanes["exposed"] == [pytest.approx((15, 18))]
@@ -49,7 +49,7 @@ def test_naive_stands_still_and_overlap_hides():
 
 def test_waiting_for_the_last_waits_for_all_before_it():
     line = replay(step(issue(0, 4), issue(1, 4), issue(2, 4), Wait(1), compute(5), Wait(2)), MACHINE)
-    assert (line.step_ms, line.comm_ms, line.exposed_ms) == pytest.approx((13, 12, 8))
+    assert (line.step_ms, line.comm_ms, line.overhead_ms) == pytest.approx((13, 12, 8))
 
 
 def test_measured_collectives_can_stand_for_the_link():
@@ -65,7 +65,7 @@ def test_measured_collectives_can_stand_for_the_link():
 def test_contention_slows_both():
     # 4 ms of communication at half speed run 8 ms, in which compute at 3/4 does 6 of its 10; then 4 alone.
     line = replay(step(issue(0, 4), compute(10), Wait(0)), Machine(DEVICE, NETWORK, (0.75, 0.5)))
-    assert (line.step_ms, line.comm_ms, line.exposed_ms) == pytest.approx((12, 8, 2))
+    assert (line.step_ms, line.comm_ms, line.overhead_ms) == pytest.approx((12, 8, 2))
 
 
 def test_what_one_step_leaves_in_flight_the_next_waits_for():
@@ -73,7 +73,7 @@ def test_what_one_step_leaves_in_flight_the_next_waits_for():
     second = (Wait(0), compute(5, "forward"), compute(5), issue(1, 8))
     zero1 = SimulatedStep(2, (), first + second, len(first), (), {})
     line = replay(zero1, MACHINE)
-    assert (line.step_ms, line.exposed_ms) == pytest.approx((18, 8))
+    assert (line.step_ms, line.overhead_ms) == pytest.approx((18, 8))
     assert line.phases == pytest.approx({"forward": 5, "backward": 13})
 
 
@@ -90,7 +90,7 @@ def test_bounds(parts, rate, slowed):
     line = replay(step(*items), Machine(DEVICE, NETWORK, (rate, slowed)))
     assert line.step_ms >= max(work, comm) * (1 - 1e-9)
     assert line.step_ms <= work / rate + comm / slowed + 1e-6
-    assert line.step_ms - line.exposed_ms == pytest.approx(work)
+    assert line.step_ms - line.overhead_ms == pytest.approx(work)
     undisturbed = replay(step(*items), MACHINE)
     assert undisturbed.step_ms <= line.step_ms + 1e-6
 

@@ -3,7 +3,7 @@
 Every moment of a step belongs to one part, the first that applies: the optimizer's compute, other compute,
 communication that no compute covers, a copy, or nothing. The parts of two steps differ by as much as the steps do:
 
-    exposed = uncovered communication + slow-down of compute + copies + optimizer + idle
+    overhead = exposed communication + slow-down of compute + copies + optimizer + idle
 
 *Slow-down* is the extra time of the same kernels (operators, on a CPU) in the step that communicates, because
 communication uses the same cores and memory. Kernels that run more or less often than without communication are extra
@@ -25,14 +25,14 @@ KINDS = ("compute", "communication", "copy")
 
 @dataclass(frozen=True)
 class StepAccount:
-    """One step of one rank, in ms of wall clock; compute, uncovered communication, copies and idle time sum to it.
+    """One step of one rank, in ms of wall clock; compute, exposed communication, copies and idle time sum to it.
 
     Attributes:
         step_ms: length of the step.
         compute_ms: time in which at least one kernel (operator, on a CPU) computed.
         optimizer_ms: the optimizer's part of it.
         comm_ms: time in which communication ran.
-        uncovered_comm_ms: the part of it beside which no compute ran. Copies cover nothing.
+        exposed_ms: the exposed part of it, beside which no compute ran. Copies cover nothing.
         overlap_pct: the share of ``comm_ms`` that compute covers, in %; None without communication.
         copy_ms: copies beside which neither ran.
         idle_ms, longest_idle_ms: nothing ran, in all and at a stretch.
@@ -43,7 +43,7 @@ class StepAccount:
     compute_ms: float
     optimizer_ms: float
     comm_ms: float
-    uncovered_comm_ms: float
+    exposed_ms: float
     overlap_pct: float | None
     copy_ms: float
     idle_ms: float
@@ -127,15 +127,15 @@ def account(events: Sequence[Event], window: Interval | None = None) -> StepAcco
             count, ms = kernels.get(event.name, (0, 0.0))
             kernels[event.name] = count + 1, ms + event.end_ms - event.start_ms
     compute, comm, copies = (_inside(events, kind, window) for kind in KINDS)
-    comm_ms, uncovered_ms = total(comm), total(subtract(comm, compute))
+    comm_ms, exposed_ms = total(comm), total(subtract(comm, compute))
     idle = subtract([window], [*compute, *comm, *copies])
     return StepAccount(
         step_ms=window[1] - window[0],
         compute_ms=total(compute),
         optimizer_ms=total(_inside(updating, "compute", window)),
         comm_ms=comm_ms,
-        uncovered_comm_ms=uncovered_ms,
-        overlap_pct=100 * (1 - uncovered_ms / comm_ms) if comm_ms else None,
+        exposed_ms=exposed_ms,
+        overlap_pct=100 * (1 - exposed_ms / comm_ms) if comm_ms else None,
         copy_ms=total(subtract(copies, [*compute, *comm])),
         idle_ms=total(idle),
         longest_idle_ms=max((end - start for start, end in idle), default=0.0),
@@ -216,11 +216,11 @@ def explain(step: StepAccount, local: StepAccount) -> dict[str, float]:
             extra += ms - ms_local
     optimizer_ms = step.optimizer_ms - local.optimizer_ms
     return {
-        "uncovered_comm_ms": step.uncovered_comm_ms - local.uncovered_comm_ms,
-        "slowdown_ms": step.compute_ms - local.compute_ms - optimizer_ms - extra,
-        "copies_ms": step.copy_ms - local.copy_ms + extra,
-        "optimizer_ms": optimizer_ms,
-        "idle_ms": step.idle_ms - local.idle_ms,
+        "overhead_exposed_ms": step.exposed_ms - local.exposed_ms,
+        "overhead_slowdown_ms": step.compute_ms - local.compute_ms - optimizer_ms - extra,
+        "overhead_copies_ms": step.copy_ms - local.copy_ms + extra,
+        "overhead_optimizer_ms": optimizer_ms,
+        "overhead_idle_ms": step.idle_ms - local.idle_ms,
     }
 
 

@@ -98,7 +98,7 @@ def unit_times(events: Sequence[Event]) -> dict[str, dict[str, float]]:
             part = account([e for e in inside if e.start_ms < end and e.end_ms > start], (start, end))
             times = found.setdefault(unit, {})
             for name, ms in (
-                (f"{phase}_ms", part.compute_ms), ("exposed_ms", part.uncovered_comm_ms), ("copy_ms", part.copy_ms),
+                (f"{phase}_ms", part.compute_ms), ("exposed_ms", part.exposed_ms), ("copy_ms", part.copy_ms),
                 ("idle_ms", part.idle_ms),
             ):  # fmt: skip
                 times[name] = times.get(name, 0.0) + ms
