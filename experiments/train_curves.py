@@ -146,7 +146,7 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
         parts[COST] = curves.cost
     for variant, part in parts.items():
         if run.done(variant):
-            run.progress(f"{variant}: has its record")
+            run.notice(f"{variant}: has its record")
             continue
         run.progress(variant)
         metrics, reference = part(), run.done(REFERENCE)

@@ -20,6 +20,7 @@ from distlab.report.record import Record, json_line, write_csv, write_json
 from distlab.report.table import Column, by_machine, grouped, render, render_for_terminal
 
 WIDTH = 100  # characters of a line, where the terminal is not narrower
+MOST_ROWS = 16  # of a table in a terminal
 Draw = Callable[[Sequence[Record], Path], None]
 
 
@@ -92,13 +93,15 @@ class View:
         ]
 
     def short_table(self, records: Sequence[Record]) -> str:
-        """What a terminal shows: the `terminal` columns, as many as fit into a line."""
+        """What a terminal shows: the `terminal` columns, as many as fit into a line, of the first rows."""
         texts = []
         tables = self.tables(records)
         for part, group, columns in tables:
             wanted = [c for c in columns if not self.terminal or _named(c) in ("variant", *self.terminal)]
             columns = [c for c in wanted if any(c.value(record) is not None for record in group)]
-            texts.append((f"{part}:\n" if len(tables) > 1 else "") + render_for_terminal(group, columns, width()))
+            text = render_for_terminal(group[:MOST_ROWS], columns, width())
+            hidden = f"\n{len(group) - MOST_ROWS} more rows in the page" if len(group) > MOST_ROWS else ""
+            texts.append((f"{part}:\n" if len(tables) > 1 else "") + text + hidden)
         return "\n\n".join(texts)
 
     def headline_of(self, records: Sequence[Record]) -> str:

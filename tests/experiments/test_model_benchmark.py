@@ -254,7 +254,7 @@ def test_the_command_for_nsight_is_said(one_rank, tmp_path, monkeypatch):
     config = BenchmarkConfig(**SMALL, modes=("forward",), warmups=(1,))
     run = EXPERIMENT.open(config, one_rank, tmp_path, "run")
     said = []
-    run.progress = said.append
+    run.notice = said.append
     EXPERIMENT.measure(config, one_rank, run)
     assert "--nproc-per-node=1" in said[-1]
     assert said[-1].endswith("-m launch run model_benchmark --size tiny --nvtx")
