@@ -3,31 +3,24 @@
     torchrun --standalone --nproc_per_node=2 examples/strategies.py   # two ranks: NCCL on GPUs, gloo on the CPU
     python examples/strategies.py                                     # alone
 
-Each rank trains on other data, and all must step with the mean of their gradients. The six differ in when and in what
-messages gradients are sent, and in what a rank keeps. The command trains a small model under each of them, beside the
-lab's class of the same name, and compares the parameters.
+Ranks read different data and step with the mean of their gradients. The six differ in when gradients are sent, in what
+messages, and in what a rank keeps. The command trains under each, and under the lab's of the same name, and compares.
 
-A parameter that only some ranks use is averaged with zeros for the others. Else the file takes for granted: contiguous
-parameters of one dtype on one device, all trained, and for every backward a synchronization and a step. The lab adds:
+A parameter that only some ranks use is averaged with zeros of the others. Apart from that, parameters are contiguous,
+of one dtype, on one device and all trained, and a synchronization and a step follow every backward. The lab adds:
 
     base.py, data_parallel.py      no_sync() for micro-batches, norms over all ranks, recovery after a failed backward
-    buckets.py                     any strides and dtypes; flags inside buckets tell what no rank used: it is not stepped
-    bucketed.py                    gradients that are computed right into their bucket, without a copy
-    bucketed_copy_engine.py        buckets that the GPUs' copy engines move, instead of NCCL's kernels
-    zero1.py, sharded_buckets.py   parameter groups, checkpoints; parameters are gathered under the next forward
-    in_flight.py                   reading a parameter that has not arrived yet waits for it
+    buckets.py, bucketed.py        any strides and dtypes; flags inside the buckets: what no rank used is not stepped
+    bucketed_copy_engine.py        GPUs' copy engines instead of NCCL's kernels; meshes: see ../comm/two_level.py
+    zero1.py, sharded_buckets.py   parameter groups, checkpoints; parameters are gathered under the next forward,
+    in_flight.py                   and reading one that has not arrived yet waits for it
     fsdp/, meta.py                 rows instead of slices, casts and fp32 masters, units in any order, recomputation
     step_guard.py, fsdp/checks.py  refusals: unfinished or edited gradients, modules that have changed
-    ../comm/two_level.py           meshes: messages in two levels, inside hosts and between them
 """
 
-import statistics
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,37 +28,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from distlab import parallel  # the comparison at the end needs distlab, the strategies do not
+import distlab.parallel  # the comparison at the end needs distlab, the strategies do not
 from distlab.comm import RankContext, rank_context
 
-
-def mean_of(tensor: Tensor, group: ProcessGroup) -> Any:
-    """Return the reduction that makes the mean: NCCL averages; gloo only sums, so the tensor is divided before."""
-    if dist.get_backend(group) == "nccl":
-        return dist.ReduceOp.AVG
-    tensor.mul_(1 / group.size())
-    return dist.ReduceOp.SUM
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def all_reduce_mean(tensor: Tensor, group: ProcessGroup) -> Work:
-    """Start to replace a tensor by its mean over the ranks, which is there after `wait()`."""
-    return dist.all_reduce(tensor, mean_of(tensor, group), group=group, async_op=True)
-
-
-def reduce_scatter_mean(shard: nn.Parameter, buffer: Tensor, group: ProcessGroup) -> Work:
-    """Start to give `shard` `(n,)` as its gradient the mean of this rank's slice of `buffer` `(N·n,)`, for N ranks."""
-    shard.grad = torch.empty_like(shard)
-    return dist.reduce_scatter_tensor(shard.grad, buffer, mean_of(buffer, group), group=group, async_op=True)
+def mean_of(tensor: Tensor, group: ProcessGroup) -> dict[str, Any]:
+    """Options of a reduction that starts to average: NCCL can; gloo only sums, so the tensor is divided before."""
+    averages = dist.get_backend(group) == "nccl"
+    if not averages:
+        tensor.mul_(1 / group.size())
+    return {"op": dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM, "group": group, "async_op": True}
 
 
 # == Every rank keeps the whole model ==================================================================================
-
-
 class DataParallel(nn.Module):
-    """What all share: ranks start with rank 0's parameters, and after finish every `.grad` is the mean over the ranks.
-
-    compute         │ zero_grad │ forward │ backward │ finish_gradient_synchronization │ optimizer │
-    """
+    """What all share: ranks start with rank 0's parameters; after finish the gradients are means over the ranks."""
 
     def __init__(self, module: nn.Module, group: ProcessGroup):
         super().__init__()
@@ -77,7 +57,6 @@ class DataParallel(nn.Module):
         return self.module(*args)
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return all parameters by name. Call it on every rank."""
         return dict(self.module.named_parameters())
 
 
@@ -95,7 +74,7 @@ class NaiveDDP(DataParallel):
     def send_gradient(self, parameter: nn.Parameter) -> Work:
         if parameter.grad is None:  # not used on this rank, but perhaps on another
             parameter.grad = torch.zeros_like(parameter)
-        return all_reduce_mean(parameter.grad, self.group)
+        return dist.all_reduce(parameter.grad, **mean_of(parameter.grad, self.group))
 
 
 class Bucket:
@@ -105,18 +84,13 @@ class Bucket:
     slices          │ rank 0              │ rank 1       │
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup):
-        self.parameters, numels = parameters, [parameter.numel() for parameter in parameters]
+    def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup):
+        self.parameters, self.group = parameters, group
+        numels = [parameter.numel() for parameter in parameters]
         self.buffer = parameters[0].new_zeros(sum(numels) + -sum(numels) % group.size())
         self.slice = self.buffer.view(group.size(), -1)[group.rank()]  # this rank's
         parts = self.buffer[: sum(numels)].split(numels)
         self.views = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
-
-    def pack(self) -> Tensor:
-        """Copy the gradients to their places, zeros where this rank has none; each `.grad` is a view from then on."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
-        return self.buffer
 
     @torch.no_grad()
     def hold_parameters(self) -> "Bucket":
@@ -124,6 +98,21 @@ class Bucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view.copy_(parameter)
         return self
+
+    def pack(self) -> Tensor:
+        """Copy the gradients to their places, zeros where this rank has none; each `.grad` is a view from then on."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+        return self.buffer
+
+    def all_reduce(self) -> Work:
+        """Start to average the gradients: every rank gets all of the mean."""
+        return dist.all_reduce(self.buffer, **mean_of(self.pack(), self.group))
+
+    def reduce_scatter(self, shard: nn.Parameter) -> Work:
+        """Start to average the gradients: this rank gets its slice of the mean, as the gradient of `shard`."""
+        shard.grad = torch.empty_like(shard)
+        return reduce_scatter(shard.grad, self.buffer, **mean_of(self.pack(), self.group))
 
 
 class FlatDDP(DataParallel):
@@ -134,22 +123,19 @@ class FlatDDP(DataParallel):
     """
 
     def finish_gradient_synchronization(self) -> None:
-        all_reduce_mean(Bucket(self.trained, self.group).pack(), self.group).wait()
+        Bucket(self.trained, self.group).all_reduce().wait()
 
 
 class OverlapDDP(NaiveDDP):
-    """One message for each parameter, sent while backward goes on.
+    """One message for each parameter while backward goes on, in one order on all ranks, whichever hook fires first.
 
     compute         │ forward │ backward ──────────── │    │ optimizer │
     communication   │         │    │ pn │ … │ p2 │ p1 │ p0 │           │
-
-    Ranks must send alike, and their hooks may fire in different orders. So messages leave in the order of `plan`; one
-    that is ready early waits for those before it.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup, limit_bytes: float = 0):
         super().__init__(module, group)
-        self.plan: list[list[nn.Parameter]] = []  # the parameters of each message, in about the order of backward
+        self.plan: list[list[nn.Parameter]] = []  # the parameters of each message, about as backward comes to them
         for parameter in reversed(self.trained):
             if not self.plan or sum(p.nbytes for p in [*self.plan[-1], parameter]) > limit_bytes:
                 self.plan.append([])
@@ -158,21 +144,19 @@ class OverlapDDP(NaiveDDP):
         self.await_gradients()
 
     def await_gradients(self) -> None:
-        self.ready: set[nn.Parameter] = set()
-        self.unsent = deque(range(len(self.plan)))
-        self.in_flight: list[Work] = []
+        self.unsent, self.ready, self.in_flight = [*range(len(self.plan))], set(), []
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Send the messages that are complete; autograd calls it when it has finished a gradient."""
+        """Send each message that is complete, as are those before it; called by autograd."""
         self.ready.add(parameter)
         while self.unsent and self.ready.issuperset(self.plan[self.unsent[0]]):
-            self.in_flight.append(self.send(self.unsent.popleft()))
+            self.in_flight.append(self.send(self.unsent.pop(0)))
 
     def send(self, number: int) -> Work:
         return self.send_gradient(self.plan[number][0])
 
     def finish_gradient_synchronization(self) -> None:
-        self.in_flight += [self.send(number) for number in self.unsent]  # this rank did not use all parameters
+        self.in_flight += map(self.send, self.unsent)  # where this rank did not use all parameters
         for work in self.in_flight:
             work.wait()
         self.await_gradients()
@@ -190,79 +174,66 @@ class BucketedDDP(OverlapDDP):
         self.buckets = [Bucket(parameters, group) for parameters in self.plan]
 
     def send(self, number: int) -> Work:
-        return all_reduce_mean(self.buckets[number].pack(), self.group)
+        return self.buckets[number].all_reduce()
 
 
 # == Every rank keeps a part ===========================================================================================
-
-
 class ZeroOptimizer:
     """ZeRO-1: a rank gets its slice of each bucket's mean, steps it with 1/N of the state, and gathers the others'.
 
     compute         │ forward │ backward ──────────── │    │ step 1/N │                     │
     communication   │         │   reduce-scatter b0 │ … │ bn │          │ all-gather b0 … bn  │
 
-    Both are halves of the all-reduce that they replace, so no more is sent. Slices end anywhere inside a parameter: the
-    optimizer must be element-wise, as Adam is.
+    The two send as much as one all-reduce. Slices end inside parameters: the optimizer must be element-wise, as Adam.
     """
 
     def __init__(self, ddp: BucketedDDP, optimizer_cls: type[torch.optim.Optimizer], **options: Any):
-        self.ddp = ddp
         self.whole = [Bucket(bucket.parameters, ddp.group).hold_parameters() for bucket in ddp.buckets]
         self.shards = [nn.Parameter(bucket.slice) for bucket in self.whole]
         self.local = optimizer_cls(self.shards, **options)
-        ddp.send = self.send  # in the place of all-reduces
-
-    def send(self, number: int) -> Work:
-        return reduce_scatter_mean(self.shards[number], self.ddp.buckets[number].pack(), self.ddp.group)
+        ddp.send = lambda n: ddp.buckets[n].reduce_scatter(self.shards[n])  # in the place of all-reduces
 
     def step(self) -> None:
         self.local.step()
         for bucket in self.whole:  # the slice is copied, as gloo must not read from where it writes
-            dist.all_gather_into_tensor(bucket.buffer, bucket.slice.clone(), group=self.ddp.group)
+            all_gather(bucket.buffer, bucket.slice.clone(), group=bucket.group)
 
 
 class Unit:
     """Parameters of which a rank keeps one slice; they are whole from `gather()` to `free()`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup):
-        self.parameters, self.group = parameters, group
-        bucket = Bucket(parameters, group).hold_parameters()
-        self.whole, self.shard = bucket.buffer, nn.Parameter(bucket.slice.clone())
+    def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup):
+        self.whole = Bucket(parameters, group).hold_parameters()
+        self.shard = nn.Parameter(self.whole.slice.clone())
         self.free()
 
     def free(self) -> None:
-        """Release the memory. What autograd has saved of the parameters lies in it too, and returns with them."""
-        self.whole.untyped_storage().resize_(0)
+        self.whole.buffer.untyped_storage().resize_(0)  # what autograd has saved of it is whole again after gather()
 
-    def gather(self) -> None:
-        """Start to make the parameters whole, unless they are."""
-        storage, shard = self.whole.untyped_storage(), self.shard.detach()
-        if storage.nbytes() == 0:
-            storage.resize_(self.whole.nbytes)
-            self.work = dist.all_gather_into_tensor(self.whole, shard, group=self.group, async_op=True)
-
-    def wait(self) -> None:
-        self.gather()
-        self.work.wait()
+    def gather(self) -> Work:
+        """Start to make the parameters whole, unless they are; return what to wait for."""
+        buffer = self.whole.buffer
+        if buffer.untyped_storage().nbytes() == 0:
+            buffer.untyped_storage().resize_(buffer.nbytes)
+            self.gathering = all_gather(buffer, self.shard.detach(), group=self.whole.group, async_op=True)
+        return self.gathering
 
     def reduce(self) -> None:
         """Start to reduce-scatter the gradients; keep neither them nor the parameters."""
-        self.reducing = reduce_scatter_mean(self.shard, Bucket(self.parameters, self.group).pack(), self.group)
-        for parameter in self.parameters:
+        self.reducing = Bucket(self.whole.parameters, self.whole.group).reduce_scatter(self.shard)
+        for parameter in self.whole.parameters:
             parameter.grad = None
         self.free()
 
 
 class FSDP(DataParallel):
-    """Parameters, gradients and state in slices; a unit is whole only while it computes, and while the one before does.
+    """Parameters, gradients and state in slices; a unit is whole while it computes, and while the one before does.
 
     compute         │    A    │    B    │    B'   │    A'   │      │ optimizer │
     communication   │ag A│ag B│         │ag B│ag A│rs B     │ rs A │           │
 
-    Each module in a `ModuleList` is a unit, called in the list's order on every rank, and returns one tensor. All other
-    parameters are unit 0, which stays whole until backward ends. Backward has left a unit when it reaches the one
-    before, whichever parameters this rank has used: so ranks send alike.
+    Modules in a `ModuleList` are units, called in its order; other parameters are unit 0, whole until backward ends.
+    Backward has left a unit when it reaches the one before, whatever a rank has used of it: so ranks send alike.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup):
@@ -274,24 +245,19 @@ class FSDP(DataParallel):
         module.register_forward_pre_hook(partial(self.before_forward, 0))
         for number, block in enumerate(blocks, start=1):
             block.register_forward_pre_hook(partial(self.before_forward, number))
-            block.register_forward_hook(partial(self.after_forward, number))
+            block.register_forward_hook(lambda *_, unit=self.units[number]: unit.free())
+            block.register_full_backward_pre_hook(partial(self.before_backward, number))
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield this rank's slices, which an element-wise optimizer steps."""
-        return (unit.shard for unit in self.units)
+    def parameters(self, recurse: bool = True) -> Any:
+        return (unit.shard for unit in self.units)  # for an element-wise optimizer
 
     def before_forward(self, number: int, *_: Any) -> None:
-        self.units[number].wait()
+        self.units[number].gather().wait()
         for following in self.units[number + 1 :][:1]:
             following.gather()
 
-    def after_forward(self, number: int, block: nn.Module, args: Any, output: Tensor) -> None:
-        self.units[number].free()
-        if output.requires_grad:
-            output.register_hook(partial(self.before_backward, number))
-
-    def before_backward(self, number: int, _: Tensor) -> None:
-        self.units[number].wait()
+    def before_backward(self, number: int, *_: Any) -> None:
+        self.units[number].gather().wait()
         self.units[number - 1].gather()  # unit 0 is whole still
         for left in self.units[number + 1 :][:1]:
             left.reduce()
@@ -303,19 +269,17 @@ class FSDP(DataParallel):
             unit.reducing.wait()
 
     def full_parameters(self) -> dict[str, Tensor]:
-        for unit in self.units:
-            unit.wait()
-        found = {name: tensor.detach().clone() for name, tensor in super().full_parameters().items()}
-        for unit in self.units:
-            unit.free()
-        return found
+        for unit in self.units:  # which the next forward and backward free
+            unit.gather().wait()
+        return super().full_parameters()
 
 
 # == Beside the lab's own ==============================================================================================
+STRATEGIES = dict(naive=NaiveDDP, flat=FlatDDP, overlap=OverlapDDP, bucketed=BucketedDDP, zero1=BucketedDDP, fsdp=FSDP)
 
 
 class Block(nn.Linear):
-    """A residual layer; in each step one rank uses its bias."""
+    """A residual layer, whose bias one rank uses in each step."""
 
     def forward(self, x: Tensor, with_bias: bool) -> Tensor:
         return x + torch.tanh(nn.functional.linear(x, self.weight, self.bias if with_bias else None))
@@ -336,31 +300,21 @@ class Net(nn.Module):
         return self.last(x)
 
 
-STRATEGIES = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP}
-STRATEGIES |= {"bucketed": BucketedDDP, "zero1": BucketedDDP, "fsdp": FSDP}
-
-
-def train(name: str, of_lab: bool, context: RankContext, width: int, steps: int) -> tuple[dict[str, Tensor], float, int]:
-    """Train; return the parameters, the median step in ms and how many functions the last step entered."""
+def train(name: str, of_lab: bool, context: RankContext, width: int, steps: int) -> tuple[dict, float, int]:
+    """Return the parameters by name, the median step in ms, and how many functions (here, or of the lab) one enters."""
     torch.manual_seed(context.rank)
-    net, adam, times, entered = Net(width).to(context.device), partial(torch.optim.AdamW, lr=1e-3), [], set()
+    net, adam, buckets = Net(width).to(context.device), torch.optim.AdamW, {"bucket_size_mb": 8 * width**2 / 2**20}
     if of_lab:
-        model, optimizer = parallel.get_strategy(name).build(net, context.group, adam.func, adam.keywords)
+        model, optimizer = distlab.parallel.get_strategy(name).build(net, context.group, adam, **buckets)
     else:
-        model = STRATEGIES[name](net, context.group)
+        model = STRATEGIES[name](net, context.group, **buckets if STRATEGIES[name] is BucketedDDP else {})
         optimizer = ZeroOptimizer(model, adam) if name == "zero1" else adam(model.parameters())
-    ours_or_lab = str(Path(parallel.__file__).parents[1]) if of_lab else __file__
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(ours_or_lab):
-            entered.add(frame.f_code)
-
+    times, entered = [], set()
     for step in range(steps):
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * step + context.rank)).to(context.device)
-        begin = time.perf_counter()
-        last = step == steps - 1
-        with torch.autograd.set_multithreading_enabled(not last):  # the profile is this thread's
-            sys.setprofile(note if last else None)
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(99 * step + context.rank)).to(context.device)
+        last, begin = step == steps - 1, time.perf_counter()
+        with torch.autograd.set_multithreading_enabled(not last):  # in this thread, which is the one that is profiled
+            sys.setprofile((lambda frame, event, _: event == "call" and entered.add(frame.f_code)) if last else None)
             model.zero_grad()
             model(x, (step + context.rank) % context.world_size == 0).square().mean().backward()
             model.finish_gradient_synchronization()
@@ -370,33 +324,26 @@ def train(name: str, of_lab: bool, context: RankContext, width: int, steps: int)
             torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - begin))
     entered -= {Net.forward.__code__, Block.forward.__code__}
-    return model.full_parameters(), statistics.median(times), len(entered)
+    functions = sum(code.co_filename.startswith(distlab.__path__[0] if of_lab else __file__) for code in entered)
+    return model.full_parameters(), sorted(times)[steps // 2], functions
 
 
-def compare(context: RankContext, width: int = 256, steps: int = 20) -> dict[str, tuple[float, float, int, int, float]]:
-    """Return by strategy: ms here and of the lab, functions entered, and the largest difference of any parameter."""
-    rows = {}
+def compare(context: RankContext, width: int = 256, steps: int = 20) -> dict[str, float]:
+    """Print a table on rank 0; return the largest difference of any parameter to the lab's, by strategy."""
+    say = print if context.is_main else lambda _: None
+    say(f"{context.world_size} rank(s), {context.backend}; a step's median, and how many functions it enters\n")
+    say("strategy    ms here   in the lab   functions here   in the lab   parameters")
+    found = {}
     for name in STRATEGIES:
-        (mine, ms, functions), (theirs, lab_ms, lab_functions) = (
-            train(name, of_lab, context, width, steps) for of_lab in (False, True)
-        )
-        difference = torch.stack([(mine[key] - theirs[key]).abs().max() for key in mine]).max()
+        ours, lab = (train(name, of_lab, context, width, steps) for of_lab in (False, True))
+        difference = torch.stack([(ours[0][key] - lab[0][key]).abs().max() for key in lab[0]]).max().detach()
         dist.all_reduce(difference, dist.ReduceOp.MAX, group=context.group)
-        rows[name] = ms, lab_ms, functions, lab_functions, difference.item()
-    return rows
-
-
-def main() -> None:
-    """Join the ranks that torchrun started, or be the only one, and print the table on rank 0."""
-    with rank_context() as context:
-        rows = compare(context)
-        if context.is_main:
-            print(f"{context.world_size} rank(s), {context.backend}; a step in ms, functions that it enters\n")
-            print("strategy    ms here   ms lab   functions here   lab   parameters")
-            for name, (ms, lab_ms, functions, lab_functions, difference) in rows.items():
-                same = f"differ by {difference:.1e}" if difference else "the same bit for bit"
-                print(f"{name:<11} {ms:7.2f} {lab_ms:8.2f} {functions:16} {lab_functions:5}   {same}")
+        found[name] = difference.item()
+        same = f"differ by {found[name]:.1e}" if found[name] else "the same bit for bit"
+        say(f"{name:<11} {ours[1]:7.2f} {lab[1]:12.2f} {ours[2]:16} {lab[2]:12}   {same}")
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    with rank_context() as context:
+        compare(context)
