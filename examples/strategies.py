@@ -87,9 +87,10 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup):
         self.parameters, self.group = parameters, group
         numels = [parameter.numel() for parameter in parameters]
-        self.buffer = parameters[0].new_zeros(sum(numels) + -sum(numels) % group.size())
+        padding = -sum(numels) % group.size()
+        self.buffer = parameters[0].new_zeros(sum(numels) + padding)
         self.slice = self.buffer.view(group.size(), -1)[group.rank()]  # this rank's
-        parts = self.buffer[: sum(numels)].split(numels)
+        *parts, _ = self.buffer.split([*numels, padding])
         self.views = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
 
     @torch.no_grad()
@@ -303,12 +304,13 @@ class Net(nn.Module):
 def train(name: str, of_lab: bool, context: RankContext, width: int, steps: int) -> tuple[dict, float, int]:
     """Return the parameters by name, the median step in ms, and how many functions (here, or of the lab) one enters."""
     torch.manual_seed(context.rank)
-    net, adam, buckets = Net(width).to(context.device), torch.optim.AdamW, {"bucket_size_mb": 8 * width**2 / 2**20}
+    net, buckets = Net(width).to(context.device), {"bucket_size_mb": 8 * width**2 / 2**20}
+    sgd, options = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}  # Adam would hide gradients of a wrong scale
     if of_lab:
-        model, optimizer = distlab.parallel.get_strategy(name).build(net, context.group, adam, **buckets)
+        model, optimizer = distlab.parallel.get_strategy(name).build(net, context.group, sgd, options, **buckets)
     else:
         model = STRATEGIES[name](net, context.group, **buckets if STRATEGIES[name] is BucketedDDP else {})
-        optimizer = ZeroOptimizer(model, adam) if name == "zero1" else adam(model.parameters())
+        optimizer = ZeroOptimizer(model, sgd, **options) if name == "zero1" else sgd(model.parameters(), **options)
     times, entered = [], set()
     for step in range(steps):
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(99 * step + context.rank)).to(context.device)
@@ -328,9 +330,8 @@ def train(name: str, of_lab: bool, context: RankContext, width: int, steps: int)
     return model.full_parameters(), sorted(times)[steps // 2], functions
 
 
-def compare(context: RankContext, width: int = 256, steps: int = 20) -> dict[str, float]:
-    """Print a table on rank 0; return the largest difference of any parameter to the lab's, by strategy."""
-    say = print if context.is_main else lambda _: None
+def compare(context: RankContext, say: Any, width: int = 256, steps: int = 20) -> dict[str, float]:
+    """Say a table; return the largest difference of any parameter to the lab's, by strategy."""
     say(f"{context.world_size} rank(s), {context.backend}; a step's median, and how many functions it enters\n")
     say("strategy    ms here   in the lab   functions here   in the lab   parameters")
     found = {}
@@ -346,4 +347,4 @@ def compare(context: RankContext, width: int = 256, steps: int = 20) -> dict[str
 
 if __name__ == "__main__":
     with rank_context() as context:
-        compare(context)
+        compare(context, print if context.is_main else lambda _: None)
