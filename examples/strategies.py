@@ -14,7 +14,7 @@ of one dtype, on one device and all trained, and a synchronization and a step fo
     bucketed_copy_engine.py        GPUs' copy engines instead of NCCL's kernels; meshes: see ../comm/two_level.py
     zero1.py, sharded_buckets.py   parameter groups, checkpoints; parameters are gathered under the next forward,
     in_flight.py                   and reading one that has not arrived yet waits for it
-    fsdp/, meta.py                 rows instead of slices, casts and fp32 masters, units in any order, recomputation
+    fsdp/, meta.py                 casts, fp32 masters, units in any order, weights tied across units, recomputation
     step_guard.py, fsdp/checks.py  refusals: unfinished or edited gradients, modules that have changed
 """
 
@@ -36,7 +36,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def mean_of(tensor: Tensor, group: ProcessGroup) -> dict[str, Any]:
-    """Options of a reduction that starts to average: NCCL can; gloo only sums, so the tensor is divided before."""
+    """Return options of a reduction to the mean: NCCL averages; gloo only sums, so `tensor` is divided before."""
     averages = dist.get_backend(group) == "nccl"
     if not averages:
         tensor.mul_(1 / group.size())
@@ -78,10 +78,10 @@ class NaiveDDP(DataParallel):
 
 
 class Bucket:
-    """Parameters whose gradients are one message: side by side in `buffer`, padded so that it has N equal slices.
+    """Parameters whose gradients are one message: side by side in `buffer`, padded to a slice of equal size per rank.
 
-    buffer          │ p3 │ p2        │ p1 │ p0 │ padding │
-    slices          │ rank 0              │ rank 1       │
+    buffer          │ p3 │ p2               │ p1 │ p0 │ pad │
+    slices          │ rank 0            │ rank 1            │
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup):
@@ -270,7 +270,7 @@ class FSDP(DataParallel):
             unit.reducing.wait()
 
     def full_parameters(self) -> dict[str, Tensor]:
-        for unit in self.units:  # which the next forward and backward free
+        for unit in self.units:  # the next forward and backward free them
             unit.gather().wait()
         return super().full_parameters()
 
@@ -331,7 +331,7 @@ def train(name: str, of_lab: bool, context: RankContext, width: int, steps: int)
 
 
 def compare(context: RankContext, say: Any, width: int = 256, steps: int = 20) -> dict[str, float]:
-    """Say a table; return the largest difference of any parameter to the lab's, by strategy."""
+    """Say the lines of a table; return by strategy the largest difference of any parameter to the lab's."""
     say(f"{context.world_size} rank(s), {context.backend}; a step's median, and how many functions it enters\n")
     say("strategy    ms here   in the lab   functions here   in the lab   parameters")
     found = {}
