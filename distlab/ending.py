@@ -75,10 +75,9 @@ class _Stream(io.FileIO):
     """A standard stream, where it does not matter that nobody reads any more."""
 
     def write(self, data: Any) -> int:
-        try:
+        with contextlib.suppress(BrokenPipeError):
             return super().write(data)
-        except BrokenPipeError:
-            return len(data)
+        return len(data)
 
 
 def outlive_readers() -> None:
@@ -89,9 +88,9 @@ def outlive_readers() -> None:
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
         if old is not None:  # closed, as by `>&-`
-            new = io.BufferedWriter(_Stream(old.fileno(), "w", closefd=False))
-            options = {"line_buffering": old.line_buffering, "write_through": old.write_through}
-            setattr(sys, name, io.TextIOWrapper(new, old.encoding, old.errors, **options))
+            buffer = io.BufferedWriter(_Stream(old.fileno(), "w", closefd=False))
+            at_once = old.line_buffering or old.write_through
+            setattr(sys, name, io.TextIOWrapper(buffer, old.encoding, old.errors, line_buffering=at_once))
 
 
 class Stopped(KeyboardInterrupt):

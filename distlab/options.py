@@ -17,6 +17,7 @@ import dataclasses
 import difflib
 import math
 import re
+import shutil
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,11 +56,7 @@ def option(
         positional: without a flag.
         kind: what text is read as, where the field's type is not one.
     """
-    metadata = {
-        "help": help, "least": least, "above": above, "most": most, "choices": choices, "words": words,
-        "flag": flag, "metavar": metavar, "positional": positional, "kind": kind,
-    }  # fmt: skip
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=locals())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,14 +132,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}{hint}\n")
 
 
-class _Paragraphs(argparse.HelpFormatter):
-    """Wraps a description to the terminal's width, but for what is indented and for lists."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        prose = re.compile(r"(?:^[^\s-].*\n?)+", re.MULTILINE)
-        return prose.sub(lambda found: textwrap.fill(found[0], min(width, 120)) + "\n", text)
-
-
 def did_you_mean(word: Any, known: Iterable[Any]) -> str:
     """` (did you mean …?)` of the name that resembles a word most; nothing where none does."""
     close = difflib.get_close_matches(str(word), map(str, known), 1)
@@ -156,7 +145,10 @@ def unknown(word: Any, known: Iterable[Any]) -> str:
 
 def parser_of(name: str, doc: str | None, *configs: type[Options]) -> argparse.ArgumentParser:
     """The parser of a command, whose help is its module's docstring and the options of these classes."""
-    parser = Parser(name, description=doc, formatter_class=_Paragraphs)
+    width = min(120, shutil.get_terminal_size().columns)
+    prose = r"(?m)(^[^\s-].*\n?)+"  # what is indented, and lists, stay as they are
+    text = re.sub(prose, lambda found: textwrap.fill(found[0], width) + "\n", doc or "")
+    parser = Parser(name, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     for config in configs:
         add_options(parser, config)
     return parser
@@ -258,8 +250,9 @@ def _reader(each: dataclasses.Field, kind: Any, several: bool) -> Callable[[str]
 
 
 def shown(value: Any, words: Mapping[str, Any] | None = None) -> str:
-    """A value as it is given on the command line."""
+    """A value as it is given on the command line; the first of `words`, if there are any, stands for None."""
     if isinstance(value, tuple):
         return " ".join(shown(entry, words) for entry in value)
-    known = {id(named): word for word, named in (words or {"none": None}).items()}
-    return known.get(id(value), f"{value:g}" if isinstance(value, float) else str(value))
+    if value is None:
+        return next(iter(words or ["none"]))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -77,7 +77,7 @@ class CurvesConfig(Options):
     batch: int = option(16, "sequences of all ranks")
     lr: float = option(3e-4, "learning rate")
     seed: int = option(0, "of parameters and data")
-    strategies: tuple[str, ...] = option(compared_on("cpu"), "to train with, beside the reference that they are compared with")
+    strategies: tuple[str, ...] = option(compared_on("cpu"), "to train with, beside the reference")
     parts: tuple[str, ...] = option(PARTS, "what to run; kill needs --max-restarts 1", choices=PARTS)
     kill_at: int = option(110, "step after which the last rank kills itself")
     checkpoint_every: int = option(50, "steps between the checkpoints of that run")

@@ -51,16 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0
     if command == "--version":
-        print("distlab", __version__, *_commit())
+        # Of a checkout alone: an installed copy may lie within somebody else's.
+        failed, commit = subprocess.getstatusoutput(f"git --git-dir='{ROOT}/.git' rev-parse --short HEAD")
+        print("distlab", __version__, "" if failed else commit)
         return 0
     if command not in COMMANDS:
         print(f"distlab: error: {unknown(command, COMMANDS)}", file=sys.stderr)
         return USAGE_ERROR
-    name, options = "".join(rest[:1]), rest[1:]
-    known = experiments()
-    # A word before --help, such as a calculator's command, asks for the help of that.
-    if command == "run" and options[-1:] in (["-h"], ["--help"]) and options[0][0] == "-" and name in known:
-        print(help_of(name, known[name]))
+    if command == "run" and rest[1:] in (["-h"], ["--help"]) and rest[0] in experiments():
+        print(help_of(rest[0], experiments()[rest[0]]))
         return 0
     if command in ("list", "doctor"):  # at once, and where torch is broken
         return COMMANDS[command](rest)
@@ -100,19 +99,9 @@ def load(name: str) -> ModuleType:
 
 def list_experiments(arguments: Sequence[str]) -> int:
     """Every experiment with its question and what it needs, read from the sources: nothing is imported."""
-    parser = Parser("distlab list", description=list_experiments.__doc__)
-    if extra := parser.parse_known_args(arguments)[1]:
-        parser.error(f"{' '.join(extra)!r}: it takes no words; `distlab run NAME --help` says more of one experiment")
+    Parser("distlab list", description=list_experiments.__doc__).parse_args(arguments)
     print(listing(experiments()))
     return 0
-
-
-def _commit() -> list[str]:
-    """Of a checkout; an installed copy may lie in somebody else's."""
-    if not (ROOT / ".git").exists() or shutil.which("git") is None:
-        return []
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
 
 
 def _to_end(name: str, work: Callable[[], int]) -> int:
@@ -249,47 +238,22 @@ def tables(arguments: Sequence[str]) -> int:
     return redraw_pages(pages, view_of, ROOT, check=check)
 
 
-def runs(arguments: Sequence[str]) -> int:
-    """The runs there are."""
-    return importlib.import_module("launch.notebook").runs(list(arguments))
-
-
-def compare(arguments: Sequence[str]) -> int:
-    """What changed between runs."""
-    return importlib.import_module("launch.notebook").compare(list(arguments))
-
-
-def records(arguments: Sequence[str]) -> int:
-    """Measure committed records again."""
-    return importlib.import_module("launch.records").main(list(arguments))
-
-
-def train(arguments: Sequence[str]) -> int:
-    """Train a model."""
-    return importlib.import_module("launch.trainer").main(list(arguments))
-
-
-def sample(arguments: Sequence[str]) -> int:
-    """Continue a text by a trained model."""
-    return importlib.import_module("launch.sample").main(list(arguments))
-
-
-def doctor(arguments: Sequence[str]) -> int:
-    """What this machine has, and what runs on it."""
-    return importlib.import_module("distlab.doctor").main(list(arguments))
+def _of(module: str, function: str = "main") -> Callable[[Sequence[str]], int]:
+    """The command that another module has, which is imported when it is called."""
+    return lambda arguments: getattr(importlib.import_module(module), function)(arguments)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_experiments,
     "run": run,
     "show": show,
-    "runs": runs,
-    "compare": compare,
-    "records": records,
+    "runs": _of("launch.notebook", "runs"),
+    "compare": _of("launch.notebook", "compare"),
+    "records": _of("launch.records"),
     "tables": tables,
-    "train": train,
-    "sample": sample,
-    "doctor": doctor,
+    "train": _of("launch.trainer"),
+    "sample": _of("launch.sample"),
+    "doctor": _of("distlab.doctor"),
 }
 
 if __name__ == "__main__":
