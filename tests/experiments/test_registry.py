@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from distlab import __version__
 from distlab.experiment import Experiment
 from distlab.report import read_json
-from distlab import __version__
 from launch.__main__ import experiments, load, main
 from launch.help import GROUPS
 from tests.commands import ROOT
