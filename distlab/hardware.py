@@ -14,8 +14,6 @@ from types import MappingProxyType
 
 import torch
 
-from distlab.options import unknown
-
 KIB, MIB, GB, TERA = 2**10, 2**20, 10**9, 10**12
 
 
@@ -324,7 +322,7 @@ def cluster(text: str) -> ClusterSpec:
     """
     name, _, size = text.partition(":")
     if name not in CLUSTERS:
-        raise ValueError(f"cluster {unknown(name, CLUSTERS)}")
+        raise ValueError(f"cluster {name!r} is unknown; choose one of {', '.join(CLUSTERS)}")
     spec = CLUSTERS[name]
     if not size:
         return spec
@@ -367,7 +365,7 @@ def by_alias(name: str) -> GPUSpec:
         ValueError: an unknown name; the message lists those that are known.
     """
     if name not in BY_ALIAS:
-        raise ValueError(f"device {unknown(name, BY_ALIAS)}")
+        raise ValueError(f"device {name!r} is unknown; choose one of {', '.join(BY_ALIAS)}")
     return BY_ALIAS[name]
 
 
