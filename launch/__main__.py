@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "--version":
         # Of a checkout alone: an installed copy may lie within somebody else's.
         failed, commit = subprocess.getstatusoutput(f"git --git-dir='{ROOT}/.git' rev-parse --short HEAD")
-        print("distlab", __version__, "" if failed else commit)
+        print(f"distlab {__version__}" + ("" if failed else f" ({commit})"))
         return 0
     if command not in COMMANDS:
         print(f"distlab: error: {unknown(command, COMMANDS)}", file=sys.stderr)

@@ -18,7 +18,7 @@ GROUPS = {
     "scale": "predict_published predict_steps scaling scaling_measured simulate_scale",
     "lessons": "attention_steps hardware_effects ir size_curves tuning",
 }
-LEGEND = "GPU: needs one, but for a small preset; ranks: runs on several GPUs, or on processes of a CPU"
+LEGEND = "GPU: needs one, except for a small preset; ranks: runs on several GPUs, or as processes on a CPU"
 
 
 class Source:
@@ -62,7 +62,7 @@ class Source:
                     given = self.read(call)
                     flag = name.upper() if "positional" in given else f"--{name}".replace("_", "-")
                     default = "all" if given[0] == given.get("choices") else shown(given[0])
-                    bare = default in ("none", "False", "")
+                    bare = str(given[0]) in ("None", "False", "()")
                     found[given.get("flag", flag)] = given[1] + ("" if bare else f" [{default}]")
         return found
 
@@ -96,7 +96,7 @@ def help_of(name: str, path: Path) -> str:
 options of its own [default]:
 {_beside(source.options())}
 
-presets (--preset NAME; gpu and cpu where there is one, unasked):
+presets (--preset NAME, --quick; gpu, cpu and NAME-cpu are taken on such a device):
 {_beside(source.presets()) or "  none"}
 
 How it works, and options that experiments share (of model, timing, ranks, folder of results):
