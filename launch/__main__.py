@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import shutil
@@ -59,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"distlab: error: {unknown(command, COMMANDS)}", file=sys.stderr)
         return USAGE_ERROR
     if command == "run" and rest[1:] in (["-h"], ["--help"]) and rest[0] in experiments():
-        print(help_of(rest[0], experiments()[rest[0]]))
-        return 0
+        with contextlib.suppress(Exception):  # in a form that cannot be read so: argparse's help, below
+            print(help_of(rest[0], experiments()[rest[0]]))
+            return 0
     if command in ("list", "doctor"):  # at once, and where torch is broken
         return COMMANDS[command](rest)
     called = " ".join(["distlab", command, *(rest[:1] if command == "run" else [])])

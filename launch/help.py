@@ -26,13 +26,14 @@ class Source:
 
     def __init__(self, path: Path) -> None:
         self.tree = ast.parse(path.read_text(encoding="utf-8"))
-        self.question, self.second = (ast.get_docstring(self.tree) or "").split("\n\n")[:2]
+        self.question, self.second = [*(ast.get_docstring(self.tree) or "").split("\n\n"), ""][:2]
         assigned = [node for node in self.tree.body if isinstance(node, ast.Assign)]
         self.names = {ast.unparse(node.targets[0]): node.value for node in assigned}
-        self.experiment = self.read(self.names.get("EXPERIMENT", ast.Dict([], [])))  # a calculator is none
+        call = self.names.get("EXPERIMENT")  # a calculator has none
+        self.experiment = {word.arg: word.value for word in getattr(call, "keywords", ())}
 
     def read(self, node: ast.expr) -> Any:
-        """The value of literals and of this file's names, arguments of calls that `--help` needs; else the text."""
+        """The value of literals and of this file's names, the arguments of an `option`; else the text."""
         match node:
             case ast.Constant(value):
                 return value
@@ -44,14 +45,10 @@ class Source:
                 return dict(zip(map(self.read, keys), map(self.read, values), strict=True))
             case ast.BinOp(left, ast.BitOr(), right):  # of dicts
                 return self.read(left) | self.read(right)
-            case ast.Call(ast.Name("Experiment" | "option"), arguments, keywords):
+            case ast.Call(ast.Name("option"), arguments, keywords):
                 given = {word.arg: self.read(word.value) for word in keywords}
                 return given | dict(enumerate(map(self.read, arguments)))
         return ast.unparse(node)
-
-    def needs(self) -> str:
-        """`GPU`, `ranks` or nothing."""
-        return "GPU" if "gpus" in self.experiment else "ranks" * (self.experiment.get("ranks") == "many")
 
     def options(self) -> dict[str, str]:
         """Flag → help of every option that is written in this file."""
@@ -66,13 +63,6 @@ class Source:
                     found[given.get("flag", flag)] = given[1] + ("" if bare else f" [{default}]")
         return found
 
-    def presets(self) -> dict[str, str]:
-        """Name → settings of every preset."""
-        return {
-            name: ", ".join(f"{field}: {shown(value)}" for field, value in settings.items())
-            for name, settings in self.experiment.get("presets", {}).items()
-        }
-
 
 def listing(files: Mapping[str, Path]) -> str:
     """Every experiment under its heading, with what it needs and its question."""
@@ -81,14 +71,20 @@ def listing(files: Mapping[str, Path]) -> str:
         lines.append(heading)
         for name in names.split():
             source = Source(files[name])
-            lines.append(f"  {name:<24} {source.needs():<5}  {source.question}")
+            ranks = getattr(source.experiment.get("ranks"), "value", "")
+            needs = "GPU" if "gpus" in source.experiment else "ranks" if ranks == "many" else ""
+            lines.append(f"  {name:<24} {needs:<5}  {source.question}")
     return "\n".join([*lines, "", LEGEND])
 
 
 def help_of(name: str, path: Path) -> str:
     """What an experiment answers, examples, its own options and its presets."""
     source = Source(path)
-    examples = f"    distlab run {name} --quick\n    distlab run {name} --nproc 2"
+    examples = f"    distlab run {name}\n    distlab run {name} --preset smoke"
+    presets = {
+        preset: ", ".join(f"{field}: {shown(value)}" for field, value in settings.items())
+        for preset, settings in source.read(source.experiment.get("presets", ast.Dict([], []))).items()
+    }
     return f"""{source.question}
 
 {source.second if source.second.startswith(" ") else examples}
@@ -97,7 +93,7 @@ options of its own [default]:
 {_beside(source.options())}
 
 presets (--preset NAME, --quick; gpu, cpu and NAME-cpu are taken on such a device):
-{_beside(source.presets()) or "  none"}
+{_beside(presets) or "  none"}
 
 How it works, and options that experiments share (of model, timing, ranks, folder of results):
     distlab run {name} --help all"""
