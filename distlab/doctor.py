@@ -7,7 +7,6 @@ It starts two gloo ranks, because that is what most machines that fail fail at. 
 run, 1 if it will not. Nothing here imports torch before it has looked whether there is one.
 """
 
-import argparse
 import contextlib
 import importlib
 import importlib.metadata
@@ -21,6 +20,7 @@ import sys
 from dataclasses import asdict, dataclass
 
 from distlab.ending import until_stopped
+from distlab.options import Parser
 
 OK, LIMITED, MISSING = "ok", "limited", "missing"
 SIGNS = {OK: "+", LIMITED: "~", MISSING: "-"}
@@ -271,9 +271,7 @@ def report(findings: list[Finding], able: list[Ability]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report; 0 if the main job will run here, else 1."""
-    parser = argparse.ArgumentParser(
-        "distlab.doctor", description="What this machine has and what runs on it."
-    )
+    parser = Parser("distlab.doctor", description="What this machine has and what runs on it.")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of the report")
     parser.add_argument(
         "--no-ranks", action="store_true", help="do not start two ranks to see whether they can"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import multiprocessing
 import os
 import re
@@ -25,6 +26,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 USAGE_ERROR = 2
 # What a person can mend. Anything else is our mistake and keeps its traceback.
@@ -67,6 +69,28 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ if error.__suppress_context__ else error.__context__
     return False
+
+
+class _Stream(io.FileIO):
+    """A standard stream, where it does not matter that nobody reads any more."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(BrokenPipeError):
+            return super().write(data)
+        return len(data)
+
+
+def outlive_readers() -> None:
+    """From here on what is printed into a closed pipe, as in `distlab list | head`, is dropped.
+
+    The command goes on, so that a run of which only the first lines were wanted is saved nevertheless.
+    """
+    for name in ("stdout", "stderr"):
+        old = getattr(sys, name)
+        if old is not None:  # closed, as by `>&-`
+            buffer = io.BufferedWriter(_Stream(old.fileno(), "w", closefd=False))
+            at_once = old.line_buffering or old.write_through
+            setattr(sys, name, io.TextIOWrapper(buffer, old.encoding, old.errors, line_buffering=at_once))
 
 
 class Stopped(KeyboardInterrupt):

@@ -14,9 +14,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import math
+import re
+import shutil
+import textwrap
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from typing import Any
 
@@ -52,11 +56,7 @@ def option(
         positional: without a flag.
         kind: what text is read as, where the field's type is not one.
     """
-    metadata = {
-        "help": help, "least": least, "above": above, "most": most, "choices": choices, "words": words,
-        "flag": flag, "metavar": metavar, "positional": positional, "kind": kind,
-    }  # fmt: skip
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=locals())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +100,9 @@ def add_options(
         meta = each.metadata
         default = (defaults or {}).get(each.name, each.default)
         bare = default is None or default == () or default is MISSING or kind is bool
-        shown = "" if bare else f" [{_shown(default, meta)}]"
-        keywords: dict[str, Any] = {"help": meta["help"].replace("%", "%%") + shown.replace("%", "%%")}
+        every = meta["choices"] is not None and default == tuple(meta["choices"])
+        text = meta["help"] + ("" if bare else f" [{'all' if every else shown(default, meta['words'])}]")
+        keywords: dict[str, Any] = {"help": text.replace("%", "%%")}
         if meta["positional"]:
             names = [each.name]
             needed = each.default is MISSING
@@ -120,10 +121,34 @@ def add_options(
         parser.add_argument(*names, **keywords)
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that answers a mistake with one line, which says what a misspelt word may have meant."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        """End the command with the line, and without the usage: `--help` says more."""
+        choices = [choice for action in self._actions for choice in action.choices or ()]
+        typed = re.search(r"(?:choice: '|arguments: )([^\s'=]+)", message)
+        hint = did_you_mean(typed[1], [*self._option_string_actions, *choices]) if typed else ""
+        self.exit(2, f"{self.prog}: error: {message}{hint}\n")
+
+
+def did_you_mean(word: Any, known: Iterable[Any]) -> str:
+    """` (did you mean …?)` of the name that resembles a word most; nothing where none does."""
+    close = difflib.get_close_matches(str(word), map(str, known), 1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def unknown(word: Any, known: Iterable[Any]) -> str:
+    """Say that a name is unknown, what it may have meant, and what is allowed."""
+    return f"{word!r} is unknown{did_you_mean(word, known)}; allowed: {', '.join(map(str, known))}"
+
+
 def parser_of(name: str, doc: str | None, *configs: type[Options]) -> argparse.ArgumentParser:
     """The parser of a command, whose help is its module's docstring and the options of these classes."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(name, description=doc, formatter_class=raw)
+    width = min(120, shutil.get_terminal_size().columns)
+    prose = r"(?m)(^[^\s-].*\n?)+"  # what is indented, and lists, stay as they are
+    text = re.sub(prose, lambda found: textwrap.fill(found[0], width) + "\n", doc or "")
+    parser = Parser(name, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     for config in configs:
         add_options(parser, config)
     return parser
@@ -172,7 +197,7 @@ def _problem(value: Any, each: dataclasses.Field, kind: Any) -> str | None:
     if meta["choices"] is not None:
         if value in meta["choices"]:
             return None
-        return f"{value!r} is unknown; allowed: {', '.join(map(str, meta['choices']))}"
+        return unknown(value, meta["choices"])
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     most = _most(each, kind)
@@ -224,10 +249,10 @@ def _reader(each: dataclasses.Field, kind: Any, several: bool) -> Callable[[str]
     return many if several else one
 
 
-def _shown(value: Any, meta: Mapping[str, Any]) -> str:
-    words = {id(named): word for word, named in (meta["words"] or {}).items()}
+def shown(value: Any, words: Mapping[str, Any] | None = None) -> str:
+    """A value as it is given on the command line; the first of `words`, if there are any, stands for None."""
     if isinstance(value, tuple):
-        if meta["choices"] is not None and value == tuple(meta["choices"]):
-            return "all"
-        return " ".join(words.get(id(entry), str(entry)) for entry in value)
-    return words.get(id(value), f"{value:g}" if isinstance(value, float) else str(value))
+        return " ".join(shown(entry, words) for entry in value)
+    if value is None:
+        return next(iter(words or ["none"]))
+    return f"{value:g}" if isinstance(value, float) else str(value)

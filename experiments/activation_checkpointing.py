@@ -1,4 +1,4 @@
-"""What does recomputing activations save in memory and cost in time, and how large should a group of blocks be?
+"""What does recomputing activations save in memory and cost in time?
 
     distlab run activation_checkpointing                   # this machine's device
     distlab run activation_checkpointing --size gpt2-xl --groups none block every-4

@@ -1,6 +1,6 @@
-"""How fast are this machine's collectives, how well do two constants describe them, and what do they disturb?
+"""How fast are this machine's collectives, and what do they disturb?
 
-    distlab run allreduce_sweep                                        all GPUs, or two CPU ranks
+    distlab run allreduce_sweep                              # all GPUs, or two CPU ranks
     distlab run allreduce_sweep --nproc 4 --group-sizes 2 4
 
 Times the library's eight collectives, from all-reduce to all-to-all, and rings made of sends and receives, for sizes

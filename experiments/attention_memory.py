@@ -1,7 +1,7 @@
-"""How much memory does attention hold before and during its backward, and when does it run out?
+"""How much memory does attention hold, and when does it run out?
 
-    distlab run attention_memory --name memory       # on a GPU; the same command resumes a cut-off run
-    distlab run attention_memory --quick             # two lengths, one head dim; on a CPU only times and predictions
+    distlab run attention_memory --quick             # two lengths, one head dim
+    distlab run attention_memory --name memory       # on a GPU; again: resumes
 
 Batch 8, no heads, causal, every length × head dim × dtype: memory in use before the backward and at its peak, measured
 and predicted, over 100 forward and 100 backward passes. A size that does not fit says OOM with its prediction beside

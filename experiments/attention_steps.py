@@ -1,8 +1,8 @@
-"""What does each step from a first attention kernel to a fast one bring, forward and backward?
+"""What does each step towards a fast attention kernel bring?
 
-    distlab run attention_steps                                      # 64 heads of 4,096 tokens, on a GPU
-    distlab run attention_steps --head-dims 64 128 --only steps      # the staircase alone, at two head dims
-    TRITON_INTERPRET=1 distlab run attention_steps --quick           # without a GPU: are they right?
+    distlab run attention_steps                                  # 64 heads of 4,096 tokens
+    distlab run attention_steps --head-dims 64 128 --only steps  # the staircase alone
+    TRITON_INTERPRET=1 distlab run attention_steps --quick       # without a GPU: are they right?
 
 Seven kernels in Triton, each the one before with one thing changed (`experiments/_lesson_attention.py`, to be read
 beside this table): 16 × 16 tiles; full tiles, which the tensor cores of a Hopper GPU want; masked tiles skipped; the

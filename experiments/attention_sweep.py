@@ -1,8 +1,8 @@
-"""How fast is attention at the shapes people train with, next to everything else one could call?
+"""How fast is attention at the shapes that people train with?
 
-    distlab run attention_sweep --name shapes        # the record; the same command resumes a cut-off run
-    distlab run attention_sweep --preset twelve      # of these the twelve shapes that the geometric mean is of
-    distlab run attention_sweep --quick              # one head, three lengths; on a CPU one short length
+    distlab run attention_sweep --quick           # one head, three lengths; on a CPU one
+    distlab run attention_sweep --preset twelve   # the twelve shapes that the geometric mean is of
+    distlab run attention_sweep --name shapes     # the record; again: resumes
 
 A shape is BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM, causal unless it ends in /full, /window=W or /documents=N.
 For each variant: time of forward + backward called in a loop, as a model calls it (wall, and the host's part); device

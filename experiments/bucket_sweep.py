@@ -1,6 +1,6 @@
-"""Which bucket size is best here, and could one have known? Step time against bucket size, measured and predicted.
+"""Which bucket size is best here, and could one have known?
 
-    distlab run bucket_sweep                                           all GPUs, or two CPU ranks
+    distlab run bucket_sweep                                 # all GPUs, or two CPU ranks
     distlab run bucket_sweep --nproc 2 --size xl --batch 2
 
 Before anything is timed with buckets, the parts are: when backward has made each gradient, what all-reduces cost

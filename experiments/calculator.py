@@ -1,4 +1,4 @@
-"""The arithmetic of kernels on a named GPU, without one.
+"""What does a kernel cost on a named GPU, by arithmetic alone?
 
     distlab run calculator gpus
     distlab run calculator roofline --flops 4e9 --bytes 134e6 --gpu H100

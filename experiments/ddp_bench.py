@@ -1,4 +1,4 @@
-"""What does gradient synchronisation cost, and how much of it can be hidden?
+"""What does gradient synchronisation cost, and how much is hidden?
 
 Times no communication at all (`local`), the hand-written strategies and torch's DDP in one run, in interleaved rounds
 so that clock drift affects all equally, and explains each: what it sent (checked against the closed form), how long

@@ -1,8 +1,8 @@
-"""What do strides, bank conflicts, divergent branches and a last wave cost on this GPU, and was that to be expected?
+"""What do strides, bank conflicts, branches and a last wave cost?
 
     distlab run hardware_effects                             # on a GPU
     distlab run hardware_effects --parts strides             # one effect
-    TRITON_INTERPRET=1 distlab run hardware_effects --quick  # without a GPU: predictions, and kernels that are right
+    TRITON_INTERPRET=1 distlab run hardware_effects --quick  # without a GPU: are the kernels right?
 
 One small kernel per effect (`experiments/_lesson_kernels.py`, `_lesson_banks.py`), run so that nothing else matters;
 every row beside what `distlab.theory` says of it, as a multiple of the effect's first row:

@@ -1,8 +1,8 @@
-"""Where does each millisecond of training a large model at a long context go, and did the plan say so?
+"""Where does the time of training at a long context go?
 
-    distlab run long_context --nproc 2                     8 B parameters, 32,768 tokens per rank: two GPUs of 141 GB
-    distlab run long_context --scale 1/8                   every dimension an eighth: one GPU, or two CPU ranks
-    distlab run long_context --nproc 2 --minutes 9 --name mine      what is left is done by the same command again
+    distlab run long_context --scale 1/8               # an eighth of it: one GPU, or a CPU
+    distlab run long_context --nproc 2                 # 8 B parameters, two GPUs of 141 GB
+    distlab run long_context --nproc 2 --minutes 9 --name mine    # again: does what is left
 
 First this lab's trainer trains the model for some steps, with warm-up, on tokens that can be learnt. Then steps of the
 lab's FSDP and of torch's FSDP2 (SDPA, compiled blocks, three ways to recompute them, of which `selective` is

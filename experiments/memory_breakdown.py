@@ -1,6 +1,6 @@
-"""Where does a rank's memory go under each strategy, and is it what the formulas say?
+"""Where does a rank's memory go, and is it what the formulas say?
 
-    distlab run memory_breakdown                                       all GPUs, or two CPU ranks
+    distlab run memory_breakdown                             # all GPUs, or two CPU ranks
     distlab run memory_breakdown --nproc 2 --size xl --batch 2 --context 512 --dtype bf16
 
 Every variant trains a few steps; parameters, gradients and optimizer state are counted from the tensors
@@ -44,9 +44,8 @@ from distlab.theory.memory.peak import Breakdown
 from experiments._own_model import peaks
 
 STRATEGIES = (
-    *("local", "bucketed", "sharded-optimizer", "zero1", "fsdp"),
-    *("torch-ddp-tuned", "torch-zero", "fsdp2"),
-)
+    "local", "bucketed", "sharded-optimizer", "zero1", "fsdp", "torch-ddp-tuned", "torch-zero", "fsdp2",
+)  # fmt: skip
 SETTLE_STEPS = 4  # in one of them torch DDP rebuilds its buckets and holds them twice: part of the peak
 MOMENTS = ("after_init", "before_step", "after_step")
 STATES = ("parameters", "gradients", "optimizer_state")

@@ -1,4 +1,4 @@
-"""What does mixed precision compute in which dtype, and what breaks without fp32 and without a loss scale?
+"""What does mixed precision compute in which dtype, and what breaks?
 
     distlab run mixed_precision            # this machine's device
     distlab run mixed_precision --quick    # smaller, seconds on a CPU

@@ -1,7 +1,7 @@
-"""What do this lab's operations bring to a whole training step: eager, compiled, and with both?
+"""What do this lab's operations and torch.compile bring to a step?
 
+    distlab run model_comparison --preset smoke      # on a CPU: plain torch, nothing compiled
     distlab run model_comparison --size medium --batch 8 --context 1024     # on a GPU
-    distlab run model_comparison --preset smoke                             # on a CPU: plain torch, nothing compiled
 
 One model and one optimizer are run in several ways, which share every parameter: with torch's operations or ours, as
 they are written, with compiled blocks, or whole in CUDA graphs. Rounds of some steps each are interleaved, so that the

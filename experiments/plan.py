@@ -1,4 +1,4 @@
-"""Will it fit, and what is fastest? This model, this batch, these GPUs, answered on a laptop.
+"""Will a model fit on these GPUs, and what trains it fastest?
 
     distlab run plan --model xl --batch 512 --devices h100:64 --link nvlink --tokens 1e11
     distlab run plan --model llama-8B --batch 2048 --cluster dgx-h100:1024 --tokens 1e12 --days 30

@@ -1,7 +1,7 @@
-"""What will the bench measure? Step time, overhead, volume and peak memory, written down beforehand.
+"""Which step times and how much memory will ddp_bench measure?
 
-    distlab run predict_steps --calibrate records/ddp_bench/h200x2-xl-batch8.json \
-        --memory records/ddp_bench/h200x2-medium-batch8.json --cases xl:2 xl:8 medium:8 --ranks 2 4
+    distlab run predict_steps --quick
+    distlab run predict_steps --calibrate records/ddp_bench/h200x2-xl-batch8.json --cases xl:2 xl:8
 
 and afterwards, beside what was measured:
 

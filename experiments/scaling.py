@@ -1,5 +1,6 @@
-"""Where does each strategy stop scaling? From 1 to 4096 ranks: predicted everywhere, measured where records exist.
+"""Where does each strategy stop scaling, from 1 to 4096 ranks?
 
+    distlab run scaling --quick
     distlab run scaling --model xl --batch 8 --device h200 --records records/ddp_bench/*.json
 
 Weak scaling keeps the batch per rank, strong scaling the batch of all ranks. Lines are predictions (compute and

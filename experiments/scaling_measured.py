@@ -1,8 +1,7 @@
-"""How well do the strategies scale on this host? Weak and strong scaling measured on 1, 2, 4, … of its ranks at once.
+"""How well do the strategies scale on the ranks of this host?
 
-    distlab run scaling_measured                                  one rank per GPU, or two on a CPU
-    distlab run scaling_measured --nproc 8 --minutes 8
-    distlab run scaling_measured --nproc 8 --minutes 8 --name 20250101-120000       goes on with that run
+    distlab run scaling_measured                             # one rank per GPU, or two on a CPU
+    distlab run scaling_measured --nproc 8 --minutes 8 --name mine  # again: goes on
 
 One launch, sub-groups of its first ranks. Predictions are written before anything is timed and kept as they are; after
 every cell (one regime on one number of ranks) its rows are written, so that a run that was cut off goes on under its

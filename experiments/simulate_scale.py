@@ -1,5 +1,6 @@
-"""What does a step look like on a thousand ranks? One rank of it, simulated on this CPU with the real strategies.
+"""What does a step on a thousand ranks look like, simulated here?
 
+    distlab run simulate_scale --quick
     distlab run simulate_scale --model 10B --ranks 1024 --strategies bucketed,zero1,fsdp
 
 Each strategy runs on fake ranks and fake tensors: its collectives and its memory are what the code does, not what

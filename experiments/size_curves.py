@@ -1,8 +1,8 @@
-"""From which size on does a kernel run at the hardware's speed, and what limits it before that?
+"""From which size on does a kernel run at the hardware's speed?
 
     distlab run size_curves                              # addition, softmax, matmul; on a GPU
     distlab run size_curves --parts matmul-rows          # one curve
-    distlab run size_curves --quick                      # few small sizes; without a GPU what ours falls back on
+    distlab run size_curves --quick                      # shorter; few small sizes without a GPU
 
 Six curves: vector addition over its length, softmax of 4,096 rows over its columns, and matmul over the size of square
 matrices and over rows, columns and depth alone, the other two at 4,096. Each point is called again and again from a

@@ -1,7 +1,7 @@
-"""How much communication does each step of a trace hide, where is it idle, and why is it longer than without?
+"""How much communication does each step of a trace hide?
 
-    distlab run trace_overlap outputs/ddp_bench/20250101-120000         a folder of traces
-    distlab run trace_overlap trace_bucketed_rank0.json.gz --local trace_local_rank0.json.gz
+    distlab run trace_overlap tests/measure/traces           # a folder of traces
+    distlab run trace_overlap tests/measure/traces/trace_bucketed_rank0.json.gz
 
 Reads what torch.profiler wrote (ddp_bench does, with --profile-steps), on GPUs and CPUs. Every step of every trace is
 a row. With a trace of the same step without communication (`local`, or --local) the overhead is explained by cause.

@@ -1,8 +1,9 @@
-"""Do all strategies train alike, does a killed run go on as if nothing had happened, and what do checkpoints cost?
+"""Do all strategies train alike, and what do checkpoints cost?
 
-    distlab run train_curves --nproc 2 --max-restarts 1
+    distlab run train_curves --quick
+    distlab run train_curves --nproc 2 --max-restarts 1      # through a killed run, too
 
-trains a model on bytes of text (by default this repository's own sources and pages) under every strategy, with one
+Trains a model on bytes of text (by default this repository's own sources and pages) under every strategy, with one
 data order and one seed. Then the last rank of another such run kills itself in the middle; all ranks are started again
 (that is what `--max-restarts` allows), and the run resumes from its checkpoint. At last, blocks of steps with and
 without a checkpoint alternate. What has a row under this `--name` is not run again, so the same command with it
@@ -76,7 +77,7 @@ class CurvesConfig(Options):
     batch: int = option(16, "sequences of all ranks")
     lr: float = option(3e-4, "learning rate")
     seed: int = option(0, "of parameters and data")
-    strategies: tuple[str, ...] = option(compared_on("cpu"), f"to train with; {REFERENCE} is added")
+    strategies: tuple[str, ...] = option(compared_on("cpu"), "to train with, beside the reference")
     parts: tuple[str, ...] = option(PARTS, "what to run; kill needs --max-restarts 1", choices=PARTS)
     kill_at: int = option(110, "step after which the last rank kills itself")
     checkpoint_every: int = option(50, "steps between the checkpoints of that run")

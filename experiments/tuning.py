@@ -1,4 +1,4 @@
-"""What do launch parameters decide, and how are they found: block sizes, autotuning and its keys, the order of tiles?
+"""What do launch parameters decide, and how are they found?
 
     distlab run tuning                                   # all five parts, on a GPU
     distlab run tuning --parts "group size"              # one of them

@@ -2,7 +2,7 @@
 `python -m launch`).
 
     distlab list                                  every experiment: its question, and what it needs
-    distlab run NAME [--nproc N] [options]        measure; `distlab run NAME --help` lists the options
+    distlab run NAME [--nproc N] [options]        measure; `distlab run NAME --help` shows how
     torchrun --nproc-per-node N -m launch run NAME [options]
     distlab show FILE… [--table STYLE]            redraw saved runs: table, pictures, page
     distlab runs [WORD…]                          the runs there are, with what they found; links in outputs/index.html
@@ -11,17 +11,17 @@
     distlab tables [--check]                      redraw the tables of the README and the pages from records/
     distlab train | sample [options]              train a model; continue a text by a trained one
     distlab doctor                                what this machine has, and what runs on it
+    distlab --version                             the version, and the commit of a checkout
 """
 
 from __future__ import annotations
 
-import argparse
-import ast
+import contextlib
 import importlib
 import os
 import shutil
+import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +30,10 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before the user's folder, for ours too is called launch
 
-from distlab.ending import USAGE_ERROR, ended_at_once, message_of, until_stopped
+from distlab import __version__
+from distlab.ending import USAGE_ERROR, ended_at_once, message_of, outlive_readers, until_stopped
+from distlab.options import Parser, did_you_mean, unknown
+from launch.help import help_of, listing
 
 if TYPE_CHECKING:
     from distlab.comm import RankContext
@@ -41,15 +44,6 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = ROOT / "experiments"
 
 
-# Experiments that were removed → what answers their question now.
-GONE = {
-    "instrument_cost": "`pytest tests/measure/test_nvtx.py` shows that nothing stays of what was taken off",
-    "kernel_host_time": "`distlab run kernel_roofline` has the host's µs, `distlab run attention_sweep` attention's",
-    "plan_check": "`pytest tests/experiments/test_planning.py -k fastest` simulates ten choices",
-    "tune_flash_attention": "`python -m kernels.flash_attention.tune` prints the rows of a GPU's table",
-}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -57,17 +51,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help", "help"):
         print(__doc__)
         return 0
+    if command == "--version":
+        # Of a checkout alone: an installed copy may lie within somebody else's.
+        failed, commit = subprocess.getstatusoutput(f"git --git-dir='{ROOT}/.git' rev-parse --short HEAD")
+        print(f"distlab {__version__}" + ("" if failed else f" ({commit})"))
+        return 0
     if command not in COMMANDS:
-        print(f"distlab: error: {command!r} is unknown; allowed: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"distlab: error: {unknown(command, COMMANDS)}", file=sys.stderr)
         return USAGE_ERROR
+    if command == "run" and rest[1:] in (["-h"], ["--help"]) and rest[0] in experiments():
+        with contextlib.suppress(Exception):  # in a form that cannot be read so: argparse's help, below
+            print(help_of(rest[0], experiments()[rest[0]]))
+            return 0
     if command in ("list", "doctor"):  # at once, and where torch is broken
         return COMMANDS[command](rest)
-    name = " ".join(["distlab", command, *(rest[:1] if command == "run" else [])])
-    return _to_end(name, lambda: COMMANDS[command](rest))
+    called = " ".join(["distlab", command, *(rest[:1] if command == "run" else [])])
+    return _to_end(called, lambda: COMMANDS[command](rest))
 
 
 def console() -> None:
     """`main` as a process: a rank leaves without the interpreter's shutdown, see `leave_process`."""
+    outlive_readers()
     code = main()
     if "torch.distributed" in sys.modules:
         from distlab.comm.rank_process import leave_process
@@ -90,29 +94,15 @@ def load(name: str) -> ModuleType:
         ValueError: there is none of that name; the message lists those that exist.
     """
     known = experiments()
-    if name in GONE:
-        raise ValueError(f"experiment {name!r} is gone: {GONE[name]}")
     if name not in known:
-        raise ValueError(f"experiment {name!r} is unknown; there are {', '.join(known)}")
+        raise ValueError(f"experiment {name!r} is unknown{did_you_mean(name, known)}; `distlab list` shows all")
     return importlib.import_module(f"experiments.{name}")
 
 
 def list_experiments(arguments: Sequence[str]) -> int:
     """Every experiment with its question and what it needs, read from the sources: nothing is imported."""
-    parser = argparse.ArgumentParser("distlab list", description=list_experiments.__doc__)
-    if extra := parser.parse_known_args(arguments)[1]:
-        parser.error(f"{' '.join(extra)!r}: it takes no words; `distlab run NAME --help` says more of one experiment")
-    for name, path in experiments().items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        question = (ast.get_docstring(tree) or "").partition("\n")[0]
-        needs = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Experiment":
-                needs = {k.arg: k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)}
-        what = [f"{needs['gpus']} GPU{'s' * (needs['gpus'] > 1)}"] if needs.get("gpus") else []
-        what += ["several ranks"] if needs.get("ranks") == "many" else []
-        lines = textwrap.wrap(question + (f" ({', '.join(what)})" if what else ""), 70)
-        print(f"{name:<28}" + f"\n{'':<28}".join(lines))
+    Parser("distlab list", description=list_experiments.__doc__).parse_args(arguments)
+    print(listing(experiments()))
     return 0
 
 
@@ -189,7 +179,7 @@ def show(arguments: Sequence[str]) -> int:
 
     Pictures that rows alone cannot give (timelines, from traces) are copied from beside the first file.
     """
-    parser = argparse.ArgumentParser("distlab show", description=show.__doc__)
+    parser = Parser("distlab show", description=show.__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="records.json of a run, or a file of records/")
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
@@ -240,7 +230,7 @@ def view_of(name: str) -> View:
 
 def tables(arguments: Sequence[str]) -> int:
     """Redraw the tables of README.md and docs/ from the committed records, and their code from the source."""
-    parser = argparse.ArgumentParser("distlab tables", description=tables.__doc__)
+    parser = Parser("distlab tables", description=tables.__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
     check = parser.parse_args(arguments).check
 
@@ -250,47 +240,22 @@ def tables(arguments: Sequence[str]) -> int:
     return redraw_pages(pages, view_of, ROOT, check=check)
 
 
-def runs(arguments: Sequence[str]) -> int:
-    """The runs there are."""
-    return importlib.import_module("launch.notebook").runs(list(arguments))
-
-
-def compare(arguments: Sequence[str]) -> int:
-    """What changed between runs."""
-    return importlib.import_module("launch.notebook").compare(list(arguments))
-
-
-def records(arguments: Sequence[str]) -> int:
-    """Measure committed records again."""
-    return importlib.import_module("launch.records").main(list(arguments))
-
-
-def train(arguments: Sequence[str]) -> int:
-    """Train a model."""
-    return importlib.import_module("launch.trainer").main(list(arguments))
-
-
-def sample(arguments: Sequence[str]) -> int:
-    """Continue a text by a trained model."""
-    return importlib.import_module("launch.sample").main(list(arguments))
-
-
-def doctor(arguments: Sequence[str]) -> int:
-    """What this machine has, and what runs on it."""
-    return importlib.import_module("distlab.doctor").main(list(arguments))
+def _of(module: str, function: str = "main") -> Callable[[Sequence[str]], int]:
+    """The command that another module has, which is imported when it is called."""
+    return lambda arguments: getattr(importlib.import_module(module), function)(arguments)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_experiments,
     "run": run,
     "show": show,
-    "runs": runs,
-    "compare": compare,
-    "records": records,
+    "runs": _of("launch.notebook", "runs"),
+    "compare": _of("launch.notebook", "compare"),
+    "records": _of("launch.records"),
     "tables": tables,
-    "train": train,
-    "sample": sample,
-    "doctor": doctor,
+    "train": _of("launch.trainer"),
+    "sample": _of("launch.sample"),
+    "doctor": _of("distlab.doctor"),
 }
 
 if __name__ == "__main__":

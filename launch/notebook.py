@@ -11,6 +11,7 @@ from typing import Any
 
 from distlab.notebook.compare import SavedRun, compared, differences, failures, view_of
 from distlab.notebook.runs import as_text, files_of, listed, write_index
+from distlab.options import Parser
 from distlab.report.record import Record, plain
 from distlab.report.run import OutputFolder
 from distlab.report.view import WIDTH, highlighted, say, write
@@ -47,7 +48,7 @@ def runs(arguments: Sequence[str]) -> int:
 
 def runs_parser() -> argparse.ArgumentParser:
     """The options of `distlab runs`."""
-    parser = argparse.ArgumentParser("distlab runs", description=runs.__doc__)
+    parser = Parser("distlab runs", description=runs.__doc__)
     parser.add_argument(
         "words", nargs="*", metavar="WORD", help="that a line must hold: experiment, machine, commit, …"
     )
@@ -83,7 +84,7 @@ def compare(arguments: Sequence[str]) -> int:
 
 def compare_parser() -> argparse.ArgumentParser:
     """The options of `distlab compare`."""
-    parser = argparse.ArgumentParser("distlab compare", description=compare.__doc__)
+    parser = Parser("distlab compare", description=compare.__doc__)
     parser.add_argument(
         "runs",
         nargs="*",

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distlab.options import Parser
 from distlab.report.provenance import commit
 from distlab.report.record import read_json
 from launch.__main__ import ROOT, load
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    found = argparse.ArgumentParser("distlab records", description=(__doc__ or "").partition("\n")[0])
+    found = Parser("distlab records", description=(__doc__ or "").partition("\n")[0])
     found.add_argument("--machine", required=True, help="of records/manifest.toml, such as h200x2")
     found.add_argument("--only", nargs="+", default=(), metavar="WORD", help="of EXPERIMENT/CASE")
     found.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing that would end later")

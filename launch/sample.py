@@ -1,6 +1,6 @@
 """Let a model that was trained on text (`distlab train --data my.txt`) continue a prompt.
 
-distlab sample outputs/train/my-tiny-bucketed --prompt "Once"
+    distlab sample outputs/train/my-tiny-bucketed --prompt "Once"
 """
 
 import argparse

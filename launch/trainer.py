@@ -1,9 +1,9 @@
 """Train a language model under any strategy; given again, the same command continues the run.
 
-distlab train                                             synthetic tokens, all GPUs or two CPU ranks
-distlab train --data my.txt --size tiny --steps 300       bytes of a text; then: distlab sample FOLDER
-distlab train --name my-run --strategy zero1              a name of its own: any strategy continues it
-torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py --strategy fsdp
+    distlab train                                             synthetic tokens, all GPUs or two CPU ranks
+    distlab train --data my.txt --size tiny --steps 300       bytes of a text; then: distlab sample FOLDER
+    distlab train --name my-run --strategy zero1              a name of its own: any strategy continues it
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py --strategy fsdp
 """
 
 import argparse

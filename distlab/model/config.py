@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from distlab.options import Options, option
+from distlab.options import Options, option, unknown
 from distlab.precision import DTYPES
 
 ATTENTION_CHOICES = ("naive", "sdpa", "flash", "auto")
@@ -232,11 +232,11 @@ def preset(name: str, **overrides: object) -> ModelConfig:
         ValueError: no such preset or no such field (the message lists them), or an override out of range.
     """
     if name not in PRESETS:
-        raise ValueError(f"unknown model size {name!r}; choose one of {', '.join(PRESETS)}")
+        raise ValueError(f"model size {unknown(name, PRESETS)}")
     known = [field.name for field in fields(ModelConfig)]
-    unknown = [key for key in overrides if key not in known]
-    if unknown:
-        raise ValueError(f"unknown model option {unknown[0]!r}; choose among {', '.join(known)}")
+    for key in overrides:
+        if key not in known:
+            raise ValueError(f"model option {unknown(key, known)}")
     return replace(PRESETS[name], **{key: value for key, value in overrides.items() if value is not None})
 
 

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from distlab.comm.subgroups import hybrid_mesh
+from distlab.options import unknown
 from distlab.parallel.base import LocalOptimizer, ParallelModel, stepped
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.bucketed_copy_engine import CopyEngineDDP
@@ -204,5 +205,5 @@ def get_strategy(name: str) -> Strategy:
         ValueError: there is none of that name; the message lists those that exist.
     """
     if name not in STRATEGIES:
-        raise ValueError(f"strategy {name!r} is unknown; allowed: {', '.join(STRATEGIES)}")
+        raise ValueError(f"strategy {unknown(name, STRATEGIES)}")
     return STRATEGIES[name]

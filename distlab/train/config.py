@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.model.config import ModelConfig, ModelOptions
-from distlab.options import SEED, Options, option
+from distlab.options import SEED, Options, did_you_mean, option
 from distlab.parallel import STRATEGIES, check_shard_size
 from distlab.train.schedule import WarmupCosine
 
@@ -76,7 +76,8 @@ class TrainConfig(ModelOptions):
     def __post_init__(self) -> None:
         if self.strategy not in TRAINABLE:
             allowed = (f"{name} (GPUs only)" if STRATEGIES[name].needs_gpu else name for name in TRAINABLE)
-            raise ValueError(f"strategy {self.strategy!r} cannot train; allowed: {', '.join(allowed)}")
+            hint = did_you_mean(self.strategy, TRAINABLE)
+            raise ValueError(f"strategy {self.strategy!r} cannot train{hint}; allowed: {', '.join(allowed)}")
         super().__post_init__()
         check_shard_size(self.shard_size, [self.strategy])
         if not self.beta2 < 1:

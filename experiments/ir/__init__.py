@@ -1,6 +1,6 @@
-"""What does the compiler make of a kernel, from Triton's IR to the GPU's instructions?
+"""What does the compiler make of a kernel, from IR to instructions?
 
-    distlab run ir softmax                          # all kernels of kernels/softmax.py; needs no GPU
+    distlab run ir softmax                          # all of kernels/softmax.py; needs no GPU
     distlab run ir matmul.persistent_kernel         # one kernel
     distlab run ir attention_steps lesson_banks     # the kernels of the lessons
     distlab run ir                                  # every kernel, a minute or two

@@ -1,10 +1,10 @@
-"""How close is each fused kernel to what the hardware allows, and to what one could call instead?
+"""How close is each fused kernel to what the hardware allows?
 
-    distlab run kernel_roofline --name full                    # all rows, some two minutes; again: resumes
-    distlab run kernel_roofline --quick                        # the rows of most interest; on a CPU small sizes
-    distlab run kernel_roofline --preset chains                # chains of operations as one kernel, with their traffic
-    distlab run kernel_roofline --chain bias gelu multiply     # one of your own
-    distlab run kernel_roofline --only rms_norm --tune         # launch parameters of one row kernel
+    distlab run kernel_roofline --quick                     # rows of most interest; small on a CPU
+    distlab run kernel_roofline --name full                 # all rows, two minutes; again: resumes
+    distlab run kernel_roofline --preset chains             # chains of operations as one kernel
+    distlab run kernel_roofline --chain bias gelu multiply  # one of your own
+    distlab run kernel_roofline --only rms_norm --tune      # launch parameters of one row kernel
 
 Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's own, compile: the
 naive form through torch.compile, template: of matmuls, the best of Inductor's Triton templates with cuBLAS left out,

@@ -1,10 +1,10 @@
-"""How long do the parts of a training step take, how much memory, and where does either go?
+"""What time and memory does each part of a training step take?
 
     distlab run model_benchmark --size small --batch 4 --context 128 --warmup 0 1 2 5
-    distlab run model_benchmark --size medium --dtype fp32 bf16 --attention naive sdpa flash --ops torch triton
+    distlab run model_benchmark --size medium --dtype fp32 bf16 --attention naive sdpa flash
     distlab run model_benchmark --quick --profile --memory-snapshot --saved
-    distlab run model_benchmark --preset profile               # parts and kinds of work over contexts of 256 to 4,096
-    distlab run model_benchmark --preset memory                # memory over contexts, in fp32 and bf16
+    distlab run model_benchmark --preset profile     # kinds of work, contexts of 256 to 4,096
+    distlab run model_benchmark --preset memory      # memory over contexts, in fp32 and bf16
 
 Times forward without gradients, forward, forward and backward, and the full step for every combination of the given
 sizes, contexts, batches, dtypes, implementations and strategies; each row is checked against the plainest model of the

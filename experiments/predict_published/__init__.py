@@ -1,7 +1,7 @@
-"""Does theory predict runs that others have published? Step time and memory, beside what they report.
+"""Does theory predict the runs that others have published?
 
     distlab run predict_published
-    distlab run predict_published --case my_run.json
+    distlab run predict_published --case docs/learn/case_example.json
 
 Each row says where the figure comes from, what is known and what was assumed. No constant is fitted to a published
 figure: constants come from this lab's one-host records and from datasheets. A case file is described in

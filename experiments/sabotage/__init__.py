@@ -1,4 +1,4 @@
-"""What does a mistake look like, and which check would have caught it?
+"""What does a mistake look like, and which check catches it?
 
     distlab run sabotage            # two CPU ranks, about a minute
     distlab run sabotage --quick    # shorter curves

@@ -124,7 +124,7 @@ def test_what_fails_beside_the_measurement_is_said():
     [
         (["--scale", "2"], "scale='2': give a fraction above 0 and at most 1, such as 1/8"),
         (["--scale", "a/b"], "scale='a/b': give a fraction"),
-        (["--rows", "fsdp3"], "'fsdp3' is unknown; allowed: fsdp, fsdp blocks"),
+        (["--rows", "fsdp3"], "'fsdp3' is unknown (did you mean fsdp?); allowed: fsdp, fsdp blocks"),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_one_line(options, line, capsys):

@@ -153,7 +153,7 @@ def test_plan_of_what_does_not_fit(tmp_path):
         ({"device": "h100:x"}, "give a name and a number"),
         ({"batch": 4}, "leaves some of 8 devices without one.*--batch 8"),
         ({"batch": 21}, "8 devices do not divide a batch of 21; the nearest is --batch 24"),
-        ({"model": "huge"}, "unknown model size 'huge'"),
+        ({"model": "huge"}, "model size 'huge' is unknown"),
         ({"strategies": ("magic",)}, "magic.*is unknown.*fsdp"),
         ({"tokens": 0}, "tokens=0"),
     ],

@@ -1,13 +1,21 @@
 """Every experiment of the registry: runs in its smallest form, is listed, and is drawn anew from what it saved."""
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 
+from distlab import __version__
 from distlab.experiment import Experiment
 from distlab.report import read_json
-from launch.__main__ import GONE, experiments, load, main
+from launch.__main__ import experiments, load, main
+from launch.help import GROUPS
+from tests.commands import ROOT
 from tests.experiments.frame import measured
+from tests.pages import Command
+from tests.test_pages import check
 
 IN_WORDS = ("calculator",)  # answers on one line, without rows
 
@@ -39,10 +47,40 @@ def test_an_experiment_runs_in_small_and_its_rows_are_drawn_again(name, tmp_path
 
 def test_the_list_has_every_experiment_with_its_question_and_imports_nothing(capsys):
     assert main(["list"]) == 0
-    text = capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100
     for name in registered():
-        question = load(name).EXPERIMENT.view.question
-        assert name in text and question.split()[0] in text and max(map(len, text.splitlines())) <= 100
+        experiment = load(name).EXPERIMENT
+        needs = "GPU" if experiment.gpus else "ranks" if experiment.ranks == "many" else ""
+        assert f"  {name:<24} {needs:<5}  {experiment.view.question}" in lines
+    assert sorted(" ".join(GROUPS.values()).split()) == list(experiments())
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_the_short_help_names_options_that_there_are_and_commands_that_run(name, capsys):
+    assert main(["run", name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 45 and max(map(len, text.splitlines())) <= 100
+    examples = re.findall(r"^    .*?(distlab run .*?)(?: {2}.*)?$", text, re.MULTILINE)
+    for example in examples:
+        check(Command(name, example))
+    assert len(examples) > 2  # with that of --help all
+    if name in registered():
+        own = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
+        assert own and set(own) <= set(load(name).EXPERIMENT.parser()._option_string_actions)
+
+
+def test_list_and_help_take_no_torch_and_end_quietly_where_nobody_reads():
+    code = "import sys; from launch.__main__ import console; sys.argv[1:] = {}; console()"
+    for arguments in (["list"], ["run", "plan", "--help"]):
+        command = f'{sys.executable} -X importtime -c "{code.format(arguments)}" | true; exit ${{PIPESTATUS[0]}}'
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and " torch" not in done.stderr and "Error" not in done.stderr
+
+
+def test_the_version_is_said(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"distlab {__version__}")
 
 
 def test_every_experiment_is_registered():
@@ -62,9 +100,6 @@ def test_a_run_of_a_name_is_resumed_or_refused(tmp_path, capsys):
 
 def test_an_unknown_experiment_or_command_is_named(capsys):
     assert main(["run", "plam"]) == 2
-    assert "'plam' is unknown; there are " in capsys.readouterr().err
-    for name in GONE:
-        assert main(["run", name, "--quick"]) == 2 and name not in experiments()
-        assert f"experiment {name!r} is gone: {GONE[name]}" in capsys.readouterr().err
+    assert "'plam' is unknown (did you mean plan?); `distlab list`" in capsys.readouterr().err
     assert main(["rum"]) == 2
-    assert "'rum' is unknown; allowed: list, run" in capsys.readouterr().err
+    assert "'rum' is unknown (did you mean run?); allowed: list, run" in capsys.readouterr().err
