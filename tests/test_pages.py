@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from distlab.options import given
-from distlab.report.docs_tables import code_of, definition, embed, redrawn, table_of
+from distlab.report.docs_tables import code_of, definition, embed, pictures_of, records_of, redrawn, table_of
 from launch import notebook, sample, trainer
 from launch.__main__ import COMMANDS, experiments, load, view_of
 from tests.commands import ROOT
@@ -22,6 +22,9 @@ FILLED_IN = {r"local,<name>,": "local,naive,", r"run NAME": "run ddp_bench", r" 
 def test_tables_and_code_are_drawn_from_records_and_source(page):
     text = page.read_text(encoding="utf-8")
     assert redrawn(text, view_of, ROOT) == text, "run make tables"
+    assert text.count("<!-- picture") == len(pictures_of(text))
+    for source, name, _ in pictures_of(text):
+        assert name in view_of(records_of(source, ROOT)[0].experiment).pictures
 
 
 def test_rows_with_commas_in_their_names_and_values_of_what_was_varied_can_be_chosen():

@@ -1,6 +1,6 @@
-"""Tables and code inside Markdown pages, made from committed records and from the source, so that pages stay correct.
+"""Tables, pictures and code of Markdown pages, made from committed records and the source, so that pages stay correct.
 
-A page holds a pair of markers, and what lies between them is made:
+A page holds a pair of markers, and what lies between them is made; of a picture, the file that it names:
 
     <!-- table records/ddp_bench/cpu-tiny.json -->
     …
@@ -9,6 +9,9 @@ A page holds a pair of markers, and what lies between them is made:
     <!-- code distlab/parallel/naive.py NaiveDDP._synchronize -->
     …
     <!-- end code -->
+
+    <!-- picture records/ddp_bench/cpu-tiny.json#local,naive step_time.png -->
+    ![A step of each](docs/images/step_time_cpu.png)
 """
 
 import ast
@@ -18,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from distlab.report.record import read_json
+from distlab.report.record import Record, read_json
 from distlab.report.view import View
 
 
@@ -38,21 +41,26 @@ def redraw_pages(pages: Sequence[Path], view_of: Callable[[str], View], root: Pa
             print(f"{page.relative_to(root)}: {'out of date; run make tables' if check else 'redrawn'}")
             if not check:
                 page.write_text(new, encoding="utf-8")
+        for source, name, target in [] if check else pictures_of(new):
+            records = records_of(source, root)
+            view_of(records[0].experiment).pictures[name](records, page.parent / target)
     return int(check and stale)
 
 
-def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
-    """Headline and table of a file of records, in Markdown.
+def pictures_of(page: str) -> list[tuple[str, str, str]]:
+    """(records, name in the experiment's view, path from the page) of each picture that is drawn from records."""
+    return re.findall(r"<!-- picture (.+) (\S+) -->\n!\[[^\]]*\]\(([^)]+)\)", page)
 
-    Or of some of its variants, and of some columns by the last part of their keys: `records/….json#naive,flat@comm_ms`.
+
+def records_of(source: str, root: Path) -> list[Record]:
+    """The rows of a file of records, or those of some variants: `records/….json#naive,flat`.
+
     Variants with commas in their names are divided by semicolons: `#one by one;fused, ours`. After them some values of
     what was varied can be named, too: `#ours?size=64,4096`.
 
     Raises:
-        ValueError: records of uncommitted code, a variant or a value that the file lacks, or an experiment without a
-            view.
+        ValueError: records of uncommitted code, or a variant or a value that the file lacks.
     """
-    source, _, only = source.partition("@")
     source, _, of = source.partition("?")
     source, _, rows = source.partition("#")
     records = read_json(root / source)
@@ -72,6 +80,19 @@ def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
         records = [record for record in records if str(record.config.get(key)) in values.split(",")]
         if {str(record.config[key]) for record in records} != set(values.split(",")):
             raise ValueError(f"{source}: not all of {values} are values of {key} there")
+    return records
+
+
+def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
+    """Headline and table of a file of records, in Markdown; of `records_of`'s rows, and of all columns or, by the last
+    part of their keys, of some: `records/….json#naive,flat@comm_ms`.
+
+    Raises:
+        ValueError: as `records_of`, or an experiment without a view.
+    """
+    source, _, only = source.partition("@")
+    records = records_of(source, root)
+    source = source.partition("?")[0].partition("#")[0]
     view = view_of(records[0].experiment)
     commits = dict.fromkeys((record.commit or "unknown")[:12] for record in records)
     note = f"{view.headline_of(records)} (commit{'s' * (len(commits) > 1)} {', '.join(commits)}, `{source}`)"
