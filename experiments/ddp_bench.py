@@ -62,7 +62,6 @@ from distlab.report import (
     is_number,
     noise_by_row,
     noise_of,
-    read_json,
     stacked_bars,
     timeline,
     waiting,
@@ -81,7 +80,6 @@ CAUSES = {
     "copies": "overhead_copies_ms",
     "idle": "overhead_idle_ms",
 }
-SWEEPS = Path(__file__).parents[1] / "records" / "bucket_sweep"
 
 
 @dataclass(frozen=True)
@@ -93,17 +91,15 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
     )
     bucket_sizes_mb: tuple[Any, ...] = option(
         (4.0,),
-        "MiB per bucket, one or several (a row each); none for unbounded, auto for a bucket sweep's best",
+        "MiB per bucket, one or several (a row each); none for unbounded",
         above=0,
-        words={"none": None, "auto": "auto"},
+        words={"none": None},
         kind=float,
         flag="--bucket-size-mb",
     )
-    bucket_sweep: tuple[str, ...] = option((), "records of bucket_sweep for auto [records/bucket_sweep/*.json]")
     shard_size: int | None = option(
         None, "ranks that share one model, for hsdp, torch-hsdp and bucketed-two-level [those of a host]", least=1
     )
-    in_turn: bool = option(False, "attach all variants at once, one step each in turn; takes the memory of all")
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
     profile_steps: int = option(1, "steps per trace, of which the median is shown; 0 for none", least=0)
 
@@ -112,28 +108,18 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
         check_shard_size(self.shard_size, self.strategies)
         if self.steps * self.rounds < MIN_PAIRS:
             raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
-        if "auto" in self.bucket_sizes_mb and len(self.bucket_sizes_mb) > 1:
-            raise ValueError("--bucket-size-mb auto stands alone, or give sizes in MiB")
 
 
 def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     """Measure every variant; each rank writes its traces into the run's folder.
 
     Raises:
-        MemoryError: the model with this batch fits under no strategy, or, in turn, not under all of them together.
-        ValueError: a strategy that needs a GPU, without one, or no sweep of bucket sizes for `auto`.
+        MemoryError: the model with this batch fits under no strategy.
+        ValueError: a strategy that needs a GPU, without one.
     """
     if context.world_size == 1:
         run.notice("one rank: nothing is communicated. For more: --nproc 2")
-    sizes = config.bucket_sizes_mb
-    if sizes == ("auto",):
-        swept = config.bucket_sweep or sorted(map(str, SWEEPS.glob("*.json")))
-        asked = {"size": config.size, "num_parameters": config.model().num_parameters, "batch": config.batch}
-        known = [record for path in swept for record in read_json(path)]
-        sizes = (best_bucket_size(known, device_name=run.header.environment["device_name"],
-                                  world_size=context.world_size, **asked),)  # fmt: skip
-        run.notice(f"bucket size by the sweep: {sizes[0] or 'unbounded'}")
-    rows = variants(config.strategies, sizes, config.shard_size)
+    rows = variants(config.strategies, config.bucket_sizes_mb, config.shard_size)
     bench = config.workbench(context, rows, some=True)
     facts = config.facts(context)
     refused = config.refusals(context, rows)
@@ -177,10 +163,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
 
     begin, lengths = time.monotonic(), {"warmup": config.warmup, "progress": run.progress, "inspect": count}
     try:
-        if config.in_turn:
-            note(bench.time_in_turn(rows, steps=config.rounds * config.steps, **lengths))
-        else:
-            bench.time_rounds(rows, rounds=config.rounds, steps=config.steps, ended=note, **lengths)
+        bench.time_rounds(rows, rounds=config.rounds, steps=config.steps, ended=note, **lengths)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -242,35 +225,6 @@ def explain_rows(
     if context.is_main and drawn:
         title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
         timeline(run.path / "timeline.png", drawn, title=title)
-
-
-def best_bucket_size(
-    records: Sequence[Record], *, device_name: str, world_size: int, size: str, num_parameters: int, batch: int
-) -> float | None:
-    """The measured best bucket size in MiB (None: unbounded) for a model on a machine, for `--bucket-size-mb auto`.
-
-    Where this batch was not swept the nearest counts; another device, model or number of ranks never does.
-
-    Raises:
-        ValueError: nothing of the kind was swept; the message says what to run.
-    """
-    fitting = [
-        r
-        for r in records
-        if r.experiment == "bucket_sweep"
-        and r.config.get("strategy") == "bucketed"
-        and isinstance(r.metrics.get("step_p50_ms"), float)
-        and (r.environment["device_name"], r.config["world_size"], r.config["size"], r.config["num_parameters"])
-        == (device_name, world_size, size, num_parameters)
-    ]
-    if not fitting:
-        raise ValueError(
-            f"no bucket sweep of {size} on {world_size} × {device_name} is on record: run `distlab run bucket_sweep "
-            f"--size {size} --nproc {world_size}` here and name its records with --bucket-sweep, or give a size in MiB"
-        )
-    nearest = min({r.config["batch"] for r in fitting}, key=lambda known: (abs(known - batch), known))
-    best = min((r for r in fitting if r.config["batch"] == nearest), key=lambda r: r.metrics["step_p50_ms"])
-    return best.config["bucket_size_mb"]
 
 
 def _rates(config: DDPBenchConfig, context: RankContext, step_ms: float) -> dict[str, float | None]:

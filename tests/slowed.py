@@ -43,9 +43,9 @@ def measure(context: RankContext, out: str, name: str, sleep_s: float) -> None:
         **EXPERIMENT.preset("smoke", on_gpu=False)
         | {
             "strategies": ROWS,
-            "in_turn": True,
-            "warmup": 10,
-            "steps": 300,
+            "rounds": 30,
+            "warmup": 3,
+            "steps": 10,
             "check_steps": 0,
             "profile_steps": 0,
         }

@@ -21,9 +21,9 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "examples": 4,  # strategies.py: six strategies in one file
     "experiments": 101,
     "kernels": 61,
-    "launch": 6,
-    "source": 312,  # the same
-    "tests": 260,
+    "launch": 7,  # groups, short help and hints for misspelt words
+    "source": 313,  # the two above
+    "tests": 261,
 }
 
 

@@ -459,39 +459,6 @@ class Workbench:
         interleave(calls, rounds, order=rotated, progress=progress, ended=lambda: ended(timings))
         return timings
 
-    def time_in_turn(
-        self,
-        rows: Sequence[Variant],
-        *,
-        warmup: int,
-        steps: int,
-        progress: Callable[[str], None] = lambda text: None,
-        inspect: Inspect = lambda variant, attached: None,
-    ) -> dict[str, Timing]:
-        """Keep all variants attached at once and interleave them step by step: the finest interleaving.
-
-        Clock drift then affects variants that are only one step apart almost equally. Needs the memory of all of them
-        together, so it suits small models; `peak_alloc_bytes` is not any one's and stays None.
-        """
-        timings = {variant.name: Timing() for variant in rows}
-        with ExitStack() as stack:
-            timers = {variant.name: PhaseTimer(self.context.device) for variant in rows}
-            attached = {variant.name: stack.enter_context(self.attached(variant)) for variant in rows}
-            for number in range(warmup + steps):
-                progress(f"step {number + 1}/{warmup + steps} of each variant, interleaved")
-                if number == warmup:
-                    for timer in timers.values():
-                        timer.clear()
-                for name, step in attached.items():
-                    dist.barrier(self.context.group)
-                    timers[name].start()
-                    step("step", timers[name].mark)
-            for name, timer in timers.items():
-                self._add_samples(timings[name], timer.steps())
-            for variant in rows:
-                inspect(variant, attached[variant.name])
-        return timings
-
     def _time_block(
         self,
         variant: Variant,

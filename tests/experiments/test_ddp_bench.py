@@ -197,17 +197,6 @@ def test_what_was_measured_stays_and_what_is_missing_is_said(fault, tmp_path):
     assert ('"experiment":' in said) == (code == 0)
 
 
-def steps_in_turn(context: RankContext) -> dict[str, int]:
-    bench = Workbench(context, SMOKE)
-    rows = variants(["local", "bucketed", "torch-ddp"], [1.0])
-    timings = bench.time_in_turn(rows, warmup=1, steps=3)
-    return {name: len(timing.phases["step"]) for name, timing in timings.items()}
-
-
-def test_variants_can_step_in_turn():
-    assert run_ranks(steps_in_turn, 2) == [{"local": 3, "bucketed": 3, "torch-ddp": 3}] * 2
-
-
 def said(variant, **metrics):
     records = [Record("ddp_bench", variant, {}, {"step_p50_ms": 20.0} | metrics, {}, None)]
     return ddp_bench.what_communication_costs(records) + ddp_bench.against_the_peer(records)

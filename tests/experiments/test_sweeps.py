@@ -17,7 +17,6 @@ from distlab.theory.collective_time import CollectiveFit
 from experiments import allreduce_sweep, bucket_sweep, scaling_measured
 from experiments.allreduce_sweep import SweepConfig
 from experiments.bucket_sweep import BucketSweepConfig, optimum
-from experiments.ddp_bench import best_bucket_size
 from experiments.scaling_measured import MeasureConfig, Regime
 from tests.experiments.frame import on_rank, refused
 
@@ -96,13 +95,6 @@ def test_bucket_sizes_are_predicted_measured_and_chosen(tmp_path):
     best = min(names[:2], key=lambda name: by_name[name].metrics["step_p50_ms"])
     found = by_name["optimum"].metrics
     assert found["best_bucket_mb"] == best.removeprefix("bucketed-") and found["regret_pct"] >= 0
-
-    here = {"device_name": records[0].environment["device_name"], "world_size": 2, "size": "tiny", "batch": 1}
-    here["num_parameters"] = records[0].config["num_parameters"]
-    assert best_bucket_size(records, **here) == by_name[best].config["bucket_size_mb"]
-    for change in ({"world_size": 4}, {"size": "xl"}, {"num_parameters": 7}, {"device_name": "another"}):
-        with pytest.raises(ValueError, match=r"no bucket sweep of .* run `distlab run bucket_sweep"):
-            best_bucket_size(records, **here | change)
 
 
 def test_gradients_that_are_written_in_place_are_not_packed():
