@@ -46,6 +46,8 @@ COLOURS = {
     "communication": OKABE_ITO["sky"],
     "exposed": OKABE_ITO["vermillion"],
     "exposed communication": OKABE_ITO["vermillion"],
+    "overhead": OKABE_ITO["vermillion"],
+    "overhead of communication": OKABE_ITO["vermillion"],
     "optimizer": OKABE_ITO["orange"],
     "copies": OKABE_ITO["purple"],
     "forward": OKABE_ITO["sky"],
