@@ -23,7 +23,7 @@ MISTAKES = {
         (["--timeout", "inf"], "--timeout: inf: give a finite number above 0"),
         (["--nproc", "0"], "--nproc: 0: give a whole number of at least 1"),
         (["--nproc", "1000000", "--backend", "gloo"], "--nproc 1000000: a rank's process takes 0.3 GiB"),
-        (["--bucket-size-mb", "inf"], "--bucket-size-mb: inf: give a finite number above 0, or none, or auto"),
+        (["--bucket-size-mb", "inf"], "--bucket-size-mb: inf: give a finite number above 0, or none"),
         (["--seed", str(10**26)], "--seed: 100000000000000000000000000: give a whole number"),
         (["--warmup", "1e20"], f"--warmup: '1e20': {LIMITS.format(1)}"),
         (["--warmup", str(10**20)], f"--warmup: 100000000000000000000: {LIMITS.format(1)}"),
