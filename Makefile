@@ -1,10 +1,11 @@
 # make bench   install and run the main job: every data-parallel strategy beside torch's
 # make test    install, lint, run all tests (gloo ranks and interpreted Triton; GPU tests skip without a GPU)
+# make quick   lint, and the tests nearest to what was changed: within a minute
 # make tables  redraw the tables of README.md and docs/ from records/
 # make nightly hours: 2,000 random models, all mutations, kills, the commands of the pages, the site (-k: go on after one)
 # make docs    the documentation site, in site/ (mkdocs: an optional extra)
 # make size    code tokens of each package
-.PHONY: docs tables size install bench test test-gpu test-commands lint clean nightly fuzz mutations kills
+.PHONY: docs tables size install bench test quick test-gpu test-commands lint clean nightly fuzz mutations kills
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +26,10 @@ lint: install
 	$(BIN)/ruff check .
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m "not commands" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 --costs tests/costs.json -m "not commands" $(ARGS)
+
+quick: install
+	$(BIN)/python -m tests.quick $(ARGS)
 
 test-commands: install
 	$(BIN)/python -m pytest -m commands $(ARGS)

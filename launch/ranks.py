@@ -1,10 +1,13 @@
 """Starting the ranks of a command, and saying which of them failed and how."""
 
 import argparse
+import importlib
 import logging
 import os
 import signal
 import sys
+import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
 
 from distlab.comm import RankContext, RankEnvironment
 from distlab.comm.context import choose_device
@@ -50,7 +54,8 @@ def start_ranks(arguments: Sequence[str], ranks: int, backend: str | None, max_r
             f"{free / 2**30:.1f} GiB are free; start at most {max(2, free // RANK_BYTES)} here"
         )
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, and torchrun need not warn of it
-    options = ["--standalone", f"--nproc_per_node={ranks}", f"--max_restarts={max_restarts}"]
+    options = [f"--nproc_per_node={ranks}", f"--max_restarts={max_restarts}", "--start-method=fork"]
+    options += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
     heard = [number.name for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays nohup
     options += ["--signals-to-handle", ",".join(heard)]
     if "LOGLEVEL" not in os.environ:  # what its agent logs of signals and exit codes is said below and by ranks
@@ -59,7 +64,14 @@ def start_ranks(arguments: Sequence[str], ranks: int, backend: str | None, max_r
     hand_signals_over()
     try:
         # As a file: of `-m launch` Python would take a launch.py in the user's folder for ours.
-        torchrun.run(torchrun.parse_args([*options, str(COMMAND), *_without_own(arguments)]))
+        config, command, its = torchrun.config_from_args(
+            torchrun.parse_args([*options, str(COMMAND), *_without_own(arguments)])
+        )
+        if torch.cuda.is_available():  # whose runtime does not survive a fork
+            elastic_launch(config, command)(*its)
+        else:
+            importlib.import_module("torch._dynamo")  # which a process's first optimizer imports
+            elastic_launch(config, _forked)(_without_own(arguments))
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except ChildFailedError as error:
@@ -87,6 +99,19 @@ def run_on_ranks(
         gpus = torch.cuda.device_count() if options.backend != "gloo" else 0
         return start_ranks(arguments, options.nproc or ranks or gpus or 2, options.backend, options.max_restarts)
     return run_rank(work, backend=options.backend, timeout_s=options.timeout, name=name)
+
+
+def _forked(arguments: Sequence[str]) -> None:
+    """Be a rank of `distlab ARGUMENTS` in a fork of the agent's process, which has imported torch for all."""
+    from launch.__main__ import main
+
+    try:
+        code = main(arguments)
+    except Exception:
+        traceback.print_exc()  # else it is for the agent's log alone
+        code = 1
+    if code:
+        sys.exit(code)
 
 
 def _how_it_ended(code: int) -> str:

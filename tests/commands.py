@@ -1,13 +1,18 @@
 """Run a command of this repository as a user would, from the checkout."""
 
 import contextlib
+import multiprocessing
 import os
 import pty
+import runpy
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
+
+from distlab.testing import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,12 +27,46 @@ def environment() -> dict[str, str]:
 def python(
     *arguments: str | os.PathLike, timeout: float = 120, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """`python arguments…`, in the repository's root, which is importable; raises if it outlasts `timeout` seconds."""
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd,
-        env=environment() | {"PYTHONPATH": str(cwd)},
-    )
+    """`python arguments…`, in the repository's root, which is importable; raises if it outlasts `timeout` seconds.
+
+    There it is forked from what forks the ranks of tests, which has imported torch; elsewhere, or of code (`-c`), it is
+    a new interpreter.
+    """
+    command = [*map(str, arguments)]
+    variables = environment() | {"PYTHONPATH": str(cwd)}
+    if cwd != ROOT or command[0] == "-c":
+        return subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd,
+            env=variables,
+        )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, "stdout"), Path(folder, "stderr")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        process = context.Process(target=be_python, args=(command, variables, *files))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(command, timeout, *(file.read_bytes() for file in files))
+        return subprocess.CompletedProcess(command, process.exitcode, *(file.read_text() for file in files))
+
+
+def be_python(command: Sequence[str], variables: dict[str, str], stdout: Path, stderr: Path) -> None:
+    """Be `python COMMAND…` with these variables and files for its output."""
+    for number, file in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(ROOT)
+    multiprocessing.set_start_method(None, force=True)  # a script's default
+    module = command[0] == "-m"
+    sys.argv = [*command[module:]]
+    sys.path[0] = str(ROOT)
+    if module:
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def torchrun(*arguments: str | os.PathLike, timeout: float = 120) -> subprocess.CompletedProcess[str]:

@@ -1,11 +1,14 @@
 """Shared set-up: one thread per process, markers that skip with a reason, hypothesis without a clock."""
 
 import contextlib
+import json
 import os
 import resource
 import signal
 import sys
+from collections import defaultdict
 from multiprocessing import forkserver
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # rank processes import the same modules again and again
@@ -40,19 +43,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kill-points", type=int, default=5, help="random points at which a writing checkpoint is killed [5]"
     )
+    parser.addoption("--costs", type=Path, help="file that is told what each test function took, for `make quick`")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs more GPUs than there are; the last line counts them."""
     gpus = torch.cuda.device_count()
-    for item in items:
-        if "multigpu" in item.keywords and gpus < 2:
-            item.add_marker(pytest.mark.skip(reason=f"needs 2 GPUs, this machine has {gpus}"))
-        elif "gpu" in item.keywords and gpus < 1:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU, this machine has none"))
+
+    def needs(item: pytest.Item) -> int:
+        return 2 if "multigpu" in item.keywords else 1 if "gpu" in item.keywords else 0
+
+    config.hook.pytest_deselected(items=[item for item in items if needs(item) > gpus])
+    items[:] = [item for item in items if needs(item) <= gpus]
 
 
 # -- the last line: what the tests and all processes that they started have cost -------------------------------
 
+TOOK_S: dict[str, float] = defaultdict(float)  # by test function, all its cases
 CPU_S_OF_WORKERS: list[float] = []  # of the processes that tests started on each of xdist's workers
 
 
@@ -61,7 +68,21 @@ def cpu_seconds(who: int) -> float:
     return used.ru_utime + used.ru_stime
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    TOOK_S[report.nodeid.partition("[")[0]] += report.duration
+
+
+def renewed(costs: dict[str, float], took_s: dict[str, float]) -> dict[str, float]:
+    """What test functions take now; a figure that was right within a half, or a quarter of a second, stays."""
+    stays = {name: costs.get(name, 0.0) for name in took_s}
+    changed = {name: round(s, 1) for name, s in took_s.items() if abs(s - stays[name]) > max(0.25, s / 2)}
+    return {name: s for name, s in sorted((stays | changed).items()) if s}
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (costs := session.config.getoption("--costs")) and not hasattr(session.config, "workeroutput"):
+        before = json.loads(costs.read_text(encoding="utf-8")) if costs.exists() else {}
+        costs.write_text(json.dumps(renewed(before, TOOK_S), indent=0) + "\n", encoding="utf-8")
     shut_down()
     forkserver._forkserver._stop()  # a process counts when it has ended: the ranks' times are the fork server's
     if hasattr(session.config, "workeroutput"):

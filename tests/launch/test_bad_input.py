@@ -84,7 +84,7 @@ def alone(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ranks.torchrun, "run", no_ranks)
+    monkeypatch.setattr(ranks, "elastic_launch", no_ranks)
     (tmp_path / "bare.json").write_text(json.dumps({"format": "distlab-records-1", "records": [BARE]}))
 
 
