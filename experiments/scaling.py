@@ -5,8 +5,8 @@
 
 Weak scaling keeps the batch per rank, strong scaling the batch of all ranks. Lines are predictions (compute and
 communication in closed form); dots are records of ddp_bench for the same model, context, dtype and
-device, with p20 to p80 as error bars. To add points, record them with ddp_bench and name the files here.
-`distlab run scaling_measured` measures 1, 2, 4, … of this host's ranks in one launch.
+device, with p20 to p80 as error bars. To add points, run `distlab run ddp_bench --nproc N` for several N and name the
+files here.
 """
 
 from collections.abc import Sequence

@@ -11,8 +11,7 @@
   with the share of loads that the L2 should serve.
 - shipped matmul: other tiles forced upon the shipped matmul; the first row is what ships.
 
-The launch parameters of row kernels are tried by `distlab run kernel_roofline --tune`, those of the shipped attention
-by `python -m kernels.flash_attention.tune`.
+The launch parameters of the shipped attention are tried by `python -m kernels.flash_attention.tune`.
 """
 
 import itertools

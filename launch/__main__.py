@@ -184,11 +184,9 @@ def show(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
     parser.add_argument("--table", choices=("text", "markdown", "latex"), help="print the table alone, so")
-    parser.add_argument("--cite", action="store_true", help="print an entry for BibTeX alone")
     args = parser.parse_args(arguments)
 
     from distlab.report import OutputFolder, read_json, reading
-    from distlab.report.page import citation
     from distlab.report.view import check_records, say, write
 
     records = [record for source in args.files for record in read_json(source)]
@@ -198,8 +196,8 @@ def show(arguments: Sequence[str]) -> int:
     check_records(view, records)
     with reading(args.files):  # before there is a folder
         view.headline_of(records), view.table(records)
-        if args.table or args.cite:
-            print(view.table(records, args.table) if args.table else citation(records))
+        if args.table:
+            print(view.table(records, args.table))
             return 0
     folder = OutputFolder(args.out, view.name)
     beside = Path(args.files[0]).parent

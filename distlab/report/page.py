@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.report.noise import noise_of
-from distlab.report.predictions import ACCURACY, COMPARED, accuracy, compared
 from distlab.report.record import Record
 from distlab.report.table import STYLES, Column, by_machine, is_number, render
 
 if TYPE_CHECKING:
     from distlab.report.view import View
-
-MOST_FIGURES = 500  # rows of the table that has every prediction; beyond that the summary stands alone
 
 
 def page(
@@ -37,7 +34,6 @@ def page(
         pictures: caption and file (`.png`) of each.
         findings: sentences that follow from these records.
     """
-    figures = compared(records)
     return rendered(
         "page.html.j2", title=view.name, view=view, headline=view.headline_of(records), findings=findings,
         noises=_noises(records),
@@ -47,8 +43,6 @@ def page(
             | {"title": title} for title, group, columns in view.tables(records)
         ],
         pictures=[(caption, base64.b64encode(path.read_bytes()).decode()) for caption, path in pictures],
-        accuracy=_table(accuracy(figures), ACCURACY),
-        compared=_table(figures if len(figures) <= MOST_FIGURES else (), COMPARED),
     )  # fmt: skip
 
 
@@ -92,21 +86,7 @@ def _setup(machine: str, records: Sequence[Record]) -> dict[str, Any]:
         for key, value in config.items()
         if all(key in record.config and record.config[key] == value for record in records)
     }
-    return {"facts": facts, "command": "\n".join(commands) or "the command was not recorded", "options": options,
-            "citation": citation(records)}
-
-
-def citation(records: Sequence[Record]) -> str:
-    """A BibTeX entry for these rows: the lab at that commit, the experiment, and what it ran on."""
-    first = records[0]
-    commit, machine = str(first.commit or "unknown"), first.environment.get("device_name") or "unknown device"
-    year = str(first.environment.get("date") or "")[:4]
-    return (
-        f"@misc{{distlab-{first.experiment}-{commit[:8]},\n  author = {{{{The distlab developers}}}},\n"
-        f"  title  = {{distlab: {first.experiment.replace('_', chr(92) + '_')} on {machine}}},\n"
-        + (f"  year   = {{{year}}},\n" if year else "")
-        + f"  note   = {{commit {commit}, torch {first.environment.get('torch') or 'unknown'}}},\n}}"
-    )
+    return {"facts": facts, "command": "\n".join(commands) or "the command was not recorded", "options": options}
 
 
 def _noises(records: Sequence[Record]) -> list[str]:

@@ -4,7 +4,6 @@
     distlab run kernel_roofline --name full                 # all rows, two minutes; again: resumes
     distlab run kernel_roofline --preset chains             # chains of operations as one kernel
     distlab run kernel_roofline --chain bias gelu multiply  # one of your own
-    distlab run kernel_roofline --only rms_norm --tune      # launch parameters of one row kernel
 
 Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's own, compile: the
 naive form through torch.compile, template: of matmuls, the best of Inductor's Triton templates with cuBLAS left out,
@@ -21,7 +20,7 @@ an account of its traffic.
 
 Rows bound by arithmetic run at a clock that the GPU's power sets: their variants are interleaved, in rounds.
 
-The rows are in `cases`, clocks and ceilings in `timing`, the prediction in `prediction`, `--tune` in `tuning`.
+The rows are in `cases`, clocks and ceilings in `timing`, the prediction in `prediction`.
 """
 
 import dataclasses
@@ -68,7 +67,6 @@ from .timing import (
     spills,
     summary,
 )
-from .tuning import TUNED, tune
 
 # Inductor's matmuls by its own Triton templates, the best of those it tries; without this it takes cuBLAS's.
 TEMPLATES = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON",
@@ -86,7 +84,6 @@ class Config(Options):
     repeat_ms: int = option(60, "ms of device time per number", least=1)
     rounds: int = option(8, "of interleaved rows; even: as many forwards as in reverse", least=1)
     small: bool = option(False, "small sizes, in fp32")
-    tune: bool = option(False, "time launch parameters of the operations of --only instead")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,9 +92,6 @@ class Config(Options):
         names = {case.name for case in table.cases(True) + list(map(chain_case, CHAINS))} if self.only else set()
         if unknown := set(self.only) - names:
             raise ValueError(f"--only {', '.join(sorted(unknown))}: choose among {', '.join(sorted(names))}")
-        if self.tune and (self.small or not self.only or set(self.only) - set(TUNED)):
-            raise ValueError(f"--tune: name operations of full size with --only, of {', '.join(TUNED)}; for "
-                             "tiles of matmuls: distlab run tuning")
 
 
 CALL_ROUNDS = 7  # of calls in a loop
@@ -112,15 +106,9 @@ PRESETS = {
 
 
 def measure(config: Config, context: RankContext, run: Run) -> None:
-    """A row per operation, direction and variant, those of one operation and direction together; then ours beside all.
-
-    With `tune` a row per launch parameters.
-    """
+    """A row per operation, direction and variant, those of one operation together; then ours beside all."""
     device = context.device.type
     chosen = [case for case in table.cases(config.small) if not config.only or case.name in config.only]
-    if config.tune:
-        tune(chosen, device, config.repeat_ms, run)
-        return
     limits = ceilings(device, config.repeat_ms)
     named = [chain for chain in CHAINS if not config.only or "+".join(chain) in config.only]
     chosen = [] if config.chain else chosen

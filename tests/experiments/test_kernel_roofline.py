@@ -11,7 +11,6 @@ from distlab.experiment import lone_context
 from distlab.measure import clock
 from distlab.measure.memory_traffic import KINDS, kind_of
 from distlab.report import Record, write_json
-from distlab.report.run import Header, Run
 from experiments.kernel_roofline import (
     COMPARISON,
     EXPERIMENT,
@@ -21,7 +20,6 @@ from experiments.kernel_roofline import (
     build,
     exact,
     headline,
-    tuning,
     verdicts,
     worst_error,
 )
@@ -234,17 +232,3 @@ def test_wrong_use_is_explained(capsys):
     assert "choose among" in refused(capsys, name, "--quick", "--only", "nothing")
     if not torch.cuda.is_available():
         assert "--quick runs a small form" in refused(capsys, name)
-    with pytest.raises(ValueError, match="--tune: name operations of full size with --only, of rms_norm"):
-        Config(tune=True)
-    with pytest.raises(ValueError, match="--tune"):
-        Config(tune=True, only=("matmul",))  # its tiles are not chosen by row
-
-
-def test_tuning_keeps_the_best_launches(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "GRIDS", ((0, 1), (1, 2)))
-    case = next(c for c in rows.cases(True) if c.name == "rms_norm")
-    run = Run(Header("kernel_roofline", {}, 1, {}, None), tmp_path)
-    tuning.tune([case], "cpu", 1, run)
-    assert {r.config["direction"] for r in run.records} == {"fwd", "bwd"} and len(run.records) == 2 * tuning.SHOWN
-    assert all("warps" in r.variant and r.metrics["time_p50_ms"] > 0 for r in run.records)
-    assert verdicts(run.records) == [] and EXPERIMENT.view.table(run.records)

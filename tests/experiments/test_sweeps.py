@@ -1,23 +1,18 @@
 """The sweeps in small: collectives, bucket sizes, scaling. What they write, what reads it, what they refuse."""
 
-import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 
-from distlab.bench.timing import Workbench, variants
 from distlab.comm import RankContext
 from distlab.measure import bandwidth
-from distlab.report.record import Record, read_json, write_json
-from distlab.report.run import Header
+from distlab.report.record import Record, read_json
 from distlab.simulate.calibrate import measured_links
 from distlab.testing import run_ranks
 from distlab.theory.collective_time import CollectiveFit
-from experiments import allreduce_sweep, bucket_sweep, scaling_measured
+from experiments import allreduce_sweep, bucket_sweep
 from experiments.allreduce_sweep import SweepConfig
 from experiments.bucket_sweep import BucketSweepConfig, optimum
-from experiments.scaling_measured import MeasureConfig, Regime
 from tests.experiments.frame import on_rank, refused
 
 COLLECTIVES = {
@@ -109,99 +104,6 @@ def test_gradients_that_are_written_in_place_are_not_packed():
     assert not any("gradient_target" in parameter.__dict__ for parameter in parameters)
 
 
-SCALING = MeasureConfig(
-    regimes=("weak:tiny:1", "strong:tiny:4"),
-    strategies=("bucketed", "fsdp"),
-    context=16,
-    dtype="fp32",
-    warmup=1,
-    steps=3,
-    sweep_bytes=(4096, 16384),
-    predict_for="h200",
-)
-
-
-def scaling_in_two_parts(context, root):
-    """A first run gets no further than one regime; the second goes on."""
-    cut_off = scaling_measured.EXPERIMENT.open(SCALING, context, root, "run")
-    scaling_measured.measure(replace(SCALING, regimes=SCALING.regimes[:1]), context, cut_off)
-    run = scaling_measured.EXPERIMENT.open(SCALING, context, root, "run")
-    first = [record.to_dict() for record in run.records]
-    scaling_measured.measure(SCALING, context, run)
-    return first, run.records
-
-
-def test_scaling_goes_on_where_it_was_cut_off(tmp_path):
-    folder = tmp_path / "scaling_measured" / "run"
-    folder.mkdir(parents=True)
-    begun = [
-        Record(
-            "scaling_measured", name, {"regime": regime, "world_size": ranks}, {"predicted_step_ms": 2.0 + n}, {}, None
-        )
-        for n, (regime, ranks, name) in enumerate(
-            itertools.product(SCALING.regimes, (1, 2), ("local", "bucketed", "fsdp"))
-        )
-    ]
-    write_json(begun, folder / "predictions.json")  # what an earlier run wrote is kept
-    first, records = run_ranks(scaling_in_two_parts, 2, str(tmp_path))[0]
-    assert len(first) == 7 and [r.to_dict() for r in records[:7]] == first  # nothing is timed twice
-    timed = {(r.config["regime"], r.config["world_size"], r.variant) for r in records}
-    regimes = ("weak:tiny:1", "strong:tiny:4")
-    assert timed == (
-        {("collectives", 2, f"fit {name}") for name in scaling_measured.COLLECTIVES}
-        | {(regime, 1, "local") for regime in regimes}
-        | {(regime, 2, name) for regime in regimes for name in ("local", "bucketed", "fsdp")}
-    )
-    assert scaling_measured.wrong_rows(records) == []
-    predicted = {
-        (r.config["regime"], r.config["world_size"], r.variant): r.metrics["predicted_step_ms"] for r in begun
-    }
-    for record in (r for r in records if r.config["regime"] != "collectives"):
-        m = record.metrics
-        assert (
-            m["predicted_step_ms"]
-            == predicted[record.config["regime"], record.config["world_size"], record.variant]
-        )
-        assert m["error_pct"] == pytest.approx(100 * (m["predicted_step_ms"] / m["step_p50_ms"] - 1))
-        if record.variant != "local":
-            assert m["parameters_identical"] is True
-            assert m["gradients_identical"] is (True if record.variant == "bucketed" else None)
-    strong = {
-        (r.config["world_size"], r.variant): r.metrics
-        for r in records
-        if r.config["regime"] == "strong:tiny:4"
-    }
-    alone, pair = strong[1, "local"]["step_p50_ms"], strong[2, "bucketed"]
-    assert pair["efficiency_pct"] == pytest.approx(100 * alone / pair["step_p50_ms"] / 2)
-
-
-def test_predictions_of_the_measured_cells():
-    weak = replace(SCALING, regimes=SCALING.regimes[:1], strategies=("bucketed", "torch-ddp"))
-    assert scaling_measured.predictions(replace(weak, predict_for=None), 2, "some CPU") == []
-    found = scaling_measured.predictions(weak, 2, "some CPU")  # the device that the config names
-    alone, local, bucketed, peer = (r.metrics for r in found)
-    assert alone == local and bucketed == peer and bucketed["predicted_step_ms"] > local["predicted_step_ms"]
-    expected = 100 * local["predicted_step_ms"] / bucketed["predicted_step_ms"]
-    assert bucketed["predicted_efficiency_pct"] == pytest.approx(expected)
-    assert [Regime("strong", "tiny", 4).per_rank(ranks) for ranks in (1, 2, 3, 4)] == [4, 2, None, 1]
-
-
-def different_ranks(context):
-    """Ranks that never synchronised: local's."""
-    (row,) = variants(["local"], [None])
-    bench = Workbench(context, SCALING.bench(Regime.parse(SCALING.regimes[0])))
-    with bench.attached(row) as attached:
-        attached()
-        return scaling_measured.compare_ranks(context, row, attached)
-
-
-def test_ranks_that_differ_are_seen():
-    for answer in run_ranks(different_ranks, 2):
-        assert answer == {"parameters_identical": False, "gradients_identical": False}
-    record = Record("", "bucketed", {"regime": "weak:xl:8", "world_size": 2}, answer, {}, None)
-    assert len(scaling_measured.wrong_rows([record])) == 2
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -210,10 +112,6 @@ def test_ranks_that_differ_are_seen():
         (lambda: SweepConfig(group_sizes=(2, 4)).groups(3), r"group sizes \(2, 4\) on 3 rank"),
         (lambda: BucketSweepConfig(bucket_sizes_mb=(25.0,)), "give two or more to compare"),
         (lambda: BucketSweepConfig(steps=1, rounds=1), "steps=1, rounds=1: time at least"),
-        (lambda: MeasureConfig(regimes=("weak:xl",)), "write KIND:MODEL:BATCH, such as weak:xl:8"),
-        (lambda: MeasureConfig(regimes=("medium:xl:8",)), "say weak or strong"),
-        (lambda: MeasureConfig(predict_for="h99"), "'h99' is unknown"),
-        (lambda: MeasureConfig(ranks=(1, 4)).groups(2), r"ranks \(1, 4\): between 1 and the 2"),
     ],
 )
 def test_refusals(make, message):
@@ -248,10 +146,3 @@ def too_large(context: RankContext, root: str) -> str:
 
 def test_payloads_that_do_not_fit_are_refused_before_anything_is_timed(tmp_path):
     assert all("give smaller --sizes" in answer for answer in run_ranks(too_large, 2, str(tmp_path)))
-
-
-def test_a_run_that_was_cut_off_may_be_given_more_time():
-    same_run = scaling_measured.EXPERIMENT.same_run
-    run = Header("scaling_measured", {"minutes": 8.0, "steps": 8}, 2, {"device_name": "a GPU"}, None)
-    assert same_run(run, replace(run, config={"minutes": 20.0, "steps": 8})) == []
-    assert same_run(run, replace(run, config={"minutes": 8.0, "steps": 9})) == ["option steps was 8 and is 9"]

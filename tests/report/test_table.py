@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from distlab.report import Column, Record, prediction_error, render, render_for_terminal
-from distlab.report.page import citation
 from distlab.report.table import escaped
 
 COLUMNS = [
@@ -98,12 +97,6 @@ def test_a_terminal_is_never_wider_than_it_is():
     assert "batch" in render_for_terminal([], COLUMNS)
     with pytest.raises(ValueError, match="at least one column"):
         render_for_terminal([], [])
-
-
-def test_a_citation_names_experiment_machine_and_commit():
-    row = Record("e", "a", {}, {}, {"device_name": "H200", "date": "2026-11-22T"}, "abcdef0123")
-    cited = citation([row])
-    assert cited.startswith("@misc{distlab-e-abcdef01,") and "year   = {2026}" in cited and "commit abcdef0123" in cited
 
 
 def test_how_far_a_prediction_is_off():

@@ -9,7 +9,6 @@ import pytest
 
 from distlab.report import Column, Record, View, read_json, write, write_json
 from distlab.report.charts import stacked_bars
-from distlab.report.predictions import accuracy, compared
 from distlab.report.table import by_machine
 from distlab.report.view import headline_from
 from launch import __main__ as command
@@ -161,24 +160,6 @@ def test_machines_are_never_mixed(tmp_path):
     newer = record("naive", 1.0, MACHINE | {"torch": "2.13"})
     assert list(by_machine([*records, newer])) == [
         "NVIDIA H200, torch 2.11", "AMD EPYC", "NVIDIA H200, torch 2.13"]  # fmt: skip
-
-
-def test_predictions_find_what_was_measured():
-    rows = [
-        record("a", 100.0, predicted_step_ms=80.0, predicted_peak_bytes=8, peak_alloc_bytes=10),
-        record(
-            "b", 10.0, predicted_step_ms=11.0, predicted_phase="loss", measured_calls=0, predicted_calls=2
-        ),
-        record("c", None, predicted_step_ms=5.0),
-    ]
-    figures = compared(rows)
-    assert [(f.variant, f.config["quantity"]) for f in figures] == [
-        ("a", "step_ms"), ("a", "peak_bytes"), ("b", "step_ms"), ("b", "calls")]  # fmt: skip
-    errors = [f.metrics["error_pct"] for f in figures]
-    assert [error and round(error, 6) for error in errors] == [-20, -20, 10, None]
-    step, peak = accuracy(figures)
-    assert (step.config["quantity"], step.metrics["figures"], step.variant) == ("step_ms", 2, "a")
-    assert round(step.metrics["median_error_pct"], 6) == 15 and round(peak.metrics["error_pct"], 6) == -20
 
 
 def test_a_headline_is_filled_with_environment_configuration_and_what_follows_from_all_records():
