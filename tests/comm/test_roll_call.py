@@ -11,32 +11,39 @@ import torch.distributed as dist
 from distlab.comm import RankContext, collectives
 from distlab.testing import run_ranks
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 1.5
+
+
+def impatient(context: RankContext, longer_s: float = 0.0) -> dist.ProcessGroup:
+    """A group of all ranks, made once they have met: how long one takes to start is no part of its timeout."""
+    dist.barrier(context.group)
+    return dist.new_group(timeout=timedelta(seconds=TIMEOUT_S + longer_s))
 
 
 def absent(context: RankContext, how: str) -> str:
-    """Rank 1 of 3 does not come to the second message; the others come a second apart."""
-    tensor = torch.ones(1000)
-    collectives.wait(collectives.all_reduce_mean(tensor, context.group), context.group, "averaging gradients")
-    time.sleep(context.rank / 2)
+    """Rank 1 of 3 does not come to the second message; the others come half a second apart."""
+    tensor, group = torch.ones(1000), impatient(context)
+    collectives.wait(collectives.all_reduce_mean(tensor, group), group, "averaging gradients")
+    time.sleep(context.rank / 4)
     if context.rank == 1:
         if how == "stuck":
-            time.sleep(TIMEOUT_S + 3.0)
+            dist.distributed_c10d._get_default_store().wait(["told 0", "told 2"])
         return "rank 1"
     with pytest.raises(RuntimeError) as caught:
         if how == "a number":
-            collectives.sum_over_ranks(1.0, context.device, context.group)
+            collectives.sum_over_ranks(1.0, context.device, group)
         elif how == "objects":
-            collectives.gather_objects("", context.group)
+            collectives.gather_objects("", group)
         else:
-            work = collectives.all_reduce_mean(tensor, context.group)
-            collectives.wait(work, context.group, "averaging gradients")
+            work = collectives.all_reduce_mean(tensor, group)
+            collectives.wait(work, group, "averaging gradients")
+    dist.distributed_c10d._get_default_store().set(f"told {context.rank}", "")
     return str(caught.value)
 
 
 @pytest.mark.parametrize("how", ["stuck", "ended", "a number", "objects"])
 def test_the_rank_that_did_not_come_is_named(how):
-    answers = run_ranks(absent, 3, how, group_timeout_s=TIMEOUT_S)
+    answers = run_ranks(absent, 3, how)
     doing = {"a number": "summing a number", "objects": "exchanging objects"}.get(how, "averaging gradients")
     for rank in (0, 2):
         assert answers[rank].startswith(f"rank {rank} was {doing}, and rank 1 did not come: it has fewer batches")
@@ -44,8 +51,7 @@ def test_the_rank_that_did_not_come_is_named(how):
 
 
 def elsewhere(context: RankContext) -> str:
-    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT_S)) for _ in range(2)]
-    mine = groups[context.rank]
+    mine = [impatient(context) for _ in range(2)][context.rank]
     with pytest.raises(RuntimeError) as caught:
         work = collectives.all_reduce_mean(torch.ones(3), mine)
         collectives.wait(work, mine, ("averaging gradients", "broadcasting tensors")[context.rank])
@@ -54,14 +60,14 @@ def elsewhere(context: RankContext) -> str:
 
 
 def test_a_rank_that_waits_for_something_else_is_told_where():
-    answers = run_ranks(elsewhere, 2, group_timeout_s=TIMEOUT_S)
+    answers = run_ranks(elsewhere, 2)
     assert "rank 1 waits elsewhere (broadcasting tensors)" in answers[0]
     assert "rank 0 waits elsewhere (averaging gradients)" in answers[1]
 
 
 def absent_with_a_thread(context: RankContext) -> str:
     """Rank 1's program does not come; a thread of it, such as a checkpoint's, is in a collective of its own."""
-    of_thread = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT_S + 2))
+    group, of_thread = impatient(context), impatient(context, longer_s=2)
     if context.rank == 1:
 
         def exchange() -> None:
@@ -73,14 +79,13 @@ def absent_with_a_thread(context: RankContext) -> str:
         thread.join()
         return ""
     with pytest.raises(RuntimeError) as caught:
-        work = collectives.all_reduce_mean(torch.ones(3), context.group)
-        collectives.wait(work, context.group, "averaging gradients")
+        collectives.wait(collectives.all_reduce_mean(torch.ones(3), group), group, "averaging gradients")
     return str(caught.value)
 
 
 def test_what_a_thread_in_the_background_waits_for_is_not_what_its_rank_does():
     """Of a rank that was killed while it wrote a checkpoint, others said that it takes another branch."""
-    answers = run_ranks(absent_with_a_thread, 2, group_timeout_s=TIMEOUT_S)
+    answers = run_ranks(absent_with_a_thread, 2)
     assert "rank 0 was averaging gradients, and rank 1 did not come" in answers[0]
 
 

@@ -5,11 +5,7 @@ are judged by the rule of test_flash_attention_gpu.py.
 """
 
 import gc
-import json
-import os
 import random
-import subprocess
-import sys
 import weakref
 from types import SimpleNamespace
 
@@ -22,6 +18,7 @@ from kernels import _dispatch, _triton
 from kernels.flash_attention import configs, flash_attention, hopper, ops
 from kernels.flash_attention.options import Problem, is_deterministic
 
+from . import compiled
 from .attention_reference import attention, in_float64, log_sum_exp, rms, with_gradients
 from .test_flash_attention_gpu import inputs, judge
 
@@ -203,45 +200,20 @@ def test_a_recorded_descriptor_is_what_the_launcher_reads(monkeypatch):
     assert recorded[address] and tensor() is None  # a program keeps no memory
 
 
-COMPILE = r"""
-import json, sys, torch
-from kernels._compile import compile_for, resources
-from kernels.flash_attention import hopper
-from kernels.flash_attention.options import Problem
-
-found = []
-for dtype in (torch.bfloat16, torch.float16):
-    for head_dim in (64, 80, 128):
-        q, k = (torch.empty(2, heads, 1000, head_dim, dtype=dtype, device="meta") for heads in (4, 2))
-        lse = torch.empty(2, 4, 1000, device="meta")
-        problem = Problem((None, 0), 0.125)
-        assert hopper.installed()
-        with compile_for(90) as compiled:
-            hopper.launch_forward(q, k, k, q, lse, problem)
-            hopper.launch_backward(q, k, k, q, lse, q, q, k, k, problem)
-        found += [(head_dim, kernel) for kernel in compiled]
-json.dump([{"name": kernel.metadata.name, "head_dim": head_dim, "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
-            "reductions": kernel.asm["ptx"].count("cp.reduce.async.bulk.tensor")} | resources(kernel)
-           for head_dim, kernel in found], sys.stdout)
-"""
-
-
 @pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
 def test_the_kernels_compile_within_their_registers_and_shared_memory():
     """Spilled are addresses and counters of loops, a few bytes; a spilled accumulator would take 256 bytes each."""
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = json.loads(done.stdout)
-    assert len(kernels) == 4 * 6
-    for kernel in kernels:
-        matmuls = kernel["name"].startswith("hopper")
-        assert kernel["serialized"] == 0, kernel
-        assert kernel["registers"] <= (168 if matmuls else 128), kernel  # 65,536 for three groups of 128 threads
-        assert kernel["spill_bytes"] <= SPILLS.get((kernel["name"], kernel["head_dim"]), 0), kernel
-        assert kernel["shared_bytes"] <= 227 * 1024, kernel
-        assert (kernel["wgmma"] > 50) == matmuls
-        assert (kernel["reductions"] > 0) == (kernel["name"] == "hopper_backward_kernel")
+    for head_dim in (64, 80, 128):
+        kernels = compiled.results()[f"hopper_{head_dim} 90"]
+        assert len(kernels) == 4 * 2
+        for kernel in kernels:
+            matmuls = kernel["name"].startswith("hopper")
+            assert kernel["serialized"] == 0, kernel
+            assert kernel["registers"] <= (168 if matmuls else 128), kernel  # 65,536 for three groups of 128 threads
+            assert kernel["spill_bytes"] <= SPILLS.get((kernel["name"], head_dim), 0), kernel
+            assert kernel["shared_bytes"] <= 227 * 1024, kernel
+            assert (kernel["wgmma"] > 50) == matmuls
+            assert (kernel["reductions"] > 0) == (kernel["name"] == "hopper_backward_kernel")
 
 
 SPILLS = {("hopper_backward_kernel", 64): 216, ("hopper_backward_kernel", 80): 112,

@@ -265,9 +265,9 @@ def train_with_delays(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed"])
-def test_random_delays_over_100_steps_change_no_bit(strategy, backend):
+def test_random_delays_over_30_steps_change_no_bit(strategy, backend):
     """The fault table's delays: 0–50 ms in hooks and collectives, ranks that use different parameters."""
-    calm = run(train_with_delays, 2, strategy, 100, None, backend=backend)
-    shaken = run(train_with_delays, 2, strategy, 100, 1, backend=backend, deadline_s=180)
+    calm = run(train_with_delays, 2, strategy, 30, None, backend=backend)
+    shaken = run(train_with_delays, 2, strategy, 30, 1, backend=backend)
     for before, after in zip(calm[0], shaken[0], strict=True):
         assert torch.equal(before, after)

@@ -19,7 +19,7 @@ def test_random_models_train_as_in_one_process(ranks, seeds):
     meshes = ranks == 4
     strategies = [name for name in fuzz.STRATEGIES if (name in fuzz.ON_A_MESH) == meshes]
     jobs = fuzz.jobs_of(map(fuzz.generate, seeds), strategies)
-    results = list(fuzz.run_jobs(jobs, ranks, until_failure=True))
+    results = list(fuzz.run_jobs(jobs, ranks, seconds=6.0, until_failure=True))
     for job, verdict in results:
         assert not verdict.failed, f"seed {job.case.seed}, {job.strategy}: {verdict.outcome}: {verdict.text}"
     outcomes = [verdict.outcome for _, verdict in results]
