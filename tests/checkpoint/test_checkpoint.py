@@ -68,9 +68,9 @@ def test_resumed_at_the_same_world_size_every_strategy_continues_every_other_bit
         assert found == losses[written], f"{written} → {strategy}"
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_resumed_at_another_world_size_losses_are_those_of_the_uninterrupted_run(saved, world_size):
-    """The fault table's 2 → 1 → 3, and 4: the same data and state; sums over ranks round differently."""
+    """The fault table's 2 → 1 → 3: the same data and state; sums over ranks round differently."""
     root, losses = saved
     pairs = list(
         zip(STRATEGIES, [*STRATEGIES[1:], STRATEGIES[0]], strict=True)

@@ -96,7 +96,7 @@ def train_beside_reference(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("case", SAME_UNITS)
 def test_ten_sgd_steps_equal_the_micro_batch_reference(case, world_size, backend):
     """RELIABILITY 28, 29, 30 and the contract's 1, 2, 4, 5, 7, 17: bit for bit at two ranks, None where unused."""
@@ -289,9 +289,9 @@ def test_own_classes_train_without_a_warning(dtype, options, backend):
     run(own_classes, 2, dtype, OPTIONS[options], 10, backend=backend)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_rows_that_the_world_size_does_not_divide(world_size):
-    """RELIABILITY 29: 7, 11 and 13 rows over 3 and 4 ranks; names, shapes and values come back unpadded."""
+    """RELIABILITY 29: 7, 11 and 13 rows over 3 ranks; names, shapes and values come back unpadded."""
     run(own_classes, world_size, None, {}, 3)
 
 

@@ -58,7 +58,7 @@ def assert_close(mine: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_of_sgd_equal_one_process(case, world_size, backend):
     """RELIABILITY 21: bit for bit at two ranks; padding, tied, frozen, unused and strided parameters included."""
