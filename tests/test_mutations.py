@@ -25,8 +25,9 @@ def test_names_are_unique():
 
 
 LEAST = {  # whoever rewrites the target of a mutation ports it: no number falls
-    "attention": 11, "averaging": 21, "buckets": 6, "commands": 14, "data": 13, "guards": 25, "kernels": 16,
-    "measuring": 52, "optimizer": 13, "resume": 19, "schedule": 3, "sharding": 24, "theory": 10,
+    "attention": 11, "averaging": 21, "buckets": 6, "commands": 14, "data": 13, "guards": 34, "kernels": 16,
+    "measuring": 55, "optimizer": 13, "reports": 21, "resume": 25, "schedule": 3, "sharding": 24, "simulation": 7,
+    "theory": 31,
 }  # fmt: skip
 
 

@@ -65,6 +65,9 @@ def test_phases_add_up_to_the_step():
     for step in steps:
         assert step["forward_backward"] >= 8 and step["optimizer"] >= 2
         assert step["step"] == pytest.approx(step["forward_backward"] + step["optimizer"])
+    for _ in timer.each(2, warmup=1):
+        timer.mark("optimizer")
+    assert len(timer.steps()) == 2  # what was before is forgotten, the warm-up too
     timer.clear()
     assert timer.steps() == []
 
@@ -136,6 +139,7 @@ def test_a_call_in_a_loop_has_a_time_of_the_host_and_one_until_the_device_is_don
 def test_a_series_has_a_noise_floor_of_its_own():
     assert own_noise_floor([1.0, 2.0] * 4) is None  # too few for a bootstrap of pairs
     assert own_noise_floor([1.0] * 10) == 0 and own_noise_floor([1.0, 1.1] * 8 + [5.0]) > 5
+    assert own_noise_floor([1.0] * 10 + [2.0] * 10) == 0  # neighbours share a drift, halves do not
 
 
 def test_peak_memory_of_a_cpu_is_not_measured():
@@ -190,6 +194,7 @@ def test_a_variant_against_itself_has_a_noise_floor():
     quiet, loud = (noise_floor(*rng.normal(100, sigma, size=(2, 30))) for sigma in (0.1, 5))
     assert 0 < quiet < 0.5 < loud < 20
     assert noise_floor([1.0] * 5, [1.0] * 5) == 0
+    assert noise_floor([1.0] * 5, [1.0, 1.0, 1.0, 2.0, 2.0]) == 50  # the lower end is farther from 1
 
 
 @pytest.mark.parametrize(

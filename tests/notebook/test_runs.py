@@ -89,3 +89,6 @@ def test_rows_of_something_else(tmp_path):
         runs.rows_of(tmp_path / "gone")
     write_json([record("a", 1.0)], tmp_path / "case.json")
     assert runs.rows_of(tmp_path / "case.json") == tmp_path / "case.json"
+    (tmp_path / "compare" / "two").mkdir(parents=True)
+    write_json([record("a", 1.0)], tmp_path / "compare" / "two" / "records.json")
+    assert runs.files_of([tmp_path]) == []

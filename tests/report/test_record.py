@@ -28,7 +28,8 @@ def record(variant="bucketed", **metrics):
 
 def test_records_come_back_as_they_went(tmp_path):
     path = tmp_path / "records.json"
-    records = [record(step_p50_ms=1.5, mfu_pct=None, status="OOM"), record("naive", step_p50_ms=2)]
+    elsewhere = Record("ddp_bench", "naive", {}, {"step_p50_ms": 2}, {"torch": "1"}, None)
+    records = [record(step_p50_ms=1.5, mfu_pct=None, status="OOM"), elsewhere]
     write_json(records, path)
     assert read_json(path) == records
     assert [entry.name for entry in tmp_path.iterdir()] == ["records.json"]

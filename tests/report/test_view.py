@@ -9,6 +9,7 @@ import pytest
 
 from distlab.report import Column, Record, View, read_json, write, write_json
 from distlab.report.charts import stacked_bars
+from distlab.report.page import _setup
 from distlab.report.table import by_machine
 from distlab.report.view import headline_from
 from launch import __main__ as command
@@ -104,6 +105,8 @@ def test_the_page_says_what_was_run_on_what(page):
     assert "batch 4 on &lt;b&gt;NVIDIA H200" in text and "<i>" not in text
     outside = re.findall(r"(?:src|href)=\"(?!data:)[^\"]*\"|https?://|url\(|@import", text)
     assert not outside
+    other = dataclasses.replace(RECORDS[0], config={"batch": 8, "world_size": 2})
+    assert _setup("a GPU", [RECORDS[0], other])["options"] == {"world_size": "2"}  # what all have
 
 
 def test_all_forms_of_the_table_are_written(page):
@@ -163,8 +166,8 @@ def test_machines_are_never_mixed(tmp_path):
 
 
 def test_a_headline_is_filled_with_environment_configuration_and_what_follows_from_all_records():
-    line = headline_from("batch {batch} on {device_name}, {num:M} of {rows}", num=lambda rs: 3.21e6, rows=len)
-    assert line([record("a", 1.0), record("b", 2.0)]) == "batch 4 on NVIDIA H200, 3.2 M of 2"
+    line = headline_from("batch {batch} on {device_name}, {num:M}, {num:N} of {rows}", num=lambda rs: 3.21e9, rows=len)
+    assert line([record("a", 1.0), record("b", 2.0)]) == "batch 4 on NVIDIA H200, 3,210.0 M, 3.2 B of 2"
 
 
 def test_an_optional_column_is_shown_where_a_record_has_it():

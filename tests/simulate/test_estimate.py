@@ -11,7 +11,7 @@ from distlab.model import ModelConfig, preset
 from distlab.model.config import KEPT
 from distlab.report.record import read_json
 from distlab.simulate import Machine, replay
-from distlab.simulate.estimate import estimate_step, machine_of
+from distlab.simulate.estimate import estimate_step, host_time, machine_of
 from distlab.simulate.plan import plan_steps, step_time
 from distlab.simulate.run import simulate_training
 from distlab.simulate.timeline import DeviceModel
@@ -68,6 +68,9 @@ def test_the_host_decides_where_it_takes_longer():
     assert small.step == small.host > small.device and small.step > large.step
     many = estimate_step(CONFIG, "bucketed", MACHINE, batch=64, ranks=4, bucket_size_mb=400.0)
     assert many.step == many.device > many.host
+    assert host_time(operators=1, calls=0) < host_time(operators=0, calls=1)  # which has a hook
+    once, twice = (estimate_step(CONFIG, "local", MACHINE, batch=4, ranks=1, micro_batches=m) for m in (1, 2))
+    assert twice.compute == pytest.approx(2 * once.compute)
 
 
 def test_recorded_steps_on_two_h200():

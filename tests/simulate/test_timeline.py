@@ -103,8 +103,8 @@ def test_links_are_rings(ranks, size):
 
 def test_calibration_finds_the_constants_it_was_given():
     config = ModelConfig(256, 1024, 2, 4, vocab_size=2000, context_length=64)
-    steps = {name: simulate_training(config, name, batch=4, world_size=2) for name in NEEDED}
-    device, network = DeviceModel(4e13, 2e12, 1e-6), Network(2e11, 2e11, latency_s=3e-6)
+    steps = {name: simulate_training(config, name, batch=4, world_size=4) for name in NEEDED}
+    device, network = DeviceModel(4e13, 2e12, 1e-6), Network(2e11, 2e11, latency_s=3e-6, hop_s=1e-6)
     contention, measured = (0.7, 0.9), {}
     for name, one in steps.items():
         line = replay(one, Machine(device, network, contention))
@@ -115,7 +115,7 @@ def test_calibration_finds_the_constants_it_was_given():
             "forward_backward_p50_ms": line.step_ms - optimizer,
             "optimizer_p50_ms": optimizer,
         }
-    found = calibrate(measured, steps, launch_s=1e-6, hop_s=0.0)
+    found = calibrate(measured, steps, launch_s=1e-6, hop_s=1e-6)
     assert found.device.flops_per_s == pytest.approx(4e13, rel=0.02)
     assert found.device.bytes_per_s == pytest.approx(2e12, rel=0.02)
     assert found.network.inside_bytes_per_s == pytest.approx(2e11, rel=0.01)
@@ -127,12 +127,12 @@ def test_calibration_finds_the_constants_it_was_given():
         line = replay(one, Machine(slower, network, contention))
         measured.setdefault(name, {})["forward_backward_p50_ms"] = line.step_ms - line.phases["optimizer"]
     second = other, measured.pop("second")["forward_backward_p50_ms"] / 1e3
-    both = calibrate(measured, steps, second, launch_s=1e-6, hop_s=0.0).device
+    both = calibrate(measured, steps, second, launch_s=1e-6, hop_s=1e-6).device
     assert both.flops_per_s == pytest.approx(4e13, rel=0.02)
     assert both.bytes_per_s == pytest.approx(1e12, rel=0.02)
     assert both.update_bytes_per_s == pytest.approx(2e12, rel=0.02)
     with pytest.raises(ValueError, match="less arithmetic per byte"):
-        calibrate(measured, steps, (other, 1.0), launch_s=1e-6, hop_s=0.0)
+        calibrate(measured, steps, (other, 1.0), launch_s=1e-6, hop_s=1e-6)
     again = replay(steps["overlap"], found)
     assert again.step_ms == pytest.approx(measured["overlap"]["step_p50_ms"], rel=0.01)
     del measured["flat"]["comm_ms"]

@@ -192,6 +192,7 @@ def test_dealing_out_is_balanced(numels, ranks):
     loads = dealt_out(numels, ranks)
     assert sum(loads) == sum(numels)
     assert max(loads) - min(loads) <= max(numels)
+    assert dealt_out([1, 2, 3], 2) == [3, 3]  # the largest first
 
 
 @pytest.mark.parametrize(

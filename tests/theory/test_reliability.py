@@ -7,7 +7,7 @@ import pytest
 
 from distlab.theory.reliability import Failures
 
-FAILURES = Failures(between=20_000.0, checkpoint=60.0, restart=300.0)
+FAILURES = Failures(between=20_000.0, checkpoint=60.0, restart=2_000.0)
 
 
 def test_goodput_is_that_of_drawn_failures():

@@ -87,6 +87,7 @@ def test_published_rules():
     assert limits.least_tokens_per_device_mixed(block, shared_links=True) == pytest.approx(
         4 * 2550**2 / 16384
     )
+    assert limits.BlockTime(9.0, 2.0, 3.0).communication(shared_links=True) == 5
 
 
 def test_tricks_lower_the_batch():

@@ -89,6 +89,9 @@ def test_accumulation_hides_more_for_ddp_and_sends_more_for_fsdp():
     )
     assert four["bucketed"].communication == one["bucketed"].communication
     assert four["fsdp"].communication > one["fsdp"].communication
+    # One second of the last of four backwards covers 1.5 s of 2; the last of four messages takes half a second.
+    slow = step_time("bucketed", COMPUTE, MESSAGES, Network(40.0, 40.0), 2, micro_batches=4)
+    assert slow.overhead == pytest.approx(1.0)
 
 
 def test_refusals():

@@ -17,6 +17,7 @@ from distlab.theory.volume import (
     overlap,
     sharded_buffers,
     torch_ddp,
+    zero1,
 )
 
 MIB = 2**20
@@ -46,6 +47,8 @@ def test_worked_example():
     assert overlap(numels, sizes) == naive(numels, sizes)
     assert flat(numels, sizes) == CommunicationVolume(1, gradients + 16)
     assert bucketed(numels, sizes, 2.0) == CommunicationVolume(3, gradients + 16)
+    # Three elements and their neighbours are an odd number: padded to two ranks.
+    assert zero1(numels, sizes, 2.0, world_size=2) == CommunicationVolume(7, 2 * (gradients + 4) + 16)
     # torch: the first bucket closes at 1 MiB, that is with the 2 MiB; the rest stays below 25 MiB.
     assert torch_ddp(numels, sizes) == CommunicationVolume(2, gradients)
 
