@@ -11,8 +11,8 @@ from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import BucketedDDP, NaiveDDP, ZeroOptimizer
 from distlab.parallel.base import ELEMENTWISE, is_elementwise
 from kernels.adamw import AdamW as FusedAdamW
-from tests.parallel.cases import CASES, Reference, build
-from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
+from tests.parallel.cases import CASES, build
+from tests.parallel.test_contract import run
 
 SMALL = 1e-4  # MiB: 104 bytes, so that a toy has several buckets
 
@@ -20,49 +20,6 @@ SMALL = 1e-4  # MiB: 104 bytes, so that a toy has several buckets
 def zero(model: nn.Module, context: RankContext, cls=torch.optim.SGD, size: float | None = SMALL, **options):
     wrapper = BucketedDDP(model, size, process_group=context.group)
     return wrapper, ZeroOptimizer(wrapper, cls, **options)
-
-
-def like_sgd_in_one_process(context: RankContext, case: str, steps: int) -> None:
-    model = build(case, context.rank, context.device)
-    wrapper, optimizer = zero(model, context, lr=0.1)
-    reference = Reference(case, context.world_size, context.device, lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        CASES[case].loss(wrapper, context.rank, step, context.device).backward()
-        wrapper.finish_gradient_synchronization()
-        optimizer.step()
-        reference.backward(step)
-        reference.average()
-        reference.step()
-        if context.world_size > 2:
-            optimizer.synchronize()
-            for mine, expected in zip(model.parameters(), reference.replicas[0].parameters(), strict=True):
-                assert_close(mine, expected)
-            reference.follow(model)
-    optimizer.synchronize()
-    assert_same_on_all_ranks(list(model.parameters()), context)
-    if context.world_size <= 2:
-        for mine, expected in zip(model.parameters(), reference.replicas[0].parameters(), strict=True):
-            if (
-                case == "odd-strides"
-            ):  # the flat buffer closes the holes between rows: products round differently
-                assert_close(mine, expected)
-            else:
-                assert torch.equal(mine, expected)
-
-
-def assert_close(mine: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within some 64 ulp: N − 1 additions in another order, in each of up to ten steps."""
-    ulps = 64 * torch.finfo(mine.dtype).eps
-    torch.testing.assert_close(mine, expected, rtol=ulps, atol=ulps)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_ten_steps_of_sgd_equal_one_process(case, world_size, backend):
-    """RELIABILITY 21: bit for bit at two ranks; padding, tied, frozen, unused and strided parameters included."""
-    run(like_sgd_in_one_process, world_size, case, 10, backend=backend)
 
 
 def shares(context: RankContext) -> tuple[int, int]:
