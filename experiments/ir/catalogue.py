@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from experiments import _lesson_attention as lesson
+from experiments import _lesson_attention
 from experiments import _lesson_kernels as lessons
 from kernels import (
     _dispatch,
@@ -177,6 +177,7 @@ def _flash_attention() -> None:
 def _attention_steps() -> None:
     """The lesson's first kernels, and its last."""
     q, lse = e(64, 4096, 64), e(64, 4096, dtype=F)
+    lesson = _lesson_attention
     small, full, wide = lesson.Tile(16, 16), lesson.Tile(64, 64), lesson.Tile(64, 128)
     for step in (lesson.Step("", small, small, small),
                  lesson.Step("", wide, full, wide, skip=True, split=True),

@@ -14,8 +14,8 @@ SPILLS = {"dkdv_kernel": 64}  # addresses: a window, documents and softcap at on
 
 
 def test_the_file_is_of_these_kernels():
-    if compiled.is_of_this_triton():
-        assert not compiled.changed(), f"compiled.json is of other sources; to renew it: {compiled.RENEW}"
+    if compiled.kept()["triton"] == compiled.version("triton"):
+        assert not compiled.changed(), "other sources than compiled.json's; python -m tests.kernels.compiled renews it"
 
 
 def test_all_kernels_fit_their_generation():
@@ -42,23 +42,21 @@ def test_what_decides_about_a_kernel_is_compiled_again(monkeypatch, tmp_path):
     for unit, kernels in compiled.results().items():
         texts = "".join(path.read_text() for path in compiled.sources(unit))
         assert kernels and all(f"def {kernel['name']}(" in texts for kernel in kernels), unit
-    file = compiled._file
+    before = {unit: compiled.digest(unit) for unit in compiled.UNITS}
 
-    def after_an_edit_of(module: str, added: str = "EDITED = 1") -> set[str]:
+    def after_an_edit_of(name: str, added: str = "EDITED = 1") -> set[str]:
         edited = tmp_path / "edited.py"
-        edited.write_text(file(module).read_text() + added)
-        before = [*map(compiled.digest, compiled.UNITS)]
+        edited.write_text(compiled.FILES[name].read_text() + added)
         with monkeypatch.context() as patch:
-            patch.setattr(compiled, "_file", lambda name: edited if name == module else file(name))
-            after = zip(compiled.UNITS, before, strict=True)
-            return {unit.split()[0] for unit, digest in after if compiled.digest(unit) != digest}
+            patch.setitem(compiled.FILES, name, edited)
+            return {unit.split()[0] for unit in compiled.UNITS if compiled.digest(unit) != before[unit]}
 
-    assert after_an_edit_of("kernels.rope", added="") == set()
-    assert after_an_edit_of("kernels.rope") == {"rope"}
-    assert after_an_edit_of("kernels._reduce") == {"weighted_sum", "rmsnorm", "layernorm", "long_rows", "norms"}
-    assert after_an_edit_of("kernels.flash_attention.hopper_forward") == {"hopper_64", "hopper_80", "hopper_128"}
-    assert after_an_edit_of("kernels.flash_attention.ranges") >= {"attention", "attention_options", "hopper_64"}
-    assert after_an_edit_of("kernels._compile") == {unit.split()[0] for unit in compiled.UNITS}
+    assert after_an_edit_of("rope", added="") == set()
+    assert after_an_edit_of("rope") == {"rope"}
+    assert after_an_edit_of("_reduce") == {"weighted_sum", "rmsnorm", "layernorm", "long_rows", "norms"}
+    assert after_an_edit_of("hopper_forward") == {"hopper_64", "hopper_80", "hopper_128"}
+    assert after_an_edit_of("ranges") >= {"attention", "attention_options", "hopper_64"}
+    assert after_an_edit_of("_triton") == {unit.split()[0] for unit in compiled.UNITS}
     monkeypatch.setattr(compiled, "version", lambda package: "0")
     assert compiled.changed() == list(compiled.UNITS)
 

@@ -98,26 +98,6 @@ def test_no_sync_on_a_mesh_sends_nothing_between_shard_groups_either():
     run(with_every_strategy, 4, True)
 
 
-def two_forwards_one_backward(context: RankContext, strategy: str) -> None:
-    model = build("plain", 0, context.device)
-    wrapper = STRATEGIES[strategy](model, process_group=context.group)
-    inputs = [torch.full((2, 6), context.rank + offset) for offset in (1.0, 2.0)]
-    (wrapper(inputs[0]).square().mean() + wrapper(inputs[1]).mean()).backward()
-    wrapper.finish_gradient_synchronization()
-    whole = build("plain", 0, context.device)
-    for rank in range(2):
-        one, two = (torch.full((2, 6), rank + offset) for offset in (1.0, 2.0))
-        ((whole(one).square().mean() + whole(two).mean()) / 2).backward()
-    for mine, expected in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, expected.grad)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_several_forwards_and_one_backward(strategy):
-    """RELIABILITY 9."""
-    run(two_forwards_one_backward, 2, strategy)
-
-
 def second_backward(context: RankContext, strategy: str) -> str:
     wrapper = STRATEGIES[strategy](build("plain", 0, context.device), process_group=context.group)
     wrapper(torch.ones(1, 6)).sum().backward()

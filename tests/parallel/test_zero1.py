@@ -12,7 +12,7 @@ from distlab.parallel import BucketedDDP, NaiveDDP, ZeroOptimizer
 from distlab.parallel.base import ELEMENTWISE, is_elementwise
 from kernels.adamw import AdamW as FusedAdamW
 from tests.parallel.cases import CASES, Reference, build
-from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
+from tests.parallel.test_contract import assert_same_on_all_ranks, run
 
 SMALL = 1e-4  # MiB: 104 bytes, so that a toy has several buckets
 
@@ -34,35 +34,18 @@ def like_sgd_in_one_process(context: RankContext, case: str, steps: int) -> None
         reference.backward(step)
         reference.average()
         reference.step()
-        if context.world_size > 2:
-            optimizer.synchronize()
-            for mine, expected in zip(model.parameters(), reference.replicas[0].parameters(), strict=True):
-                assert_close(mine, expected)
-            reference.follow(model)
     optimizer.synchronize()
     assert_same_on_all_ranks(list(model.parameters()), context)
-    if context.world_size <= 2:
-        for mine, expected in zip(model.parameters(), reference.replicas[0].parameters(), strict=True):
-            if (
-                case == "odd-strides"
-            ):  # the flat buffer closes the holes between rows: products round differently
-                assert_close(mine, expected)
-            else:
-                assert torch.equal(mine, expected)
+    ulps = 64 * torch.finfo(torch.float32).eps if case == "odd-strides" else 0  # the flat buffer has no holes in rows
+    for mine, expected in zip(model.parameters(), reference.replicas[0].parameters(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=ulps, atol=ulps)
 
 
-def assert_close(mine: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within some 64 ulp: N − 1 additions in another order, in each of up to ten steps."""
-    ulps = 64 * torch.finfo(mine.dtype).eps
-    torch.testing.assert_close(mine, expected, rtol=ulps, atol=ulps)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.multigpu
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_of_sgd_equal_one_process(case, world_size, backend):
-    """RELIABILITY 21: bit for bit at two ranks; padding, tied, frozen, unused and strided parameters included."""
-    run(like_sgd_in_one_process, world_size, case, 10, backend=backend)
+def test_ten_steps_of_sgd_equal_one_process_on_gpus(case):
+    """RELIABILITY 21, bit for bit: padding, tied, frozen, unused and strided parameters; on gloo random models do it."""
+    run(like_sgd_in_one_process, 2, case, 10, backend="nccl")
 
 
 def shares(context: RankContext) -> tuple[int, int]:
