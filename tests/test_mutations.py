@@ -26,8 +26,8 @@ def test_names_are_unique():
 
 LEAST = {  # whoever rewrites the target of a mutation ports it: no number falls
     "attention": 11, "averaging": 21, "buckets": 6, "commands": 17, "data": 18, "experiments": 9, "guards": 39,
-    "kernels": 16, "measuring": 58, "optimizer": 14, "reports": 31, "resume": 29, "schedule": 5, "sharding": 24,
-    "simulation": 10, "theory": 37,
+    "kernels": 16, "measuring": 61, "optimizer": 15, "reports": 33, "resume": 29, "schedule": 5, "sharding": 24,
+    "simulation": 13, "theory": 40,
 }  # fmt: skip
 
 
