@@ -25,9 +25,9 @@ def test_names_are_unique():
 
 
 LEAST = {  # whoever rewrites the target of a mutation ports it: no number falls
-    "attention": 11, "averaging": 21, "buckets": 6, "commands": 14, "data": 13, "guards": 34, "kernels": 16,
-    "measuring": 55, "optimizer": 13, "reports": 21, "resume": 25, "schedule": 3, "sharding": 24, "simulation": 7,
-    "theory": 31,
+    "attention": 11, "averaging": 25, "buckets": 6, "commands": 17, "data": 18, "experiments": 9, "guards": 39,
+    "kernels": 17, "measuring": 61, "optimizer": 15, "reports": 31, "resume": 29, "schedule": 5, "sharding": 30,
+    "simulation": 13, "theory": 40,
 }  # fmt: skip
 
 

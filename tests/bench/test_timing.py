@@ -7,7 +7,7 @@ import torch
 
 from distlab.bench import reference as module
 from distlab.bench.reference import errors_against_reference
-from distlab.bench.timing import MODES, TrialConfig, described, opened
+from distlab.bench.timing import MODES, Timing, TrialConfig, Workbench, described, opened
 from distlab.model.config import preset
 from distlab.model.ops import get_ops
 
@@ -39,6 +39,12 @@ def test_fp16_steps_with_a_scaled_loss(one_rank):
         trial("step")
         assert not torch.equal(before, trial.module.head.weight)
         assert all(bool(gradient.isfinite().all()) for gradient in trial.gradients())
+
+
+def test_forward_and_backward_are_also_one_phase(one_rank):
+    timing, sample = Timing(), {"forward": 1.0, "backward": 2.0, "optimizer": 4.0, "step": 7.0}
+    Workbench(one_rank, TINY)._add_samples(timing, [sample])
+    assert timing.phases["forward_backward"] == [3.0]
 
 
 def test_errors_tell_rounding_from_another_model(one_rank, monkeypatch):

@@ -152,3 +152,13 @@ def test_where_the_lock_cannot_be_written_nothing_is_left(tmp_path, monkeypatch)
         with pytest.raises(OSError, match="No space left"):
             RunLock(tmp_path).try_take()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_that_saw_no_lock_one_gets_it(tmp_path, monkeypatch):
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    assert first.try_take()
+    looks, read = iter([None]), lock_module._read
+    monkeypatch.setattr(lock_module, "_read", lambda path: next(looks, read(path)))
+    assert not second.try_take()
+    first.check()
+    first.release()

@@ -1,6 +1,7 @@
 """The experiments that predict: smoke runs, what they write, what they refuse."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,12 @@ def test_scaling(tmp_path):
     assert strong == [1, 2] * 2  # 4096 ranks have no sequence each
     alone = [record for record in records if record.config["world_size"] == 1]
     assert all(record.metrics["predicted_efficiency_pct"] == pytest.approx(100) for record in alone)
+    assert all(record.metrics["predicted_efficiency_pct"] < 101 for record in records)
+    step = scaling._predict(ScalingConfig(model="tiny", context=64), "flat", 2, 3, 5)
+    assert step["predicted_tokens_per_s"] * step["predicted_step_ms"] == pytest.approx(1e3 * 2 * 3 * 5 * 64)
+    sizes = [r.metrics["step_p50_ms"] for r in read_json(RECORD) if r.variant.split("-")[0] == "bucketed"]
+    point = scaling.measured_points(ScalingConfig(records=(RECORD,)))["bucketed", 2, 8]
+    assert point["measured_step_p50_ms"] == min(sizes) < max(sizes)
     # Records of another device are no points of this one.
     assert not scaling.measured_points(ScalingConfig(device="h100", records=(RECORD,)))
 
@@ -224,8 +231,9 @@ def test_predictions_are_kept():
         assert (abs(row.metrics["step_error_pct"]) < 15) is (case not in MISSED), case
         assert abs(row.metrics["peak_error_pct"]) < 10, case
         assert row.metrics["volume_as_predicted"], case
+    other = replace(measured[0], config=measured[0].config | {"num_parameters": 1})
     with pytest.raises(ValueError, match="none of the measured rows"):
-        predict_steps.compare(records, [])
+        predict_steps.compare(records, [other])
 
 
 def test_a_datasheet_is_named_by_device(tmp_path):

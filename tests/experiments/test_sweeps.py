@@ -1,11 +1,13 @@
 """The sweeps in small: collectives, bucket sizes, scaling. What they write, what reads it, what they refuse."""
 
+import math
 
 import pytest
 import torch
 
 from distlab.comm import RankContext
 from distlab.measure import bandwidth
+from distlab.model import TransformerLM
 from distlab.report.record import Record, read_json
 from distlab.simulate.calibrate import measured_links
 from distlab.testing import run_ranks
@@ -92,6 +94,15 @@ def test_bucket_sizes_are_predicted_measured_and_chosen(tmp_path):
     assert found["best_bucket_mb"] == best.removeprefix("bucketed-") and found["regret_pct"] >= 0
 
 
+def test_a_bucket_leaves_with_its_last_gradient():
+    config = BucketSweepConfig(size="tiny")
+    ready = list(range(1, 1 + len(list(TransformerLM(config.model(), device="meta").parameters()))))
+    parts = {"ready_ms": ready, "backward_ms": ready[-1], "packed": [False] * len(ready), "pack_gb_per_s": 1.0}
+    parts |= dict.fromkeys(("compute_rate", "communication_rate", "forward_backward_ms", "optimizer_ms"), 1.0)
+    parts["pieces"] = [{"bytes_per_s": math.inf, "latency_s": 0.5e-3}]
+    assert bucket_sweep.predict(config, parts, None)["predicted_overhead_ms"] == pytest.approx(0.5)
+
+
 def test_gradients_that_are_written_in_place_are_not_packed():
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)]
 
@@ -127,11 +138,12 @@ def test_a_best_bucket_size_names_those_that_tie_with_it():
     def swept(size: float, p50: float, spread: float) -> Record:
         steps = {"step_p20_ms": p50 - spread, "step_p50_ms": p50, "step_p80_ms": p50 + spread}
         config = {"strategy": "bucketed", "bucket_size_mb": size}
-        metrics = steps | {"predicted_step_ms": 1.0, "error_pct": 1.0}
+        metrics = steps | {"predicted_step_ms": 100 - size, "error_pct": 1.0}
         return Record("bucket_sweep", f"bucketed-{size:g}", config, metrics, {}, None)
 
     found = optimum([swept(1.0, 100.0, 1.0), swept(10.0, 101.0, 3.0), swept(25.0, 120.0, 1.0)])
     assert (found["best_bucket_mb"], found["tied_with_best_mb"]) == ("1", ["10"])
+    assert found["regret_pct"] == pytest.approx(20)  # the largest was predicted to be the best
     (line,) = bucket_sweep.EXPERIMENT.view.findings([Record("bucket_sweep", "optimum", {}, found, {}, None)])
     assert line.startswith("Best measured: 1 MiB (tie with 10), 100.0 ms")
 

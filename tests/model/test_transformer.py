@@ -159,6 +159,8 @@ def test_device_and_dtype_of_construction():
     assert model(_batch()[0]).dtype is torch.bfloat16
     with torch.device("meta"):
         assert next(TransformerLM(CONFIG).parameters()).is_meta
+    tied = TransformerLM(preset("tiny", tie_embeddings=True), device="meta").to_empty(device="cpu")
+    assert tied.head.weight is tied.embedding.weight
     with FakeTensorMode():
         fake = TransformerLM(preset("10B"), device="cpu")
         assert fake(torch.zeros(4, 512, dtype=torch.int64)).shape == (4, 512, 10_000)

@@ -44,7 +44,7 @@ def like_sgd_in_one_process(context: RankContext, case: str, steps: int) -> None
 @pytest.mark.multigpu
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_of_sgd_equal_one_process_on_gpus(case):
-    """RELIABILITY 21, bit for bit: padding, tied, frozen, unused and strided parameters; on gloo random models do it."""
+    """RELIABILITY 21, bit for bit: padding, tied, frozen, unused, strided; on gloo random models do it."""
     run(like_sgd_in_one_process, 2, case, 10, backend="nccl")
 
 

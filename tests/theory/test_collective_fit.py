@@ -42,7 +42,8 @@ def test_small_sizes_count_as_much_as_large_ones():
     """A least-squares fit of the seconds would miss the latency of this machine by any factor."""
     seconds = [2e-5 + size / 1e11 for size in SIZES]
     seconds[-1] *= 1.05  # noise of the largest: 0.5 ms, 27 times the latency
-    assert fit_collective(SIZES, seconds).seconds(4096) == pytest.approx(2e-5, rel=0.05)
+    (piece,) = fit_collective(SIZES, seconds).pieces
+    assert piece.seconds(4096) == pytest.approx(2e-5, rel=0.05)
 
 
 def test_what_nothing_explains_does_not_spoil_the_rest():

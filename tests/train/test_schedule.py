@@ -47,3 +47,6 @@ def test_the_loss_scale_halves_on_overflow_and_doubles_after_good_steps():
     other = LossScaler()
     other.load_state_dict(scaler.state_dict())
     assert other.scale == 16.0
+    for _ in range(5):
+        other.update(False)
+    assert other.scale == 1.0  # and no less
