@@ -8,22 +8,22 @@ from tests.size import code_tokens, sizes
 
 LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and is raised with a reason beside it
     "distlab/*.py": 11,
-    "distlab/bench": 7,
+    "distlab/bench": 6,
     "distlab/checkpoint": 8,
     "distlab/comm": 8,
     "distlab/measure": 18,
     "distlab/model": 7,
     "distlab/parallel": 28,
-    "distlab/report": 19,
+    "distlab/report": 18,
     "distlab/theory": 29,
     "distlab/train": 11,
     "docs": 1,
     "examples": 4,  # strategies.py: six strategies in one file
-    "experiments": 101,
+    "experiments": 96,
     "kernels": 61,
     "launch": 7,  # groups, short help and hints for misspelt words
-    "source": 313,  # the two above
-    "tests": 261,
+    "source": 308,
+    "tests": 259,
 }
 
 
