@@ -237,12 +237,17 @@ def test_an_oom_row_is_shown_as_oom(tmp_path):
     assert (tmp_path / "bars.png").stat().st_size > 1000
 
 
+# As on a machine with a GPU, where ranks are new interpreters and no forks.
+STARTED = "import runpy, sys, torch; torch.cuda.is_available = lambda: True; del sys.argv[0]; " \
+    "runpy.run_path(sys.argv[0], run_name='__main__')"  # fmt: skip
+
+
 def test_plain_python_starts_its_ranks_and_ends_with_one_line_of_json(tmp_path):
     """In a folder whose files are called as our packages are."""
     (tmp_path / "launch.py").write_text("")
     (tmp_path / "experiments.py").write_text("")
     arguments = ["--nproc=2", "--backend=gloo", "--strategies=local,bucketed"]
-    done = python(ROOT / "launch" / "ddp_bench.py", *arguments, *SMOKE_ARGUMENTS, cwd=tmp_path)
+    done = python("-c", STARTED, ROOT / "launch" / "ddp_bench.py", *arguments, *SMOKE_ARGUMENTS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["experiment"] == "ddp_bench"
