@@ -54,8 +54,7 @@ def start_ranks(arguments: Sequence[str], ranks: int, backend: str | None, max_r
             f"{free / 2**30:.1f} GiB are free; start at most {max(2, free // RANK_BYTES)} here"
         )
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, and torchrun need not warn of it
-    options = [f"--nproc_per_node={ranks}", f"--max_restarts={max_restarts}", "--start-method=fork"]
-    options += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
+    options = [f"--nproc_per_node={ranks}", f"--max_restarts={max_restarts}"]
     heard = [number.name for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays nohup
     options += ["--signals-to-handle", ",".join(heard)]
     if "LOGLEVEL" not in os.environ:  # what its agent logs of signals and exit codes is said below and by ranks
@@ -64,13 +63,13 @@ def start_ranks(arguments: Sequence[str], ranks: int, backend: str | None, max_r
     hand_signals_over()
     try:
         # As a file: of `-m launch` Python would take a launch.py in the user's folder for ours.
-        config, command, its = torchrun.config_from_args(
-            torchrun.parse_args([*options, str(COMMAND), *_without_own(arguments)])
-        )
+        command = [*options, str(COMMAND), *_without_own(arguments)]
         if torch.cuda.is_available():  # whose runtime does not survive a fork
-            elastic_launch(config, command)(*its)
+            torchrun.run(torchrun.parse_args(["--standalone", *command]))
         else:
             importlib.import_module("torch._dynamo")  # which a process's first optimizer imports
+            alone = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
+            config, *_ = torchrun.config_from_args(torchrun.parse_args([*alone, "--start-method=fork", *command]))
             elastic_launch(config, _forked)(_without_own(arguments))
     except SignalException as stopped:
         return 128 + int(stopped.sigval)

@@ -85,6 +85,7 @@ def alone(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ranks, "elastic_launch", no_ranks)
+    monkeypatch.setattr(ranks.torchrun, "run", no_ranks)
     (tmp_path / "bare.json").write_text(json.dumps({"format": "distlab-records-1", "records": [BARE]}))
 
 
