@@ -49,7 +49,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_forward import barriers, copy_out, placed, ring
+from .hopper_forward import Ring, barriers, copy_out, placed, ring
 
 KEYS = gl.constexpr(64)  # of one consumer: the rows of one wgmma
 STAGES = gl.constexpr(2)
@@ -155,8 +155,9 @@ def _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, last_head,
     else:
         mbarrier.wait(ds_full.index(1 - b), ((j - 1) // 2) & 1)
         dq = _issue_dq(1 - b, k, ds, W)
-        tma.store_wait(0)  # the last reduction has read its buffer
         dv, p_left, dk, ds_left = warpgroup_mma_wait(2, deps=[dv, p_left, dk, ds_left])  # in flight: two of dQ
+        # The last reduction has read its buffer. All warps meet here after their matmuls: one thread releases Q, dO.
+        tma.store_wait(0)
     q.release(j)
     q.wait_full(j + 1, pred=more)
     # after the last tile this multiplies what lies there, and nobody reads the result
@@ -237,7 +238,10 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
     k = ring(k_desc, 2, 2)
     v = ring(v_desc, 2, 1)
     q = ring(q_desc, STAGES, 2)
-    do = ring(do_desc, STAGES, 2)
+    # Released with Q: nobody would wait for barriers of its own, and Triton would put dS where they were made. A GPU
+    # that is shared writes barriers back when it returns from another process.
+    do = Ring(gl.allocate_shared_memory(do_desc.dtype, q.tiles.shape, q.tiles.layout), barriers(STAGES, 1), q.empty,
+              STAGES)
     lse2 = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], lse2_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], delta_desc.layout)
     ds = gl.allocate_shared_memory(q_desc.dtype, [4, KEYS, QUERIES], gl.NVMMASharedLayout(128, 16, rank=2))

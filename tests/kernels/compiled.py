@@ -57,7 +57,10 @@ for unit, launches in json.loads(sys.argv[1]).items():
         found[unit] = [  # of older generations also where there is an H100, which could not load them
             {"name": k.metadata.name, "wide_loads": bool(re.search(r"ld\.global[\w.:]*\.v4|cp\.async", k.asm["ptx"])),
              "warps": k.metadata.num_warps, "wgmma": k.asm["ptx"].count("wgmma.mma_async"),
-             "reductions": k.asm["ptx"].count("cp.reduce.async.bulk.tensor")} | resources(k) for k in kernels]
+             "reductions": k.asm["ptx"].count("cp.reduce.async.bulk.tensor"),
+             "unused_barriers": [x for x in re.findall(r"(%made\w*) = ttg.local_alloc", k.asm["ttgir"])
+                                 if not re.search(rf"warp_specialize\(.*{x}\b", k.asm["ttgir"])]}
+            | resources(k) for k in kernels]
 json.dump(found, sys.stdout)
 """
 OPTIONS = """
