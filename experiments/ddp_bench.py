@@ -438,16 +438,17 @@ def what_it_does(record: Record) -> str | None:
 def draw_step_times(records: Sequence[Record], path: Path) -> None:
     """Stacked bars: compute, optimizer, and the overhead by its causes; whiskers from p20 to p80 of the step.
 
-    What forward and backward take longer than local's is divided in the proportions of the trace's account; without
-    one it is a single part, `overhead`.
+    A bar ends at the step's median; compute is what local's optimizer leaves of its step. What the rest takes longer is
+    divided in the proportions of the trace's account; without one it is a single part, `overhead`.
     """
-    compute_ms = next((r.metrics.get("forward_backward_p50_ms") for r in records if r.variant == "local"), None)
+    local = next((r.metrics for r in records if r.variant == "local" and is_number(r.metrics.get("step_p50_ms"))), None)
+    compute_ms = local["step_p50_ms"] - local["optimizer_p50_ms"] if local else None
     names = ["compute", "optimizer", *CAUSES, "overhead"]
 
     def cells(metrics: Mapping[str, Any]) -> list[float | str | None]:
         if isinstance(metrics["step_p50_ms"], str) or compute_ms is None:
             return [metrics["step_p50_ms"] if isinstance(metrics["step_p50_ms"], str) else None] * len(names)
-        longer = metrics["forward_backward_p50_ms"] - compute_ms
+        longer = metrics["step_p50_ms"] - metrics["optimizer_p50_ms"] - compute_ms
         causes = [max(metrics.get(cause) or 0.0, 0.0) for cause in CAUSES.values()]
         whole = sum(causes)
         parts = [longer * cause / whole for cause in causes] + [0.0] if whole else [0.0] * len(causes) + [longer]
