@@ -1,5 +1,7 @@
 """Several backward passes per step: no_sync, and what happens without it."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import STRATEGIES as REGISTRY
 from distlab.parallel import get_strategy, strategies_on
 from tests.parallel.cases import CASES, Reference, build
-from tests.parallel.test_contract import BACKENDS, STRATEGIES, assert_equals_reference, run
+from tests.parallel.test_contract import BACKENDS, STRATEGIES, assert_equals_reference, every_row, run
 
 
 def accumulate(context: RankContext, strategy: str, case: str, set_to_none: bool) -> None:
@@ -41,12 +43,10 @@ def accumulate(context: RankContext, strategy: str, case: str, set_to_none: bool
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("case", ["plain", "tied", "unused-on-some"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_sync_accumulates_and_the_next_backward_sends_the_sum(strategy, case, set_to_none, backend):
+def test_no_sync_accumulates_and_the_next_backward_sends_the_sum(backend):
     """RELIABILITY 8. In "unused-on-some" a rank uses a head in an earlier micro-batch only."""
-    run(accumulate, 2, strategy, case, set_to_none, backend=backend)
+    rows = [*product(STRATEGIES, ["plain", "tied", "unused-on-some"], [True, False])]
+    run(every_row, 2, accumulate, rows, backend=backend)
 
 
 def no_sync_and_then_a_step(context: RankContext, strategy: str, nested: bool) -> None:

@@ -6,6 +6,7 @@ gradients that the same model under the same transformation gives in one process
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -15,10 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from distlab.comm import RankContext
 from distlab.model.config import ModelConfig
 from distlab.model.transformer import TransformerLM
+from distlab.parallel import FSDP
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import next_token_loss
-from tests.parallel.test_contract import STRATEGIES, run
+from tests.parallel.test_contract import STRATEGIES, every_row, run
+from tests.parallel.test_fsdp import full_gradients
 
+AVERAGING = ("naive", "flat", "overlap", "bucketed")
+WITH_FSDP = {strategy: STRATEGIES[strategy] for strategy in AVERAGING} | {"fsdp": FSDP}
 CONFIG = ModelConfig(d_model=16, d_ff=32, num_layers=2, num_heads=2, vocab_size=50, context_length=8)
 
 
@@ -66,10 +71,11 @@ TRANSFORMS: dict[str, Callable[[TransformerLM], nn.Module]] = {
 }
 
 
-def gradients_match_one_process(
-    context: RankContext, strategy: str, transform: str, autocast: bool, micro_batches: int
-) -> None:
+def same_gradients(context: RankContext, transform: str, autocast: bool) -> None:
+    """Of three micro-batches, under each strategy, beside those of one process."""
+
     def build() -> nn.Module:
+        torch._dynamo.reset()
         return TRANSFORMS[transform](TransformerLM(CONFIG, device=context.device, seed=3))
 
     def backward(model: nn.Module, rank: int, number: int, scale: float = 1.0) -> None:
@@ -78,29 +84,33 @@ def gradients_match_one_process(
             loss = next_token_loss(model, data.batch(number))
         (loss * scale).backward()
 
-    wrapper = STRATEGIES[strategy](build(), process_group=context.group)
-    for number in range(micro_batches):
-        with wrapper.no_sync() if number < micro_batches - 1 else nullcontext():
-            backward(wrapper, context.rank, number)
-    wrapper.finish_gradient_synchronization()
-
     reference = build()
-    for rank in range(context.world_size):
-        for number in range(micro_batches):
-            backward(reference, rank, number, 1 / context.world_size)
-    for mine, expected in zip(wrapper.module.parameters(), reference.parameters(), strict=True):
-        # bf16 products round to 8 bits; the two sides scale by 1/2 at different places, which is exact, but
-        # sum the ranks in fp32 in another order.
-        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-5, atol=1e-6)
+    for rank, number in product(range(context.world_size), range(3)):
+        backward(reference, rank, number, 1 / context.world_size)
+
+    def compare(context: RankContext, strategy: str) -> None:
+        wrapper = WITH_FSDP[strategy](build(), process_group=context.group)
+        for number in range(3):
+            with wrapper.no_sync() if number < 2 else nullcontext():
+                backward(wrapper, context.rank, number)
+        wrapper.finish_gradient_synchronization()
+        sharded = isinstance(wrapper, FSDP)
+        found = full_gradients(wrapper, context) if sharded else dict(wrapper.module.named_parameters())
+        for name, parameter in reference.named_parameters():
+            # bf16 products round to 8 bits; the two sides scale by 1/2 at different places, which is exact, but
+            # sum the ranks in fp32 in another order.
+            mine = found[name] if sharded else found[name].grad
+            torch.testing.assert_close(mine, parameter.grad, rtol=1e-5, atol=1e-6)
+
+    wrapped = WITH_FSDP if transform in ("plain", "checkpointed", "compiled-blocks") else AVERAGING
+    every_row(context, compare, [(strategy,) for strategy in wrapped])
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3], ids=["one-batch", "accumulated"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16-autocast"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed"])
-def test_strategy_with_transformed_model(strategy, transform, autocast, micro_batches):
-    """DESIGN §3 "With the rest"; RELIABILITY 10."""
-    run(gradients_match_one_process, 2, strategy, transform, autocast, micro_batches)
+def test_strategies_with_transformed_models(transform, autocast):
+    """DESIGN §3 "With the rest"; RELIABILITY 10, 28, 30, 31. What FSDP refuses of these has its own test."""
+    run(same_gradients, 2, transform, autocast)
 
 
 class SharedReentrant(nn.Module):
@@ -139,13 +149,13 @@ def shared_layer(context: RankContext, strategy: str, use_reentrant: bool) -> st
     return refusal
 
 
-@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed"])
+@pytest.mark.parametrize("strategy", AVERAGING)
 def test_a_layer_shared_by_reentrant_checkpoints_is_refused(strategy):
     """RELIABILITY 10: "ready twice", with the way out, instead of a half-summed gradient; the way out is right."""
     assert "use_reentrant=False" in run(shared_layer, 2, strategy, True)[0]
 
 
-@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed"])
+@pytest.mark.parametrize("strategy", AVERAGING)
 def test_a_layer_shared_by_other_checkpoints_is_right(strategy):
     """RELIABILITY 10."""
     run(shared_layer, 2, strategy, False)

@@ -8,7 +8,7 @@ differs between a ring and a plain sum, so the ranks must equal each other bit f
 import hashlib
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from textwrap import dedent
@@ -118,23 +118,33 @@ def train_beside_reference(
     wrapper.close()
 
 
+def every_row(context: RankContext, check: Callable[..., None], rows: Iterable[tuple]) -> None:
+    """`check(context, *row)` for all rows, each in a group of its own: what one leaves behind does not reach the next.
+
+    Raises:
+        AssertionError: with each row that failed and its reason.
+    """
+    failures = []
+    for row in rows:
+        group = torch.distributed.new_group(timeout=timedelta(seconds=6))
+        try:
+            check(replace(context, group=group), *row)
+        except Exception:
+            failures.append(f"{row}: {traceback.format_exc()}")
+    assert not failures, "\n".join(failures)
+
+
 def every_kind_of_model(
     context: RankContext, strategy: str, dropped: Iterable[str], zeroed: Iterable[str], shard_size: int | None = None
 ) -> None:
-    """All cases, each in a group of its own: what one that fails leaves behind does not reach the next.
+    """All cases.
 
     Args:
         dropped: cases whose gradients are dropped between steps.
         zeroed: cases whose gradients are zeroed instead.
     """
-    failures = []
-    for case, set_to_none in [*((case, True) for case in dropped), *((case, False) for case in zeroed)]:
-        group = torch.distributed.new_group(timeout=timedelta(seconds=6))
-        try:
-            train_beside_reference(replace(context, group=group), strategy, case, set_to_none, shard_size)
-        except Exception:
-            failures.append(f"{case}, set_to_none={set_to_none}: {traceback.format_exc()}")
-    assert not failures, "\n".join(failures)
+    rows = [*((case, True) for case in dropped), *((case, False) for case in zeroed)]
+    every_row(context, train_beside_reference, [(strategy, *row, shard_size) for row in rows])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

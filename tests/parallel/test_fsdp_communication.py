@@ -19,7 +19,7 @@ from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
 from tests.parallel.test_fsdp import Heads, own_loss, own_model
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 3.0
 
 
 def step(fsdp: FSDP, context: RankContext, number: int) -> None:
@@ -204,11 +204,10 @@ def train_with_delays(context: RankContext, delay_seed: int | None, steps: int) 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_slow_communication_changes_no_bit(backend):
     """RELIABILITY 34: buffers are reused only after their collective, however late it is."""
-    calm = run(train_with_delays, 2, None, 20, backend=backend)
-    for seed in (1, 2):
-        shaken = run(train_with_delays, 2, seed, 20, backend=backend)
-        for before, after in zip(calm[0], shaken[0], strict=True):
-            assert torch.equal(before, after)
+    calm = run(train_with_delays, 2, None, 15, backend=backend)
+    shaken = run(train_with_delays, 2, 1, 15, backend=backend)
+    for before, after in zip(calm[0], shaken[0], strict=True):
+        assert torch.equal(before, after)
 
 
 def different_units_at_once(context: RankContext) -> str:
