@@ -57,7 +57,7 @@ from distlab.theory.memory.recompute import (
     recomputed_flops,
 )
 from distlab.theory.model_shape import ModelShape
-from distlab.train.requirements import require
+from distlab.train.memory_budget import require
 
 BASE = "none"  # what the others are held against
 CHOICES = (BASE, "block", "every-2", "every-4", "every-8", "every-16")

@@ -59,7 +59,7 @@ from distlab.theory.flops import forward_flops, mfu
 from distlab.train.config import TrainConfig
 from distlab.train.data import SyntheticSequences
 from distlab.train.loop import Trainer
-from distlab.train.requirements import require
+from distlab.train.memory_budget import require
 
 TOKENS = 1024  # of the vocabulary that occur in the data: enough steps are few
 SAME_LOSS = 0.02  # relative; two honest bf16 computations of one step

@@ -38,7 +38,7 @@ from distlab.precision import autocast
 from distlab.report import Panel, Series, lines
 from distlab.theory.rounding import FORMATS, overflow_share, repeated_sum, safe_loss_scales, stalls_at
 from distlab.train.data import SyntheticTokens
-from distlab.train.requirements import PlannedStep, require
+from distlab.train.memory_budget import PlannedStep, require
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ADDEND, TIMES = 0.01, 1000

@@ -36,7 +36,7 @@ from distlab.report import is_number, read_json, reading
 from distlab.simulate import Machine, SimulatedStep, replay
 from distlab.simulate.calibrate import NEEDED, calibrate, measured_links
 from distlab.simulate.run import simulate_training
-from distlab.train.requirements import PlannedStep
+from distlab.train.memory_budget import PlannedStep
 
 ROOT = Path(__file__).resolve().parents[1]
 # Name of the row in ddp_bench → (strategy, bucket size in MiB).

@@ -19,7 +19,7 @@ from distlab.model.config import RECOMPUTATION
 from distlab.report import Panel, Series, grouped, is_number, lines, read_json
 from distlab.simulate.estimate import USABLE, MachineOptions, estimate_step
 from distlab.theory.step_time import sharding_group
-from distlab.train.requirements import PlannedStep
+from distlab.train.memory_budget import PlannedStep
 
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "hsdp")
 KINDS = ("weak", "strong")

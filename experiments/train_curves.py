@@ -48,8 +48,8 @@ from distlab.report import TIE, Panel, lines, overlaid
 from distlab.train.config import TRAINABLE, TrainConfig
 from distlab.train.data import GlobalOrder, TokenWindows, open_tokens
 from distlab.train.loop import Trainer
+from distlab.train.memory_budget import require, training_step
 from distlab.train.metrics import StepMetrics
-from distlab.train.requirements import require, training_step
 
 MOST_COST_PCT = 5  # of a step's time that checkpoints may take
 REFERENCE = "bucketed"

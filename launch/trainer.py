@@ -34,7 +34,7 @@ from distlab.simulate.plan import plan_steps
 from distlab.train import run
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.loop import Outcome
-from distlab.train.requirements import require, training_step
+from distlab.train.memory_budget import require, training_step
 from launch.ranks import run_on_ranks
 
 NAME = "train"

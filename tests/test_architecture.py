@@ -40,7 +40,7 @@ OF_ONE_MODULE = {  # may know more than the rest of its package
     "distlab.comm.copy_engine": ("kernels.average",),
     "distlab.train.step": ("kernels.adamw",),
     "distlab.train.run": ("distlab.theory.flops",),
-    "distlab.train.requirements": ("distlab.theory",),
+    "distlab.train.memory_budget": ("distlab.theory",),
 }
 STREAM_MAKERS = ("distlab.comm.collectives", "distlab.comm.copy_engine", "distlab.measure.clock")
 RANK_READER = "distlab.comm.context"

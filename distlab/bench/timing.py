@@ -46,7 +46,7 @@ from distlab.parallel import STRATEGIES, ParallelModel, Strategy, get_strategy
 from distlab.parallel.shard import local_part
 from distlab.precision import DTYPES, autocast
 from distlab.train.data import SyntheticTokens
-from distlab.train.requirements import PlannedStep, require, settled
+from distlab.train.memory_budget import PlannedStep, require, settled
 from distlab.train.scaler import LossScaler
 from distlab.train.step import LossFunction, TrainStep, compiled, loss_function
 
@@ -183,7 +183,7 @@ class BenchOptions(ModelOptions):
         """What times these rows; call it on every rank.
 
         Args:
-            some: whether it is enough that one of them fits a GPU, see `requirements.require`.
+            some: whether it is enough that one of them fits a GPU, see `memory_budget.require`.
 
         Raises:
             ValueError: a strategy that needs a GPU, without one.

@@ -309,7 +309,7 @@ class ModelOptions(ModelChanges):
         size: preset, of which the other options replace a part.
         dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters (fp16 with a loss scale in training).
         checkpointing: what is recomputed in backward, see `checkpoint_group` and `kept_levels`; `auto` for as little
-            as the memory allows, see `distlab.train.requirements`.
+            as the memory allows, see `distlab.train.memory_budget`.
 
     Raises:
         ValueError: a value that is not allowed; the message says what is.

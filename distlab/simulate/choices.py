@@ -11,7 +11,7 @@ from distlab.simulate.timeline import Machine, replay
 from distlab.theory.memory.peak import StepMemory
 from distlab.theory.model_shape import divisors
 from distlab.theory.step_time import StepTime
-from distlab.train.requirements import PlannedStep
+from distlab.train.memory_budget import PlannedStep
 
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp", "hsdp")
 RECOMPUTATION = ("none", "selective", "block")  # tried unless others are named

@@ -10,7 +10,7 @@ from distlab.hardware import GPUSpec, lookup
 from distlab.simulate.estimate import LIKE, estimate_step, machine_of
 from distlab.theory.memory.peak import StepMemory
 from distlab.theory.step_time import TIMED, StepTime
-from distlab.train.requirements import GIB, PlannedStep, memory_of_a_rank, settled
+from distlab.train.memory_budget import GIB, PlannedStep, memory_of_a_rank, settled
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from distlab.precision import DTYPES
 from distlab.train.config import TrainConfig, refuse_other_run
 from distlab.train.data import DataChanged, GlobalOrder, Sequences, is_unchanged, to_batch
 from distlab.train.evaluate import validation_loss
+from distlab.train.memory_budget import settled, training_step
 from distlab.train.metrics import GatheredMetrics, NonFiniteLoss, StepMetrics
-from distlab.train.requirements import settled, training_step
 from distlab.train.scaler import LossScaler
 from distlab.train.signals import StopSignals
 from distlab.train.step import TrainStep, adamw, compiled, loss_function

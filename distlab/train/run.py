@@ -24,8 +24,8 @@ from distlab.theory.flops import mfu, step_flops
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.data import load
 from distlab.train.loop import Outcome, Trainer
+from distlab.train.memory_budget import require, training_step
 from distlab.train.metrics import Journal, StepMetrics
-from distlab.train.requirements import require, training_step
 
 Results = Callable[[TrainConfig, Outcome, dict[str, Any], list[dict[str, Any]]], None]
 
@@ -56,7 +56,7 @@ def train(
     Raises:
         FolderIsHeld: another run writes to the folder.
         ValueError, OSError: see `load` and `Trainer`.
-        MemoryError: the model with its batch does not fit, see `distlab.train.requirements`.
+        MemoryError: the model with its batch does not fit, see `distlab.train.memory_budget`.
     """
     if data.is_bytes and config.vocab is None:
         config = replace(config, vocab=256)

@@ -59,7 +59,7 @@ from distlab.measure.trace.capture import PHASES
 from distlab.options import SEED
 from distlab.report import NOISE, Panel, lines, noise_of, overlaid, stacked_bars, waiting
 from distlab.theory.flops import forward_flops, mfu
-from distlab.train.requirements import require, shortage
+from distlab.train.memory_budget import require, shortage
 
 from .by_part import PART_VIEW
 from .taken_apart import (

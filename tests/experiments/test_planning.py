@@ -14,7 +14,7 @@ from distlab.simulate.estimate import machine_on
 from distlab.simulate.run import simulate_training
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES
 from distlab.train.config import TrainConfig
-from distlab.train.requirements import PlannedStep
+from distlab.train.memory_budget import PlannedStep
 from experiments import plan, predict_steps, scaling, simulate_scale
 from experiments.long_context import LongContextConfig
 from experiments.plan import PlanConfig

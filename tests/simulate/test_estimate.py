@@ -16,8 +16,8 @@ from distlab.simulate.plan import plan_steps, step_time
 from distlab.simulate.run import simulate_training
 from distlab.simulate.timeline import DeviceModel
 from distlab.theory.step_time import Network
-from distlab.train import requirements
-from distlab.train.requirements import GIB, PlannedStep
+from distlab.train import memory_budget
+from distlab.train.memory_budget import GIB, PlannedStep
 
 RECORDS = Path(__file__).parents[2] / "records" / "ddp_bench"
 CONFIG = ModelConfig(1024, 4096, 4, 8, vocab_size=4000, context_length=256)
@@ -35,14 +35,14 @@ def test_what_blocks_keep_saves_time_and_mixtures_lie_between():
 def test_a_plan_says_memory_and_time_before_anything_is_allocated(one_rank, monkeypatch):
     """On ranks, which have a process group; the device is said to be one that is known."""
     step = PlannedStep(preset("8B", ops="triton"), 1, "fsdp", "bf16", checkpointing="auto")
-    monkeypatch.setattr(requirements, "free_bytes", lambda device: 138 * GIB)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 138 * GIB)
     (plan,) = plan_steps([step], one_rank)  # the whole states on one rank
     assert plan.step.checkpointing == "block" and plan.time is None
     assert "GiB of 138.0 free on each rank" in str(plan) and "whose time is not known" in str(plan)
     on_gpu = replace(one_rank, device=torch.device("cuda", 0), world_size=2)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr("distlab.simulate.plan.memory_of_a_rank", lambda device, context: 138 * GIB)
-    monkeypatch.setattr(requirements, "memory_of_a_rank", lambda device, context: 138 * GIB)
+    monkeypatch.setattr(memory_budget, "memory_of_a_rank", lambda device, context: 138 * GIB)
     kept, peer, other = plan_steps([step, *(replace(step, strategy=s) for s in ("fsdp2", "torch-zero"))], on_gpu)
     assert kept.step.checkpointing.startswith("qkv:") and kept.memory.peak.total < 0.92 * 138 * GIB
     assert 4_000 < 1e3 * kept.time.step < 5_000 and kept.time == peer.time and " ms" in str(kept)

@@ -12,9 +12,16 @@ from distlab.testing import run_ranks
 from distlab.theory.memory import peak
 from distlab.theory.memory.peak import step_memory
 from distlab.theory.model_shape import ModelShape
-from distlab.train import requirements
+from distlab.train import memory_budget
 from distlab.train.config import TrainConfig
-from distlab.train.requirements import GIB, PlannedStep, least_recomputation, require, shortage, training_step
+from distlab.train.memory_budget import (
+    GIB,
+    PlannedStep,
+    least_recomputation,
+    require,
+    shortage,
+    training_step,
+)
 
 TINY = preset("tiny")
 LONG = preset("tiny", context_length=100_000_000)
@@ -25,7 +32,7 @@ def free(monkeypatch):
     """Sets how much memory the machine has free."""
 
     def put(num_bytes: int | None) -> None:
-        monkeypatch.setattr(requirements, "free_bytes", lambda device: num_bytes)
+        monkeypatch.setattr(memory_budget, "free_bytes", lambda device: num_bytes)
 
     put(16 * GIB)
     return put
@@ -138,7 +145,7 @@ def test_a_strategy_that_needs_gpus_is_refused_on_a_cpu():
 
 def short_on_rank_1(context: RankContext) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(requirements, "free_bytes", lambda device: (2 - context.rank) * GIB)
+        patch.setattr(memory_budget, "free_bytes", lambda device: (2 - context.rank) * GIB)
         try:
             require([PlannedStep(preset("tiny", context_length=2048), 8)], context.device, context)
         except MemoryError as error:
