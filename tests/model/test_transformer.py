@@ -267,8 +267,7 @@ def test_autocast_is_quiet_and_close():
         assert error < 0.05, name
 
 
-@pytest.mark.parametrize("checkpoint_blocks", [False, True, "qkv"])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("checkpoint_blocks", "autocast"), [(False, False), (True, True), ("qkv", False)])
 def test_compiles_without_graph_break(checkpoint_blocks, autocast):
     model = TransformerLM(CONFIG, checkpoint_blocks=checkpoint_blocks)
     loss, gradients = _gradients(model, autocast)

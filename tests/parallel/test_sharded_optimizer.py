@@ -156,21 +156,6 @@ def test_groups_schedulers_and_late_groups():
     run(schedule, 2)
 
 
-def late_equals_upfront(context: RankContext) -> None:
-    one, two = build("plain", 0, context.device), build("plain", 0, context.device)
-    upfront = ShardedOptimizer(groups(one), torch.optim.AdamW, process_group=context.group, lr=0.01)
-    late = ShardedOptimizer(groups(two)[:1], torch.optim.AdamW, process_group=context.group, lr=0.01)
-    late.add_param_group(groups(two)[1])
-    train(one, upfront, range(3))
-    train(two, late, range(3))
-    assert_equal_parameters(one, two)
-
-
-def test_a_late_group_equals_an_upfront_one():
-    """RELIABILITY 24."""
-    run(late_equals_upfront, 2)
-
-
 def inputs(context: RankContext) -> None:
     model = nn.Linear(2, 2)
     ShardedOptimizer((p for p in model.parameters()), torch.optim.SGD, process_group=context.group, lr=0.1)

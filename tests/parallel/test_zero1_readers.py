@@ -410,13 +410,13 @@ def frames_compiled(context: RankContext, how: str, backend: str, in_flight: boo
         in_flight: False waits for the parameters after every step.
 
     Returns:
-        How many frames Dynamo compiled in the first three steps under ZeRO, and in the seven after.
+        How many frames Dynamo compiled in the first three steps under ZeRO, and in the three after.
     """
     torch._dynamo.reset()
     model, loss_of = COMPILED[how](backend)
     plain = BucketedDDP(model, SMALL, process_group=context.group)
     sgd = torch.optim.SGD(plain.parameters(), lr=0.5)
-    expected = train(plain, sgd, loss_of, context.rank, range(10))
+    expected = train(plain, sgd, loss_of, context.rank, range(6))
     plain.close()
 
     model, loss_of = COMPILED[how](backend)  # Dynamo has met this code
@@ -426,7 +426,7 @@ def frames_compiled(context: RankContext, how: str, backend: str, in_flight: boo
     compiled = torch._dynamo.utils.counters["frames"]
     losses, totals = [], []
     with late_gathers():
-        for step in range(10):
+        for step in range(6):
             losses += train(wrapper, optimizer, loss_of, context.rank, range(step, step + 1))
             totals.append(compiled["total"])
             if not in_flight:
