@@ -8,7 +8,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -29,22 +29,17 @@ def python(
 ) -> subprocess.CompletedProcess[str]:
     """`python arguments…`, in the repository's root, which is importable; raises if it outlasts `timeout` seconds.
 
-    There it is forked from what forks the ranks of tests, which has imported torch; elsewhere, or of code (`-c`), it is
-    a new interpreter.
+    There it is `forked`; elsewhere, or of code (`-c`), it is a new interpreter.
     """
     command = [*map(str, arguments)]
-    variables = environment() | {"PYTHONPATH": str(cwd)}
     if cwd != ROOT or command[0] == "-c":
         return subprocess.run(
             [sys.executable, *command], capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd,
-            env=variables,
+            env=environment() | {"PYTHONPATH": str(cwd)},
         )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "stdout"), Path(folder, "stderr")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        process = context.Process(target=be_python, args=(command, variables, *files))
-        process.start()
+        process = forked(command, *files)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
@@ -52,14 +47,8 @@ def python(
         return subprocess.CompletedProcess(command, process.exitcode, *(file.read_text() for file in files))
 
 
-def be_python(command: Sequence[str], variables: dict[str, str], stdout: Path, stderr: Path) -> None:
-    """Be `python COMMAND…` with these variables and files for its output."""
-    for number, file in ((1, stdout), (2, stderr)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
-    os.environ.clear()
-    os.environ.update(variables)
-    os.chdir(ROOT)
-    multiprocessing.set_start_method(None, force=True)  # a script's default
+def be_python(command: Sequence[str]) -> None:
+    """Be `python COMMAND…`."""
     module = command[0] == "-m"
     sys.argv = [*command[module:]]
     sys.path[0] = str(ROOT)
@@ -67,6 +56,32 @@ def be_python(command: Sequence[str], variables: dict[str, str], stdout: Path, s
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(command[0], run_name="__main__")
+
+
+def forked(
+    command: Sequence[str], stdout: Path, stderr: Path, be: Callable[[Sequence[str]], None] = be_python
+) -> multiprocessing.Process:
+    """A process, in the repository's root, that is `be(command)`, its output in files (which may be one).
+
+    It is forked from what forks the ranks of tests, which has imported torch.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=_be, args=(be, command, environment(), stdout, stderr))
+    process.start()
+    return process
+
+
+def _be(
+    be: Callable[[Sequence[str]], None], command: Sequence[str], variables: dict[str, str], stdout: Path, stderr: Path
+) -> None:
+    for number, file in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(ROOT)
+    multiprocessing.set_start_method(None, force=True)  # a script's default
+    be(command)
 
 
 def torchrun(*arguments: str | os.PathLike, timeout: float = 120) -> subprocess.CompletedProcess[str]:

@@ -156,7 +156,7 @@ def test_what_contradicts_itself_is_named(run):
                 ("optimizer/exp_avg/other", [0, 3], "of other, and no such parameter"),
                 ("model/other", [0], "another model: other exists only there"),
                 ("optimizer/exp_avg/embedding.weight", [31], "has 0 of 31 elements"),
-                ("optimizer/other/embedding.weight", [0], "has shape [0], and the parameter [31, 128]"),
+                ("optimizer/other/embedding.weight", [0], "has shape [0], and the parameter [31, 32]"),
                 ("rng/0/torch", [10**15], "0 of 1000000000000000 elements"),
                 ("rng/1/torch", [0], "generators of ranks [0, 1], and 1 ranks wrote it"),
                 ("other", [0], "a tensor 'other', which no checkpoint has"),
@@ -239,7 +239,7 @@ def test_names_that_only_look_like_a_step_are_not_read(run):
 # -- the index and the tensors -----------------------------------------------------------------------------
 
 
-EMBEDDING, SIZE = "model/embedding.weight", 31 * 128
+EMBEDDING, SIZE = "model/embedding.weight", 31 * 32
 
 
 def test_an_index_that_was_made_up_is_named(run):

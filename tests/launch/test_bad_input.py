@@ -129,6 +129,12 @@ def test_how_a_rank_ended_is_said_in_words(code, words):
     assert _how_it_ended(code) == words
 
 
-def test_a_users_error_is_no_lost_rank():
+def test_a_lost_rank_is_known_by_what_gloo_says_and_no_other_error_is_one():
     assert not is_lost_peer(OSError("MASTER_PORT=1 is in use; timed out"))
-    assert is_lost_peer(RuntimeError("Timed out waiting 8000ms for recv operation to complete"))
+    assert not is_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    for said in (
+        "Timed out waiting 8000ms for recv operation to complete",
+        "[../gloo/transport/tcp/pair.cc:1] Connection closed by peer [::1]:1",
+        "[../gloo/transport/tcp/pair.cc:1] Application timeout caused pair closure",
+    ):
+        assert is_lost_peer(RuntimeError(said))
