@@ -5,17 +5,12 @@ import torch
 
 from experiments import activation_checkpointing as study
 from experiments.activation_checkpointing import EXPERIMENT, Bench, CheckpointingConfig, one_step
-from tests.experiments.frame import measured, refused
 
 SMALL = CheckpointingConfig(**EXPERIMENT.preset("smoke", on_gpu=False))
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    return measured(EXPERIMENT, tmp_path_factory.mktemp("outputs"), groups=("block", "every-2"))
-
-
-def test_every_way_is_measured_beside_its_prediction(records):
+def test_every_way_is_measured_beside_its_prediction(smoke):
+    records, _ = smoke(EXPERIMENT.name)
     rows = {r.variant: r.metrics for r in records}
     assert list(rows) == ["none", "block", "every-2"]
     assert [m["blocks_run_again"] for m in rows.values()] == [0, 4, 4]
@@ -56,8 +51,3 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
     assert "predicted_step_ms" not in bench.predicted("block")
 
 
-def test_what_is_no_way_to_group_is_refused(capsys):
-    said = refused(capsys, "activation_checkpointing", "--groups", "every-0")
-    assert "choose none, block, every-K" in said
-    with pytest.raises(ValueError, match="at least 5 steps"):
-        CheckpointingConfig(steps=1, rounds=1)

@@ -1,11 +1,13 @@
 """Shapes of attention, the float64 result that benchmarks judge by, and the peers they time, on a CPU."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from experiments._attention import Shape, build, exact, inputs, last_head, naive, suits
-from tests.kernels.attention_reference import attention, in_float64, with_gradients
+from experiments._attention import Shape, build, exact, inputs, last_head, suits
+from tests.kernels.attention_reference import in_float64, with_gradients
 
 SHAPES = ("2x4:2x50x16", "1x2x20:33x16/full", "1x2x40x16/window=7", "2x2x50x16/documents=4", "1x3x24x20")
 
@@ -25,8 +27,10 @@ def test_exact_is_attention_of_the_last_key_head(text):
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("variant", ["naive", "sdpa", "ours", "ours-ieee", "ours-deterministic"])
-@pytest.mark.parametrize("text", SHAPES)
+@pytest.mark.parametrize(
+    ("variant", "text"),
+    [*itertools.product(("naive", "sdpa", "ours"), SHAPES), ("ours-ieee", SHAPES[0]), ("ours-deterministic", SHAPES[2])]
+)  # fmt: skip
 def test_variants_are_the_same_function(variant, text):
     shape = Shape.parse(text)
     case = inputs(shape, "float32", "cpu")
@@ -57,8 +61,3 @@ def test_pairs_are_counted_as_the_mask_has_them():
 def test_a_shape_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match=r"shape '.*': give BATCHxHEADS\[:KEY HEADS\]"):
         Shape.parse(text)
-
-
-def test_naive_attention_is_causal_unless_a_mask_is_given():
-    q, k, v, _ = inputs(Shape.parse("1x1x12x8"), "float32", "cpu")
-    torch.testing.assert_close(naive(q, k, v), attention(q, k, v, causal=True))

@@ -6,7 +6,6 @@ import pytest
 
 from experiments import calculator
 from launch.__main__ import main
-from tests.experiments.frame import refused
 
 
 def ask(capsys, *argv):
@@ -49,24 +48,6 @@ def test_chain_and_block(capsys):
 def test_words(capsys, command):
     assert main(["run", "calculator", *command]) == 0
     assert capsys.readouterr().out.strip()
-
-
-REFUSED = {
-    "occupancy --threads 5000 --registers 32": "1 to 1024",
-    "occupancy --threads 128": "occupancy: give registers",
-    "gpus --gpu RTX": "'RTX' is unknown; allowed: A100-40GB, A100",
-    "divergence --cycles 5": "cycles=(5.0,): give those of the branch",
-    "chain --elements -4": "--elements: -4: give a whole number of at least 1",
-    "kernel matmul 3": "matmul has no shape of 1 dimension(s); give three: M, K, N",
-    "kernel rope 3": "rope has no shape of 1 dimension(s); give two or more",
-    "coalescing --itemsize 3": "--itemsize: 3 is unknown; allowed: 1, 2, 4, 8, 16",
-    "divergence --lanes 40": "--lanes: 40: give a whole number of at least 0 and at most 32",
-}
-
-
-@pytest.mark.parametrize("command", REFUSED)
-def test_what_cannot_be_is_refused(capsys, command):
-    assert REFUSED[command] in refused(capsys, "calculator", *command.split())
 
 
 def test_what_may_be_nothing_may_be_zero(capsys):

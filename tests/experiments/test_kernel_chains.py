@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distlab.measure.memory_traffic import KINDS
-from experiments.kernel_roofline import EXPERIMENT, Config, chain_kernel
+from experiments.kernel_roofline import EXPERIMENT, chain_kernel
 from experiments.kernel_roofline.chains import (
     CHAINS,
     TRAFFIC,
@@ -15,7 +15,7 @@ from experiments.kernel_roofline.chains import (
     in_one_kernel,
 )
 from kernels import _triton
-from tests.experiments.frame import measured, refused
+from tests.experiments.frame import measured
 from tests.kernels.fused import DEVICE, TOLERANCE
 
 MORE = (("rms_norm",), ("add", "softmax", "silu"), ("layer_norm", "scale", "bias", "silu"))
@@ -64,20 +64,12 @@ def test_the_accounting_of_a_chain():
     assert rows["one by one"]["predicted_time_p50_ms"] == pytest.approx(rows["one by one"]["bytes"] / 1e9)
 
 
-def test_chains_in_small(tmp_path):
-    config = {"only": (), "chain": ("bias", "silu", "multiply")}
-    records = measured(EXPERIMENT, tmp_path, **config)
-    assert {r.variant for r in records} == {"naive", "builtin"}
-    assert all(r.metrics["status"] == "ok" for r in records)
-    records = measured(EXPERIMENT, tmp_path / "named", only=("add+layer_norm",))
-    assert {r.variant: r.metrics["status"] for r in records} == dict.fromkeys(("ours", "naive", "builtin"), "ok")
-    page = tmp_path / "named" / "kernel_roofline" / "run" / "parts" / TRAFFIC.name / "table.md"
+def test_chains_in_small(smoke, tmp_path):
+    records = measured(EXPERIMENT, tmp_path, only=(), chain=("bias", "silu", "multiply"))
+    assert {r.variant: r.metrics["status"] for r in records} == dict.fromkeys(("naive", "builtin"), "ok")
+    records, folder = smoke(EXPERIMENT.name)
+    assert {r.variant for r in records if "layer_norm" in r.config["label"]} == {"ours", "naive", "builtin"}
+    page = folder / "parts" / TRAFFIC.name / "table.md"
     text = page.read_text()
     assert page.with_name("chains.png").stat().st_size > 10_000
     assert "one by one, in fp32" in text and "the advisor makes 1 kernel(s) of it, add + layer_norm" in text
-
-
-def test_bad_chains_are_refused(capsys):
-    assert "'norm' is unknown" in refused(capsys, "kernel_roofline", "--quick", "--chain", "norm")
-    with pytest.raises(ValueError, match="give one of them"):
-        Config(only=("add",), chain=("add",))

@@ -27,15 +27,11 @@ from experiments.kernel_roofline import cases as rows
 from experiments.kernel_roofline.prediction import naive_bytes, predicted
 from experiments.kernel_roofline.timing import fits
 from kernels.cost import Cost
-from tests.experiments.frame import measured, refused
+from tests.experiments.frame import measured
 
 
-def test_operations_are_right_in_the_smoke_run(tmp_path):
-    # One of each kind; every kernel is compared with float64 in tests/kernels.
-    names = ("add_rms_norm", "rope", "cross_entropy", "adamw", "matmul")
-    records = measured(EXPERIMENT, tmp_path, only=names)
-    assert {r.config["operation"] for r in records} == set(names)
-    for r in records:
+def test_operations_are_right_in_the_smoke_run(smoke):
+    for r in smoke(EXPERIMENT.name)[0]:
         interleaved = r.config["operation"] == "matmul"  # bound by arithmetic
         assert r.metrics.get("rounds") == (PRESETS["smoke"]["rounds"] if interleaved else None)
         assert r.metrics["status"] == "ok", (r.config["label"], r.variant, r.metrics)
@@ -53,15 +49,12 @@ def test_the_error_of_linear_cross_entropy_in_chunks(chunk_bytes):
     assert worst_error(results, exact(case, inputs, "both", upstream)) < 1.5e-3
 
 
-def test_a_cut_off_run_resumes_and_is_drawn(tmp_path):
-    folder = tmp_path / "kernel_roofline" / "run"
-    first = measured(EXPERIMENT, tmp_path, only=("add", "rms_norm"))
-    write_json(first[:3], folder / "records.json")
-    again = measured(EXPERIMENT, tmp_path, only=("add", "rms_norm"))
-    times = [[r.metrics["time_p50_ms"] for r in records[:3]] for records in (first, again)]
-    assert times[0] == times[1]  # measured once
-    assert sorted((r.config["label"], r.config["direction"], r.variant) for r in again) == sorted(
-        (r.config["label"], r.config["direction"], r.variant) for r in first)
+def test_a_cut_off_run_resumes(tmp_path):
+    first = measured(EXPERIMENT, tmp_path, only=("rms_norm",))
+    write_json(first[:2], tmp_path / "kernel_roofline" / "run" / "records.json")
+    again = measured(EXPERIMENT, tmp_path, only=("rms_norm",))
+    assert again[:2] == first[:2]  # measured once
+    assert {(r.config["direction"], r.variant) for r in again} == {(r.config["direction"], r.variant) for r in first}
 
 
 def test_a_wrong_kernel_is_called_wrong(monkeypatch, tmp_path):
@@ -75,13 +68,6 @@ def test_a_wrong_kernel_is_called_wrong(monkeypatch, tmp_path):
     status = {(r.variant, r.config["direction"]): r.metrics["status"] for r in found}
     assert status["ours", "fwd"] == status["ours", "bwd"] == "WRONG"
     assert status["naive", "fwd"] == status["builtin", "bwd"] == "ok"
-
-
-def test_a_peer_that_is_missing_is_a_row(tmp_path):
-    rows = measured(EXPERIMENT, tmp_path, only=("rms_norm",), variants=("ours", "liger"))
-    liger = [r.metrics["status"] for r in rows if r.variant == "liger"]
-    assert liger and all(status == "ok" or status.startswith(("ModuleNotFoundError", "Runtime", "Assertion"))
-                         for status in liger)
 
 
 @pytest.fixture
@@ -225,10 +211,3 @@ def test_a_resumed_run_names_the_ceilings_of_every_process():
     parts = [record("ours", 1.0, copy_gb_per_s=3000.0, cublas_tflop_per_s=rate) for rate in (672.0, 672.0, 773.0)]
     assert "copy 3,000 GB/s, cuBLAS 672 and 773 TFLOP/s" in headline(parts)
     assert "cuBLAS 672 TFLOP/s" in headline(parts[:2])
-
-
-def test_wrong_use_is_explained(capsys):
-    name = "kernel_roofline"
-    assert "choose among" in refused(capsys, name, "--quick", "--only", "nothing")
-    if not torch.cuda.is_available():
-        assert "--quick runs a small form" in refused(capsys, name)

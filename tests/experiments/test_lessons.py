@@ -15,12 +15,11 @@ from distlab.theory.gpu import l2_hit_share, tile_order
 from experiments import _lesson_attention as lesson
 from experiments import attention_steps, hardware_effects, ir, size_curves, tuning
 from experiments._attention import Shape, inputs
-from experiments.ir.catalogue import MODULES
 from kernels import _triton
 from kernels._language import tl, triton
 from kernels.cost import Cost
 from kernels.matmul import grouped_tile
-from tests.experiments.frame import measured, refused
+from tests.experiments.frame import measured
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = pytest.mark.skipif(not _triton.interpreted(), reason="kernels are compiled here: for a GPU these run in full")
@@ -89,13 +88,6 @@ def test_gains_are_of_the_same_round():
     attention_steps.gains(found, times, steps, 4096)
     assert found[steps[0].name] == {} and found[steps[1].name]["fwd_gain"] == 2.0
     assert found[steps[1].name]["fwd_predicted_gain"] == pytest.approx(1.97, abs=0.01)
-
-
-def test_a_length_with_ragged_tiles_is_refused(capsys):
-    arguments = ("--quick", "--length", "200", "--head-dims", "64")
-    assert "give a multiple of 128" in refused(capsys, "attention_steps", *arguments)
-    assert "give a power of two" in refused(capsys, "tuning", "--quick", "--elements", "5000")
-    assert "give a multiple of 1,024" in refused(capsys, "hardware_effects", "--quick", "--elements", "1500")
 
 
 def test_without_a_gpu_and_an_interpreter_the_remedy_is_named(monkeypatch):
@@ -203,22 +195,17 @@ with compile_for(90):
 """
 
 
-def test_ir_writes_every_stage(tmp_path):
-    records = measured(ir.EXPERIMENT, tmp_path, kernels=("lesson_banks", "average.average_kernel"))
+def test_ir_writes_every_stage(smoke):
+    records, run = smoke("ir")
     (average,) = [r for r in records if r.variant == "average.average_kernel"]
     assert average.metrics["registers"] > 0 and average.metrics["spill_bytes"] == 0
-    folder = tmp_path / "ir" / "run" / "stages"
+    folder = run / "stages"
     signs = {"ttir": "tt.func", "ttgir": "#blocked", "llir": "define", "ptx": ".target sm_90", "sass": "EXIT"}
     for stage in ir.STAGES:
         assert signs[stage] in (folder / f"average.average_kernel.{stage}").read_text()
     assert not (folder / "lesson_banks.transpose_kernel.ttir").exists()  # Gluon begins with layouts
     plain, swizzled = (r for r in records if r.config["module"] == "lesson_banks")
     assert (plain.config["constants"], swizzled.config["constants"]) == ("PHASES=1", "PHASES=32")
-
-
-def test_an_unknown_kernel_is_refused(capsys):
-    assert "give MODULE or MODULE.KERNEL of elementwise" in refused(capsys, "ir", "softmix")
-    assert set(MODULES) >= {"softmax", "flash_attention", "attention_steps"}
 
 
 ON_GPU = {

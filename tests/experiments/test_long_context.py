@@ -20,7 +20,7 @@ from experiments.long_context import (
     worth_timing,
     wrong_rows,
 )
-from tests.experiments.frame import measured, refused
+from tests.experiments.frame import measured
 
 
 def test_the_model_is_the_presets_or_a_fraction_of_it():
@@ -117,15 +117,3 @@ def test_what_fails_beside_the_measurement_is_said():
         attempted(fail, each)
     assert peer.metrics["status"] == peer.metrics["step_p50_ms"] == "failed" and timed.metrics["status"] == "ok"
     assert wrong_rows([peer]) == ["fsdp2 qkv: RuntimeError: no such kernel"]
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--scale", "2"], "scale='2': give a fraction above 0 and at most 1, such as 1/8"),
-        (["--scale", "a/b"], "scale='a/b': give a fraction"),
-        (["--rows", "fsdp3"], "'fsdp3' is unknown (did you mean fsdp?); allowed: fsdp, fsdp blocks"),
-    ],
-)
-def test_options_that_cannot_be_are_refused_in_one_line(options, line, capsys):
-    assert line in refused(capsys, "long_context", *options)

@@ -2,26 +2,16 @@
 
 import pytest
 
-from experiments import memory_breakdown
 from experiments.memory_breakdown import STATES, STRATEGIES
-from tests.experiments.frame import measured
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    return measured(memory_breakdown.EXPERIMENT, tmp_path_factory.mktemp("memory"), strategies=STRATEGIES)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_states_are_predicted(records, strategy):
-    metrics = next(r.metrics for r in records if r.variant == strategy)
-    for state in STATES:
-        assert abs(metrics[f"{state}_error_pct"]) < 5, (state, metrics)
-    assert metrics["peak_alloc_bytes"] is None and metrics["peak_alloc_error_pct"] is None
-
-
-def test_sharding_divides(records):
-    of = {record.variant: record.metrics for record in records}
+def test_states_are_predicted_and_sharding_divides(smoke):
+    of = {record.variant: record.metrics for record in smoke("memory_breakdown")[0]}
+    assert list(of) == list(STRATEGIES)
+    for strategy, metrics in of.items():
+        for state in STATES:
+            assert abs(metrics[f"{state}_error_pct"]) < 5, (strategy, state)
+        assert metrics["peak_alloc_bytes"] is None and metrics["peak_alloc_error_pct"] is None
     whole = of["local"]
     assert whole["optimizer_state_bytes"] == 2 * whole["parameters_bytes"]
     for strategy in ("zero1", "fsdp", "fsdp2"):

@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from experiments import mixed_precision
-from experiments.mixed_precision import EXPERIMENT, layer_norm
-from tests.experiments.frame import measured, refused
+from experiments.mixed_precision import layer_norm
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    return measured(EXPERIMENT, tmp_path_factory.mktemp("outputs"))
+def records(smoke):
+    return smoke("mixed_precision")[0]
 
 
 def rows(records, part):
@@ -67,8 +66,3 @@ def test_small_gradients_need_a_scale_in_fp16_and_none_in_bf16(records):
     assert sum(found["fp32"]["histogram_pct"]) == pytest.approx(100, abs=1)
     words = " ".join(mixed_precision.findings(records))
     assert "stalls at 4" in words and "scales from 2^12 to 2^12" in words
-
-
-def test_what_is_refused(capsys):
-    if not torch.cuda.is_available():
-        assert "no GPU" in refused(capsys, "mixed_precision", "--device", "cuda")

@@ -56,7 +56,7 @@ def test_plan(tmp_path, capsys):
     assert best["predicted_days"] == pytest.approx(100 * days / best["predicted_goodput_pct"])
 
 
-def test_plan_on_a_cluster(tmp_path, capsys):
+def test_plan_on_a_cluster(tmp_path):
     """Grouped queries, groups of nodes, a deadline, and the runners-up."""
     fields = {"model": "llama-8B", "batch": 256, "cluster": "dgx-h100:64", "strategies": ("zero1", "fsdp", "hsdp")}
     records = measured(plan.EXPERIMENT, tmp_path, **fields, recomputation=("selective", "block"), days=1.0)
@@ -69,8 +69,6 @@ def test_plan_on_a_cluster(tmp_path, capsys):
     assert 90 < m["predicted_goodput_pct"] < 100
     days = 1e11 / m["predicted_tokens_per_s"] / 86_400
     assert m["predicted_days"] == pytest.approx(100 * days / m["predicted_goodput_pct"])
-    refusal = refused(capsys, "plan", "--cluster", "dgx-h100:12", "--batch", "24", "--out", str(tmp_path))
-    assert "12 GPUs do not fill hosts of 8" in refusal
 
 
 def test_a_model_of_a_file(tmp_path):
@@ -112,17 +110,16 @@ def test_how_a_model_computes_decides_what_is_predicted():
         plan._time(naive, choice, naive.machine())
 
 
-@pytest.mark.parametrize("keep", ["none", "qkv", "block"])
-def test_a_simulated_step_of_fused_kernels_takes_the_memory_of_the_plan(keep):
+@pytest.mark.parametrize(("ops", "keep"), [("triton", "none"), ("auto", "qkv"), ("triton", "block")])
+def test_a_simulated_step_of_fused_kernels_takes_the_memory_of_the_plan(ops, keep):
     """Some 2 % off: on a CPU these kernels are replaced by torch's operators, whose temporaries differ."""
-    for ops in ("triton", "auto"):
-        model = preset("small", context_length=256, ops=ops, num_layers=3)
-        seen = simulate_training(model, "fsdp", batch=2, world_size=8, checkpointing=keep).peak.total
-        planned = PlannedStep(model, 2, "fsdp", "bf16", checkpointing=keep).memory(8).peak.total - CUBLAS_WORKSPACES
-        assert seen == pytest.approx(planned, rel=0.025)
+    model = preset("small", context_length=256, ops=ops, num_layers=3)
+    seen = simulate_training(model, "fsdp", batch=2, world_size=8, checkpointing=keep).peak.total
+    planned = PlannedStep(model, 2, "fsdp", "bf16", checkpointing=keep).memory(8).peak.total - CUBLAS_WORKSPACES
+    assert seen == pytest.approx(planned, rel=0.025)
 
 
-WAYS = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+WAYS = ("naive", "overlap", "bucketed", "zero1", "fsdp")
 CHOICES = [*(Choice(way, 2) for way in WAYS), Choice("zero1", 2, recompute="selective"),
            Choice("fsdp", 2, recompute="block"), Choice("hsdp", 2, group=8)]  # fmt: skip
 
@@ -147,39 +144,11 @@ def test_plan_of_what_does_not_fit(tmp_path):
     assert "3 devices" in words  # 16 bytes × 12.8 B parameters over 75.2 GB
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"device": "h99:8"}, "device 'h99' is unknown; choose one of .*h100"),
-        ({"device": "h100:x"}, "give a name and a number"),
-        ({"batch": 4}, "leaves some of 8 devices without one.*--batch 8"),
-        ({"batch": 21}, "8 devices do not divide a batch of 21; the nearest is --batch 24"),
-        ({"model": "huge"}, "model size 'huge' is unknown"),
-        ({"strategies": ("magic",)}, "magic.*is unknown.*fsdp"),
-        ({"tokens": 0}, "tokens=0"),
-    ],
-)
-def test_plan_refuses(change, message):
-    with pytest.raises(ValueError, match=message):
-        PlanConfig(**{"model": "tiny", "batch": 16, "device": "h100:8"} | change)
-
-
-def test_errors_are_one_line(capsys, tmp_path):
-    out = ("--out", str(tmp_path))
-    assert "device 'h99' is unknown" in refused(capsys, "plan", "--devices", "h99:8")
-    assert "is torch's" in refused(capsys, "simulate_scale", "--strategies", "torch-ddp")
-    assert "no compiler runs on tensors" in refused(capsys, "simulate_scale", "--compile", "blocks")
-    assert "add up to the 50 blocks" in refused(capsys, "simulate_scale", "--checkpointing", "qkv:3")
-    assert "missing.json" in refused(capsys, "scaling", "--records", "missing.json", "--model", "tiny", *out)
-    assert "between 'pigeons' is unknown for H100 SXM" in refused(capsys, "plan", "--between", "pigeons")
-    predict = ("predict_steps", "--calibrate", "missing.json", *out)
-    assert "missing.json" in refused(capsys, *predict, "--cases", "xl:2")
+def test_a_record_without_what_a_calibration_needs_is_refused(capsys, tmp_path):
     bare = {"experiment": "ddp_bench", "variant": "x", "config": {}, "metrics": {}, "environment": {}, "commit": None}
     (tmp_path / "bare.json").write_text(json.dumps({"format": "distlab-records-1", "records": [bare]}))
-    lacking = refused(capsys, "predict_steps", "--calibrate", str(tmp_path / "bare.json"), "--cases", "xl:8", *out)
-    assert "bare.json: a record lacks what is needed of it" in lacking
-    assert "--cases: 'xl:0': give PRESET:BATCH" in refused(capsys, *predict, "--cases", "xl:0")
-    assert "give --calibrate and --cases, or" in refused(capsys, *predict)
+    command = ("predict_steps", "--cases", "xl:8", "--out", str(tmp_path), "--calibrate", str(tmp_path / "bare.json"))
+    assert "bare.json: a record lacks what is needed of it" in refused(capsys, *command)
 
 
 def test_scaling(tmp_path):
@@ -203,14 +172,6 @@ def test_scaling(tmp_path):
     assert point["measured_step_p50_ms"] == min(sizes) < max(sizes)
     # Records of another device are no points of this one.
     assert not scaling.measured_points(ScalingConfig(device="h100", records=(RECORD,)))
-
-
-def test_simulate_scale(tmp_path):
-    """The small model stands for 10B, which takes six seconds per strategy."""
-    fields = {"model": "small", "ranks": 1024, "strategies": ("zero1", "fsdp")}
-    zero1, fsdp = measured(simulate_scale.EXPERIMENT, tmp_path, **fields)
-    assert fsdp.metrics["simulated_peak_bytes"] < zero1.metrics["simulated_peak_bytes"]
-    assert fsdp.metrics["simulation_s"] < 30
 
 
 def test_predictions_are_kept():
@@ -238,9 +199,7 @@ def test_predictions_are_kept():
 
 def test_a_datasheet_is_named_by_device(tmp_path):
     """The frame took it for where to compute, and refused every GPU's name."""
-    for name in ("scaling", "simulate_scale"):
-        arguments = ["--preset", "smoke", "--device", "a100", "--out", str(tmp_path)]
-        assert main(["run", name, *arguments]) == 0
+    assert main(["run", "scaling", "--preset", "smoke", "--device", "a100", "--out", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -264,15 +223,15 @@ def test_first_choice_on_two_h200_is_the_fastest_measured(tmp_path, name, model,
     assert steps[first] <= 1.03 * min(steps.values())
 
 
-def test_hybrid_sharding_at_scale(tmp_path, capsys):
-    fields = {"model": "tiny", "cluster": "dgx-h100:16", "ranks": 16, "batch": 1, "strategies": ("fsdp", "hsdp")}
+def test_hybrid_sharding_at_scale(tmp_path):
+    fields = {"model": "tiny", "cluster": "dgx-h100:16", "ranks": 16, "batch": 1}
+    fields |= {"strategies": ("zero1", "fsdp", "hsdp")}
     records = {r.variant: r.metrics for r in measured(simulate_scale.EXPERIMENT, tmp_path / "a", **fields)}
     assert records["hsdp"]["collectives_per_step"] > records["fsdp"]["collectives_per_step"]
-    assert records["hsdp"]["simulated_peak_bytes"] >= records["fsdp"]["simulated_peak_bytes"]
+    zero1, fsdp, hsdp = (records[name]["simulated_peak_bytes"] for name in ("zero1", "fsdp", "hsdp"))
+    assert fsdp < zero1 and fsdp <= hsdp
     fields = {"model": "8B", "cluster": "dgx-h100:4096", "ranks": (8, 64, 512, 4096), "strategies": ("fsdp", "hsdp")}
     fields |= {"context": 8192}
     records = measured(scaling.EXPERIMENT, tmp_path / "b", **fields, batch=1, recompute="block")
     words = " ".join(scaling.findings(records))
     assert "fsdp from 512 ranks" in words and "weak scaling under 90 % efficiency" in words
-    refusal = refused(capsys, "simulate_scale", "--strategies", "hsdp", "--ranks", "16", "--group", "3")
-    assert "groups of 3 do not divide 16 ranks" in refusal

@@ -13,7 +13,6 @@ from distlab.report import read_json
 from launch.__main__ import experiments, load, main
 from launch.help import GROUPS
 from tests.commands import ROOT
-from tests.experiments.frame import measured
 from tests.pages import Command
 from tests.test_pages import check
 
@@ -25,24 +24,26 @@ def registered() -> list[str]:
 
 
 @pytest.mark.parametrize("name", registered())
-def test_an_experiment_runs_in_small_and_its_rows_are_drawn_again(name, tmp_path, capsys):
-    experiment = load(name).EXPERIMENT
-    records = measured(experiment, tmp_path)
+def test_an_experiment_runs_in_small_and_its_rows_are_shown_again(name, smoke, capsys):
+    records, folder = smoke(name)
     assert records and {record.experiment for record in records} == {name}
     assert "WRONG" not in {record.metrics.get("status") for record in records}
-    folder = tmp_path / name / "run"
     written = {path.name for path in folder.iterdir()}
     assert {"run.json", "records.json", "records.csv", "table.md", "table.tex", "report.html"} <= written
-    pictures = {path for path in written if path.endswith(".png")}
-
     capsys.readouterr()
-    assert main(["show", str(folder / "records.json"), "--out", str(tmp_path / "again")]) == 0
-    *table, line = capsys.readouterr().out.splitlines()
-    assert all(len(text) <= 100 for text in table if not text.startswith("report:"))
-    answer = json.loads(line)
+    assert main(["show", str(folder / "records.json"), "--table", "text"]) == 0
+    table = capsys.readouterr().out
+    assert table.strip() and all(len(line) <= 100 for line in table.splitlines())
+
+
+def test_saved_rows_are_drawn_again(smoke, tmp_path, capsys):
+    records, folder = smoke("ddp_bench")
+    assert main(["show", str(folder / "records.json"), "--out", str(tmp_path)]) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["variant"] for row in answer["records"]] == [record.variant for record in records]
-    (again,) = (tmp_path / "again" / name).iterdir()
-    assert pictures <= {path.name for path in again.iterdir()}
+    (again,) = (tmp_path / "ddp_bench").iterdir()
+    pictures = {path.name for path in folder.glob("*.png")}
+    assert {"step_time.png", "timeline.png"} <= pictures <= {path.name for path in again.iterdir()}
 
 
 def test_the_list_has_every_experiment_with_its_question_and_imports_nothing(capsys):

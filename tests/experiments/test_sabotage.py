@@ -10,7 +10,7 @@ from experiments import sabotage
 from experiments.sabotage import ERROR, MISTAKES, caught_by, examine, examine_both
 from launch.__main__ import main
 from tests.commands import ROOT
-from tests.experiments.frame import measured, refused
+from tests.experiments.frame import measured
 
 STEPS = 2  # curves are for people; the checks have their own steps
 
@@ -40,10 +40,6 @@ def examined():
     return run_ranks(examine_all, 2, deadline_s=120.0)[0]
 
 
-def test_there_are_fifteen():
-    assert len(MISTAKES) == 15
-
-
 def test_errors_say_what_to_do(examined):
     assert "finish_gradient_synchronization()" in examined["finish forgotten"][1]["error"]
     assert "clip_grad_norm_" in examined["torch's clipping"][1]["error"]
@@ -56,13 +52,12 @@ def test_its_check_catches_it_and_only_it(examined, name):
     assert MISTAKES[name].check in caught_by(broken)
 
 
-def test_a_mistake_that_passes_is_reported(monkeypatch, examined, tmp_path):
+def test_a_mistake_that_passes_is_reported(monkeypatch, examined, tmp_path, capsys):
     """The verdict is not for show: a run with the mistake that is as healthy as the other is no catch."""
     healthy, _ = examined["no broadcast"]
     monkeypatch.setattr(sabotage, "run_ranks", lambda *args, **options: [[healthy, healthy]])
-    records = measured(sabotage.EXPERIMENT, tmp_path)
-    assert sabotage.wrong_rows(records) == ["no broadcast: not caught by one process"]
     assert main(["run", "sabotage", "--preset", "smoke", "--out", str(tmp_path)]) == 1
+    assert "no broadcast: not caught by one process" in capsys.readouterr().out
 
 
 def test_ranks_that_fail_are_caught_too(monkeypatch, examined, tmp_path):
@@ -79,14 +74,11 @@ def test_ranks_that_fail_are_caught_too(monkeypatch, examined, tmp_path):
 
 
 def test_the_command(monkeypatch, examined, tmp_path, capsys):
-    """Table, records, picture and JSON line, with the ranks' answers put in."""
+    """Table and JSON line, with the ranks' answers put in."""
     monkeypatch.setattr(sabotage, "run_ranks", lambda fn, ranks, name, *args, **options: [examined[name]])
     assert main(["run", "sabotage", "--quick", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "15 of 15 mistakes caught" in out and len(json.loads(out.splitlines()[-1])["records"]) == 15
-    (folder,) = (tmp_path / "sabotage").iterdir()
-    assert len(read_json(folder / "records.json")) == 15 and (folder / "loss.png").stat().st_size > 10_000
-    assert "allowed: no broadcast" in refused(capsys, "sabotage", "--mistakes", "typo")
 
 
 def test_the_committed_record_caught_all():

@@ -61,9 +61,3 @@ def test_a_trace_without_steps_is_refused_by_name(tmp_path, capsys):
     path.write_text(json.dumps(body))
     error = refused(capsys, "trace_overlap", str(path), "--out", str(tmp_path))
     assert "mine.json" in error and "has no range 'distlab:step'" in error
-
-
-def test_a_folder_without_traces_is_said_so(tmp_path, capsys):
-    for path in (tmp_path, tmp_path / "missing.json"):
-        assert "no trace there; ddp_bench writes" in refused(capsys, "trace_overlap", str(path))
-    assert "name a trace" in refused(capsys, "trace_overlap")

@@ -31,12 +31,6 @@ from kernels.cost import Cost
 H100 = roofline(H100_SXM)
 
 
-def test_the_ridge_of_an_h100():
-    assert H100.ridge == pytest.approx(989.4e12 / 3350e9)  # 295 FLOPs per byte
-    assert H100.bound(Cost(1e9, 1e9)) == "memory"
-    assert H100.bound(Cost(1e12, 1e9)) == "compute"
-
-
 def test_roofline_seconds_take_the_slower_of_both():
     roof = Roofline(peak=100.0, bandwidth=10.0)
     assert roof.seconds(Cost(1000, 1)) == 10 and roof.seconds(Cost(1, 1000)) == 100
@@ -48,12 +42,6 @@ def test_roofline_refuses_what_it_does_not_know():
         roofline(A100_SXM_80GB, "fp8")
     with pytest.raises(ValueError, match="positive"):
         Roofline(0, 1)
-
-
-def test_occupancy_worked_by_hand():
-    """128 threads × 160 registers: 5,120 registers per warp, 12 warps in 65,536, three blocks of four warps of 64."""
-    found = occupancy(H100_SXM, 128, 160)
-    assert (found.blocks, found.warps, found.fraction, found.limiter) == (3, 12, 0.1875, "registers")
 
 
 @pytest.mark.parametrize(

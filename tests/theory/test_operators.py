@@ -12,7 +12,7 @@ from distlab.theory.memory.recompute import RECOMPUTATION, recomputed_flops
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import Workload
 
-CONFIG = ModelConfig(1024, 2816, 3, 8, vocab_size=5000, context_length=512)
+CONFIG = ModelConfig(1024, 2816, 2, 8, vocab_size=5000, context_length=512)
 SHAPE = ModelShape.of(CONFIG)
 
 
@@ -24,7 +24,7 @@ def total(work: Workload, what: str, phase: str = "") -> int:
 @pytest.mark.parametrize(
     "strategy, dtype, keep, ranks",
     [*(("local", "bf16", keep, 1) for keep in RECOMPUTATION), ("local", "fp32", "none", 1),
-     *(("fsdp", "bf16", keep, 4) for keep in RECOMPUTATION)],
+     *(("fsdp", "bf16", keep, 4) for keep in ("none", "selective"))],
 )  # fmt: skip
 def test_as_the_simulated_model(strategy, dtype, keep, ranks):
     """Bytes within 3 %: rotary tables and scalars are left out, and every unit counts as gathered twice."""
@@ -40,7 +40,7 @@ def test_as_the_simulated_model(strategy, dtype, keep, ranks):
 
 def test_grouped_queries_and_recomputation():
     work = Workload(SHAPE, 2, 512, PRECISIONS["bf16"])
-    sizes = {"batch": 2, "context": 512, "d_model": 1024, "d_ff": 2816, "num_layers": 3, "vocab_size": 5000}
+    sizes = {"batch": 2, "context": 512, "d_model": 1024, "d_ff": 2816, "num_layers": 2, "vocab_size": 5000}
     assert total(work, "flops", "forward") == forward_flops(**sizes, causal=True).total
     grouped = replace(work, shape=replace(SHAPE, num_kv_heads=2))
     assert total(grouped, "flops", "forward") == forward_flops(**sizes, causal=True, kv_width=256).total
@@ -48,9 +48,9 @@ def test_grouped_queries_and_recomputation():
         whole = replace(work, shape=shape)
         for keep in RECOMPUTATION:
             again = total(replace(whole, keep=keep), "flops") - total(whole, "flops")
-            assert again == recomputed_flops((keep,) * 3, **sizes, causal=True, kv_width=kv_width), keep
+            assert again == recomputed_flops((keep,) * 2, **sizes, causal=True, kv_width=kv_width), keep
     again = total(replace(work, keep="selective"), "flops") - total(work, "flops")
-    assert again == 3 * 2 * 2 * 512 * (1024 * 1024 + 1024 * 2816)  # output and w3 run again
+    assert again == 2 * 2 * 2 * 512 * (1024 * 1024 + 1024 * 2816)  # output and w3 run again
 
 
 def test_theory_and_model_name_alike_what_blocks_keep():

@@ -1,0 +1,37 @@
+"""The one run in small of every experiment, for all tests that look at what comes out of it."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distlab.parallel import strategies_on
+from distlab.report import Record
+from experiments.memory_breakdown import STRATEGIES
+from launch.__main__ import load
+from tests.experiments.frame import measured
+
+FIELDS = {  # what tests want to see, over the preset
+    "activation_checkpointing": {"groups": ("block", "every-2")},
+    "allreduce_sweep": {
+        "operations": ("all_reduce", "broadcast", "whole_all_reduce"), "group_sizes": (2, 3), "repeats": 5,
+    },
+    "ddp_bench": {"strategies": strategies_on("cpu"), "shard_size": 1},
+    "ir": {"kernels": ("lesson_banks", "average.average_kernel"), "workers": 1},
+    # One of each kind; every kernel is compared with float64 in tests/kernels.
+    "kernel_roofline": {"only": ("add_rms_norm", "rope", "cross_entropy", "adamw", "matmul", "add+layer_norm")},
+    "memory_breakdown": {"strategies": STRATEGIES},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def smoke(tmp_path_factory) -> Callable[[str], tuple[list[Record], Path]]:
+    """The rows of an experiment's run in small and its folder, made once and left alone."""
+    root = tmp_path_factory.mktemp("smoke")
+
+    @functools.cache
+    def of(name: str) -> tuple[list[Record], Path]:
+        return measured(load(name).EXPERIMENT, root, **FIELDS.get(name, {})), root / name / "run"
+
+    return of

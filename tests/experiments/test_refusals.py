@@ -1,0 +1,81 @@
+"""What cannot be is refused in one line, which names the value, before anything is measured or a rank is started."""
+
+import pytest
+import torch
+
+from tests.experiments.frame import refused
+
+REFUSED = {
+    "activation_checkpointing --groups every-0": "choose none, block, every-K",
+    "activation_checkpointing --steps 1 --rounds 1": "at least 5 steps",
+    "allreduce_sweep --sizes 4096": "give two or more positive sizes",
+    "attention_steps --quick --length 200 --head-dims 64": "give a multiple of 128",
+    "bucket_sweep --bucket-size-mb 25": "give two or more to compare",
+    "bucket_sweep --steps 1 --rounds 1": "steps=1, rounds=1: time at least",
+    "calculator occupancy --threads 5000 --registers 32": "1 to 1024",
+    "calculator occupancy --threads 128": "occupancy: give registers",
+    "calculator gpus --gpu RTX": "'RTX' is unknown; allowed: A100-40GB, A100",
+    "calculator divergence --cycles 5": "cycles=(5.0,): give those of the branch",
+    "calculator chain --elements -4": "--elements: -4: give a whole number of at least 1",
+    "calculator kernel matmul 3": "matmul has no shape of 1 dimension(s); give three: M, K, N",
+    "calculator kernel rope 3": "rope has no shape of 1 dimension(s); give two or more",
+    "calculator coalescing --itemsize 3": "--itemsize: 3 is unknown; allowed: 1, 2, 4, 8, 16",
+    "calculator divergence --lanes 40": "--lanes: 40: give a whole number of at least 0 and at most 32",
+    "ddp_bench --model resnet": "package.module:function",
+    "ddp_bench --model a:b --size xl": "--size is of the lab's Transformer",
+    "ddp_bench --model a:b --compile blocks": "--compile blocks is of",
+    "ddp_bench --model a:b --kv-heads 2": "--kv-heads is of",
+    "hardware_effects --quick --elements 1500": "give a multiple of 1,024",
+    "ir softmix": "give MODULE or MODULE.KERNEL of elementwise",
+    "kernel_roofline --quick --chain norm": "'norm' is unknown",
+    "kernel_roofline --quick --only nothing": "choose among",
+    "kernel_roofline --quick --only add --chain add": "give one of them",
+    "long_context --scale 2": "scale='2': give a fraction above 0 and at most 1, such as 1/8",
+    "long_context --scale a/b": "scale='a/b': give a fraction",
+    "long_context --rows fsdp3": "'fsdp3' is unknown (did you mean fsdp?); allowed: fsdp, fsdp blocks",
+    "model_benchmark --steps 2": "at least 3",
+    "model_benchmark --profile-steps 3 2": "first <= last",
+    "plan --devices h99:8": "device 'h99' is unknown; choose one of",
+    "plan --devices h100:x": "give a name and a number",
+    "plan --devices h100:8 --batch 4": "leaves some of 8 devices without one",
+    "plan --devices h100:8 --batch 21": "8 devices do not divide a batch of 21; the nearest is --batch 24",
+    "plan --model huge": "model size 'huge' is unknown",
+    "plan --strategies magic": "'magic' is unknown",
+    "plan --tokens 0": "tokens",
+    "plan --between pigeons": "between 'pigeons' is unknown for H100 SXM",
+    "plan --cluster dgx-h100:12 --batch 24": "12 GPUs do not fill hosts of 8",
+    "plan --model a:b --context 8": "--context is of",
+    "plan --model a:b --compile blocks": "--compile is of",
+    "plan --model no_such:b --devices h100:1": "No module named 'no_such'",
+    "predict_steps --calibrate missing.json --cases xl:2": "missing.json",
+    "predict_steps --calibrate missing.json --cases xl:0": "--cases: 'xl:0': give PRESET:BATCH",
+    "predict_steps --calibrate missing.json": "give --calibrate and --cases, or",
+    "sabotage --mistakes typo": "allowed: no broadcast",
+    "scaling --records missing.json --model tiny": "missing.json",
+    "simulate_scale --strategies torch-ddp": "is torch's",
+    "simulate_scale --compile blocks": "no compiler runs on tensors",
+    "simulate_scale --checkpointing qkv:3": "add up to the 50 blocks",
+    "simulate_scale --strategies hsdp --ranks 16 --group 3": "groups of 3 do not divide 16 ranks",
+    "trace_overlap .": "no trace there; ddp_bench writes",
+    "trace_overlap missing.json": "no trace there; ddp_bench writes",
+    "trace_overlap": "name a trace",
+    "train_curves --backend=gloo --checkpoint-every 40": "kill_at=35: what is killed must have written",
+    "tuning --quick --elements 5000": "give a power of two",
+}
+WITHOUT_A_GPU = {
+    "allreduce_sweep --nproc=2 --backend=nccl": "needs an NVIDIA GPU",
+    "attention_memory": "needs 1 GPU",
+    "attention_sweep": "needs 1 GPU",
+    "ddp_bench --nproc=3 --backend=nccl": "nccl",
+    "kernel_roofline": "--quick runs a small form",
+    "mixed_precision --device cuda": "no GPU",
+    "model_benchmark --nvtx": "CUDA device",
+}
+HERE = REFUSED if torch.cuda.is_available() else REFUSED | WITHOUT_A_GPU
+
+
+@pytest.mark.parametrize("command", HERE)
+def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert HERE[command] in refused(capsys, *command.split())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
