@@ -41,9 +41,7 @@ SAMPLES = (  # of each kind one, out of many that are treated alike
 def run(one_rank: RankContext, tmp_path: Path) -> Iterator[Run]:
     """A run of one rank with one checkpoint, of step 1, in `tmp_path/run`."""
     run = Run(one_rank, tmp_path / "run")
-    run.trainer.one_step()
-    run.trainer.save()
-    run.trainer.checkpoints.wait()
+    run.save(steps=1)
     yield run
     run.trainer.close()
 
