@@ -390,8 +390,8 @@ def die_while_saving(context: RankContext, folder: str, point: int) -> None:
     run = Run(context, folder)
     run.save(steps=1)
     chance = random.Random(1000 * point + context.rank)
-    # Every write to a file, flush, rename and removal is an event; a checkpoint of this model has about 150.
-    remaining = chance.randrange(160)
+    # Every write to a file, flush, rename and removal is an event; a checkpoint of this model has about 75.
+    remaining = chance.randrange(80)
 
     def count_down(original):
         def counted(*args, **kwargs):
