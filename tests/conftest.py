@@ -41,7 +41,7 @@ settings.load_profile("distlab")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--kill-points", type=int, default=5, help="random points at which a writing checkpoint is killed [5]"
+        "--kill-points", type=int, default=3, help="random points at which a writing checkpoint is killed [3]"
     )
     parser.addoption("--costs", type=Path, help="file that is told what each test function took, for `make quick`")
 

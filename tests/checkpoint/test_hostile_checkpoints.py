@@ -41,9 +41,7 @@ SAMPLES = (  # of each kind one, out of many that are treated alike
 def run(one_rank: RankContext, tmp_path: Path) -> Iterator[Run]:
     """A run of one rank with one checkpoint, of step 1, in `tmp_path/run`."""
     run = Run(one_rank, tmp_path / "run")
-    run.trainer.one_step()
-    run.trainer.save()
-    run.trainer.checkpoints.wait()
+    run.save(steps=1)
     yield run
     run.trainer.close()
 
@@ -279,34 +277,24 @@ def test_an_index_that_was_made_up_is_named(run):
     assert digest(run.trainer.wrapper) == before
 
 
-def test_a_file_longer_than_its_tensors_is_refused(run):
-    path, content = path_of(run) / "rank_0_0.bin", marker_of(run)
-    data = path.read_bytes() + b"x"
-    path.write_bytes(data)
-    content["files"][path.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    forge(run, content)
-    assert "has a gap" in refusal(run) or "bytes, and tensors of" in refusal(run)
+def test_data_that_was_made_up_is_refused_in_one_line_though_its_checksum_fits(run):
+    """All bytes are numbers of some tensor; but not every number is a weight, or the state of a generator."""
+    path, original = path_of(run) / "rank_0_0.bin", marker_of(run)
+    data = path.read_bytes()
 
+    def overwritten(key: str) -> bytes:
+        ((_, _, _, offset), *_) = original["tensors"][key]["parts"]
+        return data[:offset] + b"\xff" * 80 + data[offset + 80 :]
 
-def test_a_generator_that_was_made_up_is_refused_in_one_line(run):
-    """All bytes are numbers of some tensor; but not every number is the state of a generator."""
-    path, content = path_of(run) / "rank_0_0.bin", marker_of(run)
-    (_, count, _, offset), data = content["tensors"]["rng/0/python"]["parts"][0], bytearray(path.read_bytes())
-    data[offset : offset + 8 * count] = b"\xff" * 8 * count
-    path.write_bytes(data)
-    content["files"][path.name]["sha256"] = hashlib.sha256(data).hexdigest()
-    forge(run, content)
-    assert "a stored random generator cannot be restored" in refusal(run)
-
-
-def test_weights_that_are_no_numbers_are_named_though_their_checksum_fits(run):
-    (part,) = marker_of(run)["tensors"]["model/norm.weight"]["parts"]
-    file = path_of(run) / part[2]
-    data = bytearray(file.read_bytes())
-    data[part[3] : part[3] + 4] = b"\xff" * 4
-    file.write_bytes(data)
-    forge(run, replaced(marker_of(run), ("files", file.name, "sha256"), lambda _: hashlib.sha256(data).hexdigest()))
-    assert "step_00000001 holds NaN in model/norm.weight, though its checksums fit: remove it" in refusal(run)
+    for made_up, message in (
+        (data + b"x", "bytes, and tensors of"),
+        (overwritten("rng/0/python"), "a stored random generator cannot be restored"),
+        (overwritten("model/norm.weight"), "step_00000001 holds NaN in model/norm.weight, though its checksums fit: remove it"),
+    ):
+        path.write_bytes(made_up)
+        entry = {"bytes": len(made_up), "sha256": hashlib.sha256(made_up).hexdigest()}
+        forge(run, original | {"files": {path.name: entry}})
+        assert message in refusal(run)
 
 
 def test_nothing_in_this_package_can_run_code_from_a_file():

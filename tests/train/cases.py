@@ -37,6 +37,13 @@ class Run:
             folder=None if folder is None else Path(folder), report=self._report,
         )  # fmt: skip
 
+    def save(self, steps: int = 0) -> None:
+        """Train so many steps and have their checkpoint on the disk."""
+        for _ in range(steps):
+            self.trainer.one_step()
+        self.trainer.save()
+        self.trainer.checkpoints.wait()
+
     def _report(self, step: StepMetrics) -> None:
         self.losses[step.step] = step.loss.hex()
         self.norms[step.step] = step.grad_norm

@@ -22,11 +22,6 @@ def parameters(run: Run) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in run.trainer.wrapper.module.parameters()])
 
 
-def save(run: Run) -> None:
-    run.trainer.save()
-    run.trainer.checkpoints.wait()
-
-
 def scale_and_options(context: RankContext, root: str, strategies: list[str]) -> None:
     for strategy in strategies:
         folder = f"{root}/{strategy}"
@@ -35,7 +30,7 @@ def scale_and_options(context: RankContext, root: str, strategies: list[str]) ->
         first.trainer.scaler.scale, first.trainer.scaler.good_steps = 512.0, 7
         for group in first.trainer.optimizer.param_groups:
             group |= {"weight_decay": 40.0, "betas": (0.5, 0.6), "eps": 1e-3}
-        save(first)
+        first.save()
         second = Run(context, folder, strategy=strategy, dtype="fp16")
         assert second.trainer.resume()
         assert second.trainer.scaler.state_dict() == {"scale": 512.0, "good_steps": 7}
@@ -61,8 +56,7 @@ def generators(context: RankContext, folder: str) -> tuple[list[float], list[flo
     if run.trainer.resume():
         return beginning, draw_from_all_generators()
     draw_from_all_generators()  # as dropout would
-    run.trainer.one_step()
-    save(run)
+    run.save(steps=1)
     return beginning, []
 
 
@@ -82,8 +76,7 @@ def saved_in_flight(context: RankContext, folder: str) -> None:
         first.trainer.wrapper.synchronize()
         settled = torch.cat([values.flatten().clone() for values in memory])
         assert torch.equal(settled, parameters(first))
-        first.trainer.one_step()
-        save(first)
+        first.save(steps=1)
         saved = parameters(first)
     second = Run(context, folder, strategy="bucketed")
     assert second.trainer.resume()
@@ -110,8 +103,7 @@ def resume_with(context: RankContext, folder: str, changes: dict) -> str:
 
 def write_one(context: RankContext, folder: str) -> None:
     run = Run(context, folder)
-    run.trainer.one_step()
-    save(run)
+    run.save(steps=1)
 
 
 def test_what_decides_the_losses_must_be_repeated(tmp_path):
@@ -166,7 +158,7 @@ def trained_on(context: RankContext, folder: str, until: int, checkpointing: str
         while run.trainer.step < until:
             run.trainer.one_step()
         run.trainer.metrics.settle()
-        save(run)
+        run.save()
         keeps = run.trainer.wrapper.module.checkpoint_blocks
         run.trainer.close()
     return [float.fromhex(loss) for loss in run.losses.values()], keeps

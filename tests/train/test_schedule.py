@@ -26,10 +26,13 @@ def test_known_values():
     assert schedule(7) == pytest.approx(0.1 + 0.9 * 0.5)  # half-way down
 
 
-@pytest.mark.parametrize("bad", [{"lr": 0.0}, {"steps": 0}, {"warmup": -1}, {"lr_floor": 1.5}])
-def test_refusals(bad):
-    with pytest.raises(ValueError, match=f"{next(iter(bad))}=.*: give"):
-        TrainConfig(**bad)
+BAD = {"lr": 0.0, "steps": 0, "warmup": -1, "lr_floor": 1.5, "batch": 0, "keep": 0}
+
+
+@pytest.mark.parametrize(("name", "value"), BAD.items())
+def test_refusals(name, value):
+    with pytest.raises(ValueError, match=f"{name}=.*: give"):
+        TrainConfig(**{name: value})
 
 
 def test_the_loss_scale_halves_on_overflow_and_doubles_after_good_steps():

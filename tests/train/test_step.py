@@ -19,34 +19,27 @@ def sum_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).sum()
 
 
-def test_clipping_and_accumulation_act_on_the_mean_gradient():
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    step = TrainStep(Local(model), torch.optim.SGD(model.parameters(), lr=1.0), sum_loss, max_grad_norm=0.5)
-    loss = step([torch.tensor([[2.0]]), torch.tensor([[4.0]])])  # mean gradient 3, clipped to 0.5
-    assert loss.item() == 0.0 and step.grad_norm.item() == 3.0
-    torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.5]]), rtol=1e-5, atol=0)
-
-
-def test_scaled_gradients_are_clipped_by_their_own_norm(one_rank):
+@pytest.mark.parametrize(
+    ("micro_batches", "limit", "scale"),
+    [
+        ([2.0, 4.0], 0.5, None),  # the mean gradient is 3
+        ([3.0], 0.5, 1024.0),
+        ([1e-6], 1e-6, None),  # a norm as small as the epsilon: half of it, as torch does
+        ([1e-6], 1e-6, 4.0),
+    ],
+    ids=["mean", "scaled", "epsilon", "epsilon-scaled"],
+)
+def test_the_mean_gradient_is_clipped_by_its_own_norm(one_rank, micro_batches, limit, scale):
     """Under fp16's loss scale too: the norm is taken, and clipped, as if there were none."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), LossScaler(scale=1024.0)
-    step = TrainStep(Local(model), optimizer, sum_loss, max_grad_norm=0.5, scaler=scaler, context=one_rank)
-    step([torch.tensor([[3.0]])])
-    assert step.grad_norm.item() == 3.0
-    torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.5]]), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_norm_as_small_as_the_epsilon_is_clipped_as_torch_does(one_rank, scaled):
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), LossScaler(scale=4.0) if scaled else None
-    step = TrainStep(Local(model), optimizer, sum_loss, max_grad_norm=1e-6, scaler=scaler, context=one_rank)
-    step([torch.tensor([[1e-6]])])
-    torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.5e-6]]), rtol=1e-5, atol=0)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), scale and LossScaler(scale=scale)
+    step = TrainStep(Local(model), optimizer, sum_loss, max_grad_norm=limit, scaler=scaler, context=one_rank)
+    norm = sum(micro_batches) / len(micro_batches)
+    assert step([torch.tensor([[x]]) for x in micro_batches]).item() == 0.0
+    assert step.grad_norm.item() == pytest.approx(norm)
+    expected = -limit * norm / (norm + 1e-6)
+    torch.testing.assert_close(model.weight.detach(), torch.tensor([[expected]]), rtol=1e-5, atol=0)
 
 
 def accumulated(context: RankContext, strategy: str) -> float:

@@ -100,12 +100,6 @@ def test_bad_files_are_refused_with_a_clear_message(tmp_path):
         GlobalOrder(100, batch=4, rank=0, world_size=3)
 
 
-def test_a_pickle_in_an_npy_is_not_loaded(tmp_path):
-    np.save(tmp_path / "evil.npy", np.array([object()]), allow_pickle=True)
-    with pytest.raises(ValueError, match="Python objects"):
-        open_tokens(tmp_path / "evil.npy")
-
-
 def test_an_id_out_of_range_is_named_by_the_rank_that_has_it():
     tokens = np.array([0, 1, 2, 3, 9, 1], dtype=np.uint16)
     assert examine(tokens, 5, rank=0, world_size=2, block=3)[1] is None
