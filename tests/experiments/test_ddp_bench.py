@@ -55,6 +55,7 @@ def test_every_row_is_complete_checked_and_written(smoke):
     assert by_name["naive"]["collectives_per_step"] == by_name["overlap"]["collectives_per_step"] > 30
     assert [r.to_dict() for r in read_json(folder / "records.json")] == [r.to_dict() for r in records]
     written = {path.name for path in folder.iterdir()}
+    assert {"step_time.png", "timeline.png"} <= written
     assert {f"trace_naive_rank{rank}.json.gz" for rank in range(2)} <= written
 
 

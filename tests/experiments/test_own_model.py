@@ -26,8 +26,8 @@ UNUSED = {  # a part of what each says
     [
         ("mixture", strategies_on("cpu")),
         ("bert", ("local", "naive", "bucketed", "zero1", "fsdp2")),
-        ("resnet", ("local", "bucketed")),
-        ("dictionary", ("local", "fsdp")),
+        ("resnet", ("local", "zero1", "fsdp")),
+        ("dictionary", ("local", "bucketed")),
     ],
 )
 def test_ddp_bench_takes_it_with_every_strategy_that_can(name, strategies, tmp_path):

@@ -1,4 +1,4 @@
-"""Every experiment of the registry: runs in its smallest form, is listed, and is drawn anew from what it saved."""
+"""Every experiment of the registry: runs in its smallest form, is listed, and what it saved is shown anew."""
 
 import json
 import re
@@ -10,6 +10,7 @@ import pytest
 from distlab import __version__
 from distlab.experiment import Experiment
 from distlab.report import read_json
+from distlab.report.view import say
 from launch.__main__ import experiments, load, main
 from launch.help import GROUPS
 from tests.commands import ROOT
@@ -30,20 +31,13 @@ def test_an_experiment_runs_in_small_and_its_rows_are_shown_again(name, smoke, c
     assert "WRONG" not in {record.metrics.get("status") for record in records}
     written = {path.name for path in folder.iterdir()}
     assert {"run.json", "records.json", "records.csv", "table.md", "table.tex", "report.html"} <= written
+    saved = read_json(folder / "records.json")
+    assert [record.variant for record in saved] == [record.variant for record in records]
     capsys.readouterr()
-    assert main(["show", str(folder / "records.json"), "--table", "text"]) == 0
-    table = capsys.readouterr().out
-    assert table.strip() and all(len(line) <= 100 for line in table.splitlines())
-
-
-def test_saved_rows_are_drawn_again(smoke, tmp_path, capsys):
-    records, folder = smoke("ddp_bench")
-    assert main(["show", str(folder / "records.json"), "--out", str(tmp_path)]) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["variant"] for row in answer["records"]] == [record.variant for record in records]
-    (again,) = (tmp_path / "ddp_bench").iterdir()
-    pictures = {path.name for path in folder.glob("*.png")}
-    assert {"step_time.png", "timeline.png"} <= pictures <= {path.name for path in again.iterdir()}
+    say(load(name).EXPERIMENT.view, saved, folder / "report.html")
+    *table, line = capsys.readouterr().out.splitlines()
+    assert table and all(len(text) <= 100 for text in table if not text.startswith("report:"))
+    assert len(json.loads(line)["records"]) == len(records)
 
 
 def test_the_list_has_every_experiment_with_its_question_and_imports_nothing(capsys):

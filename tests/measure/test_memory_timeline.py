@@ -8,7 +8,6 @@ import torch
 from distlab.measure.memory_timeline import (
     Allocation,
     Holdings,
-    MemoryTimeline,
     allocator_history,
     memory_timeline,
     record_memory,
@@ -118,11 +117,6 @@ def test_blocks_of_before_buckets_and_reused_addresses(tmp_path):
     with pytest.raises(ValueError, match="no memory events"):
         path.write_text(json.dumps({"traceEvents": events[:3]}))
         memory_timeline(path, held, "cuda")
-
-
-def test_a_timeline_of_nothing_but_one_block():
-    timeline = MemoryTimeline((Allocation(8, 1.0, 3.0, "temporary", "forward", "x"),), 4.0, {})
-    assert timeline.curves()[0] == [0.0, 1.0, 3.0] and timeline.curves()[1]["temporary"] == [0, 8, 0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about the message without a GPU")

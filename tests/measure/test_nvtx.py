@@ -67,15 +67,6 @@ def test_parts_operations_backward_and_the_optimizer_are_ranges():
     assert names[-1] == "optimizer"
 
 
-def test_a_fused_attention_has_no_parts():
-    model, tokens = tiny("sdpa")
-    log = Log()
-    with named_ranges(model, log.emitter):
-        train(model, tokens)
-    names = {name for _, name in log.names}
-    assert "blocks.0.attention/attention" in names and "blocks.0.attention/attention/scores" not in names
-
-
 def calls_of(function, *arguments):
     """The code of every Python function that `function` enters, in order."""
     found = []
@@ -131,7 +122,8 @@ def test_buckets_are_numbered_ranges_of_their_size():
     assert sent[:half] == sent[half:] and sent[0].startswith("message 0: all_reduce_mean 5.1 MB")
     assert [int(name.split()[1].rstrip(":")) for name in sent[:half]] == list(range(half)) and half >= 2
     assert names.count("finish_gradient_synchronization") == 2
-    assert "blocks.0.attention/attention" in names
+    attention = "blocks.0.attention/attention"
+    assert attention in names and f"{attention}/scores" not in names  # fused, it has no parts
 
 
 def test_what_is_compiled_is_one_range_or_a_refusal():

@@ -57,26 +57,6 @@ def test_what_a_record_cannot_hold_is_named():
         record(grad=torch.zeros(3)).to_dict()
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", '{"format": "distlab-re', "[]", '{"records": []}', '{"format": "distlab-records-1"}', "\x00"],
-)
-def test_a_truncated_or_foreign_file_is_refused_by_name(tmp_path, text):
-    path = tmp_path / "broken.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"broken\.json"):
-        read_json(path)
-
-
-@pytest.mark.parametrize("change", [{"metrics": 3}, {"extra": 1}])
-def test_a_foreign_record_inside_a_good_file_is_refused(tmp_path, change):
-    path = tmp_path / "broken.json"
-    body = {"format": "distlab-records-1", "records": [record().to_dict() | change]}
-    path.write_text(json.dumps(body))
-    with pytest.raises(ValueError, match=r"broken\.json"):
-        read_json(path)
-
-
 def test_csv_has_a_row_per_record_and_empty_cells_for_none(tmp_path):
     path = tmp_path / "records.csv"
     config, metrics = {"batch": 8, "late": 1}, {"x_ms": 2.5, "new_ms": 1}

@@ -75,8 +75,3 @@ def test_groups_smaller_and_larger_than_a_host():
     # Four places with two replicas per host, or eight with one: the same bytes leave a host.
     assert comm[4] == pytest.approx(comm[8], rel=0.1)
     assert [machine.network.across(size).devices_per_node for size in (4, 8, 16)] == [2, 1, 1]
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="shard_size=8 does not divide the 12 ranks"):
-        simulated("hsdp", 12, 8)
