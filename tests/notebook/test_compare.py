@@ -32,6 +32,10 @@ def recorded(tmp_path):
     return {name: SavedRun.read(folder) for name, folder in folders.items()}
 
 
+def unsaved(*records):
+    return SavedRun("a run", Path(__file__), list(records))
+
+
 def verdicts(rows):
     return {row.variant: row.metrics["verdict"] for row in rows}
 
@@ -74,25 +78,22 @@ def test_rows_without_samples_go_by_their_noise():
     def rows(*noises):
         old = [record("a", 10.0, noise_pct=noises[0]), record("rate", 10.0)]
         new = [record("a", 11.0, noise_pct=noises[1]), record("rate", 10.0)]
-        return compared([SavedRun("old", Path(__file__), old), SavedRun("new", Path(__file__), new)])
+        return compared([unsaved(*old), unsaved(*new)])
 
     assert verdicts(rows(2.0, 3.0)) == {"a": "worse", "rate": "tie"}
     assert verdicts(rows(2.0, 30.0))["a"] == "tie"
     assert verdicts(rows(None, None))["a"] == "noise unknown"
 
 
-def test_more_of_a_rate_is_better(tmp_path):
-    old, new = (
-        SavedRun(str(rate), Path(__file__), [record("a", None, tokens_per_s=rate, noise_pct=1.0)])
-        for rate in (1.0, 2.0)
-    )
+def test_more_of_a_rate_is_better():
+    old, new = (unsaved(record("a", None, tokens_per_s=rate, noise_pct=1.0)) for rate in (1.0, 2.0))
     assert verdicts(compared([old, new])) == {"a": "better"} and failures(compared([old, new]), 5) == []
     assert verdicts(compared([new, old])) == {"a": "worse"}
 
 
 def test_rows_that_came_went_or_ran_out_of_memory():
-    old = SavedRun("old", Path(__file__), [record("a", 1.0), record("b", 1.0), record("same", 1.0)])
-    new = SavedRun("new", Path(__file__), [record("a", "OOM"), record("c", 1.0), record("same", 1.0)])
+    old = unsaved(record("a", 1.0), record("b", 1.0), record("same", 1.0))
+    new = unsaved(record("a", "OOM"), record("c", 1.0), record("same", 1.0))
     rows = compared([old, new])
     assert verdicts(rows) == {
         "a": "only in the first run",
@@ -105,13 +106,8 @@ def test_rows_that_came_went_or_ran_out_of_memory():
 
 
 def test_rows_of_one_variant_are_matched_by_what_tells_them_apart():
-    def run(name, scale):
-        return SavedRun(name, Path(__file__), [record("sum", scale * n, config={"numel": n}) for n in (1, 2)])
-
-    rows = compared([run("old", 1.0), run("new", 1.0)])
-    assert [row.variant for row in rows] == ["sum numel 1", "sum numel 2"] and set(
-        verdicts(rows).values()
-    ) == {"tie"}
+    run = unsaved(*(record("sum", float(n), config={"numel": n}) for n in (1, 2)))
+    assert verdicts(compared([run, run])) == {"sum numel 1": "tie", "sum numel 2": "tie"}
 
 
 def test_two_machines_are_said_first(tmp_path, capsys, monkeypatch):
@@ -136,10 +132,7 @@ def test_two_machines_are_said_first(tmp_path, capsys, monkeypatch):
 
 
 def test_when_all_rows_move_it_is_the_machine():
-    old, new = (
-        SavedRun(str(f), Path(__file__), [record(v, f * 10.0, noise_pct=1.0) for v in "abc"])
-        for f in (1.0, 1.3)
-    )
+    old, new = (unsaved(*(record(v, f * 10.0, noise_pct=1.0) for v in "abc")) for f in (1.0, 1.3))
     assert findings(compared([old, new]))[-1].startswith(
         "Every row's step_p50_ms moved in one direction, by +30.0 %"
     )
@@ -154,36 +147,31 @@ def test_a_row_that_is_worse_than_allowed_fails_the_comparison(tmp_path, capsys)
     assert code == 1 and "worse by more than 5 %, or gone: a" in capsys.readouterr().err
 
 
-def refused(capsys, *arguments):
-    assert main(["compare", *map(str, arguments)]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    return line
-
-
 def test_bad_input_is_one_message_each(tmp_path, capsys):
     mine = saved(tmp_path, "mine", record("a", 1.0))
-    (tmp_path / "empty").mkdir()
-    other = tmp_path / "other.json"
+    empty, other, old, foreign = (tmp_path / name for name in ("empty", "other.json", "old.json", "foreign.json"))
+    empty.mkdir()
     write_json([dataclasses.replace(record("a", 1.0), experiment="elsewhere")], other)
-    assert "only runs of one experiment can be compared" in refused(capsys, mine, other)
-    assert "has no records.json" in refused(capsys, mine, tmp_path / "empty")
-    assert "give two runs or more" in refused(capsys, mine)
-    old = tmp_path / "old.json"
     write_json([record("a", None, time_ms=1.0)], old)
-    assert "has no step_p50_ms: it was written by another version" in refused(capsys, old, mine)
-    assert "no samples of 'b'" in refused(capsys, mine, mine, "--against", "b")
-    foreign = tmp_path / "foreign.json"
     foreign.write_text('{"format": "distlab-run-9", "records": []}')
-    assert "foreign.json" in refused(capsys, mine, foreign)
+    for arguments, line in (
+        ((mine, other), "only runs of one experiment can be compared"),
+        ((mine, empty), "has no records.json"),
+        ((mine,), "give two runs or more"),
+        ((old, mine), "has no step_p50_ms: it was written by another version"),
+        ((mine, mine, "--against", "b"), "no samples of 'b'"),
+        ((mine, foreign), "foreign.json"),
+    ):
+        assert main(["compare", *map(str, arguments)]) == 2
+        (said,) = capsys.readouterr().err.strip().splitlines()
+        assert line in said
     with pytest.raises(SystemExit):
         main(["compare", "--fail-above", "a lot"])
     assert "give a percentage" in capsys.readouterr().err
 
 
 def test_what_does_not_differ_is_not_listed():
-    run = SavedRun("a", Path(__file__), [record("a", 1.0, date="2026-01-01")])
-    again = SavedRun("b", Path(__file__), [record("a", 1.0, date="2026-02-01")])
-    assert differences([run, again]) == []
+    assert differences([unsaved(record("a", 1.0, date=f"2026-0{month}-01")) for month in (1, 2)]) == []
 
 
 def test_a_difference_below_twice_the_noise_is_none(tmp_path):
