@@ -1,16 +1,17 @@
 """The training step: clipping, accumulation, the loss scale, and its phases."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 
-from distlab.bench.reference import _tiny, parameter_difference
+from distlab.bench.reference import parameter_difference
+from distlab.bench.task import Task
 from distlab.bench.timing import variants
 from distlab.comm import RankContext
+from distlab.model import TransformerLM, preset
 from distlab.parallel import Local
 from distlab.testing import run_ranks
+from distlab.train.data import SyntheticTokens
 from distlab.train.scaler import LossScaler
 from distlab.train.step import TrainStep
 
@@ -44,13 +45,15 @@ def test_the_mean_gradient_is_clipped_by_its_own_norm(one_rank, micro_batches, l
 
 def accumulated(context: RankContext, strategy: str) -> float:
     """Two steps of three micro-batches, whose first backward of all is under no_sync."""
-    task = _tiny()
+    config = preset("tiny", num_layers=2, d_model=32, d_ff=48, num_heads=2, vocab_size=31, context_length=8)
 
     def thrice(rank: int, step: int, device: torch.device) -> list:
-        return [task.batches(rank, 3 * step + number, device)[0] for number in range(3)]
+        data = SyntheticTokens(config.vocab_size, 2, config.context_length, seed=0, rank=rank, device=device)
+        return [data.batch(3 * step + number) for number in range(3)]
 
-    (variant,) = variants([strategy], [0.5])
-    return parameter_difference(context, variant, steps=2, task=replace(task, batches=thrice))
+    task = Task(lambda seed, device: TransformerLM(config, device=device, seed=seed), thrice)
+    (variant,) = variants([strategy], [0.02])
+    return parameter_difference(context, variant, steps=2, task=task)
 
 
 @pytest.mark.parametrize("strategy", ["torch-ddp", "torch-ddp-tuned", "torch-zero", "bucketed"])
