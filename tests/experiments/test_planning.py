@@ -165,6 +165,8 @@ def test_scaling(tmp_path):
     alone = [record for record in records if record.config["world_size"] == 1]
     assert all(record.metrics["predicted_efficiency_pct"] == pytest.approx(100) for record in alone)
     assert all(record.metrics["predicted_efficiency_pct"] < 101 for record in records)
+    # The largest micro-batch of at most 6 that divides a rank's 8 sequences.
+    assert scaling._split(ScalingConfig(batch=6, global_batch=16, ranks=(2,)), "strong", 2) == (4, 2)
     step = scaling._predict(ScalingConfig(model="tiny", context=64), "flat", 2, 3, 5)
     assert step["predicted_tokens_per_s"] * step["predicted_step_ms"] == pytest.approx(1e3 * 2 * 3 * 5 * 64)
     sizes = [r.metrics["step_p50_ms"] for r in read_json(RECORD) if r.variant.split("-")[0] == "bucketed"]
