@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COSTS = ROOT / "tests" / "costs.json"  # test function → seconds of all its cases, without those that take no time
 BUDGET_S = 50.0  # of two workers together
 MOST_S = 20.0  # of one function
-ITEM_S = 0.02  # what each costs besides
+ITEM_S = 0.04  # what each costs besides
 ALWAYS = ("tests/test_architecture.py", "tests/test_mutations.py", "tests/test_size.py")
 
 
