@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -43,7 +44,6 @@ from distlab.model.config import OPS_CHOICES, ModelOptions, preset
 from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option
 from distlab.parallel import STRATEGIES, ParallelModel, Strategy, get_strategy
-from distlab.parallel.shard import local_part
 from distlab.precision import DTYPES, autocast
 from distlab.train.data import SyntheticTokens
 from distlab.train.memory_budget import PlannedStep, require, settled
@@ -317,8 +317,7 @@ class Subject:
 
     def gradients(self) -> Iterator[Tensor]:
         """What this rank holds of them."""
-        held = (shard.tensor.grad for shard in self.model.shards())
-        yield from (local_part(gradient) for gradient in held if gradient is not None)
+        yield from chain(*self.model.gradients())
 
     def record_collectives(self) -> CollectiveRecorder:
         """What one step sends, once the strategy has settled (torch DDP agrees on new buckets in its third)."""

@@ -16,6 +16,7 @@ in `finish_gradient_synchronization()` only, because they did not use a paramete
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +26,25 @@ from distlab.comm import collectives
 from distlab.comm.subgroups import MeshGroups
 
 
-def all_reduce_on(groups: MeshGroups) -> "Callable[[Tensor], Work | Message]":
-    """What starts to average a tensor over all ranks of the groups, as `collectives.all_reduce_mean` does.
+def all_reduce_on(groups: MeshGroups) -> "Callable[[Tensor], OneLevel | Message]":
+    """What starts to average a tensor over all ranks of the groups; `wait()` of what it returns waits for the mean.
 
     In two levels where there are two: with one group, or groups of one rank, all ranks are one level.
     """
     if groups.replicate is None or groups.shard.size() == 1:
-        return lambda tensor: collectives.all_reduce_mean(tensor, groups.world)
+        return lambda tensor: OneLevel(collectives.all_reduce_mean(tensor, groups.world), groups.world)
     return TwoLevelAllReduce(groups).start
+
+
+class OneLevel(NamedTuple):
+    """A tensor that is being averaged in one message."""
+
+    work: Work
+    group: ProcessGroup
+
+    def wait(self) -> None:
+        """Make what follows see the mean; an error names the ranks that did not come."""
+        collectives.wait(self.work, self.group, "averaging gradients")
 
 
 class TwoLevelAllReduce:

@@ -33,6 +33,7 @@ class ParallelModel(nn.Module, ABC):
         compute_dtype: what forward computes in; None: the parameters' own.
         casts_parameters: whether the module's parameters already have that dtype, so that autocast is not needed.
         replicas: how many ranks hold each shard that is not on every rank.
+        shards_gradients: whether each rank has the mean gradient of its shards only.
         bytes_outside_allocator: bytes of this GPU that torch's caching allocator does not count.
     """
 
@@ -43,9 +44,8 @@ class ParallelModel(nn.Module, ABC):
     casts_parameters: bool = False
     replicas: int = 1
     bytes_outside_allocator: int = 0
+    shards_gradients: bool = False
     _synchronizes = True  # False inside no_sync()
-    _registrations = 0  # when the module was last compared with what was wrapped
-    _shards_gradients = False  # True: each rank has the mean gradient of its shards only
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; any arguments, any result."""
@@ -83,10 +83,6 @@ class ParallelModel(nn.Module, ABC):
     def check_gradients(self) -> None:
         """Raise RuntimeError if `.grad` is not what `finish_gradient_synchronization()` left."""
 
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Called before any optimizer steps a trainable parameter of this wrapper; raises RuntimeError."""
-        self.check_gradients()
-
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """The 2-norm of the whole mean gradient, over all ranks' shards. Call it on every rank after finish.
@@ -99,7 +95,7 @@ class ParallelModel(nn.Module, ABC):
         Raises:
             RuntimeError: gradients that are not synchronized, or have been edited.
         """
-        return self._norm_of(self._gradients())
+        return self._norm_of(self.gradients())
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -107,7 +103,7 @@ class ParallelModel(nn.Module, ABC):
 
         The arithmetic of `torch.nn.utils.clip_grad_norm_` on the model in one process.
         """
-        gradients = self._gradients()
+        gradients = self.gradients()
         norm = self._norm_of(gradients)
         held = [gradient for part in gradients for gradient in part]
         if held:
@@ -115,8 +111,12 @@ class ParallelModel(nn.Module, ABC):
         self._note_scaled()
         return norm
 
-    def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's gradients: of what it alone holds, and of what every rank holds."""
+    def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's mean gradients: of what it alone holds, and of what every rank holds.
+
+        Raises:
+            RuntimeError: gradients that are not synchronized.
+        """
         self.check_gradients()
         found: tuple[list[Tensor], list[Tensor]] = ([], [])
         for shard in self.shards():
@@ -127,7 +127,7 @@ class ParallelModel(nn.Module, ABC):
     def _norm_of(self, gradients: tuple[Sequence[Tensor], Sequence[Tensor]]) -> Tensor:
         sharded, replicated = gradients
         total = square_sum(replicated, self.device)
-        if self._shards_gradients:
+        if self.shards_gradients:
             # Over all ranks, not over a shard group: replicas must not differ in the last bit.
             squares = collectives.sum_tensor(square_sum(sharded, self.device), self.process_group)
             total = (squares if self.replicas == 1 else squares / self.replicas) + total

@@ -18,21 +18,16 @@ seen to arrive (here: reversed registration order throughout); and a parameter u
 there unless `find_unused_parameters` is given, which costs a walk through the graph in every step.
 """
 
-from contextlib import AbstractContextManager
+from collections import deque
 from typing import Any
 
-import torch
-from torch import nn
-from torch.distributed import ProcessGroup, Work
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
-from distlab.comm import collectives
-from distlab.comm.two_level import Message
-from distlab.parallel.buckets import BucketPlan, GradientBucket, check_bucket_size, plan_buckets
+from distlab.parallel.buckets import BucketPlan, GradientBucket, check_bucket_size, plan_of
 from distlab.parallel.data_parallel import DataParallel
+from distlab.parallel.exchange import AllReduce, Exchange
+from distlab.parallel.placement import Whole
 from distlab.parallel.shard import Shard
-from distlab.parallel.sharded_buckets import ShardedBuckets
 
 
 class BucketedDDP(DataParallel):
@@ -44,166 +39,100 @@ class BucketedDDP(DataParallel):
             has a bucket of its own; None means one unbounded bucket per dtype.
         mesh, process_group: see `DataParallel`.
 
+    Attributes:
+        exchange: how means travel (`exchange.py`).
+        placement: where parameters live (`placement.py`).
+        plan: what lies in which bucket.
+        buckets: in the order in which they leave; none before `allocate()`.
+
     Raises:
         ValueError: a bucket size that is not positive.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        bucket_size_mb: float | None = 25.0,
-        *,
-        mesh: DeviceMesh | None = None,
-        process_group: ProcessGroup | None = None,
-    ):
+    def __init__(self, module: nn.Module, bucket_size_mb: float | None = 25.0, **options: Any):
         check_bucket_size(bucket_size_mb)
-        super().__init__(module, mesh=mesh, process_group=process_group)
+        super().__init__(module, **options)
         self.bucket_size_mb = bucket_size_mb
-        self._in_flight: list[Work | Message] = []
-        self._buckets: list[GradientBucket] = []  # none before `allocate()`
-        self._sharded: ShardedBuckets | None = None
-        self._lay_out()
+        self.placement = Whole()
+        self.buckets: list[GradientBucket] = []
+        self.lay_out(AllReduce(self.process_group, self.all_reduce))
 
-    def _lay_out(self, **padding: Any) -> None:
-        """Plan the buckets; their memory is taken at the first forward."""
+    def lay_out(self, exchange: Exchange) -> None:
+        """Plan the buckets as this exchange needs them; their memory is taken at the first backward."""
         self._release()
-        self.plan: tuple[BucketPlan, ...] = plan_buckets(
-            [parameter.numel() for parameter in self.trainable],
-            [parameter.dtype for parameter in self.trainable],
-            self.bucket_size_mb,
-            **padding,
-        )
-        self._place = {  # parameter index → (its bucket's number, its position there)
-            index: (number, position)
-            for number, plan in enumerate(self.plan)
-            for position, index in enumerate(plan.indices)
-        }
+        self.exchange, self.shards_gradients = exchange, exchange.shards_gradients
+        self.plan: tuple[BucketPlan, ...] = plan_of(self.trainable, self.bucket_size_mb, **exchange.layout)
+        self._used = None if self.plan[0].has_flags else self._flags_apart()
 
     def allocate(self) -> None:
         """Take the buckets' memory, unless they have it."""
-        if not self._buckets:
-            self._buckets = self._take_memory()
+        if self.buckets:
+            return
+        for plan, buffer in zip(self.plan, self.exchange.buffers(self.plan, self.device), strict=True):
+            self.buckets.append(GradientBucket(plan, self.trainable, buffer))
+        self._place = {  # parameter index → (its bucket, its position there)
+            index: (bucket, position)
+            for bucket in self.buckets
+            for position, index in enumerate(bucket.plan.indices)
+        }
+        self.unsent.extend(self.buckets)
 
-    def _take_memory(self) -> list[GradientBucket]:
-        return [GradientBucket(bucket, self.trainable) for bucket in self.plan]
+    # -- a gradient's way ----------------------------------------------------------------------------------
 
-    def shard(self) -> ShardedBuckets:
-        """From now on reduce-scatter the buckets, and keep this rank's slices of the parameters (`ZeroOptimizer`).
-
-        Each rank gets its slice of every mean and nothing else: see `ShardedBuckets`.
-
-        Raises:
-            ValueError: a wrapper on a mesh.
-        """
-        if self.mesh is not None:
-            raise ValueError(
-                "ZeroOptimizer shards over all ranks, and this BucketedDDP has a mesh: leave its mesh out, or take "
-                "FSDP(module, mesh=…), which shards inside a group"
-            )
-        for name, module in self.module.named_modules():
-            if getattr(module, "max_norm", None) is not None:
-                raise ValueError(
-                    f"ZeroOptimizer: '{name}' renormalises its rows in forward (max_norm), each rank those of its own "
-                    "batch, which the next step loses: leave max_norm out, and renormalise after optimizer.step()"
-                )
-        if self._sharded is not None:
-            self._sharded.close()
-        self._lay_out(world_size=self.process_group.size(), has_flags=False)
-        self.allocate()
-        self._shards_gradients = True
-        self._sharded = ShardedBuckets(self, self._buckets)
-        return self._sharded
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module; any arguments, any result."""
-        if not torch.compiler.is_compiling() and not self._buckets and torch.is_grad_enabled():
+    def _gradient_ready(self, index: int) -> None:
+        if not self.buckets:
             self.allocate()
-        return super().forward(*args, **kwargs)
+        bucket, position = self._place[index]
+        bucket.add(position)  # `.grad` is a view of the bucket now
+        if self.guard.may_send(index):
+            while self.unsent and not self.unsent[0].missing:
+                self.exchange.start(self.unsent.popleft())
 
-    # -- what only a sharded one does differently ------------------------------------------------------------
+    def _send_next(self) -> None:
+        self.exchange.start(self.unsent.popleft())
+
+    def _synchronize(self) -> None:
+        if not self.buckets:
+            self.allocate()
+            self.send_rest()
+        self.unsent.extend(self.buckets)
+        for bucket in self.buckets:
+            self.exchange.finish(bucket)
+
+    def _foreign_gradient(self, parameter: nn.Parameter) -> Tensor:
+        return next(bucket.view_of[parameter] for bucket in self.buckets if parameter in bucket.view_of)
+
+    # -- parameters, wherever they live ----------------------------------------------------------------------
 
     def shards(self) -> list[Shard]:
-        """All parameters, whole; once sharded this rank's slices, whose `.grad` are the means."""
-        held = super().shards()
-        if self._sharded is None:
-            return held
-        self._sharded.point_gradients()
-        return [*self._sharded.shards.values(), *held[len(self.trainable) :]]
+        """What this rank holds of every parameter."""
+        return self.placement.shards(super().shards())
+
+    def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """See `ParallelModel.gradients`."""
+        self.placement.point_gradients()
+        return super().gradients()
 
     def shards_changed(self) -> None:
-        """All-gather the parameters, if they are sharded; reading one waits for it."""
-        if self._sharded is not None:
-            self._sharded.start_gathering()
+        """Make the parameters whole again; reading one waits for it."""
+        self.placement.gather()
 
     def synchronize(self) -> None:
         """Wait until all parameters are whole."""
-        if self._sharded is not None:
-            self._sharded.wait()
+        self.placement.wait()
 
-    def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
-        """See `ZeroOptimizer.elementwise_gradient_edits`."""
-        if self._sharded is None:
-            return super().elementwise_gradient_edits()
-        return self._sharded.elementwise_edits()
-
-    def check_step(self, optimizer: Optimizer) -> None:
-        """See `DataParallel.check_step`; also raises for an optimizer that takes a part of the mean for the whole."""
-        super().check_step(optimizer)
-        if self._sharded is not None:
-            self._sharded.check_optimizer(optimizer)
+    @property
+    def bytes_outside_allocator(self) -> int:
+        """Bytes of this GPU that the buckets take and torch's caching allocator does not count."""
+        return self.exchange.bytes_outside_allocator
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook; see `DataParallel.close`."""
-        if self._sharded is not None:
-            self._sharded.close()
+        self.placement.close()
         super().close()
         self._release()
 
     def _release(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.release()
-        self._buckets = []
-
-    # -- a gradient's way ----------------------------------------------------------------------------------
-
-    def _on_gradient(self, index: int) -> None:
-        if self._sharded is not None:
-            self._sharded.check_added(index)
-        super()._on_gradient(index)
-
-    def _gradient_ready(self, index: int) -> None:
-        self.allocate()  # the module was called without this wrapper
-        number, position = self._place[index]
-        self._buckets[number].add(position)
-        gradient = self.trainable[index].grad  # a view of the bucket
-        self._ready[index] = gradient, gradient._version
-        while not self._all_sent() and not self._buckets[len(self._in_flight)].missing and self._may_send():
-            self._issue_next()
-
-    def _issue_next(self) -> None:
-        """Send the first bucket that has not been sent; all ranks send them in the order of the plan."""
-        number = len(self._in_flight)
-        buffer = self._buckets[number].seal()
-        if self._sharded is None:
-            work = self._all_reduce(buffer)
-        else:
-            received = self._sharded.received[number]
-            work = collectives.reduce_scatter_mean(received, buffer, self.process_group)
-        self._in_flight.append(work)
-
-    def _all_sent(self) -> bool:
-        return len(self._in_flight) == len(self._buckets)
-
-    def _send_rest(self) -> None:
-        self.allocate()
-        if self._sharded is not None:
-            self._sharded.check_sent_again(self._ready)
-        super()._send_rest()
-
-    def _synchronize(self) -> None:
-        in_flight, self._in_flight = self._in_flight, []
-        for bucket, work in zip(self._buckets, in_flight, strict=True):
-            self._wait(work)
-            bucket.unpack()
-        if self._sharded is not None:
-            self._sharded.take_means()
+        self.buckets, self.unsent = [], deque()

@@ -10,13 +10,11 @@ mean, a flag above zero says "somebody used it".
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
 
-from distlab.comm import collectives
-from distlab.comm.two_level import Message
 from distlab.parallel.shard import FlatLayout
 
 MIB = 2**20
@@ -121,24 +119,50 @@ def plan_buckets(
     )
 
 
-def write_used_flags(flags: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Mark in `flags` `(P,)` which of the P parameters have a gradient here: 1 if so, else 0."""
-    flags.fill_(1.0)
-    for i, parameter in enumerate(parameters):
-        if parameter.grad is None:
-            flags[i] = 0
+def plan_of(
+    parameters: Sequence[Tensor], bucket_size_mb: float | None, **options: Any
+) -> tuple[BucketPlan, ...]:
+    """`plan_buckets` of these parameters; `options` are its other arguments."""
+    numels, dtypes = [parameter.numel() for parameter in parameters], [parameter.dtype for parameter in parameters]
+    return plan_buckets(numels, dtypes, bucket_size_mb, **options)
 
 
-def adopt_foreign_gradients(
-    flags: Tensor, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
-) -> None:
-    """After the mean: give parameters unused here the mean of the others' gradients, if any rank used them.
+class UsedFlags:
+    """Which parameters some rank used: one flag for each, averaged beside the gradients.
 
-    Only a rank with an unused parameter reads a flag on the host; the usual step does not block.
+    A parameter that this rank did not use is sent as zeros. After the mean, its flag says whether another rank used it:
+    then it has a gradient here too; one that no rank used keeps `.grad = None`, and optimizers leave it alone.
+
+    Args:
+        parameters: P of them.
+        flags: `(P,)`, of any floating-point dtype.
+
+    Attributes:
+        unused: positions of the parameters that this rank did not use in this step.
     """
-    for i, parameter in enumerate(parameters):
-        if parameter.grad is None and flags[i].item() > 0:
-            parameter.grad = gradients[i]
+
+    def __init__(self, parameters: Sequence[nn.Parameter], flags: Tensor):
+        self.flags = flags
+        self._parameters = parameters
+        self.unused: list[int] = []
+
+    def write(self) -> Tensor:
+        """Write 1 for every parameter that has a gradient here, else 0; returns the flags, to be averaged."""
+        self.unused = [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
+        self.flags.fill_(1.0)
+        for index in self.unused:
+            self.flags[index] = 0
+        return self.flags
+
+    def adopt(self, mean_of: Callable[[nn.Parameter], Tensor]) -> None:
+        """After the mean: give parameters unused here the mean of the others' gradients, if any rank used them.
+
+        Only a rank with an unused parameter reads a flag on the host; the usual step does not block.
+        """
+        for index in self.unused:
+            if self.flags[index].item() > 0:
+                parameter = self._parameters[index]
+                parameter.grad = mean_of(parameter)
 
 
 class GradientBucket:
@@ -151,6 +175,7 @@ class GradientBucket:
 
     Attributes:
         missing: gradients that have not arrived in this step.
+        view_of: each parameter's part of the buffer.
     """
 
     def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], buffer: Tensor | None = None):
@@ -161,33 +186,39 @@ class GradientBucket:
         self.buffer = buffer
         # `.data`: each with a version counter of its own, so that changes of one gradient can be told from the rest.
         self.views = [view.data for view in plan.views(self.buffer, self.parameters)]
-        self.flags = self.buffer[plan.payload : plan.payload + len(plan.indices)] if plan.has_flags else None
-        self._await()
+        self.view_of = dict(zip(self.parameters, self.views, strict=True))
+        flags = self.buffer[plan.payload : plan.payload + len(plan.indices)]
+        self._used = UsedFlags(self.parameters, flags) if plan.has_flags else None
+        self.unpack()
 
     def add(self, position: int) -> None:
-        """The gradient at `position` of the plan has arrived."""
+        """The gradient at `position` of the plan has arrived: copy it to its place, which `.grad` is from then on."""
         self.missing -= 1
-        _pack(self.parameters[position], self.views[position])
+        parameter, view = self.parameters[position], self.views[position]
+        gradient = parameter.grad
+        in_bucket = gradient.untyped_storage()._cdata == view.untyped_storage()._cdata
+        if not in_bucket or gradient.storage_offset() != view.storage_offset():  # else written or accumulated there
+            view.copy_(gradient)
+        parameter.grad = view
 
     def seal(self) -> Tensor:
         """Pack what has not arrived, write the flags, and return the buffer, ready to be sent."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+        for position, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad is not view:
-                _pack(parameter, view)
-        if self.flags is not None:
-            write_used_flags(self.flags, self.parameters)
+                self.add(position)
+        if self._used is not None:
+            self._used.write()
         return self.buffer
 
     def unpack(self) -> None:
-        """After the mean has arrived: adopt gradients of parameters that only other ranks used; await the next ones."""
-        if self.flags is not None:
-            adopt_foreign_gradients(self.flags, self.parameters, self.views)
-        self._await()
+        """After the mean has arrived: adopt gradients of parameters that only other ranks used; await the next ones.
 
-    def _await(self) -> None:
-        """Let who computes a gradient write it straight into the bucket, if it can (`model.ops.gradient_target`)."""
+        Who computes a gradient may write it straight into the bucket, if it can (`model.ops.gradient_target`).
+        """
+        if self._used is not None and self._used.unused:
+            self._used.adopt(self.view_of.__getitem__)
         self.missing = len(self.views)
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.gradient_target = view
@@ -196,25 +227,6 @@ class GradientBucket:
         """Offer this memory to nobody any more."""
         for parameter in self.parameters:
             parameter.__dict__.pop("gradient_target", None)
-
-
-def average(
-    buckets: Sequence[GradientBucket], all_reduce: Callable[[Tensor], Work | Message], group: ProcessGroup
-) -> None:
-    """Send all buckets at once, and leave the means over the group's ranks in `.grad`. Blocks on gloo."""
-    works = [all_reduce(bucket.seal()) for bucket in buckets]
-    for bucket, work in zip(buckets, works, strict=True):
-        collectives.wait(work, group, "averaging gradients")
-        bucket.unpack()
-
-
-def _pack(parameter: nn.Parameter, view: Tensor) -> None:
-    """Make `.grad` the view of the bucket, with its values, unless they were written or accumulated there."""
-    gradient = parameter.grad
-    in_bucket = gradient.untyped_storage()._cdata == view.untyped_storage()._cdata
-    if not in_bucket or gradient.storage_offset() != view.storage_offset():
-        view.copy_(gradient)
-    parameter.grad = view
 
 
 def view_like(flat: Tensor, parameter: Tensor) -> Tensor:

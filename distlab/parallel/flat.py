@@ -6,11 +6,11 @@
 One large message runs at the link's full bandwidth, yet all of it is still exposed: it starts after backward.
 """
 
-from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from typing import Any
 
-from distlab.parallel.buckets import GradientBucket, average, plan_buckets
+from torch import nn
+
+from distlab.parallel.buckets import GradientBucket, plan_of
 from distlab.parallel.data_parallel import DataParallel
 
 
@@ -22,22 +22,19 @@ class FlatDDP(DataParallel):
         mesh, process_group: see `DataParallel`.
     """
 
-    def __init__(
-        self, module: nn.Module, *, mesh: DeviceMesh | None = None, process_group: ProcessGroup | None = None
-    ):
-        super().__init__(module, mesh=mesh, process_group=process_group)
-        plan = plan_buckets(
-            [parameter.numel() for parameter in self.trainable],
-            [parameter.dtype for parameter in self.trainable],
-            bucket_size_mb=None,
-        )
-        self._buckets = [GradientBucket(bucket, self.trainable) for bucket in plan]
+    def __init__(self, module: nn.Module, **options: Any):
+        super().__init__(module, **options)
+        self._buckets = [GradientBucket(plan, self.trainable) for plan in plan_of(self.trainable, None)]
+        self._used = None  # the buckets carry the flags
+
+    def _synchronize(self) -> None:
+        started = {bucket: self.all_reduce(bucket.seal()) for bucket in self._buckets}
+        for bucket, message in started.items():
+            message.wait()
+            bucket.unpack()
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook; see `DataParallel.close`."""
         super().close()
         for bucket in self._buckets:
             bucket.release()
-
-    def _synchronize(self) -> None:
-        average(self._buckets, self._all_reduce, self.process_group)

@@ -6,7 +6,7 @@ where it starts in the unpadded whole. So a checkpoint of one strategy and world
 world size, without gathering.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -128,29 +128,6 @@ def plain_name(name: str) -> str:
 def whole(name: str, tensor: Tensor) -> Shard:
     """A tensor that lies in full on every rank."""
     return Shard(plain_name(name), tensor.shape, 0, tensor, replicated=True)
-
-
-def place_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the identity of a tensor's memory, and where the tensor begins there."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
-
-
-def refuse_assigned(placed: Iterable[tuple[str, Tensor, tuple[int, int]]]) -> None:
-    """Check that parameters lie where they were placed in a flat buffer, which is what is sent and stepped.
-
-    Args:
-        placed: name, parameter and its place.
-
-    Raises:
-        RuntimeError: one has other memory since; copying it into its place would overwrite what `p.data`, kept to be
-            assigned again, is an alias of.
-    """
-    for name, parameter, place in placed:
-        if place_of(parameter) != place:
-            raise RuntimeError(
-                f"'{name}' is sharded and was given other memory (p.data = …, vector_to_parameters, swap_tensors): "
-                "write values in place, p.data.copy_(values), and keep copies, p.detach().clone(), to restore"
-            )
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -15,14 +15,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
-from distlab.parallel import step_guard
 from distlab.parallel.base import LocalOptimizer, to_cpu
+from distlab.parallel.guards import order
+from distlab.parallel.guards.optimizers import group_of, refuse_lbfgs
 from distlab.parallel.shard import Shard
 
 
@@ -49,11 +49,7 @@ class ShardedOptimizer(LocalOptimizer):
         process_group: ProcessGroup | None = None,
         **kwargs: Any,
     ):
-        if issubclass(optimizer_cls, torch.optim.LBFGS):
-            raise ValueError(
-                "ShardedOptimizer: L-BFGS steps all parameters together, and here a rank steps a share of them: use it "
-                "without ShardedOptimizer, over the parameters of a data-parallel wrapper"
-            )
+        refuse_lbfgs(optimizer_cls)
         self._group = process_group
         self._owner: dict[nn.Parameter, int] = {}
         self._load: list[int] = []  # elements owned by each rank
@@ -72,7 +68,7 @@ class ShardedOptimizer(LocalOptimizer):
         """
         self._copy_options_inwards()
         loss = self.local.step(closure, **kwargs)
-        step_guard.send_begun(self._group)
+        order.send_begun(self._group)
         in_flight = []
         for rank in range(self._group.size()):
             # A frozen parameter whose gradient is still there is stepped, as by any optimizer.
@@ -123,7 +119,7 @@ class ShardedOptimizer(LocalOptimizer):
 
     def _take(self, parameters: list[nn.Parameter]) -> None:
         """Largest first, each to the rank that owns least: loads differ by at most the largest parameter."""
-        self._group = _group_of(parameters, self._group)
+        self._group = group_of(parameters, self._group)
         self._load = self._load or [0] * self._group.size()
         for parameter in sorted(parameters, key=lambda p: -p.numel()):
             rank = min(range(len(self._load)), key=self._load.__getitem__)
@@ -134,17 +130,3 @@ class ShardedOptimizer(LocalOptimizer):
         """The group with this rank's parameters; some ranks' groups may be empty."""
         rank = self._group.rank()
         return group | {"params": [p for p in group["params"] if self._owner[p] == rank]}
-
-
-def _group_of(parameters: list[nn.Parameter], given: ProcessGroup | None) -> ProcessGroup:
-    """Return the group of the wrapper whose parameters these are, which must be the one given, if any."""
-    wrapping = [wrapper.process_group for wrapper in step_guard.wrappers_of(parameters)]
-    group = collectives.resolve_group(given or next(iter(wrapping), None))
-    for other in wrapping:
-        theirs, ours = dist.get_process_group_ranks(other), dist.get_process_group_ranks(group)
-        if theirs != ours:
-            raise ValueError(
-                f"ShardedOptimizer: the parameters belong to a wrapper on ranks {theirs}, and this would share their "
-                f"updates among ranks {ours}: leave process_group out, or build an optimizer for each wrapper"
-            )
-    return group

@@ -105,7 +105,7 @@ class TorchFSDP2(ParallelModel):
     """
 
     casts_parameters = True
-    _shards_gradients = True
+    shards_gradients = True
 
     def __init__(
         self,

@@ -6,13 +6,12 @@
 The optimizer's state, and the work of its step, are divided by the number of ranks N, and nothing is sent twice:
 a reduce-scatter and an all-gather are the two halves of the all-reduce they replace (Rajbhandari et al. 2020,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sec. 5.1 and 7.1). The all-gather of the
-updated parameters runs under the next forward, in the order in which forward needs them; see `sharded_buckets.py`.
+updated parameters runs under the next forward, in the order in which forward needs them; see `gathering.py`.
 
 Parameters live in flat buffers laid out like the gradient buckets; a rank has the same slice of both. Its local
 optimizer sees 1-D shards of the parameters in its slices, which is why it must be element-wise.
 """
 
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,9 +21,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
-from distlab.parallel.base import LocalOptimizer, is_elementwise, options_of, to_cpu
+from distlab.parallel.base import LocalOptimizer, options_of, to_cpu
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.buckets import view_like
+from distlab.parallel.exchange import ReduceScatter
+from distlab.parallel.guards.optimizers import check_zero, refuse_other_groups
+from distlab.parallel.placement import Slices
 from distlab.parallel.shard import Shard
 
 
@@ -64,18 +66,14 @@ class ZeroOptimizer(LocalOptimizer):
         elementwise: bool = False,
         **kwargs: Any,
     ):
-        if not isinstance(ddp, BucketedDDP):
-            raise TypeError(f"ZeroOptimizer takes over a BucketedDDP's buckets; got {type(ddp).__name__}")
-        if not (elementwise or is_elementwise(optimizer_cls)):
-            raise ValueError(
-                f"{optimizer_cls.__name__} is not known to be element-wise, and here it sees parts of parameters: give "
-                "elementwise=True if every element's update depends on that element alone, else use ShardedOptimizer, "
-                "which keeps parameters whole (for L-BFGS, all of them: a data-parallel wrapper alone)"
-            )
+        check_zero(ddp, optimizer_cls, elementwise)
+        ddp.placement.close()  # that of an optimizer before this one
+        ddp.lay_out(ReduceScatter(ddp.process_group, ddp.device))
+        ddp.allocate()
+        ddp.placement = self._slices = Slices(ddp)
+        ddp.guard.watch_parts(self)
         self._ddp = ddp
-        self._group = ddp.process_group
-        self._sharded = ddp.shard()
-        self._sharded.optimizer = weakref.ref(self)
+        self._named = list(zip(ddp.trainable_names, ddp.trainable, strict=True))
         super().__init__(ddp.trainable if params is None else params, optimizer_cls, kwargs)
 
     @torch._disable_dynamo  # its checks read versions, and reading a parameter waits
@@ -97,15 +95,14 @@ class ZeroOptimizer(LocalOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self._ddp.check_step(self)  # what the check before the closure could not know
-        self.synchronize()
-        self._sharded.check_unedited()
-        self._sharded.point_gradients()
+            self._ddp.guard.check_step(self)  # what the check before the closure could not know
+        self._ddp.guard.check_unedited()
         self._copy_options_inwards()
+        self._slices.point_gradients()
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         torch.autograd.graph.increment_version(stepped)  # for a graph that has saved them; gathering does not count
         self.local.step(**kwargs)
-        self._ddp.shards_changed()
+        self._slices.gather()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -138,18 +135,13 @@ class ZeroOptimizer(LocalOptimizer):
         A collective: call it on every rank; every rank gets all of it, on the CPU.
         """
         self._copy_options_inwards()
-        starts, shards = self._sharded.starts, self._sharded.shards
-        mine = [
-            (name, starts[parameter], to_cpu(self.state[shards[parameter].tensor]))
-            for name, parameter in self._sharded.named
-            if shards[parameter].tensor in self.state
-        ]
-        parts: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-        for name, start, state in (
-            entry for rank in collectives.gather_objects(mine, self._group) for entry in rank
-        ):
-            parts.setdefault(name, []).append((start, state))
-        state = {name: _join(parts[name], parameter) for name, parameter in self._sharded.named if name in parts}
+        tensors = {name: self._slices.shard_of[parameter].tensor for name, parameter in self._named}
+        mine = {name: to_cpu(self.state[tensor]) for name, tensor in tensors.items() if tensor in self.state}
+        parts: dict[str, list[dict[str, Any]]] = {}  # in the order of ranks, and so of the parameter's elements
+        for states in collectives.gather_objects(mine, self._ddp.process_group):
+            for name, state in states.items():
+                parts.setdefault(name, []).append(state)
+        state = {name: _join(parts[name], parameter) for name, parameter in self._named if name in parts}
         return {"state": state, "param_groups": self._groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -158,15 +150,12 @@ class ZeroOptimizer(LocalOptimizer):
         Raises:
             ValueError: groups that hold other parameters.
         """
-        saved, names = state_dict["param_groups"], [group["params"] for group in self._groups_by_name()]
-        if [list(group["params"]) for group in saved] != names:
-            raise ValueError(
-                "the saved groups hold other parameters, or in another order, than this optimizer's"
-            )
+        saved = state_dict["param_groups"]
+        refuse_other_groups(saved, [group["params"] for group in self._groups_by_name()])
         state = {}
-        for name, parameter in self._sharded.named:
+        for name, parameter in self._named:
             if name in state_dict["state"]:
-                tensor, start = self._sharded.shards[parameter].tensor, self._sharded.starts[parameter]
+                tensor, start = self._slices.shard_of[parameter].tensor, self._slices.starts[parameter]
                 part = slice(start, start + tensor.numel())
                 state[tensor] = _cut(state_dict["state"][name], parameter, part)
         self.load_shards(saved, state)
@@ -177,10 +166,10 @@ class ZeroOptimizer(LocalOptimizer):
 
     def close(self) -> None:
         """Wait for the parameters and detach the hooks; the wrapper has its own `close()`."""
-        self._sharded.close()
+        self._slices.close()
 
     def _mine(self, group: dict[str, Any]) -> dict[str, Any]:
-        shards = self._sharded.shards
+        shards = self._slices.shard_of
         if any(parameter not in shards for parameter in group["params"]):
             raise ValueError("a parameter is not among those that the wrapped module trains")
         return group | {
@@ -188,21 +177,20 @@ class ZeroOptimizer(LocalOptimizer):
         }
 
     def _groups_by_name(self) -> list[dict[str, Any]]:
-        name_of = {parameter: name for name, parameter in self._sharded.named}
+        name_of = {parameter: name for name, parameter in self._named}
         return [
             options_of(group) | {"params": [name_of[parameter] for parameter in group["params"]]}
             for group in self.param_groups
         ]
 
 
-def _join(parts: list[tuple[int, dict[str, Any]]], parameter: nn.Parameter) -> dict[str, Any]:
-    """Put the optimizer states of a parameter's shards, (first element in memory, state), together to the whole's."""
-    in_order = [state for _, state in sorted(parts, key=lambda part: part[0])]
+def _join(parts: list[dict[str, Any]], parameter: nn.Parameter) -> dict[str, Any]:
+    """Put the optimizer states of a parameter's shards together to the whole's."""
     return {
-        key: view_like(torch.cat([state[key] for state in in_order]), parameter)
+        key: view_like(torch.cat([state[key] for state in parts]), parameter)
         if isinstance(value, Tensor) and value.ndim > 0
         else value
-        for key, value in in_order[0].items()
+        for key, value in parts[0].items()
     }
 
 

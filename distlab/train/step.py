@@ -6,6 +6,7 @@ zero_grad ─ [micro-batch]×k ─ finish_gradient_synchronization ─ (clip, ch
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from distlab.comm import RankContext, collectives
 from distlab.model.config import ModelConfig
 from distlab.model.ops import cross_entropy
 from distlab.model.transformer import TransformerLM
-from distlab.parallel import ParallelModel, stepped
+from distlab.parallel import ParallelModel
 from distlab.train.scaler import LossScaler
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -128,6 +129,5 @@ class TrainStep:
         if self.max_grad_norm is not None:
             factor *= min(1.0, self.max_grad_norm / (self.grad_norm.item() + 1e-6))
         with self.model.elementwise_gradient_edits():
-            for shard in stepped(self.model, self.optimizer):
-                if shard.tensor.grad is not None:
-                    shard.tensor.grad.mul_(factor)
+            for gradient in chain(*self.model.gradients()):
+                gradient.mul_(factor)

@@ -33,6 +33,8 @@ from distlab.parallel import (
     Strategy,
     ZeroOptimizer,
 )
+from distlab.parallel.buckets import GradientBucket
+from distlab.parallel.exchange import AllReduce
 from distlab.train.data import SyntheticTokens
 from kernels.flash_attention import FlashAttention2PyTorch, ops, tiled
 
@@ -61,15 +63,23 @@ class SumInsteadOfMean(FlatDDP):
             parameter.grad.mul_(self.process_group.size())
 
 
-class LastBucketStays(BucketedDDP):
-    """Full buckets are sent, the one that is left over at the end of backward is not."""
+class AllButTheLast(AllReduce):
+    """Sends full buckets and not the one that is left over at the end of backward, that of the first layers."""
 
-    def _issue_next(self) -> None:
-        if len(self._in_flight) < len(self._buckets) - 1:
-            super()._issue_next()
+    def start(self, bucket: GradientBucket) -> None:
+        if bucket.plan.indices[-1] == 0:
+            bucket.seal()
+            self._works[bucket] = _NothingToWaitFor()
         else:
-            self._buckets[-1].seal()
-            self._in_flight.append(_NothingToWaitFor())
+            super().start(bucket)
+
+
+class LastBucketStays(BucketedDDP):
+    """`BucketedDDP` with that exchange."""
+
+    def __init__(self, module: nn.Module, *args: Any, **options: Any):
+        super().__init__(module, *args, **options)
+        self.lay_out(AllButTheLast(self.process_group, self.all_reduce))
 
 
 class _NothingToWaitFor:
@@ -123,13 +133,9 @@ class HookOrder(OverlapDDP):
     """Gradients leave in the order in which hooks fire, which differs between ranks that use different layers."""
 
     def _gradient_ready(self, index: int) -> None:
-        self._order.remove(index)
-        self._order.insert(len(self._in_flight), index)
-        self._issue_next()
-
-    def _synchronize(self) -> None:
-        super()._synchronize()
-        self._order.sort(reverse=True)
+        self.unsent.remove(index)
+        self.unsent.appendleft(index)
+        self._send_next()
 
 
 class KeepsItsShard(ShardedOptimizer):
@@ -147,15 +153,16 @@ class StaleSums(FlatDDP):
 
     def __init__(self, module: nn.Module, **options: Any):
         super().__init__(module, **options)
-        self._packed: dict[int, Tensor] = {}
+        self._packed: dict[nn.Parameter, Tensor] = {}
+        for parameter in self.trainable:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._pack))
 
-    def _on_gradient(self, index: int) -> None:
-        self._packed.setdefault(index, self.trainable[index].grad.clone())
-        super()._on_gradient(index)
+    def _pack(self, parameter: nn.Parameter) -> None:
+        self._packed.setdefault(parameter, parameter.grad.clone())
 
     def _synchronize(self) -> None:
-        for index, stale in self._packed.items():
-            self.trainable[index].grad.copy_(stale)
+        for parameter, stale in self._packed.items():
+            parameter.grad.copy_(stale)
         self._packed = {}
         super()._synchronize()
 

@@ -201,7 +201,8 @@ def most_while_built(context: RankContext) -> None:
                 module, context.group, torch.optim.AdamW, init=lambda m: m.reset_parameters(0), device="cpu"
             )
         peak = max(moment.total for moment in log.memory)
-        assert peak <= state, name  # of training: parameters, gradients and AdamW's two moments of what a rank holds
+        # Of training: parameters, gradients and AdamW's two moments of what a rank holds; and a few flags.
+        assert peak < 1.001 * state, name
         if name == "fsdp":  # its shards, and at most one unit in full
             assert parameters / 2 < peak < 1.02 * parameters / 2 + unit
         model.close(restore=False)

@@ -98,10 +98,11 @@ def test_units_inside_a_compiled_graph():
 def older_optimizer(context: RankContext) -> None:
     module = linear()
     optimizers = [torch.optim.AdamW(p for p in module.parameters() if p.ndim == n) for n in (1, 2)]
-    FSDP(module, process_group=context.group)
+    wrapper = FSDP(module, process_group=context.group)
     for optimizer in optimizers:
         with pytest.raises(RuntimeError, match="wrap first, then build the optimizer"):
             optimizer.step()
+    wrapper.close()
 
 
 def test_an_optimizer_built_before_wrapping():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import BucketedDDP, NaiveDDP, get_strategy
-from distlab.parallel.data_parallel import refuse_shared_storage
+from distlab.parallel.guards.shared_memory import refuse_shared_memory
 from distlab.testing import run_ranks
 from tests.parallel.test_contract import STRATEGIES
 
@@ -126,12 +126,12 @@ def overlapping(kind: str) -> Holding:
 )
 def test_two_parameters_on_the_same_memory_are_refused_by_name(kind):
     model = overlapping(kind)
-    text = message_of(lambda: refuse_shared_storage(model))
+    text = message_of(lambda: refuse_shared_memory(model))
     assert "'p1'" in text and "'p2'" in text and "one Parameter object" in text
     model.p1.requires_grad_(False)
-    assert message_of(lambda: refuse_shared_storage(model)) == text
+    assert message_of(lambda: refuse_shared_memory(model)) == text
     model.p2.requires_grad_(False)
-    refuse_shared_storage(model)  # constants may share
+    refuse_shared_memory(model)  # constants may share
 
 
 def test_parameters_that_only_share_a_storage_are_two_parameters():
@@ -141,9 +141,9 @@ def test_parameters_that_only_share_a_storage_are_two_parameters():
         [flat[:7], flat[7:9], flat[9:9], flat[9:].view(3, 9), torch.randn(36)],  # as in a flattened model
         [whole[:3].t(), whole[3:5], whole[5]],
     ):
-        refuse_shared_storage(Holding(*map(nn.Parameter, parts)))
+        refuse_shared_memory(Holding(*map(nn.Parameter, parts)))
     tied = nn.Linear(3, 3)
-    refuse_shared_storage(nn.Sequential(tied, tied))
+    refuse_shared_memory(nn.Sequential(tied, tied))
 
 
 def what_wrapping_refuses(context: RankContext) -> list[dict[str, str]]:

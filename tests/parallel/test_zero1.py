@@ -203,12 +203,12 @@ def waits_in_forward(context: RankContext) -> None:
     model = build("plain", 0, context.device)
     wrapper, optimizer = zero(model, context, lr=0.1)
     train_alike(wrapper, optimizer, range(1), context)
-    assert wrapper._sharded._gathering
+    assert wrapper.placement._gathering.works
     wrapper(torch.ones(1, 6))
-    assert not wrapper._sharded._gathering  # every layer waited for its own
+    assert not wrapper.placement._gathering.works  # every layer waited for its own
     train_alike(wrapper, optimizer, range(1, 2), context)
     model.state_dict()
-    assert not wrapper._sharded._gathering
+    assert not wrapper.placement._gathering.works
 
 
 def test_parameters_are_gathered_under_the_next_forward():

@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distlab.parallel.base import is_elementwise
-from distlab.parallel.data_parallel import the_device
 from distlab.parallel.fsdp.flat_param import Entry, FlatParam, UnitPlan, is_called
+from distlab.parallel.guards.module import the_device
 
 
 def check_compute_dtype(dtype: Any) -> None:

@@ -37,8 +37,8 @@ from torch.utils._pytree import tree_leaves
 
 from distlab.comm import collectives
 from distlab.comm.subgroups import MeshGroups
-from distlab.parallel.buckets import GradientBucket, average
-from distlab.parallel.buckets import plan_buckets as plan_gradient_buckets
+from distlab.parallel.buckets import GradientBucket, plan_of
+from distlab.parallel.exchange import AllReduce
 from distlab.parallel.shard import FlatLayout
 
 ALIGNMENT = 8  # elements; 16 bytes in a 2-byte dtype, the alignment that matmul kernels need of an operand's address
@@ -565,9 +565,8 @@ class Replicated:
                 self._casts.append((copy, master))
                 self.cast.append((entry.name, master))
         self.trainable = [master for master in self.masters if master.requires_grad]
-        numels, dtypes = [p.numel() for p in self.trainable], [p.dtype for p in self.trainable]
-        plans = plan_gradient_buckets(numels, dtypes, None)
-        self._buckets = [GradientBucket(plan, self.trainable) for plan in plans]
+        self._buckets = [GradientBucket(plan, self.trainable) for plan in plan_of(self.trainable, None)]
+        self._exchange = AllReduce(group, lambda flat: collectives.all_reduce_mean(flat, group))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -579,7 +578,10 @@ class Replicated:
 
     def average(self) -> None:
         """Replace every `.grad` by its mean over ranks; None stays where no rank has a gradient. Blocks."""
-        average(self._buckets, lambda flat: collectives.all_reduce_mean(flat, self.group), self.group)
+        for bucket in self._buckets:
+            self._exchange.start(bucket)
+        for bucket in self._buckets:
+            self._exchange.finish(bucket)
 
 
 def _move_gradient(master: nn.Parameter, copy: nn.Parameter) -> None:

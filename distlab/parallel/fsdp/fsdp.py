@@ -29,20 +29,17 @@ from torch.utils.hooks import RemovableHandle
 
 from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
-from distlab.parallel import step_guard
 from distlab.parallel.base import ParallelModel
-from distlab.parallel.data_parallel import (
-    DataParallel,
-    check_ranks_agree,
-    refuse_assigned_parameters,
-    refuse_shared_storage,
-    refuse_uninitialized,
-)
 from distlab.parallel.fsdp import checks
 from distlab.parallel.fsdp.flat_param import Entry, Replicated, list_entries, plan_units
 from distlab.parallel.fsdp.runtime import Runtime, Unit, in_backward, plan_casts
+from distlab.parallel.guards import hooks, order
+from distlab.parallel.guards import module as module_guard
+from distlab.parallel.guards.assignments import place_of, refuse_assigned
+from distlab.parallel.guards.gradients import find_edited, forget_gradients, note_gradients
+from distlab.parallel.guards.shared_memory import refuse_shared_memory
 from distlab.parallel.meta import initialize_in_turn, materialize_buffers
-from distlab.parallel.shard import Shard, place_of, plain_name, refuse_assigned, whole
+from distlab.parallel.shard import Shard, plain_name, whole
 
 
 class FSDP(ParallelModel):
@@ -74,7 +71,7 @@ class FSDP(ParallelModel):
     """
 
     casts_parameters = True
-    _shards_gradients = True
+    shards_gradients = True
 
     def __init__(
         self,
@@ -92,7 +89,7 @@ class FSDP(ParallelModel):
         self.compute_dtype = compute_dtype
         groups = resolve_mesh(mesh, process_group)
         self.process_group, self.replicas = groups.world, groups.replicas
-        refuse_uninitialized(module)
+        module_guard.refuse_uninitialized(module)
         entries = list_entries(module, compute_dtype)
         self._names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         self.device = checks.find_device(entries, init_fn, device)
@@ -100,15 +97,15 @@ class FSDP(ParallelModel):
         checks.refuse_uncallable(module)
         checks.refuse_parameters(entries)
         checks.refuse_compiled(module, plans)
-        check_ranks_agree(module, self.process_group)
-        refuse_shared_storage(module)
+        module_guard.check_ranks_agree(module, self.process_group)
+        refuse_shared_memory(module)
         owners = dict.fromkeys(owner for entry in entries for owner, _ in entry.owners)
         casts = {} if compute_dtype is None else plan_casts(owners, compute_dtype)
         deferred = entries[0].parameter.is_meta
         if not deferred:
             collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
         for entry in entries:
-            entry.parameter.replaced = True  # what holds it steps nothing that is in use: see step_guard
+            entry.parameter.replaced = True  # what holds it steps nothing that is in use: see guards/hooks.py
         self._units = [
             Unit(index, plan, self.device, groups) for index, plan in enumerate(plans)
         ]
@@ -126,7 +123,7 @@ class FSDP(ParallelModel):
                 unit.register()  # in place of what was initialized
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.trainable_names, self.trainable = [n for n, _ in trainable], [p for _, p in trainable]
-        self._load_check = module.register_load_state_dict_post_hook(refuse_assigned_parameters(self))
+        self._load_check = module_guard.refuse_loaded_by_assignment(self)
         replicated = {id(master) for master in self._replicated.masters}
         self._named_shards = [(name, p) for name, p in trainable if id(p) not in replicated]
         self._named_replicated = [(name, p) for name, p in trainable if id(p) in replicated]
@@ -141,7 +138,8 @@ class FSDP(ParallelModel):
         ]
         self._check_last: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
         self._editing = False  # inside elementwise_gradient_edits()
-        step_guard.guard(self.trainable, self)
+        hooks.watch(self, self.trainable)
+        self._registrations = hooks.registrations
 
     # -- the public face -----------------------------------------------------------------------------------
 
@@ -155,11 +153,11 @@ class FSDP(ParallelModel):
             # It raised. All ranks must have failed at one place, else those that wait fail within the group's timeout.
             self._runtime.recover()
             self.zero_grad()
-        step_guard.check_module(self)
+        self._check_unchanged()
         checks.refuse_replaced(self._owned)
         refuse_assigned(self._placed)  # in backward, values are those of forward
         self._replicated.refresh()
-        step_guard.send_begun(self.process_group)
+        order.send_begun(self.process_group)
         with self._runtime.forward_pass(self.module.training):
             return self.module(*args, **kwargs)
 
@@ -184,19 +182,19 @@ class FSDP(ParallelModel):
             RuntimeError: a gradient was changed after backward; or backward reached parameters of a unit, but not
                 through what the unit returned; or none.
         """
-        step_guard.check_module(self)
-        vectors_alone = not self._runtime.unfinished and step_guard.find_edited(self._named_replicated)
+        self._check_unchanged()
+        vectors_alone = not self._runtime.unfinished and find_edited(self._named_replicated)
         if not (self._runtime.pending or vectors_alone):
             return
         checks.check_still_frozen(self._flat_params)
         checks.refuse_hooks([*self._named_shards, *self._replicated.cast])
-        step_guard.send_begun(self.process_group)
+        order.send_begun(self.process_group)
         arrived = self._runtime.unfinished
         self._runtime.finish()
         self._replicated.average()
-        step_guard.note_gradients(self._replicated.trainable)
+        note_gradients(self._replicated.trainable)
         if arrived:  # else the shards' gradients are those of before, and an edit of them is one still
-            step_guard.note_gradients(parameter for _, parameter in self._named_shards)
+            note_gradients(parameter for _, parameter in self._named_shards)
 
     @contextmanager
     def elementwise_gradient_edits(self) -> Iterator[None]:
@@ -210,13 +208,13 @@ class FSDP(ParallelModel):
             RuntimeError: gradients that are not synchronized, or have been edited already.
         """
         self.check_gradients()
-        step_guard.forget_gradients(self.trainable)  # left by an exception, they are half edited
+        forget_gradients(self.trainable)  # left by an exception, they are half edited
         self._editing = True
         try:
             yield
         finally:
             self._editing = False
-        step_guard.note_gradients(self.trainable)
+        note_gradients(self.trainable)
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Runs before every step of an optimizer that holds parameters of this wrapper.
@@ -237,14 +235,14 @@ class FSDP(ParallelModel):
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if `.grad` is not what the last synchronization left."""
-        replicated = step_guard.find_edited(self._named_replicated)
+        replicated = find_edited(self._named_replicated)
         edited = replicated is not None and not self._editing
         if self._runtime.unfinished or (edited and self._runtime.pending):
             raise RuntimeError(
                 "FSDP: call finish_gradient_synchronization() after backward, before optimizer.step(); backward passes "
                 "under no_sync() are sent by the next one outside it"
             )
-        name = None if self._editing else step_guard.find_edited(self._named_shards) or replicated
+        name = None if self._editing else find_edited(self._named_shards) or replicated
         if name is not None:
             raise RuntimeError(
                 f"FSDP: the gradient of '{name}' was edited or replaced after finish_gradient_synchronization(), by "
@@ -253,7 +251,7 @@ class FSDP(ParallelModel):
             )
 
     def _note_scaled(self) -> None:
-        step_guard.note_gradients(self.trainable)
+        note_gradients(self.trainable)
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
@@ -328,7 +326,7 @@ class FSDP(ParallelModel):
         super().zero_grad(set_to_none)
         for param in self._flat_params:
             param.drop_gradients()
-        step_guard.note_gradients(self.trainable)
+        note_gradients(self.trainable)
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook, and give the module full parameters again, in the masters' dtype (on every rank).
@@ -336,7 +334,7 @@ class FSDP(ParallelModel):
         Parameters that were frozen or unfrozen since then stay so, also when the module is wrapped again.
         """
         full = self.gather_full_params() if restore else {}
-        step_guard.release(self)
+        hooks.release(self)
         if restore:  # may wait for communication
             self._runtime.reshard()
         self._runtime.close()
@@ -356,7 +354,13 @@ class FSDP(ParallelModel):
             )
         return self
 
-    __getstate__ = DataParallel.__getstate__
+    def _check_unchanged(self) -> None:
+        if self._registrations != hooks.registrations:
+            module_guard.check_unchanged(self.module, self)
+            self._registrations = hooks.registrations
+
+    def __getstate__(self) -> dict[str, Any]:
+        module_guard.refuse_copy(self)
 
 
 @torch._disable_dynamo
@@ -373,4 +377,4 @@ def _after_step(owner: weakref.ref[FSDP], optimizer: Optimizer, args: Any, kwarg
     if fsdp is not None:
         if fsdp._runtime.unfinished:  # a closure's backward
             fsdp.check_gradients()
-        step_guard.note_gradients(fsdp.trainable)
+        note_gradients(fsdp.trainable)

@@ -26,7 +26,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from distlab.comm import collectives
 from distlab.comm.subgroups import MeshGroups
-from distlab.parallel import step_guard
 from distlab.parallel.fsdp.flat_param import (
     Entry,
     FlatParam,
@@ -35,6 +34,8 @@ from distlab.parallel.fsdp.flat_param import (
     parameter_dtype,
     plan_buffers,
 )
+from distlab.parallel.guards import order
+from distlab.parallel.guards.gradients import find_edited, note_gradients
 
 
 def in_backward() -> bool:
@@ -392,7 +393,7 @@ class Runtime:
             if self.backward_task is None:  # vectors may have been reached already, and theirs are this rank's own
                 self._check_unedited(self._shards)
             self.backward_task = task
-            step_guard.send_begun(self._group)
+            order.send_begun(self._group)
             self.unfinished = True
             self._backward_order.begin(tuple(self._ran))
             self._ran = []
@@ -400,14 +401,14 @@ class Runtime:
 
     def _backward_ended(self) -> None:
         """Called by autograd at the end of a backward that raised nothing."""
-        step_guard.send_begun(self._group)
+        order.send_begun(self._group)
         self._backward_order.end()
         self.reshard()
         for unit in self.units:
             if unit.touched:
                 self._post_backward(unit)
         self.wait_for_gradients()  # nothing is left to hide them behind, and zero_grad() must find them
-        step_guard.note_gradients(parameter for _, parameter in [*self._shards, *self._replicated])
+        note_gradients(parameter for _, parameter in [*self._shards, *self._replicated])
         self.backward_task = None
 
     def _post_backward(self, unit: Unit) -> None:
@@ -470,7 +471,7 @@ class Runtime:
         self.wait_for_gradients()
 
     def _check_unedited(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        name = step_guard.find_edited(named) if self.unfinished else None
+        name = find_edited(named) if self.unfinished else None
         if name is not None:
             raise RuntimeError(
                 f"FSDP: the gradient of '{name}' was changed between backward and finish_gradient_synchronization(), "

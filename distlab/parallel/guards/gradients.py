@@ -1,0 +1,321 @@
+"""The gradients of one data-parallel wrapper, from backward over finish to the optimizer's step.
+
+    forward ─ backward ───────────────── finish_gradient_synchronization() ─ optimizer.step()
+    before_forward │ accept, per gradient │ begin_finish … end_finish        │ check_step
+
+Edits are noticed at no cost in memory traffic: torch counts a tensor's in-place changes in its `_version`, which is
+compared with what it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from distlab.parallel.guards import hooks, order
+from distlab.parallel.guards.module import check_unchanged, refuse_unfrozen
+
+if TYPE_CHECKING:
+    from distlab.parallel.data_parallel import DataParallel
+
+Version = tuple[Tensor, int]  # a gradient, and how often it had been changed in place
+
+
+class GradientGuard:
+    """Asked by a wrapper once per event; knows what is still to be finished.
+
+    Args:
+        wrapper: which holds its guard and is not held by it.
+        frozen: named parameters that must stay frozen.
+
+    Attributes:
+        shards_gradients: whether finish leaves the mean in this rank's part of each gradient, and leftovers elsewhere
+            (`watch_parts`). Element-wise edits do no harm then. A function of the whole gradient
+            (`torch.nn.utils.clip_grad_norm_`) gives another result on each rank, and a backward that adds to it mixes
+            means with leftovers.
+    """
+
+    def __init__(self, wrapper: DataParallel, frozen: list[tuple[str, nn.Parameter]]):
+        self._wrapper = weakref.ref(wrapper)
+        self._strategy = type(wrapper).__name__
+        self.process_group = wrapper.process_group
+        self.shards_gradients = False
+        self._names, self._trainable, self._frozen = wrapper.trainable_names, wrapper.trainable, frozen
+        self._optimizer: weakref.ref[Optimizer] | None = None  # which alone knows the parts
+        self._pending = False  # a synchronised forward was not finished
+        self._ready: dict[int, Version] = {}  # gradients of synchronised backward passes that were not finished
+        self._left: dict[int, Version] = {}  # what finish left in `.grad`
+        self._unsent: set[int] = set()  # gradients of backward passes under no_sync() since the last finish
+        self._in_backward = False  # stays True after a backward that raised
+        self._overtaken = False  # another wrapper let this one send what backward had not brought
+        self._ahead: list[GradientGuard] = []  # those that this backward came to before, and which send first
+        hooks.watch(self, self._trainable)
+        self._registrations = hooks.registrations
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        order.begun.pop(self, None)
+        hooks.release(self)
+
+    # -- forward and backward ------------------------------------------------------------------------------
+
+    def before_forward(self, synchronizes: bool) -> None:
+        """Called before a forward with gradients; recovers from a backward that raised, or that was dropped."""
+        dropped = self._ready and all(self._trainable[index].grad is None for index in self._ready)
+        if (self._in_backward or dropped) and torch._C._current_graph_task_id() == -1:  # not inside of it
+            self._recover()
+        if not self.shards_gradients:
+            self._left.clear()  # lets go of the gradients
+        self._pending |= synchronizes
+
+    def accept(self, index: int, synchronizes: bool) -> bool:
+        """Called when backward has made the gradient of `trainable[index]`; returns whether it is to be averaged now.
+
+        Raises:
+            TypeError: a sparse gradient.
+            RuntimeError: one that came twice, too late, on top of a mean, or with a graph of its own.
+        """
+        gradient, name = self._trainable[index].grad, self._names[index]
+        left, version = self._left.get(index, (None, 0))
+        if self.shards_gradients and left is not None and gradient is left and gradient._version == version + 1:
+            raise _not_zeroed(name)  # the addition is the only change
+        if not synchronizes or gradient is None:
+            self._unsent.add(index)
+            return False
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of '{name}' is sparse; data parallelism here averages dense gradients: "
+                "build the embedding with sparse=False"
+            )
+        if not self._ready:
+            self._ahead = [guard for guard in list(order.begun) if guard.process_group is self.process_group]
+            order.begun[self] = None
+        if self._overtaken:
+            raise RuntimeError(
+                f"the gradient of '{name}' came after its message had left, as another wrapper on these ranks has sent "
+                "since, and ranks must send alike: call finish_gradient_synchronization() of all wrappers when the "
+                "backward passes of all have ended, or wrap both modules as one"
+            )
+        if index in self._ready:
+            raise RuntimeError(
+                f"the gradient of '{name}' became ready twice: call finish_gradient_synchronization() after "
+                "each synchronised backward (or, to skip the step, zero_grad(set_to_none=True)), use no_sync() to "
+                "accumulate, and checkpoint activations with use_reentrant=False where a parameter is used in several "
+                "checkpointed blocks"
+            )
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"the gradient of '{name}' has a graph of its own (create_graph=True), which averaging would cut "
+                "off: compute a gradient penalty from torch.autograd.grad(..., create_graph=True), and call "
+                "backward() once, on the loss plus the penalty"
+            )
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        self._ready[index] = gradient, gradient._version
+        return True
+
+    def may_send(self, index: int) -> bool:
+        """Note the gradient that is about to be sent; returns whether the wrappers ahead have sent all of theirs."""
+        gradient = self._trainable[index].grad  # a view of a bucket, where the strategy has packed it
+        self._ready[index] = gradient, gradient._version
+        return not self._ahead or all(guard.has_sent_all for guard in self._ahead)
+
+    @property
+    def has_sent_all(self) -> bool:
+        """Whether the wrapper has nothing left to send before its finish."""
+        wrapper = self._wrapper()
+        return wrapper is None or not wrapper.unsent
+
+    def send_rest(self) -> None:
+        """Let the wrapper send what backward did not bring, where messages need not wait for its finish."""
+        wrapper = self._wrapper()
+        if wrapper is not None:
+            self._refuse_sending_again()
+            self._overtaken |= bool(wrapper.unsent)
+            with torch.no_grad():
+                wrapper.send_rest()
+
+    def _backward_ended(self) -> None:
+        """Autograd calls this when a backward ends. If it was nested (in a reentrant checkpoint), wait for the outer
+        one: what runs next there says when that one ends.
+        """
+        around = torch._C._current_autograd_node()
+        following = [node for node, _ in around.next_functions if node and node.next_functions] if around else []
+        self._in_backward = bool(following)
+        for node in following:
+            node.register_prehook(self._enter_outer_backward)
+
+    def _enter_outer_backward(self, _: Any) -> None:
+        self._in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _recover(self) -> None:
+        """After a backward that raised or was dropped, before anything new is accumulated: complete its collectives, so
+        that all ranks have issued the same sequence again, and drop its gradients, which are worthless.
+        """
+        for parameter in self._trainable:
+            parameter.grad = None
+        self._pending = True
+        self._ready.clear()
+        self._wrapper().finish_gradient_synchronization()
+        for parameter in self._trainable:  # those that came from other ranks
+            parameter.grad = None
+
+    # -- finish --------------------------------------------------------------------------------------------
+
+    def begin_finish(self) -> bool:
+        """Return whether there is anything to finish.
+
+        Raises:
+            ValueError: the module trains a parameter now that was frozen, or not there, at construction.
+            RuntimeError: a gradient was changed after backward, when it may have been sent.
+        """
+        if any(parameter.requires_grad for _, parameter in self._frozen):
+            refuse_unfrozen(self._frozen)
+        if self._registrations != hooks.registrations:
+            check_unchanged(self._wrapper().module, self)
+            self._registrations = hooks.registrations
+        if not (self._pending or self._ready or self._has_assigned_gradients()):
+            return False
+        for index, (gradient, version) in self._ready.items():
+            if self._trainable[index].grad is not gradient or gradient._version != version:
+                raise RuntimeError(
+                    f"the gradient of '{self._names[index]}' was changed between backward and "
+                    "finish_gradient_synchronization(), when it may have been sent: clip and edit gradients after "
+                    "finish, and register hooks before wrapping; zero_grad() drops this step's"
+                )
+        if len(order.begun) > 1:
+            order.send_begun(self.process_group)
+        if self.shards_gradients and len(self._ready) < len(self._trainable):
+            self._refuse_sending_again()
+        return True
+
+    def end_finish(self) -> None:
+        """The wrapper has finished, or has failed to."""
+        self._left = {
+            index: (parameter.grad, parameter.grad._version)
+            for index, parameter in enumerate(self._trainable)
+            if parameter.grad is not None
+        }
+        self._pending = self._in_backward = self._overtaken = False
+        self._ready.clear()
+        self._unsent.clear()
+        order.begun.pop(self, None)
+
+    def _has_assigned_gradients(self) -> bool:
+        """Whether some were put into `.grad` by hand; those of passes under `no_sync()` wait for the one outside it."""
+        if self._unsent or self.shards_gradients:
+            return False
+        gradients = ((index, parameter.grad) for index, parameter in enumerate(self._trainable))
+        return any(gradient is not None and not self._is_left(index, gradient) for index, gradient in gradients)
+
+    def _is_left(self, index: int, gradient: Tensor) -> bool:
+        """Whether this is what finish left, unchanged."""
+        left, version = self._left.get(index, (None, 0))
+        return gradient is left and gradient._version == version
+
+    # -- step ----------------------------------------------------------------------------------------------
+
+    def check_step(self, optimizer: Optimizer | None = None) -> None:
+        """Raise RuntimeError for gradients that are not finished, or an optimizer that takes a part for the whole."""
+        if self._ready or any(self._trainable[index].grad is not None for index in self._unsent):
+            raise RuntimeError(
+                f"{self._strategy}: this step would use gradients that are not averaged over the ranks yet: "
+                "call finish_gradient_synchronization() after backward, before optimizer.step(); backward passes under "
+                "no_sync() are sent by the next one outside it"
+            )
+        if self._optimizer is not None and optimizer is not None and self._optimizer() is not optimizer:
+            raise RuntimeError(
+                "these gradients are reduce-scattered, and each rank has the mean of a part only: step with the "
+                f"ZeroOptimizer that was made last for this wrapper, not with {type(optimizer).__name__}; for "
+                "another optimizer close() the wrapper and wrap the module again"
+            )
+
+    # -- gradients of which only this rank's part is the mean ------------------------------------------------
+
+    def watch_parts(self, optimizer: Optimizer) -> None:
+        """From now on only this rank's part of each gradient is a mean, which this optimizer alone may use."""
+        self.shards_gradients, self._optimizer = True, weakref.ref(optimizer)
+
+    def check_unedited(self) -> None:
+        """Called before a step.
+
+        Raises:
+            RuntimeError: a gradient was edited or replaced since it was averaged.
+        """
+        for index, parameter in enumerate(self._trainable):
+            left, version = self._left.get(index, (None, 0))
+            if parameter.grad is not None and (parameter.grad is not left or left._version != version):
+                raise RuntimeError(
+                    f"the gradient of '{self._names[index]}' is not as finish_gradient_synchronization() left it; only "
+                    "this rank's part of it is the mean, so that torch.nn.utils.clip_grad_norm_ and the like see a "
+                    "part of the whole: clip by ZeroOptimizer.clip_grad_norm_(max_norm), and make edits that are right "
+                    "element by element inside `with optimizer.elementwise_gradient_edits():`"
+                )
+
+    @contextmanager
+    def elementwise_edits(self) -> Iterator[None]:
+        """Changes inside are right element by element. A gradient that was replaced is copied to its place.
+
+        Raises:
+            RuntimeError: a gradient was edited before.
+        """
+        if self.shards_gradients:
+            self.check_unedited()
+        yield
+        with torch.no_grad():
+            for index, (gradient, _) in list(self._left.items()) if self.shards_gradients else ():
+                parameter = self._trainable[index]
+                if parameter.grad is not None:
+                    if parameter.grad is not gradient:
+                        parameter.grad = gradient.copy_(parameter.grad)
+                    self._left[index] = gradient, gradient._version
+
+    def _refuse_sending_again(self) -> None:
+        """Raise RuntimeError for a gradient that backward has not reached, and that was averaged and not zeroed."""
+        for index, parameter in enumerate(self._trainable if self.shards_gradients else ()):
+            if index not in self._ready and parameter.grad is not None and self._is_left(index, parameter.grad):
+                raise _not_zeroed(self._names[index])
+
+
+def _not_zeroed(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"the gradient of '{name}' was not zeroed since the last finish_gradient_synchronization(), "
+        "and the mean that it holds is that of this rank's part only, which cannot be added to: call zero_grad() "
+        "before every step's first backward, and use no_sync() for all but the last backward of a step to "
+        "accumulate"
+    )
+
+
+# -- gradients noted one by one (FSDP) ---------------------------------------------------------------------------
+
+
+def note_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Remember the gradients as they are now, each in an attribute of its own: the version of its values."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            gradient.synchronized_version = gradient._version  # operations in place count it up
+
+
+def forget_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Undo `note_gradients`: whatever they are now counts as edited."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.synchronized_version = None
+
+
+def find_edited(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
+    """The name of a parameter whose gradient was changed or replaced since, or None; to drop one is no edit."""
+    for name, parameter in named:
+        gradient = parameter.grad
+        if gradient is not None and getattr(gradient, "synchronized_version", None) != gradient._version:
+            return name
+    return None

@@ -1,0 +1,184 @@
+"""The wrapped module: what cannot be wrapped, and what must not change afterwards."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from distlab.comm import collectives
+from distlab.parallel.base import ParallelModel
+from distlab.parallel.guards import hooks
+from distlab.parallel.guards.shared_memory import refuse_shared_memory
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+# -- before wrapping -------------------------------------------------------------------------------------------
+
+
+def check_module(module: nn.Module, strategy: str, group: ProcessGroup) -> torch.device:
+    """Check that `module` can be wrapped by a data-parallel strategy. A collective.
+
+    Returns:
+        The device of its trainable parameters.
+
+    Raises:
+        ValueError: nothing to train, parameters on several devices, an uninitialized parameter, two that share memory,
+            one that is wrapped already, or ranks that disagree (then on every rank).
+    """
+    refuse_uninitialized(module)
+    check_ranks_agree(module, group)
+    refuse_shared_memory(module)
+    trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ValueError(f"{strategy}: the module has no parameter that requires a gradient; nothing to average")
+    device = the_device([parameter for _, parameter in trainable], strategy)
+    for name, parameter in trainable:
+        if not parameter.is_floating_point():
+            raise ValueError(f"'{name}' is {parameter.dtype}; only floating-point parameters are averaged")
+        if hooks.is_watched(parameter):
+            raise ValueError(
+                f"'{name}' belongs to a module that is wrapped already: call close() on that wrapper first"
+            )
+    return device
+
+
+def the_device(parameters: Iterable[Tensor], strategy: str) -> torch.device:
+    """The one device of all parameters; raises ValueError if there are several."""
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{strategy}: parameters lie on {sorted(map(str, devices))}; move the module to one device first"
+        )
+    return devices.pop()
+
+
+def check_ranks_agree(module: nn.Module, group: ProcessGroup) -> None:
+    """Before anything is sent: every rank must hold the same parameters and buffers.
+
+    Raises:
+        ValueError: the same one on every rank; it names the first tensor that differs in name, shape, dtype,
+            strides or `requires_grad`.
+    """
+    mine = [
+        (name, tuple(t.shape), str(t.dtype), t.stride(), t.requires_grad)
+        for name, t in [*module.named_parameters(), *module.named_buffers()]
+    ]
+    theirs = collectives.gather_objects(mine, group)
+    for rank, other in enumerate(theirs):
+        if other == theirs[0]:
+            continue
+        length = min(len(other), len(theirs[0]))
+        first = next((i for i in range(length) if other[i] != theirs[0][i]), length)
+        raise ValueError(
+            f"ranks hold different models: entry {first} is {_describe(theirs[0], first)} on rank 0 and "
+            f"{_describe(other, first)} on rank {rank}; build the same model on every rank"
+        )
+
+
+def refuse_uninitialized(module: nn.Module) -> None:
+    """Lazy modules (`nn.LazyLinear`, …) know their shapes after their first forward only.
+
+    Raises:
+        ValueError: a parameter or buffer without a shape; names it.
+    """
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"'{name}' is uninitialized, a lazy module's: run one forward with an example batch before wrapping"
+            )
+
+
+# -- after wrapping --------------------------------------------------------------------------------------------
+
+
+def check_unchanged(module: nn.Module, guard: hooks.Guard) -> None:
+    """Raise ValueError if the module trains a parameter that `guard` does not watch."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not hooks.is_watched(parameter, guard):
+            raise ValueError(
+                f"'{name}' is trained now and was not when the module was wrapped (a layer was replaced, added, "
+                "parametrized or unfrozen), so its gradient would not be averaged: close() this wrapper, wrap the "
+                "module again, and build the optimizer over the new wrapper's parameters"
+            )
+
+
+def refuse_unfrozen(frozen: Named) -> None:
+    """Raise ValueError if one of these requires a gradient now."""
+    for name, parameter in frozen:
+        if parameter.requires_grad:
+            raise ValueError(
+                f"'{name}' was frozen when the module was wrapped and requires a gradient now, which would "
+                "not be averaged: close() this wrapper and wrap the module again"
+            )
+
+
+class Attached:
+    """A module's hook that stays behind when the module is copied, pickled or saved: there it does nothing.
+
+    Args:
+        function: the hook.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None):
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._function is None else self._function(*args)
+
+    def __reduce__(self) -> Any:
+        return Attached, ()
+
+
+def refuse_loaded_by_assignment(wrapper: ParallelModel) -> RemovableHandle:
+    """Hook `load_state_dict`: with assign=True it swaps parameters, and their hooks would be lost."""
+    reference = weakref.ref(wrapper)
+
+    def check(module: nn.Module, _: Any) -> None:
+        owner = reference()
+        now = {id(parameter) for parameter in module.parameters()}
+        for name, parameter in zip(owner.trainable_names, owner.trainable, strict=True) if owner is not None else ():
+            if id(parameter) not in now:
+                raise RuntimeError(
+                    f"load_state_dict replaced '{name}' (assign=True), so its gradient would no longer be "
+                    "averaged: load before wrapping, or without assign"
+                )
+
+    return wrapper.module.register_load_state_dict_post_hook(Attached(check))
+
+
+def refuse_conversion(wrapper: nn.Module, module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Raise TypeError if `convert`, of `to()`, `half()` or the like, changes a tensor: buckets and ranks rely on it."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        with torch.no_grad():
+            after = convert(tensor)
+        if after is not tensor:
+            raise TypeError(
+                f"{type(wrapper).__name__} cannot change '{name}' from {_kind_of(tensor)} to {_kind_of(after)}: "
+                "move or cast the module before wrapping it (to do so now, close() this wrapper, change its "
+                ".module and wrap that again); for the dtype of the computation use torch.autocast"
+            )
+
+
+def refuse_copy(wrapper: nn.Module) -> NoReturn:
+    """A wrapper's `__getstate__`, which copying and pickling ask: raises TypeError."""
+    raise TypeError(
+        f"{type(wrapper).__name__} cannot be copied or pickled: hooks and the process group would be lost "
+        "silently. Copy or save `.module` and wrap the copy again"
+    )
+
+
+def _kind_of(tensor: Tensor) -> str:
+    strides = f", strides {tensor.stride()}" if tensor.dim() >= 4 else ""  # where memory formats differ
+    return f"{tensor.dtype} on {tensor.device}{strides}"
+
+
+def _describe(entries: list[tuple], index: int) -> str:
+    if index >= len(entries):
+        return f"missing ({len(entries)} tensors)"
+    name, shape, dtype, stride, requires_grad = entries[index]
+    return f"'{name}' {shape} {dtype} strides {stride} {'trainable' if requires_grad else 'not trainable'}"

@@ -1,0 +1,34 @@
+"""Two different parameters on the same memory would be averaged, stepped and moved as two."""
+
+from itertools import combinations
+
+from torch import Tensor, nn
+
+
+def refuse_shared_memory(module: nn.Module) -> None:
+    """Check that no trainable parameter overlaps another one.
+
+    Slices of one flat tensor that do not overlap are two parameters and allowed; interleaved columns are refused.
+
+    Raises:
+        ValueError: names two that overlap.
+    """
+    on_storage: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
+    for name, parameter in module.named_parameters():  # a tied parameter is listed once
+        if parameter.numel() > 0:
+            entry = (*_byte_range(parameter), name, parameter)
+            on_storage.setdefault(parameter.untyped_storage()._cdata, []).append(entry)
+    for together in on_storage.values():
+        for (start, stop, name, one), (first, last, other_name, other) in combinations(together, 2):
+            if start < last and first < stop and (one.requires_grad or other.requires_grad):
+                raise ValueError(
+                    f"'{name}' and '{other_name}' are two parameters on the same memory: to tie them, assign "
+                    "one Parameter object to both names; to keep them apart, clone one"
+                )
+
+
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    """First and one-past-last byte that a tensor (not empty) touches within its storage."""
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.element_size(), (last + 1) * tensor.element_size()
