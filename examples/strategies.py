@@ -11,11 +11,11 @@ of one dtype, on one device and all trained, and a synchronization and a step fo
 
     base.py, data_parallel.py      no_sync() for micro-batches, norms over all ranks, recovery after a failed backward
     buckets.py, bucketed.py        any strides and dtypes; flags inside the buckets: what no rank used is not stepped
-    bucketed_copy_engine.py        GPUs' copy engines instead of NCCL's kernels; meshes: see ../comm/two_level.py
-    zero1.py, sharded_buckets.py   parameter groups, checkpoints; parameters are gathered under the next forward,
-    in_flight.py                   and reading one that has not arrived yet waits for it
+    exchange.py                    also GPUs' copy engines instead of NCCL's kernels; meshes: see ../comm/two_level.py
+    zero1.py, placement.py         parameter groups, checkpoints; parameters are gathered under the next forward,
+    gathering.py, in_flight.py     and reading one that has not arrived yet waits for it
     fsdp/, meta.py                 casts, fp32 masters, units in any order, weights tied across units, recomputation
-    step_guard.py, fsdp/checks.py  refusals: unfinished or edited gradients, modules that have changed
+    guards/                        refusals: unfinished or edited gradients, modules that have changed
 """
 
 import sys

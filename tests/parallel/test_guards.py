@@ -1,0 +1,96 @@
+"""Importing the lab changes nothing in torch; what watching takes is there only while something is watched."""
+
+import gc
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.modules import module as of_modules
+from torch.optim import optimizer as of_optimizers
+
+from distlab.comm import RankContext
+from distlab.parallel import FSDP, STRATEGIES, BucketedDDP, NaiveDDP
+from distlab.testing import run_ranks
+
+IMPORTS = """
+import importlib, os, pkgutil
+from torch.amp import GradScaler
+from torch.nn.modules import module as of_modules
+from torch.optim import optimizer as of_optimizers
+"""
+IMPORT_ALL = """
+before, environment = changed_in_torch(), dict(os.environ)
+import distlab
+for module in pkgutil.walk_packages(distlab.__path__, "distlab."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+assert changed_in_torch() == before, changed_in_torch()
+assert dict(os.environ) == environment
+"""
+
+
+def changed_in_torch() -> tuple[object, ...]:
+    """What wrappers change in torch: its process-wide hooks, by name, and a function."""
+    places = {
+        **{name: value for name, value in vars(of_modules).items() if name.startswith("_global_")},
+        "_global_optimizer_pre_hooks": of_optimizers._global_optimizer_pre_hooks,
+        "_global_optimizer_post_hooks": of_optimizers._global_optimizer_post_hooks,
+    }
+    hooks = {name: len(value) for name, value in places.items() if isinstance(value, dict)}
+    return tuple(hooks.items()), GradScaler.step.__code__.co_filename
+
+
+def test_importing_changes_nothing():
+    """Every module of distlab, in a process of its own."""
+    script = IMPORTS + inspect.getsource(changed_in_torch) + IMPORT_ALL
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)
+
+
+def hooks_come_and_go(context: RankContext, strategy: str) -> None:
+    untouched = changed_in_torch()
+    build = STRATEGIES[strategy].build
+
+    def wrapped() -> nn.Module:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return build(module, context.group, torch.optim.SGD, {"lr": 0.1})[0]
+
+    first = wrapped()
+    watching = changed_in_torch()
+    assert watching != untouched
+    second = wrapped()
+    assert changed_in_torch() == watching  # not one more for each
+    first.close()
+    assert changed_in_torch() == watching
+    del first, second
+    gc.collect()  # a wrapper that is dropped is watched no more either
+    assert changed_in_torch() == untouched
+    third = wrapped()
+    assert changed_in_torch() == watching
+    third.close()
+    assert changed_in_torch() == untouched
+
+
+@pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])
+def test_the_first_wrapper_brings_the_hooks_and_the_last_takes_them_away(strategy):
+    run_ranks(hooks_come_and_go, 1, strategy)
+
+
+def another_wraps_the_scaler(context: RankContext) -> None:
+    before, wrapper = GradScaler.step, NaiveDDP(nn.Linear(4, 4), process_group=context.group)
+    ours = GradScaler.step
+    assert ours is not before
+    GradScaler.step = theirs = lambda *args, **options: ours(*args, **options)
+    wrapper.close()
+    assert GradScaler.step is theirs  # whoever has wrapped it since keeps it
+    GradScaler.step = before
+    for kind in (BucketedDDP, FSDP):
+        kind(nn.Linear(4, 4), process_group=context.group).close()
+        assert GradScaler.step is before
+
+
+def test_what_others_wrapped_meanwhile_is_left_alone():
+    run_ranks(another_wraps_the_scaler, 1)
