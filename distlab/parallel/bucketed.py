@@ -21,6 +21,7 @@ there unless `find_unused_parameters` is given, which costs a walk through the g
 from collections import deque
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from distlab.parallel.buckets import BucketPlan, GradientBucket, check_bucket_size, plan_of
@@ -99,8 +100,17 @@ class BucketedDDP(DataParallel):
         for bucket in self.buckets:
             self.exchange.finish(bucket)
 
-    def _foreign_gradient(self, parameter: nn.Parameter) -> Tensor:
+    def mean_of(self, parameter: nn.Parameter) -> Tensor:
+        """Its place in a bucket; see `DataParallel.mean_of`."""
         return next(bucket.view_of[parameter] for bucket in self.buckets if parameter in bucket.view_of)
+
+    @torch.no_grad()
+    def adopt_gradients(self) -> None:
+        """Copy gradients that were put into `.grad` by hand to their places in the buckets."""
+        for parameter in self.trainable:
+            view = self.mean_of(parameter)
+            if parameter.grad is not None and parameter.grad is not view:
+                parameter.grad = view.copy_(parameter.grad)
 
     # -- parameters, wherever they live ----------------------------------------------------------------------
 

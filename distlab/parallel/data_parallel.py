@@ -134,7 +134,7 @@ class DataParallel(ParallelModel):
                 if flags is not None:
                     flags.wait()
                     if self._used.unused:
-                        self._used.adopt(self._foreign_gradient)
+                        self._used.adopt(self.mean_of)
         finally:
             self._averaged.clear()
             self.guard.end_finish()
@@ -148,8 +148,8 @@ class DataParallel(ParallelModel):
         """Used flags that have a message of their own."""
         return UsedFlags(self.trainable, torch.empty(len(self.trainable), device=self.device))
 
-    def _foreign_gradient(self, parameter: nn.Parameter) -> Tensor:
-        """The mean of a gradient that only other ranks had."""
+    def mean_of(self, parameter: nn.Parameter) -> Tensor:
+        """Where the mean of a gradient arrives, also of one that only other ranks have."""
         return self._averaged[parameter]
 
     # -- the rest of the interface -------------------------------------------------------------------------

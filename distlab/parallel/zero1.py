@@ -95,8 +95,7 @@ class ZeroOptimizer(LocalOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self._ddp.guard.check_step(self)  # what the check before the closure could not know
-        self._ddp.guard.check_unedited()
+        self._ddp.guard.check_step(self)  # again: a closure or a hook of this step has run since
         self._copy_options_inwards()
         self._slices.point_gradients()
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]

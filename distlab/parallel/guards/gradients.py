@@ -46,13 +46,14 @@ class GradientGuard:
         self._strategy = type(wrapper).__name__
         self.process_group = wrapper.process_group
         self.shards_gradients = False
-        self._names, self._trainable, self._frozen = wrapper.trainable_names, wrapper.trainable, frozen
+        self._named = list(zip(wrapper.trainable_names, wrapper.trainable, strict=True))
+        self._trainable, self._frozen = wrapper.trainable, frozen
         self._optimizer: weakref.ref[Optimizer] | None = None  # which alone knows the parts
         self._pending = False  # a synchronised forward was not finished
         self._ready: dict[int, Version] = {}  # gradients of synchronised backward passes that were not finished
-        self._left: dict[int, Version] = {}  # what finish left in `.grad`
         self._unsent: set[int] = set()  # gradients of backward passes under no_sync() since the last finish
         self._in_backward = False  # stays True after a backward that raised
+        self._editing = False  # inside elementwise_edits()
         self._overtaken = False  # another wrapper let this one send what backward had not brought
         self._ahead: list[GradientGuard] = []  # those that this backward came to before, and which send first
         hooks.watch(self, self._trainable)
@@ -70,8 +71,6 @@ class GradientGuard:
         dropped = self._ready and all(self._trainable[index].grad is None for index in self._ready)
         if (self._in_backward or dropped) and torch._C._current_graph_task_id() == -1:  # not inside of it
             self._recover()
-        if not self.shards_gradients:
-            self._left.clear()  # lets go of the gradients
         self._pending |= synchronizes
 
     def accept(self, index: int, synchronizes: bool) -> bool:
@@ -81,9 +80,9 @@ class GradientGuard:
             TypeError: a sparse gradient.
             RuntimeError: one that came twice, too late, on top of a mean, or with a graph of its own.
         """
-        gradient, name = self._trainable[index].grad, self._names[index]
-        left, version = self._left.get(index, (None, 0))
-        if self.shards_gradients and left is not None and gradient is left and gradient._version == version + 1:
+        gradient, name = self._trainable[index].grad, self._named[index][0]
+        noted = getattr(gradient, "synchronized_version", None)
+        if self.shards_gradients and noted is not None and gradient._version == noted + 1:
             raise _not_zeroed(name)  # the addition is the only change
         if not synchronizes or gradient is None:
             self._unsent.add(index)
@@ -187,7 +186,7 @@ class GradientGuard:
         for index, (gradient, version) in self._ready.items():
             if self._trainable[index].grad is not gradient or gradient._version != version:
                 raise RuntimeError(
-                    f"the gradient of '{self._names[index]}' was changed between backward and "
+                    f"the gradient of '{self._named[index][0]}' was changed between backward and "
                     "finish_gradient_synchronization(), when it may have been sent: clip and edit gradients after "
                     "finish, and register hooks before wrapping; zero_grad() drops this step's"
                 )
@@ -199,11 +198,9 @@ class GradientGuard:
 
     def end_finish(self) -> None:
         """The wrapper has finished, or has failed to."""
-        self._left = {
-            index: (parameter.grad, parameter.grad._version)
-            for index, parameter in enumerate(self._trainable)
-            if parameter.grad is not None
-        }
+        for parameter in self._trainable:  # as note_gradients()
+            if parameter.grad is not None:
+                parameter.grad.synchronized_version = parameter.grad._version
         self._pending = self._in_backward = self._overtaken = False
         self._ready.clear()
         self._unsent.clear()
@@ -211,20 +208,14 @@ class GradientGuard:
 
     def _has_assigned_gradients(self) -> bool:
         """Whether some were put into `.grad` by hand; those of passes under `no_sync()` wait for the one outside it."""
-        if self._unsent or self.shards_gradients:
-            return False
-        gradients = ((index, parameter.grad) for index, parameter in enumerate(self._trainable))
-        return any(gradient is not None and not self._is_left(index, gradient) for index, gradient in gradients)
-
-    def _is_left(self, index: int, gradient: Tensor) -> bool:
-        """Whether this is what finish left, unchanged."""
-        left, version = self._left.get(index, (None, 0))
-        return gradient is left and gradient._version == version
+        return not (self._unsent or self.shards_gradients) and find_edited(self._named) is not None
 
     # -- step ----------------------------------------------------------------------------------------------
 
     def check_step(self, optimizer: Optimizer | None = None) -> None:
-        """Raise RuntimeError for gradients that are not finished, or an optimizer that takes a part for the whole."""
+        """Raise RuntimeError for gradients that are not finished, or what takes a part for the whole: another
+        optimizer, or an edit since finish.
+        """
         if self._ready or any(self._trainable[index].grad is not None for index in self._unsent):
             raise RuntimeError(
                 f"{self._strategy}: this step would use gradients that are not averaged over the ranks yet: "
@@ -237,28 +228,20 @@ class GradientGuard:
                 f"ZeroOptimizer that was made last for this wrapper, not with {type(optimizer).__name__}; for "
                 "another optimizer close() the wrapper and wrap the module again"
             )
+        name = find_edited(self._named) if self.shards_gradients and not self._editing else None
+        if name is not None:
+            raise RuntimeError(
+                f"the gradient of '{name}' is not as finish_gradient_synchronization() left it; only this "
+                "rank's part of it is the mean, so that torch.nn.utils.clip_grad_norm_ and the like see a part "
+                "of the whole: clip by ZeroOptimizer.clip_grad_norm_(max_norm), and make edits that are right "
+                "element by element inside `with optimizer.elementwise_gradient_edits():`"
+            )
 
     # -- gradients of which only this rank's part is the mean ------------------------------------------------
 
     def watch_parts(self, optimizer: Optimizer) -> None:
         """From now on only this rank's part of each gradient is a mean, which this optimizer alone may use."""
         self.shards_gradients, self._optimizer = True, weakref.ref(optimizer)
-
-    def check_unedited(self) -> None:
-        """Called before a step.
-
-        Raises:
-            RuntimeError: a gradient was edited or replaced since it was averaged.
-        """
-        for index, parameter in enumerate(self._trainable):
-            left, version = self._left.get(index, (None, 0))
-            if parameter.grad is not None and (parameter.grad is not left or left._version != version):
-                raise RuntimeError(
-                    f"the gradient of '{self._names[index]}' is not as finish_gradient_synchronization() left it; only "
-                    "this rank's part of it is the mean, so that torch.nn.utils.clip_grad_norm_ and the like see a "
-                    "part of the whole: clip by ZeroOptimizer.clip_grad_norm_(max_norm), and make edits that are right "
-                    "element by element inside `with optimizer.elementwise_gradient_edits():`"
-                )
 
     @contextmanager
     def elementwise_edits(self) -> Iterator[None]:
@@ -267,22 +250,22 @@ class GradientGuard:
         Raises:
             RuntimeError: a gradient was edited before.
         """
+        self.check_step()
+        self._editing = True
+        try:
+            yield
+        finally:
+            self._editing = False
         if self.shards_gradients:
-            self.check_unedited()
-        yield
-        with torch.no_grad():
-            for index, (gradient, _) in list(self._left.items()) if self.shards_gradients else ():
-                parameter = self._trainable[index]
-                if parameter.grad is not None:
-                    if parameter.grad is not gradient:
-                        parameter.grad = gradient.copy_(parameter.grad)
-                    self._left[index] = gradient, gradient._version
+            self._wrapper().adopt_gradients()
+            note_gradients(self._trainable)
 
     def _refuse_sending_again(self) -> None:
         """Raise RuntimeError for a gradient that backward has not reached, and that was averaged and not zeroed."""
-        for index, parameter in enumerate(self._trainable if self.shards_gradients else ()):
-            if index not in self._ready and parameter.grad is not None and self._is_left(index, parameter.grad):
-                raise _not_zeroed(self._names[index])
+        for index, (name, parameter) in enumerate(self._named if self.shards_gradients else ()):
+            noted = getattr(parameter.grad, "synchronized_version", None)
+            if index not in self._ready and noted is not None and parameter.grad._version == noted:
+                raise _not_zeroed(name)
 
 
 def _not_zeroed(name: str) -> RuntimeError:
@@ -292,9 +275,6 @@ def _not_zeroed(name: str) -> RuntimeError:
         "before every step's first backward, and use no_sync() for all but the last backward of a step to "
         "accumulate"
     )
-
-
-# -- gradients noted one by one (FSDP) ---------------------------------------------------------------------------
 
 
 def note_gradients(parameters: Iterable[nn.Parameter]) -> None:
