@@ -15,7 +15,8 @@ from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
 from distlab.parallel.base import ParallelModel
 from distlab.parallel.buckets import check_bucket_size
-from distlab.parallel.fsdp.flat_param import list_entries, plan_units
+from distlab.parallel.fsdp.entry import list_entries
+from distlab.parallel.fsdp.units import plan_units
 from distlab.parallel.shard import Shard, plain_name, whole
 
 UNBOUNDED_MB = 2.0**20  # torch has no "unbounded"; no model's gradients reach a tebibyte

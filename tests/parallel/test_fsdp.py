@@ -18,7 +18,7 @@ from distlab.comm import RankContext, collectives
 from distlab.comm.subgroups import hybrid_mesh
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
-from distlab.parallel.fsdp.runtime import State
+from distlab.parallel.fsdp.unit import State
 from tests.parallel.cases import CASES, Reference, build
 from tests.parallel.test_contract import BACKENDS, MESHES, assert_same_on_all_ranks, run
 
@@ -28,7 +28,7 @@ SAME_UNITS = [case for case in CASES if case != "unused-on-some"]
 def full_gradients(fsdp: FSDP, context: RankContext) -> dict[str, Tensor | None]:
     """Every trainable parameter's mean gradient in full, put together from all ranks' pieces."""
     found: dict[str, Tensor | None] = {}
-    for param in fsdp._flat_params:
+    for param in fsdp.flat_params:
         for index, entry in enumerate(param.entries):
             gradient = param.shards[index].grad
             mine = None if gradient is None else entry.flatten(gradient).cpu()
@@ -608,7 +608,7 @@ def forgotten(context: RankContext) -> None:
         assert there > 0 and held == 0
         fsdp(torch.ones(2, 37, device=context.device)).sum().backward()
         fsdp.finish_gradient_synchronization()
-    held = sum(param.master.numel() for param in fsdp._flat_params)
+    held = sum(param.master.numel() for param in fsdp.flat_params)
     assert context.world_size == 2 and held == 21 * 37 + 19 * 41  # half of 41 and of 37 rows, rounded up
 
 

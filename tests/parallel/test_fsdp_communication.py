@@ -13,7 +13,7 @@ from distlab.comm import RankContext, collectives
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
 from distlab.parallel.fsdp.flat_param import FlatParam
-from distlab.parallel.fsdp.runtime import State
+from distlab.parallel.fsdp.unit import State
 from distlab.testing import run_ranks
 from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
@@ -98,7 +98,7 @@ def watch_memory(context: RankContext, options: dict) -> tuple[list[int], list[i
     held: dict[str, list[int]] = {"forward": [], "backward": []}
 
     def flat_gradients() -> int:
-        return sum(s.has_gradient + (s._reducing is not None) for s in fsdp._flat_params)
+        return sum(s.has_gradient + (s._reducing is not None) for s in fsdp.flat_params)
 
     def count(when: str):
         return lambda *_: held[when].append(sum(size > 0 for size in bytes_held(fsdp)))

@@ -14,7 +14,7 @@ from distlab.measure.collectives import CollectiveRecorder
 from distlab.model.config import ModelConfig
 from distlab.model.transformer import TransformerLM
 from distlab.parallel.fsdp import FSDP
-from distlab.parallel.fsdp.runtime import State
+from distlab.parallel.fsdp.unit import State
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import next_token_loss
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run

@@ -11,7 +11,7 @@ from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import ShardedOptimizer
 from distlab.parallel.fsdp import FSDP
-from distlab.parallel.fsdp import flat_param as planning
+from distlab.parallel.fsdp import layout as planning
 from distlab.theory import volume as closed_form
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
 from tests.parallel.test_fsdp import OneProcess, full_gradients, own_loss, own_model

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distlab.comm import RankContext
 from distlab.parallel.fsdp import FSDP
-from distlab.parallel.fsdp.runtime import State
+from distlab.parallel.fsdp.unit import State
 from tests.parallel.test_contract import BACKENDS, run
 from tests.parallel.test_fsdp import OneProcess, full_gradients
 

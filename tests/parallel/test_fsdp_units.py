@@ -10,16 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from distlab.model import preset
-from distlab.parallel.fsdp import flat_param as planning
-from distlab.parallel.fsdp.flat_param import (
-    ALIGNMENT,
-    WORTH_A_BUFFER,
-    NotGathered,
-    RowLayout,
-    list_entries,
-    plan_buffers,
-    plan_units,
-)
+from distlab.parallel.fsdp import layout as planning
+from distlab.parallel.fsdp.entry import list_entries
+from distlab.parallel.fsdp.layout import ALIGNMENT, WORTH_A_BUFFER, RowLayout, plan_buffers
+from distlab.parallel.fsdp.units import plan_units
+from distlab.parallel.guards.shards import NotGathered
 from distlab.theory.model_shape import ModelShape
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=4).map(tuple), min_size=1, max_size=6)

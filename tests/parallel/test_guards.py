@@ -14,6 +14,7 @@ from torch.optim import optimizer as of_optimizers
 
 from distlab.comm import RankContext
 from distlab.parallel import FSDP, STRATEGIES, BucketedDDP, NaiveDDP
+from distlab.parallel.guards import hooks
 from distlab.testing import run_ranks
 
 IMPORTS = """
@@ -50,7 +51,14 @@ def test_importing_changes_nothing():
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)
 
 
+def let_go_of_others() -> None:
+    """Wrappers of earlier tests, which a rank's process may still hold."""
+    for guard in list(hooks._watched):
+        hooks.release(guard)
+
+
 def hooks_come_and_go(context: RankContext, strategy: str) -> None:
+    let_go_of_others()
     untouched = changed_in_torch()
     build = STRATEGIES[strategy].build
 
@@ -80,6 +88,7 @@ def test_the_first_wrapper_brings_the_hooks_and_the_last_takes_them_away(strateg
 
 
 def another_wraps_the_scaler(context: RankContext) -> None:
+    let_go_of_others()
     before, wrapper = GradScaler.step, NaiveDDP(nn.Linear(4, 4), process_group=context.group)
     ours = GradScaler.step
     assert ours is not before

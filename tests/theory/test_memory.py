@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from distlab.measure.memory import saved_for_backward
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
 from distlab.model.ops import rope_tables
-from distlab.parallel.fsdp.flat_param import RowLayout, plan_buffers
+from distlab.parallel.fsdp.layout import RowLayout, plan_buffers
 from distlab.report.record import read_json
 from distlab.theory.memory.activations import PRECISIONS, activations
 from distlab.theory.memory.peak import step_memory, zero_paper_bytes

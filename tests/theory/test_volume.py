@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.parallel.buckets import plan_buckets
-from distlab.parallel.fsdp.flat_param import RowLayout, plan_buffers
+from distlab.parallel.fsdp.layout import RowLayout, plan_buffers
 from distlab.theory import volume as closed_form
 from distlab.theory.volume import (
     CommunicationVolume,

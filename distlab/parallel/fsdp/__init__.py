@@ -1,7 +1,16 @@
 """Fully sharded data parallelism: parameters, gradients and optimizer state cut by rows, a shard for each rank.
 
-`flat_param.py` says what lies where and holds the memory, `runtime.py` decides when it is gathered, freed and sent and
-keeps the ranks in step, `fsdp.py` is the class, `checks.py` what it refuses.
+    entry.py       the parameters before they are wrapped
+    casts.py       which dtypes a module computes in
+    units.py       which parameters are gathered together
+    layout.py      what lies where in a flat buffer
+    flat_param.py  the memory: gathering, accumulating, reducing
+    replicated.py  the vectors, whole on every rank
+    unit.py        what a module's attributes find while its parameters are gathered, and while they are not
+    order.py       the order of units, which ranks must share
+    outputs.py     what a unit returns, and what announces its backward
+    runtime.py     when all of this happens
+    fsdp.py        the class
 """
 
 from distlab.parallel.fsdp.fsdp import FSDP

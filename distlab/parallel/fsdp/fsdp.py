@@ -14,9 +14,8 @@ Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps; Rajbha
 it stage 3. `docs/learn/fsdp.md` states memory, precision and limits.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -24,19 +23,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
 from distlab.parallel.base import ParallelModel
-from distlab.parallel.fsdp import checks
-from distlab.parallel.fsdp.flat_param import Entry, Replicated, list_entries, plan_units
-from distlab.parallel.fsdp.runtime import Runtime, Unit, in_backward, plan_casts
-from distlab.parallel.guards import hooks, order
+from distlab.parallel.fsdp.casts import hook_casts, plan_casts
+from distlab.parallel.fsdp.entry import Entry, list_entries
+from distlab.parallel.fsdp.replicated import Replicated
+from distlab.parallel.fsdp.runtime import NO_BACKWARD, Runtime
+from distlab.parallel.fsdp.unit import Unit
+from distlab.parallel.fsdp.units import is_called, plan_units
 from distlab.parallel.guards import module as module_guard
-from distlab.parallel.guards.assignments import place_of, refuse_assigned
-from distlab.parallel.guards.gradients import find_edited, forget_gradients, note_gradients
+from distlab.parallel.guards import order
+from distlab.parallel.guards import shards as shard_guard
+from distlab.parallel.guards.shards import ShardGuard
 from distlab.parallel.guards.shared_memory import refuse_shared_memory
 from distlab.parallel.meta import initialize_in_turn, materialize_buffers
 from distlab.parallel.shard import Shard, plain_name, whole
@@ -84,7 +84,7 @@ class FSDP(ParallelModel):
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        checks.check_compute_dtype(compute_dtype)
+        shard_guard.check_compute_dtype(compute_dtype)
         self.module = module
         self.compute_dtype = compute_dtype
         groups = resolve_mesh(mesh, process_group)
@@ -92,11 +92,12 @@ class FSDP(ParallelModel):
         module_guard.refuse_uninitialized(module)
         entries = list_entries(module, compute_dtype)
         self._names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        self.device = checks.find_device(entries, init_fn, device)
+        self.device = shard_guard.find_device(entries, init_fn, device)
         plans = plan_units(module, entries)
-        checks.refuse_uncallable(module)
-        checks.refuse_parameters(entries)
-        checks.refuse_compiled(module, plans)
+        if not is_called(module):
+            shard_guard.refuse_uncallable(module)
+        shard_guard.refuse_parameters(entries)
+        shard_guard.refuse_compiled(module, plans)
         module_guard.check_ranks_agree(module, self.process_group)
         refuse_shared_memory(module)
         owners = dict.fromkeys(owner for entry in entries for owner, _ in entry.owners)
@@ -106,12 +107,10 @@ class FSDP(ParallelModel):
             collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
         for entry in entries:
             entry.parameter.replaced = True  # what holds it steps nothing that is in use: see guards/hooks.py
-        self._units = [
-            Unit(index, plan, self.device, groups) for index, plan in enumerate(plans)
-        ]
-        self._flat_params = [param for unit in self._units for param in unit.params]
+        self._units = [Unit(index, plan, self.device, groups) for index, plan in enumerate(plans)]
+        self.flat_params = [param for unit in self._units for param in unit.params]
         self._sharded = [  # every sharded parameter, and where it lies
-            (entry, param, index) for param in self._flat_params for index, entry in enumerate(param.entries)
+            (entry, param, index) for param in self.flat_params for index, entry in enumerate(param.entries)
         ]
         small = [entry for entry in entries if not entry.is_sharded]
         self._replicated = Replicated(small, self.device, self.process_group)
@@ -123,23 +122,14 @@ class FSDP(ParallelModel):
                 unit.register()  # in place of what was initialized
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.trainable_names, self.trainable = [n for n, _ in trainable], [p for _, p in trainable]
-        self._load_check = module_guard.refuse_loaded_by_assignment(self)
         replicated = {id(master) for master in self._replicated.masters}
-        self._named_shards = [(name, p) for name, p in trainable if id(p) not in replicated]
-        self._named_replicated = [(name, p) for name, p in trainable if id(p) in replicated]
-        self._runtime = Runtime(self._units, self.process_group, self._named_shards, self._named_replicated)
-        self._runtime.cast(casts)
+        sharded, vectors = (
+            [(name, p) for name, p in trainable if (id(p) in replicated) == is_vector] for is_vector in (False, True)
+        )
+        self.guard = ShardGuard(self, entries, sharded, vectors, self._replicated.cast)
+        self._runtime = Runtime(self._units, self.process_group, self.guard)
         self._held = list(self._find_shards())
-        self._placed = [(e.name, p.shards[i], place_of(p.shards[i])) for e, p, i in self._sharded]
-        self._owned = [
-            (entry.name, owner, attribute, owner._parameters[attribute])
-            for entry in entries
-            for owner, attribute in entry.owners
-        ]
-        self._check_last: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
-        self._editing = False  # inside elementwise_gradient_edits()
-        hooks.watch(self, self.trainable)
-        self._registrations = hooks.registrations
+        self._handles = [*hook_casts(casts), module_guard.refuse_loaded_by_assignment(self)]
 
     # -- the public face -----------------------------------------------------------------------------------
 
@@ -147,15 +137,13 @@ class FSDP(ParallelModel):
         """Call the wrapped module; any arguments, any result. Without gradients it needs no finish."""
         if torch.compiler.is_compiling():
             return self._outside_graph(*args, **kwargs)
-        if in_backward():  # this very call is being recomputed
+        if torch._C._current_graph_task_id() != NO_BACKWARD:  # this very call is being recomputed
             return self.module(*args, **kwargs)
         if self._runtime.backward_task is not None:
             # It raised. All ranks must have failed at one place, else those that wait fail within the group's timeout.
             self._runtime.recover()
             self.zero_grad()
-        self._check_unchanged()
-        checks.refuse_replaced(self._owned)
-        refuse_assigned(self._placed)  # in backward, values are those of forward
+        self.guard.check_module()
         self._replicated.refresh()
         order.send_begun(self.process_group)
         with self._runtime.forward_pass(self.module.training):
@@ -182,22 +170,14 @@ class FSDP(ParallelModel):
             RuntimeError: a gradient was changed after backward; or backward reached parameters of a unit, but not
                 through what the unit returned; or none.
         """
-        self._check_unchanged()
-        vectors_alone = not self._runtime.unfinished and find_edited(self._named_replicated)
-        if not (self._runtime.pending or vectors_alone):
+        if not self.guard.begin_finish():
             return
-        checks.check_still_frozen(self._flat_params)
-        checks.refuse_hooks([*self._named_shards, *self._replicated.cast])
         order.send_begun(self.process_group)
-        arrived = self._runtime.unfinished
         self._runtime.finish()
         self._replicated.average()
-        note_gradients(self._replicated.trainable)
-        if arrived:  # else the shards' gradients are those of before, and an edit of them is one still
-            note_gradients(parameter for _, parameter in self._named_shards)
+        self.guard.end_finish()
 
-    @contextmanager
-    def elementwise_gradient_edits(self) -> Iterator[None]:
+    def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
         """Gradients may be changed inside, after `finish_gradient_synchronization()`, on every rank alike and each
         element by itself: `torch.nn.utils.clip_grad_value_`, a factor.
 
@@ -207,51 +187,14 @@ class FSDP(ParallelModel):
         Raises:
             RuntimeError: gradients that are not synchronized, or have been edited already.
         """
-        self.check_gradients()
-        forget_gradients(self.trainable)  # left by an exception, they are half edited
-        self._editing = True
-        try:
-            yield
-        finally:
-            self._editing = False
-        note_gradients(self.trainable)
-
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Runs before every step of an optimizer that holds parameters of this wrapper.
-
-        Raises:
-            ValueError: an optimizer that is not element-wise.
-            RuntimeError: gradients that are not synchronized, or were edited in a way that need not be the same on
-                every rank.
-        """
-        checks.check_elementwise(optimizer)
-        self.check_gradients()
-        if optimizer in self._check_last:
-            self._check_last[optimizer].remove()
-        else:
-            optimizer.register_step_post_hook(partial(_after_step, weakref.ref(self)))
-        # Behind the optimizer's own hooks, which may edit gradients.
-        self._check_last[optimizer] = optimizer.register_step_pre_hook(partial(_before_step, weakref.ref(self)))
+        return self.guard.elementwise_edits()
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if `.grad` is not what the last synchronization left."""
-        replicated = find_edited(self._named_replicated)
-        edited = replicated is not None and not self._editing
-        if self._runtime.unfinished or (edited and self._runtime.pending):
-            raise RuntimeError(
-                "FSDP: call finish_gradient_synchronization() after backward, before optimizer.step(); backward passes "
-                "under no_sync() are sent by the next one outside it"
-            )
-        name = None if self._editing else find_edited(self._named_shards) or replicated
-        if name is not None:
-            raise RuntimeError(
-                f"FSDP: the gradient of '{name}' was edited or replaced after finish_gradient_synchronization(), by "
-                "what this rank alone sees: clip by fsdp.clip_grad_norm_(max_norm); edits that treat each element by "
-                "itself (clip_grad_value_) go inside `with fsdp.elementwise_gradient_edits():`"
-            )
+        self.guard.check_gradients()
 
     def _note_scaled(self) -> None:
-        note_gradients(self.trainable)
+        self.guard.note()
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
@@ -260,9 +203,9 @@ class FSDP(ParallelModel):
         A tied parameter stands under each of its names, one tensor. Call it on every rank; needs the memory of
         the whole model in fp32.
         """
-        refuse_assigned(self._placed)
+        self.guard.check_memory()
         found = {}
-        for param in self._flat_params:
+        for param in self.flat_params:
             for entry, full in zip(param.entries, param.gather_masters(), strict=True):
                 found.update(dict.fromkeys(entry.names, full))
         for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
@@ -322,11 +265,10 @@ class FSDP(ParallelModel):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`, and drop what `no_sync()` accumulated, which no optimizer sees."""
         self._runtime.wait_for_gradients()  # else gradients in flight would be added later
-        self._runtime.unfinished = False
         super().zero_grad(set_to_none)
-        for param in self._flat_params:
+        for param in self.flat_params:
             param.drop_gradients()
-        note_gradients(self.trainable)
+        self.guard.forget()
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook, and give the module full parameters again, in the masters' dtype (on every rank).
@@ -334,11 +276,12 @@ class FSDP(ParallelModel):
         Parameters that were frozen or unfrozen since then stay so, also when the module is wrapped again.
         """
         full = self.gather_full_params() if restore else {}
-        hooks.release(self)
+        self.guard.close()
         if restore:  # may wait for communication
             self._runtime.reshard()
         self._runtime.close()
-        self._load_check.remove()
+        for handle in self._handles:
+            handle.remove()
         for entry, _ in self._loaders() if restore else ():
             owner, attribute = entry.owners[0]
             whole = nn.Parameter(full[entry.name], owner._parameters[attribute].requires_grad)
@@ -354,27 +297,5 @@ class FSDP(ParallelModel):
             )
         return self
 
-    def _check_unchanged(self) -> None:
-        if self._registrations != hooks.registrations:
-            module_guard.check_unchanged(self.module, self)
-            self._registrations = hooks.registrations
-
     def __getstate__(self) -> dict[str, Any]:
         module_guard.refuse_copy(self)
-
-
-@torch._disable_dynamo
-def _before_step(owner: weakref.ref[FSDP], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    fsdp = owner()
-    if fsdp is not None:
-        fsdp.check_gradients()
-
-
-@torch._disable_dynamo
-def _after_step(owner: weakref.ref[FSDP], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """An optimizer's hook: what its step has done to gradients is no edit (SGD with Nesterov momentum adds to them)."""
-    fsdp = owner()
-    if fsdp is not None:
-        if fsdp._runtime.unfinished:  # a closure's backward
-            fsdp.check_gradients()
-        note_gradients(fsdp.trainable)

@@ -1,0 +1,437 @@
+"""What FSDP refuses: of a module before it is wrapped, and of its shards in every step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from distlab.parallel.base import is_elementwise
+from distlab.parallel.guards import hooks
+from distlab.parallel.guards.assignments import place_of, refuse_assigned
+from distlab.parallel.guards.gradients import find_edited, forget_gradients, note_gradients
+from distlab.parallel.guards.module import check_unchanged, the_device
+
+if TYPE_CHECKING:
+    from distlab.parallel.fsdp.entry import Entry
+    from distlab.parallel.fsdp.flat_param import FlatParam
+    from distlab.parallel.fsdp.fsdp import FSDP
+    from distlab.parallel.fsdp.unit import Unit
+    from distlab.parallel.fsdp.units import UnitPlan
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+# -- before wrapping -------------------------------------------------------------------------------------------
+
+
+def check_compute_dtype(dtype: Any) -> None:
+    """Raises ValueError for what is neither None nor a floating-point `torch.dtype`."""
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise ValueError(
+            f"compute_dtype={dtype!r}: give a floating-point torch.dtype such as torch.bfloat16, or None"
+        )
+
+
+def find_device(
+    entries: list[Entry], init_fn: Callable[[nn.Module], Any] | None, device: torch.device | str | None
+) -> torch.device:
+    """The one device of all parameters, or `device` for a module on meta.
+
+    Raises:
+        ValueError: several devices, a module on meta without `init_fn` and `device`, or these for another.
+    """
+    found = the_device([entry.parameter for entry in entries], "FSDP")
+    if found.type == "meta":
+        if init_fn is None or device is None:
+            raise ValueError(
+                "FSDP: the module lies on meta and has no values: give init_fn=… to make them, and device=…"
+            )
+        return torch.device(device)
+    if init_fn is not None or device is not None:
+        raise ValueError("FSDP: init_fn and device are for a module built on meta; this one has its values")
+    return found
+
+
+def refuse_uncallable(module: nn.Module) -> NoReturn:
+    """Raises ValueError for a module without a forward, such as an `nn.ParameterList`: nothing would be gathered."""
+    raise ValueError(
+        f"FSDP: {type(module).__name__} has no forward, in which its parameters could be gathered: wrap the "
+        "module whose forward reads them"
+    )
+
+
+def refuse_parameters(entries: list[Entry]) -> None:
+    """What would be lost without a word when parameters are replaced by shards.
+
+    Raises:
+        ValueError: parameters that are shards already, that carry hooks, that a recurrent module keeps in a
+            list of its own.
+    """
+    for entry in entries:
+        parameter = entry.parameter
+        if getattr(parameter, "made_by_fsdp", False):
+            raise ValueError(f"FSDP: '{entry.name}' is wrapped already: call close() on that wrapper first")
+        if getattr(parameter, "_post_accumulate_grad_hooks", None) or parameter._backward_hooks:
+            raise ValueError(
+                f"FSDP: '{entry.name}' carries a gradient hook (of a data-parallel wrapper, perhaps), which would "
+                "never fire again: remove it, or close() that wrapper, first"
+            )
+        if any(isinstance(owner, nn.RNNBase) for owner, _ in entry.owners):
+            raise ValueError(
+                f"FSDP: '{entry.name}' belongs to a torch.nn recurrent module, which computes with a list of "
+                "parameters of its own; FSDP serves modules that use their attributes"
+            )
+
+
+def refuse_compiled(module: nn.Module, plans: Sequence[UnitPlan]) -> None:
+    """A unit inside a compiled graph would have its hooks traced once instead of run each time.
+
+    Raises:
+        ValueError: names the unit. A unit that is itself the result of `torch.compile` is fine.
+    """
+    for plan in plans:
+        for path, outer in module.named_modules():
+            around = outer is not plan.module and any(inner is plan.module for inner in outer.modules())
+            compiled = "_orig_mod" in outer._modules and around  # what torch.compile returns
+            in_place = outer._compiled_call_impl is not None and (around or outer is plan.module)
+            if compiled or in_place:
+                raise ValueError(
+                    f"FSDP: unit '{plan.name}' lies inside the compiled module '{path}': compile the children of "
+                    "the nn.ModuleList instead, model.blocks[i] = torch.compile(model.blocks[i]), and wrap then"
+                )
+
+
+# -- in every step ---------------------------------------------------------------------------------------------
+
+
+class ShardGuard:
+    """Asked by an FSDP once per event.
+
+    Args:
+        fsdp: which holds its guard and is not held by it.
+        entries: every parameter, as the module held it.
+        sharded, replicated: what an optimizer steps, with names.
+        cast: replicated parameters that forward reads a copy of.
+
+    Attributes:
+        pending: whether a synchronised forward or backward waits for finish.
+        unfinished: whether a backward, synchronised or not, has reached a unit since the last finish.
+    """
+
+    shards_gradients = True
+
+    def __init__(self, fsdp: FSDP, entries: Sequence[Entry], sharded: Named, replicated: Named, cast: Named):
+        self._fsdp = weakref.ref(fsdp)
+        self.process_group: ProcessGroup = fsdp.process_group
+        self._sharded, self._replicated, self._all = sharded, replicated, [*sharded, *replicated]
+        self._without_hooks = [*sharded, *cast]
+        self._flat_params: list[FlatParam] = fsdp.flat_params
+        self._owned = [(e.name, module, name, module._parameters[name]) for e in entries for module, name in e.owners]
+        self._placed = [
+            (entry.name, shard, place_of(shard))
+            for param in self._flat_params
+            for entry, shard in zip(param.entries, param.shards, strict=True)
+        ]
+        self.pending = self.unfinished = False
+        self._editing = False  # inside elementwise_edits()
+        self._check_last: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+        hooks.watch(self, fsdp.trainable)
+        self._registrations = hooks.registrations
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        hooks.release(self)
+
+    def check_module(self) -> None:
+        """Called before forward.
+
+        Raises:
+            ValueError: the module trains a parameter now that was frozen, or not there, at construction.
+            RuntimeError: an attribute is another parameter now, or a shard has other memory.
+        """
+        self._check_registrations()
+        for name, module, attribute, parameter in self._owned:
+            if module._parameters.get(attribute) is not parameter:
+                raise RuntimeError(
+                    f"FSDP: '{name}' is another parameter than when the module was wrapped (functional_call, a layer "
+                    "tied or replaced), and forward would not compute with it: close() this wrapper, change the module "
+                    "and wrap it again; load_full_params() takes other values"
+                )
+        self.check_memory()  # in backward, values are those of forward
+
+    def check_memory(self) -> None:
+        """Raise RuntimeError if a shard has other memory."""
+        refuse_assigned(self._placed)
+
+    def begin_backward(self, inside_another: bool) -> None:
+        """Called when a backward first reaches a unit; raises RuntimeError for gradients edited since another one."""
+        if not inside_another:  # vectors may have been reached already, and theirs are this rank's own
+            self._check_unedited(self._sharded)
+        self.unfinished = True
+
+    def note(self) -> None:
+        """The gradients are as they should be now."""
+        note_gradients(parameter for _, parameter in self._all)
+
+    def forget(self) -> None:
+        """The gradients are dropped."""
+        self.unfinished = False
+        self.note()
+
+    def begin_finish(self) -> bool:
+        """Return whether there is anything to finish.
+
+        Raises:
+            ValueError: a parameter was frozen, unfrozen, added or given a gradient hook after wrapping.
+            RuntimeError: a gradient was changed after backward.
+        """
+        self._check_registrations()
+        if not (self.pending or (not self.unfinished and find_edited(self._replicated))):  # vectors alone
+            return False
+        for param in self._flat_params:
+            for entry, shard in zip(param.entries, param.shards, strict=True):
+                if shard.requires_grad != param.trainable:
+                    raise ValueError(
+                        f"requires_grad of '{entry.name}' changed after wrapping, which would not reach its unit: "
+                        "close() this wrapper, change it, and wrap the module again"
+                    )
+        for name, parameter in self._without_hooks:
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"FSDP: a gradient hook on '{name}' never fires, as forward reads what is gathered of it: remove "
+                    "it, and see its `.grad` after finish_gradient_synchronization()"
+                )
+        self._check_unedited(self._all)
+        return True
+
+    def end_finish(self) -> None:
+        """The wrapper has finished."""
+        # Without a backward the shards' gradients are those of before, and an edit of them is one still.
+        note_gradients(parameter for _, parameter in (self._all if self.unfinished else self._replicated))
+        self.pending = self.unfinished = False
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Called before every step of an optimizer that holds parameters of the wrapper.
+
+        Raises:
+            ValueError: an optimizer that is not element-wise.
+            RuntimeError: gradients that are not synchronized, or were edited in a way that need not be the same on
+                every rank.
+        """
+        if not is_elementwise(type(optimizer)):
+            refuse_matrices(optimizer)
+        self.check_gradients()
+        if optimizer in self._check_last:
+            self._check_last[optimizer].remove()
+        else:
+            optimizer.register_step_post_hook(partial(_after_step, weakref.ref(self)))
+        # Behind the optimizer's own hooks, which may edit gradients.
+        self._check_last[optimizer] = optimizer.register_step_pre_hook(partial(_before_step, weakref.ref(self)))
+
+    def check_gradients(self) -> None:
+        """Raise RuntimeError if `.grad` is not what the last synchronization left."""
+        replicated = None if self._editing else find_edited(self._replicated)
+        if self.unfinished or (replicated and self.pending):
+            raise RuntimeError(
+                "FSDP: call finish_gradient_synchronization() after backward, before optimizer.step(); backward passes "
+                "under no_sync() are sent by the next one outside it"
+            )
+        name = None if self._editing else find_edited(self._sharded) or replicated
+        if name is not None:
+            raise RuntimeError(
+                f"FSDP: the gradient of '{name}' was edited or replaced after finish_gradient_synchronization(), by "
+                "what this rank alone sees: clip by fsdp.clip_grad_norm_(max_norm); edits that treat each element by "
+                "itself (clip_grad_value_) go inside `with fsdp.elementwise_gradient_edits():`"
+            )
+
+    @contextmanager
+    def elementwise_edits(self) -> Iterator[None]:
+        """Changes inside are right element by element.
+
+        Raises:
+            RuntimeError: gradients that are not synchronized, or have been edited already.
+        """
+        self.check_gradients()
+        forget_gradients(parameter for _, parameter in self._all)  # left by an exception, they are half edited
+        self._editing = True
+        try:
+            yield
+        finally:
+            self._editing = False
+        self.note()
+
+    def _check_registrations(self) -> None:
+        if self._registrations != hooks.registrations:
+            check_unchanged(self._fsdp().module, self)
+            self._registrations = hooks.registrations
+
+    def _check_unedited(self, named: Named) -> None:
+        name = find_edited(named) if self.unfinished else None
+        if name is not None:
+            raise RuntimeError(
+                f"FSDP: the gradient of '{name}' was changed between backward and finish_gradient_synchronization(), "
+                "when it is not the mean yet: clip and edit gradients after finish; zero_grad(set_to_none=True) drops "
+                "them"
+            )
+
+
+@torch._disable_dynamo
+def _before_step(reference: weakref.ref[ShardGuard], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    guard = reference()
+    if guard is not None:
+        guard.check_gradients()
+
+
+@torch._disable_dynamo
+def _after_step(reference: weakref.ref[ShardGuard], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """An optimizer's hook: what its step has done to gradients is no edit (SGD with Nesterov momentum adds to them)."""
+    guard = reference()
+    if guard is not None:
+        if guard.unfinished:  # a closure's backward
+            guard.check_gradients()
+        guard.note()
+
+
+def refuse_matrices(optimizer: Optimizer) -> None:
+    """Raises ValueError for an optimizer of matrices, here this rank's rows, that is not known to be element-wise."""
+    if any(parameter.ndim >= 2 for group in optimizer.param_groups for parameter in group["params"]):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"{name} is not known to be element-wise, and here it sees this rank's rows of matrices: write "
+            f"`elementwise = True` into its class if every element's update depends on that element alone, else keep "
+            "parameters whole: a data-parallel wrapper with ShardedOptimizer"
+        )
+
+
+# -- in forward and backward -----------------------------------------------------------------------------------
+
+
+def refuse_lost_gradients(units: Iterable[Unit]) -> None:
+    """Raises RuntimeError for a parameter with a gradient that backward did not bring through its unit's outputs."""
+    for unit in units:
+        if any(full.grad is not None for full in unit.trained):
+            raise RuntimeError(
+                f"FSDP: backward reached parameters of unit '{unit.name}' past its outputs, so their gradients "
+                "would be lost: return every tensor that the loss needs from the unit's forward"
+            )
+
+
+def refuse_written(unit: Unit) -> None:
+    """Raises RuntimeError if forward wrote to a gathered parameter: else it has the version of its construction."""
+    for param in unit.params:
+        for entry, full in zip(param.entries, param.full, strict=True):
+            if full._version:
+                raise RuntimeError(
+                    f"FSDP: forward writes to '{entry.name}' in place (an embedding's max_norm does), and what it "
+                    "writes is freed with its unit: write to fsdp.parameters(), after optimizer.step()"
+                )
+
+
+def refuse_copy_of_shards() -> NoReturn:
+    """Raises TypeError: the module is being copied, pickled or saved."""
+    raise TypeError(
+        "FSDP: the wrapped module holds this rank's shards and cannot be copied, pickled or saved: take "
+        "gather_full_params() (or state_dict(), of shards), or close() the wrapper first"
+    )
+
+
+def refuse_outside_forward(unit: Unit) -> NoReturn:
+    """Raises RuntimeError: a unit's module was called, and not the wrapper."""
+    raise RuntimeError(
+        f"unit '{unit.name}' runs outside the forward of its FSDP wrapper: call the wrapper, not the module"
+    )
+
+
+def refuse_graph_of_backward(unit: Unit) -> NoReturn:
+    """Raises RuntimeError: the graph of this backward would keep views of buffers that are freed when it has ended."""
+    raise RuntimeError(
+        f"FSDP: a backward with create_graph=True reaches unit '{unit.name}', whose parameters would be freed "
+        "before the graph it makes is differentiated: train with a gradient penalty under BucketedDDP"
+    )
+
+
+def refuse_no_gradient() -> NoReturn:
+    """Raises RuntimeError: backward has come to units, and brought their parameters nothing."""
+    raise RuntimeError(
+        "FSDP: no backward has brought a matrix its gradient since the last finish_gradient_synchronization(): "
+        "call loss.backward() without inputs=…, which shards, being no part of the graph, cannot be among"
+    )
+
+
+def refuse_reentrant_checkpoint(
+    unit: Unit, nodes: Iterable[Iterable[torch.autograd.graph.Node]], backward_task: Callable[[], int | None]
+) -> None:
+    """Let a backward of its own through what was recomputed in backward raise: its gradients would not be sent.
+
+    Reentrant checkpoints run one; the others recompute only to fill in what the first graph saved.
+
+    Args:
+        nodes: operations that made each tensor that the unit returns.
+        backward_task: autograd's number of the backward that has begun and not ended.
+    """
+    task = torch._C._current_graph_task_id()
+
+    def refuse(gradients: Any) -> None:
+        # Operations of the first graph, too, if the unit returns its input.
+        if backward_task() == task != torch._C._current_graph_task_id():
+            raise RuntimeError(
+                f"unit '{unit.name}' is recomputed in backward but ran without gradients in forward: checkpoint "
+                "activations with use_reentrant=False"
+            )
+
+    for node in chain(*nodes):
+        node.register_prehook(refuse)
+
+
+class NotGathered(Tensor):
+    """What a module's attribute finds in forward while its unit is sharded: the gathered parameter's shape, strides,
+    dtype and device, and an error.
+
+    A rank's shard has the dimensions of its parameter, so that an operator might well compute with it: a head that
+    reads `embedding.weight` would give logits of a part of the vocabulary, without a word.
+
+    Args:
+        like: any tensor of that shape and these strides.
+        dtype, device: of the gathered parameter.
+        message: what any operator on it, or asking for its address, raises as RuntimeError.
+    """
+
+    _message: str
+
+    @staticmethod
+    def __new__(cls, like: Tensor, dtype: torch.dtype, device: torch.device, message: str) -> NotGathered:
+        stand_in = Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_size=0,
+            dtype=dtype,
+            device=device,
+            requires_grad=like.requires_grad,
+        )
+        stand_in._message = message
+        return stand_in
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        raise RuntimeError(found._message)
+
+    def data_ptr(self) -> NoReturn:
+        """Raises RuntimeError: a kernel that is given addresses would read where nothing is."""
+        raise RuntimeError(self._message)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
