@@ -18,10 +18,6 @@ from distlab.comm import collectives
 from distlab.parallel.shard import Shard, local_part, whole
 from distlab.precision import autocast
 
-# torch's optimizers that update every element by its own gradients and state alone.
-_OF_TORCH = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD"
-ELEMENTWISE = {getattr(torch.optim, name) for name in _OF_TORCH.split()}
-
 
 class ParallelModel(nn.Module, ABC):
     """A module under a strategy. It never sees the optimizer.
@@ -293,11 +289,6 @@ def load_shards(
     for group, changed in zip(packed["param_groups"], groups, strict=True):
         group.update(options_of(changed))
     optimizer.load_state_dict(packed)
-
-
-def is_elementwise(optimizer_cls: type[Optimizer]) -> bool:
-    """Whether it is one of `ELEMENTWISE`, or its own class body (no base's) says `elementwise = True`."""
-    return optimizer_cls in ELEMENTWISE or vars(optimizer_cls).get("elementwise") is True
 
 
 def optimizer_name(optimizer: Optimizer) -> str:

@@ -12,8 +12,7 @@ from torch import Tensor
 from distlab.comm import RankContext, collectives
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
-from distlab.parallel.fsdp.flat_param import FlatParam
-from distlab.parallel.fsdp.unit import State
+from distlab.parallel.fsdp.unit import FlatParam, State
 from distlab.testing import run_ranks
 from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run

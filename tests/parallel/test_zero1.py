@@ -9,7 +9,7 @@ from torch import nn
 from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import BucketedDDP, NaiveDDP, ZeroOptimizer
-from distlab.parallel.base import ELEMENTWISE, is_elementwise
+from distlab.parallel.guards.optimizers import ELEMENTWISE, is_elementwise
 from kernels.adamw import AdamW as FusedAdamW
 from tests.parallel.cases import CASES, Reference, build
 from tests.parallel.test_contract import assert_same_on_all_ranks, run

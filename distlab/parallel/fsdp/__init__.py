@@ -4,9 +4,8 @@
     casts.py       which dtypes a module computes in
     units.py       which parameters are gathered together
     layout.py      what lies where in a flat buffer
-    flat_param.py  the memory: gathering, accumulating, reducing
+    unit.py        the memory: gathering, accumulating, reducing; what a module's attributes find meanwhile
     replicated.py  the vectors, whole on every rank
-    unit.py        what a module's attributes find while its parameters are gathered, and while they are not
     order.py       the order of units, which ranks must share
     outputs.py     what a unit returns, and what announces its backward
     runtime.py     when all of this happens

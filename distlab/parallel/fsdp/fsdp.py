@@ -36,6 +36,7 @@ from distlab.parallel.fsdp.units import is_called, plan_units
 from distlab.parallel.guards import module as module_guard
 from distlab.parallel.guards import order
 from distlab.parallel.guards import shards as shard_guard
+from distlab.parallel.guards.assignments import refuse_assigned
 from distlab.parallel.guards.shards import ShardGuard
 from distlab.parallel.guards.shared_memory import refuse_shared_memory
 from distlab.parallel.meta import initialize_in_turn, materialize_buffers
@@ -144,8 +145,10 @@ class FSDP(ParallelModel):
             self._runtime.recover()
             self.zero_grad()
         self.guard.check_module()
-        self._replicated.refresh()
-        order.send_begun(self.process_group)
+        if self._replicated.cast:
+            self._replicated.refresh()
+        if order.begun:
+            order.send_begun(self.process_group)
         with self._runtime.forward_pass(self.module.training):
             return self.module(*args, **kwargs)
 
@@ -172,9 +175,11 @@ class FSDP(ParallelModel):
         """
         if not self.guard.begin_finish():
             return
-        order.send_begun(self.process_group)
+        if order.begun:
+            order.send_begun(self.process_group)
         self._runtime.finish()
-        self._replicated.average()
+        if self._replicated.trainable:
+            self._replicated.average()
         self.guard.end_finish()
 
     def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
@@ -203,7 +208,7 @@ class FSDP(ParallelModel):
         A tied parameter stands under each of its names, one tensor. Call it on every rank; needs the memory of
         the whole model in fp32.
         """
-        self.guard.check_memory()
+        refuse_assigned(self.guard.placed)
         found = {}
         for param in self.flat_params:
             for entry, full in zip(param.entries, param.gather_masters(), strict=True):

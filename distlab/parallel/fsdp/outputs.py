@@ -1,16 +1,11 @@
-"""What a unit's forward returns: the tensors in it, and the operations of autograd that made them.
+"""What a unit's forward returns: the tensors in it, also in dicts, dataclasses and other objects."""
 
-Backward is announced by these operations: they are found in dicts and dataclasses, too, and without grad-requiring
-inputs, where `full_backward_pre_hook` does not fire.
-"""
-
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from inspect import isroutine
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -44,31 +39,6 @@ def tensors_in(value: Any, unit: str) -> Iterator[Tensor]:
             yield from walk(item)
 
     return walk(value)
-
-
-def made_by(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
-    """The operations of autograd through which alone a gradient of `tensor` reaches what it was computed from.
-
-    That of a view and that of its base: writing to the view in place later (`relu_`) leaves the view's out.
-    """
-    if tensor.grad_fn is not None:
-        yield tensor.grad_fn
-    if tensor._is_view() and tensor._base.grad_fn is not None:
-        yield tensor._base.grad_fn
-
-
-def lead_to(operations: Iterable[torch.autograd.graph.Node], parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether a gradient of what these operations made reaches one of the parameters."""
-    ends = {torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters}
-    found, following = set(), list(operations)
-    while following:
-        node = following.pop()
-        if node in ends:
-            return True
-        if node not in found:
-            found.add(node)
-            following += [before for before, _ in node.next_functions if before is not None]
-    return False
 
 
 def copied(unit: str, output: Any) -> Tensor:

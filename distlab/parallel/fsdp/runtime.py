@@ -9,7 +9,7 @@ units in the reverse order: a call inside another one begins later and ends earl
 unit that returns another unit's output) begin at the same operation; then the last one to return is announced first.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.parallel.fsdp.order import UnitOrder
-from distlab.parallel.fsdp.outputs import copied, lead_to, made_by, tensors_in
+from distlab.parallel.fsdp.outputs import copied, tensors_in
 from distlab.parallel.fsdp.unit import State, Unit
 from distlab.parallel.guards import order
 from distlab.parallel.guards.shards import (
@@ -94,10 +94,10 @@ class Runtime:
             self._in_forward, self._running = True, []
             try:
                 yield
-                self._order.end()
             finally:
                 self._in_forward, self._running = False, []
                 self.reshard()
+            self._order.end()
         finally:
             for unit in self.units:
                 unit.watch(False)
@@ -106,12 +106,17 @@ class Runtime:
         task = torch._C._current_graph_task_id()
         if task != NO_BACKWARD:  # activations are being recomputed
             self._enter_backward(task)
-            self._unshard(unit, None)
+            unit.unshard()
+            unit.wait_for_unshard()
             return
         if not self._in_forward:
             refuse_outside_forward(unit)
         self._running.append(unit)
-        self._unshard(unit, self._order.advance(unit.index))
+        following = self._order.advance(unit.index)
+        unit.unshard()
+        unit.wait_for_unshard()
+        if following is not None:
+            self.units[following].unshard()  # while this one computes
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         outputs = [output] if isinstance(output, Tensor) else list(tensors_in(output, unit.name))
@@ -144,17 +149,10 @@ class Runtime:
             calls.append(call)
         return bool(nodes)
 
-    def _unshard(self, unit: Unit, following: int | None) -> None:
-        """Wait for `unit`'s parameters, and start to fetch those of the unit that follows."""
-        unit.unshard()
-        unit.wait_for_unshard()
-        if following is not None:
-            self.units[following].unshard()
-
     def reshard(self) -> None:
         """Let go of all gathered parameters, except of units that run, as in a backward inside of forward."""
         for unit in self.units:
-            if unit not in self._running:
+            if unit.state is not State.SHARDED and unit not in self._running:
                 unit.reshard()
 
     # -- backward ------------------------------------------------------------------------------------------
@@ -190,7 +188,10 @@ class Runtime:
         for other in done:
             other.reshard()
         # The gather before the reduce-scatter: what comes next waits for the parameters, nobody for the gradients.
-        self._unshard(unit, following)
+        unit.unshard()
+        unit.wait_for_unshard()
+        if following is not None:
+            self.units[following].unshard()
         for other in done:
             # One that runs again in this graph (shared weights) is sent when its last use has been through.
             if other.touched and other.uses <= 0:
@@ -198,18 +199,21 @@ class Runtime:
 
     def _enter_backward(self, task: int) -> None:
         if self.backward_task != task:
-            self.guard.begin_backward(inside_another=self.backward_task is not None)
-            self.backward_task = task
-            order.send_begun(self._group)
+            if self.guard.unfinished and self.backward_task is None:
+                self.guard.refuse_edited_shards()
+            self.backward_task, self.guard.unfinished = task, True
+            if order.begun:
+                order.send_begun(self._group)
             self._backward_order.begin(tuple(self._ran))
             self._ran = []
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
         """Called by autograd at the end of a backward that raised nothing."""
-        order.send_begun(self._group)
-        self._backward_order.end()
+        if order.begun:
+            order.send_begun(self._group)
         self.reshard()
+        self._backward_order.end()
         for unit in self.units:
             if unit.touched:
                 self._post_backward(unit)
@@ -223,20 +227,14 @@ class Runtime:
         self.wait_for_reduce_scatter()  # frees the flat gradient of the unit before: there is one at a time
         for param in unit.trainable:
             self.arrived |= param.accumulate_gradients()
+            if self.synchronize:
+                param.reduce_scatter()
+            else:
+                param.hold_gradients()
         if self.arrived:
             self._reached.clear()
         if self.synchronize:
-            self.guard.pending = True
-            self._reduce_scatter(unit)
-        else:
-            for param in unit.trainable:
-                param.hold_gradients()
-
-    def _reduce_scatter(self, unit: Unit) -> None:
-        self.wait_for_reduce_scatter()
-        for param in unit.trainable:
-            param.reduce_scatter()
-        self._in_flight = unit
+            self.guard.pending, self._in_flight = True, unit
 
     def wait_for_gradients(self) -> None:
         """Wait until all that was sent is in `.grad`."""
@@ -265,11 +263,13 @@ class Runtime:
         self.arrived = False
         self._reached.clear()
         for unit in self.units:
+            unit.uses = 0
             for param in unit.trainable:
                 if param.has_gradient:
+                    self.wait_for_gradients()
                     param.drop_zeroed()
-            self._reduce_scatter(unit)
-            unit.uses = 0
+                    param.reduce_scatter()
+                    self._in_flight = unit
         self.wait_for_gradients()
 
     def recover(self) -> None:
@@ -295,3 +295,28 @@ class _Call:
     unit: Unit
     around: list[int]
     task: int | None = None
+
+
+def made_by(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
+    """The operations of autograd through which alone a gradient of `tensor` reaches what it was computed from.
+
+    That of a view and that of its base: writing to the view in place later (`relu_`) leaves the view's out.
+    """
+    if tensor.grad_fn is not None:
+        yield tensor.grad_fn
+    if tensor._is_view() and tensor._base.grad_fn is not None:
+        yield tensor._base.grad_fn
+
+
+def lead_to(operations: Iterable[torch.autograd.graph.Node], parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether a gradient of what these operations made reaches one of the parameters."""
+    ends = {torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters}
+    found, following = set(), list(operations)
+    while following:
+        node = following.pop()
+        if node in ends:
+            return True
+        if node not in found:
+            found.add(node)
+            following += [before for before, _ in node.next_functions if before is not None]
+    return False

@@ -198,9 +198,9 @@ class GradientGuard:
 
     def end_finish(self) -> None:
         """The wrapper has finished, or has failed to."""
-        for parameter in self._trainable:  # as note_gradients()
+        for parameter in self._trainable:
             if parameter.grad is not None:
-                parameter.grad.synchronized_version = parameter.grad._version
+                parameter.grad.synchronized_version = parameter.grad._version  # operations in place count it up
         self._pending = self._in_backward = self._overtaken = False
         self._ready.clear()
         self._unsent.clear()
@@ -258,7 +258,7 @@ class GradientGuard:
             self._editing = False
         if self.shards_gradients:
             self._wrapper().adopt_gradients()
-            note_gradients(self._trainable)
+            self.end_finish()
 
     def _refuse_sending_again(self) -> None:
         """Raise RuntimeError for a gradient that backward has not reached, and that was averaged and not zeroed."""
@@ -277,23 +277,8 @@ def _not_zeroed(name: str) -> RuntimeError:
     )
 
 
-def note_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Remember the gradients as they are now, each in an attribute of its own: the version of its values."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            gradient.synchronized_version = gradient._version  # operations in place count it up
-
-
-def forget_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Undo `note_gradients`: whatever they are now counts as edited."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.synchronized_version = None
-
-
 def find_edited(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """The name of a parameter whose gradient was changed or replaced since, or None; to drop one is no edit."""
+    """The name of a parameter whose gradient was changed or replaced since finish, or None; to drop one is no edit."""
     for name, parameter in named:
         gradient = parameter.grad
         if gradient is not None and getattr(gradient, "synchronized_version", None) != gradient._version:

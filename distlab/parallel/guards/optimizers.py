@@ -12,11 +12,20 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
-from distlab.parallel.base import is_elementwise
 from distlab.parallel.guards import hooks
 
 if TYPE_CHECKING:
     from distlab.parallel.bucketed import BucketedDDP
+
+
+# torch's optimizers that update every element by its own gradients and state alone.
+_OF_TORCH = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD"
+ELEMENTWISE = {getattr(torch.optim, name) for name in _OF_TORCH.split()}
+
+
+def is_elementwise(optimizer_cls: type[Optimizer]) -> bool:
+    """Whether it is one of `ELEMENTWISE`, or its own class body (no base's) says `elementwise = True`."""
+    return optimizer_cls in ELEMENTWISE or vars(optimizer_cls).get("elementwise") is True
 
 
 def check_zero(ddp: BucketedDDP, optimizer_cls: type[Optimizer], elementwise: bool) -> None:

@@ -16,17 +16,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from distlab.parallel.base import is_elementwise
 from distlab.parallel.guards import hooks
 from distlab.parallel.guards.assignments import place_of, refuse_assigned
-from distlab.parallel.guards.gradients import find_edited, forget_gradients, note_gradients
+from distlab.parallel.guards.gradients import find_edited
 from distlab.parallel.guards.module import check_unchanged, the_device
+from distlab.parallel.guards.optimizers import is_elementwise
 
 if TYPE_CHECKING:
     from distlab.parallel.fsdp.entry import Entry
-    from distlab.parallel.fsdp.flat_param import FlatParam
     from distlab.parallel.fsdp.fsdp import FSDP
-    from distlab.parallel.fsdp.unit import Unit
+    from distlab.parallel.fsdp.unit import FlatParam, Unit
     from distlab.parallel.fsdp.units import UnitPlan
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -126,6 +125,7 @@ class ShardGuard:
     Attributes:
         pending: whether a synchronised forward or backward waits for finish.
         unfinished: whether a backward, synchronised or not, has reached a unit since the last finish.
+        placed: shards and where they lie.
     """
 
     shards_gradients = True
@@ -137,13 +137,14 @@ class ShardGuard:
         self._without_hooks = [*sharded, *cast]
         self._flat_params: list[FlatParam] = fsdp.flat_params
         self._owned = [(e.name, module, name, module._parameters[name]) for e in entries for module, name in e.owners]
-        self._placed = [
+        self.placed = [
             (entry.name, shard, place_of(shard))
             for param in self._flat_params
             for entry, shard in zip(param.entries, param.shards, strict=True)
         ]
         self.pending = self.unfinished = False
         self._editing = False  # inside elementwise_edits()
+        self._treats_elements: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._check_last: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
         hooks.watch(self, fsdp.trainable)
         self._registrations = hooks.registrations
@@ -159,7 +160,8 @@ class ShardGuard:
             ValueError: the module trains a parameter now that was frozen, or not there, at construction.
             RuntimeError: an attribute is another parameter now, or a shard has other memory.
         """
-        self._check_registrations()
+        if self._registrations != hooks.registrations:
+            self._check_registrations()
         for name, module, attribute, parameter in self._owned:
             if module._parameters.get(attribute) is not parameter:
                 raise RuntimeError(
@@ -167,21 +169,20 @@ class ShardGuard:
                     "tied or replaced), and forward would not compute with it: close() this wrapper, change the module "
                     "and wrap it again; load_full_params() takes other values"
                 )
-        self.check_memory()  # in backward, values are those of forward
+        refuse_assigned(self.placed)  # in backward, values are those of forward
 
-    def check_memory(self) -> None:
-        """Raise RuntimeError if a shard has other memory."""
-        refuse_assigned(self._placed)
+    def refuse_edited_shards(self) -> None:
+        """Called when another backward begins before finish; raises RuntimeError for an edited gradient.
 
-    def begin_backward(self, inside_another: bool) -> None:
-        """Called when a backward first reaches a unit; raises RuntimeError for gradients edited since another one."""
-        if not inside_another:  # vectors may have been reached already, and theirs are this rank's own
-            self._check_unedited(self._sharded)
-        self.unfinished = True
+        Not of a vector: this backward may have reached it already, and it is this rank's own.
+        """
+        self._refuse_edited(find_edited(self._sharded))
 
-    def note(self) -> None:
+    def note(self, vectors_alone: bool = False) -> None:
         """The gradients are as they should be now."""
-        note_gradients(parameter for _, parameter in self._all)
+        for _, parameter in self._replicated if vectors_alone else self._all:
+            if parameter.grad is not None:
+                parameter.grad.synchronized_version = parameter.grad._version  # operations in place count it up
 
     def forget(self) -> None:
         """The gradients are dropped."""
@@ -195,7 +196,8 @@ class ShardGuard:
             ValueError: a parameter was frozen, unfrozen, added or given a gradient hook after wrapping.
             RuntimeError: a gradient was changed after backward.
         """
-        self._check_registrations()
+        if self._registrations != hooks.registrations:
+            self._check_registrations()
         if not (self.pending or (not self.unfinished and find_edited(self._replicated))):  # vectors alone
             return False
         for param in self._flat_params:
@@ -211,13 +213,15 @@ class ShardGuard:
                     f"FSDP: a gradient hook on '{name}' never fires, as forward reads what is gathered of it: remove "
                     "it, and see its `.grad` after finish_gradient_synchronization()"
                 )
-        self._check_unedited(self._all)
+        edited = find_edited(self._all) if self.unfinished else None
+        if edited is not None:
+            self._refuse_edited(edited)
         return True
 
     def end_finish(self) -> None:
         """The wrapper has finished."""
         # Without a backward the shards' gradients are those of before, and an edit of them is one still.
-        note_gradients(parameter for _, parameter in (self._all if self.unfinished else self._replicated))
+        self.note(vectors_alone=not self.unfinished)
         self.pending = self.unfinished = False
 
     def check_step(self, optimizer: Optimizer) -> None:
@@ -228,13 +232,14 @@ class ShardGuard:
             RuntimeError: gradients that are not synchronized, or were edited in a way that need not be the same on
                 every rank.
         """
-        if not is_elementwise(type(optimizer)):
-            refuse_matrices(optimizer)
         self.check_gradients()
         if optimizer in self._check_last:
             self._check_last[optimizer].remove()
         else:
             optimizer.register_step_post_hook(partial(_after_step, weakref.ref(self)))
+            self._treats_elements[optimizer] = is_elementwise(type(optimizer))
+        if not self._treats_elements[optimizer]:
+            refuse_matrices(optimizer)
         # Behind the optimizer's own hooks, which may edit gradients.
         self._check_last[optimizer] = optimizer.register_step_pre_hook(partial(_before_step, weakref.ref(self)))
 
@@ -262,7 +267,9 @@ class ShardGuard:
             RuntimeError: gradients that are not synchronized, or have been edited already.
         """
         self.check_gradients()
-        forget_gradients(parameter for _, parameter in self._all)  # left by an exception, they are half edited
+        for _, parameter in self._all:
+            if parameter.grad is not None:
+                parameter.grad.synchronized_version = None  # left by an exception, they are half edited
         self._editing = True
         try:
             yield
@@ -271,12 +278,10 @@ class ShardGuard:
         self.note()
 
     def _check_registrations(self) -> None:
-        if self._registrations != hooks.registrations:
-            check_unchanged(self._fsdp().module, self)
-            self._registrations = hooks.registrations
+        check_unchanged(self._fsdp().module, self)
+        self._registrations = hooks.registrations
 
-    def _check_unedited(self, named: Named) -> None:
-        name = find_edited(named) if self.unfinished else None
+    def _refuse_edited(self, name: str | None) -> None:
         if name is not None:
             raise RuntimeError(
                 f"FSDP: the gradient of '{name}' was changed between backward and finish_gradient_synchronization(), "
