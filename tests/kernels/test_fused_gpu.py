@@ -26,7 +26,8 @@ from kernels.dropout import dropout
 from kernels.linear_cross_entropy import linear_cross_entropy
 
 from .fused import compare
-from .test_every_operation import OPERATIONS, results
+from .operations import OPERATIONS, shapes_of
+from .test_every_operation import results
 
 pytestmark = pytest.mark.gpu
 
@@ -322,9 +323,9 @@ OPAQUE = ("matmul", "matmul_gelu", "cross_entropy", "cross_entropies", "linear_c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - {"RMSNormPyTorch", "dropout"}))
 def test_inductor_launches_the_kernels_from_its_own_code(name, dtype):
-    function, _, *shapes = OPERATIONS[name]
+    function = OPERATIONS[name][0]
     torch.compiler.reset()
-    inputs = [gpu(*s, dtype=dtype, seed=i).requires_grad_() for i, s in enumerate(shapes)]
+    inputs = [gpu(*s, dtype=dtype, seed=i).requires_grad_() for i, s in enumerate(shapes_of(name))]
     ours, sources = run_and_get_code(lambda: results(torch.compile(function, fullgraph=True, dynamic=False), inputs))
     assert any("torch.ops.distlab_kernels" in source for source in sources) == (name in OPAQUE)
     torch.testing.assert_close(ours, results(function, inputs), **LAST_BITS)

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from kernels import _dispatch, elementwise, reference
 from kernels._rows import Launch, forced
@@ -15,34 +14,7 @@ from kernels.rope import rope
 from kernels.swiglu import swiglu
 
 from .fused import DEVICE, compare, draw
-
-SHAPES = [(1,), (7,), (3, 50), (4097,), (2, 0, 3)]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_add_gelu_swiglu(shape, dtype, either):
-    x, y = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
-    compare(add, reference.add, x, y)
-    compare(gelu, lambda x: F.gelu(x, approximate="tanh"), x)
-    compare(swiglu, lambda g, u: F.silu(g) * u, x, y)
-
-
-def test_more_elements_than_a_block():
-    with forced(gelu=Launch(16), gelu_backward=Launch(16), add=Launch(16), swiglu=Launch(16),
-                swiglu_backward=Launch(16)):
-        x, y = draw(5, 13), draw(5, 13, seed=1)
-        compare(add, reference.add, x, y)
-        compare(gelu, reference.gelu, x)
-        compare(swiglu, reference.swiglu, x, y)
-        halves = draw(5, 26)
-        compare(lambda t: swiglu(*t.chunk(2, -1)), lambda t: reference.swiglu(*t.chunk(2, -1)), halves)
-
-
-def test_gelu_dropout_of_a_single_row(either):
-    x, w, b = draw(16), draw(50, 16, seed=1), draw(50, seed=2)
-    compare(lambda *t: linear_gelu_dropout(*t, p=0.0), lambda *t: reference.gelu(F.linear(*t)), x, w, b)
-    compare(lambda x: dropout(x, 0.5, seed=1), lambda y: y * (dropout(torch.ones_like(x), 0.5, seed=1)), x)
+from .operations import tables
 
 
 def test_the_gradient_of_a_bias_beside_half_precision_is_summed_in_its_own_dtype(either):
@@ -52,13 +24,6 @@ def test_the_gradient_of_a_bias_beside_half_precision_is_summed_in_its_own_dtype
         y = linear_gelu_dropout(x, w, b, 0.0)
     db, = torch.autograd.grad(y, b, torch.full_like(y, 100.0))
     assert y.dtype == torch.float16 and torch.equal(db, torch.full_like(b, 1e5))
-
-
-def test_transposed_inputs():
-    x, y = draw(6, 10).T, draw(10, 6, seed=1)
-    compare(add, reference.add, x, y)
-    compare(gelu, reference.gelu, x)
-    compare(swiglu, reference.swiglu, x, y)
 
 
 # Regression: tanh written with exponentials is NaN above 10
@@ -72,21 +37,9 @@ def test_gelu_is_finite_for_large_inputs(either):
     assert gelu(torch.tensor([float("nan")], device=DEVICE)).isnan().all()
 
 
-def tables(length, width, dtype=torch.float32):
-    angles = draw(length, width // 2)
-    return torch.cat([angles.cos(), angles.cos()], -1), torch.cat([-angles.sin(), angles.sin()], -1)
-
-
-@pytest.mark.parametrize("shape", [(1, 2), (7, 6), (3, 5, 16), (2, 3, 5, 16), (2, 2, 3, 5, 6), (2, 1, 2, 2, 3, 4)],
-                         ids=str)
-def test_rope(shape, either):
-    cos, sin = tables(*shape[-2:])
-    compare(lambda x: rope(x, cos, sin), lambda x: reference.rope(x, cos.double(), sin.double()), draw(*shape))
-
-
 def test_rope_reads_a_fused_projection_in_place():
-    cos, sin = tables(5, 8)
     qkv = draw(2, 5, 3, 4, 8).permute(2, 0, 3, 1, 4)[:2]
+    cos, sin = tables(qkv)
     compare(lambda x: rope(x, cos, sin), lambda x: reference.rope(x, cos.double(), sin.double()), qkv)
     y = rope(draw(3, 5, 8), cos, sin)
     torch.testing.assert_close(y.norm(dim=-1), draw(3, 5, 8).norm(dim=-1))  # turning keeps lengths
@@ -141,19 +94,6 @@ def test_dropout_at_its_ends():
     y = dropout(x, 1.0)
     assert not y.any() and not torch.autograd.grad(y.sum(), x)[0].any()
     assert dropout(torch.empty(0, device=DEVICE), 0.5).shape == (0,)
-
-
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_linear_gelu_dropout(with_bias, either):
-    x, w, b = draw(2, 3, 16), draw(50, 16, seed=1), draw(50, seed=2)
-    extra = (b,) if with_bias else ()
-    compare(lambda *t: linear_gelu_dropout(*t, p=0.0), lambda *t: reference.gelu(F.linear(*t)), x, w, *extra)
-    keep = linear_gelu_dropout(torch.zeros_like(x), w, torch.ones(50, device=DEVICE), 0.25, seed=5) != 0
-
-    def plain(*t):
-        return reference.dropout(reference.gelu(F.linear(*t)), keep, 0.25)
-
-    compare(lambda *t: linear_gelu_dropout(*t, p=0.25, seed=5), plain, x, w, *extra)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -365,18 +305,6 @@ def test_autocast_casts_swiglu_and_gives_gradients_back_in_their_type():
         y = swiglu(gate, up)
     y.sum().backward()
     assert (y.dtype, gate.grad.dtype, up.grad.dtype) == (torch.float16, torch.float32, torch.float16)
-
-
-def test_compile_has_no_break():
-    x = draw(4, 16).requires_grad_()
-    cos, sin = tables(4, 16)
-
-    def f(x):
-        return swiglu(gelu(x), add(rope(x, cos, sin), x))
-
-    y = torch.compile(f, fullgraph=True, backend="aot_eager")(x)
-    torch.testing.assert_close(y, f(x))
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(f(x).sum(), x))
 
 
 def test_costs():

@@ -10,32 +10,12 @@ from kernels import linear_cross_entropy as lce_module
 from kernels import matmul as matmul_module
 from kernels._rows import Launch, forced
 from kernels.cross_entropy import cross_entropy, launch_gradient, launch_loss, loss_and_gradient, mean_scale
-from kernels.dropout import dropout, linear_gelu_dropout
-from kernels.layernorm import layer_norm
 from kernels.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from kernels.matmul import matmul
-from kernels.rmsnorm import add_rms_norm, rms_norm
-from kernels.softmax import softmax
-from kernels.weighted_sum import weighted_sum
 
 from .fused import DEVICE, compare, draw
 
 EXACT = {"precision": "ieee"}  # without effect in the interpreter; on a GPU fp32 is then fp32
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 50, 3), (33, 65, 40), (100, 7, 129), (5, 0, 4)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_matmul(sizes, dtype, either):
-    m, k, n = sizes
-    scale = max(k, 1) ** -0.5
-    compare(lambda a, b: matmul(a, b, **EXACT), lambda a, b: a @ b, draw(m, k, dtype=dtype) * scale,
-            draw(k, n, dtype=dtype, seed=1))
-
-
-@pytest.mark.parametrize("epilogue", matmul_module.EPILOGUES, ids=str)
-def test_epilogues_and_bias(epilogue, either):
-    a, b, bias = draw(40, 20) * 0.3, draw(20, 33, seed=1), draw(33, seed=2)
-    compare(lambda *t: matmul(*t, epilogue=epilogue, **EXACT), lambda *t: reference.matmul(*t, epilogue), a, b, bias)
 
 
 def test_relu_of_what_is_not_positive(either):
@@ -73,11 +53,6 @@ def test_strides_beyond_32_bits():
         assert torch.equal(y, matmul(left.contiguous(), right.contiguous()))
 
 
-def test_matmul_of_any_strides():
-    a, b = draw(20, 40).T[::2], draw(66, 20, seed=1).T[:, 1::3]
-    compare(lambda a, b: matmul(a, b, **EXACT), lambda a, b: a @ b, a, b)
-
-
 # Regression: a group order with a fixed group size skips tiles where the last group is smaller
 @pytest.mark.parametrize(("row_tiles", "col_tiles"), [(1, 1), (9, 3), (15, 2), (16, 5), (3, 7)])
 def test_grouped_order_visits_every_tile_once(row_tiles, col_tiles):
@@ -86,12 +61,6 @@ def test_grouped_order_visits_every_tile_once(row_tiles, col_tiles):
     with forced(matmul=Launch(block=32, rows=32)):
         matmul_module.launch_pointers(a, torch.ones(1, y.shape[1], device=DEVICE), None, y, None, "ieee")
     assert torch.equal(y, a.expand_as(y))
-
-
-# Regression: a K mask that does not move on with the pointers
-def test_depth_that_is_no_multiple_of_the_tile():
-    a, b = torch.ones(2, 70, device=DEVICE), torch.ones(70, 2, device=DEVICE)
-    assert torch.equal(matmul(a, b, **EXACT), torch.full((2, 2), 70.0, device=DEVICE))
 
 
 def test_tiled_and_persistent_kernels():
@@ -125,16 +94,6 @@ def targets_for(rows, vocabulary, ignored=()):
     t = torch.randint(vocabulary, (rows,), generator=torch.Generator().manual_seed(rows))
     t[list(ignored)] = -100
     return t.to(DEVICE)
-
-
-@pytest.mark.parametrize("options", [
-    {}, {"label_smoothing": 0.1}, {"reduction": "sum"}, {"reduction": "none", "label_smoothing": 0.3},
-], ids=str)
-@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (5, 50), (3, 1000)])
-def test_cross_entropy(rows, vocabulary, options, either):
-    t = targets_for(rows, vocabulary, ignored=(1,) if rows > 1 else ())
-    compare(lambda z: cross_entropy(z, t, **options), lambda z: F.cross_entropy(z, t, **options),
-            draw(rows, vocabulary) * 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16])
@@ -302,18 +261,6 @@ def test_ignored_rows_have_no_gradient_whatever_they_hold():
     assert not grad[1].any() and grad.isfinite().all()
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "ignore_index": 3}, {"reduction": "sum"}], ids=str)
-@pytest.mark.parametrize("chunk_bytes", [1, 400, 10**9])
-def test_linear_cross_entropy(options, chunk_bytes, either):
-    t = targets_for(5, 20, ignored=()).clamp(max=4)
-
-    def exact(x, w):
-        return F.cross_entropy(x @ w.T, t, **options)
-
-    compare(lambda x, w: linear_cross_entropy(x, w, t, chunk_bytes=chunk_bytes, **options), exact, draw(5, 16),
-            draw(20, 16, seed=1))
-
-
 def error_of_chunks(dtype, chunks, rows=32):
     """Relative error of dw, its norm over the norm of what is exact, where that many chunks add to it."""
     x, w, t = draw(rows, 8, dtype=dtype), draw(20, 8, dtype=dtype, seed=1) * 0.1, targets_for(rows, 20)
@@ -377,43 +324,6 @@ def test_linear_cross_entropy_never_holds_all_logits(monkeypatch):
         x, w = (draw(n, 4, dtype=torch.float16, seed=n).requires_grad_() for n in (rows, 7))
         linear_cross_entropy(x, w, targets_for(rows, 7), chunk_bytes=3 * 7 * 2)
         assert sum(seen) == rows and len(seen) == chunks
-
-
-def test_linear_cross_entropy_under_autocast():
-    x, w, t = draw(6, 8).requires_grad_(), draw(10, 8, seed=1).requires_grad_(), targets_for(6, 10)
-    with torch.autocast(DEVICE, torch.float16):
-        loss = linear_cross_entropy(x, w, t)
-    loss.backward()
-    assert (loss.dtype, x.grad.dtype, w.grad.dtype) == (torch.float32,) * 3
-    torch.testing.assert_close(loss, F.cross_entropy(x @ w.T, t), atol=2e-2, rtol=2e-2)
-
-
-def test_autocast_casts_products_and_gives_gradients_back_in_their_type():
-    x, w, b = (draw(*shape).requires_grad_() for shape in ((6, 8), (10, 8), (10,)))
-    with torch.autocast(DEVICE, torch.float16):
-        results = matmul(x, w.T, b, epilogue="gelu"), linear_gelu_dropout(x, w, b, 0.25, seed=5)
-    for y, kept in zip(results, (1.0, (results[1] != 0) / 0.75), strict=True):
-        assert y.dtype == torch.float16
-        torch.testing.assert_close(y.float(), reference.gelu(F.linear(x, w, b)) * kept, atol=2e-2, rtol=1e-2)
-        gradients = torch.autograd.grad(y.sum(), (x, w, b))
-        assert all(g.dtype == torch.float32 and g.any() for g in gradients)
-
-
-def test_compile_has_no_break_in_what_trains():
-    """Norms, softmax, dropout and both losses; the same bits as without compiling."""
-
-    def f(x, w, b, m, t):
-        y, total = add_rms_norm(layer_norm(x, w, b), x, w, 1e-5, "silu")
-        h = dropout(linear_gelu_dropout(softmax(rms_norm(y, w)), m, b, 0.25, seed=5), 0.25, seed=6)
-        loss = linear_cross_entropy(h, m, t) + cross_entropy(h @ m.T, t, label_smoothing=0.1)
-        return loss + weighted_sum(total, w).sum()
-
-    t, results = torch.arange(6, device=DEVICE), []
-    for function in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
-        leaves = [draw(*shape).requires_grad_() for shape in ((6, 16), (16,), (16,), (16, 16))]
-        loss = function(*leaves, t)
-        results.append((loss, *torch.autograd.grad(loss, leaves)))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize(("rows", "vocabulary", "itemsize"), [(8192, 151936, 2), (1, 10**9, 4), (100, 1000, 4)])

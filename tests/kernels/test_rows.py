@@ -13,41 +13,9 @@ from kernels.weighted_sum import weighted_sum
 
 from .fused import DEVICE, compare, draw
 
-SHAPES = [(1, 1), (3, 7), (2, 3, 50), (5, 1000), (3, 4097)]
-
 
 def norm_inputs(shape, dtype=torch.float32):
     return draw(*shape, dtype=dtype), 1 + 0.1 * draw(shape[-1], dtype=dtype, seed=1)
-
-
-@pytest.fixture
-def in_pieces(monkeypatch):
-    """Every row is too long for one tile; pieces of 32 columns."""
-    for module in (rmsnorm, layernorm, softmax):
-        monkeypatch.setattr(module, "ONE_TILE", 4)
-        monkeypatch.setattr(module, "ONE_TILE_BACKWARD", 4)
-    monkeypatch.setattr(softmax, "HALF_TILE_BACKWARD", 4)
-    small = Launch(block=32, warps=1, per_sm=1)
-    with forced(long_forward=small, long_products=small, long_strips=small, softmax_long=small,
-                softmax_long_backward=small):
-        yield
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_rms_norm(shape, dtype, either):
-    compare(rms_norm, reference.rms_norm, *norm_inputs(shape, dtype))
-
-
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("shape", [(3, 7), (2, 3, 50), (70, 33)], ids=str)
-def test_add_rms_norm(shape, activation, either):
-    x, w = norm_inputs(shape)
-
-    def plain(x, residual, w):
-        return reference.add_rms_norm(x, residual, w, 1e-5, activation)
-
-    compare(lambda *t: add_rms_norm(*t, 1e-5, activation), plain, x, draw(*shape, seed=2), w)
 
 
 def test_the_norm_is_that_of_the_sum_as_it_is_returned():
@@ -67,37 +35,6 @@ def test_add_rms_norm_with_only_one_of_its_results_used():
     assert torch.equal(dx, dresidual)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_layer_norm(shape, dtype, either):
-    x, w = norm_inputs(shape, dtype)
-    compare(layernorm.layer_norm, reference.layer_norm, x, w, draw(shape[-1], dtype=dtype, seed=2))
-
-
-def test_layer_norm_without_bias(either):
-    compare(layernorm.layer_norm, reference.layer_norm, *norm_inputs((5, 40)))
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_softmax(shape, dtype, either):
-    compare(softmax.softmax, reference.softmax, draw(*shape, dtype=dtype))
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_weighted_sum(shape, either):
-    compare(weighted_sum, reference.weighted_sum, draw(*shape), draw(shape[-1], seed=1))
-
-
-def test_a_single_row_without_further_dimensions(either):
-    x, w = norm_inputs((12,))
-    compare(rms_norm, reference.rms_norm, x, w)
-    compare(add_rms_norm, reference.add_rms_norm, x, draw(12, seed=3), w)
-    compare(layernorm.layer_norm, reference.layer_norm, x, w, draw(12, seed=2))
-    compare(softmax.softmax, reference.softmax, x)
-    compare(weighted_sum, reference.weighted_sum, x, w)
-
-
 @pytest.mark.parametrize("long", [False, True])
 def test_the_gradient_of_layer_norms_bias_has_its_own_dtype(long, request, either):
     """50 rows of 2,560: the sum, 128,000, is beyond fp16, which the weight has."""
@@ -109,17 +46,6 @@ def test_the_gradient_of_layer_norms_bias_has_its_own_dtype(long, request, eithe
     dw, db = torch.autograd.grad(y, (w, bias), torch.full_like(y, 2560.0))
     assert (dw.dtype, db.dtype) == (torch.float16, torch.float32)
     assert torch.equal(db, torch.full_like(bias, 128_000.0))
-
-
-# Rows in pieces whose last is full, partly filled, and the only one
-@pytest.mark.parametrize("cols", [7, 64, 65, 97])
-def test_long_rows(in_pieces, cols):
-    x, w = norm_inputs((3, cols))
-    compare(rms_norm, reference.rms_norm, x, w)
-    compare(layernorm.layer_norm, reference.layer_norm, x, w, draw(cols, seed=2))
-    compare(softmax.softmax, reference.softmax, x)
-    compare(lambda *t: add_rms_norm(*t, 1e-5, "silu"), lambda *t: reference.add_rms_norm(*t, 1e-5, "silu"), x,
-            draw(3, cols, seed=3), w)
 
 
 # Regression: a last piece that is counted as full pulls mean and variance of long rows towards zero
@@ -178,15 +104,6 @@ def test_strided_inputs_and_upstream():
     torch.autograd.grad(y, x, torch.ones(1, device=DEVICE).expand_as(y))  # an expanded upstream has stride 0
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 8)], ids=str)
-def test_empty(shape, either):
-    x = torch.empty(shape, device=DEVICE, requires_grad=True)
-    w = torch.ones(shape[-1], device=DEVICE, requires_grad=True)
-    for y in (rms_norm(x, w), layernorm.layer_norm(x, w, w), softmax.softmax(x), weighted_sum(x, w)):
-        y.sum().backward()
-    assert x.grad.shape == x.shape and not w.grad.any()
-
-
 def test_forms_of_a_launch_agree():
     x, w = norm_inputs((11, 50))
     upstream = draw(11, 50, seed=3)
@@ -228,14 +145,6 @@ def test_course_functions():
 def test_gradcheck_of_the_torch_form():
     x, w = (draw(*s, device="cpu").double().requires_grad_() for s in ((3, 5), (5,)))
     assert gradcheck(lambda x, w: RMSNormPyTorch.apply(x, w, 1e-3), (x, w))
-
-
-def test_autocast_gives_its_type():
-    x, w = norm_inputs((4, 16))
-    with torch.autocast(DEVICE, torch.float16):
-        y = rms_norm(x, w)
-        z, total = add_rms_norm(x.half(), x, w)
-    assert (y.dtype, z.dtype, total.dtype) == (torch.float16, torch.float16, torch.float32)
 
 
 def test_autocast_leaves_float64_alone():
