@@ -10,6 +10,7 @@ from kernels.elementwise import add
 from kernels.matmul import matmul
 
 from .fused import DEVICE, compare, draw
+from .near import near
 from .operations import OPERATIONS, VARIANTS, shapes_of
 
 every = pytest.mark.parametrize("name", OPERATIONS)
@@ -76,8 +77,7 @@ def test_autocast_gives_gradients_back_in_the_type_of_the_inputs(name):
         y = function(*inputs)
     ours, theirs = (y if isinstance(y, tuple) else (y,) for y in (y, plain(*inputs)))
     ours, theirs = ((*y, *torch.autograd.grad([t.float().sum() for t in y], inputs)) for y in (ours, theirs))
-    for x, y in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(x.float(), y, atol=2e-2, rtol=2e-2)
+    near(ours, theirs, 2e-2)
     assert (ours[0].dtype is torch.float16) == (name in CAST)
     assert {t.dtype for t in ours[1:]} == {torch.float32}
 
@@ -124,8 +124,7 @@ def test_views_that_overlap(name, either):
         inputs = [v.detach().requires_grad_() for v in views]
         ours = results(function, inputs)
         exact = results(plain, [v.double().requires_grad_() for v in views])
-        for x, y in zip(ours, exact, strict=True):
-            torch.testing.assert_close(x.double(), y, atol=3e-5, rtol=3e-5)
+        near(ours, exact, 3e-5)
 
 
 def negative(x):
@@ -146,8 +145,7 @@ def test_values_that_do_not_lie_in_memory(name, either):
         upstream = [make(draw(*y.shape, seed=7)) for y in ours]
         ours += torch.autograd.grad(ours, inputs, upstream)
         theirs += torch.autograd.grad(theirs, exact, [u.double() for u in upstream])
-        for x, y in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(x.double(), y, atol=3e-5, rtol=3e-5)
+        near(ours, theirs, 3e-5)
 
 
 @every

@@ -30,6 +30,7 @@ from kernels.flash_attention import (
 from kernels.flash_attention.configs import Tile
 
 from .attention_reference import attention, in_float64, log_sum_exp, with_gradients
+from .near import near, same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"  # for a CPU, inductor calls a C++ compiler: half a minute
@@ -154,8 +155,7 @@ def test_losses_of_one_result(function):
     for place, upstream in enumerate((do, do.sum(-1))):
         ours = with_gradients(lambda *x, i=place: apply(function, return_lse=True, **BOTTOM)(*x)[i], q, k, v, upstream)
         expected = in_float64(q, k, v, do * (place == 0), do.sum(-1) * (place == 1), **BOTTOM)
-        for x, y in zip(ours[1:], expected[2:], strict=True):
-            torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5)
+        near(ours[1:], expected[2:], 2e-5)
 
 
 # RELIABILITY 38: no keys, no queries, no batch
@@ -196,7 +196,7 @@ def test_bounds_of_documents_made_once(function):
     expected = with_gradients(apply(function, causal=True, document_ids=ids), q, k, v, do)
     for bounds in (document_bounds(ids), document_bounds(cu_seqlens=offsets.int())):
         found = with_gradients(apply(function, causal=True, document_ids=bounds), q, k, v, do)
-        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        same_bits(found, expected)
 
 
 def test_bounds_made_once_are_all_that_a_layer_is_given(monkeypatch):
@@ -228,7 +228,7 @@ def test_log_sum_exp_without_heads_and_under_autocast(function):
     with torch.autocast(DEVICE, torch.float16):
         o, lse = function.apply(q, k, v, False, None, None, "top-left", "ieee", None, None, None, True)
     assert o.dtype is torch.float16 and lse.dtype is torch.float32 and lse.shape == (2, 9)
-    torch.testing.assert_close(lse, log_sum_exp(q[:, None], k[:, None])[:, 0], atol=4e-3, rtol=4e-3)
+    near(lse, log_sum_exp(q[:, None], k[:, None])[:, 0], 4e-3)
 
 
 # RELIABILITY 39: large logits stay finite; nothing outside the tensors is read
@@ -238,7 +238,7 @@ def test_large_logits(function):
     q, k = q * 100, k * 100  # scores of about ±1e4
     check_finite = with_gradients(apply(function, causal=True), q, k, v, do)
     assert all(x.isfinite().all() for x in check_finite)
-    torch.testing.assert_close(check_finite[0].double(), in_float64(q, k, v, do, causal=True)[0], atol=2e-2, rtol=0)
+    near(check_finite[0], in_float64(q, k, v, do, causal=True)[0], 2e-2, 0)
 
 
 def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied():
@@ -308,8 +308,7 @@ def through_log_sum_exp(q, k, v):
 def test_compile_without_graph_break(call):
     tensors = inputs(1, 2, 1, 70, 70, 16)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for x, y in zip(with_gradients(compiled, *tensors), with_gradients(call, *tensors), strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(with_gradients(compiled, *tensors), with_gradients(call, *tensors))
 
 
 def test_autocast_casts_inside_and_returns_gradients_in_the_input_type():
@@ -320,8 +319,7 @@ def test_autocast_casts_inside_and_returns_gradients_in_the_input_type():
     assert o.dtype is torch.float16
     grads = torch.autograd.grad(o, (q, k, v), do.half())
     assert {g.dtype for g in grads} == {torch.float32}
-    for x, y in zip((o, *grads), in_float64(q, k, v, do, causal=True), strict=True):
-        torch.testing.assert_close(x.double(), y, atol=6e-3, rtol=6e-3)
+    near((o, *grads), in_float64(q, k, v, do, causal=True), 6e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -379,8 +377,7 @@ def test_compiled_backward_is_the_same_function(causal):
     torch._dynamo.reset()
     with torch.compiler.set_stance(force_backend=BACKEND):
         ours = with_gradients(lambda *x: CompiledBackward.apply(*x, causal), q, k, v, do)
-    for x, y in zip(ours, in_float64(q, k, v, do, causal=causal), strict=True):
-        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5)
+    near(ours, in_float64(q, k, v, do, causal=causal), 2e-5)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -459,4 +456,4 @@ def test_reference_itself():
     """The reference agrees with torch's own attention where both apply."""
     q, k, v, _ = inputs(1, 2, 2, 20, 20, 16)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(attention(q, k, v, causal=True), expected, atol=1e-5, rtol=1e-5)
+    near(attention(q, k, v, causal=True), expected, 1e-5)

@@ -26,6 +26,7 @@ from kernels.dropout import dropout
 from kernels.linear_cross_entropy import linear_cross_entropy
 
 from .fused import compare
+from .near import near, same_bits
 from .operations import OPERATIONS, shapes_of
 from .test_every_operation import results
 
@@ -51,13 +52,13 @@ def limit(dtype, rows=8):
 ], ids=str)
 def test_row_kernels_at_every_width(cols, dtype):
     x, w, b = gpu(8, cols, dtype=dtype), 1 + 0.1 * gpu(cols, dtype=dtype), gpu(cols, dtype=dtype, seed=1)
-    near = limit(dtype)
-    compare(rmsnorm.rms_norm, reference.rms_norm, x, w, tolerance=near)
-    compare(layernorm.layer_norm, reference.layer_norm, x, w, b, tolerance=near)
-    compare(softmax.softmax, reference.softmax, x, tolerance=near)
+    tolerance = limit(dtype)
+    compare(rmsnorm.rms_norm, reference.rms_norm, x, w, tolerance=tolerance)
+    compare(layernorm.layer_norm, reference.layer_norm, x, w, b, tolerance=tolerance)
+    compare(softmax.softmax, reference.softmax, x, tolerance=tolerance)
     compare(lambda *t: rmsnorm.add_rms_norm(*t, 1e-5, "silu"), lambda *t: reference.add_rms_norm(*t, 1e-5, "silu"), x,
-            gpu(8, cols, dtype=dtype, seed=2), w, tolerance=2 * near)
-    compare(weighted_sum.weighted_sum, reference.weighted_sum, x, w, tolerance=near * max(1, cols / 100) ** 0.5)
+            gpu(8, cols, dtype=dtype, seed=2), w, tolerance=2 * tolerance)
+    compare(weighted_sum.weighted_sum, reference.weighted_sum, x, w, tolerance=tolerance * max(1, cols / 100) ** 0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -91,7 +92,7 @@ def test_gradients_repeat_bit_for_bit():
     first = torch.autograd.grad(rmsnorm.rms_norm(x, w).sum(), (x, w))
     for _ in range(10):
         again = torch.autograd.grad(rmsnorm.rms_norm(x, w).sum(), (x, w))
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        same_bits(first, again)
 
 
 # RELIABILITY 42
@@ -114,19 +115,19 @@ def test_rows_of_more_than_sixteen_million_elements():
     x = storage.as_strided((3, cols), (2**31, 1))
     x.copy_(gpu(3, cols, dtype=torch.float16))
     w, t = 1 + 0.1 * gpu(cols, dtype=torch.float16), torch.tensor([0, cols - 1, 7], device="cuda")
-    near = {"atol": 1e-2, "rtol": 1e-2}
+    tolerance = {"atol": 1e-2, "rtol": 1e-2}
     for function in (lambda x: rmsnorm.rms_norm(x, w), lambda x: layernorm.layer_norm(x, w, w), softmax.softmax,
                      lambda x: swiglu.swiglu(x, x), lambda x: elementwise.gelu(x),
                      lambda x: rmsnorm.add_rms_norm(x, x, w)[0], lambda x: weighted_sum.weighted_sum(x, w)[:, None],
                      lambda x: cross_entropy.cross_entropy(x, t, reduction="none")[:, None]):
         leaves = x.detach().requires_grad_(), x.clone().requires_grad_()
         apart, close = (function(leaf) for leaf in leaves)
-        torch.testing.assert_close(apart, close, **near)
+        torch.testing.assert_close(apart, close, **tolerance)
         ones = torch.ones((), device="cuda", dtype=apart.dtype).expand_as(apart)
         grads = [torch.autograd.grad(y, leaf, ones)[0] for y, leaf in zip((apart, close), leaves, strict=True)]
-        torch.testing.assert_close(*grads, **near)
+        torch.testing.assert_close(*grads, **tolerance)
     exact = F.rms_norm(x[2].double(), (cols,), w.double(), 1e-5)
-    torch.testing.assert_close(rmsnorm.rms_norm(x, w)[2].double(), exact, **near)
+    torch.testing.assert_close(rmsnorm.rms_norm(x, w)[2].double(), exact, **tolerance)
 
 
 @pytest.mark.parametrize("sizes", [(128, 128, 128), (1000, 72, 136), (4096, 4096, 4096), (513, 1024, 257), (7, 9, 11)],
@@ -140,7 +141,7 @@ def test_matmul(sizes, dtype):
     for left, right in ((a, b), (a.T.contiguous().T, b), (a, b.T.contiguous().T)):
         ours = matmul.matmul(left, right, bias, epilogue=epilogue).double()
         exact = reference.matmul(a.double(), b.double(), bias.double(), epilogue)
-        torch.testing.assert_close(ours, exact, atol=limit(dtype), rtol=limit(dtype))
+        near(ours, exact, limit(dtype))
 
 
 @pytest.mark.parametrize("size", [256, 2048])
@@ -240,7 +241,7 @@ def test_linear_cross_entropy_saves_the_logits():
     loss.backward()
     assert torch.cuda.max_memory_allocated() - before < 0.7 * n * v * 2  # the logits alone are n·v·2 bytes
     exact = F.cross_entropy(x.detach().double() @ w.detach().double().T, t)
-    torch.testing.assert_close(loss.double(), exact, atol=1e-2, rtol=1e-2)
+    near(loss, exact, 1e-2)
 
 
 def test_rope_and_dropout_in_bf16():
@@ -263,9 +264,9 @@ def test_adamw_over_a_thousand_parameters(dtype):
         q.grad = torch.ones_like(q)
     mine.step()
     torchs.step()
-    near = 1e-6 if dtype is torch.float32 else limit(dtype)
+    tolerance = 1e-6 if dtype is torch.float32 else limit(dtype)
     for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p.detach().float(), q.detach(), atol=near, rtol=near)
+        near(p.detach().float(), q.detach(), tolerance)
 
 
 def test_adamw_in_fp32_has_the_digits_of_a_beta_close_to_one():
@@ -277,7 +278,7 @@ def test_adamw_in_fp32_has_the_digits_of_a_beta_close_to_one():
         moment = 0.99999 * moment + (1 - 0.99999) * parameter.grad.double().square()
         optimizer.step()
     mine = optimizer.state[parameter]["exp_avg_sq"].double()
-    torch.testing.assert_close(mine, moment, atol=0, rtol=1e-5)
+    near(mine, moment, 0, 1e-5)
 
 
 def test_adamw_is_refused_in_a_cuda_graph():
@@ -314,7 +315,7 @@ def test_compiled_by_inductor_under_autocast():
 
     with torch.autocast("cuda", torch.bfloat16):
         ours, plain = torch.compile(f, fullgraph=True)(x, w), f(x, w)
-    torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-1)
+    near(ours, plain, 1e-1, 1e-2)
     ours.backward()
     assert x.grad.isfinite().all() and w.grad.dtype is torch.float32
 
@@ -357,4 +358,4 @@ def test_tensors_on_another_device():
     x, w = gpu(8, 64).to("cuda:1"), gpu(64).to("cuda:1")
     torch.testing.assert_close(rmsnorm.rms_norm(x, w), F.rms_norm(x, (64,), w, 1e-5))
     a = gpu(256, 256, dtype=torch.bfloat16).to("cuda:1")
-    torch.testing.assert_close(matmul.matmul(a, a), a @ a, atol=1.0, rtol=2e-2)  # by descriptors
+    near(matmul.matmul(a, a), a @ a, 1.0, 2e-2)  # by descriptors

@@ -21,6 +21,7 @@ from kernels.flash_attention.options import Problem, is_deterministic
 
 from . import compiled
 from .attention_reference import attention, in_float64, rms, with_gradients
+from .near import near, same_bits
 from .test_flash_attention_gpu import check_beside_eager, check_beside_sdpa, inputs
 
 CAUSAL = Problem((None, 0), 0.125)
@@ -354,7 +355,7 @@ def test_a_hundred_repeats(everything, head_dim):
             same = [torch.equal(x, y) for x, y in zip(first, again, strict=True)]
             same[1] |= not deterministic
             assert all(same)
-            torch.testing.assert_close(again[1], first[1], atol=1e-2, rtol=1.6e-2)
+            near(again[1], first[1], 1e-2, 1.6e-2)
 
 
 NEIGHBOUR = """
@@ -393,7 +394,7 @@ def test_the_global_switch_is_deterministic(everything):
         first, again = (with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    same_bits(first, again)
 
 
 @pytest.mark.gpu
@@ -410,8 +411,7 @@ def test_two_streams_at_once(everything):
     torch.cuda.synchronize()
     for found, wanted in zip(results, expected, strict=True):
         for result in found:
-            for x, y in zip(result, wanted, strict=True):
-                torch.testing.assert_close(x, y, atol=1e-2, rtol=1.6e-2)
+            near(result, wanted, 1e-2, 1.6e-2)
 
 
 @pytest.mark.gpu
@@ -426,8 +426,7 @@ def test_cuda_graph_capture(everything, head_dim):
         grads = torch.autograd.grad(o, (q, k, v), tensors[3])
     for _ in range(2):
         graph.replay()
-        for x, y in zip((o, *grads), expected, strict=True):
-            torch.testing.assert_close(x, y, atol=1e-2, rtol=1.6e-2)
+        near((o, *grads), expected, 1e-2, 1.6e-2)
 
 
 @pytest.mark.gpu
@@ -435,8 +434,7 @@ def test_torch_compile(everything):
     tensors = inputs(2, 4, 2, 300, 300, 128, torch.bfloat16)
     call = lambda *x: flash_attention(*x, causal=True)  # noqa: E731
     expected = with_gradients(call, *tensors)
-    for x, y in zip(with_gradients(torch.compile(call, fullgraph=True), *tensors), expected, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-2, rtol=1.6e-2)
+    near(with_gradients(torch.compile(call, fullgraph=True), *tensors), expected, 1e-2, 1.6e-2)
 
 
 @pytest.mark.gpu

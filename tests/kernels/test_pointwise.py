@@ -14,6 +14,7 @@ from kernels.rope import rope
 from kernels.swiglu import swiglu
 
 from .fused import DEVICE, compare, draw
+from .near import near
 from .operations import tables
 
 
@@ -117,7 +118,7 @@ def test_adamw_equals_torchs(dtype, either):
         for p, q in zip(ours, theirs, strict=True):
             # fp32: a few operations of 6e-8 each. fp16: parameters rounded to 11 bits; both go on from there.
             limit = 3e-7 if dtype is torch.float32 else 2e-3
-            torch.testing.assert_close(p.detach().float(), q.detach(), atol=limit, rtol=limit)
+            near(p.detach().float(), q.detach(), limit)
             q.data.copy_(p.detach())
         assert torch.equal(before[4], ours[4])
 
@@ -139,7 +140,7 @@ def test_adamw_averages_over_a_hundred_thousand_steps(monkeypatch, either):
     p.grad = draw(2000, seed=1)
     optimizer.step()
     v = optimizer.state[p]["exp_avg_sq"]
-    torch.testing.assert_close(v.double(), p.grad.double() ** 2 * (1 - 0.99999), atol=0, rtol=1e-6)
+    near(v, p.grad.double() ** 2 * (1 - 0.99999), 0, 1e-6)
     p.grad.zero_()
     before = v.double()
     for _ in range(20):
@@ -168,7 +169,7 @@ def test_adamw_steps_by_negatives_that_do_not_lie_in_memory(of_gradient, either)
     p.grad, theirs.grad = away if of_gradient else x.clone(), x.clone()
     AdamW([p], lr=1e-2).step()
     torch.optim.AdamW([theirs], lr=1e-2).step()
-    torch.testing.assert_close(p.detach(), theirs.detach(), atol=1e-6, rtol=1e-6)
+    near(p.detach(), theirs.detach(), 1e-6)
 
 
 def test_adamw_stays_where_an_average_of_squares_has_overflowed(either):

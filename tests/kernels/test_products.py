@@ -14,6 +14,7 @@ from kernels.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from kernels.matmul import matmul
 
 from .fused import DEVICE, compare, draw
+from .near import near
 
 EXACT = {"precision": "ieee"}  # without effect in the interpreter; on a GPU fp32 is then fp32
 
@@ -73,10 +74,10 @@ def test_tiled_and_persistent_kernels():
             exact = reference.matmul(a.double(), b.double(), bias.double(), "gelu")
             y = torch.full((72, 88), float("nan"), dtype=torch.float16, device=DEVICE)
             assert matmul_module.launch_persistent(a, b, bias, y, "gelu")
-            torch.testing.assert_close(y.double(), exact, atol=2e-2, rtol=2e-3)  # rounded once to 11 bits, up to 30
+            near(y, exact, 2e-2, 2e-3)  # rounded once to 11 bits, up to 30
             y.fill_(float("nan"))
             matmul_module.launch_pointers(a, b, bias, y, "gelu", "ieee", matmul_module.tiled_kernel)
-            torch.testing.assert_close(y.double(), exact, atol=2e-2, rtol=2e-3)
+            near(y, exact, 2e-2, 2e-3)
     odd = draw(7, 9, dtype=torch.float16)
     assert not matmul_module.launch_persistent(odd, odd.T, None, draw(7, 7, dtype=torch.float16), None)
 
@@ -186,7 +187,7 @@ def test_a_loss_can_be_changed_in_place(call, either):
     loss /= 2
     grad, = torch.autograd.grad(loss.sum(), z)
     expected, = torch.autograd.grad(call(z, t).sum() / 2, z)
-    torch.testing.assert_close(grad, expected, atol=1e-7, rtol=1e-6)
+    near(grad, expected, 1e-7, 1e-6)
 
 
 def test_backward_twice_gives_twice_the_same(either):
@@ -196,7 +197,7 @@ def test_backward_twice_gives_twice_the_same(either):
     kept = first.clone()
     first.zero_()
     second, = torch.autograd.grad(loss, z, torch.tensor(3.0, device=DEVICE))
-    torch.testing.assert_close(kept, second, atol=1e-7, rtol=1e-6)
+    near(kept, second, 1e-7, 1e-6)
     assert kept.any()
 
 
@@ -209,7 +210,7 @@ def test_the_gradient_in_place_of_the_logits(options, either):
     grad, dx = torch.autograd.grad(loss, (z, x), upstream, retain_graph=True)
     assert grad.data_ptr() == z.data_ptr() and not grad.requires_grad
     expected, = torch.autograd.grad(cross_entropy(2 * x, t, **options), x, upstream)
-    torch.testing.assert_close((2 * grad, dx), (expected, expected), atol=1e-6, rtol=1e-6)
+    near((2 * grad, dx), (expected, expected), 1e-6)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.sum().backward()
 
@@ -225,7 +226,7 @@ def test_logits_that_somebody_else_needs_are_not_overwritten(either):
     assert not cross_entropy(x.detach(), t, inplace_backward=True).requires_grad
     compiled = torch.compile(lambda x: cross_entropy(2 * x, t, inplace_backward=True), backend="aot_eager")
     ours, theirs = (torch.autograd.grad(f(x), x)[0] for f in (compiled, lambda x: F.cross_entropy(2 * x, t)))
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+    near(ours, theirs, 1e-6)
 
 
 def test_linear_cross_entropy_goes_backward_once():
@@ -247,8 +248,8 @@ def test_loss_and_gradient_in_one_launch_and_in_place(smoothing, either):
         with forced(cross_entropy=Launch(32, warps=1)):
             loss, dz = loss_and_gradient(z, t, scale, label_smoothing=smoothing, out=out)
         assert out is None or dz is z
-        torch.testing.assert_close((loss.sum() * scale).double(), exact.detach(), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(dz.double(), expected, atol=1e-6, rtol=1e-5)
+        near((loss.sum() * scale).double(), exact.detach(), 1e-5)
+        near(dz, expected, 1e-6, 1e-5)
 
 
 def test_ignored_rows_have_no_gradient_whatever_they_hold():
@@ -294,7 +295,7 @@ def test_an_fp32_weight_under_autocast_gets_the_sum_unrounded(chunk_bytes, eithe
     dz, = torch.autograd.grad(F.cross_entropy(logits.requires_grad_(), t), logits)
     expected = dz.half().double().T @ x.half().double()
     assert dw.dtype == torch.float32
-    torch.testing.assert_close(dw.double(), expected, atol=2e-4, rtol=1e-3)
+    near(dw, expected, 2e-4, 1e-3)
     assert not torch.equal(dw, dw.half().float())
 
 

@@ -12,6 +12,7 @@ from kernels.rmsnorm import RMSNorm, RMSNormPyTorch, add_rms_norm, rms_norm
 from kernels.weighted_sum import weighted_sum
 
 from .fused import DEVICE, compare, draw
+from .near import near
 
 
 def norm_inputs(shape, dtype=torch.float32):
@@ -52,7 +53,7 @@ def test_the_gradient_of_layer_norms_bias_has_its_own_dtype(long, request, eithe
 def test_the_last_piece_counts_what_it_has(in_pieces):
     x = draw(2, 33) + 100  # one column in the second piece, far from zero
     y = layernorm.layer_norm(x, torch.ones(33, device=DEVICE))
-    torch.testing.assert_close(y, F.layer_norm(x, (33,)), atol=1e-3, rtol=1e-3)  # values of 100 carry 1e-5 in fp32
+    near(y, F.layer_norm(x, (33,)), 1e-3)  # values of 100 carry 1e-5 in fp32
 
 
 # Regression: columns beyond the first block silently dropped
@@ -70,7 +71,7 @@ def test_variance_does_not_cancel():
     x = draw(2, 512) * 0.01 + 1000  # mean(x²) − mean(x)² is pure rounding here
     y = layernorm.layer_norm(x, torch.ones(512, device=DEVICE), None, 1e-12)
     exact = F.layer_norm(x.double(), (512,), eps=1e-12)
-    torch.testing.assert_close(y.double(), exact, atol=2e-2, rtol=2e-2)  # the mean itself is rounded by 3e-5 of 0.01
+    near(y, exact, 2e-2)  # the mean itself is rounded by 3e-5 of 0.01
 
 
 @pytest.mark.parametrize("function", [
@@ -114,15 +115,13 @@ def test_forms_of_a_launch_agree():
             y = rms_norm(leaf, weight)
             results.append((y, *torch.autograd.grad(y, (leaf, weight), upstream), softmax.softmax(x)))
     for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            torch.testing.assert_close(a, b, atol=2e-6, rtol=2e-6)  # sums of 50 terms in another order
+        near(results[0], other, 2e-6)  # sums of 50 terms in another order
 
 
 @pytest.mark.parametrize("count", [1, 64, 130])
 def test_second_stage_sums_every_share(count):
     parts = draw(2, count, 33)
-    for out, exact in zip(sum_columns(parts, torch.float32, torch.float32), parts.sum(1), strict=True):
-        torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-5)
+    near(sum_columns(parts, torch.float32, torch.float32), [*parts.sum(1)], 1e-5)
     half, full = sum_columns(parts, torch.float16, torch.float32)
     assert torch.equal(half, sum_columns(parts[:1], torch.float16)[0]) and full.dtype == torch.float32
 
