@@ -42,45 +42,38 @@ def served(q, k=None, problem=CAUSAL, direction="backward"):
     return hopper.serves(direction, q, k, k, problem, q)
 
 
-@pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
-def test_what_the_hopper_kernels_take(on_hopper):
-    q = tensor(2, 32, 4096, 128)
-    assert served(q)
-    assert served(q, problem=Problem((None, None), 0.125))
-    assert served(q, tensor(2, 8, 1111, 128), Problem((None, 1111 - 4096), 0.125))
-    assert served(tensor(2, 4096, 32, 128, dtype=torch.float16).transpose(1, 2))
-    assert served(tensor(2, 4096, 3, 32, 128)[:, :, 1].transpose(1, 2))  # of a fused projection
-    assert served(q, direction="forward")
-    assert served(tensor(2, 32, 4096, 80)) and served(tensor(2, 32, 4096, 96), direction="forward")
-    assert served(tensor(1, 16, 4096, 64), direction="forward")
-    assert served(tensor(1, 8, 4096, 64)) and not served(tensor(1, 8, 4096, 64), direction="forward")
+LONG = tensor(2, 32, 4096, 128)
+TAKEN = {  # q, and what differs from a causal backward of as many keys
+    "causal": (LONG, {}),
+    "not causal": (LONG, {"problem": Problem((None, None), 0.125)}),
+    "grouped": (LONG, {"k": tensor(2, 8, 1111, 128), "problem": Problem((None, 1111 - 4096), 0.125)}),
+    "transposed": (tensor(2, 4096, 32, 128, dtype=torch.float16).transpose(1, 2), {}),
+    "of a fused projection": (tensor(2, 4096, 3, 32, 128)[:, :, 1].transpose(1, 2), {}),
+    "forward": (LONG, {"direction": "forward"}),
+    "head dim 80": (tensor(2, 32, 4096, 80), {}),
+    "forward of 96": (tensor(2, 32, 4096, 96), {"direction": "forward"}),
+    "forward of 64": (tensor(1, 16, 4096, 64), {"direction": "forward"}),
+    "head dim 64": (tensor(1, 8, 4096, 64), {}),
+}
+LEFT = {
+    "short forward of 64": (tensor(1, 8, 4096, 64), {"direction": "forward"}),
+    "window": (LONG, {"problem": Problem((5, 0), 0.125)}),
+    "documents": (LONG, {"problem": Problem((None, 0), 0.125, bounds=tensor(2, 2, 4096))}),
+    "softcap": (LONG, {"problem": Problem((None, 0), 0.125, softcap=30.0)}),
+    "fp32": (tensor(2, 32, 4096, 128, dtype=torch.float32), {}),
+    "head dim 72": (tensor(2, 32, 4096, 72), {}),
+    "head dim 256": (tensor(2, 32, 4096, 256), {}),
+    "too few rows for a GPU": (tensor(1, 1, 8192, 128), {}),
+    "expanded": (tensor(2, 1, 4096, 128).expand(2, 32, 4096, 128), {}),
+    "rows 264 bytes apart": (tensor(2, 32, 4096, 132)[..., :128], {}),
+    "more rows than coordinates count": (tensor(2**17, 8, 2**11, 64), {}),
+}
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [Problem((5, 0), 0.125), Problem((None, 0), 0.125, bounds=tensor(2, 2, 4096)),
-     Problem((None, 0), 0.125, softcap=30.0)],
-    ids=["window", "documents", "softcap"],
-)
-def test_scores_that_the_hopper_kernels_leave_to_triton(on_hopper, problem):
-    assert not served(tensor(2, 32, 4096, 128), problem=problem)
-
-
-@pytest.mark.parametrize(
-    "q",
-    [
-        tensor(2, 32, 4096, 128, dtype=torch.float32),
-        tensor(2, 32, 4096, 72),
-        tensor(2, 32, 4096, 256),
-        tensor(1, 1, 8192, 128),  # too few rows for a GPU
-        tensor(2, 1, 4096, 128).expand(2, 32, 4096, 128),
-        tensor(2, 32, 4096, 132)[..., :128],  # rows 264 bytes apart
-        tensor(2**17, 8, 2**11, 64),  # more rows than coordinates count
-    ],
-    ids=["fp32", "head dim 72", "head dim 256", "short", "expanded", "unaligned strides", "too many rows"],
-)
-def test_tensors_that_the_hopper_kernels_leave_to_triton(on_hopper, q):
-    assert not served(q)
+@pytest.mark.parametrize("name", TAKEN | LEFT)
+def test_what_the_hopper_kernels_take_and_leave_to_triton(on_hopper, name):
+    q, others = (TAKEN | LEFT)[name]
+    assert served(q, **others) == (name in TAKEN and hopper.installed())
 
 
 def test_a_tensor_at_an_unaligned_address_is_left_to_triton(on_hopper):
