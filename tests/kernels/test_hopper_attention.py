@@ -22,7 +22,13 @@ from kernels.flash_attention.options import Problem, is_deterministic
 from . import compiled
 from .attention_reference import attention, in_float64, rms, with_gradients
 from .near import near, same_bits
-from .test_flash_attention_gpu import check_beside_eager, check_beside_sdpa, inputs
+from .test_flash_attention_gpu import (
+    called_and_replayed,
+    causal_results,
+    check_beside_eager,
+    check_beside_sdpa,
+    inputs,
+)
 
 CAUSAL = Problem((None, 0), 0.125)
 HEAD_DIMS = (64, 80, 96, 128)
@@ -295,8 +301,8 @@ def test_strided_inputs(everything, head_dim):
     fused = torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2)
     views = [fused[:, :, i].transpose(1, 2) for i in range(3)]
     turned = do.transpose(1, 2).contiguous().transpose(1, 2)
-    packed = with_gradients(lambda *x: flash_attention(*x, causal=True), q, k, v, do)
-    strided = with_gradients(lambda *x: flash_attention(*x, causal=True), *views, turned)
+    packed = causal_results(q, k, v, do)
+    strided = causal_results(*views, turned)
     assert [torch.equal(x, y) for x, y in zip(packed, strided, strict=True) if x is not packed[1]] == [True] * 3
     exact = in_float64(q, k, v, do, causal=True)
     for x, y in zip(strided, exact, strict=True):
@@ -322,7 +328,7 @@ def test_the_gradient_of_the_log_sum_exp(everything, head_dim):
 def test_large_inputs_and_those_that_are_not_finite(everything, head_dim):
     """As SDPA: a NaN in a query reaches its row only; one in a key or value every row that sees it."""
     q, k, v, do = inputs(1, 2, 2, 300, 300, head_dim, torch.bfloat16)
-    results = with_gradients(lambda *x: flash_attention(*x, causal=True), q * 30, k * 30, v, do)
+    results = causal_results(q * 30, k * 30, v, do)
     assert all(x.isfinite().all() for x in results)
     for position in range(3):
         for value in (float("nan"), float("inf")):
@@ -363,13 +369,13 @@ while True:
 def test_a_gpu_that_another_process_uses_too(everything):
     """The GPU stops a kernel anywhere to let the other process on, and writes its barriers back when it goes on."""
     tensors = inputs(2, 4, 2, 1000, 1000, 128, torch.bfloat16)
-    first = with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors)
+    first = causal_results(*tensors)
     neighbours = [subprocess.Popen([sys.executable, "-c", NEIGHBOUR], stdout=subprocess.PIPE) for _ in range(3)]
     try:
         for neighbour in neighbours:
             neighbour.stdout.readline()
         for _ in range(100):
-            several = [with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors) for _ in range(50)]
+            several = [causal_results(*tensors) for _ in range(50)]
             for name, *found in zip(["o", "dq", "dk", "dv"], first, *several, strict=True):
                 same = [torch.isclose(x, found[0], atol=1e-2, rtol=1.6e-2).all() for x in found]
                 assert torch.stack(same).all(), name
@@ -384,7 +390,7 @@ def test_the_global_switch_is_deterministic(everything):
     tensors = inputs(4, 4, 4, 2048, 2048, 128, torch.bfloat16)
     torch.use_deterministic_algorithms(True)
     try:
-        first, again = (with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors) for _ in range(2))
+        first, again = (causal_results(*tensors) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     same_bits(first, again)
@@ -393,14 +399,14 @@ def test_the_global_switch_is_deterministic(everything):
 @pytest.mark.gpu
 def test_two_streams_at_once(everything):
     calls = [inputs(1, 8, 8, 2048, 2048, d, torch.bfloat16, d) for d in (64, 128)]
-    expected = [with_gradients(lambda *x: flash_attention(*x, causal=True), *c) for c in calls]
+    expected = [causal_results(*c) for c in calls]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     results = [[], []]
     for _ in range(20):
         for i, (stream, call) in enumerate(zip(streams, calls, strict=True)):
             with torch.cuda.stream(stream):
-                results[i].append(with_gradients(lambda *x: flash_attention(*x, causal=True), *call))
+                results[i].append(causal_results(*call))
     torch.cuda.synchronize()
     for found, wanted in zip(results, expected, strict=True):
         for result in found:
@@ -410,16 +416,7 @@ def test_two_streams_at_once(everything):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_cuda_graph_capture(everything, head_dim):
-    tensors = inputs(1, 2, 1, 257, 300, head_dim, torch.bfloat16)
-    q, k, v = (x.requires_grad_() for x in tensors[:3])
-    expected = with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = flash_attention(q, k, v, causal=True)
-        grads = torch.autograd.grad(o, (q, k, v), tensors[3])
-    for _ in range(2):
-        graph.replay()
-        near((o, *grads), expected, 1e-2, 1.6e-2)
+    near(*called_and_replayed(inputs(1, 2, 1, 257, 300, head_dim, torch.bfloat16)), 1e-2, 1.6e-2)
 
 
 @pytest.mark.gpu
@@ -434,12 +431,12 @@ def test_torch_compile(everything):
 def test_programs_are_recorded(everything):
     """Descriptors of Gluon's are filled with the addresses of each call."""
     tensors = inputs(2, 4, 2, 300, 300, 128, torch.bfloat16)
-    first = with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors)
+    first = causal_results(*tensors)
     recorded = [x for x in _dispatch.programs() if x.startswith("# flash_attention")]
     assert len(recorded) == 2
     assert all("[t0.data_ptr()]" in x for x in recorded)
     for scale in (1.0, -1.0):  # other addresses, other values
         q, k, v, do = (x.clone() for x in tensors)
-        o, _, _, dv = with_gradients(lambda *x: flash_attention(*x, causal=True), q, k, v * scale, do)
+        o, _, _, dv = causal_results(q, k, v * scale, do)
         assert torch.equal(o, first[0] * scale)
         torch.testing.assert_close(dv, first[3])
