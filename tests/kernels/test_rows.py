@@ -5,10 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
 
-from kernels import _long_rows, layernorm, reference, rmsnorm, softmax
+from kernels import _long_rows, layernorm, reference, rmsnorm
+from kernels import softmax as softmax_module
 from kernels._reduce import sum_columns
 from kernels._rows import Launch, forced
+from kernels.layernorm import layer_norm
 from kernels.rmsnorm import RMSNorm, RMSNormPyTorch, add_rms_norm, rms_norm
+from kernels.softmax import softmax
 from kernels.weighted_sum import weighted_sum
 
 from .fused import DEVICE, compare, draw
@@ -43,7 +46,7 @@ def test_the_gradient_of_layer_norms_bias_has_its_own_dtype(long, request, eithe
         request.getfixturevalue("in_pieces")
     x, w = draw(50, 6), torch.ones(6, device=DEVICE, dtype=torch.float16).requires_grad_()
     bias = torch.zeros(6, device=DEVICE, requires_grad=True)
-    y = layernorm.layer_norm(x, w, bias)
+    y = layer_norm(x, w, bias)
     dw, db = torch.autograd.grad(y, (w, bias), torch.full_like(y, 2560.0))
     assert (dw.dtype, db.dtype) == (torch.float16, torch.float32)
     assert torch.equal(db, torch.full_like(bias, 128_000.0))
@@ -55,22 +58,22 @@ def test_no_column_is_dropped():
     weights[-1] = 1.0
     x = draw(2, 4097)
     assert torch.equal(weighted_sum(x, weights), x[:, -1])
-    assert softmax.softmax(torch.where(weights == 1, 50.0, x))[:, -1].min() > 0.99
+    assert softmax(torch.where(weights == 1, 50.0, x))[:, -1].min() > 0.99
     y = rms_norm(x, torch.ones_like(weights))
     assert torch.all(y[:, -1] != 0)
 
 
 def test_variance_does_not_cancel():
     x = draw(2, 512) * 0.01 + 1000  # mean(x²) − mean(x)² is pure rounding here
-    y = layernorm.layer_norm(x, torch.ones(512, device=DEVICE), None, 1e-12)
+    y = layer_norm(x, torch.ones(512, device=DEVICE), None, 1e-12)
     exact = F.layer_norm(x.double(), (512,), eps=1e-12)
     near(y, exact, 2e-2)  # the mean itself is rounded by 3e-5 of 0.01
 
 
 @pytest.mark.parametrize("function", [
     lambda x: rms_norm(x, torch.ones(64, device=DEVICE)),
-    lambda x: layernorm.layer_norm(x, torch.ones(64, device=DEVICE)),
-    softmax.softmax,
+    lambda x: layer_norm(x, torch.ones(64, device=DEVICE)),
+    softmax,
 ], ids=["rms", "layer", "softmax"])
 def test_huge_values_stay_finite(function):
     x = draw(4, 64) * 1e4
@@ -84,7 +87,7 @@ def test_softmax_of_infinities(long, request):
     x = draw(3, 80)
     x[0, :70] = float("-inf")
     x[1] = float("-inf")
-    ours, theirs = softmax.softmax(x), torch.softmax(x, -1)
+    ours, theirs = softmax(x), torch.softmax(x, -1)
     torch.testing.assert_close(ours, theirs, equal_nan=True)
     assert ours[1].isnan().all() and (ours[0, :70] == 0).all()
 
@@ -97,7 +100,7 @@ def test_forms_of_a_launch_agree():
         with forced(rmsnorm=launch, rmsnorm_backward=launch, softmax=launch):
             leaf, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
             y = rms_norm(leaf, weight)
-            results.append((y, *torch.autograd.grad(y, (leaf, weight), upstream), softmax.softmax(x)))
+            results.append((y, *torch.autograd.grad(y, (leaf, weight), upstream), softmax(x)))
     for other in results[1:]:
         near(results[0], other, 2e-6)  # sums of 50 terms in another order
 
@@ -111,8 +114,8 @@ def test_second_stage_sums_every_share(count):
 
 
 def test_softmax_backward_that_reads_one_tensor_twice(monkeypatch):
-    monkeypatch.setattr(softmax, "ONE_TILE_BACKWARD", 4)
-    compare(softmax.softmax, reference.softmax, draw(3, 50))
+    monkeypatch.setattr(softmax_module, "ONE_TILE_BACKWARD", 4)
+    compare(softmax, reference.softmax, draw(3, 50))
 
 
 def test_course_functions():
@@ -151,16 +154,16 @@ def test_mixed_types_of_residual_and_branch():
     (lambda x, w: rms_norm(3.0, w), TypeError, "x must be a torch.Tensor"),
     (lambda x, w: add_rms_norm(x, x[:1], w), ValueError, "residual has shape"),
     (lambda x, w: add_rms_norm(x, x, w, 1e-5, "gelu"), ValueError, "activation is 'gelu'"),
-    (lambda x, w: layernorm.layer_norm(x, w, w[:2]), ValueError, "bias has shape"),
-    (lambda x, w: softmax.softmax(x[0, 0]), ValueError, "at least 1 dimension"),
+    (lambda x, w: layer_norm(x, w, w[:2]), ValueError, "bias has shape"),
+    (lambda x, w: softmax(x[0, 0]), ValueError, "at least 1 dimension"),
     (lambda x, w: weighted_sum(x.long(), w), ValueError, "x has dtype"),
     (lambda x, w: rms_norm(x, w.to("meta")), ValueError, "weight is on meta"),
     (lambda x, w: RMSNormPyTorch.apply(x), TypeError, "weight"),
     (lambda x, w: RMSNormPyTorch.apply(x, None), TypeError, "weight must be a torch.Tensor"),
     (lambda x, w: RMSNormPyTorch.apply(x, w[:3]), ValueError, r"weight has shape \(3,\)"),
     (lambda x, w: RMSNormPyTorch.apply(x, w.long()), ValueError, "weight has dtype"),
-    (lambda x, w: layernorm.layer_norm(x, w, w.long()), ValueError, "bias has dtype"),
-    (lambda x, w: layernorm.layer_norm(x, w, w.to("meta")), ValueError, "bias is on meta"),
+    (lambda x, w: layer_norm(x, w, w.long()), ValueError, "bias has dtype"),
+    (lambda x, w: layer_norm(x, w, w.to("meta")), ValueError, "bias is on meta"),
 ])  # RELIABILITY 44
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
@@ -172,7 +175,7 @@ def test_costs_count_each_tensor_once():
     tensor = 8192 * 4096 * 2
     assert rmsnorm.cost(shape, dtype).bytes == 2 * tensor + 4096 * 2 + 8192 * 4
     assert rmsnorm.cost(shape, dtype, residual=True).bytes - rmsnorm.cost(shape, dtype).bytes == 2 * tensor
-    assert softmax.cost(shape, dtype, backward=True).bytes == 3 * tensor
+    assert softmax_module.cost(shape, dtype, backward=True).bytes == 3 * tensor
     assert layernorm.cost(shape, dtype).intensity < 2
 
 
