@@ -49,16 +49,21 @@ def log_sum_exp(q, k, *, scale=None, softcap=None, **options):
     return scores_of(q, k, scale, softcap).masked_fill(~seen, float("-inf")).logsumexp(-1)
 
 
-def with_gradients(fn, q, k, v, do):
-    """(o, dq, dk, dv) of `fn(q, k, v)` for the output gradient do."""
+def with_gradients(fn, q, k, v, *upstream):
+    """(o, dq, dk, dv) of `fn(q, k, v)` for the gradient of o; (o, lse, dq, dk, dv) for that of both its results."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    o = fn(q, k, v)
-    return o.detach(), *torch.autograd.grad(o, (q, k, v), do)
+    found = fn(q, k, v) if len(upstream) > 1 else [fn(q, k, v)]
+    return *(x.detach() for x in found), *torch.autograd.grad(found, (q, k, v), upstream)
 
 
-def in_float64(q, k, v, do, **options):
-    """The reference's (o, dq, dk, dv) in float64."""
-    return with_gradients(lambda *x: attention(*x, **options), *(x.double() for x in (q, k, v, do)))
+def in_float64(*tensors, **options):
+    """What `with_gradients` of the reference gives for these tensors in float64."""
+
+    def exact(q, k, v):
+        o = attention(q, k, v, **options)
+        return (o, log_sum_exp(q, k, **options)) if len(tensors) > 4 else o
+
+    return with_gradients(exact, *(x.double() for x in tensors))
 
 
 def rms(x):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels import _triton
+from kernels import _dispatch, _triton, layernorm, rmsnorm, softmax
+from kernels._rows import Launch, forced
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # fp32: sums of some thousand terms of order 1 in another order, each rounded to 6e-8 of its size, and gradients of
@@ -19,10 +20,29 @@ def draw(*shape, dtype=torch.float32, seed=0, device=DEVICE):
 
 @pytest.fixture(params=[True, False], ids=["triton", "plain"])
 def either(request, monkeypatch):
-    """Run a test with the kernels and with the plain-torch path of machines that have no Triton."""
+    """Run a test with the kernels and with the plain-torch path of machines that have no Triton.
+
+    Without programs, which would launch what an earlier test has recorded of such a call.
+    """
+    _dispatch.forget()
     if not request.param:
         monkeypatch.setattr(_triton, "runs_triton", lambda tensor: False)
-    return request.param
+    yield request.param
+    _dispatch.forget()
+
+
+@pytest.fixture
+def in_pieces(monkeypatch):
+    """Every row is too long for one tile, pieces have 32 columns, and tiles of element-wise kernels 16 elements."""
+    for module in (rmsnorm, layernorm, softmax):
+        monkeypatch.setattr(module, "ONE_TILE", 4)
+        monkeypatch.setattr(module, "ONE_TILE_BACKWARD", 4)
+    monkeypatch.setattr(softmax, "HALF_TILE_BACKWARD", 4)
+    long = ("long_forward", "long_products", "long_strips", "softmax_long", "softmax_long_backward", "cross_entropy",
+            "cross_entropy_gradient", "cross_entropy_both")
+    short = ("add", "gelu", "gelu_backward", "swiglu", "swiglu_backward")
+    with forced(**dict.fromkeys(long, Launch(32, warps=1, per_sm=1)), **dict.fromkeys(short, Launch(16))):
+        yield
 
 
 def compare(function, reference, *tensors, tolerance=None, seed=7):
@@ -41,6 +61,7 @@ def compare(function, reference, *tensors, tolerance=None, seed=7):
     limit = TOLERANCE[tensors[0].dtype] if tolerance is None else tolerance
     for place, (x, y) in enumerate(zip((*ours, *grads), (*theirs, *exact_grads), strict=True)):
         assert x.shape == y.shape, place
-        torch.testing.assert_close(x.double(), y, atol=limit, rtol=limit, msg=lambda m, n=place: f"result {n}: {m}")
+        torch.testing.assert_close(x.double(), y, atol=limit, rtol=limit, msg=lambda m, n=place: (
+            f"result {n} of {[tuple(t.shape) for t in tensors]}: {m}"))
     for grad, x in zip(grads, inputs, strict=True):
         assert grad.dtype == x.dtype

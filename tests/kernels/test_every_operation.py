@@ -1,70 +1,93 @@
-"""What holds for every operation: fake tensors, layouts, and gradients of gradients."""
+"""What holds for every operation of the table in operations.py, and what a few of them share."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import matmul as matmul_module
 from kernels import reference
-from kernels.cross_entropy import cross_entropy
-from kernels.dropout import dropout, linear_gelu_dropout
-from kernels.elementwise import add, gelu
-from kernels.layernorm import layer_norm
-from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.elementwise import add
 from kernels.matmul import matmul
-from kernels.rmsnorm import RMSNormPyTorch, add_rms_norm, rms_norm
-from kernels.rope import rope
-from kernels.softmax import softmax
-from kernels.swiglu import swiglu
-from kernels.weighted_sum import weighted_sum
 
 from .fused import DEVICE, compare, draw
+from .near import near
+from .operations import OPERATIONS, VARIANTS, shapes_of
 
-X, D = (3, 8), (8,)
-
-
-def classes(x):
-    return torch.arange(len(x), device=x.device)
-
-
-def tables(x):
-    angles = torch.arange(12.0, device=x.device).view(3, 4)
-    return torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
-
-
-# name → (function, the same in plain torch, shapes of its tensors)
-OPERATIONS = {
-    "add": (add, reference.add, X, X),
-    "gelu": (gelu, reference.gelu, X),
-    "swiglu": (swiglu, reference.swiglu, X, X),
-    "rope": (lambda x: rope(x, *tables(x)), lambda x: reference.rope(x, *tables(x)), X),
-    "dropout": (lambda x: dropout(x, 0.0), lambda x: x, X),
-    "seeded_dropout": (lambda x: dropout(x, 1.0, seed=1), lambda x: 0 * x, X),
-    "linear_gelu_dropout": (lambda *t: linear_gelu_dropout(*t, 0.0), lambda *t: reference.gelu(F.linear(*t)), X, (5, 8),
-                            (5,)),
-    "softmax": (softmax, reference.softmax, X),
-    "weighted_sum": (weighted_sum, reference.weighted_sum, X, D),
-    "rms_norm": (rms_norm, reference.rms_norm, X, D),
-    "RMSNormPyTorch": (RMSNormPyTorch.apply, reference.rms_norm, X, D),
-    "add_rms_norm": (add_rms_norm, reference.add_rms_norm, X, X, D),
-    "layer_norm": (layer_norm, reference.layer_norm, X, D, D),
-    "cross_entropy": (lambda z: cross_entropy(z, classes(z)), lambda z: F.cross_entropy(z, classes(z)), X),
-    "cross_entropies": (lambda z: cross_entropy(z, classes(z), reduction="none"),
-                        lambda z: F.cross_entropy(z, classes(z), reduction="none"), X),
-    "linear_cross_entropy": (lambda x, w: linear_cross_entropy(x, w, classes(x)),
-                             lambda x, w: F.cross_entropy(x @ w.T, classes(x)), X, (5, 8)),
-    "matmul": (matmul, lambda a, b: a @ b, X, (8, 5)),
-    "matmul_gelu": (lambda *t: matmul(*t, epilogue="gelu"), lambda *t: reference.matmul(*t, "gelu"), X, (8, 5), (5,)),
-}
 every = pytest.mark.parametrize("name", OPERATIONS)
+each_variant = pytest.mark.parametrize("name", OPERATIONS | VARIANTS)
+# n, d and o of shapes: more rows and columns than some tiles have, the least, a single row, and many dimensions
+SIZES = [((35,), 33, 65), ((5,), 1000, 7), ((1,), 1, 1), ((), 12, 5), ((2, 1, 2, 2, 3), 4, 3)]
+EMPTY = [((0,), 8, 5), ((2, 0), 8, 5), ((3,), 0, 5)]
 
 
-def results(function, inputs):
-    """Outputs, and the gradients of all inputs from a contiguous upstream."""
+def compare_at(name, sizes, dtype=torch.float32):
+    """An operation with its reference. Weights of products are small, so that their results are of order one."""
+    function, plain, *letters = (OPERATIONS | VARIANTS)[name]
+    drawn = [draw(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes_of(name, *sizes))]
+    compare(function, plain, *(x * max(sizes[1], 1) ** -0.5 if shape in ("do", "od") else x
+                               for shape, x in zip(letters, drawn, strict=True)))
+
+
+@each_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_results_and_gradients(name, dtype, either):
+    """RELIABILITY 35 of the fused kernels: any number of rows and columns, against float64."""
+    for sizes in SIZES if dtype is torch.float32 else SIZES[:2]:
+        compare_at(name, sizes, dtype)
+
+
+@each_variant
+def test_small_tiles(name, in_pieces):
+    """Rows in pieces whose last is full, partly filled and the only one; more elements than a tile has."""
+    for d in (7, 64, 65, 97):
+        compare_at(name, ((3,), d, d))
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "entrop" not in name])
+def test_empty(name, either):
+    """No rows, and rows of no columns; means over no rows are tested with the losses."""
+    for sizes in EMPTY:
+        compare_at(name, sizes)
+
+
+def test_compile_has_no_break():
+    """All operations in one graph; the same bits as without compiling."""
+    inputs = {name: [draw(*s).requires_grad_() for s in shapes_of(name)] for name in OPERATIONS}
+
+    def outputs():
+        return [OPERATIONS[name][0](*tensors) for name, tensors in inputs.items()]
+
+    found = []
+    for call in (outputs, torch.compile(outputs, fullgraph=True, backend="aot_eager")):
+        flat = [y for out in call() for y in (out if isinstance(out, tuple) else (out,))]
+        leaves = [t for tensors in inputs.values() for t in tensors]
+        found.append([*flat, *torch.autograd.grad([y.sum() for y in flat], leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+CAST = {"swiglu", "linear_gelu_dropout", "rms_norm", "RMSNormPyTorch", "add_rms_norm", "layer_norm", "matmul",
+        "matmul_gelu"}
+
+
+@every
+def test_autocast_gives_gradients_back_in_the_type_of_the_inputs(name):
+    function, plain, *_ = OPERATIONS[name]
+    inputs = [draw(*s, seed=i).requires_grad_() for i, s in enumerate(shapes_of(name))]
+    with torch.autocast(DEVICE, torch.float16):
+        y = function(*inputs)
+    ours, theirs = (y if isinstance(y, tuple) else (y,) for y in (y, plain(*inputs)))
+    ours, theirs = ((*y, *torch.autograd.grad([t.float().sum() for t in y], inputs)) for y in (ours, theirs))
+    near(ours, theirs, 2e-2)
+    assert (ours[0].dtype is torch.float16) == (name in CAST)
+    assert {t.dtype for t in ours[1:]} == {torch.float32}
+
+
+def results(function, inputs, repeated=False):
+    """Outputs, and the gradients of all inputs from a contiguous upstream, or from one element that is repeated."""
     out = function(*inputs)
     out = out if isinstance(out, tuple) else (out,)
-    return *out, *torch.autograd.grad(out, inputs, [torch.ones_like(y) for y in out])
+    upstream = [y.new_ones(()).expand_as(y) if repeated else torch.ones_like(y) for y in out]
+    return *out, *torch.autograd.grad(out, inputs, upstream)
 
 
 def facts(tensors):
@@ -74,7 +97,7 @@ def facts(tensors):
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_fake_tensors_are_like_real_ones(name, dtype, either):
-    function, _, *shapes = OPERATIONS[name]
+    function, shapes = OPERATIONS[name][0], shapes_of(name)
     real = facts(results(function, [draw(*s, dtype=dtype).requires_grad_() for s in shapes]))
     with FakeTensorMode():
         fakes = [torch.empty(s, dtype=dtype, device=DEVICE, requires_grad=True) for s in shapes]
@@ -85,7 +108,7 @@ def test_fake_tensors_are_like_real_ones(name, dtype, either):
 
 @every
 def test_meta_tensors_under_autocast_of_a_device(name):
-    function, _, *shapes = OPERATIONS[name]
+    function, shapes = OPERATIONS[name][0], shapes_of(name)
     with torch.autocast(DEVICE, torch.float16):
         out = results(function, [torch.empty(s, device="meta", requires_grad=True) for s in shapes])
     assert all(t.is_meta for t in out)
@@ -94,15 +117,15 @@ def test_meta_tensors_under_autocast_of_a_device(name):
 @every
 def test_views_that_overlap(name, either):
     """Rows of a sliding window, and of a matrix that is one row many times."""
-    function, plain, *shapes = OPERATIONS[name]
-    windows = [draw(s[-1] + 2 * (s[0] - 1)).unfold(0, s[-1], 2) if len(s) == 2 else draw(*s) for s in shapes]
+    function, plain, *_ = OPERATIONS[name]
+    shapes = shapes_of(name)
+    windows = [draw(s[-1] + 2 * (s[0] - 1)).unfold(0, s[-1], 2) if len(s) == 2 else draw(2 * s[0])[::2] for s in shapes]
     repeated = [draw(1, s[-1]).expand(s) if len(s) == 2 else draw(1).expand(s) for s in shapes]
     for views in (windows, repeated, [draw(*s[::-1]).T for s in shapes]):
         inputs = [v.detach().requires_grad_() for v in views]
-        ours = results(function, inputs)
+        ours = results(function, inputs, repeated=True)
         exact = results(plain, [v.double().requires_grad_() for v in views])
-        for x, y in zip(ours, exact, strict=True):
-            torch.testing.assert_close(x.double(), y, atol=3e-5, rtol=3e-5)
+        near(ours, exact, 3e-5)
 
 
 def negative(x):
@@ -113,7 +136,8 @@ def negative(x):
 @every
 def test_values_that_do_not_lie_in_memory(name, either):
     """Negatives by torch's bit and zeros without memory, as inputs and from upstream."""
-    function, plain, *shapes = OPERATIONS[name]
+    function, plain, *_ = OPERATIONS[name]
+    shapes = shapes_of(name)
     assert negative(draw(2)).is_neg()
     for make in (negative, lambda x: torch._efficientzerotensor(x.shape, device=x.device)):
         inputs = [make(draw(*s, seed=i)).requires_grad_() for i, s in enumerate(shapes)]
@@ -122,14 +146,13 @@ def test_values_that_do_not_lie_in_memory(name, either):
         upstream = [make(draw(*y.shape, seed=7)) for y in ours]
         ours += torch.autograd.grad(ours, inputs, upstream)
         theirs += torch.autograd.grad(theirs, exact, [u.double() for u in upstream])
-        for x, y in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(x.double(), y, atol=3e-5, rtol=3e-5)
+        near(ours, theirs, 3e-5)
 
 
 @every
 def test_gradients_of_gradients_are_refused(name, either):
     """Also where the upstream gradient requires none: a penalty on the gradient would lack its own gradient."""
-    function, _, *shapes = OPERATIONS[name]
+    function, shapes = OPERATIONS[name][0], shapes_of(name)
     inputs = [draw(*s).requires_grad_() for s in shapes]
     out = function(*inputs)
     out = sum(y.sum() for y in out) if isinstance(out, tuple) else out.sum()

@@ -11,11 +11,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from experiments._attention import CompiledBackward
+from kernels import _dispatch
 from kernels._triton import interpreted, runs_triton
 from kernels.flash_attention import (
     FlashAttention2,
@@ -28,6 +30,7 @@ from kernels.flash_attention import (
 from kernels.flash_attention.configs import Tile
 
 from .attention_reference import attention, in_float64, log_sum_exp, with_gradients
+from .near import near, same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"  # for a CPU, inductor calls a C++ compiler: half a minute
@@ -53,63 +56,123 @@ def apply(function, *, causal=False, scale=None, window=None, alignment="top-lef
 
 
 def check(function, tensors, **options):
-    """Output and gradients against float64."""
-    ours = with_gradients(apply(function, **options), *tensors)
+    """Results and gradients against float64; those of the log-sum-exp too where its gradient is the fifth tensor."""
+    ours = with_gradients(apply(function, return_lse=len(tensors) > 4, **options), *tensors)
     expected = in_float64(*tensors, **options)
     tolerance = TOLERANCE[tensors[0].dtype]
-    for name, x, y in zip(("o", "dq", "dk", "dv"), ours, expected, strict=True):
-        assert x.dtype == tensors[0].dtype
-        torch.testing.assert_close(x.double(), y, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    for place, (x, y) in enumerate(zip(ours, expected, strict=True)):
+        assert x.dtype == tensors[0].dtype and torch._debug_has_internal_overlap(x) == 0
+        torch.testing.assert_close(x.double(), y, atol=tolerance, rtol=tolerance,
+                                   msg=lambda m, n=place: f"result {n}: {m}")
 
 
+CAUSAL, BOTTOM = {"causal": True}, {"causal": True, "alignment": "bottom-right"}
+IDS = torch.tensor([[0] * 5 + [1] * 60 + [2] + [0] * 31, [i // 33 for i in range(97)]], device=DEVICE)
+# name → batch, heads and key heads, queries and keys, head dim; options.
 # RELIABILITY 35: lengths and head dims that are no multiples of a tile, q longer and shorter than k
-@BOTH
-@pytest.mark.parametrize(
-    ("query_count", "key_count", "head_dim", "causal"),
-    [(1, 1, 16, False), (2, 17, 16, True), (17, 2, 16, True), (97, 33, 48, False), (33, 97, 40, True),
-     (64, 64, 59, True), (40, 40, 80, False), (20, 36, 111, True), (33, 17, 128, True)],
-)
-def test_lengths_and_head_dims(function, query_count, key_count, head_dim, causal):
-    check(function, inputs(1, 1, 1, query_count, key_count, head_dim), causal=causal)
+# RELIABILITY 37: both alignments, both ways; rows without a key are 0 with log-sum-exp −inf and finite gradients
+CALLS = {
+    "one": ((1, 1, 1, 1, 1, 16), {}),
+    "few queries": ((1, 1, 1, 2, 17, 16), CAUSAL),
+    "few keys": ((1, 1, 1, 17, 2, 16), CAUSAL),
+    "head dim 48": ((1, 1, 1, 97, 33, 48), {}),
+    "head dim 40": ((1, 1, 1, 33, 97, 40), CAUSAL),
+    "head dim 59": ((1, 1, 1, 64, 64, 59), CAUSAL),
+    "head dim 80": ((1, 1, 1, 40, 40, 80), {}),
+    "head dim 111": ((1, 1, 1, 20, 36, 111), CAUSAL),
+    "head dim 128": ((1, 1, 1, 33, 17, 128), CAUSAL),
+    "multi-query": ((2, 4, 1, 20, 33, 16), CAUSAL),
+    "grouped": ((2, 4, 2, 20, 33, 16), CAUSAL),
+    "scale": ((1, 1, 1, 20, 20, 16), CAUSAL | {"scale": 0.5}),
+    "alignment top": ((1, 2, 1, 20, 50, 16), CAUSAL),
+    "alignment top, long": ((1, 2, 1, 50, 20, 16), CAUSAL),
+    "alignment bottom": ((1, 2, 1, 20, 50, 16), BOTTOM),
+    "alignment bottom, long": ((1, 2, 1, 50, 20, 16), BOTTOM),
+    "window": ((1, 2, 1, 97, 97, 16), {"window": 20}),
+    "window, causal": ((1, 2, 1, 97, 97, 16), CAUSAL | {"window": 20}),
+    "window of one key": ((1, 2, 1, 70, 70, 16), {"window": 0}),
+    "window, bottom": ((1, 2, 1, 30, 97, 16), {"window": 3, "alignment": "bottom-right"}),
+    "window, long": ((1, 2, 1, 97, 30, 16), CAUSAL | {"window": 5}),
+    "window, bottom, long": ((1, 2, 1, 97, 30, 16), {"window": 5, "alignment": "bottom-right"}),
+    "documents": ((2, 2, 1, 97, 97, 16), {"document_ids": IDS}),
+    "documents, causal": ((2, 2, 1, 97, 97, 16), CAUSAL | {"document_ids": IDS}),
+    "documents, window": ((2, 2, 1, 97, 97, 16), CAUSAL | {"document_ids": IDS, "window": 9}),
+    # Some scores are cut to a half and some hardly changed. A large softcap changes nothing, and must not cost digits;
+    # of a small one all scores are alike.
+    "softcap": ((1, 4, 2, 20, 50, 24), {"softcap": 1.5}),
+    "softcap, bottom": ((1, 4, 2, 50, 20, 24), BOTTOM | {"softcap": 1.5}),
+    "softcap, window": ((1, 4, 2, 50, 50, 24), {"softcap": 1.5, "window": 5, "scale": 0.7}),
+    "softcap, documents": ((2, 2, 1, 97, 97, 24), {"softcap": 1.5, "document_ids": IDS}),
+    **{f"softcap {cap}": ((1, 2, 1, 20, 33, 16), CAUSAL | {"softcap": cap}) for cap in (1e-3, 30, 1e6, 1e30)},
+}
 
 
 @BOTH
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_grouped_and_multi_query(function, kv_heads):
-    check(function, inputs(2, 4, kv_heads, 20, 33, 16), causal=True)
+@pytest.mark.parametrize("name", CALLS)
+def test_results_and_gradients(function, name, monkeypatch):
+    """Of attention and its log-sum-exp, where fresh memory holds NaN: nothing is read that was not written."""
+    _dispatch.forget()
+    monkeypatch.setattr(torch, "empty", lambda *a, **o: torch.full(*a, float("nan"), **o))
+    monkeypatch.setattr(torch, "empty_like", lambda x, **o: torch.full_like(x, float("nan"), **o))
+    sizes, options = CALLS[name]
+    q, k, v, do = inputs(*sizes)
+    check(function, (q, k, v, do, do.sum(-1)), **options)
+
+
+def each(change):
+    return lambda *tensors: tuple(map(change, tensors))
+
+
+def heads_innermost(x):
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+# RELIABILITY 40: any strides, also of do. RELIABILITY 39: nothing outside the tensors is read
+LAYOUTS = {
+    "transposed": each(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
+    "columns": each(lambda x: x.mT.contiguous().mT),
+    "heads innermost": each(heads_innermost),  # as an einsum may leave them
+    "gradient with heads innermost": lambda *t: (*t[:3], heads_innermost(t[3])),
+    "expanded gradient": lambda *t: (*t[:3], t[3][:1, :1, :1, :1].expand_as(t[3])),
+    "overlapping rows": each(lambda x: x.as_strided(x.shape, (x.stride(0), x.stride(1), 1, 1))),  # a sliding window's
+    "overlapping heads": each(lambda x: x.as_strided(x.shape, (1, 0, 1, 1))),
+    "torch's negative bit": each(lambda x: torch.complex(x, -x).conj().imag),
+    "NaN all around": each(lambda x: F.pad(x, (8, 8, 20, 40, 1, 1), value=float("nan"))[:, 1:-1, 20:-40, 8:-8]),
+    "without heads": each(lambda x: x[:, 0]),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(function, layout):
+    check(function, LAYOUTS[layout](*inputs(2, 2, 2, 20, 33, 20)), causal=True)
+
+
+@BOTH
+def test_losses_of_one_result(function):
+    """Of one that takes the log-sum-exp alone, and of one that ignores it."""
+    q, k, v, do = inputs(1, 4, 2, 50, 20, 16)
+    for place, upstream in enumerate((do, do.sum(-1))):
+        ours = with_gradients(lambda *x, i=place: apply(function, return_lse=True, **BOTTOM)(*x)[i], q, k, v, upstream)
+        expected = in_float64(q, k, v, do * (place == 0), do.sum(-1) * (place == 1), **BOTTOM)
+        near(ours[1:], expected[2:], 2e-5)
+
+
+# RELIABILITY 38: no keys, no queries, no batch
+@BOTH
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(2, 5, 0), (2, 0, 7), (0, 5, 7)])
+def test_empty(function, batch, queries, keys):
+    q, k, v, do = inputs(batch, 2, 1, queries, keys, 16)
+    o, lse, *gradients = with_gradients(apply(function, return_lse=True), q, k, v, do, do.sum(-1))
+    assert (lse == float("-inf")).all()
+    for x, y in zip((o, *gradients), (q, q, k, v), strict=True):
+        assert x.shape == y.shape and (x == 0).all()
 
 
 @BOTH
 @pytest.mark.parametrize("causal", [False, True])
 def test_fp16(function, causal):
     check(function, inputs(1, 2, 2, 40, 40, 32, torch.float16), causal=causal)
-
-
-# RELIABILITY 37: both alignments, both ways; rows without a key are 0 with log-sum-exp −inf and finite gradients
-@BOTH
-@pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
-@pytest.mark.parametrize(("query_count", "key_count"), [(20, 50), (50, 20)])
-def test_alignment(function, query_count, key_count, alignment):
-    tensors = inputs(1, 2, 1, query_count, key_count, 16)
-    check(function, tensors, causal=True, alignment=alignment)
-    q, k, v = (x.requires_grad_() for x in tensors[:3])
-    o = apply(function, causal=True, alignment=alignment)(q, k, v)
-    (lse,) = (x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1])
-    expected = log_sum_exp(q.double(), k.double(), causal=True, alignment=alignment)
-    torch.testing.assert_close(lse.double(), expected, atol=2e-5, rtol=2e-5)
-    hidden = expected == float("-inf")
-    assert hidden.any() == (alignment == "bottom-right" and query_count > key_count)
-    assert (o[hidden] == 0).all()
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("query_count", "key_count", "window", "causal", "alignment"),
-    [(97, 97, 20, True, "top-left"), (97, 97, 20, False, "top-left"), (70, 70, 0, False, "top-left"),
-     (30, 97, 3, False, "bottom-right"), (97, 30, 5, True, "top-left"), (97, 30, 5, False, "bottom-right")],
-)
-def test_window(function, query_count, key_count, window, causal, alignment):
-    check(function, inputs(1, 2, 1, query_count, key_count, 16), causal=causal, window=window, alignment=alignment)
 
 
 @BOTH
@@ -124,24 +187,16 @@ def test_a_window_past_both_ends_hides_nothing(function, causal):
 
 
 @BOTH
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 9)])
-def test_documents(function, causal, window):
-    ids = torch.tensor([0] * 5 + [1] * 60 + [2] + [0] * 31, device=DEVICE).repeat(2, 1)
-    ids[1] = torch.arange(97, device=DEVICE) // 33
-    check(function, inputs(2, 2, 1, 97, 97, 16), causal=causal, window=window, document_ids=ids)
-
-
-@BOTH
 def test_bounds_of_documents_made_once(function):
     """Of ids, or of the offsets in which packed sequences come, an empty document among them."""
     q, k, v, do = inputs(1, 2, 1, 97, 97, 16)
     lengths = torch.tensor([5, 60, 0, 1, 31], device=DEVICE)
     ids = torch.repeat_interleave(torch.arange(5, device=DEVICE), lengths)[None]
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    offsets = F.pad(lengths.cumsum(0), (1, 0))
     expected = with_gradients(apply(function, causal=True, document_ids=ids), q, k, v, do)
     for bounds in (document_bounds(ids), document_bounds(cu_seqlens=offsets.int())):
         found = with_gradients(apply(function, causal=True, document_ids=bounds), q, k, v, do)
-        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        same_bits(found, expected)
 
 
 def test_bounds_made_once_are_all_that_a_layer_is_given(monkeypatch):
@@ -153,58 +208,6 @@ def test_bounds_made_once_are_all_that_a_layer_is_given(monkeypatch):
     monkeypatch.setattr(ops, "forward_op", lambda *x: given.append(x[-1]) or (q, q[..., 0]))
     flash_attention(q, k, v, document_ids=bounds)
     assert given[0] is bounds
-
-
-@BOTH
-def test_scale(function):
-    check(function, inputs(1, 1, 1, 20, 20, 16), scale=0.5, causal=True)
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("query_count", "key_count", "options"),
-    [(33, 33, {"causal": True}), (20, 50, {}), (50, 20, {"causal": True, "alignment": "bottom-right"}),
-     (50, 50, {"window": 5, "scale": 0.7}), (50, 50, {"document_ids": (torch.arange(50) // 20)[None].to(DEVICE)})],
-)
-def test_softcap(function, query_count, key_count, options):
-    """Some scores are cut to a half and some hardly changed."""
-    check(function, inputs(1, 4, 2, query_count, key_count, 24), softcap=1.5, **options)
-
-
-@BOTH
-@pytest.mark.parametrize("softcap", [1e-3, 30, 1e6, 1e30])
-def test_softcap_far_from_the_scores(function, softcap):
-    """A large one changes nothing, and must not cost digits; of a small one all scores are alike."""
-    check(function, inputs(1, 2, 1, 20, 33, 16), causal=True, softcap=softcap)
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("query_count", "key_count", "options"),
-    [(33, 33, {"causal": True}), (20, 50, {}), (50, 20, {"causal": True, "alignment": "bottom-right"}),
-     (50, 50, {"window": 5, "softcap": 1.5})],
-)
-def test_log_sum_exp_and_its_gradient(function, query_count, key_count, options):
-    """Of a loss that takes both results, of one that takes the log-sum-exp alone, and of one that ignores it."""
-    tensors = inputs(1, 4, 2, query_count, key_count, 16)
-    weight = torch.randn(1, 4, query_count, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-
-    def gradients(call, q, k, v, do, weight, parts):
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        o, lse = call(q, k, v)
-        seen = lse != float("-inf")
-        both = ("o" in parts) * (o * do).sum() + ("lse" in parts) * torch.where(seen, lse * weight, 0.0).sum()
-        return o, lse, *torch.autograd.grad(both, (q, k, v), materialize_grads=True)
-
-    def exact(q, k, v):
-        return attention(q, k, v, **options), log_sum_exp(q, k, **options)
-
-    for parts in (("o", "lse"), ("lse",), ("o",)):
-        ours = gradients(apply(function, return_lse=True, **options), *tensors, weight, parts)
-        assert ours[1].shape == (1, 4, query_count) and ours[1].dtype == torch.float32
-        expected = gradients(exact, *(x.double() for x in tensors), weight.double(), parts)
-        for x, y in zip(ours, expected, strict=True):
-            torch.testing.assert_close(x.double(), y.nan_to_num(0.0, neginf=float("-inf")), atol=2e-5, rtol=2e-5)
 
 
 @BOTH
@@ -225,25 +228,7 @@ def test_log_sum_exp_without_heads_and_under_autocast(function):
     with torch.autocast(DEVICE, torch.float16):
         o, lse = function.apply(q, k, v, False, None, None, "top-left", "ieee", None, None, None, True)
     assert o.dtype is torch.float16 and lse.dtype is torch.float32 and lse.shape == (2, 9)
-    torch.testing.assert_close(lse, log_sum_exp(q[:, None], k[:, None])[:, 0], atol=4e-3, rtol=4e-3)
-
-
-# RELIABILITY 38: no keys, no queries, no batch
-@BOTH
-@pytest.mark.parametrize("empty", ["keys", "queries", "batch"])
-def test_empty(function, empty):
-    counts = {"queries": (0, 7), "keys": (5, 0), "batch": (5, 7)}[empty]
-    tensors = inputs(0 if empty == "batch" else 2, 2, 1, *counts, 16)
-    q, k, v = (x.requires_grad_() for x in tensors[:3])
-    o = apply(function)(q, k, v)
-    assert o.shape == q.shape
-    assert (o == 0).all()
-    (lse,) = (x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1])
-    assert (lse == float("-inf")).all()
-    grads = torch.autograd.grad(o, (q, k, v), tensors[3])
-    for grad, x in zip(grads, (q, k, v), strict=True):
-        assert grad.shape == x.shape
-        assert (grad == 0).all()
+    near(lse, log_sum_exp(q[:, None], k[:, None])[:, 0], 4e-3)
 
 
 # RELIABILITY 39: large logits stay finite; nothing outside the tensors is read
@@ -253,65 +238,7 @@ def test_large_logits(function):
     q, k = q * 100, k * 100  # scores of about ±1e4
     check_finite = with_gradients(apply(function, causal=True), q, k, v, do)
     assert all(x.isfinite().all() for x in check_finite)
-    torch.testing.assert_close(check_finite[0].double(), in_float64(q, k, v, do, causal=True)[0], atol=2e-2, rtol=0)
-
-
-@BOTH
-@pytest.mark.parametrize("causal", [False, True])
-def test_nan_guard_bands_are_unread(function, causal):
-    def guarded(x):
-        buffer = torch.full((x.shape[0], x.shape[1] + 2, x.shape[2] + 60, x.shape[3] + 16), float("nan"), device=DEVICE)
-        inner = buffer[:, 1:-1, 20:-40, 8:-8]
-        inner.copy_(x)
-        return inner
-
-    check(function, tuple(guarded(x) for x in inputs(1, 2, 2, 21, 37, 48)), causal=causal)
-
-
-# RELIABILITY 40: any strides, also of do
-@BOTH
-def test_strides(function):
-    def transposed(x):  # (B, T, H, D) in memory
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-    tensors = inputs(2, 2, 2, 20, 20, 16)
-    check(function, tuple(transposed(x) for x in tensors), causal=True)
-    check(function, tuple(x.mT.contiguous().mT for x in tensors), causal=True)
-    check(function, (*tensors[:3], tensors[3][:1, :1, :1, :1].expand(2, 2, 20, 16)), causal=True)
-
-
-@BOTH
-def test_rows_that_overlap(function):
-    """A sliding view's layout cannot be that of a result, and `empty_like` makes one whose rows have gaps."""
-    def unfolded(x):
-        return x.flatten()[:25 + x.shape[-2]].contiguous().unfold(-1, 16, 1)[None, None, :x.shape[-2]]
-
-    tensors = tuple(unfolded(x) for x in inputs(1, 1, 1, 9, 9, 16))
-    assert tensors[0].stride()[2:] == (1, 1)
-    check(function, tensors, causal=True)
-    many = tuple(x.as_strided((2, 2, 9, 16), (1, 0, 1, 1)) for x in tensors)
-    check(function, many, causal=True)
-    o, dq, *_ = with_gradients(apply(function), *many)
-    assert all(torch._debug_has_internal_overlap(x) == 0 for x in (o, dq))
-
-
-@BOTH
-def test_heads_innermost_in_memory(function):
-    """As an einsum may leave them; a head dim that is padded, which keeps torch's channels-last layout."""
-    def innermost(x):
-        return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-
-    q, k, v, do = inputs(1, 2, 2, 9, 9, 20)
-    check(function, (q, k, v, innermost(do)))
-    check(function, tuple(innermost(x) for x in (q, k, v, do)))
-
-
-@BOTH
-def test_lazily_negated_inputs(function):
-    """Of a conjugate the imaginary part is a view whose sign torch keeps beside the memory."""
-    tensors = tuple(torch.complex(x, -x).conj().imag for x in inputs(1, 1, 1, 9, 9, 16))
-    assert all(x.is_neg() for x in tensors)
-    check(function, tensors)
+    near(check_finite[0], in_float64(q, k, v, do, causal=True)[0], 2e-2, 0)
 
 
 def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied():
@@ -325,17 +252,8 @@ def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied():
     assert o.stride(-2) == 16
 
 
-@BOTH
-def test_three_dimensions(function):
-    q, k, v, do = (x[:, 0] for x in inputs(3, 1, 1, 20, 33, 16))
-    check(function, (q, k, v, do), causal=True)
-    o = apply(function)(q.requires_grad_(), k, v)
-    saved = o.grad_fn.saved_tensors
-    assert [tuple(x.shape) for x in saved if x.shape == q.shape[:-1]] == [(3, 20)]
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "packed"])
-@pytest.mark.parametrize(("length", "head_dim"), [(64, 16), (50, 16), (37, 48)])
+@pytest.mark.parametrize(("layout", "length", "head_dim"),
+                         [("contiguous", 64, 16), ("transposed", 50, 16), ("packed", 37, 48)])
 def test_tensor_descriptors(layout, length, head_dim):
     """The descriptor path of every kernel: layouts, lengths and head dims that are and are not those of tiles."""
     q, k, v, do = inputs(2, 2, 1 if layout == "contiguous" else 2, length, length, head_dim)
@@ -359,17 +277,6 @@ def test_tensor_descriptors(layout, length, head_dim):
         check(FlashAttention2, (q, k, v, do), window=7)
 
 
-@pytest.mark.parametrize(
-    ("query_count", "key_count", "options"),
-    [(20, 50, {}), (70, 33, {"causal": True, "alignment": "bottom-right"}), (48, 48, {"causal": True, "window": 5}),
-     (50, 50, {"document_ids": (torch.arange(50) // 20)[None].to(DEVICE)})],
-)
-def test_nothing_is_read_that_was_not_written(query_count, key_count, options, monkeypatch):
-    monkeypatch.setattr(torch, "empty", lambda *a, **o: torch.full(*a, float("nan"), **o))
-    monkeypatch.setattr(torch, "empty_like", lambda x, **o: torch.full_like(x, float("nan"), **o))
-    check(FlashAttention2, inputs(1, 2, 1, query_count, key_count, 16), **options)
-
-
 def test_heads_advance_in_groups():
     """Grouped scheduling with a last, smaller group visits every tile of every head."""
     tile = Tile(16, 16, head_group=2)
@@ -386,47 +293,22 @@ def test_gradcheck(causal):
     assert torch.autograd.gradcheck(lambda *x: torch.where(call(*x)[1] > -1e9, call(*x)[1], 0.0), (q, k, v))
 
 
-def test_triton_agrees_with_tiled_torch():
-    tensors = inputs(1, 2, 1, 50, 50, 24)
-    ours, tiled = (with_gradients(apply(f, causal=True), *tensors) for f in (FlashAttention2, FlashAttention2PyTorch))
-    for x, y in zip(ours, tiled, strict=True):
-        torch.testing.assert_close(x, y, atol=5e-6, rtol=5e-6)
+BOUNDS = document_bounds(cu_seqlens=torch.tensor([0, 15, 70], dtype=torch.int32, device=DEVICE))
 
 
-def test_repeats_are_bit_identical():
-    tensors = inputs(2, 2, 1, 33, 33, 16)
-    first, second = (with_gradients(apply(FlashAttention2, causal=True), *tensors) for _ in range(2))
-    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+def through_log_sum_exp(q, k, v):
+    o, lse = flash_attention(q, k, v, causal=True, document_ids=BOUNDS, softcap=2.0, return_lse=True)
+    return o * lse[..., None].exp()
 
 
-def test_compile_without_graph_break():
-    q, k, v, do = inputs(1, 2, 2, 17, 17, 16)
-    compiled = torch.compile(FlashAttention2.apply, fullgraph=True, backend=BACKEND)
-    ours = with_gradients(lambda q, k, v: compiled(q, k, v, True), q, k, v, do)
-    eager = with_gradients(lambda q, k, v: FlashAttention2.apply(q, k, v, True), q, k, v, do)
-    for x, y in zip(ours, eager, strict=True):
-        torch.testing.assert_close(x, y)
-
-
-def test_compile_of_the_public_function():
-    q, k, v, do = inputs(1, 2, 1, 17, 20, 16)
-    options = {"causal": True, "window": 5, "alignment": "bottom-right"}
-    compiled = torch.compile(lambda *x: flash_attention(*x, **options), fullgraph=True, backend="aot_eager")
-    for x, y in zip(with_gradients(compiled, q, k, v, do), in_float64(q, k, v, do, **options), strict=True):
-        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5)
-
-
-def test_compile_of_documents_and_log_sum_exp():
-    q, k, v, do = inputs(1, 2, 1, 40, 40, 16)
-    bounds = document_bounds(cu_seqlens=torch.tensor([0, 15, 40], dtype=torch.int32, device=DEVICE))
-
-    def call(q, k, v):
-        o, lse = flash_attention(q, k, v, causal=True, document_ids=bounds, softcap=2.0, return_lse=True)
-        return o * lse[..., None].exp()
-
+@pytest.mark.parametrize("call", [
+    apply(FlashAttention2, causal=True), apply(FlashAttention2PyTorch, causal=True, window=5),
+    lambda *x: flash_attention(*x, window=5, **BOTTOM), through_log_sum_exp,
+], ids=["triton", "torch", "function", "documents"])
+def test_compile_without_graph_break(call):
+    tensors = inputs(1, 2, 1, 70, 70, 16)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for x, y in zip(with_gradients(compiled, q, k, v, do), with_gradients(call, q, k, v, do), strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(with_gradients(compiled, *tensors), with_gradients(call, *tensors))
 
 
 def test_autocast_casts_inside_and_returns_gradients_in_the_input_type():
@@ -437,8 +319,7 @@ def test_autocast_casts_inside_and_returns_gradients_in_the_input_type():
     assert o.dtype is torch.float16
     grads = torch.autograd.grad(o, (q, k, v), do.half())
     assert {g.dtype for g in grads} == {torch.float32}
-    for x, y in zip((o, *grads), in_float64(q, k, v, do, causal=True), strict=True):
-        torch.testing.assert_close(x.double(), y, atol=6e-3, rtol=6e-3)
+    near((o, *grads), in_float64(q, k, v, do, causal=True), 6e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -496,8 +377,7 @@ def test_compiled_backward_is_the_same_function(causal):
     torch._dynamo.reset()
     with torch.compiler.set_stance(force_backend=BACKEND):
         ours = with_gradients(lambda *x: CompiledBackward.apply(*x, causal), q, k, v, do)
-    for x, y in zip(ours, in_float64(q, k, v, do, causal=causal), strict=True):
-        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5)
+    near(ours, in_float64(q, k, v, do, causal=causal), 2e-5)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -532,15 +412,6 @@ def test_create_graph_raises_whoever_asks(function, cast):
                 torch.autograd.grad(out, q, upstream, create_graph=True)
 
 
-def test_compile_of_the_plain_form():
-    q, k, v, do = inputs(1, 2, 1, 70, 70, 16)
-    call = apply(FlashAttention2PyTorch, causal=True, window=5)
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    ours, eager = (with_gradients(f, q, k, v, do) for f in (compiled, call))
-    for x, y in zip(ours, eager, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-6)
-
-
 def test_flops_are_counted():
     q, k, v, do = inputs(1, 2, 1, 20, 20, 16)
     q.requires_grad_()
@@ -559,6 +430,7 @@ def test_plain_cpu_runs_the_tiled_reference():
     """Without a GPU and without the interpreter the public function still works, and never imports a kernel."""
     script = """
 import sys, torch
+from kernels import _dispatch
 from kernels._triton import interpreted
 from kernels.flash_attention import flash_attention
 assert not interpreted()
@@ -583,5 +455,5 @@ def test_interpreter_refuses_bfloat16():
 def test_reference_itself():
     """The reference agrees with torch's own attention where both apply."""
     q, k, v, _ = inputs(1, 2, 2, 20, 20, 16)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(attention(q, k, v, causal=True), expected, atol=1e-5, rtol=1e-5)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    near(attention(q, k, v, causal=True), expected, 1e-5)

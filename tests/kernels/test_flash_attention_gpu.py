@@ -19,6 +19,7 @@ PyTorch gets an exact zero there, the flash algorithm the difference of two sums
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ from kernels._triton import generation
 from kernels.flash_attention import FlashAttention2, configs, document_bounds, flash_attention
 from kernels.flash_attention.options import Problem
 
-from .attention_reference import attention, in_float64, log_sum_exp, rms, with_gradients
+from .attention_reference import attention, in_float64, rms, with_gradients
+from .near import near, same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +46,11 @@ def inputs(batch, heads, kv_heads, query_count, key_count, head_dim, dtype, seed
 
     return (draw(batch, heads, query_count, head_dim), draw(batch, kv_heads, key_count, head_dim),
             draw(batch, kv_heads, key_count, head_dim), draw(batch, heads, query_count, head_dim))
+
+
+def causal_results(*tensors, **options):
+    """Results and gradients of causal attention."""
+    return with_gradients(lambda *x: flash_attention(*x, causal=True, **options), *tensors)
 
 
 def judge(ours, peer, exact, rms_factor=1.5):
@@ -81,86 +88,69 @@ def random_cases(name, count):
         yield sizes, options
 
 
+# head dim, dtype, options of all calls, how many calls. What windows and alignments make of a kernel does not depend on
+# the head dim: two take many calls. bf16 and fp16 differ in the type only: fp16 takes a few head dims, as does fp32 in
+# each arithmetic.
+RANDOM = [
+    *((d, torch.bfloat16, {}, 8 if d in (64, 128) else 4) for d in (16, 40, 59, 64, 80, 111, 128, 256)),
+    *((d, torch.float16, {}, 4) for d in (40, 64, 111)),
+    *((d, torch.float32, {"precision": "ieee"}, 3) for d in (16, 64)),
+    *((d, torch.float32, {"precision": "tf32x3"}, 3) for d in (40, 64)),
+    *((d, torch.float32, {"precision": "bf16x6"}, 3) for d in (16, 40, 80, 128)),
+    (64, torch.bfloat16, {"softcap": 0.5}, 4), (80, torch.float16, {"softcap": 30.0}, 4),
+    (128, torch.bfloat16, {"softcap": 30.0}, 4), (64, torch.float32, {"softcap": 0.5}, 3),
+]
+
+
 # RELIABILITY 35, 36
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"),
-    [*((d, torch.bfloat16) for d in (16, 40, 59, 64, 80, 111, 128, 256)), *((d, torch.float16) for d in (40, 64, 111))],
-)
-def test_random_shapes(head_dim, dtype):
-    """What is compiled for bf16 and fp16 differs in the type only: fp16 takes a few head dims."""
-    for seed, (sizes, options) in enumerate(random_cases(f"{head_dim} {dtype}", 8)):
-        check_beside_eager(inputs(*sizes, head_dim, dtype, seed), options, {})
+@pytest.mark.parametrize(("head_dim", "dtype", "fixed", "count"), RANDOM, ids=str)
+def test_random_shapes(head_dim, dtype, fixed, count):
+    for seed, (sizes, options) in enumerate(random_cases(f"{head_dim} {dtype} {fixed}", count)):
+        check_beside_eager(inputs(*sizes, head_dim, dtype, seed), **options, **fixed)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "precision"),
-    [*((d, p) for d in (16, 40, 64) for p in ("ieee", "tf32x3")), *((d, "bf16x6") for d in (16, 40, 64, 80, 128))],
-)
-def test_random_shapes_in_fp32(head_dim, precision):
-    for seed, (sizes, options) in enumerate(random_cases(f"{head_dim} {precision}", 4)):
-        check_beside_eager(inputs(*sizes, head_dim, torch.float32, seed), options, {"precision": precision})
-
-
-@pytest.mark.parametrize("precision", ["ieee", "tf32x3"])
-@pytest.mark.parametrize("head_dim", [136, 256])
+@pytest.mark.parametrize(("head_dim", "precision"), [(136, "tf32x3"), (256, "ieee")])
 def test_wide_heads_in_fp32(head_dim, precision):
-    for seed, options in enumerate(({"causal": True}, {"causal": False})):
-        tensors = inputs(1, 2, 1, 200, 177, head_dim, torch.float32, seed)
-        check_beside_eager(tensors, options, {"precision": precision})
-
-
-@pytest.mark.parametrize("softcap", [0.5, 30.0])
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (80, torch.float16), (128, torch.bfloat16),
-                                                 (64, torch.float32)])
-def test_random_shapes_with_softcap(head_dim, dtype, softcap):
-    for seed, (sizes, options) in enumerate(random_cases(f"{head_dim} {dtype} {softcap}", 4)):
-        check_beside_eager(inputs(*sizes, head_dim, dtype, seed), options | {"softcap": softcap}, {})
+    for causal in (False, True):
+        check_beside_eager(inputs(1, 2, 1, 200, 177, head_dim, torch.float32), causal=causal, precision=precision)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gradient_of_the_log_sum_exp(dtype):
     """With a window, which no kernel but these takes."""
-    tensors = inputs(2, 4, 2, 300, 300, 64, dtype)
-    dlse = torch.randn(2, 4, 300, device="cuda")
-
-    def gradients(call, q, k, v, do):
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        o, lse = call(q, k, v)
-        return o.detach(), lse.detach(), *torch.autograd.grad((o, lse), (q, k, v), (do, dlse.to(lse.dtype)))
-
+    tensors = *inputs(2, 4, 2, 300, 300, 64, dtype), torch.randn(2, 4, 300, device="cuda")
     options = {"causal": True, "window": 40}
-    exact = gradients(lambda q, k, v: (attention(q, k, v, **options), log_sum_exp(q, k, **options)),
-                      *(x.double() for x in tensors))
-    ours = gradients(lambda *x: flash_attention(*x, **options, return_lse=True), *tensors)
-    for x, y in zip(ours, exact, strict=True):
+    ours = with_gradients(lambda *x: flash_attention(*x, **options, return_lse=True), *tensors)
+    for x, y in zip(ours, in_float64(*tensors, **options), strict=True):
         assert rms(x.double() - y) <= (1e-5 if dtype == torch.float32 else 1e-2) * rms(y)
 
 
-def check_beside_eager(tensors, options, arithmetic):
+def check_beside_eager(tensors, precision="emulated", **options):
     exact = in_float64(*tensors, **options)
     peer = with_gradients(lambda *x: attention(*x, **options), *tensors)
-    ours = with_gradients(lambda *x: flash_attention(*x, **options, **arithmetic), *tensors)
+    ours = with_gradients(lambda *x: flash_attention(*x, **options, precision=precision), *tensors)
     judge(ours, peer, exact, rms_factor=3.0 if tensors[0].dtype == torch.float32 else 1.5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize("causal", [False, True])
-def test_accuracy_beside_sdpa(head_dim, causal, dtype):
-    """RELIABILITY 36, against torch's own fused attention; fp32 in ieee arithmetic on both sides."""
-    tensors = inputs(2, 4, 4, 1024, 1024, head_dim, dtype)
-    exact = in_float64(*tensors, causal=causal)
+def check_beside_sdpa(tensors, causal, **arithmetic):
     peer = with_gradients(lambda *x: F.scaled_dot_product_attention(*x, is_causal=causal), *tensors)
-    judge(with_gradients(lambda *x: flash_attention(*x, causal=causal, precision="ieee"), *tensors), peer, exact)
+    ours = with_gradients(lambda *x: flash_attention(*x, causal=causal, **arithmetic), *tensors)
+    judge(ours, peer, in_float64(*tensors, causal=causal))
+
+
+@pytest.mark.parametrize(("head_dim", "dtype", "causal"), [
+    *((head_dim, dtype, True) for head_dim in (32, 64, 128) for dtype in DTYPES),
+    *zip((32, 64, 128), DTYPES, (False,) * 3, strict=True),
+], ids=str)
+def test_accuracy_beside_sdpa(head_dim, dtype, causal):
+    """RELIABILITY 36, against torch's own fused attention; fp32 in ieee arithmetic on both sides."""
+    check_beside_sdpa(inputs(2, 4, 4, 1024, 1024, head_dim, dtype), causal, precision="ieee")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_accuracy_of_long_calls_in_fp32_beside_sdpa(head_dim):
     """The arithmetic that is the default there, of six products of bf16."""
-    tensors = inputs(1, 1, 1, 16384, 16384, head_dim, torch.float32)
-    exact = in_float64(*tensors, causal=True)
-    peer = with_gradients(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), *tensors)
-    judge(with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors), peer, exact)
+    check_beside_sdpa(inputs(1, 1, 1, 16384, 16384, head_dim, torch.float32), True)
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32)])
@@ -175,13 +165,13 @@ def test_documents(head_dim, dtype):
           rms_factor=3.0 if dtype == torch.float32 else 1.5)
 
 
-def shipped():
-    return [pytest.param(key, kernel, id=f"{key}-{kernel}") for key in configs.TABLE for kernel in configs.KERNELS]
+# Keys that differ in their rows only and have the same tiles are one case: its sizes are not those of the key.
+SHIPPED = {(replace(key, rows=0), choice): key for key, choice in configs.TABLE.items()}
 
 
-@pytest.mark.parametrize(("key", "kernel"), shipped())
-def test_every_shipped_configuration(key, kernel):
-    """Several seeds, outputs poisoned before each run, against float64; the tile must not depend on luck."""
+@pytest.mark.parametrize("key", SHIPPED.values(), ids=str)
+def test_every_shipped_configuration(key):
+    """Several seeds, outputs poisoned before each run, against float64; the tiles must not depend on luck."""
     if key.gpu != generation(torch.cuda.current_device()):
         pytest.skip(f"a configuration for {key.gpu}, this is {generation(torch.cuda.current_device())}")
     from kernels.flash_attention import backward, forward
@@ -192,20 +182,14 @@ def test_every_shipped_configuration(key, kernel):
     tolerance = {"tf32": 5e-3, "ieee": 1e-5, "tf32x3": 1e-5, "bf16x6": 1e-5}[key.precision] if key.bits == 32 else 1e-2
     for seed in range(4):
         q, k, v, do = inputs(1, 3, 3, 640, 640, key.head_dim, dtype, seed)
-        o, dq, dk, dv = in_float64(q, k, v, do, causal=True)
-        first, second = torch.full_like(q, float("nan")), torch.full_like(q, float("nan"))
+        o, dq, dk, dv = found = [torch.full_like(q, float("nan")) for _ in range(4)]
         lse = torch.full(q.shape[:-1], float("nan"), device="cuda")
-        forward.launch_forward(q, k, v, first, lse, problem, choice.forward)
-        saved = backward.launch_delta(q, k, v, first.clone(), lse, do)
-        expected = {"forward": (o,), "dkdv": (dk, dv), "dq": (dq,)}[kernel]
-        if kernel != "forward":
-            first.fill_(float("nan"))
-        if kernel == "dkdv":
-            backward.launch_dkdv(saved, first, second, problem, choice.dkdv)
-        elif kernel == "dq":
-            backward.launch_dq(saved, first, problem, choice.dq)
-        for x, y in zip((first, second), expected, strict=False):
-            assert rms(x.double() - y) <= tolerance * rms(y)
+        forward.launch_forward(q, k, v, o, lse, problem, choice.forward)
+        saved = backward.launch_delta(q, k, v, o, lse, do)
+        backward.launch_dkdv(saved, dk, dv, problem, choice.dkdv)
+        backward.launch_dq(saved, dq, problem, choice.dq)
+        for name, x, y in zip(("o", "dq", "dk", "dv"), found, in_float64(q, k, v, do, causal=True), strict=True):
+            assert rms(x.double() - y) <= tolerance * rms(y), name
 
 
 # RELIABILITY 39
@@ -227,10 +211,10 @@ def test_large_logits(dtype):
 def test_repeats_are_bit_identical(batch, length, head_dim, dtype):
     """Of one head and of many."""
     tensors = inputs(batch, 2, 2, length, length, head_dim, dtype)
-    first = with_gradients(lambda *x: flash_attention(*x, causal=True, deterministic=True), *tensors)
+    first = causal_results(*tensors, deterministic=True)
     for _ in range(100):
-        again = with_gradients(lambda *x: flash_attention(*x, causal=True, deterministic=True), *tensors)
-        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+        again = causal_results(*tensors, deterministic=True)
+        same_bits(first, again)
 
 
 # RELIABILITY 42
@@ -240,10 +224,10 @@ def test_more_than_two_to_the_31_elements():
     shape = (2**16 + 16, 1, 512, 64)
     assert torch.Size(shape).numel() > 2**31
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=tensors[0].dtype) for _ in range(4))
-    whole = with_gradients(lambda *x: flash_attention(*x, causal=True), q, k, v, do)
-    alone = with_gradients(lambda *x: flash_attention(*x, causal=True), *(x[-8:].clone() for x in (q, k, v, do)))
+    whole = causal_results(q, k, v, do)
+    alone = causal_results(*(x[-8:].clone() for x in (q, k, v, do)))
     for x, y in zip(whole, alone, strict=True):
-        torch.testing.assert_close(x[-8:], y, atol=1e-2, rtol=1.6e-2)  # bf16; the two sizes may use different tiles
+        near(x[-8:], y, 1e-2, 1.6e-2)  # bf16; the two sizes may use different tiles
 
 
 @pytest.mark.parametrize("length", [2**16, 2**16 - 24], ids=["descriptors", "pointers"])
@@ -255,11 +239,8 @@ def test_rows_more_than_two_to_the_31_elements_apart(length):
     buffer[:, :192].normal_()
     q, k, v = (buffer[None, None, :, i * 64:(i + 1) * 64] for i in range(3))
     do = torch.randn(1, 1, length, 64, device="cuda", dtype=torch.bfloat16)
-    strided = with_gradients(lambda *x: flash_attention(*x, causal=True, window=100), q, k, v, do)
-    packed = with_gradients(lambda *x: flash_attention(*x, causal=True, window=100),
-                            *(x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)), do)
-    for x, y in zip(strided, packed, strict=True):
-        torch.testing.assert_close(x, y)
+    packed = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+    torch.testing.assert_close(causal_results(q, k, v, do, window=100), causal_results(*packed, do, window=100))
 
 
 def test_rows_of_a_tile_more_than_two_to_the_31_elements_apart():
@@ -267,11 +248,9 @@ def test_rows_of_a_tile_more_than_two_to_the_31_elements_apart():
     buffer = torch.empty(65, 2**26, device="cuda", dtype=torch.bfloat16)
     buffer[:, :256].normal_()
     tensors = [buffer[None, None, :, i * 64:(i + 1) * 64] for i in range(4)]
-    strided = with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors)
-    packed = with_gradients(lambda *x: flash_attention(*x, causal=True),
-                            *(x.clone(memory_format=torch.contiguous_format) for x in tensors))
-    for x, y in zip(strided, packed, strict=True):
-        torch.testing.assert_close(x, y)
+    strided = causal_results(*tensors)
+    packed = causal_results(*(x.clone(memory_format=torch.contiguous_format) for x in tensors))
+    torch.testing.assert_close(strided, packed)
 
 
 def test_memory_grows_linearly():
@@ -296,19 +275,23 @@ def test_compile_in_bf16_under_autocast():
         assert rms(x.double() - y) <= 2e-2 * rms(y)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cuda_graph_capture(dtype):
-    """Nothing on the way to the kernels waits for the GPU."""
-    tensors = inputs(1, 2, 1, 256, 256, 64, dtype)
+def called_and_replayed(tensors):
+    """Results and gradients of a call, and what a CUDA graph of it holds when it has run twice."""
     q, k, v = (x.requires_grad_() for x in tensors[:3])
-    expected = with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors)
+    expected = causal_results(*tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         o = flash_attention(q, k, v, causal=True)
         grads = torch.autograd.grad(o, (q, k, v), tensors[3])
-    graph.replay()
-    for x, y in zip((o, *grads), expected, strict=True):
-        assert torch.equal(x, y)
+    for _ in range(2):
+        graph.replay()
+    return expected, (o, *grads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cuda_graph_capture(dtype):
+    """Nothing on the way to the kernels waits for the GPU."""
+    same_bits(*called_and_replayed(inputs(1, 2, 1, 256, 256, 64, dtype)))
 
 
 def test_unknown_gpus_search_once(monkeypatch):
@@ -317,9 +300,7 @@ def test_unknown_gpus_search_once(monkeypatch):
     monkeypatch.setattr(configs, "_searched", {})
     _dispatch.forget()
     tensors = inputs(1, 2, 2, 300, 300, 64, torch.bfloat16)
-    exact = in_float64(*tensors, causal=True)
-    peer = with_gradients(lambda *x: attention(*x, causal=True), *tensors)
-    judge(with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors), peer, exact)
+    check_beside_eager(tensors, causal=True)
     assert {kernel for kernel, _ in configs._searched} == set(configs.KERNELS)
     monkeypatch.setattr(configs, "_fastest", None)  # a second search would fail
-    judge(with_gradients(lambda *x: flash_attention(*x, causal=True), *tensors), peer, exact)
+    check_beside_eager(tensors, causal=True)

@@ -10,32 +10,13 @@ from kernels import linear_cross_entropy as lce_module
 from kernels import matmul as matmul_module
 from kernels._rows import Launch, forced
 from kernels.cross_entropy import cross_entropy, launch_gradient, launch_loss, loss_and_gradient, mean_scale
-from kernels.dropout import dropout, linear_gelu_dropout
-from kernels.layernorm import layer_norm
 from kernels.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from kernels.matmul import matmul
-from kernels.rmsnorm import add_rms_norm, rms_norm
-from kernels.softmax import softmax
-from kernels.weighted_sum import weighted_sum
 
 from .fused import DEVICE, compare, draw
+from .near import near
 
 EXACT = {"precision": "ieee"}  # without effect in the interpreter; on a GPU fp32 is then fp32
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 50, 3), (33, 65, 40), (100, 7, 129), (5, 0, 4)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_matmul(sizes, dtype, either):
-    m, k, n = sizes
-    scale = max(k, 1) ** -0.5
-    compare(lambda a, b: matmul(a, b, **EXACT), lambda a, b: a @ b, draw(m, k, dtype=dtype) * scale,
-            draw(k, n, dtype=dtype, seed=1))
-
-
-@pytest.mark.parametrize("epilogue", matmul_module.EPILOGUES, ids=str)
-def test_epilogues_and_bias(epilogue, either):
-    a, b, bias = draw(40, 20) * 0.3, draw(20, 33, seed=1), draw(33, seed=2)
-    compare(lambda *t: matmul(*t, epilogue=epilogue, **EXACT), lambda *t: reference.matmul(*t, epilogue), a, b, bias)
 
 
 def test_relu_of_what_is_not_positive(either):
@@ -73,11 +54,6 @@ def test_strides_beyond_32_bits():
         assert torch.equal(y, matmul(left.contiguous(), right.contiguous()))
 
 
-def test_matmul_of_any_strides():
-    a, b = draw(20, 40).T[::2], draw(66, 20, seed=1).T[:, 1::3]
-    compare(lambda a, b: matmul(a, b, **EXACT), lambda a, b: a @ b, a, b)
-
-
 # Regression: a group order with a fixed group size skips tiles where the last group is smaller
 @pytest.mark.parametrize(("row_tiles", "col_tiles"), [(1, 1), (9, 3), (15, 2), (16, 5), (3, 7)])
 def test_grouped_order_visits_every_tile_once(row_tiles, col_tiles):
@@ -86,12 +62,6 @@ def test_grouped_order_visits_every_tile_once(row_tiles, col_tiles):
     with forced(matmul=Launch(block=32, rows=32)):
         matmul_module.launch_pointers(a, torch.ones(1, y.shape[1], device=DEVICE), None, y, None, "ieee")
     assert torch.equal(y, a.expand_as(y))
-
-
-# Regression: a K mask that does not move on with the pointers
-def test_depth_that_is_no_multiple_of_the_tile():
-    a, b = torch.ones(2, 70, device=DEVICE), torch.ones(70, 2, device=DEVICE)
-    assert torch.equal(matmul(a, b, **EXACT), torch.full((2, 2), 70.0, device=DEVICE))
 
 
 def test_tiled_and_persistent_kernels():
@@ -104,46 +74,25 @@ def test_tiled_and_persistent_kernels():
             exact = reference.matmul(a.double(), b.double(), bias.double(), "gelu")
             y = torch.full((72, 88), float("nan"), dtype=torch.float16, device=DEVICE)
             assert matmul_module.launch_persistent(a, b, bias, y, "gelu")
-            torch.testing.assert_close(y.double(), exact, atol=2e-2, rtol=2e-3)  # rounded once to 11 bits, up to 30
+            near(y, exact, 2e-2, 2e-3)  # rounded once to 11 bits, up to 30
             y.fill_(float("nan"))
             matmul_module.launch_pointers(a, b, bias, y, "gelu", "ieee", matmul_module.tiled_kernel)
-            torch.testing.assert_close(y.double(), exact, atol=2e-2, rtol=2e-3)
+            near(y, exact, 2e-2, 2e-3)
     odd = draw(7, 9, dtype=torch.float16)
     assert not matmul_module.launch_persistent(odd, odd.T, None, draw(7, 7, dtype=torch.float16), None)
 
 
-def test_matmul_counts_flops_and_compiles():
-    a, b = draw(20, 30).requires_grad_(), draw(30, 10, seed=1)
+def test_matmul_counts_flops():
+    a, b = draw(20, 30), draw(30, 10, seed=1)
     with FlopCounterMode(display=False) as counter:
         matmul(a, b)
     assert counter.get_total_flops() == 2 * 20 * 30 * 10
-    compiled = torch.compile(lambda a, b: matmul(a, b, epilogue="gelu"), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(a, b), matmul(a, b, epilogue="gelu"))
 
 
 def targets_for(rows, vocabulary, ignored=()):
     t = torch.randint(vocabulary, (rows,), generator=torch.Generator().manual_seed(rows))
     t[list(ignored)] = -100
     return t.to(DEVICE)
-
-
-@pytest.mark.parametrize("options", [
-    {}, {"label_smoothing": 0.1}, {"reduction": "sum"}, {"reduction": "none", "label_smoothing": 0.3},
-], ids=str)
-@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (5, 50), (3, 1000)])
-def test_cross_entropy(rows, vocabulary, options, either):
-    t = targets_for(rows, vocabulary, ignored=(1,) if rows > 1 else ())
-    compare(lambda z: cross_entropy(z, t, **options), lambda z: F.cross_entropy(z, t, **options),
-            draw(rows, vocabulary) * 3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16])
-def test_cross_entropy_in_many_pieces_and_half_precision(dtype):
-    t = targets_for(4, 203)
-    with forced(cross_entropy=Launch(32, warps=1), cross_entropy_gradient=Launch(32, warps=1)):
-        compare(lambda z: cross_entropy(z, t), lambda z: F.cross_entropy(z, t), draw(4, 203, dtype=dtype),
-                tolerance=1e-3)  # the loss is fp32, gradients below 1 are rounded to 11 bits
-        compare(lambda z: cross_entropy(z, t), lambda z: F.cross_entropy(z, t), draw(203, 4).T)
 
 
 # RELIABILITY 45
@@ -227,7 +176,7 @@ def test_a_loss_can_be_changed_in_place(call, either):
     loss /= 2
     grad, = torch.autograd.grad(loss.sum(), z)
     expected, = torch.autograd.grad(call(z, t).sum() / 2, z)
-    torch.testing.assert_close(grad, expected, atol=1e-7, rtol=1e-6)
+    near(grad, expected, 1e-7, 1e-6)
 
 
 def test_backward_twice_gives_twice_the_same(either):
@@ -237,7 +186,7 @@ def test_backward_twice_gives_twice_the_same(either):
     kept = first.clone()
     first.zero_()
     second, = torch.autograd.grad(loss, z, torch.tensor(3.0, device=DEVICE))
-    torch.testing.assert_close(kept, second, atol=1e-7, rtol=1e-6)
+    near(kept, second, 1e-7, 1e-6)
     assert kept.any()
 
 
@@ -250,7 +199,7 @@ def test_the_gradient_in_place_of_the_logits(options, either):
     grad, dx = torch.autograd.grad(loss, (z, x), upstream, retain_graph=True)
     assert grad.data_ptr() == z.data_ptr() and not grad.requires_grad
     expected, = torch.autograd.grad(cross_entropy(2 * x, t, **options), x, upstream)
-    torch.testing.assert_close((2 * grad, dx), (expected, expected), atol=1e-6, rtol=1e-6)
+    near((2 * grad, dx), (expected, expected), 1e-6)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.sum().backward()
 
@@ -266,7 +215,7 @@ def test_logits_that_somebody_else_needs_are_not_overwritten(either):
     assert not cross_entropy(x.detach(), t, inplace_backward=True).requires_grad
     compiled = torch.compile(lambda x: cross_entropy(2 * x, t, inplace_backward=True), backend="aot_eager")
     ours, theirs = (torch.autograd.grad(f(x), x)[0] for f in (compiled, lambda x: F.cross_entropy(2 * x, t)))
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+    near(ours, theirs, 1e-6)
 
 
 def test_linear_cross_entropy_goes_backward_once():
@@ -288,8 +237,8 @@ def test_loss_and_gradient_in_one_launch_and_in_place(smoothing, either):
         with forced(cross_entropy=Launch(32, warps=1)):
             loss, dz = loss_and_gradient(z, t, scale, label_smoothing=smoothing, out=out)
         assert out is None or dz is z
-        torch.testing.assert_close((loss.sum() * scale).double(), exact.detach(), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(dz.double(), expected, atol=1e-6, rtol=1e-5)
+        near((loss.sum() * scale).double(), exact.detach(), 1e-5)
+        near(dz, expected, 1e-6, 1e-5)
 
 
 def test_ignored_rows_have_no_gradient_whatever_they_hold():
@@ -300,18 +249,6 @@ def test_ignored_rows_have_no_gradient_whatever_they_hold():
     leaf = z.requires_grad_()
     grad, = torch.autograd.grad(cross_entropy(leaf, t), leaf)
     assert not grad[1].any() and grad.isfinite().all()
-
-
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "ignore_index": 3}, {"reduction": "sum"}], ids=str)
-@pytest.mark.parametrize("chunk_bytes", [1, 400, 10**9])
-def test_linear_cross_entropy(options, chunk_bytes, either):
-    t = targets_for(5, 20, ignored=()).clamp(max=4)
-
-    def exact(x, w):
-        return F.cross_entropy(x @ w.T, t, **options)
-
-    compare(lambda x, w: linear_cross_entropy(x, w, t, chunk_bytes=chunk_bytes, **options), exact, draw(5, 16),
-            draw(20, 16, seed=1))
 
 
 def error_of_chunks(dtype, chunks, rows=32):
@@ -347,7 +284,7 @@ def test_an_fp32_weight_under_autocast_gets_the_sum_unrounded(chunk_bytes, eithe
     dz, = torch.autograd.grad(F.cross_entropy(logits.requires_grad_(), t), logits)
     expected = dz.half().double().T @ x.half().double()
     assert dw.dtype == torch.float32
-    torch.testing.assert_close(dw.double(), expected, atol=2e-4, rtol=1e-3)
+    near(dw, expected, 2e-4, 1e-3)
     assert not torch.equal(dw, dw.half().float())
 
 
@@ -379,73 +316,8 @@ def test_linear_cross_entropy_never_holds_all_logits(monkeypatch):
         assert sum(seen) == rows and len(seen) == chunks
 
 
-def test_linear_cross_entropy_under_autocast():
-    x, w, t = draw(6, 8).requires_grad_(), draw(10, 8, seed=1).requires_grad_(), targets_for(6, 10)
-    with torch.autocast(DEVICE, torch.float16):
-        loss = linear_cross_entropy(x, w, t)
-    loss.backward()
-    assert (loss.dtype, x.grad.dtype, w.grad.dtype) == (torch.float32,) * 3
-    torch.testing.assert_close(loss, F.cross_entropy(x @ w.T, t), atol=2e-2, rtol=2e-2)
-
-
-def test_autocast_casts_products_and_gives_gradients_back_in_their_type():
-    x, w, b = (draw(*shape).requires_grad_() for shape in ((6, 8), (10, 8), (10,)))
-    with torch.autocast(DEVICE, torch.float16):
-        results = matmul(x, w.T, b, epilogue="gelu"), linear_gelu_dropout(x, w, b, 0.25, seed=5)
-    for y, kept in zip(results, (1.0, (results[1] != 0) / 0.75), strict=True):
-        assert y.dtype == torch.float16
-        torch.testing.assert_close(y.float(), reference.gelu(F.linear(x, w, b)) * kept, atol=2e-2, rtol=1e-2)
-        gradients = torch.autograd.grad(y.sum(), (x, w, b))
-        assert all(g.dtype == torch.float32 and g.any() for g in gradients)
-
-
-def test_compile_has_no_break_in_what_trains():
-    """Norms, softmax, dropout and both losses; the same bits as without compiling."""
-
-    def f(x, w, b, m, t):
-        y, total = add_rms_norm(layer_norm(x, w, b), x, w, 1e-5, "silu")
-        h = dropout(linear_gelu_dropout(softmax(rms_norm(y, w)), m, b, 0.25, seed=5), 0.25, seed=6)
-        loss = linear_cross_entropy(h, m, t) + cross_entropy(h @ m.T, t, label_smoothing=0.1)
-        return loss + weighted_sum(total, w).sum()
-
-    t, results = torch.arange(6, device=DEVICE), []
-    for function in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
-        leaves = [draw(*shape).requires_grad_() for shape in ((6, 16), (16,), (16,), (16, 16))]
-        loss = function(*leaves, t)
-        results.append((loss, *torch.autograd.grad(loss, leaves)))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 @pytest.mark.parametrize(("rows", "vocabulary", "itemsize"), [(8192, 151936, 2), (1, 10**9, 4), (100, 1000, 4)])
 def test_chunks_cover_all_rows_within_their_bound(rows, vocabulary, itemsize):
     step = chunk_rows(rows, vocabulary, itemsize)
     assert 1 <= step <= max(rows, 1)
     assert step == 1 or step * vocabulary * itemsize <= max(lce_module.CHUNK_BYTES, 128 * vocabulary * itemsize)
-
-
-@pytest.mark.parametrize(("call", "error", "message"), [
-    (lambda x, t: matmul(x, x), ValueError, r"a has shape \(2, 8\), b \(2, 8\); allowed: \(M, K\)"),
-    (lambda x, t: matmul(x, x.T, epilogue="tanh"), ValueError, "epilogue is 'tanh'"),
-    (lambda x, t: matmul(x, x.T.half()), ValueError, "b has dtype"),
-    (lambda x, t: matmul(x, x.T, precision="bf16"), ValueError, "precision is 'bf16'"),
-    (lambda x, t: matmul(x, x.T, x[0]), ValueError, "bias has shape"),
-    (lambda x, t: matmul(x[:, :1], torch.ones(1, 300, device=DEVICE), epilogue="rms_norm"), ValueError, "300 columns"),
-    (lambda x, t: cross_entropy(x, t[:1]), ValueError, r"targets has shape \(1,\); allowed: \(2,\)"),
-    (lambda x, t: cross_entropy(x, t.float()), ValueError, "targets has dtype"),
-    (lambda x, t: cross_entropy(x, t, reduction="max"), ValueError, "reduction is 'max'"),
-    (lambda x, t: cross_entropy(x, t, label_smoothing=2), ValueError, "label_smoothing is 2"),
-    (lambda x, t: cross_entropy(x, t, label_smoothing=True), ValueError, "label_smoothing is True"),
-    (lambda x, t: cross_entropy(x, t, ignore_index=2**70), ValueError, f"ignore_index is {2**70}"),
-    (lambda x, t: linear_cross_entropy(x, x, t, ignore_index=-2**63 - 1), ValueError, "ignore_index is -9223"),
-    (lambda x, t: linear_cross_entropy(x, x.half(), t), ValueError, "weight has dtype torch.float16, x torch.float32"),
-    (lambda x, t: linear_cross_entropy(x, x.to("meta"), t), ValueError, "weight is on meta"),
-    (lambda x, t: matmul(x, x.T, x[0, :2].long()), ValueError, "bias has dtype torch.int64"),
-    (lambda x, t: cross_entropy(x[0], t), ValueError, "at least 2 dimensions"),
-    (lambda x, t: cross_entropy(x, [0, 1]), TypeError, "targets must be a torch.Tensor"),
-    (lambda x, t: linear_cross_entropy(x, x[:, :3], t), ValueError, "weight has shape"),
-    (lambda x, t: linear_cross_entropy(x, x, t, reduction="none"), ValueError, "reduction is 'none'"),
-    (lambda x, t: linear_cross_entropy(x, x, t, chunk_bytes=0), ValueError, "chunk_bytes is 0"),
-])  # RELIABILITY 44
-def test_bad_input_is_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call(draw(2, 8), torch.tensor([0, 1], device=DEVICE))
