@@ -16,6 +16,7 @@ from pathlib import Path
 from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
 from distlab.hardware import lookup
 from distlab.model.config import RECOMPUTATION
+from distlab.parallel import get_strategy
 from distlab.report import Panel, Series, grouped, is_number, lines, read_json
 from distlab.simulate.estimate import USABLE, MachineOptions, estimate_step
 from distlab.theory.step_time import sharding_group
@@ -96,7 +97,7 @@ def _predict(
     )
     network = config.machine().network
     group = None if config.group is None else min(config.group, ranks)
-    sharing = sharding_group(strategy, ranks, network.devices_per_node, group) if strategy == "hsdp" else ranks
+    sharing = sharding_group(get_strategy(strategy), ranks, network.devices_per_node, group)
     memory = PlannedStep(
         model, micro, strategy, config.dtype, checkpointing=config.recompute, accumulates=micro_batches > 1,
         compiled=config.compile != "off", shard_size=sharing,
