@@ -1,7 +1,7 @@
 """The strategies, and the registry through which benchmarks and trainers find them by name.
 
-A new strategy is a file in this folder and an entry in `STRATEGIES`; everything that takes `--strategies`
-then knows it.
+A new strategy is a file in this folder and an entry in `STRATEGIES`; everything that takes `--strategies` then knows
+it. What others ask of a strategy is a field of its entry, so that none of them has a list of names.
 """
 
 from collections.abc import Callable, Iterable, Mapping
