@@ -82,7 +82,7 @@ def _split(config: ScalingConfig, kind: str, ranks: int) -> tuple[int, int] | No
 def _predict(
     config: ScalingConfig, strategy: str, ranks: int, micro: int, micro_batches: int
 ) -> dict[str, float]:
-    model = config.shape()
+    model, group = config.shape(), None if config.group is None else min(config.group, ranks)
     time = estimate_step(
         model,
         strategy,
@@ -92,11 +92,10 @@ def _predict(
         dtype=config.dtype,
         checkpointing=config.recompute,
         micro_batches=micro_batches,
-        group=None if config.group is None else min(config.group, ranks),
+        group=group,
         kernels=config.kernels(),
     )
     network = config.machine().network
-    group = None if config.group is None else min(config.group, ranks)
     sharing = sharding_group(get_strategy(strategy), ranks, network.devices_per_node, group)
     memory = PlannedStep(
         model, micro, strategy, config.dtype, checkpointing=config.recompute, accumulates=micro_batches > 1,

@@ -179,8 +179,7 @@ def step_time(
         raise ValueError(f"strategy {strategy.name!r} has no closed form of its time")
     p, q = contention
     size, n, m = messages.gradient_bytes, ranks, micro_batches
-    packs = strategy.sends in ("all", "buckets")
-    base = compute.forward + compute.backward + (compute.pack if packs else 0.0)
+    base = compute.forward + compute.backward + compute.pack * (strategy.sends in ("all", "buckets"))
     last = compute.backward / m  # what the synchronised backward can cover
     optimizer = compute.optimizer
 

@@ -98,10 +98,7 @@ def step_memory(
     Raises:
         ValueError: an unknown name, or a size below one; the message lists what is allowed.
     """
-    for what, value, allowed in (
-        ("optimizer", optimizer, OPTIMIZERS),
-        ("precision", precision, PRECISIONS),
-    ):
+    for what, value, allowed in (("optimizer", optimizer, OPTIMIZERS), ("precision", precision, PRECISIONS)):
         if isinstance(value, str) and value not in allowed:
             raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
     at_least_one(world_size=world_size)

@@ -160,8 +160,8 @@ def all_gradients(setting: Setting) -> int:
 
 def in_place(setting: Setting) -> bool:
     """Whether linear layers write their weights' gradients where they are sent from (`model.ops.gradient_target`)."""
-    ours = setting.strategy.sends in ("all", "buckets") and not setting.strategy.is_peer
-    return setting.precision.copies_weights and ours
+    strategy = setting.strategy
+    return setting.precision.copies_weights and strategy.sends in ("all", "buckets") and not strategy.is_peer
 
 
 def weight_copies(setting: Setting) -> int:
@@ -194,6 +194,6 @@ def weight_gradient(setting: Setting, numel: int) -> int:
 def step_temporary(setting: Setting) -> int:
     """What the optimizer needs besides its state, and the messages in which owners send parameters."""
     stepped = optimizer_state(setting) // max(1, setting.state_numbers)
-    in_messages = setting.strategy.updates == "owned" and not setting.strategy.is_peer
-    sent = FP32 * setting.shape.num_parameters if in_messages else 0
+    ours = setting.strategy.updates == "owned" and not setting.strategy.is_peer
+    sent = FP32 * setting.shape.num_parameters if ours else 0
     return max(setting.step_numbers * stepped, sent)
