@@ -44,6 +44,7 @@ from distlab.measure import (
     percentiles,
 )
 from distlab.model import TransformerLM, checkpoint_group, checkpoint_plan, cross_entropy
+from distlab.parallel import get_strategy
 from distlab.precision import DTYPES, autocast
 from distlab.report import NOISE, TIE, interval_ties, noise_of, prediction_error, stacked_bars
 from distlab.simulate.run import simulate_step
@@ -205,6 +206,7 @@ class Bench:
             ModelShape.of(self.shape),
             batch=self.config.batch,
             context=self.shape.context_length,
+            strategy=get_strategy("local"),
             precision=PRECISION[self.config.dtype],
             attention=self.shape.attention,
             checkpointing=plan,

@@ -53,7 +53,7 @@ from distlab.measure import (
     percentiles,
 )
 from distlab.model import TransformerLM
-from distlab.parallel import STRATEGIES, check_shard_size, strategies_on
+from distlab.parallel import STRATEGIES, Strategy, check_shard_size, strategies_on
 from distlab.precision import DTYPES
 from distlab.report import (
     NOISE,
@@ -245,7 +245,7 @@ def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str,
         steps: times of every row that ran and is right.
     """
     p50 = {row: percentiles(samples)["p50"] for row, samples in steps.items()}
-    peers = [row for row in steps if row.startswith("torch-ddp")]
+    peers = [row for row in steps if (s := strategy_of(row)) and s.is_peer and s.updates == "all"]
     mine, peer = steps[name], steps[min(peers, key=p50.__getitem__)] if peers else None
     local = steps.get("local") if name != "local" else None
     ratios = {
@@ -267,7 +267,7 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
         silent = recorder.count == 0 and variant.strategy.synchronizes and bench.context.world_size > 1
         return counted | {"sent_nothing": silent or None}
     expected = model_volume(
-        variant.strategy.name,
+        variant.strategy,
         TransformerLM(bench.shape, device="meta").named_parameters(),
         bucket_size_mb=variant.bucket_size_mb,
         world_size=bench.context.world_size,
@@ -392,16 +392,10 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
 
 def what_communication_costs(records: Sequence[Record]) -> list[str]:
     """Say whether the fastest of our strategies that overlap hides its communication, or what most of the rest is."""
-    ours = [
-        r
-        for r in records
-        if r.variant.startswith(("bucketed", "zero1", "fsdp", "overlap"))
-        and not r.variant.startswith("fsdp2")
-        and is_number(r.metrics.get("overhead_ms"))
-    ]
-    if not ours:
+    overlapping = [r for r in ours(records, "overhead_ms") if not strategy_of(r.variant).after_backward]
+    if not overlapping:
         return []
-    best = min(ours, key=lambda r: r.metrics["step_p50_ms"])
+    best = min(overlapping, key=lambda r: r.metrics["step_p50_ms"])
     share = 100 * best.metrics["overhead_ms"] / best.metrics["step_p50_ms"]
     hidden = share <= OVERHEAD_PCT or _tie("vs_local", best)
     causes = {text: ms for text, name in CAUSES.items() if is_number(ms := best.metrics.get(name)) and ms > 0}
@@ -416,23 +410,30 @@ def what_communication_costs(records: Sequence[Record]) -> list[str]:
 
 def against_the_peer(records: Sequence[Record]) -> list[str]:
     """Say where the fastest of our strategies stands beside torch DDP's fastest row."""
-    ours = [
-        r
-        for r in records
-        if not r.variant.startswith(("local", "torch", "fsdp2")) and is_number(r.metrics.get("vs_torch_ddp"))
-    ]
-    if not ours:
+    compared = ours(records, "vs_torch_ddp")
+    if not compared:
         return []
-    best = min(ours, key=lambda r: r.metrics["vs_torch_ddp"])
+    best = min(compared, key=lambda r: r.metrics["vs_torch_ddp"])
     ratio = best.metrics["vs_torch_ddp"]
     than = f"takes {ratio:.3f} times as long as torch DDP's fastest row"
     return [f"{best.variant}, the fastest of ours, {than}{': a tie' if _tie('vs_torch_ddp', best) else ''}."]
 
 
+def strategy_of(row: str) -> Strategy | None:
+    """Find the strategy of a row, whose name a bucket size may follow; None of a record whose strategy is gone."""
+    names = [name for name in STRATEGIES if f"{row}-".startswith(f"{name}-")]
+    return STRATEGIES.get(max(names, key=len, default=None))
+
+
+def ours(records: Sequence[Record], metric: str) -> list[Record]:
+    """Select the rows of this lab's strategies, of those that communicate, that have this number."""
+    known = [r for r in records if is_number(r.metrics.get(metric))]
+    return [r for r in known if (s := strategy_of(r.variant)) and s.synchronizes and not s.is_peer]
+
+
 def what_it_does(record: Record) -> str | None:
-    """Say in a few words what the strategy of a row does, whose name a bucket size may follow."""
-    names = [name for name in STRATEGIES if f"{record.variant}-".startswith(f"{name}-")]
-    return STRATEGIES[max(names, key=len)].does if names else None
+    """Say in a few words what the strategy of a row does."""
+    return (strategy := strategy_of(record.variant)) and strategy.does
 
 
 def draw_step_times(records: Sequence[Record], path: Path) -> None:

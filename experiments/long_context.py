@@ -77,6 +77,11 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {  # row → (strategy, options th
 }
 
 
+def is_peer(row: str) -> bool:
+    """Whether a row is torch's."""
+    return get_strategy(ROWS[row][0]).is_peer
+
+
 @dataclass(frozen=True)
 class LongContextConfig(BenchOptions, TimingOptions):
     """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
@@ -150,7 +155,7 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
             run.cut_off = True
             break
         run.progress(what)
-        if ROWS[record.variant][0] == "fsdp2":  # a peer that fails, on all ranks alike, costs its row and no other
+        if is_peer(record.variant):  # which, where it fails, on all ranks alike, costs its row and no other
             attempted(work, record)
         else:
             work()
@@ -214,8 +219,8 @@ def worth_timing(record: Record, records: Sequence[Record]) -> bool:
     status, mine = record.metrics.get("status"), record.metrics.get("step_p50_ms")
     if status not in (None, "ok"):
         return False
-    peers = [r.metrics["step_p50_ms"] for r in timed(records) if ROWS[r.variant][0] == "fsdp2"]
-    return mine is None or ROWS[record.variant][0] == "fsdp" or mine <= CLOSE * min(peers)
+    peers = [r.metrics["step_p50_ms"] for r in timed(records) if is_peer(r.variant)]
+    return mine is None or not is_peer(record.variant) or mine <= CLOSE * min(peers)
 
 
 def timed(records: Sequence[Record]) -> list[Record]:
@@ -330,7 +335,7 @@ def memory(subject: Subject, record: Record, run: Run) -> None:
 def compare(records: Sequence[Record]) -> None:
     """Each row beside the fastest of torch's, and its loss beside ours."""
     rows = {record.variant: record.metrics for record in timed(records)}
-    peers = [name for name in rows if ROWS[name][0] == "fsdp2"]
+    peers = [name for name in rows if is_peer(name)]
     best = min(peers, key=lambda name: rows[name]["step_p50_ms"], default=None)
     for metrics in rows.values():
         if OURS in rows:

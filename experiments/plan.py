@@ -31,6 +31,7 @@ from distlab.hardware import GPUSpec, by_alias, cluster
 from distlab.model import ModelConfig, kept_levels
 from distlab.model.config import RECOMPUTATION as KNOWN
 from distlab.model.config import ModelChanges
+from distlab.parallel import get_strategy
 from distlab.report import stacked_bars
 from distlab.simulate.choices import RECOMPUTATION, STRATEGIES, Choice, choices, estimated, memory
 from distlab.simulate.estimate import USABLE, MachineOptions, host_time
@@ -129,7 +130,7 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     ways: dict[tuple, list[tuple[Choice, dict[str, Any]]]] = {}
     nodes = machine.network.devices_per_node
     recomputation = config.recomputation if config.factory is None else ("none",)
-    strategies = [name for name in config.strategies if config.factory is None or name != "hsdp"]
+    strategies = [name for name in config.strategies if config.factory is None or not get_strategy(name).takes_mesh]
     usable = USABLE * gpu.hbm_bytes
     for choice in choices(ranks, nodes, config.batch // ranks, strategies, recomputation):
         way = ways.setdefault((choice.strategy, choice.group, choice.recompute), [])
@@ -316,8 +317,8 @@ def _reasons(best: Record, records: Sequence[Record]) -> str:
     if lighter:
         least = min(lighter, key=lambda r: r.metrics["predicted_peak_bytes"])
         return f" Less recomputation takes {least.metrics['predicted_peak_bytes'] / 2**30:.0f} GiB and does not fit."
-    whole = [r for r in records if r.config["strategy"] == "bucketed" and not r.metrics["fits"]]
-    if whole and best.config["strategy"] in ("fsdp", "hsdp"):
+    whole = [r for r in records if get_strategy(r.config["strategy"]).sends != "units" and not r.metrics["fits"]]
+    if whole and get_strategy(best.config["strategy"]).sends == "units":
         least = min(whole, key=lambda r: r.metrics["predicted_peak_bytes"])
         return f" Whole parameters on every GPU take {least.metrics['predicted_peak_bytes'] / 2**30:.0f} GiB."
     return ""

@@ -16,6 +16,7 @@ from pathlib import Path
 from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
 from distlab.hardware import lookup
 from distlab.model.config import RECOMPUTATION
+from distlab.parallel import get_strategy
 from distlab.report import Panel, Series, grouped, is_number, lines, read_json
 from distlab.simulate.estimate import USABLE, MachineOptions, estimate_step
 from distlab.theory.step_time import sharding_group
@@ -81,7 +82,7 @@ def _split(config: ScalingConfig, kind: str, ranks: int) -> tuple[int, int] | No
 def _predict(
     config: ScalingConfig, strategy: str, ranks: int, micro: int, micro_batches: int
 ) -> dict[str, float]:
-    model = config.shape()
+    model, group = config.shape(), None if config.group is None else min(config.group, ranks)
     time = estimate_step(
         model,
         strategy,
@@ -91,12 +92,11 @@ def _predict(
         dtype=config.dtype,
         checkpointing=config.recompute,
         micro_batches=micro_batches,
-        group=None if config.group is None else min(config.group, ranks),
+        group=group,
         kernels=config.kernels(),
     )
     network = config.machine().network
-    group = None if config.group is None else min(config.group, ranks)
-    sharing = sharding_group(strategy, ranks, network.devices_per_node, group) if strategy == "hsdp" else ranks
+    sharing = sharding_group(get_strategy(strategy), ranks, network.devices_per_node, group)
     memory = PlannedStep(
         model, micro, strategy, config.dtype, checkpointing=config.recompute, accumulates=micro_batches > 1,
         compiled=config.compile != "off", shard_size=sharing,

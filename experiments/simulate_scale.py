@@ -63,9 +63,10 @@ class ScaleConfig(MachineOptions):
         Raises:
             ValueError: a group that does not divide the ranks.
         """
-        if not get_strategy(strategy).takes_mesh:
+        entry = get_strategy(strategy)
+        if not entry.takes_mesh:
             return None
-        return sharding_group("hsdp", self.ranks, self.machine().network.devices_per_node, self.group)
+        return sharding_group(entry, self.ranks, self.machine().network.devices_per_node, self.group)
 
 
 def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:

@@ -43,9 +43,9 @@ from distlab.experiment import (
     option,
 )
 from distlab.measure import interleave, peak_memory
-from distlab.parallel import strategies_on
+from distlab.parallel import STRATEGIES, strategies_on
 from distlab.report import TIE, Panel, lines, overlaid
-from distlab.train.config import TRAINABLE, TrainConfig
+from distlab.train.config import TrainConfig
 from distlab.train.data import GlobalOrder, TokenWindows, open_tokens
 from distlab.train.loop import Trainer
 from distlab.train.memory_budget import require, training_step
@@ -62,8 +62,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def compared_on(device_type: str) -> tuple[str, ...]:
     """The strategies that are compared on `cuda` or `cpu`: all that can train there, torch's DDP once."""
-    here = strategies_on(device_type, meshes=False)
-    return tuple(name for name in here if name in TRAINABLE and name != "torch-ddp-tuned")
+    here = {name: STRATEGIES[name] for name in strategies_on(device_type, meshes=False)}
+    return tuple(name for name, entry in here.items() if entry.trains and not (entry.is_peer and entry.has_buckets))
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 The layers, outer to inner: launch → experiments → examples → distlab → kernels; a layer imports those further in.
 Experiments do not import each other; what some share begins with an underscore. Inside distlab only the edges below.
 Imports inside functions and under TYPE_CHECKING count like any other. Besides: only `STREAM_MAKERS` make CUDA streams,
-and one module reads the rank's environment variables. A new package in distlab needs an entry in `ALLOWED`: decide
-there what it may know.
+one module reads the rank's environment variables, and outside `distlab.parallel` nothing in distlab asks for a strategy
+by its name: what others must know of one is a field of its entry in `STRATEGIES`. A new package in distlab needs an
+entry in `ALLOWED`: decide there what it may know.
 """
 
 import ast
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from distlab.parallel import STRATEGIES
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("launch", "experiments", "examples", "distlab", "kernels")
@@ -46,6 +49,20 @@ STREAM_MAKERS = ("distlab.comm.collectives", "distlab.comm.copy_engine", "distla
 RANK_READER = "distlab.comm.context"
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
+# Modules that may write a name of `STRATEGIES`, and which.
+NAMED = {
+    **dict.fromkeys(  # naive attention
+        ("bench.reference", "model.config", "model.ops", "theory.memory.activations", "simulate.estimate",
+         "simulate.plan", "simulate.run"), ("naive",),
+    ),
+    "train.config": ("bucketed",),  # the default of an option
+    "bench.timing": ("local",),  # likewise
+    "train.memory_budget": ("local", "fsdp"),  # likewise, and the advice where a model does not fit
+    "simulate.case": ("fsdp",),  # the same advice
+    "simulate.calibrate": ("local", "naive", "flat", "overlap"),  # it is a fit to the steps of these four
+    "notebook.runs": ("local",),  # the row that others are compared with
+}  # fmt: skip
+
 
 def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
     """What a module breaks, a line of text each; a package's `__init__` goes by the package's name."""
@@ -63,6 +80,18 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
         if module != RANK_READER and (name := _variable_read(node)) in RANK_VARIABLES:
             found.append(f"{module}:{node.lineno} reads {name}: only {RANK_READER} may, take a RankContext")
     return found
+
+
+def strategies_named(module: str, source: str) -> list[str]:
+    """The names of strategies that a module of distlab writes and may not, a line of text each."""
+    package, _, rest = module.partition(".")
+    if package != "distlab" or rest.split(".")[0] == "parallel":
+        return []
+    return [
+        f"{module}:{node.lineno} writes {node.value!r}: ask a field of the strategy's entry in STRATEGIES"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and node.value in STRATEGIES.keys() - NAMED.get(rest, ())
+    ]
 
 
 def _forbidden(module: str, target: str) -> str | None:
@@ -152,6 +181,15 @@ def test_imports_follow_the_design():
         for line in violations(module, path.read_text(), is_package=path.name == "__init__.py")
     ]
     assert not found, "\n".join(found)
+
+
+def test_no_strategy_is_known_by_its_name():
+    named = [line for module, path in _modules() for line in strategies_named(module, path.read_text())]
+    assert not named, "\n".join(named)
+    assert strategies_named("distlab.theory.volume", "x = strategy == 'zero1'")
+    assert strategies_named("distlab.train.config", "TRAINABLE = ('bucketed', 'fsdp')")
+    assert not strategies_named("distlab.train.config", "strategy = 'bucketed'")
+    assert not strategies_named("distlab.parallel", "Strategy('zero1')")
 
 
 def test_every_folder_of_tests_is_a_package():

@@ -46,18 +46,6 @@ BATCHES = 4  # different ones, used one after the other
 FORM = (
     "build() must return (module, batch, loss): an nn.Module, batch(size, generator) and loss(model, batch)"
 )
-# Their contract admits parameters that some ranks use and others do not (`distlab.parallel.data_parallel`).
-MAY_LEAVE_UNUSED = (
-    "local",
-    "naive",
-    "flat",
-    "overlap",
-    "bucketed",
-    "bucketed-two-level",
-    "bucketed-dma",
-    "sharded-optimizer",
-    "zero1",
-)
 
 
 @dataclass(frozen=True)
@@ -185,7 +173,7 @@ class Examined:
     def refusal(self, strategy: Strategy) -> str | None:
         """Why a strategy's contract does not admit the model, in one sentence; None if it does."""
         ever = frozenset().union(*self.unused)
-        if not ever or strategy.name in MAY_LEAVE_UNUSED:
+        if not ever or strategy.may_leave_unused:
             return None
         some = f"{min(ever)!r}" + (f" and {len(ever) - 1} more parameters" if len(ever) > 1 else "")
         if strategy.casts_parameters:

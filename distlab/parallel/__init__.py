@@ -1,7 +1,7 @@
 """The strategies, and the registry through which benchmarks and trainers find them by name.
 
-A new strategy is a file in this folder and an entry in `STRATEGIES`; everything that takes `--strategies`
-then knows it.
+A new strategy is a file in this folder and an entry in `STRATEGIES`; everything that takes `--strategies` then knows
+it. What others ask of a strategy is a field of its entry, so that none of them has a list of names.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -64,8 +64,16 @@ class Strategy:
     Args:
         name: as on the command line and in records.
         wrap: `wrap(module, process_group=…)`, with `bucket_size_mb=…` too if it has buckets.
+        sends: what one message carries: `nothing`, one of the `gradients`, `all` of them, `buckets` of them, or `units`
+            of parameters, and of their gradients; None where no closed form counts what it sends.
         optimizer: `optimizer(model, optimizer_cls, **options)`; by default `optimizer_cls` over the model's parameters.
         has_buckets: whether a bucket size means anything to it.
+        pads_buckets: whether buckets are padded to equal chunks for all ranks before they are all-reduced.
+        after_backward: whether gradients are sent only once backward has ended.
+        updates: what the optimizer of one rank steps: `all` parameters, `owned` ones, which it then broadcasts, or
+            `slices` of all.
+        may_leave_unused: whether some ranks may use parameters that others do not (`distlab.parallel.data_parallel`).
+        trains: whether the trainer takes it: ranks stay alike, and a checkpoint finds all of its state.
         casts_parameters: whether `wrap` takes `compute_dtype=…`, in which parameters are then sent and used; such
             a model needs no autocast, which would keep a cast copy of every weight through the step.
         takes_mesh: whether `wrap` takes `mesh=…`, made of shard groups of `shard_size=…` ranks.
@@ -78,8 +86,14 @@ class Strategy:
 
     name: str
     wrap: Callable[..., ParallelModel]
+    sends: str | None = None
     optimizer: Callable[..., Optimizer] = _over_parameters
     has_buckets: bool = False
+    pads_buckets: bool = False
+    after_backward: bool = False
+    updates: str = "all"
+    may_leave_unused: bool = True
+    trains: bool = True
     casts_parameters: bool = False
     takes_mesh: bool = False
     materializes: bool = False
@@ -148,31 +162,36 @@ def _sharded(model: BucketedDDP, optimizer_cls: type[Optimizer], **options: Any)
     return ShardedOptimizer(model.parameters(), optimizer_cls, model.process_group, **options)
 
 
+_UNITS = {"updates": "slices", "may_leave_unused": False, "casts_parameters": True}
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
-        Strategy("local", _local, synchronizes=False, does="no communication: the reference"),
-        Strategy("naive", NaiveDDP, does="all-reduce each gradient at the end"),
-        Strategy("flat", FlatDDP, does="one all-reduce of all at the end"),
-        Strategy("overlap", OverlapDDP, does="each gradient, during backward"),
-        Strategy("bucketed", BucketedDDP, has_buckets=True, does="buckets of them, during backward"),
-        Strategy("bucketed-two-level", BucketedDDP, has_buckets=True, takes_mesh=True,
+        Strategy("local", _local, "nothing", synchronizes=False, trains=False,
+                 does="no communication: the reference"),
+        Strategy("naive", NaiveDDP, "gradients", after_backward=True, does="all-reduce each gradient at the end"),
+        Strategy("flat", FlatDDP, "all", after_backward=True, does="one all-reduce of all at the end"),
+        Strategy("overlap", OverlapDDP, "gradients", does="each gradient, during backward"),
+        Strategy("bucketed", BucketedDDP, "buckets", has_buckets=True, does="buckets of them, during backward"),
+        Strategy("bucketed-two-level", BucketedDDP, "buckets", has_buckets=True, takes_mesh=True,
                  does="buckets, within hosts, then between"),
-        Strategy("bucketed-dma", CopyEngineDDP, has_buckets=True, needs_gpu=True,
+        Strategy("bucketed-dma", CopyEngineDDP, "buckets", has_buckets=True, pads_buckets=True, needs_gpu=True,
                  does="buckets, moved by copy engines"),
-        Strategy("sharded-optimizer", BucketedDDP, _sharded, has_buckets=True,
+        Strategy("sharded-optimizer", BucketedDDP, "buckets", _sharded, has_buckets=True, updates="owned",
                  does="each rank updates some parameters"),
-        Strategy("zero1", BucketedDDP, ZeroOptimizer, has_buckets=True, does="ZeRO-1: each updates 1/N of all"),
-        Strategy("fsdp", FSDP, casts_parameters=True, materializes=True, does="parameters sharded, too"),
-        Strategy("hsdp", FSDP, casts_parameters=True, materializes=True, takes_mesh=True,
+        Strategy("zero1", BucketedDDP, "buckets", ZeroOptimizer, has_buckets=True, updates="slices",
+                 does="ZeRO-1: each updates 1/N of all"),
+        Strategy("fsdp", FSDP, "units", **_UNITS, materializes=True, does="parameters sharded, too"),
+        Strategy("hsdp", FSDP, "units", **_UNITS, materializes=True, takes_mesh=True,
                  does="sharded within hosts, else copies"),
-        Strategy("torch-ddp", TorchDDP, is_peer=True, does="torch DDP, as it comes"),
-        Strategy("torch-ddp-tuned", tuned_torch_ddp, has_buckets=True, is_peer=True,
+        Strategy("torch-ddp", TorchDDP, "buckets", may_leave_unused=False, is_peer=True,
+                 does="torch DDP, as it comes"),
+        Strategy("torch-ddp-tuned", tuned_torch_ddp, "buckets", has_buckets=True, may_leave_unused=False, is_peer=True,
                  does="torch DDP, its options tuned"),
-        Strategy("torch-zero", tuned_torch_ddp, torch_zero, has_buckets=True, is_peer=True,
-                 does="torch's ZeroRedundancyOptimizer"),
-        Strategy("fsdp2", TorchFSDP2, casts_parameters=True, is_peer=True, does="torch's fully_shard"),
-        Strategy("torch-hsdp", TorchFSDP2, casts_parameters=True, is_peer=True, takes_mesh=True,
+        # ZeroRedundancyOptimizer keeps its state where no checkpoint could find it.
+        Strategy("torch-zero", tuned_torch_ddp, "buckets", torch_zero, has_buckets=True, updates="owned",
+                 may_leave_unused=False, trains=False, is_peer=True, does="torch's ZeroRedundancyOptimizer"),
+        Strategy("fsdp2", TorchFSDP2, "units", **_UNITS, is_peer=True, does="torch's fully_shard"),
+        Strategy("torch-hsdp", TorchFSDP2, "units", **_UNITS, is_peer=True, takes_mesh=True,
                  does="torch's fully_shard on a mesh"),
     )
 }

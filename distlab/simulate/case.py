@@ -18,7 +18,8 @@ from typing import Any
 from distlab.hardware import ClusterSpec, by_alias, cluster
 from distlab.model import ModelConfig, kept_levels, model_of, preset
 from distlab.model.config import LOGITS_CHUNK, RECOMPUTATION
-from distlab.simulate.estimate import LIKE, SHARDED, USABLE, estimate_step, machine_on
+from distlab.parallel import get_strategy
+from distlab.simulate.estimate import USABLE, estimate_step, machine_on
 from distlab.simulate.timeline import Machine
 from distlab.theory.checks import at_least_one
 from distlab.theory.flops import mfu, step_flops
@@ -26,9 +27,8 @@ from distlab.theory.memory.activations import FP32
 from distlab.theory.memory.peak import Breakdown, step_memory
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import KERNELS
-from distlab.theory.step_time import TIMED, StepTime, sharding_group
+from distlab.theory.step_time import StepTime, sharding_group
 
-STRATEGIES = (*TIMED, "fsdp2", "torch-ddp", "torch-ddp-tuned")
 FULL = "full"  # what publications call it where every block is recomputed: `block`
 
 
@@ -39,10 +39,10 @@ class Case:
     Args:
         model: its shape.
         cluster: such as `grand-teton:8` or `dgx-h100:16x8`.
-        strategy: one of `STRATEGIES`.
+        strategy: a name of the registry.
         batch: sequences per GPU and micro-batch.
         micro_batches: accumulated in a step.
-        group: of `hsdp`, GPUs that share a copy of the parameters; None for a host.
+        group: with a mesh, GPUs that share a copy of the parameters; None for a host.
         recompute: `none`, `selective` (all but attention and every other matmul, where q, k and v count as one, as in
             this lab's model), `full` or `block` (every block), or another of `distlab.model.config.RECOMPUTATION`.
         recompute_every: of so many blocks one is recomputed.
@@ -84,7 +84,7 @@ class Case:
     def __post_init__(self) -> None:
         at_least_one(batch=self.batch, micro_batches=self.micro_batches, recompute_every=self.recompute_every)
         for what, value, allowed in (
-            ("strategy", self.strategy, STRATEGIES), ("recompute", self.recompute, (*RECOMPUTATION, FULL)),
+            ("recompute", self.recompute, (*RECOMPUTATION, FULL)),
             ("kernels", self.kernels or KERNELS[0], KERNELS), ("attention", self.attention, ("cudnn", "flash")),
             ("dtype", self.dtype, ("bf16", "fp32")), ("reduce", self.reduce, ("fp32", "bf16")),
         ):  # fmt: skip
@@ -95,7 +95,7 @@ class Case:
     @property
     def shards(self) -> int:
         """GPUs over which parameters are divided."""
-        return sharding_group(self.strategy, self.cluster.gpus, self.cluster.gpus_per_host, self.group)
+        return sharding_group(get_strategy(self.strategy), self.cluster.gpus, self.cluster.gpus_per_host, self.group)
 
     @property
     def checkpointing(self) -> str:
@@ -216,24 +216,23 @@ def step(case: Case) -> StepTime:
 
 def peak(case: Case) -> list[tuple[str, Breakdown]]:
     """The moments of a step, (phase, bytes)."""
-    shape, hybrid = ModelShape.of(case.model), case.strategy == "hsdp"
-    sharded = LIKE.get(case.strategy, case.strategy) in SHARDED
+    shape, strategy = ModelShape.of(case.model), get_strategy(case.strategy)
     moments = step_memory(
         shape,
         batch=case.batch,
         context=case.model.context_length,
-        strategy="fsdp" if hybrid else case.strategy,
-        world_size=case.shards if hybrid else case.cluster.gpus,
-        precision="fp32" if case.dtype == "fp32" else "bf16" if sharded else "bf16-autocast",
+        strategy=strategy,
+        world_size=case.shards if strategy.takes_mesh else case.cluster.gpus,
+        precision="fp32" if case.dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast",
         checkpointing=kept_levels(case.checkpointing, shape.num_layers),
         loss_chunk=LOGITS_CHUNK if case.fused_loss else None,
         accumulates=case.micro_batches > 1,
         fused=case.compiled or case.kernels == "fused",
         compiled=case.compiled,
     ).moments
-    if case.strategy != "fsdp2":
+    if not (strategy.is_peer and strategy.casts_parameters):
         return list(moments)
-    # Its root unit (embedding, norm, head) and its last block stay unsharded from forward to backward.
+    # torch's FSDP: its root unit (embedding, norm, head) and its last block stay unsharded from forward to backward.
     ends = (1 if shape.tie_embeddings else 2) * shape.embedding_parameters
     unsharded = (FP32 if case.dtype == "fp32" else 2) * (ends + shape.block_parameters)
     return [(phase, replace(moment, gathered=unsharded) if "loss" in phase else moment) for phase, moment in moments]

@@ -5,17 +5,23 @@ from dataclasses import dataclass
 from itertools import product
 
 from distlab.model import ModelConfig
+from distlab.parallel import STRATEGIES as KNOWN
 from distlab.simulate.estimate import estimate_step, host_time
 from distlab.simulate.run import simulate_training
 from distlab.simulate.timeline import Machine, replay
 from distlab.theory.memory.peak import StepMemory
 from distlab.theory.model_shape import divisors
-from distlab.theory.step_time import StepTime
+from distlab.theory.step_time import StepTime, has_closed_form
 from distlab.train.memory_budget import PlannedStep
 
-STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp", "hsdp")
+# What a timeline can be made of on fake ranks, and what trains.
+STRATEGIES = tuple(
+    name
+    for name, strategy in KNOWN.items()
+    if strategy.trains and not (strategy.is_peer or strategy.needs_gpu) and has_closed_form(strategy)
+)
 RECOMPUTATION = ("none", "selective", "block")  # tried unless others are named
-WITH_BUCKETS, BUCKET_SIZES_MB = ("bucketed", "sharded-optimizer", "zero1"), (25.0, 400.0)
+BUCKET_SIZES_MB = (25.0, 400.0)
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class Choice:
         strategy: of `STRATEGIES`.
         micro_batch, micro_batches: sequences per rank at once, and how many times in a step.
         recompute: what blocks keep, see `distlab.model.kept_levels`.
-        group: of `hsdp`, ranks that share a copy of the parameters.
+        group: with a mesh, ranks that share a copy of the parameters.
         bucket_size_mb: of strategies with buckets, MiB; torch's default unless said.
     """
 
@@ -52,13 +58,13 @@ def choices(
     recomputation: Sequence[str] = RECOMPUTATION,
 ) -> Iterator[Choice]:
     """Every strategy with every micro-batch that divides a rank's sequences; with small and large buckets where it has
-    any; and, for `hsdp`, with groups of one node and of 2, 4, 8, … nodes that divide the ranks and are fewer.
+    any; and, on a mesh, with groups of one node and of 2, 4, 8, … nodes that divide the ranks and are fewer.
     """
     groups = [devices_per_node * 2**k for k in range(ranks.bit_length())]
     groups = [group for group in groups if group < ranks and ranks % group == 0]
     for strategy in strategies:
-        sizes = BUCKET_SIZES_MB if strategy in WITH_BUCKETS else BUCKET_SIZES_MB[:1]
-        ways = product(groups if strategy == "hsdp" else [None], recomputation, sizes)
+        sizes = BUCKET_SIZES_MB if KNOWN[strategy].has_buckets else BUCKET_SIZES_MB[:1]
+        ways = product(groups if KNOWN[strategy].takes_mesh else [None], recomputation, sizes)
         for (group, recompute, size), micro in product(ways, sorted(divisors(per_rank), reverse=True)):
             yield Choice(strategy, micro, per_rank // micro, recompute, group, size)
 

@@ -15,6 +15,7 @@ from distlab.hardware import NETWORK_LINKS, ClusterSpec, GPUSpec, by_alias, clus
 from distlab.model import PRESETS, ModelConfig, kept_levels, model_of, preset
 from distlab.model.config import Checkpointing, ModelChanges
 from distlab.options import option
+from distlab.parallel import get_strategy
 from distlab.parallel.buckets import plan_buckets
 from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
@@ -26,10 +27,6 @@ from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, s
 from distlab.theory.volume import padded_parameters, sharded_buffers
 
 FP32 = 4
-SHARDED = ("fsdp", "hsdp")
-# Strategies that send what another one sends.
-LIKE = {"bucketed-dma": "bucketed", "torch-ddp": "bucketed", "torch-ddp-tuned": "bucketed", "fsdp2": "fsdp",
-        "torch-hsdp": "hsdp"}  # fmt: skip
 USABLE = 0.94  # of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
 # Shares of the datasheet's peaks that one calibrated machine reaches: two H200s training the 3.4 B and the 0.4 B preset
 # in bf16 (records/ddp_bench/h200x2-xl-batch8.json and h200x2-medium-batch8.json; rules in
@@ -95,7 +92,7 @@ def compute_time(
 
 def estimate_step(
     config: ModelConfig,
-    strategy: str,
+    name: str,
     machine: Machine,
     *,
     batch: int,
@@ -112,16 +109,17 @@ def estimate_step(
     """The time of a step; arguments as `compute_time`, and
 
     Args:
+        name: of a strategy.
         batch: sequences per rank and micro-batch.
         ranks: data-parallel size.
         micro_batches: accumulated in a step.
-        group: of `hsdp`, ranks that share a copy of the parameters; default a node.
+        group: with a mesh, ranks that share a copy of the parameters; default a node.
         reduced_bytes: per element of the gradients that are sent.
 
     Raises:
         ValueError: an unknown strategy or dtype, a size below one, or a group that does not divide the ranks.
     """
-    strategy = LIKE.get(strategy, strategy)
+    strategy = get_strategy(name)
     inner = sharding_group(strategy, ranks, machine.network.devices_per_node, group)
     once, operators = compute_time(
         config,
@@ -129,7 +127,7 @@ def estimate_step(
         machine.device,
         dtype=dtype,
         checkpointing=checkpointing,
-        shards=inner if strategy in SHARDED else None,
+        shards=inner if strategy.casts_parameters else None,
         kernels=kernels,
         fused_loss=fused_loss,
     )

@@ -7,9 +7,10 @@ import torch
 
 from distlab.comm import RankContext
 from distlab.hardware import GPUSpec, lookup
-from distlab.simulate.estimate import LIKE, estimate_step, machine_of
+from distlab.parallel import STRATEGIES
+from distlab.simulate.estimate import estimate_step, machine_of
 from distlab.theory.memory.peak import StepMemory
-from distlab.theory.step_time import TIMED, StepTime
+from distlab.theory.step_time import StepTime, has_closed_form
 from distlab.train.memory_budget import GIB, PlannedStep, memory_of_a_rank, settled
 
 
@@ -54,7 +55,7 @@ def plan_steps(steps: Sequence[PlannedStep], context: RankContext, micro_batches
 
 def step_time(step: PlannedStep, gpu: GPUSpec | None, ranks: int, micro_batches: int = 1) -> StepTime | None:
     """None on an unknown GPU, or for a strategy or an attention without a closed form of its time."""
-    if gpu is None or LIKE.get(step.strategy, step.strategy) not in TIMED or step.model.attention == "naive":
+    if gpu is None or not has_closed_form(STRATEGIES[step.strategy]) or step.model.attention == "naive":
         return None
     return estimate_step(
         step.model, step.strategy, machine_of(gpu, dtype=step.dtype, head_dim=step.model.head_dim), batch=step.batch,

@@ -9,10 +9,10 @@ rate p and communication at q (both in (0, 1], 1 without contention). They share
 
 `pipeline` of one message that is ready at once is this. A strategy says what runs beside what:
 
-    naive, flat          all-reduce after backward
-    overlap, bucketed    all-reduce beside backward, the last message alone
-    zero1                reduce-scatter beside backward, all-gather beside the next forward
-    fsdp                 all-gather beside forward, the first alone; all-gather and reduce-scatter beside backward,
+    after backward       all-reduce after it
+    gradients, buckets   all-reduce beside backward, the last message alone
+    slices (ZeRO-1)      reduce-scatter beside backward, all-gather beside the next forward
+    units (FSDP)         all-gather beside forward, the first alone; all-gather and reduce-scatter beside backward,
                          the last reduce-scatter alone
 
 Strategies with buffers also copy every gradient once (`ComputeTime.pack`).
@@ -25,10 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from distlab.theory.collective_time import further_hops, link_share
+from distlab.theory.forms import Form
 from distlab.theory.model_shape import divisors
-
-TIMED = ("local", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp", "hsdp")
-PACKS = ("flat", "bucketed", "sharded-optimizer", "zero1")
 
 
 @dataclass(frozen=True)
@@ -149,8 +147,14 @@ class StepTime:
         return max(self.device, self.host)
 
 
+def has_closed_form(strategy: Form) -> bool:
+    """Whether `step_time` describes it: not all-reduces in two levels, nor torch's broadcast of each parameter."""
+    two_levels = strategy.sends == "buckets" and strategy.takes_mesh
+    return strategy.sends is not None and not two_levels and not (strategy.is_peer and strategy.updates == "owned")
+
+
 def step_time(
-    strategy: str,
+    strategy: Form,
     compute: ComputeTime,
     messages: Messages,
     network: Network,
@@ -166,14 +170,16 @@ def step_time(
         compute: see `ComputeTime`; of all micro-batches together.
         contention: p and q.
         micro_batches: accumulated; the DDPs communicate beside the last one's backward only, FSDP gathers in each.
-        group: of `hsdp`, ranks that share a copy of the parameters; default a node.
+        group: with a mesh, ranks that share a copy of the parameters; default a node.
 
     Raises:
-        ValueError: an unknown strategy, or a group that does not divide the ranks.
+        ValueError: a strategy without a closed form, or a group that does not divide the ranks.
     """
+    if not has_closed_form(strategy):
+        raise ValueError(f"strategy {strategy.name!r} has no closed form of its time")
     p, q = contention
     size, n, m = messages.gradient_bytes, ranks, micro_batches
-    base = compute.forward + compute.backward + (compute.pack if strategy in PACKS else 0.0)
+    base = compute.forward + compute.backward + compute.pack * (strategy.sends in ("all", "buckets"))
     last = compute.backward / m  # what the synchronised backward can cover
     optimizer = compute.optimizer
 
@@ -181,25 +187,9 @@ def step_time(
         """What communication adds to `work`; all of it except its last `tail` may run at the same time."""
         return pipeline([0.0], [comm - tail], work, compute_rate=p, communication_rate=q) + tail - work
 
-    if strategy in ("local", "naive", "flat"):
-        count = {"local": 0, "naive": messages.parameters, "flat": 1}[strategy]
-        comm = overhead = network.seconds(size, n, count) if count else 0.0
-        calls = count
-    elif strategy in ("overlap", "bucketed", "sharded-optimizer"):
-        count = messages.parameters if strategy == "overlap" else messages.buckets
-        comm, tail = network.seconds(size, n, count), network.seconds(size / count, n)
-        overhead, calls = beside(last, comm, tail), count
-        if strategy == "sharded-optimizer":
-            # Broadcasts of different owners load the ring's links evenly, as an all-gather does.
-            sending = network.seconds(size, n, messages.buckets, "all_gather")
-            optimizer, overhead, comm = optimizer / n, overhead + sending, comm + sending
-            calls = 2 * count
-    elif strategy == "zero1":
-        half = network.seconds(size, n, messages.buckets, "reduce_scatter")
-        tail = half / messages.buckets
-        overhead = beside(compute.forward / m, half, tail) + beside(last, half, tail)
-        optimizer, comm, calls = compute.optimizer / n, 2 * half, 2 * messages.buckets
-    elif strategy in ("fsdp", "hsdp"):
+    if strategy.sends == "nothing":
+        comm, overhead, calls = 0.0, 0.0, 0
+    elif strategy.sends == "units":
         # HSDP shards inside a group, and all-reduces the shards' gradients between the groups.
         inner = sharding_group(strategy, n, network.devices_per_node, group)
         gather = network.seconds(messages.parameter_bytes, inner, messages.units, "all_gather")
@@ -211,19 +201,31 @@ def step_time(
         overhead = m * forward + (m - 1) * plain + beside(last, gather + scatter, scatter / messages.units)
         optimizer, comm = compute.optimizer / inner, (2 * m) * gather + scatter
         calls = messages.units * (2 * m + 1 + (inner < n))
+    elif strategy.updates == "slices":
+        half = network.seconds(size, n, messages.buckets, "reduce_scatter")
+        tail = half / messages.buckets
+        overhead = beside(compute.forward / m, half, tail) + beside(last, half, tail)
+        optimizer, comm, calls = compute.optimizer / n, 2 * half, 2 * messages.buckets
     else:
-        raise ValueError(f"strategy {strategy!r} has no closed form of its time; choose one of {', '.join(TIMED)}")
+        calls = count = {"gradients": messages.parameters, "all": 1, "buckets": messages.buckets}[strategy.sends]
+        comm, tail = network.seconds(size, n, count), network.seconds(size / count, n)
+        overhead = comm if strategy.after_backward else beside(last, comm, tail)
+        if strategy.updates == "owned":
+            # Broadcasts of different owners load the ring's links evenly, as an all-gather does.
+            sending = network.seconds(size, n, messages.buckets, "all_gather")
+            optimizer, overhead, comm = optimizer / n, overhead + sending, comm + sending
+            calls = 2 * count
     return StepTime(base, optimizer, overhead, comm, calls)
 
 
-def sharding_group(strategy: str, ranks: int, devices_per_node: int, group: int | None = None) -> int:
-    """Ranks over which a strategy divides the parameters: all for `fsdp`, a group for `hsdp`, one for the others.
+def sharding_group(strategy: Form, ranks: int, devices_per_node: int, group: int | None = None) -> int:
+    """Ranks of a strategy's shard groups: with a mesh those of `group`, else all if it divides the parameters, or one.
 
     Raises:
         ValueError: a group that does not divide the ranks; the message lists what does.
     """
-    if strategy != "hsdp":
-        return ranks if strategy in ("fsdp", "fsdp2") else 1
+    if not strategy.takes_mesh:
+        return ranks if strategy.sends == "units" else 1
     if group is None:
         return max(size for size in divisors(ranks) if size <= devices_per_node)
     if not 1 <= group <= ranks or ranks % group:

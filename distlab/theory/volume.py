@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distlab.theory.checks import at_least_one
+from distlab.theory.forms import Form
 from distlab.theory.model_shape import ModelShape
 
 FLAG_BYTES = 4  # a flag outside the buckets is one fp32 number
@@ -60,7 +61,7 @@ def all_reduced(messages: Sequence[tuple[int, int]], mesh: Mesh = (1, 1)) -> Com
     return CommunicationVolume(3 * len(slices), sum((2 * ranks + 1) * numel * size for numel, size in slices))
 
 
-def naive(
+def each_gradient(
     numels: Sequence[int],
     itemsizes: Sequence[int],
     *,
@@ -82,26 +83,6 @@ def naive(
     return all_reduced([*zip(numels, itemsizes, strict=True), *flags], mesh)
 
 
-overlap = naive  # only its time differs: the messages leave during backward
-
-
-def flat(
-    numels: Sequence[int],
-    itemsizes: Sequence[int],
-    *,
-    mesh: Mesh = (1, 1),
-    dtypes: Sequence[Hashable] | None = None,
-) -> CommunicationVolume:
-    """One all-reduce per dtype, of all its gradients and one flag element per parameter behind them.
-
-    Per dtype with P parameters: 1 call of (Σ numel + P)·itemsize bytes.
-
-    Raises:
-        ValueError: as `naive`.
-    """
-    return bucketed(numels, itemsizes, None, mesh=mesh, dtypes=dtypes)
-
-
 def bucketed(
     numels: Sequence[int],
     itemsizes: Sequence[int],
@@ -119,13 +100,14 @@ def bucketed(
     calls does.
 
     Args:
-        bucket_size_mb: limit in MiB; None for one unbounded bucket per dtype.
+        bucket_size_mb: limit in MiB; None for one unbounded bucket per dtype: all gradients in one message, with a flag
+            for each parameter.
         world_size: each bucket with its flags is padded to a multiple of it: copy engines need equal chunks,
             other collectives do not.
         mesh: see `all_reduced`.
 
     Raises:
-        ValueError: as `naive`, a bucket size that is not positive, or fewer than one rank.
+        ValueError: as `each_gradient`, a bucket size that is not positive, or fewer than one rank.
     """
     # With one element more per parameter each bucket holds its flags, which must not count towards the limit.
     buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes, flags=1)
@@ -156,7 +138,7 @@ def torch_ddp(
         bucket_cap_mb: limit of the other buckets, MiB.
 
     Raises:
-        ValueError: as `naive`, or a limit that is not positive.
+        ValueError: as `each_gradient`, or a limit that is not positive.
     """
     dtypes = labels_of(numels, itemsizes, dtypes)
     # torch truncates limits to whole bytes.
@@ -223,27 +205,6 @@ def sharded_optimizer(
     return CommunicationVolume(gradients.collectives + calls, gradients.bytes + payload(numels, itemsizes))
 
 
-def torch_zero(
-    numels: Sequence[int],
-    itemsizes: Sequence[int],
-    *,
-    bucket_cap_mb: float = 25.0,
-    dtypes: Sequence[Hashable] | None = None,
-) -> CommunicationVolume:
-    """torch DDP with ZeroRedundancyOptimizer: DDP's all-reduces, and each parameter broadcast by its owner.
-
-    Source: `_sync_params` in `torch/distributed/optim/zero_redundancy_optimizer.py`, 2.13, without
-    `parameters_as_bucket_view`.
-
-    Raises:
-        ValueError: as `torch_ddp`.
-    """
-    ddp = torch_ddp(
-        numels, itemsizes, first_bucket_mb=bucket_cap_mb, bucket_cap_mb=bucket_cap_mb, dtypes=dtypes
-    )
-    return CommunicationVolume(ddp.collectives + len(numels), ddp.bytes + payload(numels, itemsizes))
-
-
 def fsdp(
     numels: Sequence[int],
     itemsizes: Sequence[int],
@@ -270,7 +231,7 @@ def fsdp(
         shapes: of each parameter, in row-major order; None: of one column, which may be cut anywhere.
 
     Raises:
-        ValueError: as `naive`, or fewer than one rank.
+        ValueError: as `each_gradient`, or fewer than one rank.
     """
     labels_of(numels, itemsizes, dtypes)
     shapes = [(numel, 1) for numel in numels] if shapes is None else shapes
@@ -291,7 +252,7 @@ def fsdp(
 
 
 def step_volume(
-    strategy: str,
+    strategy: Form,
     numels: Sequence[int],
     itemsizes: Sequence[int],
     *,
@@ -303,45 +264,47 @@ def step_volume(
     shapes: Sequence[Sequence[int]] | None = None,
     compute_itemsize: int = 4,
 ) -> CommunicationVolume | None:
-    """The closed form of a strategy by its registered name; None where there is none for it.
+    """What a strategy sends; None where no closed form says it: of torch's FSDP, say.
 
     Args:
-        strategy: such as `bucketed` or `torch-ddp-tuned`.
         bucket_size_mb: MiB, None for unbounded; ignored by strategies without buckets.
         world_size: number of ranks, for strategies that pad or divide.
-        shard_size: ranks of a shard group, for `hsdp` and `bucketed-two-level`; None: all.
+        shard_size: ranks of a shard group, for strategies with a mesh; None: all.
         units, shapes, compute_itemsize: see `fsdp`, which has no closed form without units.
 
     Raises:
-        ValueError: as `naive`, or a `shard_size` that does not divide the ranks.
+        ValueError: as `each_gradient`, or a `shard_size` that does not divide the ranks.
     """
-    shard_size = shard_size or world_size
+    shard_size = (strategy.takes_mesh and shard_size) or world_size
     mesh = (world_size // shard_size, shard_size)
     if math.prod(mesh) != world_size:
         raise ValueError(f"shard_size={shard_size} does not divide the {world_size} ranks")
     sizes = {"numels": numels, "itemsizes": itemsizes, "dtypes": dtypes}
     cap = float(2**40) if bucket_size_mb is None else bucket_size_mb
-    forms = {
-        "local": lambda: CommunicationVolume(0, 0),
-        "naive": lambda: naive(**sizes),
-        "flat": lambda: flat(**sizes),
-        "overlap": lambda: overlap(**sizes),
-        "bucketed": lambda: bucketed(bucket_size_mb=bucket_size_mb, **sizes),
-        "bucketed-two-level": lambda: bucketed(bucket_size_mb=bucket_size_mb, mesh=mesh, **sizes),
-        "bucketed-dma": lambda: bucketed(bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes),
-        "zero1": lambda: zero1(bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes),
-        "sharded-optimizer": lambda: sharded_optimizer(
-            bucket_size_mb=bucket_size_mb, world_size=world_size, **sizes
-        ),
-        "torch-ddp": lambda: torch_ddp(**sizes),
-        "torch-ddp-tuned": lambda: torch_ddp(first_bucket_mb=cap, bucket_cap_mb=cap, **sizes),
-        "torch-zero": lambda: torch_zero(bucket_cap_mb=cap, **sizes),
-    }
-    if units is not None:
-        sharding = {"units": units, "shapes": shapes, "compute_itemsize": compute_itemsize}
-        forms["fsdp"] = lambda: fsdp(world_size=world_size, **sharding, **sizes)
-        forms["hsdp"] = lambda: fsdp(world_size=shard_size, replicas=mesh[0], **sharding, **sizes)
-    return forms[strategy]() if strategy in forms else None
+    if strategy.sends == "nothing":
+        return CommunicationVolume(0, 0)
+    if strategy.sends == "gradients":
+        return each_gradient(mesh=mesh, **sizes)
+    if strategy.sends == "units" and units is not None and not strategy.is_peer:
+        return fsdp(units=units, shapes=shapes, compute_itemsize=compute_itemsize, world_size=shard_size,
+                    replicas=mesh[0], **sizes)  # fmt: skip
+    if strategy.sends not in ("all", "buckets"):
+        return None
+    if strategy.is_peer:
+        limits = {"first_bucket_mb": cap, "bucket_cap_mb": cap} if strategy.has_buckets else {}
+        sent = torch_ddp(**limits, **sizes)
+        if strategy.updates == "owned":
+            # ZeroRedundancyOptimizer: beside DDP's all-reduces, each parameter broadcast by its owner. Source:
+            # `_sync_params` in torch/distributed/optim/zero_redundancy_optimizer.py, 2.13, without
+            # `parameters_as_bucket_view`.
+            return CommunicationVolume(sent.collectives + len(numels), sent.bytes + payload(numels, itemsizes))
+        return sent
+    sizes["bucket_size_mb"] = bucket_size_mb if strategy.has_buckets else None
+    if strategy.updates == "slices":
+        return zero1(world_size=world_size, **sizes)
+    if strategy.updates == "owned":
+        return sharded_optimizer(world_size=world_size, **sizes)
+    return bucketed(world_size=world_size if strategy.pads_buckets else 1, mesh=mesh, **sizes)
 
 
 MIB = 2**20
@@ -457,7 +420,7 @@ def positive_mib(name: str, mib: float) -> float:
 
 
 def model_volume(
-    strategy: str, named_parameters: Iterable[tuple[str, Any]], **options: Any
+    strategy: Form, named_parameters: Iterable[tuple[str, Any]], **options: Any
 ) -> CommunicationVolume | None:
     """`step_volume` of a Transformer's named parameters, whose matrices FSDP gathers block by block."""
     names, parameters = zip(*named_parameters, strict=True)

@@ -9,8 +9,7 @@ from distlab.options import SEED, Options, did_you_mean, option
 from distlab.parallel import STRATEGIES, check_shard_size
 from distlab.train.schedule import WarmupCosine
 
-# the ranks of local diverge; ZeroRedundancyOptimizer keeps its state where no checkpoint could find it.
-TRAINABLE = tuple(name for name, s in STRATEGIES.items() if s.synchronizes and name != "torch-zero")
+TRAINABLE = tuple(name for name, strategy in STRATEGIES.items() if strategy.trains)
 # What decides the sequence of losses, besides the model and the data.
 LASTING = ("batch", "seed", "lr", "lr_floor", "warmup", "weight_decay", "beta2", "clip", "dtype", "dropout")
 

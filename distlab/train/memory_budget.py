@@ -24,7 +24,6 @@ from distlab.model.config import (
 )
 from distlab.parallel import STRATEGIES
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory
-from distlab.theory.memory.states import STRATEGIES as FORMULAS
 from distlab.theory.model_shape import ModelShape
 from distlab.train.config import TrainConfig
 
@@ -32,8 +31,6 @@ GIB = 2**30
 CERTAIN = 0.9  # of a predicted peak; predictions of eager steps were within 2 % of it (docs/learn/theory/simulation.md)
 ROOM = 0.92  # of the free memory, that `auto` plans to use: communication buffers and fragmentation take some of it
 CERTAIN_COMPILED = 0.5  # of a whole model a compiler may keep less than of its blocks: no logits in fp32, say
-# The strategy whose memory one on a mesh takes, on as many ranks as a shard group has.
-IN_A_SHARD_GROUP = {"hsdp": "fsdp", "torch-hsdp": "fsdp2", "bucketed-two-level": "bucketed"}
 
 
 @dataclass(frozen=True)
@@ -66,16 +63,15 @@ class PlannedStep:
 
     def memory(self, world_size: int, *, on_gpu: bool = True) -> StepMemory:
         """The closed form of a rank's memory in a full step; libraries take theirs on a GPU."""
-        casts = STRATEGIES[self.strategy].casts_parameters
-        strategy = IN_A_SHARD_GROUP.get(self.strategy, self.strategy)
-        precision = "fp32" if self.dtype == "fp32" else "bf16" if casts else "bf16-autocast"
+        strategy = STRATEGIES[self.strategy]
+        precision = "fp32" if self.dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast"
         choice = "block" if self.checkpointing == "auto" else self.checkpointing
         return step_memory(
             ModelShape.of(self.model),
             batch=self.batch,
             context=self.model.context_length,
-            strategy=strategy if strategy in FORMULAS else "naive",  # a new one takes at least as much
-            world_size=world_size if strategy == self.strategy else self.shard_size or world_size,
+            strategy=strategy,
+            world_size=(strategy.takes_mesh and self.shard_size) or world_size,
             precision=precision,
             attention=self.model.attention,
             checkpointing=checkpoint_plan(choice, self.model.num_layers),

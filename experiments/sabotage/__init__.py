@@ -122,7 +122,7 @@ def volume_difference(context: RankContext, mistake: Mistake) -> tuple[int, int]
     with CollectiveRecorder() as recorder:
         train(task.batches(context.rank, 1, context.device))
     expected = model_volume(
-        mistake.healthy, task.build(0, context.device).named_parameters(), bucket_size_mb=BUCKET_MB,
+        mistake.strategy, task.build(0, context.device).named_parameters(), bucket_size_mb=BUCKET_MB,
         world_size=context.world_size,
     )  # fmt: skip
     train.model.close()

@@ -95,7 +95,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
     "change, says",
     [
         ({"speed": 1}, "unknown.*speed.*fields: model"),
-        ({"strategy": "magic"}, "choose one of.*hsdp"),
+        ({"strategy": "magic"}, "allowed.*hsdp"),
         ({"strategy": "hsdp", "group": 3}, "groups of 3 do not divide 8 ranks.*1, 2, 4, 8"),
         ({"model": {"d_model": 8}}, "a model takes d_model"),
         ({"model": "llama9"}, "did you mean"),

@@ -114,13 +114,12 @@ def test_calls_and_bytes_are_those_of_the_closed_form(ranks, size):
     numels, mesh = [p.numel() for _, p in named], (ranks // size, size)
     assert len(numels) % 2  # so messages with flags are padded
     expected = {
-        "naive": volume.naive(numels, [4] * len(numels), mesh=mesh),
-        "flat": volume.flat(numels, [4] * len(numels), mesh=mesh),
-        "overlap": volume.overlap(numels, [4] * len(numels), mesh=mesh),
+        **dict.fromkeys(("naive", "overlap"), volume.each_gradient(numels, [4] * len(numels), mesh=mesh)),
+        "flat": volume.bucketed(numels, [4] * len(numels), None, mesh=mesh),
         "bucketed": volume.model_volume(
-            "bucketed-two-level", named, bucket_size_mb=1e-3, world_size=ranks, shard_size=size
+            get_strategy("bucketed-two-level"), named, bucket_size_mb=1e-3, world_size=ranks, shard_size=size
         ),
-        "hsdp": volume.model_volume("hsdp", named, world_size=ranks, shard_size=size),
+        "hsdp": volume.model_volume(get_strategy("hsdp"), named, world_size=ranks, shard_size=size),
     }
     for of_rank in run_ranks(sent, ranks, size):
         assert of_rank == {name: (form.collectives, form.bytes) for name, form in expected.items()}

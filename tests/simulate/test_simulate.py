@@ -87,7 +87,7 @@ def test_volume_of_a_thousand_ranks_is_the_closed_form(name):
     named = list(zip(TransformerLM(CONFIG, device="meta").named_parameters(), shapes, strict=True))
     assert all(parameter.shape == shape for (_, parameter), shape in named)
     expected = step_volume(
-        name,
+        get_strategy(name),
         ModelShape.of(CONFIG).parameter_numels(),
         [4] * len(shapes),
         bucket_size_mb=BUCKET_MB,
@@ -139,7 +139,7 @@ def test_memory_is_the_closed_form(name, dtype):
         ModelShape.of(config),
         batch=batch,
         context=256,
-        strategy=name,
+        strategy=get_strategy(name),
         world_size=ranks,
         precision=precision,
         workspace_bytes=0,
@@ -159,7 +159,7 @@ def test_memory_of_recomputed_groups_is_the_closed_form():
     config, peaks = ModelConfig(64, 256, 4, 2, vocab_size=16, context_length=256), {}
     for group in (1, 4):
         step = simulate_training(config, "local", batch=4, world_size=1, dtype="fp32", checkpointing=group)
-        shape = {"batch": 4, "context": 256, "precision": "fp32", "workspace_bytes": 0}
+        shape = {"batch": 4, "context": 256, "precision": "fp32", "workspace_bytes": 0, "strategy": STRATEGIES["local"]}
         expected = step_memory(ModelShape.of(config), checkpointing=group, **shape)
         assert expected.peak_phase == f"backward of block {group - 1}"
         assert step.peak.total == pytest.approx(expected.peak.total, rel=0.1)
@@ -174,7 +174,7 @@ def test_memory_of_what_recomputed_blocks_keep_is_the_closed_form():
     for keep in (*RECOMPUTATION, "block:1,gate-up:1"):
         step = simulate_training(config, "local", batch=4, world_size=1, dtype="fp32", checkpointing=keep)
         levels = kept_levels(keep, config.num_layers)
-        shape = {"batch": 4, "context": 256, "precision": "fp32", "workspace_bytes": 0}
+        shape = {"batch": 4, "context": 256, "precision": "fp32", "workspace_bytes": 0, "strategy": STRATEGIES["local"]}
         expected = step_memory(ModelShape.of(config), checkpointing=levels, **shape)
         assert step.peak.total == pytest.approx(expected.peak.total, rel=0.1), keep
         peaks[keep] = (step.peak.total, expected.peak.total)

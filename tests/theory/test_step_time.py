@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distlab.parallel import STRATEGIES
 from distlab.theory.step_time import ComputeTime, Messages, Network, pipeline, step_time
 
 NETWORK = Network(100.0, 10.0, devices_per_node=4, latency_s=0.01, hop_s=0.001)
@@ -46,7 +47,7 @@ def test_worked_example():
     """Two ranks, no latency: an all-reduce of 80 bytes at 100 per second takes 0.8 s, one pass of it 0.4."""
     network = Network(100.0, 100.0)
     found = {
-        name: step_time(name, COMPUTE, MESSAGES, network, 2)
+        name: step_time(STRATEGIES[name], COMPUTE, MESSAGES, network, 2)
         for name in ("local", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
     }
     steps = {name: time.step for name, time in found.items()}
@@ -73,7 +74,7 @@ def test_worked_example():
     RATES,
 )
 def test_bounds(ranks, strategy, rate):
-    time = step_time(strategy, COMPUTE, MESSAGES, NETWORK, ranks, contention=(rate, rate))
+    time = step_time(STRATEGIES[strategy], COMPUTE, MESSAGES, NETWORK, ranks, contention=(rate, rate))
     assert time.overhead >= -1e-9
     assert time.overhead <= time.communication / rate + time.compute * (1 / rate - 1) + 1e-9
     assert ranks > 1 or time.communication == 0
@@ -82,7 +83,7 @@ def test_bounds(ranks, strategy, rate):
 def test_accumulation_hides_more_for_ddp_and_sends_more_for_fsdp():
     one, four = (
         {
-            name: step_time(name, COMPUTE, MESSAGES, NETWORK, 4, micro_batches=m)
+            name: step_time(STRATEGIES[name], COMPUTE, MESSAGES, NETWORK, 4, micro_batches=m)
             for name in ("bucketed", "fsdp")
         }
         for m in (1, 4)
@@ -90,13 +91,14 @@ def test_accumulation_hides_more_for_ddp_and_sends_more_for_fsdp():
     assert four["bucketed"].communication == one["bucketed"].communication
     assert four["fsdp"].communication > one["fsdp"].communication
     # One second of the last of four backwards covers 1.5 s of 2; the last of four messages takes half a second.
-    slow = step_time("bucketed", COMPUTE, MESSAGES, Network(40.0, 40.0), 2, micro_batches=4)
+    slow = step_time(STRATEGIES["bucketed"], COMPUTE, MESSAGES, Network(40.0, 40.0), 2, micro_batches=4)
     assert slow.overhead == pytest.approx(1.0)
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="'zero9' has no closed form"):
-        step_time("zero9", COMPUTE, MESSAGES, NETWORK, 2)
+    for name in ("bucketed-two-level", "torch-zero"):
+        with pytest.raises(ValueError, match=f"'{name}' has no closed form"):
+            step_time(STRATEGIES[name], COMPUTE, MESSAGES, NETWORK, 2)
     with pytest.raises(ValueError, match="inside_bytes_per_s=0"):
         Network(0, 1)
     with pytest.raises(ValueError, match=r"rates \(0, 1\)"):

@@ -6,15 +6,14 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distlab.parallel import STRATEGIES
 from distlab.parallel.buckets import plan_buckets
 from distlab.parallel.fsdp.layout import RowLayout, plan_buffers
 from distlab.theory import volume as closed_form
 from distlab.theory.volume import (
     CommunicationVolume,
     bucketed,
-    flat,
-    naive,
-    overlap,
+    each_gradient,
     sharded_buffers,
     torch_ddp,
     zero1,
@@ -43,9 +42,8 @@ def test_worked_example():
     # MiB.
     numels, sizes = [MIB // 4, MIB // 4, 3, MIB // 2], [4] * 4
     gradients = 4 * MIB + 12
-    assert naive(numels, sizes) == CommunicationVolume(5, gradients + 16)
-    assert overlap(numels, sizes) == naive(numels, sizes)
-    assert flat(numels, sizes) == CommunicationVolume(1, gradients + 16)
+    assert each_gradient(numels, sizes) == CommunicationVolume(5, gradients + 16)
+    assert bucketed(numels, sizes, None) == CommunicationVolume(1, gradients + 16)
     assert bucketed(numels, sizes, 2.0) == CommunicationVolume(3, gradients + 16)
     # Three elements and their neighbours are an odd number: padded to two ranks.
     assert zero1(numels, sizes, 2.0, world_size=2) == CommunicationVolume(7, 2 * (gradients + 4) + 16)
@@ -54,13 +52,13 @@ def test_worked_example():
 
 
 def test_nothing_to_send():
-    for rule in (naive, overlap, flat, bucketed, torch_ddp):
+    for rule in (each_gradient, bucketed, torch_ddp):
         assert rule([], []) == CommunicationVolume(0, 0)
 
 
 def test_dtypes_of_one_size_do_not_share_a_buffer():
-    assert flat([3, 5], [2, 2], dtypes=["fp16", "bf16"]).collectives == 2
-    assert flat([3, 5], [2, 2]).collectives == 1
+    assert bucketed([3, 5], [2, 2], None, dtypes=["fp16", "bf16"]).collectives == 2
+    assert bucketed([3, 5], [2, 2], None).collectives == 1
 
 
 @given(PARAMETERS, LIMITS, LIMITS)
@@ -96,8 +94,8 @@ def test_bucketed_is_what_the_plan_sends(parameters, limit):
         (lambda: bucketed([1], [4], -1.0), "bucket_size_mb=-1"),
         (lambda: torch_ddp([1], [4], bucket_cap_mb=0), "bucket_cap_mb=0"),
         (lambda: torch_ddp([1], [4], first_bucket_mb=-1), "first_bucket_mb=-1"),
-        (lambda: naive([1, 2], [4]), "2 numels, 1 itemsizes"),
-        (lambda: flat([-1], [4]), "negative"),
+        (lambda: each_gradient([1, 2], [4]), "2 numels, 1 itemsizes"),
+        (lambda: bucketed([-1], [4]), "negative"),
     ],
 )
 def test_refusals_name_the_value(call, message):
@@ -127,14 +125,14 @@ def test_hybrid_sharding_and_two_levels_worked_by_hand():
     assert inside == CommunicationVolume(4, 2 * 256 + 512 + 4 * 9)
     assert closed_form.fsdp(*sizes, replicas=2, **options) == CommunicationVolume(5, inside.bytes + 512 // 4)
     with pytest.raises(ValueError, match="shard_size=3 does not divide the 8 ranks"):
-        closed_form.step_volume("hsdp", [8], [4], world_size=8, shard_size=3)
+        closed_form.step_volume(STRATEGIES["hsdp"], [8], [4], world_size=8, shard_size=3)
 
 
 def test_fsdp_without_norms_sends_no_all_reduce_and_needs_units_by_name():
     volume = closed_form.fsdp([16], [4], ["a"], world_size=2, compute_itemsize=4)
     assert volume == closed_form.CommunicationVolume(3, 3 * 64)
-    assert closed_form.step_volume("fsdp", [16], [4]) is None
-    named = closed_form.step_volume("fsdp", [16], [4], units=["a"], world_size=2, compute_itemsize=4)
+    assert closed_form.step_volume(STRATEGIES["fsdp"], [16], [4]) is None
+    named = closed_form.step_volume(STRATEGIES["fsdp"], [16], [4], units=["a"], world_size=2, compute_itemsize=4)
     assert named == volume
     with pytest.raises(ValueError, match="world_size=0"):
         closed_form.fsdp([16], [4], ["a"], world_size=0, compute_itemsize=4)

@@ -8,6 +8,7 @@ import torch
 
 from distlab.comm import RankContext
 from distlab.model.config import KEPT, preset
+from distlab.parallel import STRATEGIES
 from distlab.testing import run_ranks
 from distlab.theory.memory import peak
 from distlab.theory.memory.peak import step_memory
@@ -110,7 +111,7 @@ def test_less_than_the_closed_form_is_certain_and_parts_of_a_step_need_less(stra
     plan = PlannedStep(preset("small"), 4, strategy, "bf16")
     casts = strategy in ("fsdp", "fsdp2")
     peak = step_memory(
-        ModelShape.of(plan.model), batch=4, context=512, strategy=strategy, world_size=2,
+        ModelShape.of(plan.model), batch=4, context=512, strategy=STRATEGIES[strategy], world_size=2,
         precision="bf16" if casts else "bf16-autocast", workspace_bytes=0,
     ).peak.total  # fmt: skip
     step = plan.least_bytes(2, on_gpu=False)

@@ -3,14 +3,14 @@
 With P parameters in fp32, AdamW's two states and N ranks, what stays allocated is (Rajbhandari et al. 2020, "ZeRO",
 sec. 3; theirs keeps fp16 parameters and gradients beside an fp32 copy, see `zero_paper_bytes`)
 
-    strategy                     parameters   gradients              optimizer state
-    local, naive, overlap        4P           4P, as backward makes them        8P
-    flat                         4P           4P as made, and a buffer of 4P*   8P
-    bucketed, bucketed-dma       4P           4P in buckets, always there       8P
-    torch-ddp                    4P           4P as made, and buckets of 4P     8P
-    sharded-optimizer, torch-zero  as bucketed, torch-ddp                       8P/N, whole parameters
-    zero1                        4P           4P in buckets, always there       8P/N
-    fsdp, fsdp2                  4P/N         4P/N                              8P/N**
+    sends and updates            parameters   gradients                         optimizer state
+    nothing, gradients           4P           4P, as backward makes them        8P
+    all at once                  4P           4P as made, and a buffer of 4P*   8P
+    buckets                      4P           4P in buckets, always there       8P
+    buckets, torch's defaults    4P           4P as made, and buckets of 4P     8P
+    buckets, owned parameters    4P           as buckets                        8P/N, whole parameters
+    buckets, slices (ZeRO-1)     4P           4P in buckets, always there       8P/N
+    units (FSDP)                 4P/N         4P/N                              8P/N**
 
 * Under autocast linear layers write theirs into the buffer; only those of norms and embedding are made outside.
 ** FSDP cuts between rows and pads (`volume.sharded_buffers`), and keeps norms whole on every rank.
@@ -25,14 +25,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from distlab.theory.checks import at_least_one
+from distlab.theory.forms import Form
 from distlab.theory.memory import states as held
 from distlab.theory.memory.activations import FP32, PRECISIONS, Precision, activations
 from distlab.theory.memory.states import (
     CUBLAS_WORKSPACES,
     OPTIMIZERS,
-    SHARDED,
-    STRATEGIES,
-    TORCH_DDP,
     Breakdown,
 )
 from distlab.theory.model_shape import ModelShape
@@ -67,7 +65,7 @@ def step_memory(
     *,
     batch: int,
     context: int,
-    strategy: str = "local",
+    strategy: Form,
     world_size: int = 1,
     precision: str | Precision = "bf16-autocast",
     attention: str = "sdpa",
@@ -83,7 +81,8 @@ def step_memory(
 
     Args:
         batch, context: sequences on this rank, and tokens in each.
-        strategy: a registered name, or `fsdp2` for torch's `fully_shard` per block.
+        strategy: its entry; `fully_shard` of torch is that of each block.
+        world_size: ranks, those of a shard group under hybrid sharding.
         precision: `fp32`, `bf16-autocast` (fp32 parameters), `bf16` (FSDP with that compute dtype), or bytes.
         attention: `naive`, `flash` or `sdpa`.
         checkpointing: how many blocks are recomputed together in backward, 0 for none and True for each by itself; or
@@ -99,11 +98,7 @@ def step_memory(
     Raises:
         ValueError: an unknown name, or a size below one; the message lists what is allowed.
     """
-    for what, value, allowed in (
-        ("strategy", strategy, STRATEGIES),
-        ("optimizer", optimizer, OPTIMIZERS),
-        ("precision", precision, PRECISIONS),
-    ):
+    for what, value, allowed in (("optimizer", optimizer, OPTIMIZERS), ("precision", precision, PRECISIONS)):
         if isinstance(value, str) and value not in allowed:
             raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
     at_least_one(world_size=world_size)
@@ -121,7 +116,7 @@ def step_memory(
     )
     resident = held.resident(setting)
     states = replace(resident, optimizer_state=held.optimizer_state(setting))
-    if accumulates and strategy in SHARDED:
+    if accumulates and setting.shards_parameters:
         states = replace(states, buckets=FP32 * shape.num_parameters)
     moments = [
         (phase, replace(moment, temporary=moment.temporary + workspace_bytes))
@@ -193,7 +188,8 @@ def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Break
     head = held.gathered(setting, setting.embedding_buffer)
     # torch DDP rebuilds its buckets in the order in which gradients came. In that step (the second, with a static graph
     # the third) the first set lives until backward begins: seen in recorded peaks, torch 2.11.
-    buckets = states.buckets + (FP32 * shape.num_parameters if setting.strategy in TORCH_DDP else 0)
+    torch_ddp = setting.strategy.is_peer and setting.strategy.sends == "buckets"
+    buckets = states.buckets + (FP32 * shape.num_parameters if torch_ddp else 0)
     copies = 0 if setting.group else held.weight_copies(setting)  # with checkpoints no graph keeps the copies
     copies = copies * setting.levels.count("none") // layers if setting.levels else copies
     if setting.loss_chunk is None:
@@ -242,7 +238,7 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
     below, recomputed = _kept_below(setting, block)
     casts = setting.precision.compute * unit if setting.precision.copies_weights else 0
     before = setting.embedding_buffer if block == shape.num_layers - 1 else buffer  # whose gradients are being sent
-    in_flight = FP32 * before if setting.strategy in SHARDED else 0
+    in_flight = FP32 * before if setting.shards_parameters else 0
     inside = replace(
         states,
         gradients=held.gradients_after(setting, done),

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from distlab.theory.forms import Form
 from distlab.theory.memory.activations import FP32, Activations, Precision
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.volume import padded_parameters, sharded_buffers
@@ -15,12 +16,6 @@ from distlab.theory.volume import padded_parameters, sharded_buffers
 # cuBLAS reserves 32 MiB per stream and thread on Hopper, from the same allocator: forward's thread and autograd's.
 # Source: getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
 CUBLAS_WORKSPACES = 2 * 32 * 2**20
-
-REPLICATED = ("local", "naive", "overlap")
-BUCKETED = ("bucketed", "bucketed-dma", "sharded-optimizer", "zero1")
-TORCH_DDP = ("torch-ddp", "torch-ddp-tuned", "torch-zero")
-SHARDED = ("fsdp", "fsdp2")
-STRATEGIES = (*REPLICATED, "flat", *BUCKETED, *TORCH_DDP, *SHARDED)
 
 # fp32 numbers per stepped parameter: kept, and needed during the step. Only the foreach form makes temporaries of
 # whole size: the square root of the second moment, of all parameters at once.
@@ -74,13 +69,23 @@ class Setting:
     shape: ModelShape
     kept: Activations
     precision: Precision
-    strategy: str
+    strategy: Form
     world_size: int
     group: int
     state_numbers: int
     step_numbers: int
     levels: tuple[str, ...] = ()  # what is kept of each block, an entry of `Activations.kept`; empty with groups
     loss_chunk: int | None = None  # bytes of logits at a time, where the loss is computed in the head
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters are sharded, and gathered unit by unit."""
+        return self.strategy.sends == "units"
+
+    @property
+    def pads(self) -> bool:
+        """Whether buffers of matrices have whole rows on every rank, as those of this lab's FSDP."""
+        return self.shards_parameters and not self.strategy.is_peer
 
     @property
     def block_buffer(self) -> int:
@@ -97,15 +102,15 @@ class Setting:
 
         FSDP keeps an N-th of the padded matrices and all norms; of a part of the model, the proportional part.
         """
-        if self.strategy != "fsdp":
-            return FP32 * -(-numel // (self.world_size if self.strategy in SHARDED else 1))
+        if not self.pads:
+            return FP32 * -(-numel // (self.world_size if self.shards_parameters else 1))
         whole = self.shape.num_parameters
         norms = (2 * self.shape.num_layers + 1) * self.shape.d_model
         kept = norms + (padded_parameters(self.shape, self.world_size) - norms) // self.world_size
         return FP32 * -(-numel * kept // whole)
 
     def _padded(self, shapes: Sequence[Sequence[int]]) -> int:
-        if self.strategy == "fsdp":
+        if self.pads:
             return sum(sharded_buffers(shapes, self.world_size))
         return sum(map(math.prod, shapes))
 
@@ -113,18 +118,18 @@ class Setting:
 def resident(setting: Setting) -> Breakdown:
     """Parameters and buffers that exist from construction on."""
     whole = FP32 * setting.shape.num_parameters
-    buckets = 0 if setting.strategy in (*REPLICATED, *SHARDED) else whole
+    buckets = whole if setting.strategy.sends in ("all", "buckets") else 0
     return Breakdown(parameters=setting.sharded(setting.shape.num_parameters), buckets=buckets)
 
 
 def optimizer_state(setting: Setting) -> int:
     """On the fullest rank: whole parameters are dealt out largest first, slices divide evenly."""
     parameters = setting.shape.num_parameters
-    if setting.strategy in SHARDED:
+    if setting.shards_parameters:
         return setting.state_numbers * setting.sharded(parameters)
-    if setting.strategy == "zero1":
+    if setting.strategy.updates == "slices":
         owned = -(-parameters // setting.world_size)
-    elif setting.strategy in ("sharded-optimizer", "torch-zero"):
+    elif setting.strategy.updates == "owned":
         owned = max(dealt_out(setting.shape.parameter_numels(), setting.world_size))
     else:
         owned = parameters
@@ -141,21 +146,22 @@ def dealt_out(numels: list[int], ranks: int) -> list[int]:
 
 def gradients_after(setting: Setting, done: int) -> int:
     """Gradients outside of buckets once backward has finished `done` parameters, head and blocks."""
-    # Where `.grad` becomes a view of a bucket at once, nothing gathers outside.
-    in_buckets = setting.strategy in (*BUCKETED, "torch-ddp-tuned", "torch-zero")
+    # Where `.grad` becomes a view of a bucket at once, nothing gathers outside; torch DDP as it comes copies instead.
+    in_buckets = setting.strategy.sends == "buckets" and setting.strategy.has_buckets
     return 0 if in_buckets or in_place(setting) else setting.sharded(done)
 
 
 def all_gradients(setting: Setting) -> int:
     """After backward; the flat buffer takes every gradient over one by one and lets it go."""
     if in_place(setting):
-        return 0 if setting.strategy in BUCKETED else FP32 * setting.shape.embedding_parameters
+        return 0 if setting.strategy.sends == "buckets" else FP32 * setting.shape.embedding_parameters
     return gradients_after(setting, setting.shape.num_parameters)
 
 
 def in_place(setting: Setting) -> bool:
     """Whether linear layers write their weights' gradients where they are sent from (`model.ops.gradient_target`)."""
-    return setting.precision.copies_weights and setting.strategy in ("flat", *BUCKETED)
+    strategy = setting.strategy
+    return setting.precision.copies_weights and strategy.sends in ("all", "buckets") and not strategy.is_peer
 
 
 def weight_copies(setting: Setting) -> int:
@@ -166,21 +172,21 @@ def weight_copies(setting: Setting) -> int:
 
 def gathered(setting: Setting, numel: int) -> int:
     """Full parameters of gathered units with `numel` elements, in the dtype in which they are sent."""
-    if setting.strategy not in SHARDED:
+    if not setting.shards_parameters:
         return 0
     return (FP32 if setting.precision.copies_weights else setting.precision.compute) * numel
 
 
 def full_gradients(setting: Setting, numel: int, buffer: int) -> int:
     """FSDP: a unit's full gradients (`numel`), and the flat fp32 `buffer` of the unit before, which is being sent."""
-    return gathered(setting, numel) + (FP32 * buffer if setting.strategy in SHARDED else 0)
+    return gathered(setting, numel) + (FP32 * buffer if setting.shards_parameters else 0)
 
 
 def weight_gradient(setting: Setting, numel: int) -> int:
     """One matrix's gradient as the matmul leaves it, before it is accumulated, packed or cast."""
     if in_place(setting):
         return 0
-    if setting.strategy in SHARDED and not setting.precision.copies_weights:
+    if setting.shards_parameters and not setting.precision.copies_weights:
         return setting.precision.compute * numel
     return FP32 * numel
 
@@ -188,5 +194,6 @@ def weight_gradient(setting: Setting, numel: int) -> int:
 def step_temporary(setting: Setting) -> int:
     """What the optimizer needs besides its state, and the messages in which owners send parameters."""
     stepped = optimizer_state(setting) // max(1, setting.state_numbers)
-    sent = FP32 * setting.shape.num_parameters if setting.strategy == "sharded-optimizer" else 0
+    ours = setting.strategy.updates == "owned" and not setting.strategy.is_peer
+    sent = FP32 * setting.shape.num_parameters if ours else 0
     return max(setting.step_numbers * stepped, sent)
