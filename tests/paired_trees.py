@@ -17,7 +17,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -75,6 +75,31 @@ def samples(
     ]
 
 
+def losses(context: RankContext, options: argparse.Namespace, strategy: str) -> list[str]:
+    """Losses of a training in hex, by whichever tree is imported now; two micro-batches a step from the middle on."""
+    from distlab.model import TransformerLM, cross_entropy, preset
+    from distlab.parallel import get_strategy
+
+    torch.manual_seed(context.rank)
+    config = preset(options.size)
+    module = TransformerLM(config).to(context.device)
+    model, optimizer = get_strategy(strategy).build(module, context.group, torch.optim.AdamW, {"lr": 1e-2})
+    found = []
+    for step in range(options.losses):
+        accumulates = step >= options.losses // 2
+        for micro_batch in range(1 + accumulates):
+            tokens = torch.randint(config.vocab_size, (options.batch, 33), device=context.device)
+            with model.no_sync() if accumulates and micro_batch == 0 else nullcontext():
+                loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+                loss.backward()
+            found.append(loss.item().hex())
+        model.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.close()
+    return found
+
+
 def main() -> None:
     """Time, and print one line of JSON per strategy on rank 0."""
     parser = argparse.ArgumentParser(
@@ -92,6 +117,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="attachments of each version [4]")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps per attachment [3]")
     parser.add_argument("--steps", type=int, default=8, help="timed steps per attachment [8]")
+    parser.add_argument("--losses", type=int, default=0, help="steps whose losses are compared, in fp32 [0: none]")
     options = parser.parse_args()
     with rank_context(timeout_s=120) as context:
         for strategy in options.strategies.split(","):
@@ -105,6 +131,10 @@ def main() -> None:
                 for root, name, shard_size, taken in sides[:: 1 if number % 2 == 0 else -1]:
                     with tree(root):
                         taken += samples(context, options, name, shard_size)
+            pair = []
+            for root, name, *_ in sides if options.losses else ():
+                with tree(root):
+                    pair.append(losses(context, options, name))
             if context.is_main:
                 ratio = paired_ratio(now, before)._asdict()
                 found = {
@@ -112,6 +142,8 @@ def main() -> None:
                     "now_ms": percentiles(now),
                     "now_over_before": ratio,
                 }
+                if pair:
+                    found |= {"losses": pair[1], "losses_equal": pair[0] == pair[1]}
                 print(json.dumps({"strategy": strategy} | vars(options) | found, default=str), flush=True)
 
 
