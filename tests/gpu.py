@@ -19,8 +19,7 @@ import torch
 from distlab.report.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[1]
-HALF = "tests/kernels/test_flash_attention_gpu.py"  # of the time of all that share a GPU
-LARGE = f"{HALF}::test_more_than_two_to_the_31_elements"
+LARGE = "tests/kernels/test_flash_attention_gpu.py::test_more_than_two_to_the_31_elements"
 ALONE = ["tests/measure", "tests/experiments/test_attention_sweep.py", "tests/comm/test_context.py", LARGE]
 # As many processes as 80 GB have room for.
 SHARING = ["-m", "gpu and not multigpu", "-n", f"{min(12, os.cpu_count())}", *(f"--deselect={each}" for each in ALONE)]
@@ -31,9 +30,7 @@ NOTHING_SELECTED = 5
 def lanes(gpus: int) -> list[list[list[str]]]:
     """For each GPU the arguments of pytest's runs on it, one after the other."""
     alone = ["-m", "gpu and not multigpu", *ALONE]
-    if gpus == 1:
-        return [[SHARING, alone]]
-    return [[[*SHARING, HALF]], [alone, SEVERAL, [*SHARING, f"--ignore={HALF}"]]]
+    return [[SHARING, alone]] if gpus == 1 else [[SHARING], [alone, SEVERAL]]
 
 
 def run(arguments: list[str], gpu: int) -> tuple[int, Counter[str]]:
