@@ -19,8 +19,9 @@ import torch
 from distlab.report.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[1]
-LARGE = "tests/kernels/test_flash_attention_gpu.py::test_more_than_two_to_the_31_elements"
-ALONE = ["tests/measure", "tests/experiments/test_attention_sweep.py", "tests/comm/test_context.py", LARGE]
+ATTENTION = "tests/kernels/test_flash_attention_gpu.py::test"
+LARGE = [f"{ATTENTION}_more_than_two_to_the_31_elements", f"{ATTENTION}_accuracy_of_long_calls_in_fp32_beside_sdpa"]
+ALONE = ["tests/measure", "tests/experiments/test_attention_sweep.py", "tests/comm/test_context.py", *LARGE]
 # As many processes as 80 GB have room for.
 SHARING = ["-m", "gpu and not multigpu", "-n", f"{min(12, os.cpu_count())}", *(f"--deselect={each}" for each in ALONE)]
 SEVERAL = ["-m", "multigpu", "-n", f"{min(6, os.cpu_count())}"]  # each has up to eight ranks
