@@ -13,7 +13,7 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "distlab/comm": 8,
     "distlab/measure": 18,
     "distlab/model": 7,
-    "distlab/parallel": 28,
+    "distlab/parallel": 30,  # refusals have files and hooks that come and go; strategies' facts stand in their entries
     "distlab/report": 18,
     "distlab/theory": 29,
     "distlab/train": 11,
@@ -22,8 +22,8 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "experiments": 96,
     "kernels": 61,
     "launch": 7,  # groups, short help and hints for misspelt words
-    "source": 308,
-    "tests": 254,
+    "source": 310,
+    "tests": 251,
 }
 
 
