@@ -20,7 +20,7 @@ import torch
 
 from distlab.bench.reference import parameter_difference
 from distlab.bench.task import OwnModel
-from distlab.bench.timing import BenchOptions, Subject, Timing, Variant, Workbench, peak_of, variants
+from distlab.bench.timing import BenchOptions, Timing, Trial, Variant, Workbench, peak_of, variants
 from distlab.comm import collectives
 from distlab.comm.rank_process import on_main
 from distlab.ending import how_to_continue
@@ -136,7 +136,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     run.progress(f"building {config.factory or config.size}: {facts['num_parameters'] / 1e6:,.1f} M parameters")
     counted, noted = {}, {}  # row → what it sends, and its record
 
-    def count(variant: Variant, attached: Subject) -> None:
+    def count(variant: Variant, attached: Trial) -> None:
         if variant.name not in counted:
             counted[variant.name] = sent(bench, variant, attached.record_collectives())
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from distlab.bench.timing import PHASES, BenchOptions, Subject, Variant, Workbench, peak_of
+from distlab.bench.timing import PHASES, BenchOptions, Trial, Variant, Workbench, peak_of
 from distlab.comm import collectives
 from distlab.experiment import (
     Column,
@@ -274,13 +274,13 @@ def time_round(config: LongContextConfig, bench: Workbench, record: Record, run:
     metrics, row = record.metrics, record.variant
     losses: list[float] = []
 
-    def inspect(_: Variant, subject: Subject) -> None:
-        losses.append(float(subject.last_loss))
+    def inspect(_: Variant, trial: Trial) -> None:
+        losses.append(float(trial.last_loss))
         metrics["status"] = "ok"  # whatever instruments do
         if row == OURS and config.profile_steps and number == 0:
-            attempted(partial(memory, subject, record, run), record)
+            attempted(partial(memory, trial, record, run), record)
         if config.profile_steps and number == config.rounds - 1:
-            attempted(partial(profile, subject, config.profile_steps, record, run), record)
+            attempted(partial(profile, trial, config.profile_steps, record, run), record)
 
     variant = config.variant(row, checkpointing=metrics["keeps"])
     timing = bench.time_rounds(
@@ -306,11 +306,11 @@ def time_round(config: LongContextConfig, bench: Workbench, record: Record, run:
             metrics[f"{name}_error_pct"] = 100 * (said_ / metrics[found] - 1)
 
 
-def profile(subject: Subject, steps: int, record: Record, run: Run) -> None:
+def profile(trial: Trial, steps: int, record: Record, run: Run) -> None:
     """What a step consists of, from this rank's trace."""
-    path = run.path / f"trace_{record.variant.replace(' ', '_')}_rank{subject.context.rank}.json.gz"
-    annotate_units(subject.model)
-    subject.profile(path, steps)
+    path = run.path / f"trace_{record.variant.replace(' ', '_')}_rank{trial.context.rank}.json.gz"
+    annotate_units(trial.model)
+    trial.profile(path, steps)
     events = load_trace(path)
     seen = account(events)
     record.metrics.update(
@@ -321,9 +321,9 @@ def profile(subject: Subject, steps: int, record: Record, run: Run) -> None:
     )  # fmt: skip
 
 
-def memory(subject: Subject, record: Record, run: Run) -> None:
+def memory(trial: Trial, record: Record, run: Run) -> None:
     """A picture of this lab's memory over one step, and in which phase it was highest."""
-    timeline = subject.memory_timeline()
+    timeline = trial.memory_timeline()
     record.metrics["memory_peak_phase"] = None
     if timeline is not None:
         at, _ = timeline.peak()

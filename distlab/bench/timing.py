@@ -52,7 +52,7 @@ from distlab.train.step import LossFunction, TrainStep, compiled, loss_function
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
-Inspect = Callable[["Variant", "Subject"], None]
+Inspect = Callable[["Variant", "Trial"], None]
 MODES = ("inference", "forward", "forward_backward", "step")
 _EXAMINED: dict[tuple, Examined] = {}  # of this process: a user's model is tried once
 PHASES = ("forward", "backward", "forward_backward", "optimizer", "step")
@@ -153,8 +153,8 @@ class BenchOptions(ModelOptions):
             refusal = self.examined(context).refusal(row.strategy)
             if refusal is None:
                 try:
-                    with closing(Subject(context, self, row, batches)) as subject:
-                        subject()
+                    with closing(Trial(context, self, row, batches)) as trial:
+                        trial()
                 except Exception as error:  # alike on every rank: it is about the model's structure and dtypes
                     if not is_out_of_memory(error):
                         said = (str(error).splitlines() or [type(error).__name__])[0]
@@ -205,7 +205,7 @@ class TrialConfig(OwnModel, BenchOptions):
     bucket_size_mb: float = option(25.0, "MiB, of strategies with buckets", above=0)
 
 
-class Subject:
+class Trial:
     """A model under a strategy with its optimizer and data: what benchmarks time, profile and take apart.
 
     It runs a training step, or parts of one, from a forward without gradients to the whole. It has no clock: the code
@@ -389,13 +389,13 @@ def synthetic_batches(context: RankContext, options: BenchOptions) -> list[Batch
 
 
 @contextmanager
-def opened(context: RankContext, config: TrialConfig) -> Iterator[Subject]:
-    """A subject as configured, which is closed at the end."""
+def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
+    """A trial as configured, which is closed at the end."""
     variant = Variant(config.strategy, get_strategy(config.strategy), config.bucket_size_mb)
     batches = synthetic_batches(context, config)
     try:
-        with closing(Subject(context, config, variant, batches, scaled=config.dtype == "fp16")) as subject:
-            yield subject
+        with closing(Trial(context, config, variant, batches, scaled=config.dtype == "fp16")) as trial:
+            yield trial
     finally:
         if context.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -428,10 +428,10 @@ class Workbench:
         self.context, self.options, self.shape = context, options, options.model()
         self._batches = synthetic_batches(context, options)
 
-    def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> AbstractContextManager[Subject]:
+    def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> AbstractContextManager[Trial]:
         """Build, wrap and optimize the model; yields what trains one step when called; frees it all at the end."""
         options = variant.options or self.options
-        return closing(Subject(self.context, options, variant, self._batches, mark=mark))
+        return closing(Trial(self.context, options, variant, self._batches, mark=mark))
 
     def time_rounds(
         self,
@@ -470,7 +470,7 @@ class Workbench:
             return
         timer = PhaseTimer(self.context.device)
 
-        def timed(step: Subject) -> bool:
+        def timed(step: Trial) -> bool:
             timer.start()
             step("step", timer.mark)
             return True

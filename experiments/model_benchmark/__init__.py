@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from distlab.bench.reference import errors_against_reference
 from distlab.bench.task import OwnModel
-from distlab.bench.timing import MODES, Subject, TrialConfig, opened, peak_of
+from distlab.bench.timing import MODES, Trial, TrialConfig, opened, peak_of
 from distlab.comm import collectives
 from distlab.experiment import Column, Experiment, Options, RankContext, Record, Run, View, option
 from distlab.measure import (
@@ -283,7 +283,7 @@ def verdict(checked: dict[str, Any], trial: TrialConfig) -> str:
 
 
 def time_mode(
-    trial: Subject,
+    trial: Trial,
     mode: str,
     config: BenchmarkConfig,
     pace: Callable[[], None] = lambda: None,
@@ -334,7 +334,7 @@ def time_mode(
 
 
 def _metrics(
-    trial: Subject, mode: str, phases: dict[str, list[float]], warmup: int, repeats: int
+    trial: Trial, mode: str, phases: dict[str, list[float]], warmup: int, repeats: int
 ) -> dict[str, Any]:
     kept = {name: times[warmup : warmup + repeats] for name, times in phases.items()}
     step = kept["step"]

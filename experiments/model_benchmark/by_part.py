@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distlab.bench.timing import Subject, described
+from distlab.bench.timing import Trial, described
 from distlab.experiment import Column, Record, View
 from distlab.measure import Event, FlopsByCategory, busy_ms, clock, emitter, named_ranges, step_windows
 from distlab.measure.collectives import tensors_in
@@ -56,10 +56,10 @@ def part_of(name: str) -> str:
     return next((part for part, pattern in PARTS if re.search(pattern, name)), re.sub(r"\d+", "*", name))
 
 
-def trace_ranges(subject: Subject) -> Any:
+def trace_ranges(trial: Trial) -> Any:
     """While it is open, every part of the model is a range of the profiler's trace."""
     push, pop = emitter("profiler")
-    return named_ranges(subject.model, Emitter(lambda name: push(INSIDE + name), pop), subject.optimizer)
+    return named_ranges(trial.model, Emitter(lambda name: push(INSIDE + name), pop), trial.optimizer)
 
 
 def measured_parts(events: Sequence[Event]) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
@@ -103,11 +103,11 @@ class Rates:
         return self.launch_s + max(operator.flops / self.flops_per_s[doing], operator.bytes / self.bytes_per_s[kind])
 
 
-def rates(subject: Subject) -> Rates | None:
+def rates(trial: Trial) -> Rates | None:
     """Measured now; None for a user's model, of whose sizes nothing is known."""
-    if subject.options.factory is not None:
+    if trial.options.factory is not None:
         return None
-    shape, options, device = subject.shape, subject.options, subject.context.device
+    shape, options, device = trial.shape, trial.options, trial.context.device
     dtype, on_gpu = DTYPES[options.dtype] or torch.float32, device.type == "cuda"
 
     def seconds(call: Callable[[], Any]) -> float:
@@ -157,7 +157,7 @@ class _CountedByPart(EventLog):
 
 
 def counted_parts(
-    plain: Subject, device: Rates | None
+    plain: Trial, device: Rates | None
 ) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], dict[str, Counter[str]]]:
     """(phase, part) → predicted ms, and FLOPs of matmuls; phase → category → all FLOPs, of one eager step."""
     log, by_phase = _CountedByPart(), {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distlab.bench.timing import Subject, TrialConfig, compiled, described, opened
+from distlab.bench.timing import Trial, TrialConfig, compiled, described, opened
 from distlab.comm import collectives
 from distlab.experiment import Column, RankContext, Record, View
 from distlab.measure import (
@@ -111,7 +111,7 @@ def profile(
 
 
 def _traced(
-    context: RankContext, trial: Subject, ranks: Sequence[int], folder: Path, name: str, steps: int,
+    context: RankContext, trial: Trial, ranks: Sequence[int], folder: Path, name: str, steps: int,
     mode: str = "step",
 ) -> list[Event]:  # fmt: skip
     """The events of some steps on one of these ranks, whose trace is written; none on the others."""

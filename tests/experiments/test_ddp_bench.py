@@ -128,7 +128,7 @@ def ended(context: RankContext, out: str, fault: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a run of three rows and rounds in which something happens on this rank."""
     arguments = [*SMOKE_ARGUMENTS, "--strategies=local,naive,flat", f"--out={out}", "--name=run"]
     config, frame = ddp_bench.EXPERIMENT.chosen(ddp_bench.EXPERIMENT.parser().parse_args(arguments))
-    profile, time_block, blocks = timing.Subject.profile, Workbench._time_block, itertools.count()
+    profile, time_block, blocks = timing.Trial.profile, Workbench._time_block, itertools.count()
 
     def stops() -> None:
         signal.raise_signal(signal.SIGTERM)
@@ -147,7 +147,7 @@ def ended(context: RankContext, out: str, fault: str) -> tuple[int, str, str]:
         time_block(self, *options)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(timing.Subject, "profile", traced))
+        stack.enter_context(patch.object(timing.Trial, "profile", traced))
         stack.enter_context(patch.object(Workbench, "_time_block", timed))
         if fault == "trace":
             stack.enter_context(patch.object(ddp_bench, "parameter_difference", lambda *_, **more: fails()))
