@@ -20,7 +20,7 @@ from distlab.bench.timing import under_autocast
 from distlab.ending import message_of
 from distlab.parallel import ParallelModel
 from distlab.precision import DTYPES
-from distlab.simulate.run import Mark, SimulatedStep, simulate_step
+from distlab.simulate.step import Mark, SimulatedStep, simulate_step
 from distlab.train.step import TrainStep
 
 

@@ -47,7 +47,7 @@ from distlab.model import TransformerLM, checkpoint_group, checkpoint_plan, cros
 from distlab.parallel import get_strategy
 from distlab.precision import DTYPES, autocast
 from distlab.report import NOISE, TIE, interval_ties, noise_of, prediction_error, stacked_bars
-from distlab.simulate.run import simulate_step
+from distlab.simulate.step import simulate_step
 from distlab.theory.flops import forward_flops
 from distlab.theory.memory.activations import PRECISIONS, activations
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory

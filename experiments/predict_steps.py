@@ -35,7 +35,7 @@ from distlab.model.config import ModelOptions
 from distlab.report import is_number, read_json, reading
 from distlab.simulate import Machine, SimulatedStep, replay
 from distlab.simulate.calibrate import NEEDED, calibrate, measured_links
-from distlab.simulate.run import simulate_training
+from distlab.simulate.step import simulate_training
 from distlab.train.memory_budget import PlannedStep
 
 ROOT = Path(__file__).resolve().parents[1]

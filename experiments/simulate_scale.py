@@ -20,7 +20,7 @@ from distlab.report import stacked_bars, timeline
 from distlab.simulate import replay
 from distlab.simulate.estimate import USABLE, MachineOptions
 from distlab.simulate.events import CATEGORIES
-from distlab.simulate.run import simulate_training
+from distlab.simulate.step import simulate_training
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.step_time import sharding_group
 

@@ -25,23 +25,20 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before the user's folder, for ours too is called launch
 
 from distlab import __version__
 from distlab.ending import USAGE_ERROR, ended_at_once, message_of, outlive_readers, until_stopped
-from distlab.options import Parser, did_you_mean, unknown
+from distlab.options import Parser, unknown
 from launch.help import help_of, listing
+from launch.registry import ROOT, experiments, load
 
 if TYPE_CHECKING:
     from distlab.comm import RankContext
     from distlab.experiment import Experiment
     from distlab.report.view import View
-
-ROOT = Path(__file__).resolve().parents[1]
-EXPERIMENTS = ROOT / "experiments"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,25 +75,6 @@ def console() -> None:
 
         leave_process(code)
     sys.exit(code)
-
-
-def experiments() -> dict[str, Path]:
-    """Name → file of every experiment."""
-    found = {path.stem: path for path in EXPERIMENTS.glob("*.py") if not path.stem.startswith("_")}
-    found |= {path.parent.name: path for path in EXPERIMENTS.glob("*/__init__.py")}
-    return dict(sorted(found.items()))
-
-
-def load(name: str) -> ModuleType:
-    """The module of an experiment.
-
-    Raises:
-        ValueError: there is none of that name; the message lists those that exist.
-    """
-    known = experiments()
-    if name not in known:
-        raise ValueError(f"experiment {name!r} is unknown{did_you_mean(name, known)}; `distlab list` shows all")
-    return importlib.import_module(f"experiments.{name}")
 
 
 def list_experiments(arguments: Sequence[str]) -> int:

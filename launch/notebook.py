@@ -15,7 +15,7 @@ from distlab.options import Parser
 from distlab.report.record import Record, plain
 from distlab.report.run import OutputFolder
 from distlab.report.view import WIDTH, highlighted, say, write
-from launch.__main__ import ROOT, experiments, load
+from launch.registry import ROOT, experiments, load
 
 
 def runs(arguments: Sequence[str]) -> int:

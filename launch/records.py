@@ -23,7 +23,7 @@ from pathlib import Path
 from distlab.options import Parser
 from distlab.report.provenance import commit
 from distlab.report.record import read_json
-from launch.__main__ import ROOT, load
+from launch.registry import ROOT, load
 
 MANIFEST = ROOT / "records" / "manifest.toml"
 RUNS = Path("outputs/records")

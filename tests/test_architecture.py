@@ -53,7 +53,7 @@ RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP
 NAMED = {
     **dict.fromkeys(  # naive attention
         ("bench.reference", "model.config", "model.ops", "theory.memory.activations", "simulate.estimate",
-         "simulate.plan", "simulate.run"), ("naive",),
+         "simulate.plan", "simulate.step"), ("naive",),
     ),
     "train.config": ("bucketed",),  # the default of an option
     "bench.timing": ("local",),  # likewise

@@ -9,7 +9,8 @@ import pytest
 from distlab.options import given
 from distlab.report.docs_tables import code_of, definition, embed, pictures_of, records_of, redrawn, table_of
 from launch import notebook, sample, trainer
-from launch.__main__ import COMMANDS, experiments, load, view_of
+from launch.__main__ import COMMANDS, view_of
+from launch.registry import experiments, load
 from tests.commands import ROOT
 from tests.pages import Command, commands_of, fenced_lines, pages
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from distlab.measure.bandwidth import LIBRARY, traffic
 from distlab.simulate.events import Compute
-from distlab.simulate.run import SimulatedStep
+from distlab.simulate.step import SimulatedStep
 from distlab.simulate.timeline import DeviceModel, Machine, replay
 from distlab.theory.collective_time import CollectiveFit, further_hops, link_share
 from distlab.theory.step_time import Network

@@ -7,7 +7,7 @@ from itertools import product
 from distlab.model import ModelConfig
 from distlab.parallel import STRATEGIES as KNOWN
 from distlab.simulate.estimate import estimate_step, host_time
-from distlab.simulate.run import simulate_training
+from distlab.simulate.step import simulate_training
 from distlab.simulate.timeline import Machine, replay
 from distlab.theory.memory.peak import StepMemory
 from distlab.theory.model_shape import divisors

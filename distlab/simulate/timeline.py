@@ -14,7 +14,7 @@ from typing import Protocol
 from distlab.measure.collectives import CollectiveCall
 from distlab.measure.trace.intervals import Interval, intersect, subtract, total, union
 from distlab.simulate.events import Compute, GroupCall, Wait
-from distlab.simulate.run import SimulatedStep
+from distlab.simulate.step import SimulatedStep
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 from distlab.parallel import strategies_on
 from distlab.report import Record
 from experiments.memory_breakdown import STRATEGIES
-from launch.__main__ import load
+from launch.registry import load
 from tests.experiments.frame import measured
 
 FIELDS = {  # what tests want to see, over the preset

@@ -11,7 +11,7 @@ from distlab.model import ModelConfig, preset
 from distlab.report.record import read_json
 from distlab.simulate.choices import Choice, estimated, simulated
 from distlab.simulate.estimate import machine_on
-from distlab.simulate.run import simulate_training
+from distlab.simulate.step import simulate_training
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES
 from distlab.train.config import TrainConfig
 from distlab.train.memory_budget import PlannedStep

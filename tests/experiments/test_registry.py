@@ -11,8 +11,9 @@ from distlab import __version__
 from distlab.experiment import Experiment
 from distlab.report import read_json
 from distlab.report.view import say
-from launch.__main__ import experiments, load, main
+from launch.__main__ import main
 from launch.help import GROUPS
+from launch.registry import experiments, load
 from tests.commands import ROOT
 from tests.pages import Command
 from tests.test_pages import check

@@ -9,7 +9,8 @@ import pytest
 from distlab.options import given
 from launch import __main__ as command_line
 from launch import records
-from launch.__main__ import ROOT, load, main
+from launch.__main__ import main
+from launch.registry import ROOT, load
 
 SMALL = """
 [here]

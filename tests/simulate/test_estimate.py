@@ -13,7 +13,7 @@ from distlab.report.record import read_json
 from distlab.simulate import Machine, replay
 from distlab.simulate.estimate import estimate_step, host_time, machine_of
 from distlab.simulate.plan import plan_steps, step_time
-from distlab.simulate.run import simulate_training
+from distlab.simulate.step import simulate_training
 from distlab.simulate.timeline import DeviceModel
 from distlab.theory.step_time import Network
 from distlab.train import memory_budget

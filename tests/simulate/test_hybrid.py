@@ -6,7 +6,7 @@ from distlab.hardware import cluster
 from distlab.model import ModelConfig
 from distlab.simulate.estimate import estimate_step, machine_on
 from distlab.simulate.events import GroupCall
-from distlab.simulate.run import simulate_training
+from distlab.simulate.step import simulate_training
 from distlab.simulate.timeline import replay
 
 CONFIG = ModelConfig(1024, 4096, 4, 8, vocab_size=4000, context_length=1024)

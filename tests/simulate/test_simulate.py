@@ -14,7 +14,7 @@ from distlab.model import ModelConfig, TransformerLM, cross_entropy, kept_levels
 from distlab.model.config import KEPT, RECOMPUTATION
 from distlab.parallel import STRATEGIES, get_strategy
 from distlab.simulate.events import Compute, Wait
-from distlab.simulate.run import simulate_step, simulate_training
+from distlab.simulate.step import simulate_step, simulate_training
 from distlab.simulate.world import fake_world
 from distlab.testing import run_ranks
 from distlab.theory.flops import forward_flops

@@ -11,7 +11,7 @@ from distlab.measure.collectives import CollectiveCall
 from distlab.model import ModelConfig
 from distlab.simulate.calibrate import NEEDED, MeasuredLinks, calibrate
 from distlab.simulate.events import Compute, Wait
-from distlab.simulate.run import SimulatedStep, simulate_training
+from distlab.simulate.step import SimulatedStep, simulate_training
 from distlab.simulate.timeline import DeviceModel, Machine, replay
 from distlab.theory.collective_time import CollectiveFit, Link, Piece, collective_seconds
 from distlab.theory.step_time import Network

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from distlab.model import ModelConfig, config
-from distlab.simulate.run import simulate_training
+from distlab.simulate.step import simulate_training
 from distlab.theory.flops import forward_flops
 from distlab.theory.memory.activations import PRECISIONS
 from distlab.theory.memory.recompute import RECOMPUTATION, recomputed_flops

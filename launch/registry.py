@@ -1,0 +1,29 @@
+"""The experiments that there are, by the names of their files."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+from distlab.options import did_you_mean
+
+ROOT = Path(__file__).resolve().parents[1]
+EXPERIMENTS = ROOT / "experiments"
+
+
+def experiments() -> dict[str, Path]:
+    """Name → file of every experiment."""
+    found = {path.stem: path for path in EXPERIMENTS.glob("*.py") if not path.stem.startswith("_")}
+    found |= {path.parent.name: path for path in EXPERIMENTS.glob("*/__init__.py")}
+    return dict(sorted(found.items()))
+
+
+def load(name: str) -> ModuleType:
+    """The module of an experiment.
+
+    Raises:
+        ValueError: there is none of that name; the message lists those that exist.
+    """
+    known = experiments()
+    if name not in known:
+        raise ValueError(f"experiment {name!r} is unknown{did_you_mean(name, known)}; `distlab list` shows all")
+    return importlib.import_module(f"experiments.{name}")
