@@ -36,8 +36,8 @@ from distlab.comm.rank_process import Progress, on_main
 from distlab.options import Options, add_options, config_from, given, option, parser_of
 from distlab.report import Column, commit, environment
 from distlab.report.record import Record, plain
-from distlab.report.run import Header, OutputFolder, Run, check_names, open_run, same_run
 from distlab.report.view import View, headline_from, say, say_table, write
+from distlab.runs import Header, OutputFolder, Run, check_names, open_run, same_run
 
 __all__ = [
     "Column",
@@ -110,7 +110,7 @@ class Experiment(Generic[C]):
         gpus: that the run needs, unless a preset is chosen.
         nproc: ranks where none are asked for; None for all GPUs, or two on a CPU.
         wrong: rows → reasons to end with exit code 1.
-        same_run: what keeps a run from being resumed, see `report.run.same_run`.
+        same_run: what keeps a run from being resumed, see `runs.same_run`.
         parts: views of further rows that `measure` puts into `run.part(view.name)`.
     """
 

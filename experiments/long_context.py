@@ -53,7 +53,7 @@ from distlab.measure.trace.units import annotate_units, unit_times
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
 from distlab.report import NOISE, TIE, Panel, interval_ties, lines, memory_areas, overlaid, stacked_bars
-from distlab.report.run import same_run
+from distlab.runs import same_run
 from distlab.simulate.plan import Plan, plan_steps
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.config import TrainConfig

@@ -123,8 +123,8 @@ def run(arguments: Sequence[str]) -> int:
         return module.main(list(arguments[1:]))
     from distlab.comm import RankEnvironment
     from distlab.experiment import lone_context
-    from launch.notebook import refresh_index
     from launch.ranks import run_on_ranks
+    from launch.runs import refresh_index
 
     experiment: Experiment = module.EXPERIMENT
     config, frame = experiment.chosen(experiment.parser().parse_args(arguments[1:]))
@@ -164,8 +164,9 @@ def show(arguments: Sequence[str]) -> int:
     parser.add_argument("--table", choices=("text", "markdown", "latex"), help="print the table alone, so")
     args = parser.parse_args(arguments)
 
-    from distlab.report import OutputFolder, read_json, reading
+    from distlab.report import read_json, reading
     from distlab.report.view import check_records, say, write
+    from distlab.runs import OutputFolder
 
     records = [record for source in args.files for record in read_json(source)]
     if not records:
@@ -225,8 +226,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": list_experiments,
     "run": run,
     "show": show,
-    "runs": _of("launch.notebook", "runs"),
-    "compare": _of("launch.notebook", "compare"),
+    "runs": _of("launch.runs", "runs"),
+    "compare": _of("launch.runs", "compare"),
     "records": _of("launch.records"),
     "tables": tables,
     "train": _of("launch.trainer"),

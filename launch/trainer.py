@@ -29,7 +29,7 @@ from distlab.report import (
     read_json,
     write,
 )
-from distlab.report.run import check_names
+from distlab.runs import check_names
 from distlab.simulate.plan import plan_steps
 from distlab.train import run
 from distlab.train.config import DataConfig, TrainConfig

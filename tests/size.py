@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CODE = {tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING}
 FSTRING_START, FSTRING_END = (getattr(tokenize, f"FSTRING_{end}", -1) for end in ("START", "END"))
-TOGETHER = {"notebook": "report", "simulate": "theory"}  # packages of distlab that share a row with another
+TOGETHER = {"simulate": "theory"}  # packages of distlab that share a row with another
 
 
 def code_tokens(text: str) -> int:

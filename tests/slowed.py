@@ -14,8 +14,8 @@ import time
 from dataclasses import replace
 from unittest import mock
 
+from distlab.compare import SavedRun, compared, findings
 from distlab.experiment import RankContext
-from distlab.notebook.compare import SavedRun, compared, findings
 from distlab.parallel import STRATEGIES, BucketedDDP
 from distlab.testing import run_ranks
 from experiments.ddp_bench import EXPERIMENT

@@ -34,8 +34,9 @@ ALLOWED = {
     "train": "checkpoint parallel model measure comm",
     "bench": "train checkpoint parallel model measure comm",
     "simulate": "train parallel model measure theory comm",
-    "experiment": "checkpoint.lock comm report",
-    "notebook": "report measure",
+    "runs": "report",
+    "compare": "runs report measure",
+    "experiment": "checkpoint.lock comm report runs",
 }
 ANYTHING = ("testing", "course", "doctor")
 OF_ONE_MODULE = {  # may know more than the rest of its package
@@ -60,7 +61,7 @@ NAMED = {
     "train.memory_budget": ("local", "fsdp"),  # likewise, and the advice where a model does not fit
     "simulate.case": ("fsdp",),  # the same advice
     "simulate.calibrate": ("local", "naive", "flat", "overlap"),  # it is a fit to the steps of these four
-    "notebook.runs": ("local",),  # the row that others are compared with
+    "runs": ("local",),  # the row that others are compared with
 }  # fmt: skip
 
 

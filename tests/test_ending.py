@@ -14,7 +14,7 @@ import torch
 
 from distlab.ending import is_out_of_memory, message_of, until_stopped, what_is_saved
 from distlab.files import atomic_path
-from distlab.report import OutputFolder
+from distlab.runs import OutputFolder
 from launch import __main__ as command
 from launch import ranks
 from tests.commands import ROOT, environment, on_terminal, shown

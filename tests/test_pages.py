@@ -8,7 +8,7 @@ import pytest
 
 from distlab.options import given
 from distlab.report.docs_tables import code_of, definition, embed, pictures_of, records_of, redrawn, table_of
-from launch import notebook, sample, trainer
+from launch import runs, sample, trainer
 from launch.__main__ import COMMANDS, view_of
 from launch.registry import experiments, load
 from tests.commands import ROOT
@@ -140,7 +140,7 @@ def parser_of(arguments: list[str]) -> argparse.ArgumentParser | None:
         experiment = getattr(module, "EXPERIMENT", None)
         return module.parser() if experiment is None else experiment.parser()
     if arguments[0] in ("runs", "compare"):
-        return {"runs": notebook.runs_parser, "compare": notebook.compare_parser}[arguments[0]]()
+        return {"runs": runs.runs_parser, "compare": runs.compare_parser}[arguments[0]]()
     if arguments[0] in ("train", "sample"):
         return (trainer if arguments[0] == "train" else sample).parser()
     return None

@@ -7,14 +7,14 @@ import pytest
 from tests.size import code_tokens, sizes
 
 LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and is raised with a reason beside it
-    "distlab/*.py": 11,
+    "distlab/*.py": 17,  # runs.py and compare.py, which stood in report and notebook
     "distlab/bench": 6,
     "distlab/checkpoint": 8,
     "distlab/comm": 8,
     "distlab/measure": 18,
     "distlab/model": 7,
     "distlab/parallel": 30,  # refusals have files and hooks that come and go; strategies' facts stand in their entries
-    "distlab/report": 18,
+    "distlab/report": 13,
     "distlab/theory": 29,
     "distlab/train": 11,
     "docs": 1,

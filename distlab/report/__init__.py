@@ -17,7 +17,6 @@ from distlab.report.charts import (
 from distlab.report.noise import NOISE, TIE, host_bound, interval_ties, noise_by_row, noise_of, tied, waiting
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, reading, write_csv, write_json
-from distlab.report.run import OutputFolder
 from distlab.report.style import GREYS, INK, OKABE_ITO, horizontal, picture
 from distlab.report.table import Column, grouped, is_number, prediction_error, render, render_for_terminal
 from distlab.report.view import View, write
@@ -29,7 +28,6 @@ __all__ = [
     "OKABE_ITO",
     "TIE",
     "Column",
-    "OutputFolder",
     "Panel",
     "Record",
     "Series",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distlab.report.run import Header, Run
+from distlab.runs import Header, Run
 from experiments import attention_memory as study
 from experiments._attention import naive
 from kernels.flash_attention import hopper

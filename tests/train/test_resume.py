@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distlab.comm import RankContext
-from distlab.report import OutputFolder
+from distlab.runs import OutputFolder
 from distlab.testing import run_ranks
 from distlab.train.config import DataConfig, TrainConfig, refuse_other_run
 from distlab.train.run import train

@@ -1,4 +1,4 @@
-"""`distlab runs` and `distlab compare`: the lab's notebook, see distlab/notebook."""
+"""`distlab runs` and `distlab compare`: see distlab/runs.py and distlab/compare.py."""
 
 import argparse
 import sys
@@ -9,12 +9,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from distlab.notebook.compare import SavedRun, compared, differences, failures, view_of
-from distlab.notebook.runs import as_text, files_of, listed, write_index
+from distlab.compare import SavedRun, compared, differences, failures, view_of
 from distlab.options import Parser
 from distlab.report.record import Record, plain
-from distlab.report.run import OutputFolder
 from distlab.report.view import WIDTH, highlighted, say, write
+from distlab.runs import OutputFolder, as_text, files_of, listed, write_index
 from launch.registry import ROOT, experiments, load
 
 

@@ -22,9 +22,9 @@ from distlab.experiment import (
     option,
 )
 from distlab.files import digest_of, write_whole
-from distlab.report import Column, OutputFolder, read_json
+from distlab.report import Column, read_json
 from distlab.report.record import FORMAT
-from distlab.report.run import Header, open_run
+from distlab.runs import Header, OutputFolder, open_run
 
 
 def test_each_run_gets_its_own_folder(tmp_path):

@@ -2,11 +2,11 @@
 
 import pytest
 
-from distlab.notebook import runs
+from distlab import runs
 from distlab.report import write_json
-from launch import notebook
+from launch import runs as commands
 from launch.__main__ import main
-from tests.notebook.cases import record, saved
+from tests.runs.cases import record, saved
 
 
 def none(record):
@@ -72,13 +72,13 @@ def test_the_index_links_the_page_of_every_run(two):
 
 def test_an_index_that_cannot_be_made_does_not_fail_the_run(tmp_path, capsys):
     (tmp_path / "index.html").mkdir()
-    notebook.refresh_index(tmp_path)
+    commands.refresh_index(tmp_path)
     assert "index.html could not be made" in capsys.readouterr().err
 
 
 def test_defaults_come_from_the_experiment():
-    assert notebook.defaults_of(record("a", 1.0)) == {}
-    found = notebook._defaults("ddp_bench", False)
+    assert commands.defaults_of(record("a", 1.0)) == {}
+    found = commands._defaults("ddp_bench", False)
     assert found["size"] == "tiny" and found["bucket_sizes_mb"] == [4.0]
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distlab.compare import SavedRun, compared, differences, failures, findings
 from distlab.measure.statistics import percentiles, unpaired_ratio
-from distlab.notebook.compare import SavedRun, compared, differences, failures, findings
 from distlab.report import write_json
 from launch.__main__ import main
-from tests.notebook.cases import MACHINE, record, saved
+from tests.runs.cases import MACHINE, record, saved
 
 # Steps of `python -m tests.slowed`: two gloo ranks; `slower_…` sleeps so long in a hook of bucketed.
 SLOWED = json.loads(Path(__file__).with_name("slowed.json").read_text())

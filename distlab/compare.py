@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from distlab.measure.statistics import MIN_PAIRS, Ratio, own_noise_floor, percentiles, unpaired_ratio
-from distlab.notebook.runs import ROWS, higher_is_better, in_unit, main_metric, rows_of, short, shown, when_of
 from distlab.report.charts import Panel, Series, lines
 from distlab.report.noise import noise_of
 from distlab.report.record import Record, plain, read_json
 from distlab.report.table import Column, grouped, is_number
 from distlab.report.view import View
+from distlab.runs import ROWS, higher_is_better, in_unit, main_metric, rows_of, short, shown, when_of
 
 RATIO = "step_ratio"
 ALIKE = (

@@ -1,1 +1,0 @@
-"""The lab's notebook: which runs there are, and how two of them differ."""
