@@ -7,8 +7,7 @@ One step with units A, B, C; `ag` gathers a unit's parameters, `rs` reduce-scatt
     gathered       │   A B   │   B C   │    C    │   C B   │   B A   │    A    │
 
 A unit is unsharded while the one before it computes, resharded after its forward, and unsharded again for its backward;
-its gradients are reduce-scattered while the next one computes. `runtime.py` says when, `flat_param.py` holds the
-memory.
+its gradients are reduce-scattered while the next one computes. `runtime.py` says when, `unit.py` holds the memory.
 
 Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps; Rajbhandari et al. 2020 (ZeRO) call
 it stage 3. `docs/learn/fsdp.md` states memory, precision and limits.
