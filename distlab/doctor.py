@@ -19,7 +19,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 
-from distlab.ending import until_stopped
+from distlab.cli_errors import until_stopped
 from distlab.options import Parser
 
 OK, LIMITED, MISSING = "ok", "limited", "missing"

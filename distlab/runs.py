@@ -29,7 +29,7 @@ from urllib.parse import quote
 
 from tabulate import tabulate
 
-from distlab.ending import how_to_continue, results_go_to
+from distlab.cli_errors import how_to_continue, results_go_to
 from distlab.files import write_whole
 from distlab.report.provenance import date_of_commit
 from distlab.report.record import (

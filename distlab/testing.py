@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm import rank_context
-from distlab.comm.parent import end_with_parent
+from distlab.comm.parent_death import end_with_parent
 
 # What the processes are forked with. A process's first optimizer imports torch._dynamo, for as long as torch itself.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo"]

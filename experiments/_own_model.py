@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from distlab.bench.task import made, own_task
 from distlab.bench.timing import under_autocast
-from distlab.ending import message_of
+from distlab.cli_errors import message_of
 from distlab.parallel import ParallelModel
 from distlab.precision import DTYPES
 from distlab.simulate.step import Mark, SimulatedStep, simulate_step

@@ -21,9 +21,9 @@ import torch
 from distlab.bench.reference import parameter_difference
 from distlab.bench.task import OwnModel
 from distlab.bench.timing import BenchOptions, Timing, Trial, Variant, Workbench, peak_of, variants
+from distlab.cli_errors import how_to_continue
 from distlab.comm import collectives
 from distlab.comm.rank_process import on_main
-from distlab.ending import how_to_continue
 from distlab.experiment import (
     Column,
     Experiment,

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before the user's folder, for ours too is called launch
 
 from distlab import __version__
-from distlab.ending import USAGE_ERROR, ended_at_once, message_of, outlive_readers, until_stopped
+from distlab.cli_errors import USAGE_ERROR, ended_at_once, message_of, outlive_readers, until_stopped
 from distlab.options import Parser, unknown
 from launch.help import help_of, listing
 from launch.registry import ROOT, experiments, load

@@ -18,10 +18,10 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
+from distlab.cli_errors import SIGNALS, USAGE_ERROR, hand_signals_over
 from distlab.comm import RankContext, RankEnvironment
 from distlab.comm.context import choose_device
 from distlab.comm.rank_process import run_rank
-from distlab.ending import SIGNALS, USAGE_ERROR, hand_signals_over
 from distlab.measure.memory import free_bytes
 
 COMMAND = Path(__file__).with_name("__main__.py")

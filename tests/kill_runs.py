@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 from distlab.train.metrics import read_journal
-from tests.comm.test_parent import ends_within, is_alive
+from tests.comm.test_parent_death import ends_within, is_alive
 from tests.commands import ROOT, environment
 
 STRATEGIES = (

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from distlab.comm import RankContext, collectives
 from distlab.testing import RanksFailed, run_ranks, shut_down
-from tests.comm.test_parent import ends_within, is_alive
+from tests.comm.test_parent_death import ends_within, is_alive
 from tests.commands import ROOT, environment, python
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from distlab.bench.task import Task
-from distlab.bench.timing import TrialConfig, Variant, compiled, synthetic_batches
+from distlab.bench.timing import TrialConfig, Variant, synthetic_batches
 from distlab.comm import RankContext, collectives
 from distlab.model import TransformerLM, preset
 from distlab.precision import DTYPES, autocast
 from distlab.train.data import SyntheticTokens
 from distlab.train.scaler import LossScaler
-from distlab.train.step import TrainStep, loss_function, next_token_loss
+from distlab.train.step import TrainStep, compiled, loss_function, next_token_loss
 
 
 def _tiny() -> Task:

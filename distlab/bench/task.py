@@ -35,8 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from distlab.cli_errors import is_out_of_memory
 from distlab.comm import RankContext, collectives
-from distlab.ending import is_out_of_memory
 from distlab.model.config import ModelChanges
 from distlab.options import Options, option
 from distlab.parallel import Strategy

@@ -45,10 +45,11 @@ from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option
 from distlab.parallel import STRATEGIES, ParallelModel, Strategy, get_strategy
 from distlab.precision import DTYPES, autocast
+from distlab.train.build import build_training
 from distlab.train.data import SyntheticTokens
 from distlab.train.memory_budget import PlannedStep, require, settled
 from distlab.train.scaler import LossScaler
-from distlab.train.step import LossFunction, TrainStep, compiled, loss_function
+from distlab.train.step import LossFunction, TrainStep, loss_function
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
@@ -242,16 +243,14 @@ class Trial:
         self.context, self.options, self.shape = context, options, options.model()
         self._name = variant.name
         task = options.task()
-        if options.factory is None:
-            keeps = settled(options.planned(variant.strategy.name), context)
-            self.module = module = TransformerLM(self.shape, device="meta", checkpoint_blocks=keeps)
-            built = {"init": lambda _: module.reset_parameters(options.seed), "device": context.device}
-        else:
-            self.module, built = task.build(options.seed, context.device), {}
         # A small rate: hundreds of steps on the same few batches must not let the loss run away.
-        self.model, self.optimizer = variant.build(
-            compiled(self.module, options.compile), context.group, torch.optim.AdamW, {"lr": 1e-5, "fused": True},
-            compute_dtype=DTYPES[options.dtype], **built,
+        self.module, self.model, self.optimizer = build_training(
+            self.shape if options.factory is None else task.build(options.seed, context.device),
+            variant.strategy, context.group, torch.optim.AdamW, {"lr": 1e-5, "fused": True},
+            seed=options.seed, device=context.device, compile=options.compile,
+            checkpointing=settled(options.planned(variant.strategy.name), context),
+            compute_dtype=DTYPES[options.dtype],
+            bucket_size_mb=variant.bucket_size_mb, shard_size=variant.shard_size,
         )  # fmt: skip
         self._loss = task.loss_fn
         if options.factory is not None and self.model.casts_parameters:  # a user's inputs have a dtype of their own

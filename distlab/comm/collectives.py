@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, Work
 
-from distlab.comm.roll_call import wait, waiting
-from distlab.ending import is_out_of_memory
+from distlab.cli_errors import is_out_of_memory
+from distlab.comm.wait_diagnostics import wait, waiting
 
 T = TypeVar("T")
 

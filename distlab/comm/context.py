@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from distlab.comm.parent import end_with_agent
+from distlab.comm.parent_death import end_with_agent
 
 BACKENDS = ("gloo", "nccl")
 DEFAULT_TIMEOUT_S = 60.0
@@ -167,7 +167,7 @@ def rank_context(
 ) -> Iterator[RankContext]:
     """Join the process group, yield this rank's context once all have joined, leave the group whatever happens.
 
-    A rank that torchrun's agent started ends with the agent from here on, see `distlab.comm.parent`.
+    A rank that torchrun's agent started ends with the agent from here on, see `distlab.comm.parent_death`.
 
     Args:
         backend: `gloo`, `nccl` or None (NCCL where there are GPUs and no device is given).

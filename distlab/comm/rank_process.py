@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from distlab.cli_errors import USAGE_ERROR, message_of, until_stopped
 from distlab.comm import collectives
 from distlab.comm.context import RankContext, RankEnvironment, rank_context
-from distlab.ending import USAGE_ERROR, message_of, until_stopped
 
 SILENCE_S = 10.0  # between two lines of progress where nobody looks on
 CLEAR = "\033[K"  # a terminal's line, from the cursor on

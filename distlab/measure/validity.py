@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from distlab.ending import is_out_of_memory as is_out_of_memory
+from distlab.cli_errors import is_out_of_memory as is_out_of_memory
 
 # A GPU works on while the host does not wait. A CPU has done its work when a call returns, and what its samples miss
 # is the time of other processes.

@@ -15,13 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distlab.measure.collectives import CollectiveCall
-from distlab.model import ModelConfig, TransformerLM, ops
+from distlab.model import ModelConfig, ops
 from distlab.model.config import Checkpointing
 from distlab.parallel import ParallelModel, Strategy, get_strategy
 from distlab.precision import DTYPES
 from distlab.simulate.events import Compute, EventLog, MemoryMoment, Wait
 from distlab.simulate.world import fake_world
 from distlab.theory.checks import at_least_one
+from distlab.train.build import build_training
 from distlab.train.step import TrainStep, loss_function
 
 Mark = Callable[[str], None]
@@ -67,13 +68,14 @@ class SimulatedStep:
 
 def simulate_step(
     strategy: str | Strategy,
-    build: Callable[[], nn.Module],
+    build: ModelConfig | Callable[[], nn.Module],
     make_step: MakeStep,
     *,
     world_size: int,
     rank: int = 0,
     bucket_size_mb: float | None = 25.0,
     shard_size: int | None = None,
+    checkpointing: Checkpointing = False,
     compute_dtype: torch.dtype | None = None,
     optimizer_cls: type[Optimizer] = torch.optim.AdamW,
     optimizer_options: dict[str, Any] | None = None,
@@ -83,10 +85,10 @@ def simulate_step(
 
     Args:
         strategy: a name of `distlab.parallel.STRATEGIES`, or an entry; torch's peers are refused.
-        build: makes the module; called where tensors are fake.
+        build: the lab's Transformer, or what makes another module; called where tensors are fake.
         make_step: `make_step(wrapper, optimizer, mark)` returns a function that trains one step and calls
             `mark("forward_backward")` before its optimizer's step, as `TrainStep` does.
-        shard_size, compute_dtype: see `Strategy.build`.
+        shard_size, checkpointing, compute_dtype: see `build_training`.
         optimizer_options: default for AdamW: the fused kernel.
         like_nccl: see `fake_world`.
 
@@ -103,8 +105,9 @@ def simulate_step(
         optimizer_options = {"fused": True} if optimizer_cls is torch.optim.AdamW else {}
     log = EventLog()
     with _collecting_only_what_is_new(), fake_world(world_size, rank, like_nccl=like_nccl) as group, log.recording():
-        wrapper, optimizer = entry.build(
-            build(), group, optimizer_cls, optimizer_options, compute_dtype=compute_dtype,
+        _, wrapper, optimizer = build_training(
+            build if isinstance(build, ModelConfig) else build(), entry, group, optimizer_cls, optimizer_options,
+            device="cpu", checkpointing=checkpointing, compute_dtype=compute_dtype,
             bucket_size_mb=bucket_size_mb, shard_size=shard_size,
         )  # fmt: skip
         gc.collect()
@@ -178,11 +181,12 @@ def simulate_training(
     with mock.patch.object(ops, "on_gpu", lambda x: True):
         return simulate_step(
             strategy,
-            lambda: TransformerLM(config, device="cpu", checkpoint_blocks=checkpointing),
+            config,
             make_step,
             world_size=world_size,
             bucket_size_mb=bucket_size_mb,
             shard_size=shard_size,
+            checkpointing=checkpointing,
             compute_dtype=compute_dtype,
         )
 

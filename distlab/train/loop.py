@@ -19,9 +19,9 @@ from distlab.checkpoint.checkpointer import Checkpointer, Stored
 from distlab.checkpoint.files import MARKER, Damaged
 from distlab.checkpoint.lock import RunLock
 from distlab.comm import RankContext, collectives
-from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
 from distlab.precision import DTYPES
+from distlab.train.build import build_training
 from distlab.train.config import TrainConfig, refuse_other_run
 from distlab.train.data import DataChanged, GlobalOrder, Sequences, is_unchanged, to_batch
 from distlab.train.evaluate import validation_loss
@@ -29,7 +29,7 @@ from distlab.train.memory_budget import settled, training_step
 from distlab.train.metrics import GatheredMetrics, NonFiniteLoss, StepMetrics
 from distlab.train.scaler import LossScaler
 from distlab.train.signals import StopSignals
-from distlab.train.step import TrainStep, adamw, compiled, loss_function
+from distlab.train.step import TrainStep, adamw, loss_function
 
 
 @dataclass
@@ -96,16 +96,18 @@ class Trainer:
         keeps = settled(training_step(config, context.world_size), context)
         if config.checkpointing == "auto":
             progress(f"checkpointing auto: blocks keep {keeps}")
-        model = TransformerLM(config.model(), device="meta", checkpoint_blocks=keeps)
         optimizer_cls, options = adamw(config.ops)
         options |= {"lr": config.lr, "betas": (0.9, config.beta2), "weight_decay": config.weight_decay}
-        self.wrapper, self.optimizer = get_strategy(config.strategy).build(
-            compiled(model, config.compile),
+        _, self.wrapper, self.optimizer = build_training(
+            config.model(),
+            get_strategy(config.strategy),
             context.group,
             optimizer_cls,
             options,
-            init=lambda _: model.reset_parameters(config.seed),
+            seed=config.seed,
             device=context.device,
+            checkpointing=keeps,
+            compile=config.compile,
             compute_dtype=DTYPES[config.dtype],
             bucket_size_mb=config.bucket_size_mb,
             shard_size=config.shard_size,

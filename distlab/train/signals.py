@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from distlab.ending import answered
+from distlab.cli_errors import answered
 
 
 class StopSignals:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distlab.bench.timing import Trial, TrialConfig, compiled, described, opened
+from distlab.bench.timing import Trial, TrialConfig, described, opened
 from distlab.comm import collectives
 from distlab.experiment import Column, RankContext, Record, View
 from distlab.measure import (
@@ -29,6 +29,7 @@ from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summari
 from distlab.report import environment, memory_areas, prediction_error, stacked_bars
 from distlab.theory.memory.activations import PRECISIONS, block_activations, inference_temporary
 from distlab.theory.model_shape import ModelShape
+from distlab.train.step import compiled
 
 from .by_part import PART_VIEW, counted_parts, measured_parts, part_rows, rates, trace_ranges
 

@@ -18,7 +18,7 @@ from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.metrics import read_journal
 from distlab.train.sample import newest_usable
 from launch import ranks, trainer
-from tests.comm.test_parent import ends_within
+from tests.comm.test_parent_death import ends_within
 from tests.commands import be_python, forked, python
 
 REPORT = ("records.json", "records.csv", "table.md", "table.tex", "report.html")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distlab.checkpoint.lock import RunLock
-from distlab.ending import until_stopped
+from distlab.cli_errors import until_stopped
 from distlab.experiment import (
     Experiment,
     Options,

@@ -12,8 +12,8 @@ import pytest
 
 from distlab.checkpoint import lock as lock_module
 from distlab.checkpoint.lock import NAME, FolderIsHeld, Holder, RunLock
+from distlab.cli_errors import message_of
 from distlab.comm import RankContext
-from distlab.ending import message_of
 from distlab.testing import run_ranks
 from distlab.train.config import DataConfig
 from distlab.train.data import DataChanged, TokenWindows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
+from distlab.parallel.bucketed import BucketedDDP
+from distlab.parallel.exchange import CopyEngine
 from distlab.parallel.guards import hooks
-
-if TYPE_CHECKING:
-    from distlab.parallel.bucketed import BucketedDDP
-
 
 # torch's optimizers that update every element by its own gradients and state alone.
 _OF_TORCH = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD"
@@ -36,9 +34,6 @@ def check_zero(ddp: BucketedDDP, optimizer_cls: type[Optimizer], elementwise: bo
         ValueError: an optimizer that is not known to be element-wise, a wrapper on a mesh or that copy engines serve,
             or a layer that rewrites its rows in forward.
     """
-    from distlab.parallel.bucketed import BucketedDDP
-    from distlab.parallel.exchange import CopyEngine
-
     if not isinstance(ddp, BucketedDDP):
         raise TypeError(f"ZeroOptimizer takes over a BucketedDDP's buckets; got {type(ddp).__name__}")
     if not (elementwise or is_elementwise(optimizer_cls)):

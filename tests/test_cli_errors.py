@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distlab.ending import is_out_of_memory, message_of, until_stopped, what_is_saved
+from distlab.cli_errors import is_out_of_memory, message_of, until_stopped, what_is_saved
 from distlab.files import atomic_path
 from distlab.runs import OutputFolder
 from launch import __main__ as command
@@ -174,7 +174,7 @@ def test_what_fails_while_it_is_stopped_is_no_error_either(capsys):
 
 STUCK = """
 import hashlib, sys, weakref
-from distlab.ending import until_stopped
+from distlab.cli_errors import until_stopped
 
 class Swallows:
     pass
@@ -216,7 +216,7 @@ def test_a_main_thread_that_does_not_see_the_signal_is_ended_within_two_seconds(
 
 IMPORTING = """
 import time
-from distlab.ending import ended_at_once
+from distlab.cli_errors import ended_at_once
 
 with ended_at_once("bench"):
     print("ready", flush=True)

@@ -36,7 +36,7 @@ def ends_within(pid: int, seconds: float) -> bool:
 
 @pytest.mark.parametrize("function", ["end_with_parent", "end_with_agent"])
 def test_a_child_ends_when_its_parent_is_killed(function):
-    child_code = f"from distlab.comm.parent import {function}; {function}(); {BUSY}"
+    child_code = f"from distlab.comm.parent_death import {function}; {function}(); {BUSY}"
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, child_code],
         cwd=ROOT,
@@ -59,7 +59,7 @@ import os, time
 print("waiting", flush=True)
 while not os.path.exists({str(go)!r}):
     time.sleep(0.01)
-from distlab.comm.parent import end_with_agent
+from distlab.comm.parent_death import end_with_agent
 end_with_agent()
 open({str(tmp_path / "trained")!r}, "w").close()
 time.sleep(60)

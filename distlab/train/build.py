@@ -1,0 +1,65 @@
+"""One place that builds what is trained: model on meta → recomputation → compile → strategy → optimizer.
+
+Trainer, benchmarks and simulation call it, so that all of them step the same thing.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from distlab.model.config import Checkpointing, ModelConfig
+from distlab.model.transformer import TransformerLM
+from distlab.parallel import ParallelModel, Strategy
+from distlab.train.step import compiled
+
+
+class Training(NamedTuple):
+    """What a step needs.
+
+    Attributes:
+        module: neither compiled nor wrapped.
+        model: the module under its strategy.
+        optimizer: the strategy's.
+    """
+
+    module: nn.Module
+    model: ParallelModel
+    optimizer: Optimizer
+
+
+def build_training(
+    source: ModelConfig | nn.Module,
+    strategy: Strategy,
+    group: ProcessGroup,
+    optimizer_cls: type[Optimizer],
+    optimizer_options: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    checkpointing: Checkpointing = False,
+    compile: str = "off",
+    **options: Any,
+) -> Training:
+    """Build a model under its strategy, with its optimizer.
+
+    Args:
+        source: the lab's Transformer, whose values are drawn from `seed` on `device`; or a module that has its values.
+        checkpointing: what the Transformer's blocks keep, see `TransformerLM`'s `checkpoint_blocks`.
+        compile: see `distlab.train.step.compiled`.
+        options: `compute_dtype`, `bucket_size_mb` and `shard_size`, see `Strategy.build`.
+
+    Raises:
+        ValueError: see `Strategy.build` and `TransformerLM`.
+    """
+    module = source
+    if isinstance(source, ModelConfig):
+        module = TransformerLM(source, device="meta", checkpoint_blocks=checkpointing)
+        options |= {"init": lambda _: module.reset_parameters(seed), "device": device}
+    model, optimizer = strategy.build(
+        compiled(module, compile), group, optimizer_cls, optimizer_options, **options
+    )  # fmt: skip
+    return Training(module, model, optimizer)
