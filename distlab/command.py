@@ -1,4 +1,4 @@
-"""The script `distlab`: runs the command of the checkout, or the one that lies inside an installed distlab (setup.py)."""
+"""The script `distlab`: runs the command of the checkout, or that inside an installed distlab (see setup.py)."""
 
 import runpy
 from pathlib import Path
