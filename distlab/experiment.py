@@ -126,7 +126,7 @@ class Experiment(Generic[C]):
     parts: Sequence[View] = ()
 
     def __post_init__(self) -> None:
-        name = self.view.name or self.measure.__module__.split(".")[:2][-1]
+        name = self.view.name or self.measure.__module__.rpartition(".")[2]
         question = self.view.question or self._doc().strip().partition("\n")[0]
         object.__setattr__(self, "view", replace(self.view, name=name, question=question))
 
@@ -159,7 +159,7 @@ class Experiment(Generic[C]):
         return parser
 
     def _doc(self) -> str:
-        return sys.modules[".".join(self.measure.__module__.split(".")[:2])].__doc__ or ""
+        return sys.modules[self.measure.__module__].__doc__ or ""
 
     def preset(self, name: str, on_gpu: bool) -> dict[str, Any]:
         """Fields over the defaults: those of the device, and those of a preset by name."""

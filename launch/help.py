@@ -16,7 +16,7 @@ GROUPS = {
     "kernels": "attention_memory calculator",
     "models": "activation_checkpointing long_context mixed_precision model_comparison",
     "scale": "predict_published predict_steps scaling simulate_scale",
-    "lessons": "attention_steps hardware_effects ir size_curves tuning",
+    "lessons": "attention_steps gpu_lessons ir size_curves",
 }
 LEGEND = "GPU: needs one, except for a small preset; ranks: runs on several GPUs, or as processes on a CPU"
 

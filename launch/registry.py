@@ -8,12 +8,15 @@ from distlab.options import did_you_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = ROOT / "experiments"
+LESSONS = EXPERIMENTS / "lessons"
 
 
 def experiments() -> dict[str, Path]:
-    """Name → file of every experiment."""
-    found = {path.stem: path for path in EXPERIMENTS.glob("*.py") if not path.stem.startswith("_")}
-    found |= {path.parent.name: path for path in EXPERIMENTS.glob("*/__init__.py")}
+    """Name → file of every experiment; lessons lie in a folder of theirs."""
+    found = {}
+    for folder in (EXPERIMENTS, LESSONS):
+        found |= {path.stem: path for path in folder.glob("*.py") if not path.stem.startswith("_")}
+        found |= {path.parent.name: path for path in folder.glob("*/__init__.py") if path.parent != LESSONS}
     return dict(sorted(found.items()))
 
 
@@ -26,4 +29,5 @@ def load(name: str) -> ModuleType:
     known = experiments()
     if name not in known:
         raise ValueError(f"experiment {name!r} is unknown{did_you_mean(name, known)}; `distlab list` shows all")
-    return importlib.import_module(f"experiments.{name}")
+    path = known[name].parent if known[name].stem == "__init__" else known[name].with_suffix("")
+    return importlib.import_module(".".join(path.relative_to(ROOT).parts))

@@ -41,6 +41,9 @@ RENAMED = (
     (re.compile(r"^exposed_(?=slowdown|copies|optimizer|idle|unexplained|closes|vs_)"), "overhead_"),
 )
 
+# Experiment of then → of now.
+MERGED = {"hardware_effects": "gpu_lessons", "tuning": "gpu_lessons"}
+
 # JSON has no NaN and no infinity; strings keep the file valid for every reader and come back as floats here.
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -144,6 +147,7 @@ def read_json(path: str | os.PathLike) -> list[Record]:
             rows = [{**body["headers"][row["header"]], **row} for row in rows]
             rows = [{name: value for name, value in row.items() if name != "header"} for row in rows]
         rows = [row | {"metrics": {_renamed(name): value for name, value in row["metrics"].items()}} for row in rows]
+        rows = [row | {"experiment": MERGED.get(row["experiment"], row["experiment"])} for row in rows]
         return [Record.from_dict(row) for row in rows]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} holds a record that cannot be read: {type(error).__name__}: {error}") from None

@@ -25,7 +25,6 @@ REFUSED = {
     "ddp_bench --model a:b --size xl": "--size is of the lab's Transformer",
     "ddp_bench --model a:b --compile blocks": "--compile blocks is of",
     "ddp_bench --model a:b --kv-heads 2": "--kv-heads is of",
-    "hardware_effects --quick --elements 1500": "give a multiple of 1,024",
     "ir softmix": "give MODULE or MODULE.KERNEL of elementwise",
     "kernel_roofline --quick --chain norm": "'norm' is unknown",
     "kernel_roofline --quick --only nothing": "choose among",
@@ -60,7 +59,7 @@ REFUSED = {
     "trace_overlap missing.json": "no trace there; ddp_bench writes",
     "trace_overlap": "name a trace",
     "train_curves --backend=gloo --checkpoint-every 40": "kill_at=35: what is killed must have written",
-    "tuning --quick --elements 5000": "give a power of two",
+    "gpu_lessons --quick --elements 5000": "give a power of two",
 }
 WITHOUT_A_GPU = {
     "allreduce_sweep --nproc=2 --backend=nccl": "needs an NVIDIA GPU",

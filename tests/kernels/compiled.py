@@ -22,11 +22,11 @@ from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 
-from experiments.ir.catalogue import MODULES
+from experiments.lessons.ir.catalogue import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(__file__).with_name("compiled.json")
-FILES = {path.stem: path for pattern in ("kernels/**/*.py", "experiments/_*.py") for path in ROOT.glob(pattern)}
+FILES = {path.stem: path for pattern in ("kernels/**/*.py", "experiments/**/_*.py") for path in ROOT.glob(pattern)}
 IMPORT = r"^ *(?:from|import) [^(\n]*(?:\([^)]*\))?"
 SCRIPT = r"""
 import json, re, sys, torch
@@ -35,7 +35,7 @@ from kernels._compile import compile_for, resources
 from kernels import layernorm, matmul, rmsnorm, softmax
 from kernels.flash_attention import backward, configs, forward, hopper
 from kernels.flash_attention.options import Problem
-from experiments.ir.catalogue import MODULES, D, F, H, N, e
+from experiments.lessons.ir.catalogue import MODULES, D, F, H, N, e
 
 stat, w, a, f = e(N, dtype=F), e(D), e(D, D), e(D, D, dtype=F)
 long, longer = e(N, D, dtype=F), e(N, 8192, dtype=F)

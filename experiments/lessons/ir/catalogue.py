@@ -1,7 +1,7 @@
 """Every kernel of the lab, launched on tensors without data, at sizes of a benchmark: what a compiler needs to know.
 
-MODULES: file of `kernels/`, or lesson of `experiments/`, → a function that launches all of its kernels, those that need
-Hopper last. Within `kernels._compile.compile_for` a launch compiles and does not run.
+MODULES: file of `kernels/`, or lesson of `experiments/lessons/`, → a function that launches all of its kernels, those
+that need Hopper last. Within `kernels._compile.compile_for` a launch compiles and does not run.
 """
 
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from experiments import _lesson_attention
-from experiments import _lesson_kernels as lessons
+from experiments.lessons import _lesson_attention
+from experiments.lessons import _lesson_kernels as lessons
 from kernels import (
     _dispatch,
     _scale,
@@ -188,7 +188,7 @@ def _attention_steps() -> None:
 
 
 def _lesson_kernels() -> None:
-    """What `tuning` and `hardware_effects` launch."""
+    """What `gpu_lessons` launches."""
     x, f, a = e(2**26), e(2**20, dtype=F), e(D, D)
     for stages in (1, 4):
         _dispatch.launch(lessons.stream_kernel, (132,), x, x, x, 2**14, BLOCK=4096, STAGES=stages, num_warps=8)
@@ -201,7 +201,7 @@ def _lesson_kernels() -> None:
 
 def _lesson_banks() -> None:
     """Through shared memory without and with a swizzle."""
-    from experiments._lesson_banks import transpose_kernel
+    from experiments.lessons._lesson_banks import transpose_kernel
 
     for phases in (1, 32):
         _dispatch.launch(transpose_kernel, (8,), e(8, 32, 32, dtype=F), 1000, PHASES=phases)

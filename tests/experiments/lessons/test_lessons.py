@@ -12,16 +12,16 @@ import torch
 from distlab.experiment import lone_context
 from distlab.hardware import H100_SXM
 from distlab.theory.gpu import l2_hit_share, tile_order
-from experiments import _lesson_attention as lesson
-from experiments import attention_steps, hardware_effects, ir, size_curves, tuning
 from experiments._attention import Shape, inputs
+from experiments.lessons import _lesson_attention as lesson
+from experiments.lessons import attention_steps, gpu_lessons, ir, size_curves
 from kernels import _triton
 from kernels._language import tl, triton
 from kernels.cost import Cost
 from kernels.matmul import grouped_tile
 from tests.experiments.frame import measured
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ON_CPU = pytest.mark.skipif(not _triton.interpreted(), reason="kernels are compiled here: for a GPU these run in full")
 
 
@@ -153,16 +153,16 @@ def test_grouped_order_is_the_kernels_own():
 
 @ON_CPU
 def test_a_wrong_effect_is_called_wrong(tmp_path, monkeypatch):
-    monkeypatch.setattr(hardware_effects, "error_after", lambda y, rounds: 1.0)
-    records = measured(hardware_effects.EXPERIMENT, tmp_path, parts=("waves", "strides"))
+    monkeypatch.setattr(gpu_lessons, "error_of", lambda y: 1.0)
+    records = measured(gpu_lessons.EXPERIMENT, tmp_path, parts=("waves", "strides"))
     found = {part: {r.metrics["status"] for r in records if r.config["part"] == part} for part in ("waves", "strides")}
     assert found == {"waves": {"WRONG"}, "strides": {"ok"}}
 
 
-def test_effects_are_predicted_from_theory():
-    config, cpu = hardware_effects.Config(elements=1024), torch.device("cpu")
-    factors = {part: [case.factor for case in getattr(hardware_effects, part)(config, cpu)]
-               for part in hardware_effects.PARTS}  # fmt: skip
+def test_effects_are_predicted_from_theory(smoke):
+    records, _ = smoke("gpu_lessons")
+    factors = {part: [r.metrics["predicted_factor"] for r in records if r.config["part"] == part]
+               for part in gpu_lessons.AXES}  # fmt: skip
     assert factors["strides"][:6] == [1, 1.5, 2.5, 4.5, 8.5, 8.5]  # 1 to 16 times the bytes read, once written
     assert factors["strides"][6] == pytest.approx(1, abs=0.01)
     assert factors["banks"] == [1, 1.5, 2.5, 4.5, 8.5, 16.5]  # one round to write, 1 to 32 to read
@@ -172,7 +172,7 @@ def test_effects_are_predicted_from_theory():
 
 def test_the_catalogue_has_every_kernel():
     """Every function `…_kernel` that is decorated in kernels/ and in the lessons is compiled by a module's entry."""
-    files = [*(ROOT / "kernels").rglob("*.py"), *(ROOT / "experiments").glob("_lesson_*.py")]
+    files = [*(ROOT / "kernels").rglob("*.py"), *(ROOT / "experiments" / "lessons").glob("_lesson_*.py")]
     there = {node.name for path in files for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, ast.FunctionDef) and node.decorator_list and node.name.endswith("_kernel")
              and "jit" in ast.unparse(node.decorator_list[0])}  # fmt: skip
@@ -180,13 +180,13 @@ def test_the_catalogue_has_every_kernel():
                           capture_output=True, text=True, timeout=200)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     missing = there - set(done.stdout.split())
-    assert not missing, f"add a launch of {', '.join(missing)} to experiments/ir/catalogue.py"
+    assert not missing, f"add a launch of {', '.join(missing)} to experiments/lessons/ir/catalogue.py"
 
 
 LAUNCHED = """
 import triton
 from experiments._attention import Shape, inputs
-from experiments.ir.catalogue import MODULES
+from experiments.lessons.ir.catalogue import MODULES
 from kernels._compile import compile_for
 triton.runtime.jit.JITFunction.warmup = lambda kernel, *args, **options: print(kernel.fn.__name__)  # compiles nothing
 with compile_for(90):
@@ -211,8 +211,7 @@ def test_ir_writes_every_stage(smoke):
 ON_GPU = {
     attention_steps: {"heads": 2, "length": 512, "rounds": 3, "calls": 2},
     size_curves: {"small": True, "dtype": "bfloat16", "repeats": 3},
-    tuning: {"elements": 2**20, "size": 2048, "length": 512, "repeats": 3},
-    hardware_effects: {"elements": 2**20, "rounds": 200, "repeats": 3},
+    gpu_lessons: {"elements": 2**20, "rounds": 200, "size": 2048, "repeats": 3},
 }
 
 

@@ -4,8 +4,8 @@
     distlab run attention_steps --head-dims 64 128 --only steps  # the staircase alone
     TRITON_INTERPRET=1 distlab run attention_steps --quick       # without a GPU: are they right?
 
-Seven kernels in Triton, each the one before with one thing changed (`experiments/_lesson_attention.py`, to be read
-beside this table): 16 × 16 tiles; full tiles, which the tensor cores of a Hopper GPU want; masked tiles skipped; the
+Seven kernels in Triton, each the one before with one thing changed (`_lesson_attention.py`, to be read beside this
+table): 16 × 16 tiles; full tiles, which the tensor cores of a Hopper GPU want; masked tiles skipped; the
 diagonal in a loop of its own; tuned tiles; tensor descriptors; the backward in one pass. Around them, in the same
 rounds: attention as in the formula, a `torch.compile`d backward behind a Triton forward, the shipped kernels, torch's
 own, and the shipped kernels in fp32, with exact fp32 multiplications and with emulated ones.
@@ -36,7 +36,7 @@ from distlab.experiment import (
 from distlab.measure import attempt, clock, interleave, percentiles
 from distlab.report import prediction_error, stacked_bars
 from experiments._attention import Shape, build, exact, inputs
-from experiments._lesson_attention import Step, Tile, backward, forward
+from experiments.lessons._lesson_attention import Step, Tile, backward, forward
 from kernels._compile import resources
 from kernels._triton import check_runs, compile_only
 

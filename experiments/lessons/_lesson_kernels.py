@@ -1,6 +1,6 @@
 """Small kernels that show one thing each: loads in flight, an autotuned matmul, strides, waves, divergence.
 
-They are launched by the experiments `tuning` and `hardware_effects` and shown by `ir`. Lengths are multiples of the
+They are launched by the experiment `gpu_lessons` and shown by `ir`. Lengths are multiples of the
 blocks: what ragged ends need is in `kernels/`.
 """
 

@@ -1,0 +1,468 @@
+"""What do memory, warps, waves and launch parameters decide?
+
+    distlab run gpu_lessons                             # all seven parts, on a GPU
+    distlab run gpu_lessons --parts strides keys        # two of them
+    TRITON_INTERPRET=1 distlab run gpu_lessons --quick  # without a GPU: are the kernels right?
+
+Effects of the hardware: small kernels (`_lesson_kernels.py`, `_lesson_banks.py`), run so that nothing else matters.
+Each time is a multiple of the part's first row, beside the multiple that `distlab.theory` predicts:
+
+- strides: a copy that reads every stride-th element. HBM comes 64 bytes at a time, needed or not.
+- banks: a tile of 32 × 32 words through shared memory, written by rows and read by columns, with its columns exchanged
+  by column xor (row mod phases). One phase leaves a column in one bank of 32, 32 phases spread it over all.
+- divergence: the same arithmetic in up to four branches. A warp executes each branch that any of its lanes takes.
+- waves: equal programs on all multiprocessors. One more than there are places takes a whole further wave.
+
+Launch parameters, in rates:
+
+- element-wise: an addition over BLOCK × warps × stages. What counts is how many bytes are under way at a time.
+- keys: a matmul under `triton.autotune` with the keys that its result depends on, and once without some: the same calls
+  in the same order, and what a stale choice costs.
+- group size: the shipped matmul kernels, tiled, grouped and persistent, over how many rows of tiles advance together,
+  with the share of loads that the L2 should serve.
+
+The launch parameters of the shipped attention are tried by `python -m kernels.flash_attention.tune`.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.hardware import lookup
+from distlab.measure import attempt, device_percentiles
+from distlab.measure.clock import synchronize
+from distlab.report import Panel, Series, lines
+from distlab.theory.gpu import l2_hit_share, occupancy, tile_order, wave_quantisation
+from distlab.theory.warp_access import BANKS, WARP, bank_conflicts, swizzle, warp_divergence
+from experiments.lessons._lesson_kernels import (
+    busy_kernel,
+    divergent_kernel,
+    matmul_kernel,
+    stream_kernel,
+    strided_kernel,
+)
+from kernels import matmul
+from kernels._compile import resources
+from kernels._dispatch import launch
+from kernels._language import triton
+from kernels._triton import check_runs, compile_only, generation, interpreted, multiprocessors
+
+STRIDES = (1, 2, 4, 8, 16, 32)
+PHASES = (32, 16, 8, 4, 2, 1)
+BRANCHES = {"one branch": (WARP, 1), "four, by warp": (WARP, 4), "two, by half warp": (WARP // 2, 2),
+            "two, by lane": (1, 2), "four, by lane": (1, 4)}  # fmt: skip
+SIDE = 32  # of the tile that goes through shared memory
+CHECKED_ROUNDS = 5  # after more of them every element is 2
+BLOCK = 1024  # one element for each of 32 warps' lanes
+ACCESS = 64  # bytes: two sectors, the least that HBM3 gives
+BLOCKS, WARPS, STAGES = (256, 1024, 4096), (1, 4, 16), (1, 4)
+TILES = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 32, 64, 4, 4))
+NARROW = 64  # columns of a matmul that wants another tile
+GROUPS = (1, 2, 4, 8, 16, 32)
+TOLERANCE = 1e-2  # of the largest value of a matmul or an addition in bf16
+EXACT = 1e-5  # of an effect's kernel, in fp32
+
+AXES = {"strides": "stride", "banks": "rounds of a read", "divergence": "as in the table", "waves": "programs per SM"}
+PARTS = (*AXES, "element-wise", "keys", "group size")
+
+
+@dataclass(frozen=True)
+class Config(Options):
+    """Which parts, how much work."""
+
+    parts: tuple[str, ...] = option(PARTS, "parts", choices=PARTS)
+    elements: int = option(2**25, "that a copy or an addition writes, a power of two", least=2**12, most=2**25)
+    rounds: int = option(20_000, "of arithmetic, or through shared memory", least=CHECKED_ROUNDS)
+    size: int = option(8192, "rows, columns and depth of the matmuls, a multiple of 64", least=2 * NARROW)
+    repeats: int = option(9, "timings of a row", least=3)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.elements & (self.elements - 1) or self.size % NARROW:
+            raise ValueError(f"elements={self.elements}, size={self.size}: these kernels have no ragged blocks; give a "
+                             f"power of two and a multiple of {NARROW}")
+
+
+@dataclass
+class Bench:
+    """What all parts measure with."""
+
+    config: Config
+    run: Run
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.dtype = torch.float16 if interpreted() else torch.bfloat16
+        self.spec = lookup(str(self.run.header.environment["device_name"]))
+        self.sms = multiprocessors(self.device)
+
+    def random(self, *shape: int) -> Tensor:
+        """A normal tensor."""
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def time(self, call: Callable[[], Any]) -> dict[str, float]:
+        """Percentiles of the device's time."""
+        return device_percentiles(call, self.device, self.config.repeats)
+
+    def effect(self, part: str, variant: str, x: float, factor: float, call: Callable[[int], Any] | None,
+               error: Callable[[], float]) -> None:  # fmt: skip
+        """Add a row of a hardware's effect.
+
+        Args:
+            x: its place on the picture's axis.
+            factor: predicted time over that of the part's first row.
+            call: launches the kernel for some rounds; None where this machine cannot.
+            error: the largest of the call's result after CHECKED_ROUNDS.
+        """
+
+        def measured() -> dict[str, Any]:
+            call(CHECKED_ROUNDS)
+            found = checked(error(), EXACT) | self.time(partial(call, self.config.rounds))
+            first = next((r.metrics for r in rows_of(self.run.records, part)), found)
+            found["factor"] = found["time_p50_ms"] / first["time_p50_ms"]
+            return found | {"prediction_error_pct": 100 * (factor / found["factor"] - 1)}
+
+        metrics = attempt(measured) if call else {"status": "needs a GPU"}
+        self.run.add(variant, {"predicted_factor": factor} | metrics, part=part, x=x)
+
+    def rate(self, part: str, variant: str, call: Callable[[], Any], result: Tensor, expected: Tensor, amount: float,
+             unit: str, known: Mapping[str, Any], **factors: Any) -> dict[str, Any]:  # fmt: skip
+        """Add a row of a launch, with further metrics that are `known`; `amount` per millisecond is its rate in `unit`.
+        Returns its metrics.
+        """
+
+        def measured() -> dict[str, Any]:
+            call()
+            error = (result.double() - expected).abs().max() / expected.abs().max()
+            times = self.time(call)
+            return checked(error.item(), TOLERANCE) | times | {unit: amount / times["time_p50_ms"]}
+
+        metrics = attempt(measured) | known
+        if "predicted_ms" in metrics and "time_p50_ms" in metrics:
+            metrics["prediction_error_pct"] = 100 * (metrics["predicted_ms"] / metrics["time_p50_ms"] - 1)
+        self.run.add(variant, metrics, part=part, **factors)
+        return metrics
+
+
+def checked(error: float, tolerance: float) -> dict[str, Any]:
+    """An error, and what it says of the row."""
+    return {"error": error, "status": "ok" if error <= tolerance else "WRONG"}
+
+
+def strides(bench: Bench) -> None:
+    """Bytes that memory moves for warps side by side, over those of stride 1; the last row begins within a sector."""
+    count = bench.config.elements
+    x = torch.arange(count * max(STRIDES) + BLOCK, device=bench.device, dtype=torch.int32)
+    y = torch.empty(count, device=bench.device, dtype=torch.int32)
+
+    def run(_: int, stride: int, offset: int) -> None:  # eight elements per thread: enough bytes under way at stride 1
+        launch(strided_kernel, (count // BLOCK,), x, y, stride, offset, BLOCK=BLOCK, num_warps=4)
+
+    def moved(stride: int, offset: int) -> int:
+        """Read and written for 64 warps."""
+        elements, size = range(64 * WARP), x.element_size()
+        return ACCESS * len({(offset + i * stride) * size // ACCESS for i in elements}) + size * len(elements)
+
+    for stride, offset in (*((stride, 0) for stride in STRIDES), (1, 4)):
+        expected = x[offset :: stride][:count]
+        name = f"stride {stride}" + f", {offset * x.element_size()} bytes off" * bool(offset)
+        bench.effect("strides", name, stride, moved(stride, offset) / moved(1, 0),
+                     partial(run, stride=stride, offset=offset),
+                     lambda e=expected: (y - e).abs().max().item())  # fmt: skip
+
+
+def banks(bench: Bench) -> None:
+    """Rounds of writing a tile's rows, one each, and of reading its columns, over those without a conflict."""
+    programs = 8 * bench.sms  # enough warps that the shared memory itself is the limit
+    y = torch.empty(programs, SIDE, SIDE, device=bench.device)
+    start = torch.arange(SIDE * SIDE, device=bench.device, dtype=torch.float32).view(SIDE, SIDE)
+    expected = CHECKED_ROUNDS * start + CHECKED_ROUNDS * (CHECKED_ROUNDS - 1) / 2
+
+    def run(rounds: int, phases: int) -> None:
+        from experiments.lessons._lesson_banks import transpose_kernel
+
+        launch(transpose_kernel, (programs,), y, rounds, PHASES=phases)
+
+    for phases in PHASES:
+        reads = bank_conflicts([row * SIDE + swizzle(row % phases, 0) for row in range(WARP)])
+        bench.effect("banks", f"{phases} phase{'s' * (phases > 1)}", BANKS / phases, (1 + reads) / 2,
+                     None if interpreted() else partial(run, phases=phases),
+                     lambda: (y - expected).abs().max().item())  # fmt: skip
+
+
+def error_of(y: Tensor) -> float:
+    """The largest error of y, 0, 1, 2, … after CHECKED_ROUNDS of x ← x / 2 + 1, over their number."""
+    exact = 2 + (torch.arange(len(y), device=y.device, dtype=torch.float64) - 2) / 2**CHECKED_ROUNDS
+    return (y - exact).abs().max().item() / len(y)
+
+
+def divergence(bench: Bench) -> None:
+    """Branches that a warp executes."""
+    y = torch.empty(bench.sms * BLOCK, device=bench.device)
+
+    def run(rounds: int, width: int, ways: int) -> None:
+        launch(divergent_kernel, (bench.sms,), y, rounds, WIDTH=width, WAYS=ways, BLOCK=BLOCK, num_warps=32)
+
+    for place, (name, (width, ways)) in enumerate(BRANCHES.items()):
+        branches = [lane // width % ways for lane in range(WARP)]
+        call = None if interpreted() else partial(run, width=width, ways=ways)
+        bench.effect("divergence", name, place, warp_divergence(branches, [1.0] * ways).cycles, call,
+                     partial(error_of, y))  # fmt: skip
+
+
+def waves(bench: Bench) -> None:
+    """Programs that keep a multiprocessor busy: two on one take twice as long as one."""
+    sms = bench.sms
+    y = torch.empty(4 * sms * BLOCK, device=bench.device)
+
+    def run(rounds: int, blocks: int) -> None:
+        launch(busy_kernel, (blocks,), y, rounds, BLOCK=BLOCK, num_warps=32)
+
+    for blocks in (sms, sms // 2, sms + 1, sms * 3 // 2, 2 * sms, 2 * sms + 1, 3 * sms, 4 * sms):
+        bench.effect("waves", f"{blocks} programs", blocks / sms, wave_quantisation(blocks, sms).waves,
+                     partial(run, blocks=blocks), partial(error_of, y[: blocks * BLOCK]))  # fmt: skip
+
+
+def element_wise(bench: Bench) -> None:
+    """An addition by programs that fill all places for warps, over BLOCK × warps × stages.
+
+    Little's law predicts: bytes under way / latency, and never more than a copy's rate. Both are measured here.
+    """
+    count, sms = bench.config.elements, bench.sms
+    x, y = bench.random(count), bench.random(count)
+    z, expected, moved = torch.empty_like(x), x.double() + y.double(), 3 * x.nbytes
+
+    def add(block: int, warps: int, stages: int, programs: int, blocks: int) -> None:
+        launch(stream_kernel, (programs,), x, y, z, blocks, BLOCK=block, STAGES=stages, num_warps=warps)
+
+    copy_ms = bench.time(lambda: torch.neg(x, out=z))["time_p50_ms"]
+    # One warp that waits for each block of 1,024, over more than the L2 keeps: the latency of a load from memory.
+    steps = min(count // 1024, 4 if interpreted() else 2**15)
+    latency_ms = bench.time(partial(add, 1024, 1, 1, 1, steps))["time_p50_ms"] / steps
+    for block, warps, stages in itertools.product(BLOCKS, WARPS, STAGES):
+        blocks = count // block
+        programs = min(blocks, sms * (64 // warps if bench.spec else 1))
+        call, known = partial(add, block, warps, stages, programs, blocks), {}
+        if bench.spec:
+            with compile_only() as compiled:
+                call()
+            used = resources(compiled[0])
+            resident = occupancy(bench.spec, 32 * warps, max(1, used["registers"]), used["shared_bytes"]).blocks
+            ahead = stages - 1 if block * x.element_size() >= 4 * 32 * warps else 1  # cp.async copies 4 bytes or more
+            loads = 2 * x.element_size() * block * max(1, ahead)  # of one program
+            flying = loads * min(programs, resident * sms)
+            known = {"registers": used["registers"], "in_flight_kib": flying / sms / 1024,
+                     "predicted_ms": max(1.5 * copy_ms, moved * latency_ms / (1.5 * flying))}  # fmt: skip
+        bench.rate("element-wise", f"{block} × {warps} warps × {stages} stages", call, z, expected, moved / 1e6,
+                   "gb_per_s", known, block=block, warps=warps, stages=stages)  # fmt: skip
+
+
+def keys(bench: Bench) -> None:
+    """A matmul whose first call is narrow: with `rows` as the only key all later ones get the narrow tile. Predicted is
+    the time with the right keys.
+    """
+    size, names = bench.config.size, ("BLOCK_M", "BLOCK_N", "BLOCK_K")
+    configs = [triton.Config(dict(zip(names, blocks, strict=True)), num_warps=warps, num_stages=stages)
+               for *blocks, warps, stages in (TILES[-1:] if interpreted() else TILES)]  # fmt: skip
+
+    def grid(rows: int, cols: int, meta: Mapping[str, int]) -> tuple[int]:
+        return (-(-rows // meta["BLOCK_M"]) * -(-cols // meta["BLOCK_N"]),)
+
+    calls = []
+    for cols, depth in ((NARROW, size), (size, size), (size, NARROW)):
+        a, b = bench.random(size, depth), bench.random(depth, cols)
+        calls.append((a, b, torch.empty(size, cols, device=bench.device, dtype=bench.dtype), a.double() @ b.double()))
+    right: dict[str, float] = {}
+    for key in (("rows", "cols", "depth"), ("rows",)):
+        tuner = triton.autotune(configs, key=list(key))(matmul_kernel)
+        for a, b, y, expected in calls:
+            (rows, depth), cols = a.shape, b.shape[1]
+            call = partial(tuner[partial(grid, rows, cols)], a, b, y, rows, cols, depth, GROUP=8)
+            label, before, begin = f"{rows} × {depth} × {cols}", len(tuner.cache), time.perf_counter()
+            call()
+            synchronize(bench.device)
+            known = {"first_call_ms": 1e3 * (time.perf_counter() - begin), "tuned": len(tuner.cache) - before}
+            if label in right:
+                known["predicted_ms"] = right[label]
+            config = getattr(tuner, "best_config", None) or configs[0]
+            chosen = " × ".join(str(config.kwargs[name]) for name in names) + f", {config.num_warps} warps"
+            found = bench.rate("keys", f"key{'s' * (len(key) > 1)} {', '.join(key)}: {label}", call, y, expected,
+                               2 * rows * cols * depth / 1e9, "tflop_per_s", known, keys=list(key),
+                               chosen=chosen)  # fmt: skip
+            if "time_p50_ms" in found:
+                right.setdefault(label, found["time_p50_ms"])
+
+
+def group_size(bench: Bench) -> None:
+    """The shipped kernels over how many rows of tiles advance together; cuBLAS first, whose rate the prediction has.
+
+    Predicted: the longer of the arithmetic at cuBLAS's rate and what the L2 does not serve at a copy's.
+    """
+    size = bench.config.size
+    a, b = bench.random(size, size), bench.random(size, size)
+    y, expected = torch.empty_like(a), a.double() @ b.double()
+    copy_ms = bench.time(lambda: torch.neg(a, out=y))["time_p50_ms"]
+    add = partial(bench.rate, "group size", result=y, expected=expected, amount=2 * size**3 / 1e9, unit="tflop_per_s")
+    cublas_ms = add("cuBLAS", lambda: torch.mm(a, b, out=y), known={}).get("time_p50_ms", 0.0)
+    forms: dict[str, Callable[[int], Any]] = {
+        "tiled": lambda group: matmul.launch_pointers(a, b, None, y, None, "ieee", matmul.tiled_kernel, group),
+        "grouped": lambda group: matmul.launch_pointers(a, b, None, y, None, "ieee", group=group),
+        "persistent": lambda group: matmul.launch_persistent(a, b, None, y, None, group),
+    }
+    for form, call in forms.items():
+        stored = 2 if form == "persistent" else 0
+        tile, _ = matmul.tile_for(generation(bench.device.index), 2, size <= 1024, 0, stored)
+        tiles = -(-size // tile.rows), -(-size // tile.block)
+        for group in (1,) if form == "tiled" else GROUPS[: 2 if interpreted() else None]:
+            hits = l2_hit_share(tile_order(*tiles, group), bench.sms)
+            missed = (1 - hits) * tiles[0] * tiles[1] * (tile.rows + tile.block) * size * 2
+            known = {"hit_pct": 100 * hits, "predicted_ms": max(cublas_ms, missed / (2 * a.nbytes) * copy_ms)}
+            add(f"{form}, {group}", partial(call, group), known=known, form=form, group=group)
+
+
+def measure(config: Config, context: RankContext, run: Run) -> None:
+    """A row per effect's case and per launch; parts of which rows are there already are left as they are."""
+    check_runs(context.device)
+    work = (strides, banks, divergence, waves, element_wise, keys, group_size)
+    for part, function in zip(PARTS, work, strict=True):
+        if part in config.parts and not any(r.config["part"] == part for r in run.records):
+            run.progress(part)
+            torch.manual_seed(0)
+            function(Bench(config, run, context.device))
+
+
+def rows_of(records: Sequence[Record], part: str) -> list[Record]:
+    """The rows of a part that were timed."""
+    return [r for r in records if r.config["part"] == part and "time_p50_ms" in r.metrics]
+
+
+def panels(records: Sequence[Record]) -> Iterator[Panel]:
+    """Each effect, measured and predicted; GB/s over bytes under way; TFLOP/s over the group size."""
+    for part, axis in AXES.items():
+        if rows := sorted(rows_of(records, part), key=lambda r: r.config["x"]):
+            x = [r.config["x"] for r in rows]
+            several = part == "divergence"  # which lie in no order
+            yield Panel(part, axis, "× the first row", [
+                Series("predicted", x, [r.metrics["predicted_factor"] for r in rows], line="" if several else "-",
+                       marked=several, hollow=True),
+                Series("measured", x, [r.metrics["factor"] for r in rows]),
+            ], log_x=2 if part in ("strides", "banks") else None)  # fmt: skip
+    if rows := [r for r in rows_of(records, "element-wise") if "in_flight_kib" in r.metrics]:
+        rows.sort(key=lambda r: r.metrics["in_flight_kib"])
+        x = [r.metrics["in_flight_kib"] for r in rows]
+        y = [r.metrics["gb_per_s"] for r in rows]
+        told = [r.metrics["gb_per_s"] * r.metrics["time_p50_ms"] / r.metrics["predicted_ms"] for r in rows]
+        series = [Series("predicted", x, told, line="-", hollow=True), Series("measured", x, y)]
+        yield Panel("element-wise", "KiB under way per SM", "GB/s", series)
+    if rows := [r for r in rows_of(records, "group size") if "group" in r.config]:
+        forms = {form: [r for r in rows if r.config["form"] == form] for form in ("tiled", "grouped", "persistent")}
+        series = [Series(form, [r.config["group"] for r in mine], [r.metrics["tflop_per_s"] for r in mine], line="-",
+                         marked=True) for form, mine in forms.items() if mine]  # fmt: skip
+        yield Panel("group size", "rows of tiles that advance together", "TFLOP/s", series)
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """A panel per part, where there are such rows."""
+    if found := list(panels(records)):
+        lines(path, found, title=headline(records))
+
+
+def findings(records: Sequence[Record]) -> list[str]:
+    """The worst of each effect and of stale keys, and best and worst of the other launches."""
+    if not records[0].environment.get("cuda"):
+        return ["Interpreted: the predictions and the errors count, and no time does."]
+    worst = {part: max(rows, key=lambda r: r.metrics["factor"]) for part in AXES if (rows := rows_of(records, part))}
+    said = [f"{part}: {r.variant} {r.metrics['factor']:.1f} × (predicted {r.metrics['predicted_factor']:.1f})"
+            for part, r in worst.items()]  # fmt: skip
+    said = ["; ".join(said) + "."] if said else []
+    if rows := rows_of(records, "element-wise"):
+        slow, fast = (pick(rows, key=lambda r: r.metrics["gb_per_s"]) for pick in (min, max))
+        said.append(f"element-wise: {fast.variant} reaches {fast.metrics['gb_per_s']:,.0f} GB/s, {slow.variant} "
+                    f"{slow.metrics['gb_per_s']:,.0f}.")  # fmt: skip
+    if rows := [r for r in rows_of(records, "keys") if "predicted_ms" in r.metrics]:
+        stale = min(rows, key=lambda r: r.metrics["prediction_error_pct"])
+        ratio = stale.metrics["time_p50_ms"] / stale.metrics["predicted_ms"]
+        said.append(f"keys: the worst stale choice takes {ratio:.2f} × the right one ({stale.variant}).")
+    if rows := [r for r in rows_of(records, "group size") if r.config.get("form") == "persistent"]:
+        fast, slow = (pick(rows, key=lambda r: r.metrics["time_p50_ms"]) for pick in (min, max))
+        ratio = slow.metrics["time_p50_ms"] / fast.metrics["time_p50_ms"]
+        said.append(f"group size: {fast.variant} is the best of its kernel, {slow.variant} takes {ratio:.2f} ×.")
+    return said
+
+
+headline = headline_from("{device_name}, torch {torch}, triton {triton}")
+VIEW = View(
+    columns=[
+        Column("variant", "case"), Column("metrics.time_p50_ms", "µs", ",.1f", scale=1000),
+        Column("metrics.time_p20_ms", "p20", ",.1f", scale=1000),
+        Column("metrics.time_p80_ms", "p80", ",.1f", scale=1000),
+        Column("metrics.factor", "× first", ".2f"), Column("metrics.predicted_factor", "predicted", ".2f"),
+        Column("metrics.gb_per_s", "GB/s", ",.0f"), Column("metrics.tflop_per_s", "TFLOP/s", ",.0f"),
+        Column("metrics.in_flight_kib", "KiB under way", ",.0f", missing=""),
+        Column("metrics.registers", "registers", missing=""),
+        Column("metrics.hit_pct", "L2 hits %", ".1f", missing=""),
+        Column("metrics.predicted_ms", "predicted µs", ",.1f", scale=1000, missing=""),
+        Column("metrics.prediction_error_pct", "off %", "+.0f", missing=""),
+        Column("config.chosen", "chosen", align="left"), Column("metrics.tuned", "tuned", missing=""),
+        Column("metrics.first_call_ms", "first call ms", ",.0f", missing=""),
+        Column("metrics.error", "error", ".0e"), Column("metrics.status", "status"),
+    ],
+    headline=headline,
+    parted_by="config.part",
+    reading="Each effect is counted, not fitted: × first is a time over that of the table's first row.\n\n"
+    "strides: a warp asks for 4 sectors of 32 bytes at stride 1 and for 32 from stride 8 on; an access to HBM is two "
+    "sectors, so that reading costs sixteen times as much from stride 16 on; writing stays as it is. That is what a "
+    "transposed or sliced tensor costs a kernel that walks along the wrong dimension. Where more is measured, pages of "
+    "memory are opened for few bytes each. A few bytes off costs a sector per warp, which its neighbour needs too.\n\n"
+    "banks: 32 lanes that read 32 words of one bank wait for each other. The swizzle costs an xor, and no memory; a "
+    "column of padding does the same for 3 % more. Less than predicted is measured, because a round of the loop "
+    "also has barriers and additions: on an H200 they take 0.4 of an access without conflicts.\n\n"
+    "divergence: which lanes take which branch decides, not how many branches there are: by warp they are free. Short "
+    "branches are cheaper than this, because compilers turn them into selections.\n\n"
+    "waves: the time is a staircase. Half of the programs take as long as all, and one more as long as twice as many: "
+    "what a grid of tiles must be compared with (`distlab run calculator waves`).\n\n"
+    "element-wise: a memory of some 3 TB/s and half a microsecond of latency needs 1.5 MB under way at any "
+    "time, more than 10 KiB per multiprocessor. Small blocks on few warps do not ask for so much; stages ask "
+    "for the next block before this one has come. Beyond that, launches are alike, and large blocks only cost "
+    "registers. Predicted is Little's law, with a latency that is measured by one warp alone, on an idle "
+    "memory: under load it is longer.\n\n"
+    "keys: a tuner remembers its choice by the values of its keys and times nothing until they change. A key "
+    "that is missing does not fail; it gives another call's tile, which costs time or does not fit at all. "
+    "`tuned` counts new choices, and the first call shows what one costs. Triton adds the dtypes of tensors to "
+    "every key by itself; of a head dim that is a constant, and of the dtype behind a tensor descriptor, it knows "
+    "nothing. Predicted is the time of the same call with the right keys.\n\n"
+    "group size: programs that run together read strips of a and b; with one row of tiles they share a strip of "
+    "a and need many of b, with as many rows as columns they share both. Past that, hits fall again. Where the "
+    "prediction stays at cuBLAS's time, the memory is fast enough for every order, and differences are those of "
+    "the L2's own rate.\n\n"
+    "Errors of launches are against float64, over the largest value; in the interpreter times say nothing.",
+    terminal=("time_p50_ms", "factor", "predicted_factor", "gb_per_s", "tflop_per_s", "in_flight_kib", "hit_pct",
+              "predicted_ms", "prediction_error_pct", "tuned", "error", "status"),
+    pictures={"lessons.png": draw},
+    findings=findings,
+    prediction="Effects: bytes of memory, and `theory.warp_access` and `theory.gpu`: rounds, branches and waves. "
+    "Launches: from a copy, a latency and cuBLAS's matmul of this run; see how to read.",
+)  # fmt: skip
+SMALL = {"elements": 2**12, "rounds": CHECKED_ROUNDS, "size": 2 * NARROW, "repeats": 3}
+EXPERIMENT = Experiment(
+    Config, measure, VIEW, presets={"quick": {"repeats": 5}, "quick-cpu": SMALL, "smoke": SMALL}, gpus=1,
+    wrong=lambda records: [f"{r.variant} is wrong" for r in records if r.metrics["status"] == "WRONG"],
+)  # fmt: skip
