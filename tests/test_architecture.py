@@ -251,4 +251,4 @@ def test_the_wheel_takes_two_names_from_its_users(monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(ROOT)
     packages = run_setup("setup.py", stop_after="config").packages
     assert {name.partition(".")[0] for name in packages} == {"distlab", "kernels"}
-    assert {"distlab.commands.launch", "distlab.commands.experiments.ir"} <= set(packages)
+    assert {"distlab.commands.launch", "distlab.commands.experiments.lessons.ir"} <= set(packages)
