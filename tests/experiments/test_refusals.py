@@ -63,7 +63,6 @@ REFUSED = {
 }
 WITHOUT_A_GPU = {
     "allreduce_sweep --nproc=2 --backend=nccl": "needs an NVIDIA GPU",
-    "attention_memory": "needs 1 GPU",
     "attention_sweep": "needs 1 GPU",
     "ddp_bench --nproc=3 --backend=nccl": "nccl",
     "kernel_roofline": "--quick runs a small form",
