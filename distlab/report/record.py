@@ -43,7 +43,11 @@ RENAMED = (
 )
 
 # Experiment of then → of now.
-MERGED = {"attention_memory": "attention_sweep", "hardware_effects": "gpu_lessons", "tuning": "gpu_lessons"}
+MERGED = {
+    "attention_memory": "attention_sweep",
+    **dict.fromkeys(("hardware_effects", "tuning"), "gpu_lessons"),
+    **dict.fromkeys(("predict_published", "predict_steps"), "predict"),
+}
 
 # JSON has no NaN and no infinity; strings keep the file valid for every reader and come back as floats here.
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
