@@ -2,18 +2,21 @@
 
     distlab run attention_sweep --quick           # one head, three lengths; on a CPU one
     distlab run attention_sweep --preset twelve   # the twelve shapes that the geometric mean is of
+    distlab run attention_sweep --preset memory   # bytes, beside a count of tensors by hand
     distlab run attention_sweep --name shapes     # the record; again: resumes
 
 A shape is BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM, causal unless it ends in /full, /window=W or /documents=N.
 For each variant: time of forward + backward called in a loop, as a model calls it (wall, and the host's part); device
-time of forward and of forward + backward as replays of a CUDA graph (backward is their difference); peak memory of such
-a call with its inputs; TFLOP/s by convention (visible pairs only, backward 2.5 × forward); and the largest error of
-output and gradients of one head against float64. All variants of a shape are timed in interleaved rounds. fp32 peers
-multiply in torch's default, IEEE fp32; ours in "emulated", three TF32 matmuls or six of bf16 on the tensor cores that
-are as accurate (see the error columns), "ours-ieee" like them; "ours-deterministic" sums dQ in a pass of its own.
+time of forward and of forward + backward as replays of a CUDA graph (backward is their difference); memory with the
+inputs, in use before the backward and at the peak of both; TFLOP/s by convention (visible pairs only, backward 2.5 ×
+forward); and the largest error of output and gradients of one head against float64. All variants of a shape are timed
+in interleaved rounds. fp32 peers multiply in torch's default, IEEE fp32; ours in "emulated", three TF32 matmuls or six
+of bf16 on the tensor cores that are as accurate (see the error columns), "ours-ieee" like them; "ours-deterministic"
+sums dQ in a pass of its own.
 The L2 is warm in graph replays.
 
-A variant that refuses a call says so, one that runs out of memory beside all graphs says OOM, and the sweep goes on.
+A variant that refuses a call says so, one that runs out of memory beside all graphs says OOM, with what it would have
+needed, and the sweep goes on.
 """
 
 import gc
@@ -43,7 +46,7 @@ from distlab.experiment import (
 from distlab.hardware import peak_flops
 from distlab.measure import Pace, allocated_bytes, attempt, call_ms, interleave, peak_memory, percentiles
 from distlab.measure.clock import replayed
-from distlab.report import grouped, host_bound, metric_over_length, noise_of
+from distlab.report import grouped, host_bound, metric_over_length, noise_of, prediction_error
 from experiments._attention import (
     VARIANTS,
     Attention,
@@ -66,6 +69,7 @@ MORE = (
     "1x32x32768x128/window=1024", "1x32x32768x128/documents=16", "1x32x4096:65536x128/full", "16x32x1:4096x128/full",
 )  # fmt: skip
 LENGTHS = tuple(f"1x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(7, 17))
+MEMORY = tuple(f"8x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(8, 16))
 COMPILED = ("compiled", "flex", "ours-compiled-backward", "ours")
 COMPARED = {"wall": "wall", "device": "fwd_bwd_device", "fwd": "fwd_device"}
 
@@ -108,6 +112,31 @@ def kernels_of(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> str:
     return " + ".join(dict.fromkeys("Hopper" if hoppers else "Triton" for hoppers in served))
 
 
+def predicted_memory(variant: str, shape: Shape, dtype: str) -> dict[str, int]:
+    """Bytes in use before the backward and at its peak in closed form, the inputs and do included; {} where the count
+    was not done: other variants, masks and lengths.
+
+    A tensor is T·D per head, a matrix T². Naive attention saves P and the shared boolean mask beside q, k, v, o; its
+    backward holds dP, the softmax's gradient and the masked one beside P. Flash attention saves q, k, v, o and the
+    log-sum-exp; its backward adds dq, dk, dv and, as fp32, two rows of statistics. torch's own fused kernels are
+    predicted alike, with a sum of dq in fp32 besides, which ours too keep where Hopper's kernels run.
+    """
+    alike = (shape.heads, shape.queries) == (shape.kv_heads, shape.keys)
+    if variant not in ("naive", "sdpa", "ours") or not (alike and shape.causal and shape.is_plain):
+        return {}
+    heads, length = shape.batch * shape.heads, shape.queries
+    q = torch.empty(heads, 1, length, shape.head_dim, dtype=getattr(torch, dtype), device="meta")
+    statistics, tensor, matrix = 4 * heads * length, q.nbytes, heads * length**2 * q.itemsize
+    if variant == "naive":
+        before, peak = 5 * tensor + matrix + length**2, 6 * tensor + 4 * matrix + length**2
+    else:
+        two_passes = variant == "ours" and not (
+            torch.cuda.is_available() and hopper.serves("backward", q, q, q, Problem((None, 0), 1.0)))
+        summed = 0 if two_passes else 4 * q.numel()
+        before, peak = 5 * tensor + statistics, 8 * tensor + 3 * statistics + summed
+    return {"predicted_before_bwd_bytes": before, "predicted_peak_bytes": peak}
+
+
 def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device: str) -> dict[str, dict[str, Any]]:
     """Variant → its metrics, or what it refuses in its `status`; times on a CPU are the wall's only."""
     case = inputs(shape, dtype, device)
@@ -120,12 +149,15 @@ def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device:
         fn = build(variant, shape, device)
         whole = partial(both, fn, *case)
         metrics: dict[str, Any] = errors(whole(), expected, shape)  # the first call, which compiles what has to be
-        before = allocated_bytes(device)  # libraries keep workspaces, far larger than a short call's tensors
+        others = allocated_bytes(device)  # libraries keep workspaces, far larger than a short call's tensors
         with peak_memory(device) as memory:
-            whole()
+            o = fn(*case[:3])
+            before = allocated_bytes(device)
+            torch.autograd.grad(o, case[:3], case[3])
         graphs = {}
-        if before is not None:
-            metrics["peak_bytes"] = memory.peak_alloc_bytes - before + sum(x.nbytes for x in case)
+        if others is not None:
+            own = sum(x.nbytes for x in case) - others
+            metrics |= {"before_bwd_alloc_bytes": before + own, "peak_alloc_bytes": memory.peak_alloc_bytes + own}
             metrics["kernels"] = kernels_of(shape, *case[:3]) if variant == "ours" else None
             runs = {"fwd_device": partial(fn, *case[:3]), "fwd_bwd_device": whole}
             graphs = {name: replayed(run, beside=last) for name, run in runs.items()}
@@ -141,6 +173,7 @@ def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device:
     for variant, metrics in found.items():
         if "fwd_device_p50_ms" in metrics:
             metrics |= rates(shape, metrics["fwd_device_p50_ms"], metrics["fwd_bwd_device_p50_ms"])
+        metrics |= predicted_memory(variant, shape, dtype)
         metrics |= fastest_peer(found) if variant == "ours" else ours_over(found.get("ours", {}), metrics)
     return found
 
@@ -218,7 +251,7 @@ def crossovers(records: list[Record]) -> list[str]:
 
 def geometric_means(records: list[Record]) -> str:
     """For the headline: ours over SDPA's default at those of the twelve shapes that were measured."""
-    rows = [r.metrics for r in records if r.variant == "sdpa" and r.config["shape"] in TWELVE]
+    rows = [r.metrics for r in records if r.variant == "sdpa" and r.config.get("shape") in TWELVE]
     device, wall = ([m[f"ours_over_{x}"] for m in rows if f"ours_over_{x}" in m] for x in ("device", "wall"))
     if not device:
         return ""
@@ -229,7 +262,7 @@ def geometric_means(records: list[Record]) -> str:
 def wrong(records: list[Record]) -> list[str]:
     """Rows of ours whose error is above three times the largest of its peers."""
     found = []
-    for shape, rows in grouped(records, lambda r: (r.config["dtype"], r.config["shape"])).items():
+    for shape, rows in grouped(records, lambda r: (r.config["dtype"], r.config.get("shape"))).items():
         for name in ("max_abs_error", "max_abs_grad_error"):
             peers = [r.metrics[name] for r in rows if name in r.metrics and r.variant[:4] != "ours"]
             found += [f"WRONG: {r.variant} at {' '.join(shape)}: {name} {r.metrics[name]:.1e}" for r in rows
@@ -248,40 +281,53 @@ def peak_pct(record: Record) -> float | None:
     return (peak and 1e14 * record.metrics.get("fwd_bwd_tflop_per_s", 0) / peak) or None
 
 
+SHAPE = "{batch}x1x{length}x{head_dim}"  # of a record that has none
 headline = headline_from("Attention, forward + backward, {device_name}, torch {torch}, triton {triton}")
-ERRORS = [Column(f"metrics.max_abs_{name}error", f"max |Δ{of}|", ".1e") for name, of in (("", "o"), ("grad_", "grad"))]
+ERRORS = [Column(f"metrics.max_abs_{name}error", f"max |Δ{of}|", ".1e", optional=True)
+          for name, of in (("", "o"), ("grad_", "grad"))]  # fmt: skip
+MIB = {"format": ",.1f", "scale": 2**-20, "optional": True}
 VIEW = View(
     columns=[
-        Column("config.shape", "shape", align="left"), Column("config.dtype", "type"), Column("variant", "variant"),
+        Column("config.shape", "shape", align="left", derived=lambda record: SHAPE.format(**record.config)),
+        Column("config.dtype", "type"), Column("variant", "variant"),
         Column("metrics.kernels", "kernels", missing="", optional=True),
         Column("metrics.wall_p50_ms", "wall ms", ".4f", optional=True, note=host_bound),
         Column("metrics.ours_over_wall", "ours / it", ".2f", missing="", optional=True, note=behind("wall")),
-        Column("metrics.fwd_bwd_device_p50_ms", "f+b ms", ".4f"),
+        Column("metrics.fwd_bwd_device_p50_ms", "f+b ms", ".4f", optional=True),
         Column("metrics.ours_over_device", "ours / it", ".2f", missing="", optional=True, note=behind("device")),
-        Column("metrics.fwd_device_p50_ms", "fwd ms", ".4f"),
+        Column("metrics.fwd_device_p50_ms", "fwd ms", ".4f", optional=True),
         Column("metrics.ours_over_fwd", "ours / it", ".2f", missing="", optional=True, note=behind("fwd")),
-        Column("metrics.bwd_device_p50_ms", "bwd ms", ".4f"), Column("metrics.fwd_bwd_tflop_per_s", "TFLOP/s", ".1f"),
+        Column("metrics.bwd_device_p50_ms", "bwd ms", ".4f", optional=True),
+        Column("metrics.fwd_bwd_tflop_per_s", "TFLOP/s", ".1f", optional=True),
         Column("metrics.peak_pct", "% of peak", ".0f", missing="", derived=peak_pct, optional=True),
         *(Column(f"metrics.{key}", title, form, missing="", optional=True) for key, title, form in (
             ("peer", "fastest peer", ""), ("peer_ms", "its ms", ".4f"), ("ours_over_peer", "ours / it", ".2f"))),
-        Column("metrics.host_p50_ms", "host ms", ".3f"), Column("metrics.peak_bytes", "peak MiB", ".1f", scale=2**-20),
+        Column("metrics.host_p50_ms", "host ms", ".3f", optional=True),
+        Column("metrics.before_bwd_alloc_bytes", "before bwd MiB", **MIB),
+        Column("metrics.predicted_before_bwd_bytes", "predicted", missing="", **MIB),
+        prediction_error("predicted_before_bwd_bytes", "before_bwd_alloc_bytes"),
+        Column("metrics.peak_alloc_bytes", "peak MiB", **MIB),
+        Column("metrics.predicted_peak_bytes", "predicted", missing="", **MIB),
+        prediction_error("predicted_peak_bytes", "peak_alloc_bytes"),
         *ERRORS, Column("metrics.status", "status"),
     ],
     headline=lambda records: headline(records) + geometric_means(records) if records[0].environment.get("cuda")
     else "A CPU: no device times",
     terminal=("shape", "variant", "wall_p50_ms", "ours_over_wall", "fwd_bwd_device_p50_ms", "ours_over_device",
-              "ours_over_fwd", "status"),
+              "ours_over_fwd", "peak_alloc_bytes", "predicted_peak_bytes", "status"),
     pictures={
         "time.png": partial(metric_over_length, metric="fwd_bwd_device_p50_ms", label="forward + backward, ms"),
         "tflops.png": partial(metric_over_length, metric="fwd_bwd_tflop_per_s", label="TFLOP/s"),
-        "memory.png": partial(metric_over_length, metric="peak_bytes", label="peak bytes"),
+        "memory.png": partial(metric_over_length, metric="peak_alloc_bytes", label="peak bytes"),
     },
     findings=lambda records: [*wrong(records), *crossovers(records)],
     reading="Wall is one forward and backward of many in a loop; host is until Python has issued it, and decides where "
     "it exceeds the device's: such rows are marked. Device times are replays of a CUDA graph with a warm L2; backward "
     "is forward + backward minus forward. Ours / it is ours over that row in the column before; behind: ours is slower."
-    " Pictures are of one head; in that of the memory naive attention grows with the square of the length, all others "
-    "with the length.",
+    " Pictures are of one head; in that of the memory naive attention, which keeps the weights of all pairs, grows "
+    "with the square of the length, all others, which keep the log-sum-exp of each row, with the length. The "
+    "prediction of a row that says OOM is what it needs.",
+    prediction="Of the memory: inputs, outputs, what is saved, and temporaries, counted by hand in closed form.",
     noise="Medians over interleaved rounds, in each of which every variant of a shape is timed.",
 )
 SMOKE = {"shapes": ("1x1x32x16", "1x2:1x16x16/documents=2"), "dtypes": ("float32",),
@@ -289,9 +335,12 @@ SMOKE = {"shapes": ("1x1x32x16", "1x2:1x16x16/documents=2"), "dtypes": ("float32
 EXPERIMENT = Experiment(
     Config, measure, VIEW,
     presets={
-        "record": {"shapes": TWELVE + MORE}, "twelve": {"shapes": TWELVE},
+        "twelve": {"shapes": TWELVE},
         "lengths": {"shapes": LENGTHS, "dtypes": ("bfloat16", "float32"), "flex": "all", "variants": (
             "naive", "compiled", *Config.variants[:3], "sdpa-efficient", "flex", "ours"), "rounds": 5},
+        "memory": {"shapes": MEMORY, "dtypes": ("bfloat16", "float32"), "rounds": 3,
+                   "variants": ("naive", "sdpa", "ours")},
+        "memory-cpu": SMOKE,
         "quick": {"shapes": ("1x1x1024x64", "1x1x4096x64", "1x1x16384x64"), "rounds": 3, "flex": "all",
                   "variants": ("naive", "sdpa-flash", "sdpa-cudnn", "flex", "ours")},
         "quick-cpu": SMOKE, "smoke": SMOKE,

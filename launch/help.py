@@ -13,9 +13,9 @@ from distlab.options import shown
 GROUPS = {
     "start here": "ddp_bench model_benchmark attention_sweep kernel_roofline plan sabotage",
     "strategies": "allreduce_sweep bucket_sweep memory_breakdown trace_overlap train_curves",
-    "kernels": "attention_memory calculator",
+    "kernels": "calculator",
     "models": "activation_checkpointing long_context mixed_precision model_comparison",
-    "scale": "predict_published predict_steps scaling simulate_scale",
+    "scale": "predict scaling simulate_scale",
     "lessons": "attention_steps gpu_lessons ir size_curves",
 }
 LEGEND = "GPU: needs one, except for a small preset; ranks: runs on several GPUs, or as processes on a CPU"

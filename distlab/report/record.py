@@ -38,11 +38,16 @@ RENAMED = (
     (re.compile(r"^uncovered_comm_ms$"), "exposed_ms"),
     (re.compile(r"^exposed_uncovered_ms$"), "overhead_exposed_ms"),
     (re.compile(r"exposed_comm_ms$"), "overhead_ms"),
+    (re.compile(r"^peak_bytes$"), "peak_alloc_bytes"),
     (re.compile(r"^exposed_(?=slowdown|copies|optimizer|idle|unexplained|closes|vs_)"), "overhead_"),
 )
 
 # Experiment of then → of now.
-MERGED = {"hardware_effects": "gpu_lessons", "tuning": "gpu_lessons"}
+MERGED = {
+    "attention_memory": "attention_sweep",
+    **dict.fromkeys(("hardware_effects", "tuning"), "gpu_lessons"),
+    **dict.fromkeys(("predict_published", "predict_steps"), "predict"),
+}
 
 # JSON has no NaN and no infinity; strings keep the file valid for every reader and come back as floats here.
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -10,6 +10,7 @@ from distlab.measure import peak_memory
 from distlab.report import Record, write_json
 from experiments import attention_sweep as sweep
 from experiments._attention import Shape, exact, naive
+from kernels.flash_attention import hopper
 from tests.experiments.frame import measured
 
 
@@ -102,7 +103,7 @@ def test_device_times_memory_and_kernels():
     found = sweep.of_shape(Shape.parse("1x4:2x512x64"), "bfloat16", ["sdpa", "sdpa-flash", "ours"], 3, "cuda")
     for variant, metrics in found.items():
         assert metrics["status"] == "ok" and 0 < metrics["fwd_device_p50_ms"] < metrics["fwd_bwd_device_p50_ms"]
-        assert metrics["peak_bytes"] > 3 * 4 * 512 * 64 * 2
+        assert metrics["peak_alloc_bytes"] > 3 * 4 * 512 * 64 * 2
         assert ("ours_over_device" in metrics) == (variant != "ours") == ("peer" not in metrics)
     assert found["ours"]["kernels"] in ("Triton", "Hopper", "Triton + Hopper")
     assert found["ours"]["max_abs_error"] <= 3 * found["sdpa"]["max_abs_error"]
@@ -130,8 +131,51 @@ def test_peak_memory_is_what_a_call_takes_and_not_what_was_there(monkeypatch):
     monkeypatch.setattr(sweep, "kernels_of", lambda *_: "Triton")
     monkeypatch.setattr(sweep, "peak_memory", lambda device: peak_memory("cuda"))
     found = sweep.of_shape(Shape.parse("1x1x16x8"), "float32", ["naive", "ours"], 3, "cpu")
-    assert found["naive"]["peak_bytes"] == 700 + 4 * 4 * 16 * 8
+    assert found["naive"]["peak_alloc_bytes"] == 700 + 4 * 4 * 16 * 8
     assert seen == [None, None, "a graph", "a graph"]  # graphs of one shape share memory
     assert found["naive"]["ours_over_device"] == 1.0 and found["ours"]["kernels"] == "Triton"
 
 
+
+
+def counted(variant, length, dtype="float32", batch=8):
+    """(before the backward, at its peak) in bytes."""
+    return tuple(sweep.predicted_memory(variant, Shape(batch, 1, 1, length, length, 64), dtype).values())
+
+
+def test_predicted_memory_is_quadratic_for_naive_and_linear_for_ours():
+    assert 3.9 < counted("naive", 16384)[1] / counted("naive", 8192)[1] <= 4.0
+    assert counted("ours", 16384)[1] == 2 * counted("ours", 8192)[1]
+    assert counted("ours", 1024)[0] == 5 * 8 * 1024 * 64 * 4 + 8 * 1024 * 4  # q, k, v, o, do and the log-sum-exp
+    assert sweep.predicted_memory("ours", Shape.parse("1x4:2x512x64"), "float32") == {}
+
+
+@pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
+def test_the_hopper_backward_keeps_a_sum_of_dq(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    peaks = []
+    for generation in ("sm_80", "sm_90"):
+        monkeypatch.setattr(hopper, "generation", lambda index, generation=generation: generation)
+        peaks.append([counted("ours", t, "bfloat16")[1] for t in (1024, 8192)])
+    assert peaks[1][0] == peaks[0][0]  # too short
+    assert peaks[1][1] - peaks[0][1] == 4 * 8 * 8192 * 64
+
+
+def test_what_does_not_fit_keeps_its_prediction(tmp_path, monkeypatch):
+    def refuse(variant, shape, device):
+        if variant == "sdpa":
+            raise torch.OutOfMemoryError("too large")
+        return naive
+
+    monkeypatch.setattr(sweep, "build", refuse)
+    rows = measured(sweep.EXPERIMENT, tmp_path, shapes=("1x1x8x8",))
+    assert [(r.variant, r.metrics["status"]) for r in rows] == [("naive", "ok"), ("sdpa", "OOM"), ("ours", "ok")]
+    assert all(r.metrics["predicted_peak_bytes"] > r.metrics["predicted_before_bwd_bytes"] > 0 for r in rows)
+
+
+@pytest.mark.gpu
+def test_the_count_by_hand_is_the_allocators():
+    found = sweep.of_shape(Shape.parse("2x1x8192x64"), "bfloat16", ["naive", "ours"], 3, "cuda")
+    for variant, metrics in found.items():
+        measured = metrics["before_bwd_alloc_bytes"], metrics["peak_alloc_bytes"]
+        assert measured == pytest.approx(counted(variant, 8192, "bfloat16", batch=2), abs=2**20)

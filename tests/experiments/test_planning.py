@@ -15,10 +15,10 @@ from distlab.simulate.step import simulate_training
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES
 from distlab.train.config import TrainConfig
 from distlab.train.memory_budget import PlannedStep
-from experiments import plan, predict_steps, scaling, simulate_scale
+from experiments import plan, scaling, simulate_scale
 from experiments.long_context import LongContextConfig
 from experiments.plan import PlanConfig
-from experiments.predict_steps import PredictConfig
+from experiments.predict import PredictConfig, compare
 from experiments.scaling import ScalingConfig
 from launch.__main__ import main
 from tests.experiments.frame import measured, refused
@@ -147,7 +147,7 @@ def test_plan_of_what_does_not_fit(tmp_path):
 def test_a_record_without_what_a_calibration_needs_is_refused(capsys, tmp_path):
     bare = {"experiment": "ddp_bench", "variant": "x", "config": {}, "metrics": {}, "environment": {}, "commit": None}
     (tmp_path / "bare.json").write_text(json.dumps({"format": "distlab-records-1", "records": [bare]}))
-    command = ("predict_steps", "--cases", "xl:8", "--out", str(tmp_path), "--calibrate", str(tmp_path / "bare.json"))
+    command = ("predict", "--models", "xl:8", "--out", str(tmp_path), "--calibrate", str(tmp_path / "bare.json"))
     assert "bare.json: a record lacks what is needed of it" in refused(capsys, *command)
 
 
@@ -185,9 +185,9 @@ def test_predictions_are_kept():
         (size, batch, n) for size, batch in (("xl", 2), ("xl", 8), ("medium", 8)) for n in (2, 4)
     }
     with pytest.raises(ValueError, match="'zero9' is unknown"):
-        PredictConfig(RECORD, (("xl", 2),), rows=("zero9",))
+        PredictConfig(calibrate=RECORD, models=(("xl", 2),), rows=("zero9",))
     measured = [record for case in COMPARED for record in read_json(ROOT / "records" / "ddp_bench" / f"{case}.json")]
-    rows = predict_steps.compare(records, measured)
+    rows = compare(records, measured)
     assert len(rows) == 37 and {"naive", "zero1-400", "fsdp", "bucketed-100"} <= {row.variant for row in rows}
     for row in rows:
         case = (row.variant, *(row.config[name] for name in ("size", "batch", "world_size")))
@@ -196,7 +196,7 @@ def test_predictions_are_kept():
         assert row.metrics["volume_as_predicted"], case
     other = replace(measured[0], config=measured[0].config | {"num_parameters": 1})
     with pytest.raises(ValueError, match="none of the measured rows"):
-        predict_steps.compare(records, [other])
+        compare(records, [other])
 
 
 def test_a_datasheet_is_named_by_device(tmp_path):

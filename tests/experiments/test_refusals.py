@@ -46,9 +46,9 @@ REFUSED = {
     "plan --model a:b --context 8": "--context is of",
     "plan --model a:b --compile blocks": "--compile is of",
     "plan --model no_such:b --devices h100:1": "No module named 'no_such'",
-    "predict_steps --calibrate missing.json --cases xl:2": "missing.json",
-    "predict_steps --calibrate missing.json --cases xl:0": "--cases: 'xl:0': give PRESET:BATCH",
-    "predict_steps --calibrate missing.json": "give --calibrate and --cases, or",
+    "predict --calibrate missing.json --models xl:2": "missing.json",
+    "predict --calibrate missing.json --models xl:0": "--models: 'xl:0': give PRESET:BATCH",
+    "predict --calibrate missing.json": "give --calibrate and --models, or",
     "sabotage --mistakes typo": "allowed: no broadcast",
     "scaling --records missing.json --model tiny": "missing.json",
     "simulate_scale --strategies torch-ddp": "is torch's",
@@ -63,7 +63,6 @@ REFUSED = {
 }
 WITHOUT_A_GPU = {
     "allreduce_sweep --nproc=2 --backend=nccl": "needs an NVIDIA GPU",
-    "attention_memory": "needs 1 GPU",
     "attention_sweep": "needs 1 GPU",
     "ddp_bench --nproc=3 --backend=nccl": "nccl",
     "kernel_roofline": "--quick runs a small form",

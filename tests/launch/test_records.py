@@ -15,9 +15,9 @@ from launch.registry import ROOT, load
 SMALL = """
 [here]
 ranks = 1
-[here.predict_published]
-first = { minutes = 1, options = "--preset smoke" }
-long = { minutes = 30, options = "--preset smoke" }
+[here.predict]
+first = { minutes = 1, options = "--preset published" }
+long = { minutes = 30, options = "--preset published" }
 """
 MACHINES = tuple(tomllib.loads(records.MANIFEST.read_text()))
 
@@ -48,8 +48,8 @@ def test_a_record_is_measured_once_per_commit_and_within_the_minutes(tmp_path, m
     command = ["records", "--machine", "here", "--commit", "a" * 40, "--into", str(tmp_path), "--minutes", "5"]
     assert main(command) == 0
     said = capsys.readouterr().err
-    assert "left: predict_published/here-long, 30 minutes" in said
-    record = tmp_path / "predict_published" / "here-first.json"
+    assert "left: predict/here-long, 30 minutes" in said
+    record = tmp_path / "predict" / "here-first.json"
     assert json.loads(record.read_text())["headers"][0]["commit"] == "a" * 40
     made = record.stat().st_mtime_ns
     assert main(command) == 0 and record.stat().st_mtime_ns == made

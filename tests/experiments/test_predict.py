@@ -7,8 +7,8 @@ import pytest
 
 from distlab.model import PRESETS
 from distlab.simulate.case import from_json, predict, read_case, shortage
-from experiments import predict_published
-from experiments.predict_published.cases import ZERO_TABLE
+from experiments.predict import EXPERIMENT
+from experiments.predict.cases import ZERO_TABLE
 from tests.experiments.frame import measured, refused
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "learn" / "case_example.json"
@@ -17,7 +17,7 @@ CASE = {"model": "llama-8B", "cluster": "grand-teton:8", "strategy": "fsdp2", "b
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    records = measured(predict_published.EXPERIMENT, tmp_path_factory.mktemp("published"), own=True)
+    records = measured(EXPERIMENT, tmp_path_factory.mktemp("published"), "published")
     return {record.variant: record for record in records}
 
 
@@ -46,7 +46,7 @@ def test_own_record_of_one_process(rows):
 
 
 def test_a_case_of_a_file(tmp_path):
-    records = measured(predict_published.EXPERIMENT, tmp_path, case=(str(EXAMPLE),))
+    records = measured(EXPERIMENT, tmp_path, "published", case=(str(EXAMPLE),))
     (record,) = records
     assert record.variant == "Llama 3.1 8B, 64 GPUs"
     tokens = 2 * 8192
@@ -115,6 +115,6 @@ def test_refused_files(tmp_path, capsys):
     broken, lacking = tmp_path / "a.json", tmp_path / "b.json"
     broken.write_text("{")
     lacking.write_text(json.dumps({"model": "8B"}))
-    assert "is not JSON" in refused(capsys, "predict_published", "--case", str(broken), "--out", str(tmp_path))
-    assert "lacks" in refused(capsys, "predict_published", "--case", str(lacking), "--out", str(tmp_path))
+    assert "is not JSON" in refused(capsys, "predict", "--case", str(broken), "--out", str(tmp_path))
+    assert "lacks" in refused(capsys, "predict", "--case", str(lacking), "--out", str(tmp_path))
     assert read_case(EXAMPLE).cluster.gpus == 64

@@ -1,36 +1,12 @@
-"""Which step times and how much memory will ddp_bench measure?
+"""Step times and memory of `ddp_bench`, predicted by simulated steps and constants that one record calibrates."""
 
-    distlab run predict_steps --quick
-    distlab run predict_steps --calibrate records/ddp_bench/h200x2-xl-batch8.json --cases xl:2 xl:8
-
-and afterwards, beside what was measured:
-
-    distlab run predict_steps --predictions records/predict_steps/cpu-h200.json \
-        --compare records/ddp_bench/h200x[24]-*-batch[28].json
-
-Five constants of the machine come from one record of ddp_bench (its local, naive, flat and overlap rows), and the
-memory bandwidth of operators from `local` of another (see `distlab.simulate.calibrate`); all other numbers are
-predictions from the simulated steps.
-"""
-
-import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from distlab.experiment import (
-    Column,
-    Experiment,
-    Options,
-    RankContext,
-    Record,
-    Run,
-    View,
-    headline_from,
-    option,
-)
+from distlab.experiment import Record, Run
 from distlab.model import ModelConfig, preset
-from distlab.model.config import PRESETS as MODELS
 from distlab.model.config import ModelOptions
 from distlab.report import is_number, read_json, reading
 from distlab.simulate import Machine, SimulatedStep, replay
@@ -38,7 +14,7 @@ from distlab.simulate.calibrate import NEEDED, calibrate, measured_links
 from distlab.simulate.step import simulate_training
 from distlab.train.memory_budget import PlannedStep
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # Name of the row in ddp_bench → (strategy, bucket size in MiB).
 ROWS = {
     "local": ("local", None),
@@ -55,47 +31,8 @@ ROWS = {
 }
 
 
-def _case(text: str) -> tuple[str, int]:
-    size, _, batch = text.partition(":")
-    if not batch.isdigit() or size not in MODELS or int(batch) < 1:
-        known = ", ".join(MODELS)
-        raise argparse.ArgumentTypeError(f"{text!r}: give PRESET:BATCH, such as xl:8, with a preset of {known}")
-    return size, int(batch)
-
-
-@dataclass(frozen=True)
-class PredictConfig(Options):
-    """What to predict, or where that stands, and what to compare it with."""
-
-    calibrate: str | None = option(None, "a record of ddp_bench on the machine, with local, naive, flat and overlap")
-    cases: tuple[tuple[str, int], ...] = option((), "model and sequences per rank", kind=_case, metavar="PRESET:BATCH")
-    ranks: tuple[int, ...] = option((2, 4), "world sizes", least=2)
-    rows: tuple[str, ...] = option(tuple(ROWS), "of ddp_bench", choices=tuple(ROWS))
-    collectives: tuple[str, ...] = option((), "records of allreduce_sweep, whose fits then stand for the link")
-    memory: str | None = option(None, "a record with local of a model that does less arithmetic per byte")
-    predictions: str | None = option(None, "what was predicted before, instead of predicting")
-    compare: tuple[str, ...] = option((), "records of ddp_bench to compare with", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.compare and self.predictions) and not (self.calibrate and self.cases):
-            raise ValueError("give --calibrate and --cases, or --compare and --predictions")
-
-
-def measure(config: PredictConfig, context: RankContext, run: Run) -> None:
-    """One row per case, number of ranks and row of ddp_bench; what was measured beside them, in a part of its own."""
-    if config.predictions:
-        run.records[:] = read_json(config.predictions)
-    else:
-        predict_all(config, run)
-    if config.compare:
-        measured = [record for path in config.compare for record in read_json(path)]
-        with reading(list(filter(None, [config.predictions, *config.compare]))):
-            run.part(COMPARISON).records[:] = compare(run.records, measured)
-
-
-def predict_all(config: PredictConfig, run: Run) -> None:
-    """A row per case, number of ranks and row of ddp_bench."""
+def add_steps(config: Any, run: Run) -> None:
+    """A row per case, number of ranks and row of ddp_bench, of the experiment's options."""
     run.progress(f"calibrating on {config.calibrate}")
     files = [config.calibrate] + ([config.memory] if config.memory else [])
     with reading(files):
@@ -104,7 +41,7 @@ def predict_all(config: PredictConfig, run: Run) -> None:
     own = {"calibrated_on": calibrated_on, "dtype": settings["dtype"]} | asdict(calibration)
     if config.collectives:  # measured fits are in the records that they came from
         own["network"] = "measured collectives"
-    for size, batch in config.cases:
+    for size, batch in config.models:
         model = preset(size, context_length=settings["context"])
         own |= {"size": size, "batch": batch, "context": model.context_length}
         for ranks in config.ranks:
@@ -115,7 +52,7 @@ def predict_all(config: PredictConfig, run: Run) -> None:
 
 
 def fit(path: str, collectives: Sequence[str] = (), memory: str | None = None) -> tuple[Machine, dict]:
-    """The machine's constants from a record, and its settings; `collectives` and `memory` as in `PredictConfig`.
+    """The machine's constants from a record, and its settings; `collectives` and `memory` as in the options.
 
     Raises:
         ValueError, OSError: the record cannot be read or lacks a row.
@@ -225,89 +162,3 @@ def compare(predictions: Sequence[Record], measured: Sequence[Record]) -> list[R
             "none of the measured rows was predicted: compare the model, batch, context and ranks"
         )
     return records
-
-
-comparison_headline = headline_from(
-    "Predicted beside measured: {sizes} on {device_name}; largest error of a step {worst:.1f} %; constants from "
-    "{calibrated_on}",
-    sizes=lambda records: ", ".join(dict.fromkeys(record.config["size"] for record in records)),
-    worst=lambda records: max(abs(record.metrics["step_error_pct"]) for record in records),
-)
-
-
-HOW = (
-    "Each strategy's own code runs on fake tensors; five constants of the machine, fitted to one record of ddp_bench, "
-    "put times to what it did. Peaks are the closed form of distlab.theory.memory."
-)
-STEP = (
-    Column("config.size", "model", align="left"),
-    Column("config.batch", "batch"),
-    Column("config.world_size", "ranks"),
-    Column("variant", "strategy"),
-)
-VIEW = View(
-    columns=[
-        *STEP,
-        Column("metrics.predicted_step_ms", "step ms", ".1f"),
-        Column("metrics.predicted_overhead_ms", "overhead ms", ".1f"),
-        Column("metrics.predicted_comm_ms", "comm ms", ".1f"),
-        Column("metrics.predicted_overlap_pct", "overlap %", ".0f"),
-        Column("metrics.predicted_collectives_per_step", "calls", "d"),
-        Column("metrics.predicted_comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
-        Column("metrics.predicted_peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
-    ],
-    headline=headline_from(
-        "Predicted: {sizes}, context {context}, {dtype}; constants from {calibrated_on}",
-        sizes=lambda records: ", ".join(dict.fromkeys(record.config["size"] for record in records)),
-    ),
-    terminal=(
-        *("size", "batch", "world_size", "variant", "predicted_step_ms", "predicted_overhead_ms"),
-        *("predicted_collectives_per_step", "predicted_comm_bytes_per_step", "predicted_peak_alloc_bytes"),
-    ),
-    reading="Written down before the measurement; --compare adds the measured values.",
-    prediction=HOW,
-    noise="Nothing was measured here.",
-)
-COMPARISON_VIEW = View(
-    name=COMPARISON,
-    question="How good were the predictions?",
-    columns=[
-        *STEP,
-        Column("metrics.predicted_step_ms", "predicted step ms", ".1f"),
-        Column("metrics.measured_step_p50_ms", "measured p50", ".1f"),
-        Column("metrics.step_error_pct", "error %", "+.1f"),
-        Column("metrics.predicted_overhead_ms", "predicted overhead ms", ".1f"),
-        Column("metrics.measured_overhead_ms", "measured", ".1f"),
-        Column("metrics.predicted_peak_alloc_bytes", "predicted peak GiB", ".1f", scale=2**-30),
-        Column("metrics.measured_peak_alloc_bytes", "measured", ".1f", scale=2**-30),
-        Column("metrics.volume_as_predicted", "calls and bytes as predicted", align="left"),
-    ],
-    headline=comparison_headline,
-    terminal=(
-        *("size", "batch", "world_size", "variant"),
-        *("predicted_step_ms", "measured_step_p50_ms", "step_error_pct"),
-    ),
-    reading="The record that the constants were fitted to is among the rows, so its own errors say little; all other "
-    "rows were predicted without having been measured. Calls and bytes must agree exactly.",
-    prediction=HOW,
-    noise="The noise of the measured rows is in their own records.",
-)
-
-RECORDS = ROOT / "records"
-EXPERIMENT = Experiment(
-    PredictConfig, measure, VIEW,
-    presets={
-        "quick": {
-            "calibrate": str(RECORDS / "ddp_bench" / "h200x2-xl-batch8.json"),
-            "cases": (("medium", 8),),
-            "ranks": (2,),
-            "rows": ("local", "flat", "bucketed-100", "fsdp"),
-        },
-        "smoke": {
-            "predictions": str(RECORDS / "predict_steps" / "cpu-h200.json"),
-            "compare": (str(RECORDS / "ddp_bench" / "h200x2-xl-batch2.json"),),
-        },
-    },
-    ranks="none",
-    parts=(COMPARISON_VIEW,),
-)

@@ -1,35 +1,16 @@
-"""Does theory predict the runs that others have published?
-
-    distlab run predict_published
-    distlab run predict_published --case docs/learn/case_example.json
-
-Each row says where the figure comes from, what is known and what was assumed. No constant is fitted to a published
-figure: constants come from this lab's one-host records and from datasheets. A case file is described in
-docs/learn/scale.md, an example is docs/learn/case_example.json.
-"""
+"""Runs that others have published, and this lab's own, each beside what theory says of it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.experiment import (
-    Column,
-    Experiment,
-    Options,
-    RankContext,
-    Record,
-    Run,
-    View,
-    headline_from,
-    option,
-)
+from distlab.experiment import Record, Run
 from distlab.model import preset
 from distlab.report import read_json
-from distlab.simulate.case import Case, from_json, predict, read_case, shortage
+from distlab.simulate.case import Case, from_json, predict, shortage
 from distlab.theory.memory.peak import zero_paper_bytes
 from distlab.theory.model_shape import ModelShape
-from experiments.predict_published.cases import OWN, PUBLISHED, ZERO_TABLE
+from experiments.predict.cases import OWN, PUBLISHED, ZERO_TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -37,22 +18,10 @@ TIME_BAR, MEMORY_BAR = 15.0, 10.0  # per cent
 HOST = "Host-bound: its messages take 16 ms, and NCCL's kernels were active for 90, waiting for the last process"
 
 
-@dataclass(frozen=True)
-class PublishedConfig(Options):
-    """What to predict."""
-
-    case: tuple[str, ...] = option((), "files of cases to predict instead of the published ones", metavar="FILE")
-    own: bool = option(True, "this lab's own records too")
-
-
-def measure(config: PublishedConfig, context: RankContext, run: Run) -> None:
-    """A row per run."""
-    if config.case:
-        for path in config.case:
-            _add(run, read_case(path))
-        return
+def add_published(run: Run) -> None:
+    """A row per published run and per one of our own records."""
     for known in PUBLISHED:
-        _add(run, from_json(known))
+        add(run, from_json(known))
     for stage, gigabytes in ZERO_TABLE.items():
         states = zero_paper_bytes(7.5e9, 64, stage)
         metrics = _compared({"predicted_states_gb": states / 1e9}, {"states_gb": gigabytes})
@@ -60,12 +29,12 @@ def measure(config: PublishedConfig, context: RankContext, run: Run) -> None:
             f"ZeRO stage {stage}, 7.5 B on 64 GPUs", metrics, source="Rajbhandari et al. 2020, ZeRO, figure 1",
             known="model states, K = 12", assumed="", why="", memory_is="states",
         )  # fmt: skip
-    if config.own:
-        for case in _own():
-            _add(run, case)
+    for case in _own():
+        add(run, case)
 
 
-def _add(run: Run, case: Case) -> None:
+def add(run: Run, case: Case) -> None:
+    """A row: what is predicted of a case, beside what was published."""
     found, published = predict(case), dict(case.published or {})
     kind = published.pop("memory_is", "allocated")
     tokens = case.batch * case.micro_batches * case.model.context_length
@@ -142,43 +111,3 @@ def findings(records: Sequence[Record]) -> list[str]:
         if record.metrics.get("shortage"):
             lines.append(f"{record.metrics['shortage']}.")
     return lines
-
-
-headline = headline_from(
-    "{count} runs, predicted from datasheets and this lab's one-host records", count=lambda records: len(records)
-)
-
-VIEW = View(
-    columns=[
-        Column("variant", "run"),
-        Column("metrics.predicted_step_ms", "step ms", ",.0f", missing=""),
-        Column("metrics.published_step_ms", "published", ",.0f", missing=""),
-        Column("metrics.step_ms_error_pct", "error %", "+.1f", missing=""),
-        Column("metrics.predicted_tokens_per_s_per_gpu", "tokens/s/GPU", ",.0f", missing=""),
-        Column("metrics.published_tokens_per_s_per_gpu", "published", ",.0f", missing=""),
-        Column("metrics.predicted_memory_gib", "GiB", ",.1f", missing=""),
-        Column("metrics.published_memory_gib", "published", ",.1f", missing=""),
-        Column("metrics.memory_gib_error_pct", "error %", "+.1f", missing=""),
-        Column("metrics.predicted_states_gb", "states GB", ",.1f", missing="", optional=True),
-        Column("metrics.published_states_gb", "published", ",.1f", missing="", optional=True),
-        Column("config.memory_is", "memory is", align="left"),
-        Column("metrics.predicted_reserved_bytes", "reserved GiB", ",.1f", scale=2**-30, missing=""),
-        Column("metrics.predicted_overhead_ms", "overhead ms", ",.0f", missing=""),
-        Column("metrics.predicted_mfu_pct", "MFU %", ".0f", missing=""),
-        Column("config.source", "source", align="left"),
-        Column("config.known", "known", align="left"),
-        Column("config.assumed", "assumed", align="left"),
-    ],
-    headline=headline,
-    terminal=(
-        *("predicted_step_ms", "step_ms_error_pct", "predicted_tokens_per_s_per_gpu", "predicted_memory_gib"),
-        *("memory_gib_error_pct", "predicted_reserved_bytes"),
-    ),
-    findings=findings,
-    reading="A row per run. `allocated` is the peak of tensors; `reserved` what torch's allocator holds, the larger. "
-    "Errors are predicted over published.",
-    prediction="Operators, collectives and memory in closed form; constants from one-host records and datasheets.",
-    noise="Nothing was measured here. Published rows of one configuration differ by up to 9 % among themselves.",
-)
-
-EXPERIMENT = Experiment(PublishedConfig, measure, VIEW, presets={"smoke": {"own": False}}, ranks="none")

@@ -1,0 +1,199 @@
+"""What will a run take: steps of ddp_bench, and published ones?
+
+    distlab run predict                                      # published runs
+    distlab run predict --case docs/learn/case_example.json  # a run of your own
+    distlab run predict --preset ddp_bench                   # steps of ddp_bench on two H200s
+
+Each published run says where the figure comes from, what is known and what was assumed. No constant is fitted to a
+published figure: constants come from this lab's one-host records and from datasheets. A case file is described in
+docs/learn/scale.md, an example is docs/learn/case_example.json.
+
+Steps of ddp_bench are simulated: each strategy's own code on fake tensors. Five constants of the machine come from one
+record of ddp_bench (its local, naive, flat and overlap rows), and the memory bandwidth of operators from `local` of
+another (see `distlab.simulate.calibrate`); afterwards what was measured is put beside them:
+
+    distlab run predict --calibrate records/ddp_bench/h200x2-xl-batch8.json --models xl:2 xl:8
+    distlab run predict --predictions records/predict_steps/cpu-h200.json \\
+        --compare records/ddp_bench/h200x[24]-*-batch[28].json
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.model.config import PRESETS as MODELS
+from distlab.report import read_json, reading
+from distlab.simulate.case import read_case
+
+from .published import add, add_published, findings
+from .steps import COMPARISON, ROWS, add_steps, compare
+
+RECORDS = Path(__file__).resolve().parents[2] / "records"
+
+
+def _case(text: str) -> tuple[str, int]:
+    size, _, batch = text.partition(":")
+    if not batch.isdigit() or size not in MODELS or int(batch) < 1:
+        known = ", ".join(MODELS)
+        raise argparse.ArgumentTypeError(f"{text!r}: give PRESET:BATCH, such as xl:8, with a preset of {known}")
+    return size, int(batch)
+
+
+@dataclass(frozen=True)
+class PredictConfig(Options):
+    """What to predict, or where that stands, and what to compare it with."""
+
+    case: tuple[str, ...] = option((), "files of runs to predict instead of the published ones", metavar="FILE")
+    calibrate: str | None = option(None, "a record of ddp_bench on the machine, with local, naive, flat and overlap")
+    models: tuple[tuple[str, int], ...] = option((), "model and sequences per rank", kind=_case, metavar="PRESET:BATCH")
+    ranks: tuple[int, ...] = option((2, 4), "world sizes", least=2)
+    rows: tuple[str, ...] = option(tuple(ROWS), "of ddp_bench", choices=tuple(ROWS))
+    collectives: tuple[str, ...] = option((), "records of allreduce_sweep, whose fits then stand for the link")
+    memory: str | None = option(None, "a record with local of a model that does less arithmetic per byte")
+    predictions: str | None = option(None, "what was predicted before, instead of predicting")
+    compare: tuple[str, ...] = option((), "records of ddp_bench to compare with", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        steps = any((self.calibrate, self.models, self.predictions, self.compare))
+        if steps and not (self.compare and self.predictions) and not (self.calibrate and self.models):
+            raise ValueError("give --calibrate and --models, or --compare and --predictions")
+
+
+def measure(config: PredictConfig, context: RankContext, run: Run) -> None:
+    """A row per published run, or per case, number of ranks and row of ddp_bench, with what was measured of these in a
+    part of its own.
+    """
+    if config.predictions:
+        run.records[:] = read_json(config.predictions)
+    elif config.models:
+        add_steps(config, run)
+    elif config.case:
+        for path in config.case:
+            add(run, read_case(path))
+    else:
+        add_published(run)
+    if config.compare:
+        measured = [record for path in config.compare for record in read_json(path)]
+        with reading(list(filter(None, [config.predictions, *config.compare]))):
+            run.part(COMPARISON).records[:] = compare(run.records, measured)
+
+
+def sizes(records: Sequence[Record]) -> str:
+    """The models of some rows."""
+    return ", ".join(dict.fromkeys(record.config["size"] for record in records))
+
+
+of_published = headline_from(
+    "{count} runs, predicted from datasheets and this lab's one-host records", count=lambda records: len(records)
+)
+of_steps = headline_from("Predicted: {sizes}, context {context}, {dtype}; constants from {calibrated_on}", sizes=sizes)
+FIT = (
+    "Each strategy's own code runs on fake tensors; five constants of the machine, fitted to one record of ddp_bench, "
+    "put times to what it did. Peaks are the closed form of distlab.theory.memory."
+)
+CASE = (Column("config.size", "model", align="left", optional=True), Column("config.batch", "batch", optional=True))
+# Of both kinds of run, which have different columns; those of a run's own kind are left out where it has none.
+SHOWN = {"missing": "", "optional": True}
+VIEW = View(
+    columns=[
+        *CASE,
+        Column("config.gpus", "GPUs", derived=lambda record: record.config["world_size"]),
+        Column("variant", "run"),
+        Column("metrics.predicted_step_ms", "step ms", ",.0f", missing=""),
+        Column("metrics.published_step_ms", "published", ",.0f", **SHOWN),
+        Column("metrics.step_ms_error_pct", "error %", "+.1f", **SHOWN),
+        Column("metrics.predicted_tokens_per_s_per_gpu", "tokens/s/GPU", ",.0f", **SHOWN),
+        Column("metrics.published_tokens_per_s_per_gpu", "published", ",.0f", **SHOWN),
+        Column("metrics.predicted_memory_gib", "GiB", ",.1f", **SHOWN),
+        Column("metrics.published_memory_gib", "published", ",.1f", **SHOWN),
+        Column("metrics.memory_gib_error_pct", "error %", "+.1f", **SHOWN),
+        Column("metrics.predicted_states_gb", "states GB", ",.1f", **SHOWN),
+        Column("metrics.published_states_gb", "published", ",.1f", **SHOWN),
+        Column("config.memory_is", "memory is", align="left", optional=True),
+        Column("metrics.predicted_reserved_bytes", "reserved GiB", ",.1f", scale=2**-30, **SHOWN),
+        Column("metrics.predicted_overhead_ms", "overhead ms", ",.1f", missing=""),
+        Column("metrics.predicted_comm_ms", "comm ms", ",.1f", missing=""),
+        Column("metrics.predicted_overlap_pct", "overlap %", ".0f", **SHOWN),
+        Column("metrics.predicted_collectives_per_step", "calls", "d", **SHOWN),
+        Column("metrics.predicted_comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6, **SHOWN),
+        Column("metrics.predicted_peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, **SHOWN),
+        Column("metrics.predicted_mfu_pct", "MFU %", ".0f", **SHOWN),
+        *(Column(f"config.{name}", name, align="left", optional=True) for name in ("source", "known", "assumed")),
+    ],
+    headline=lambda records: (of_steps if "size" in records[0].config else of_published)(records),
+    terminal=(
+        *("size", "batch", "gpus", "predicted_step_ms", "step_ms_error_pct", "predicted_tokens_per_s_per_gpu"),
+        *("predicted_memory_gib", "memory_gib_error_pct", "predicted_reserved_bytes", "predicted_overhead_ms"),
+        *("predicted_collectives_per_step", "predicted_comm_bytes_per_step", "predicted_peak_alloc_bytes"),
+    ),
+    findings=findings,
+    reading="A row per run. Of published ones `allocated` is the peak of tensors; `reserved` what torch's allocator "
+    "holds, the larger. Errors are predicted over published. Steps of ddp_bench are written down before the "
+    "measurement; --compare adds the measured values.",
+    prediction="Published runs: operators, collectives and memory in closed form; constants from one-host records and "
+    "datasheets. Steps: " + FIT,
+    noise="Nothing was measured here. Published rows of one configuration differ by up to 9 % among themselves.",
+)
+COMPARISON_VIEW = View(
+    name=COMPARISON,
+    question="How good were the predictions?",
+    columns=[
+        *CASE,
+        Column("config.world_size", "ranks"),
+        Column("variant", "strategy"),
+        Column("metrics.predicted_step_ms", "predicted step ms", ".1f"),
+        Column("metrics.measured_step_p50_ms", "measured p50", ".1f"),
+        Column("metrics.step_error_pct", "error %", "+.1f"),
+        Column("metrics.predicted_overhead_ms", "predicted overhead ms", ".1f"),
+        Column("metrics.measured_overhead_ms", "measured", ".1f"),
+        Column("metrics.predicted_peak_alloc_bytes", "predicted peak GiB", ".1f", scale=2**-30),
+        Column("metrics.measured_peak_alloc_bytes", "measured", ".1f", scale=2**-30),
+        Column("metrics.volume_as_predicted", "calls and bytes as predicted", align="left"),
+    ],
+    headline=headline_from(
+        "Predicted beside measured: {sizes} on {device_name}; largest error of a step {worst:.1f} %; constants from "
+        "{calibrated_on}",
+        sizes=sizes,
+        worst=lambda records: max(abs(record.metrics["step_error_pct"]) for record in records),
+    ),
+    terminal=(
+        *("size", "batch", "world_size", "variant"),
+        *("predicted_step_ms", "measured_step_p50_ms", "step_error_pct"),
+    ),
+    reading="The record that the constants were fitted to is among the rows, so its own errors say little; all other "
+    "rows were predicted without having been measured. Calls and bytes must agree exactly.",
+    prediction=FIT,
+    noise="The noise of the measured rows is in their own records.",
+)
+
+EXPERIMENT = Experiment(
+    PredictConfig, measure, VIEW,
+    presets={
+        "published": {},
+        "ddp_bench": {
+            "calibrate": str(RECORDS / "ddp_bench" / "h200x2-xl-batch8.json"),
+            "models": (("medium", 8),),
+            "ranks": (2,),
+            "rows": ("local", "flat", "bucketed-100", "fsdp"),
+        },
+        "smoke": {
+            "predictions": str(RECORDS / "predict_steps" / "cpu-h200.json"),
+            "compare": (str(RECORDS / "ddp_bench" / "h200x2-xl-batch2.json"),),
+        },
+    },
+    ranks="none",
+    parts=(COMPARISON_VIEW,),
+)
